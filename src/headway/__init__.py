@@ -1,0 +1,3 @@
+"""Headway: asynchronous reinforcement learning of language models."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,56 @@
+"""A table of named functions that a user can extend, by a decorator or with a file of their own. Imports no torch."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from headway.errors import ConfigError
+from headway.user_code import load_function, names_a_file
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Registry(Generic[F]):
+    """Functions of one kind by name.
+
+    ``what`` names the kind in messages, ``key`` the configuration key that chooses one.
+    """
+
+    def __init__(self, what: str, key: str) -> None:
+        self._what = what
+        self._key = key
+        self._functions: dict[str, F] = {}
+
+    def register(self, name: str) -> Callable[[F], F]:
+        """Decorator: enter the function under ``name``. Raises `ConfigError` where the name is taken."""
+
+        def enter(function: F) -> F:
+            if name in self._functions:
+                raise ConfigError(f"there is already a {self._what} named {name!r}; choose another name")
+            self._functions[name] = function
+            return function
+
+        return enter
+
+    def names(self) -> list[str]:
+        return sorted(self._functions)
+
+    def get(self, name: str) -> F:
+        """The function registered as ``name``, or the one that ``file.py:function`` names.
+
+        Raises:
+            ConfigError: nothing has that name; the message lists what has.
+            UserCodeError: the user's file does not import or lacks the function.
+        """
+        if names_a_file(name):
+            return load_function(name)  # type: ignore[return-value]  # the user's promise
+        if name not in self._functions:
+            close = difflib.get_close_matches(name, self._functions, n=1)
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            raise ConfigError(
+                f"{self._key}: unknown {self._what} {name!r}{hint}; "
+                f"known: {', '.join(self.names())}, or file.py:function for your own"
+            )
+        return self._functions[name]

@@ -1,0 +1,1 @@
+"""Configuration: schema, loading, modes, placement and the doctor. Imports neither torch nor ray."""

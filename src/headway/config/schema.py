@@ -1,0 +1,371 @@
+"""The configuration's schema: every key, its type, its default and its meaning. Values are data; nothing here acts.
+
+    YAML file(s) ─▶ preset of ``mode`` under them ─▶ ``a.b=c`` overrides ─▶ this schema ─▶ doctor ─▶ the run
+
+Key names are the field's (verl and its fully-asynchronous recipe) wherever the field has one.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Probability = Annotated[float, Field(gt=0, le=1)]
+
+
+def exact_fraction(value: Any) -> Any:
+    """0.3, "0.3" and "3/10" all become 3/10: a float is read as the decimal that its shortest spelling shows."""
+    return Fraction(str(value)) if isinstance(value, int | float | str) and not isinstance(value, bool) else value
+
+
+def shortest_spelling(value: Fraction) -> int | float | str:
+    """The number as a user would type it: an integer or decimal where that is exact, else ``p/q``."""
+    if value.denominator == 1:
+        return int(value)
+    return float(value) if Fraction(str(float(value))) == value else str(value)
+
+
+Eta = Annotated[Fraction, BeforeValidator(exact_fraction), Field(ge=0), PlainSerializer(shortest_spelling)]
+
+
+class Section(BaseModel):
+    """A part of the configuration. Unknown keys are errors; values are checked where they are built."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+
+
+class RunConfig(Section):
+    name: str = "headway"
+    """Names the run's directory when ``run.dir`` is not given."""
+    dir: Path | None = None
+    """Where everything of the run goes. Default: ``runs/<name>-<time>``."""
+    seed: int = Field(0, ge=0)
+    """Seeds model, data order and sampling."""
+
+
+class MakeModelConfig(Section):
+    """A model made from nothing: a Qwen3-style causal LM with a character tokenizer."""
+
+    architecture: Literal["qwen3", "qwen2", "llama"] = "qwen3"
+    hidden_size: Positive = 128
+    num_hidden_layers: Positive = 3
+    num_attention_heads: Positive = 4
+    num_key_value_heads: Positive = 2
+    head_dim: Positive = 32
+    intermediate_size: Positive = 384
+    max_position_embeddings: Positive = 256
+    tie_word_embeddings: bool = True
+    vocabulary: str = "0123456789abcdefghijklmnopqrstuvwxyz:=,|+-*() "
+    """Characters of the tokenizer; padding and end-of-sequence are added."""
+
+
+class WarmupConfig(Section):
+    """Supervised steps on the task until held-out greedy accuracy lies in ``target``."""
+
+    target: tuple[float, float] = (0.4, 0.6)
+    """The window of held-out greedy accuracy in which warm-up stops."""
+    batch_size: Positive = 128
+    lr: float = Field(1e-3, gt=0)
+    eval_every: Positive = 20
+    """Optimizer steps between two evaluations. A jump over the window goes back to the last weights below it and on
+    with a quarter of the learning rate."""
+    max_steps: Positive = 2000
+
+
+class ModelConfig(Section):
+    path: str | None = None
+    """A Hugging Face folder (config, weights, tokenizer). Replaces ``make`` and ``warmup``."""
+    make: MakeModelConfig | None = None
+    """Make a small model instead of loading one."""
+    warmup: WarmupConfig | None = None
+    """Supervised warm-up of a made model."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Training compute dtype; ``auto`` is bfloat16 on GPUs, float32 on CPUs. Master weights are float32."""
+    enable_gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more compute."""
+    trust_remote_code: bool = False
+
+
+class TaskConfig(Section):
+    """A procedural task: problems are generated, with their answers."""
+
+    name: str = "sort"
+    """A task of Headway's own (``sort``, ``reverse``) or ``reasoning_gym/<dataset>``."""
+    size: Positive = 20_000
+    """Training problems in one epoch."""
+    val_size: Positive = 512
+    """Held-out problems, disjoint from the training ones."""
+    params: dict[str, Any] = {}
+    """Parameters of the task, passed through."""
+
+
+class DataConfig(Section):
+    train: str | None = None
+    """A JSONL or Parquet file of training prompts. Replaces ``task``."""
+    val: str | None = None
+    """A JSONL or Parquet file of held-out prompts. Default: ``val_size`` rows split off ``train`` by seed."""
+    task: TaskConfig | None = None
+    """A procedural task instead of files."""
+    prompt_key: str = "prompt"
+    """Column of the prompt: text, or a list of chat messages."""
+    answer_key: str = "answer"
+    """Column of the ground truth."""
+    val_size: NonNegative = 128
+    """Rows of ``train`` held out when ``val`` is not given."""
+    chat_template: Literal["auto", "always", "never"] = "auto"
+    """``auto`` applies the tokenizer's chat template to messages only; ``always`` wraps plain text as a user message."""
+    max_prompt_length: Positive = 512
+    """Prompts of more tokens are left out, and counted."""
+    max_response_length: Positive = 512
+    """Sampling stops after this many tokens."""
+    shuffle: bool = True
+    """Shuffle every epoch, by ``run.seed``."""
+    epochs: Positive | None = None
+    """Length of the run in passes over the data; the alternative to ``rollout.total_rollout_steps``."""
+    prefetch: NonNegative = 64
+    """Prompts tokenised ahead of admission."""
+    train_batch_size: Literal[0] = 0
+    """Accepted for the recipe's sake: prompts stream, there is no training batch of prompts."""
+    gen_batch_size: Literal[1] = 1
+    """Accepted for the recipe's sake: the unit that streams is one prompt with its group."""
+
+
+class RewardConfig(Section):
+    function: str = "exact_match"
+    """``exact_match``, ``task`` (the task's own verifier) or ``file.py:function``."""
+    workers: Positive = 1
+    """Processes that run the reward; they never import torch and are killed on a time-out."""
+    timeout_s: float = Field(10.0, gt=0)
+    """For one call of the function."""
+    retries: NonNegative = 1
+    """Further tries after an exception or a time-out, before the group is ``failed``."""
+
+
+class RolloutConfig(Section):
+    name: Literal["native"] = "native"
+    """The engine: ``native`` is Headway's own, over any Hugging Face decoder."""
+    n: Positive = 8
+    """Trajectories per prompt."""
+    temperature: float = Field(1.0, ge=0)
+    top_p: Probability = 1.0
+    top_k: NonNegative = 0
+    """0 is off. Filters (``top_p`` < 1, ``top_k`` > 0) change the behaviour policy."""
+    total_rollout_steps: Positive | None = None
+    """Length of the run in *trained* groups; a multiple of B. Exactly one of this and ``data.epochs`` is given."""
+    test_freq: int = Field(1, ge=-1)
+    """Versions between two validations; the first and the last version are always validated. -1: only those two."""
+    max_concurrent: Positive = 64
+    """Trajectories that one replica decodes at once. Bounds memory, not staleness."""
+    max_batched_tokens: Positive = 4096
+    """Prompt tokens of one prefill forward."""
+    nnodes: NonNegative = 1
+    """Machines of the rollout role."""
+    n_gpus_per_node: Positive = 1
+    """Replicas on each (on CPUs: processes)."""
+    threads: NonNegative = 0
+    """Torch threads of one replica; 0 divides the machine's cores among the processes."""
+    val_n: Positive = 1
+    """Answers per held-out problem."""
+    val_temperature: float = Field(0.0, ge=0)
+    """0 is greedy."""
+    param_update_preduce_bucket_size_mb: float = Field(64, gt=0)
+    """Bucket in which the trainer assembles full tensors."""
+    param_update_consume_bucket_size_mb: float = Field(64, gt=0)
+    """Bucket in which the engine copies when it loads."""
+
+
+class OptimConfig(Section):
+    lr: float = Field(1e-6, gt=0)
+    lr_warmup_steps: NonNegative = 0
+    """Optimizer steps of linear warm-up."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """After warm-up; ``linear`` and ``cosine`` fall to ``min_lr_ratio`` at the last optimizer step."""
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+
+
+class FsdpConfig(Section):
+    param_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory between uses (FSDP2's CPUOffloadPolicy)."""
+    reshard_after_forward: bool = True
+
+
+class ActorConfig(Section):
+    ppo_mini_batch_size: Positive = 32
+    """Groups of one optimizer step."""
+    ppo_epochs: Positive = 1
+    """Passes over each fetch."""
+    ppo_max_token_len_per_gpu: Positive = 16_384
+    """Tokens (padding included) of one micro-batch; an answer longer than this has a micro-batch of its own."""
+    clip_ratio: float = Field(0.2, gt=0)
+    clip_ratio_low: float | None = Field(None, gt=0)
+    """ε below; default ``clip_ratio``."""
+    clip_ratio_high: float | None = Field(None, gt=0)
+    """ε above (clip-higher); default ``clip_ratio``."""
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean"] = "token-mean"
+    """Mean over all valid tokens of the mini-batch, or over sequences of their token means."""
+    entropy_coeff: float = Field(0.0, ge=0)
+    use_kl_loss: bool = False
+    """Add ``kl_loss_coef`` · KL(π_θ‖π_ref) to the loss; brings the reference policy in."""
+    kl_loss_coef: float = Field(0.001, ge=0)
+    kl_loss_type: Literal["k1", "k2", "k3"] = "k3"
+    grad_clip: float = Field(1.0, gt=0)
+    """Maximum norm of the gradient."""
+    optim: OptimConfig = OptimConfig()
+    fsdp_config: FsdpConfig = FsdpConfig()
+
+
+class RefConfig(Section):
+    """The reference policy, where the algorithm asks for one."""
+
+    nnodes: NonNegative = 0
+    """Machines of its own; 0 puts it on the trainer's ranks, inside each fetch."""
+    n_gpus_per_node: Positive = 1
+
+
+class PolicyLossConfig(Section):
+    loss_mode: str = "ppo_clip"
+    """Name in the registry of policy losses."""
+
+
+class FilterGroupsConfig(Section):
+    enable: bool = False
+    """Dynamic sampling (DAPO): groups whose rewards are all equal are ``filtered``, and refilled."""
+
+
+class AlgorithmConfig(Section):
+    adv_estimator: str = "grpo"
+    """Name in the registry of advantages."""
+    norm_adv_by_std_in_grpo: bool = True
+    """Divide by the group's standard deviation (GRPO) or not."""
+    policy_loss: PolicyLossConfig = PolicyLossConfig()
+    filter_groups: FilterGroupsConfig = FilterGroupsConfig()
+
+
+class Admission(StrEnum):
+    GROUP = "group"
+    BATCH = "batch"
+
+
+class Order(StrEnum):
+    FIFO = "fifo"
+    WINDOW = "window"
+    READY = "ready"
+
+
+class AsyncTrainingConfig(Section):
+    """How far generation may run ahead, and how groups are taken. A mode is a set of values for this section."""
+
+    trigger_parameter_sync_step: Positive = 1
+    """Fetches per parameter update."""
+    require_batches: Positive = 1
+    """Mini-batches per fetch."""
+    staleness_threshold: Eta = Fraction(0)
+    """η: how many versions' worth of groups may be admitted ahead. May be fractional; kept exactly."""
+    partial_rollout: bool | None = None
+    """True means ``on_update: interrupt`` unless ``keep`` is asked for; False means ``drain``."""
+    admission: Admission = Admission.GROUP
+    """Admit groups one by one, or in waves of at most B when everything admitted was rewarded."""
+    order: Order = Order.FIFO
+    window: Positive | Literal["B"] | None = None
+    """W, for ``order: window``; ``B`` is the number of groups per version."""
+    on_update: Literal["drain", "interrupt", "keep"] = "drain"
+    use_rollout_log_probs: bool = True
+    """The engine's log-probs are π_prox (the PPO denominator). False: recomputed by the trainer at each fetch."""
+
+
+class ParamUpdateConfig(Section):
+    schedule: Literal["synchronous"] = "synchronous"
+    """The trainer waits until every replica has loaded."""
+    transport: Literal["auto", "local", "broadcast"] = "auto"
+    """``local`` copies inside one process, ``broadcast`` uses a process group of its own; ``auto`` picks by backend."""
+    timeout_s: float = Field(300.0, gt=0)
+    """For one update; on expiry the run ends with an error that names who did not answer."""
+
+
+class PlacementConfig(Section):
+    kind: Literal["split"] = "split"
+    """Training and generation on devices of their own."""
+
+
+class TrainerConfig(Section):
+    nnodes: Positive = 1
+    n_gpus_per_node: Positive = 1
+    """Training ranks per machine (on CPUs: processes)."""
+    use_nodes_ratios: tuple[float, float, float, float] | None = None
+    """[train, logp, ref_logp, generate]: fractions of all ``nnodes × n_gpus_per_node`` devices, instead of counts."""
+    generate_ahead_steps: Positive | None = None
+    """η + 1, the other way to say ``async_training.staleness_threshold``."""
+    threads: NonNegative = 0
+    """Torch threads of one training rank; 0 divides the machine's cores among the processes."""
+    save_freq: int = Field(-1, ge=-1)
+    """Versions between two checkpoints; -1: only at the end."""
+    max_nonfinite_steps: NonNegative = 10
+    """Optimizer steps in a row that may be skipped for a non-finite loss or gradient."""
+
+
+class ClusterConfig(Section):
+    backend: Literal["ray", "inline"] = "ray"
+    """``inline`` runs every role in one process: debugging, tests, notebooks."""
+    address: str | None = None
+    """A Ray cluster to join; default: start one here and stop it at the end."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    start_timeout_s: float = Field(120.0, gt=0)
+    """For Ray and all workers to come up."""
+    stall_timeout_s: float = Field(300.0, gt=0)
+    """No stage finished anything for so long: the run ends and says who waits for whom."""
+
+
+class ReportsConfig(Section):
+    live: Literal["auto", "on", "off"] = "auto"
+    """The live view; ``auto`` shows it on a terminal and prints plain lines elsewhere."""
+    tensorboard: bool = True
+
+
+class Config(Section):
+    """The whole configuration of a run."""
+
+    mode: str = "async_partial"
+    """The preset: a dictionary of values that lies under the user's own."""
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    reward: RewardConfig = RewardConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    actor: ActorConfig = ActorConfig()
+    ref: RefConfig = RefConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    async_training: AsyncTrainingConfig = AsyncTrainingConfig()
+    param_update: ParamUpdateConfig = ParamUpdateConfig()
+    placement: PlacementConfig = PlacementConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    reports: ReportsConfig = ReportsConfig()
+
+    @property
+    def groups_per_fetch(self) -> int:
+        return self.async_training.require_batches * self.actor.ppo_mini_batch_size
+
+    @property
+    def groups_per_version(self) -> int:
+        """B."""
+        return self.async_training.trigger_parameter_sync_step * self.groups_per_fetch
+
+    @property
+    def window(self) -> int | None:
+        """W: 1 for fifo, None (no limit) for ready."""
+        match self.async_training.order:
+            case Order.FIFO:
+                return 1
+            case Order.READY:
+                return None
+            case Order.WINDOW:
+                w = self.async_training.window
+                return self.groups_per_version if w in ("B", None) else int(w)  # type: ignore[arg-type]

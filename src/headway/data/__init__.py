@@ -1,0 +1,1 @@
+"""Prompts, trajectories, groups and batches; where prompts come from; how trajectories become batches."""

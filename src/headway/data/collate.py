@@ -1,0 +1,88 @@
+"""From samples to rows, and from rows to the micro-batches that an engine runs.
+
+    samples ─▶ split_by_tokens ─▶ one list per data-parallel rank      (driver: metadata only)
+    samples ─▶ resolve ─▶ rows ─▶ token_budget_batches ─▶ collate      (worker: arrays)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.data.types import Handle, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sample with its arrays at hand: P prompt tokens, T response tokens."""
+
+    input_ids: NDArray[np.int32]
+    """[P + T]"""
+    prompt_length: int
+    logprobs: NDArray[np.float32]
+    """[T], behaviour policy."""
+    versions: NDArray[np.int32]
+    """[T]"""
+    loss_mask: NDArray[np.bool_]
+    """[T]"""
+    advantages: NDArray[np.float32] | None = None
+    """[T]"""
+    columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    """[T] each."""
+
+
+def resolve(samples: Sequence[Sample], get: Callable[[Handle[Any]], Any]) -> list[Row]:
+    """Fetch what the samples' handles point to. ``get`` is the backend's (identity when inline)."""
+    behind: dict[int, Any] = {}
+
+    def fetch(handle: Handle[Any]) -> Any:
+        if id(handle) not in behind:
+            behind[id(handle)] = get(handle)
+        return behind[id(handle)]
+
+    rows = []
+    for sample in samples:
+        group = fetch(sample.tokens)
+        response = group.responses[sample.k]
+        rows.append(
+            Row(
+                input_ids=np.concatenate([group.prompt_ids, response.ids]),
+                prompt_length=len(group.prompt_ids),
+                logprobs=response.logprobs,
+                versions=response.versions,
+                loss_mask=response.loss_mask,
+                advantages=sample.advantages,
+                columns={name: fetch(c.handle)[c.index] for name, c in sample.columns.items()},
+            )
+        )
+    return rows
+
+
+def split_by_tokens(samples: Sequence[Sample], ranks: int) -> list[list[int]]:
+    """Indices of ``samples`` for each rank, token counts balanced (longest first to the lightest rank)."""
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for index in sorted(range(len(samples)), key=lambda i: (-samples[i].total_length, i)):
+        lightest = min(range(ranks), key=lambda r: (loads[r], r))
+        shares[lightest].append(index)
+        loads[lightest] += samples[index].total_length
+    return [sorted(share) for share in shares]
+
+
+def token_budget_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Partition indices into batches whose padded size (rows × longest) is at most ``budget``, sorted by length.
+
+    A row longer than the budget is a batch of its own.
+    """
+    batches: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        longest = lengths[batches[-1][0]] if batches else 0
+        if batches and (len(batches[-1]) + 1) * longest <= budget:
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+    return batches

@@ -1,0 +1,159 @@
+"""The nouns of the pipeline: prompt, trajectory, group, training sample. Plain data; numpy, never torch.
+
+Token arrays stay behind a `Handle` once a group left its engine: the driver reads metadata only and passes handles on, so a
+group's tokens travel from the process that sampled them to the process that trains on them, and nowhere else. A handle is
+whatever the cluster backend makes of it: the object itself (inline) or a Ray object reference.
+
+Shape suffixes: P prompt tokens, T response tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NamedTuple, TypeVar, Union
+
+import numpy as np
+from numpy.typing import NDArray
+
+T = TypeVar("T")
+Handle = Union[T, Any]  # noqa: UP007 - a generic alias needs this spelling on Python 3.11
+"""An opaque reference to a ``T`` that may live in another process."""
+
+
+class TrajectoryId(NamedTuple):
+    """Who a trajectory is: the ``attempt``-th run of ``row`` in ``epoch``, answer ``k``. Keys its randomness."""
+
+    epoch: int
+    row: int
+    attempt: int
+    k: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One row of the data set, tokenised."""
+
+    epoch: int
+    row: int
+    attempt: int
+    source: str
+    """Name of the data source, for the reward and for per-source metrics."""
+    text: str
+    """What the model reads, as text (after the chat template)."""
+    token_ids: NDArray[np.int32]
+    """[P]"""
+    answer: Any = None
+    """Ground truth, handed to the reward as it is."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Every other column of the row."""
+
+    def trajectory_id(self, k: int) -> TrajectoryId:
+        return TrajectoryId(self.epoch, self.row, self.attempt, k)
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseTokens:
+    """One response, token by token. All arrays are [T]."""
+
+    ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    """Log-prob (nats) under the very distribution the token was sampled from (temperature and filters applied)."""
+    versions: NDArray[np.int32]
+    """Version of the weights that sampled the token, stamped by the engine."""
+    loss_mask: NDArray[np.bool_]
+    """True where the policy wrote the token (all of it, unless text was inserted)."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTokens:
+    """What is behind a group's handle: the shared prompt [P] and each trajectory's response."""
+
+    prompt_ids: NDArray[np.int32]
+    responses: tuple[ResponseTokens, ...]
+
+
+def version_spans(versions: NDArray[np.int32]) -> list[list[int]]:
+    """``[[start, version], …]`` of a [T] array of versions: where each run of equal versions starts."""
+    if len(versions) == 0:
+        return []
+    starts = np.flatnonzero(np.diff(versions, prepend=versions[0] - 1))
+    return [[int(s), int(versions[s])] for s in starts]
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """Metadata of one response: what the driver may look at. Its tokens are ``group.tokens``'s ``responses[k]``."""
+
+    id: TrajectoryId
+    replica: str
+    text: str
+    prompt_length: int
+    length: int
+    """Response tokens, end-of-sequence included."""
+    finish_reason: FinishReason
+    version_spans: list[list[int]]
+    started: float
+    """Seconds on the event clock: when its first token was sampled."""
+    finished: float
+
+    @property
+    def oldest_version(self) -> int:
+        return min(version for _, version in self.version_spans)
+
+    @property
+    def newest_version(self) -> int:
+        return max(version for _, version in self.version_spans)
+
+
+@dataclass(slots=True)
+class Group:
+    """One prompt with its ``rollout.n`` trajectories: the unit that streams. ``number`` counts admissions from 0."""
+
+    number: int
+    prompt: Prompt
+    trajectories: tuple[Trajectory, ...]
+    tokens: Handle[GroupTokens]
+    rewards: NDArray[np.float32] | None = None
+    """[n], set by Reward."""
+    ref_logprobs: tuple[Column, ...] | None = None
+    """One [T] column per trajectory, set by RefLogProb."""
+
+    @property
+    def oldest_version(self) -> int:
+        return min(t.oldest_version for t in self.trajectories)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A [T] float32 array of one trajectory that may live elsewhere: element ``index`` of the list behind ``handle``."""
+
+    handle: Handle[list[NDArray[np.float32]]]
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One trajectory on its way through a forward or training step."""
+
+    tokens: Handle[GroupTokens]
+    k: int
+    """Which of the group's responses."""
+    prompt_length: int
+    length: int
+    advantages: NDArray[np.float32] | None = None
+    """[T]; None for a forward pass."""
+    columns: Mapping[str, Column] = field(default_factory=dict)
+    """Further per-token inputs of the loss, by name: ``ref_logprobs``, ``prox_logprobs``."""
+
+    @property
+    def total_length(self) -> int:
+        """P + T: what the sample costs in a token-budget micro-batch."""
+        return self.prompt_length + self.length

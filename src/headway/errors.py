@@ -1,0 +1,101 @@
+"""The failure vocabulary: every way in which a run can end early, in one file.
+
+Two families, told apart by what the user has to do:
+
+    HeadwayError
+    ├── UserError      exit code 2: something that was given is wrong (config, model, data, reward file)
+    └── RunError       exit code 1: the run itself failed (a worker died, a wait ran out, a bound was broken)
+
+Each class refines the matching standard type, carries one message (so that it survives pickling between processes), and
+the message says what was given, what was expected and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class HeadwayError(Exception):
+    """Base of all errors that Headway raises on purpose."""
+
+    exit_code = 1
+
+
+class UserError(HeadwayError, ValueError):
+    """Something that the user gave is wrong."""
+
+    exit_code = 2
+
+
+class ConfigError(UserError):
+    """A configuration that is unknown, contradictory or without effect."""
+
+
+class DataError(UserError):
+    """A data set that is missing, unreadable or lacks what was asked of it."""
+
+
+class ModelError(UserError):
+    """A model folder that is missing, incomplete or of an unsupported architecture."""
+
+
+class UserCodeError(UserError):
+    """A file of the user's own that does not import, or lacks the function that was named."""
+
+
+class RunError(HeadwayError, RuntimeError):
+    """The run failed."""
+
+
+class WorkerDied(RunError):
+    """A worker process ended while the run needed it."""
+
+
+class StageFailed(RunError):
+    """A stage's own code raised; the cause is chained."""
+
+
+class StallError(RunError, TimeoutError):
+    """A wait ran out; the message says who waited for whom."""
+
+
+class StalenessExceeded(RunError):
+    """A group older than the proved bound reached the trainer."""
+
+
+class LedgerImbalance(RunError):
+    """Admitted groups and their fates do not add up."""
+
+
+class NothingToTrain(RunError):
+    """Discards in a row passed the limit: the filter or the reward leaves nothing to train on."""
+
+
+class UpdateFailed(RunError):
+    """A parameter update did not complete; replicas still serve the old version."""
+
+
+class NonFinite(RunError):
+    """Loss or gradient was not finite more often than allowed."""
+
+
+class ScoringFailed(RunError):
+    """A reward could not be computed for a trajectory: the user's code raised, timed out or returned nonsense.
+
+    A rollout that cannot be scored is data, not a crash: the pipeline turns this into the group's ``failed`` fate.
+    """
+
+
+@contextmanager
+def boundary(doing: str, error: type[HeadwayError]) -> Iterator[None]:
+    """Attribute whatever foreign code raises inside to ``error``, once, with ``doing`` in the message.
+
+    Headway's own errors pass through unchanged, and so do cancellation and interrupts.
+    """
+    try:
+        yield
+    except HeadwayError:
+        raise
+    except Exception as cause:
+        raise error(f"{doing}: {type(cause).__name__}: {cause}") from cause

@@ -1,0 +1,232 @@
+"""What happens in a run, as typed events. Metrics, timelines, the live view and the ledger's file derive from these alone.
+
+``time`` is the event loop's clock (seconds, monotonic; virtual under simulation). Worker processes on the same machine
+share that clock; their spans arrive as ``[start, end]`` pairs on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, Protocol
+
+Span = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Base of all events."""
+
+    kind: ClassVar[str] = "event"
+    time: float
+
+    def to_json(self) -> dict[str, Any]:
+        """The event as one flat JSON object, ``kind`` first."""
+        return {"kind": self.kind, **asdict(self)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStarted(Event):
+    kind: ClassVar[str] = "run.started"
+    mode: str
+    seed: int
+    groups_per_version: int
+    total_groups: int | None
+    lag_bound: int | None
+    order: str
+    slots: dict[str, int]
+    """Trajectories that each replica can decode at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageChanged(Event):
+    """A stage entered ``state``; ``waiting_for`` names the other party while it waits."""
+
+    kind: ClassVar[str] = "stage.changed"
+    stage: str
+    state: str
+    waiting_for: str | None = None
+    active: int = 0
+    """Items in processing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupAdmitted(Event):
+    """``limit`` is ⌊(version + 1 + η)·B⌋ with ``version`` the oldest one served; admitted counts this group."""
+
+    kind: ClassVar[str] = "group.admitted"
+    number: int
+    epoch: int
+    row: int
+    attempt: int
+    version: int
+    admitted: int
+    discarded: int
+    limit: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryFinished(Event):
+    """``version_spans`` is ``[[start, version], …]``: from token ``start`` on, tokens were sampled under ``version``."""
+
+    kind: ClassVar[str] = "trajectory.finished"
+    number: int
+    k: int
+    replica: str
+    prompt_tokens: int
+    tokens: int
+    finish_reason: str
+    version_spans: list[list[int]]
+    started: float
+    finished: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRewarded(Event):
+    kind: ClassVar[str] = "group.rewarded"
+    number: int
+    rewards: list[float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSettled(Event):
+    """The one fate of an admitted group; ``lag`` (oldest token's) only when it was trained."""
+
+    kind: ClassVar[str] = "group.settled"
+    number: int
+    fate: str
+    reason: str | None = None
+    lag: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchTaken(Event):
+    kind: ClassVar[str] = "fetch.taken"
+    fetch: int
+    version: int
+    numbers: list[int]
+    waited: Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerBusy(Event):
+    """The trainer computed during ``span``: ``what`` is ``forward``, ``step``, ``gather`` or ``save``."""
+
+    kind: ClassVar[str] = "trainer.busy"
+    what: str
+    version: int
+    span: Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerStepped(Event):
+    """One optimizer step. ``lags`` has each group's lag, ``stale_trajectories`` counts trajectories with lag ≥ 1."""
+
+    kind: ClassVar[str] = "optimizer.stepped"
+    step: int
+    fetch: int
+    version: int
+    skipped: bool
+    tokens: int
+    trajectories: int
+    lags: list[int]
+    token_lag: dict[int, int] = field(default_factory=dict)
+    """Histogram: lag → number of tokens."""
+    stale_trajectories: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdatePhase(Event):
+    """One of the five phases (gather, send, recv, register, load) of the update to ``version``, at ``where``."""
+
+    kind: ClassVar[str] = "update.phase"
+    version: int
+    phase: str
+    where: str
+    seconds: float
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateFinished(Event):
+    """Every replica serves ``version``. Stalls are spans in which a side waited for the update and did nothing else."""
+
+    kind: ClassVar[str] = "update.finished"
+    version: int
+    trainer_stall_s: float
+    rollout_stall_s: float
+    interrupted: int
+    """Trajectories that were cut and go on under the new version."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaActivity(Event):
+    """Spans in which a replica prefilled or decoded, since its last report; ``slot_seconds`` sums active slots × time."""
+
+    kind: ClassVar[str] = "replica.activity"
+    replica: str
+    busy: list[Span]
+    slot_seconds: float
+    generated_tokens: int
+    prefilled_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationFinished(Event):
+    kind: ClassVar[str] = "validation.finished"
+    version: int
+    accuracy: float
+    problems: int
+    mean_tokens: float
+    failed: int
+    span: Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSaved(Event):
+    kind: ClassVar[str] = "checkpoint.saved"
+    version: int
+    path: str
+    span: Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note(Event):
+    """A line for the log: ``level`` is ``info`` or ``warning``."""
+
+    kind: ClassVar[str] = "note"
+    level: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFinished(Event):
+    """``status`` is ``completed``, ``interrupted`` or ``failed``; ``groups`` is the ledger's balance."""
+
+    kind: ClassVar[str] = "run.finished"
+    status: str
+    reason: str | None
+    version: int
+    groups: dict[str, int]
+
+
+class Observer(Protocol):
+    """Watches a run. Called on the event loop's thread, in order; must return at once and never raise."""
+
+    def on_event(self, event: Event) -> None: ...
+
+    def close(self) -> None: ...
+
+
+Emit = Callable[[Event], None]
+
+
+def fan_out(observers: Sequence[Observer]) -> Emit:
+    """One function that hands an event to every observer, in the order given."""
+
+    def emit(event: Event) -> None:
+        for observer in observers:
+            observer.on_event(event)
+
+    return emit

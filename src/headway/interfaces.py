@@ -1,0 +1,307 @@
+"""The protocols between the pipeline and the machinery. The pipeline knows these and nothing behind them.
+
+                 RewardFn          LogProbEngine
+                    ▲                   ▲
+    PromptSource ─▶ pipeline ─▶ RolloutEngine ◀══ WeightSender/WeightReceiver ══ TrainEngine
+                    └──────────────────────────────────────────────────────────────▲
+
+Everything the pipeline calls is asynchronous and returns plain data. Implementations raise the errors of
+`headway.errors`; an implementation that lives in another process raises `WorkerDied` when that process ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.data.types import Column, Group, GroupTokens, Handle, Prompt, Sample, Trajectory
+from headway.events import Span
+
+if TYPE_CHECKING:
+    import torch
+
+# ---------------------------------------------------------------------------------------------- data
+
+
+class PromptSource(Protocol):
+    """Yields prompts in a seeded order, epoch after epoch, and can say and restore where it stands."""
+
+    def next(self) -> Prompt | None:
+        """The next prompt, or None when all epochs are over (never None if epochs are unlimited)."""
+
+    def again(self, prompt: Prompt) -> Prompt:
+        """The same row as a further attempt, with randomness of its own."""
+
+    def state(self) -> dict[str, Any]:
+        """The cursor: JSON values that `restore` takes."""
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+# ---------------------------------------------------------------------------------------------- rewards
+
+
+class RewardFn(Protocol):
+    """Scores responses in processes of its own."""
+
+    async def score(self, prompt: Prompt, responses: Sequence[str]) -> NDArray[np.float32]:
+        """[n] finite rewards, one per response, in order.
+
+        Raises `ScoringFailed` after the retry budget: an exception, a time-out, or a value that is not a finite number.
+        """
+
+    async def close(self) -> None: ...
+
+
+# ---------------------------------------------------------------------------------------------- rollout
+
+
+class OnUpdate(StrEnum):
+    """What happens to trajectories in flight when new weights arrive."""
+
+    DRAIN = "drain"
+    """Let everything that was submitted finish; start nothing that is submitted later."""
+    INTERRUPT = "interrupt"
+    """Stop between two steps; keep tokens and log-probs, drop the KV cache; prefill again after `resume`."""
+    KEEP = "keep"
+    """Stop between two steps; go on in place with the old KV cache."""
+
+
+class Priority(StrEnum):
+    VALIDATION = "validation"
+    TRAINING = "training"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """``temperature`` 0 is greedy; ``top_p`` 1 and ``top_k`` 0 are off."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One group's worth of generation: ``n`` responses to one prompt, ids ``prompt.trajectory_id(0..n-1)``."""
+
+    number: int
+    """The group's number; for validation, the problem's index (never mixed with groups: see ``priority``)."""
+    prompt: Prompt
+    n: int
+    sampling: SamplingParams
+    priority: Priority = Priority.TRAINING
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedGroup:
+    """What the engine gives back for one request."""
+
+    number: int
+    trajectories: tuple[Trajectory, ...]
+    tokens: Handle[GroupTokens]
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """``interrupted`` counts trajectories with at least one token that were cut by this pause."""
+
+    interrupted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Activity since the last call. Spans are on the event clock."""
+
+    busy: list[Span] = field(default_factory=list)
+    """Union of intervals in which at least one sequence was prefilled or decoded."""
+    slot_seconds: float = 0.0
+    generated_tokens: int = 0
+    prefilled_tokens: int = 0
+    running: int = 0
+    waiting: int = 0
+    version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an engine can do; the doctor rejects modes that need more."""
+
+    on_update: frozenset[OnUpdate]
+    reproducible: bool
+    """A sampled token depends on (seed, trajectory id, position, weights) alone, given the same batch shapes."""
+    sleep: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveReport:
+    recv_s: float
+    register_s: float
+    nbytes: int
+    checksum: int
+
+
+class RolloutEngine(Protocol):
+    """One replica. Tokens in, tokens out.
+
+    Contract: each sampled token carries its log-prob under the distribution that it was sampled from and the version
+    of the weights that sampled it; randomness is keyed by (run seed, trajectory id, position), never by arrival order;
+    `pause` loses nothing; no token is ever sampled from a mixture of two versions' weights. A trajectory counts a
+    version only if a token was sampled under it.
+    """
+
+    name: str
+    capabilities: Capabilities
+    slots: int
+    """Trajectories that decode at once (``rollout.max_concurrent``); more wait inside the engine."""
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[FinishedGroup]:
+        """Submit all requests in one step (they start together, in order) and yield each group when it is done.
+
+        Validation requests start before waiting training requests. Aborted groups are yielded too, with finish reason
+        ``aborted``.
+        """
+
+    async def pause(self, policy: OnUpdate) -> Paused:
+        """Returns when nothing decodes any more under ``policy``. Requests may still be submitted; they wait."""
+
+    async def resume(self) -> None: ...
+
+    async def stage_weights(self, version: int) -> ReceiveReport:
+        """recv and register: the back buffer holds ``version``, complete and checksummed. Decoding goes on meanwhile.
+
+        The matching `TrainEngine.send_weights` must run at the same time. All-or-nothing: on an error the old version
+        is still served and nothing is staged.
+        """
+
+    async def activate(self, version: int) -> float:
+        """load: swap the staged ``version`` in between two steps. Returns the seconds it took."""
+
+    async def abort(self, numbers: Sequence[int]) -> None:
+        """End these groups' trajectories as they are; their `generate` yields them with ``aborted``."""
+
+    async def in_flight(self) -> list[int]:
+        """Numbers of training groups submitted and not yet yielded."""
+
+    async def sleep(self) -> None:
+        """Free the KV cache (and weights where the engine can). Only when paused."""
+
+    async def wake(self) -> None: ...
+
+    async def stats(self) -> EngineStats: ...
+
+    async def close(self) -> None: ...
+
+
+# ---------------------------------------------------------------------------------------------- training
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One optimizer step. ``skipped`` when loss or gradient norm was not finite: weights are unchanged."""
+
+    skipped: bool
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class SendReport:
+    gather_s: float
+    send_s: float
+    nbytes: int
+    checksum: int
+    """Of all bytes, in order; equals every receiver's."""
+
+
+class LogProbEngine(Protocol):
+    """A frozen or separately served copy of the policy that recomputes log-probs."""
+
+    async def forward_logprobs(self, samples: Sequence[Sample]) -> list[Column]:
+        """For each sample its [T] float32 log-probs (nats, ``rollout.temperature`` applied)."""
+
+
+class TrainEngine(LogProbEngine, Protocol):
+    """The trainer's ranks, driven as one."""
+
+    async def train_step(self, samples: Sequence[Sample]) -> StepReport:
+        """One optimizer step on a mini-batch. The gradient does not depend on how it is split."""
+
+    async def send_weights(self, version: int) -> SendReport:
+        """gather and send, bucket by bucket, to every receiver, whose `stage_weights` must run at the same time."""
+
+    async def save(self, path: Path, driver_state: Mapping[str, Any]) -> None:
+        """A complete checkpoint: model, optimizer, schedule, and ``driver_state`` as JSON. Atomic: a rename ends it."""
+
+    async def load(self, path: Path) -> dict[str, Any]:
+        """Restore a checkpoint; returns its ``driver_state``."""
+
+    async def export(self, path: Path) -> None:
+        """Write a Hugging Face folder that ``AutoModelForCausalLM.from_pretrained`` opens."""
+
+    async def close(self) -> None: ...
+
+
+class AdvantageFn(Protocol):
+    """Advantages of one fetch, computed once: for each group, one [T] float32 array per trajectory."""
+
+    def __call__(self, groups: Sequence[Group]) -> list[list[NDArray[np.float32]]]: ...
+
+
+# ---------------------------------------------------------------------------------------------- weights
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlot:
+    """Where one tensor lies in its bucket: ``offset`` and ``nbytes`` into the bucket's bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """As torch spells it, without the prefix: ``float32``, ``bfloat16``."""
+    bucket: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The layout of one complete set of weights; fixed for a run, exchanged once. Tied weights appear once."""
+
+    slots: tuple[TensorSlot, ...]
+    bucket_nbytes: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.bucket_nbytes)
+
+
+class WeightSender(Protocol):
+    """The trainer's end of a transport (on its rank zero). Blocking; runs on a worker's own thread."""
+
+    def send(self, version: int, buckets: Iterable[torch.Tensor]) -> None:
+        """Each bucket is a flat uint8 CPU or device tensor, valid until the next one is drawn.
+
+        Raises `UpdateFailed` within the transport's timeout when a receiver does not answer.
+        """
+
+    def close(self) -> None: ...
+
+
+class WeightReceiver(Protocol):
+    """A replica's end of a transport. Blocking; runs on a worker's own thread, never on the decoding one."""
+
+    def receive(self, version: int) -> Iterator[torch.Tensor]:
+        """The buckets of ``version`` in the manifest's order; each is valid until the next one is drawn.
+
+        Raises `UpdateFailed` within the transport's timeout when the sender does not answer.
+        """
+
+    def close(self) -> None: ...

@@ -1,0 +1,77 @@
+"""Watches a run from the side: what replicas are doing, and whether anything moves at all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from headway.errors import StallError
+from headway.events import Emit, Event, ReplicaActivity
+from headway.interfaces import EngineStats, RolloutEngine
+from headway.pipeline.stage import Stage, State
+from headway.pipeline.state import now
+
+
+class Monitor:
+    """Reports each replica's activity every ``interval_s``, and ends a run in which nothing moved for too long."""
+
+    def __init__(
+        self,
+        replicas: Sequence[RolloutEngine],
+        stages: Callable[[], Sequence[Stage[Any, Any]]],
+        emit: Emit,
+        *,
+        stall_timeout_s: float,
+        interval_s: float = 1.0,
+    ) -> None:
+        self._replicas = replicas
+        self._stages = stages
+        self._emit = emit
+        self._stall_timeout_s = stall_timeout_s
+        self._interval_s = interval_s
+        self._moved = 0.0
+
+    def on_event(self, event: Event) -> None:
+        """Any event is progress, but for a replica that reports idleness."""
+        if not isinstance(event, ReplicaActivity) or event.generated_tokens + event.prefilled_tokens > 0:
+            self._moved = event.time
+
+    def close(self) -> None: ...
+
+    async def run(self) -> None:
+        """Runs until cancelled. Raises `StallError` when nothing moved for ``stall_timeout_s``."""
+        self._moved = now()
+        while True:
+            await asyncio.sleep(self._interval_s)
+            await self.report()
+            if now() - self._moved > self._stall_timeout_s:
+                raise StallError(
+                    f"nothing moved for {self._stall_timeout_s:g} s (cluster.stall_timeout_s): {self.who_waits()}"
+                )
+
+    async def report(self) -> None:
+        """One `ReplicaActivity` per replica, for the time since the last one."""
+        for replica in self._replicas:
+            self._emit(activity(replica.name, await replica.stats()))
+
+    def who_waits(self) -> str:
+        """``ActorTrain waits for groups from the message queue; Generate processes 12 items; …``"""
+        return "; ".join(
+            f"{stage.name} waits for {stage.waiting_for}"
+            if stage.waiting_for
+            else f"{stage.name} processes {stage.active} item(s)"
+            for stage in self._stages()
+            if stage.state is not State.STOPPED
+        )
+
+
+def activity(replica: str, stats: EngineStats) -> ReplicaActivity:
+    return ReplicaActivity(
+        time=now(),
+        replica=replica,
+        busy=stats.busy,
+        slot_seconds=stats.slot_seconds,
+        generated_tokens=stats.generated_tokens,
+        prefilled_tokens=stats.prefilled_tokens,
+    )

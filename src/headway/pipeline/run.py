@@ -1,0 +1,274 @@
+"""One run: the stages wired up, started, watched and ended in order. The main loop of Headway is `Pipeline.run`.
+
+             ┌──────── ground truth, extra fields ───────┐
+PromptLoader ─▶ Generate ────────────────────────────▶ Rollout ─▶ Reward ─▶ RefLogProb ─▶ MessageQueue
+     ▲             ▲        ids and tokens only    (joins groups)  (may filter)  (own ranks)    │
+ admission      weights                                                                         ▼  a fetch
+     │             │                                                                       ActorTrain
+     └── Staleness ◀──── ParamUpdate: gather ▶ send ▶ recv ▶ register ▶ load ◀──────────────────┘
+                             └─▶ Validate
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from headway.config.schema import Config
+from headway.data.types import Group, Prompt
+from headway.events import CheckpointSaved, Emit, Observer, RunFinished, RunStarted, fan_out
+from headway.interfaces import (
+    AdvantageFn,
+    FinishedGroup,
+    LogProbEngine,
+    OnUpdate,
+    PromptSource,
+    RewardFn,
+    RolloutEngine,
+    SamplingParams,
+    TrainEngine,
+)
+from headway.pipeline.channel import Channel
+from headway.pipeline.concurrently import concurrently, first_failure
+from headway.pipeline.ledger import Ledger
+from headway.pipeline.message_queue import MessageQueue
+from headway.pipeline.monitor import Monitor
+from headway.pipeline.router import Router
+from headway.pipeline.stage import Stage
+from headway.pipeline.stages.actor_train import ActorTrain, TrainSettings, Update
+from headway.pipeline.stages.generate import Generate
+from headway.pipeline.stages.param_update import ParamUpdate
+from headway.pipeline.stages.prompt_loader import PromptLoader, Wave
+from headway.pipeline.stages.ref_logprob import RefLogProb
+from headway.pipeline.stages.reward import GroupFilter, Reward
+from headway.pipeline.stages.rollout import Rollout
+from headway.pipeline.stages.validate import Validate, Validation
+from headway.pipeline.staleness import Staleness
+from headway.pipeline.state import RunState, now
+
+
+class Status(StrEnum):
+    COMPLETED = "completed"
+    INTERRUPTED = "interrupted"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a run is made of: everything behind a protocol, so that any of it can be simulated."""
+
+    source: PromptSource
+    validation: Sequence[Prompt]
+    rollouts: Sequence[RolloutEngine]
+    trainer: TrainEngine
+    reward: RewardFn
+    advantages: AdvantageFn
+    group_filter: GroupFilter | None = None
+    reference: LogProbEngine | None = None
+    reference_inside_fetch: bool = True
+    """The reference shares the trainer's ranks."""
+    stop_token_ids: tuple[int, ...] = ()
+    watch: Callable[[], Coroutine[Any, Any, None]] | None = None
+    """Runs until cancelled; raises `WorkerDied` as soon as any worker process ends."""
+
+
+class Pipeline:
+    """Built once, run once."""
+
+    def __init__(self, config: Config, parts: Parts, observers: Sequence[Observer], checkpoints: Path) -> None:
+        self._config = config
+        self._parts = parts
+        self._checkpoints = checkpoints
+        self._emit: Emit
+        self._monitor = Monitor(
+            parts.rollouts,
+            lambda: self.stages,
+            lambda event: self._emit(event),
+            stall_timeout_s=config.cluster.stall_timeout_s,
+        )
+        self._emit = fan_out([*observers, self._monitor])
+        staleness = Staleness(
+            eta=config.async_training.staleness_threshold,
+            groups_per_version=config.groups_per_version,
+            window=config.window,
+            total=config.rollout.total_rollout_steps,
+            loaded={replica.name: 0 for replica in parts.rollouts},
+        )
+        self._state = RunState(staleness, Ledger(), MessageQueue(staleness), self._emit)
+        self._stopping = False
+        self._saved_version: int | None = None
+        self._wire()
+
+    @property
+    def stages(self) -> list[Stage[Any, Any]]:
+        return [*self._upstream, *self._downstream]
+
+    async def run(self) -> Status:
+        """Train until the run's groups are consumed, a stop was asked for, or something failed (which is raised).
+
+        Whatever happens, the last event is `RunFinished` with the ledger's balance.
+        """
+        status, reason = Status.FAILED, None
+        self._emit_started()
+        try:
+            await self._run_stages()
+            await self._checkpoint(self._state.version)
+            status = Status.INTERRUPTED if self._stopping else Status.COMPLETED
+            return status
+        except asyncio.CancelledError:
+            status, reason = Status.INTERRUPTED, "left at once"
+            raise
+        except Exception as failure:
+            reason = f"{type(failure).__name__}: {failure}"
+            raise
+        finally:
+            balance = self._state.ledger.balance()
+            version = self._state.version
+            self._emit(RunFinished(time=now(), status=status.value, reason=reason, version=version, groups=balance))
+
+    def request_stop(self) -> None:
+        """Finish the current version, save, and return from `run`."""
+        self._stopping = True
+        self._state.request_stop()
+
+    # ------------------------------------------------------------------------------------------ wiring
+
+    def _wire(self) -> None:
+        config, parts, state = self._config, self._parts, self._state
+        waves: Channel[Wave] = Channel("waves")
+        finished: Channel[FinishedGroup] = Channel("finished")
+        unrewarded: Channel[Group] = Channel("unrewarded")
+        updates: Channel[Update] = Channel("updates")
+        self._validations: Channel[Validation] = Channel("validations")
+        reference_stage = parts.reference is not None and not parts.reference_inside_fetch
+        rewarded: Channel[Group] | MessageQueue = Channel("rewarded") if reference_stage else state.queue
+
+        self._loader = PromptLoader(
+            state,
+            parts.source,
+            waves,
+            admission=config.async_training.admission,
+            n=config.rollout.n,
+            sampling=self._sampling(config.rollout.temperature, config.rollout.top_p, config.rollout.top_k),
+        )
+        generate = Generate(state, waves, finished, Router(parts.rollouts))
+        self._upstream: list[Stage[Any, Any]] = [
+            self._loader,
+            generate,
+            Rollout(state, finished, unrewarded),
+            Reward(state, unrewarded, rewarded, parts.reward, parts.group_filter),
+        ]
+        if parts.reference is not None and isinstance(rewarded, Channel):
+            self._upstream.append(RefLogProb(state, rewarded, state.queue, parts.reference))
+        self._downstream: list[Stage[Any, Any]] = [
+            ActorTrain(
+                state,
+                parts.trainer,
+                parts.advantages,
+                updates,
+                self._train_settings(),
+                reference=parts.reference if parts.reference_inside_fetch else None,
+                checkpoint=self._checkpoint,
+            ),
+            ParamUpdate(
+                state,
+                updates,
+                self._validations,
+                parts.trainer,
+                parts.rollouts,
+                generate,
+                policy=OnUpdate(config.async_training.on_update),
+                test_freq=config.rollout.test_freq if parts.validation else None,
+                timeout_s=config.param_update.timeout_s,
+            ),
+            Validate(
+                state,
+                self._validations,
+                parts.validation,
+                parts.reward,
+                n=config.rollout.val_n,
+                sampling=self._sampling(config.rollout.val_temperature),
+            ),
+        ]
+
+    def _sampling(self, temperature: float, top_p: float = 1.0, top_k: int = 0) -> SamplingParams:
+        max_tokens, stop = self._config.data.max_response_length, self._parts.stop_token_ids
+        return SamplingParams(max_tokens, temperature, top_p, top_k, stop)
+
+    def _train_settings(self) -> TrainSettings:
+        config = self._config
+        return TrainSettings(
+            mini_batch_size=config.actor.ppo_mini_batch_size,
+            mini_batches_per_fetch=config.async_training.require_batches,
+            ppo_epochs=config.actor.ppo_epochs,
+            use_rollout_log_probs=config.async_training.use_rollout_log_probs,
+            max_nonfinite_steps=config.trainer.max_nonfinite_steps,
+            save_freq=config.trainer.save_freq,
+        )
+
+    # ------------------------------------------------------------------------------------------ running
+
+    async def _run_stages(self) -> None:
+        """Downstream decides when a run is over; then admission stops and upstream runs dry, or is interrupted."""
+        await self._validate_first_version()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                watchers = [tasks.create_task(watch()) for watch in (self._monitor.run, self._parts.watch) if watch]
+                upstream = [tasks.create_task(stage.run(), name=stage.name) for stage in self._upstream]
+                await concurrently(stage.run() for stage in self._downstream)
+                self._loader.end()
+                if self._state.ledger.open_numbers:
+                    await concurrently(replica.pause(OnUpdate.INTERRUPT) for replica in self._parts.rollouts)
+                    for task in upstream:
+                        task.cancel()
+                await asyncio.wait(upstream)
+                for watcher in watchers:
+                    watcher.cancel()
+        except BaseExceptionGroup as failures:
+            failure = first_failure(failures)
+            raise failure from failure.__cause__
+        await self._monitor.report()
+
+    async def _validate_first_version(self) -> None:
+        """Marked before anything is admitted, like every other validation."""
+        if self._parts.validation:
+            replica = self._parts.rollouts[0]
+            self._state.validation(replica.name, running=True)
+            await self._validations.send(Validation(self._state.version, replica))
+
+    async def _checkpoint(self, version: int) -> None:
+        """Save everything that a resumed run needs. The driver's part is taken before the first wait."""
+        path = self._checkpoints / f"version_{version}"
+        if self._saved_version == version:
+            return
+        started = now()
+        driver_state = {
+            "version": version,
+            "consumed": self._state.consumed,
+            "admitted": self._state.staleness.admitted,
+            "discarded": self._state.staleness.discarded,
+            "ledger": self._state.ledger.state(),
+            "source": self._parts.source.state(),
+        }
+        await self._parts.trainer.save(path, driver_state)
+        self._saved_version = version
+        self._emit(CheckpointSaved(time=now(), version=version, path=str(path), span=(started, now())))
+
+    def _emit_started(self) -> None:
+        config, staleness = self._config, self._state.staleness
+        self._emit(
+            RunStarted(
+                time=now(),
+                mode=config.mode,
+                seed=config.run.seed,
+                groups_per_version=staleness.groups_per_version,
+                total_groups=staleness.total,
+                lag_bound=staleness.bound,
+                order=config.async_training.order.value,
+                slots={replica.name: replica.slots for replica in self._parts.rollouts},
+            )
+        )

@@ -1,0 +1,28 @@
+"""Waiting for a condition over shared state, on one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+
+class Signal:
+    """Wakes all waiters when its owner's state changed; each looks again whether its own condition holds.
+
+    Single-threaded by construction: everything runs on one event loop, so there is nothing to lock.
+    """
+
+    def __init__(self) -> None:
+        self._waiters: list[asyncio.Future[None]] = []
+
+    def changed(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter

@@ -1,0 +1,166 @@
+"""The stage: one box of the pipeline, as a state machine.
+
+    get_input_data ──▶ process_data ──▶ send_output_data
+                                                               None from get
+    WAITING_INPUT ◀──▶ PROCESSING ◀──▶ WAITING_OUTPUT ··· ─────────────────────▶ DRAINING ──▶ STOPPED
+          │ pause()/resume(): PAUSED between two items
+          └──────────────── an exception, anywhere ───────────────────────────────────────▶ FAILED
+
+A subclass says only what it does with its input; the loop, the states, concurrency, cancellation and the event that each
+transition emits are here, once. Timelines, idle time and "who waits for whom" derive from those events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator
+from contextlib import AbstractContextManager, aclosing
+from enum import StrEnum
+from typing import Generic, TypeVar
+
+from headway.errors import StageFailed, boundary
+from headway.events import Emit, StageChanged
+from headway.pipeline.concurrently import first_failure
+from headway.pipeline.signal import Signal
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+
+class State(StrEnum):
+    WAITING_INPUT = "waiting_input"
+    PROCESSING = "processing"
+    WAITING_OUTPUT = "waiting_output"
+    PAUSED = "paused"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+class Stage(ABC, Generic[In, Out]):
+    """``concurrency`` is the number of items in processing at once; None means everything that was admitted."""
+
+    concurrency: int | None = 1
+    waits_for_input: str = "input"
+    """What the stage waits for when it has no input, in words for the user."""
+    waits_for_output: str = "its consumer"
+
+    def __init__(self, emit: Emit) -> None:
+        self.name = type(self).__name__
+        self.state = State.WAITING_INPUT
+        self.active = 0
+        self._emit = emit
+        self._paused = False
+        self._resumed = Signal()
+
+    @abstractmethod
+    async def get_input_data(self) -> In | None:
+        """The next input, or None when there will be none."""
+
+    @abstractmethod
+    def process_data(self, item: In) -> AsyncGenerator[Out, None]:
+        """Turn one input into any number of outputs; each is sent as soon as it is yielded."""
+
+    @abstractmethod
+    async def send_output_data(self, output: Out) -> bool:
+        """Hand an output on. False: the consumer closed, so the stage ends."""
+
+    def close_output(self) -> None:
+        """Tell the consumer that nothing more comes. Called once, when the stage ends."""
+
+    async def run(self) -> None:
+        """Work until the input ends. Raises the stage's own failure; leaves no task behind."""
+        try:
+            if self.concurrency == 1:
+                await self._run_in_order()
+            else:
+                await self._run_concurrently()
+            self._enter(State.STOPPED)
+        except asyncio.CancelledError:
+            self._enter(State.STOPPED)
+            raise
+        except BaseException:
+            self._enter(State.FAILED)
+            raise
+        finally:
+            self.close_output()
+
+    def pause(self) -> None:
+        """Start nothing further; what is in processing goes on."""
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+        self._resumed.changed()
+
+    @property
+    def waiting_for(self) -> str | None:
+        match self.state:
+            case State.WAITING_INPUT:
+                return self.waits_for_input
+            case State.WAITING_OUTPUT:
+                return self.waits_for_output
+            case State.PAUSED:
+                return "resume"
+        return None
+
+    async def _run_in_order(self) -> None:
+        open_ = True
+        while open_ and (item := await self._get()) is not None:
+            open_ = await self._work(item)
+        self._enter(State.DRAINING)
+
+    async def _run_concurrently(self) -> None:
+        room = asyncio.Semaphore(self.concurrency) if self.concurrency else None
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while (item := await self._get()) is not None:
+                    if room is not None:
+                        await room.acquire()
+                    task = tasks.create_task(self._work(item))
+                    if room is not None:
+                        task.add_done_callback(lambda _: room.release())
+                self._enter(State.DRAINING)
+        except BaseExceptionGroup as failures:
+            failure = first_failure(failures)
+            raise failure from failure.__cause__
+
+    async def _get(self) -> In | None:
+        if self.active == 0:
+            self._enter(State.WAITING_INPUT)
+        with self._attributed():
+            item = await self.get_input_data()
+        if self._paused:
+            self._enter(State.PAUSED)
+            await self._resumed.until(lambda: not self._paused)
+        return item
+
+    async def _work(self, item: In) -> bool:
+        self.active += 1
+        self._enter(State.PROCESSING)
+        try:
+            with self._attributed():
+                async with aclosing(self.process_data(item)) as outputs:
+                    async for output in outputs:
+                        self._enter(State.WAITING_OUTPUT)
+                        if not await self.send_output_data(output):
+                            return False
+                        self._enter(State.PROCESSING)
+            return True
+        finally:
+            self.active -= 1
+            if self.active == 0 and self.concurrency != 1 and self.state is State.PROCESSING:
+                self._enter(State.WAITING_INPUT)
+
+    def _attributed(self) -> AbstractContextManager[None]:
+        return boundary(f"{self.name} failed", StageFailed)
+
+    def _enter(self, state: State) -> None:
+        if state is self.state and state is not State.PROCESSING:
+            return
+        self.state = state
+        now = asyncio.get_running_loop().time()
+        self._emit(
+            StageChanged(time=now, stage=self.name, state=state.value, waiting_for=self.waiting_for, active=self.active)
+        )

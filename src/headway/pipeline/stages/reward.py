@@ -1,0 +1,70 @@
+"""Reward: scores each group; those without a gradient are filtered, those that cannot be scored have failed.
+
+consumes        groups from Rollout
+waits for       the reward's processes
+produces        rewarded groups
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.data.types import Group
+from headway.errors import ScoringFailed
+from headway.events import GroupRewarded
+from headway.interfaces import RewardFn
+from headway.pipeline.channel import Channel
+from headway.pipeline.ledger import Fate
+from headway.pipeline.message_queue import MessageQueue
+from headway.pipeline.stage import Stage
+from headway.pipeline.state import RunState, now
+
+GroupFilter = Callable[[NDArray[np.float32]], str | None]
+"""From a group's rewards [n]: why it should be filtered, or None to keep it."""
+
+
+class Reward(Stage[Group, Group]):
+    concurrency = None
+    waits_for_input = "Rollout"
+
+    def __init__(
+        self,
+        state: RunState,
+        input: Channel[Group],
+        output: Channel[Group] | MessageQueue,
+        reward: RewardFn,
+        group_filter: GroupFilter | None,
+    ) -> None:
+        super().__init__(state.emit)
+        self._state = state
+        self._input = input
+        self._output = output
+        self._reward = reward
+        self._filter = group_filter
+
+    async def get_input_data(self) -> Group | None:
+        return await self._input.get()
+
+    async def process_data(self, group: Group) -> AsyncGenerator[Group, None]:
+        try:
+            rewards = await self._reward.score(group.prompt, [t.text for t in group.trajectories])
+        except ScoringFailed as failure:
+            self._state.discard(group.number, Fate.FAILED, str(failure))
+            return
+        self._emit(GroupRewarded(time=now(), number=group.number, rewards=rewards.tolist()))
+        if self._filter is not None and (reason := self._filter(rewards)) is not None:
+            self._state.discard(group.number, Fate.FILTERED, reason)
+            return
+        group.rewards = rewards
+        yield group
+
+    async def send_output_data(self, group: Group) -> bool:
+        sent = await self._output.send(group)
+        self._state.rewarded()
+        return sent
+
+    def close_output(self) -> None:
+        self._output.close()

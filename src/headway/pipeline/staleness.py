@@ -1,0 +1,117 @@
+"""How far generation may run ahead of training: one inequality, its bound on lag, and who is admitted when.
+
+A group may be admitted only while
+
+    admitted − discarded < ⌊(v + 1 + η) · B⌋,    v = the oldest version that a serving replica has loaded,
+
+and never beyond the run's total. This is backpressure and staleness control at once; there is no other backpressure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from math import floor
+
+from headway.config.schema import Admission
+from headway.errors import StalenessExceeded
+
+
+def admission_limit(version: int, eta: Fraction, groups_per_version: int) -> int:
+    """⌊(v + 1 + η) · B⌋, exactly."""
+    return floor((version + 1 + eta) * groups_per_version)
+
+
+def lag_bound(eta: Fraction, groups_per_version: int, window: int | None) -> int | None:
+    """Largest lag of a consumed group: ⌊1 + η + (W − 2)/B⌋, 0 when η = 0, None (no bound) without a window.
+
+    ``window`` is W: 1 for fifo, None for completion order.
+    """
+    if eta == 0:
+        return 0
+    if window is None:
+        return None
+    return floor(1 + eta + Fraction(window - 2, groups_per_version))
+
+
+@dataclass(slots=True)
+class Staleness:
+    """The counters behind the inequality. Pure bookkeeping: it decides, and knows neither stages nor engines."""
+
+    eta: Fraction
+    groups_per_version: int
+    window: int | None
+    total: int | None
+    """Groups that the run trains in all; None when the data decides."""
+    loaded: dict[str, int]
+    """Version that each serving replica has loaded."""
+    admitted: int = 0
+    discarded: int = 0
+
+    @property
+    def served_version(self) -> int:
+        """The oldest version that a serving replica has loaded."""
+        return min(self.loaded.values())
+
+    @property
+    def limit(self) -> int:
+        return admission_limit(self.served_version, self.eta, self.groups_per_version)
+
+    @property
+    def bound(self) -> int | None:
+        return lag_bound(self.eta, self.groups_per_version, self.window)
+
+    @property
+    def room(self) -> int:
+        """How many groups the inequality and the run's total allow right now."""
+        limit = self.limit if self.total is None else min(self.limit, self.total)
+        return max(0, limit - (self.admitted - self.discarded))
+
+    def admit(self) -> None:
+        self.admitted += 1
+
+    def discard(self) -> None:
+        self.discarded += 1
+
+    def load(self, replica: str, version: int) -> None:
+        """``replica`` serves ``version`` from now on; versions only grow."""
+        if version < self.loaded[replica]:
+            raise StalenessExceeded(f"replica {replica} went back from version {self.loaded[replica]} to {version}")
+        self.loaded[replica] = version
+
+    def check(self, number: int, oldest_version: int, trained_at: int) -> int:
+        """The lag of a group that is about to be trained on. Raises `StalenessExceeded` above the bound."""
+        lag = trained_at - oldest_version
+        if lag < 0 or (self.bound is not None and lag > self.bound):
+            raise StalenessExceeded(
+                f"group {number} has lag {lag} (trained at version {trained_at}, oldest token of version "
+                f"{oldest_version}), outside [0, {self.bound}] for η={self.eta}, B={self.groups_per_version}, "
+                f"W={self.window}; admitted {self.admitted}, discarded {self.discarded}, loaded {self.loaded}. "
+                "This is a defect of Headway: please report it with the run's events.jsonl"
+            )
+        return lag
+
+
+def wave_size(policy: Admission, *, room: int, unrewarded: int, validating: bool, groups_per_version: int) -> int:
+    """How many groups to admit together now; 0 means wait.
+
+    ``group`` admits one at a time as soon as there is room. ``batch`` admits one wave, at most B, and only when every
+    admitted group has passed Reward and no validation runs, so that a wave has the engine to itself from its first step.
+    """
+    match policy:
+        case Admission.GROUP:
+            return min(room, 1)
+        case Admission.BATCH:
+            return 0 if unrewarded or validating else min(room, groups_per_version)
+
+
+def takeable(finished: Iterable[int], head: int, window: int | None) -> list[int]:
+    """Numbers that may be taken now, first choice first. ``finished`` is in order of completion.
+
+    ``head`` is the oldest group neither taken nor discarded. The window is anchored there: anchored at the newest taken
+    group instead, a slow group could be overtaken for ever.
+    """
+    if window is None:
+        return list(finished)
+    return sorted(number for number in finished if number < head + window)

@@ -1,0 +1,139 @@
+"""What the stages share: the counters of admission, the ledger, and where the trainer stands.
+
+Every change of a group's life goes through here, so that counters, ledger and events cannot disagree.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from math import ceil
+
+from headway.data.types import Prompt
+from headway.errors import NothingToTrain
+from headway.events import Emit, GroupAdmitted, GroupSettled
+from headway.pipeline.ledger import Fate, Ledger
+from headway.pipeline.message_queue import MessageQueue
+from headway.pipeline.signal import Signal
+from headway.pipeline.staleness import Staleness
+
+
+@dataclass(slots=True)
+class RunState:
+    """One run's bookkeeping. ``consumed`` counts groups taken into fetches that ended; version = ⌊consumed / B⌋."""
+
+    staleness: Staleness
+    ledger: Ledger
+    queue: MessageQueue
+    emit: Emit
+    consumed: int = 0
+    fetching: int = 0
+    """Groups of the fetch that is being trained."""
+    data_ended: bool = False
+    """The data gave out within a version; the version that it left short counts all the same."""
+    unrewarded: int = 0
+    """Admitted groups that have not passed Reward."""
+    validating: set[str] = field(default_factory=set)
+    """Replicas whose validation is submitted or running."""
+    changed: Signal = field(default_factory=Signal)
+    """Fires when anything changed that admission or an update may wait for."""
+    _discards_in_row: int = 0
+
+    @property
+    def at_boundary(self) -> bool:
+        return self.consumed % self.staleness.groups_per_version == 0
+
+    @property
+    def version(self) -> int:
+        """The trainer's version."""
+        return self.consumed // self.staleness.groups_per_version + (self.data_ended and not self.at_boundary)
+
+    @property
+    def trains_more(self) -> bool:
+        """False once all groups of the run are consumed."""
+        total = self.staleness.total
+        return not self.data_ended and (total is None or self.consumed < total)
+
+    def admit(self, prompt: Prompt) -> int:
+        """Charge a group against the inequality; returns its number."""
+        number = self.ledger.admit(prompt)
+        limit = self.staleness.limit
+        self.staleness.admit()
+        self.unrewarded += 1
+        self.emit(
+            GroupAdmitted(
+                time=now(),
+                number=number,
+                epoch=prompt.epoch,
+                row=prompt.row,
+                attempt=prompt.attempt,
+                version=self.staleness.served_version,
+                admitted=self.staleness.admitted,
+                discarded=self.staleness.discarded,
+                limit=limit,
+            )
+        )
+        return number
+
+    def rewarded(self) -> None:
+        """A group passed Reward and goes on to the queue."""
+        self._discards_in_row = 0
+        self.unrewarded -= 1
+        self._wake()
+
+    def discard(self, number: int, fate: Fate, reason: str) -> None:
+        """A group ends before it was taken into a fetch: its place under the inequality is free again.
+
+        Raises `NothingToTrain` after 10·B discards in a row.
+        """
+        self._settle(number, fate, reason)
+        self.unrewarded -= 1
+        self.queue.discard(number)
+        self.staleness.discard()
+        self._wake()
+        self._discards_in_row += 1
+        if self._discards_in_row >= 10 * self.staleness.groups_per_version:
+            reasons = "; ".join(f"{count}× {why}" for why, count in list(self.ledger.reasons().items())[:5])
+            raise NothingToTrain(
+                f"{self._discards_in_row} groups in a row were discarded, nothing is left to train on ({reasons}). "
+                "Check the reward on a few samples, or make the task easier or harder: when all answers to a prompt get "
+                "the same reward there is no gradient"
+            )
+
+    def consume(self, number: int, fate: Fate, reason: str | None = None, lag: int | None = None) -> None:
+        """A group that was taken into a fetch met its end; trained or not, it counts as consumed."""
+        self._settle(number, fate, reason, lag)
+        self.consumed += 1
+
+    def load(self, replica: str, version: int) -> None:
+        """``replica`` serves ``version`` from now on."""
+        self.staleness.load(replica, version)
+        self._wake()
+
+    def validation(self, replica: str, *, running: bool) -> None:
+        if running:
+            self.validating.add(replica)
+        else:
+            self.validating.discard(replica)
+        self._wake()
+
+    def request_stop(self) -> None:
+        """End at the next version boundary: the run's total shrinks to it. A fetch that did not start is abandoned."""
+        taken, per_version = self.consumed + self.fetching, self.staleness.groups_per_version
+        boundary = ceil(taken / per_version) * per_version
+        self.staleness.total = boundary if self.staleness.total is None else min(boundary, self.staleness.total)
+        if taken == boundary:
+            self.queue.abandon()
+        self._wake()
+
+    def _settle(self, number: int, fate: Fate, reason: str | None, lag: int | None = None) -> None:
+        self.ledger.settle(number, fate, reason)
+        self.emit(GroupSettled(time=now(), number=number, fate=fate.value, reason=reason, lag=lag))
+
+    def _wake(self) -> None:
+        self.changed.changed()
+
+
+def now() -> float:
+    """The event clock: the running loop's, real or virtual."""
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,70 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+UNKNOWN = "–"
+
+
+def count(value: int) -> str:
+    """1184 → ``1,184``."""
+    return f"{value:,}"
+
+
+def share(value: float | None) -> str:
+    """0.123 → ``12%``; a share that rounds to 0 or 100 but is neither says so."""
+    if value is None or not math.isfinite(value):
+        return UNKNOWN
+    percent = round(100 * value)
+    if percent == 0 and value > 0:
+        return "<1%"
+    if percent == 100 and value < 1:
+        return ">99%"
+    return f"{percent}%"
+
+
+def number(value: float | None) -> str:
+    """Three significant digits: 0.01234 → ``0.0123``, 1e-4 → ``1e-4``, 1234.5 → ``1,234``."""
+    if value is None or not math.isfinite(value):
+        return UNKNOWN
+    size = abs(value)
+    if size == 0:
+        return "0"
+    if size >= 1000:
+        return f"{value:,.0f}"
+    if size < 1e-3:
+        mantissa, exponent = f"{value:.2e}".split("e")
+        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+    return f"{value:.3g}"
+
+
+def score(value: float | None) -> str:
+    """An accuracy or reward, three decimals always, so that a column of them lines up."""
+    return UNKNOWN if value is None or not math.isfinite(value) else f"{value:.3f}"
+
+
+def duration(seconds: float | None) -> str:
+    """0.42 → ``0.4s``, 42 → ``42s``, 92 → ``1m 32s``, 5400 → ``1h 30m``."""
+    if seconds is None or not math.isfinite(seconds):
+        return UNKNOWN
+    if seconds < 9.95:
+        return f"{max(seconds, 0.0):.1f}s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60:02d}s"
+    return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The last ``width`` values as blocks between their own minimum and maximum."""
+    shown = [value for value in values if math.isfinite(value)][-width:]
+    if not shown:
+        return ""
+    low, high = min(shown), max(shown)
+    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BLOCKS[round((value - low) * scale)] for value in shown)

@@ -1,0 +1,63 @@
+"""Functions of the user's own, named as ``file.py:function``: rewards, losses, advantages."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from headway.errors import UserCodeError
+
+
+def names_a_file(spec: str) -> bool:
+    """Whether ``spec`` means a function in a file rather than a registered name."""
+    path, colon, _ = spec.rpartition(":")
+    return bool(colon) and path.endswith(".py")
+
+
+def resolve_spec(spec: str) -> str:
+    """``spec`` with its path made absolute, so that a process with another working directory finds the same file."""
+    path, _, name = spec.rpartition(":")
+    return f"{Path(path).expanduser().resolve()}:{name}"
+
+
+def load_function(spec: str) -> Callable[..., Any]:
+    """Import the file of ``file.py:function`` and return the function.
+
+    The file's folder is put at the end of ``sys.path``, so that the file can import its neighbours.
+
+    Raises:
+        UserCodeError: the file is missing or does not import, or has no callable of that name.
+    """
+    path_text, _, name = resolve_spec(spec).rpartition(":")
+    path = Path(path_text)
+    if not path.is_file():
+        raise UserCodeError(f"{spec}: there is no file {path}")
+    function = getattr(_import_file(path), name, None)
+    if not callable(function):
+        what = f"has no function {name!r}" if function is None else f"has {name!r}, but it is not a function"
+        raise UserCodeError(f"{spec}: {path} {what}; name one that it defines, as file.py:function")
+    return function  # type: ignore[no-any-return]  # getattr is Any; callable() was checked
+
+
+def _import_file(path: Path) -> ModuleType:
+    module_name = f"headway_user_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    module_spec = importlib.util.spec_from_file_location(module_name, path)
+    if module_spec is None or module_spec.loader is None:
+        raise UserCodeError(f"{path}: not a Python file that can be imported")
+    module = importlib.util.module_from_spec(module_spec)
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    sys.modules[module_name] = module  # before running it: dataclasses and pickle look their module up by name
+    try:
+        module_spec.loader.exec_module(module)
+    except (Exception, SystemExit) as cause:
+        del sys.modules[module_name]
+        raise UserCodeError(f"{path} does not import: {type(cause).__name__}: {cause}") from cause
+    return module

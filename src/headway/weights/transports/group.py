@@ -1,0 +1,119 @@
+"""A process group made from a store, by and for its members alone: torch.distributed's default group is not touched.
+
+    rank 0 (the sender) hosts the store ─┐
+    every rank: connect(address, prefix, rank) ─▶ Gloo or NCCL group of ``size`` ranks
+
+A group in which a collective failed stays broken; a new one is made under another prefix (``generation``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from headway.errors import UpdateFailed, boundary
+
+
+class StoreGroup:
+    """One rank's membership in a process group of its own. Collectives block and raise torch's errors.
+
+    ``members`` names the ranks in order; ``device`` chooses the backend: NCCL for ``cuda``, Gloo for ``cpu``. ``host``
+    is the address under which the other members reach this one (Gloo only; default: this machine's own choice).
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        *,
+        prefix: str,
+        members: Sequence[str],
+        rank: int,
+        timeout_s: float,
+        device: str = "cpu",
+        host: str | None = None,
+    ) -> None:
+        self.members = tuple(members)
+        self.rank = rank
+        self.device = torch.device(device)
+        self._timeout = timedelta(seconds=timeout_s)
+        with boundary(f"{members[rank]} cannot reach the store at {address[0]}:{address[1]}", UpdateFailed):
+            store = dist.TCPStore(address[0], address[1], is_master=False, timeout=self._timeout)
+        self._store = dist.PrefixStore(prefix, store)
+        self._group: dist.ProcessGroup | None = self._form(host)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """From rank 0 to all others, in place; returns when this rank's part is done."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self._finish(self._alive().broadcast([tensor], options))
+
+    def meet(self) -> None:
+        """Returns when every member has called it."""
+        self._finish(self._alive().allreduce([torch.ones(1, dtype=torch.int64, device=self.device)]))
+
+    def note(self, progress: str) -> None:
+        """Leave word of how far this rank is, for `behind`."""
+        self._store.set(f"progress/{self.rank}", progress)
+
+    def behind(self, progress: str) -> list[str]:
+        """Names of the members that have not noted ``progress``, as far as is known; rank 0 asks, after a failure."""
+        return [
+            name
+            for rank, name in enumerate(self.members)
+            if rank > 0 and (self._read(f"progress/{rank}") != progress.encode())
+        ]
+
+    def close(self) -> None:
+        """Leave the group: collectives that others have in flight fail at once."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
+    def _form(self, host: str | None) -> dist.ProcessGroup:
+        size = len(self.members)
+        self._store.set(f"joined/{self.rank}", "")
+        try:
+            if self.device.type == "cuda":
+                return _nccl(self._store, self.rank, size, self._timeout)
+            return _gloo(self._store, self.rank, size, self._timeout, host)
+        except RuntimeError as cause:
+            missing = [name for rank, name in enumerate(self.members) if self._read(f"joined/{rank}") is None]
+            raise UpdateFailed(
+                f"{self.members[self.rank]} waited {self._timeout.total_seconds():g} s for "
+                f"{', '.join(missing) or 'the others'} to join the group that carries weights: {cause}"
+            ) from cause
+
+    def _alive(self) -> dist.ProcessGroup:
+        if self._group is None:
+            raise UpdateFailed("the group that carries weights was left after a failure; connect a new generation")
+        return self._group
+
+    def _finish(self, work: dist.Work) -> None:
+        # Gloo ends every operation itself when the group's time-out is over. A time-out given to `wait` would return
+        # while the operation still reads or writes the tensor. NCCL's `wait` returns at once unless it is given one.
+        if self.device.type == "cuda":
+            work.wait(self._timeout)
+        else:
+            work.wait()
+
+    def _read(self, key: str) -> bytes | None:
+        return self._store.get(key) if self._store.check([key]) else None
+
+
+def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, host: str | None) -> dist.ProcessGroup:
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timeout
+    options._threads = 1
+    options._devices = [
+        dist.ProcessGroupGloo.create_device(hostname=host) if host else dist.ProcessGroupGloo.create_default_device()
+    ]
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)

@@ -1,0 +1,160 @@
+"""Hand-over of buckets between threads of one process: nothing is copied, the receivers read the sender's buffer.
+
+    sender     offer bucket 0 ─ wait for all ─ offer bucket 1 ─ wait for all ─ … ─ offer end ─ wait for all
+    receiver                 take ─ acknowledge             take ─ acknowledge            take ─ acknowledge
+
+The sender draws the next bucket only when every receiver has acknowledged the last one, so one reused buffer is enough.
+Whoever gives up says so, and the others fail at once instead of waiting for their time-outs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from threading import Condition
+
+import torch
+
+from headway.errors import UpdateFailed
+
+
+@dataclass(slots=True)
+class _Update:
+    """One version on its way. All fields are guarded by the exchange's condition."""
+
+    version: int
+    pending: set[str]
+    """Receivers that have not yet acknowledged what is on offer."""
+    index: int = -1
+    """Of the bucket on offer; -1 before the first."""
+    bucket: torch.Tensor | None = None
+    """None with ``ended``: there are no more."""
+    ended: bool = False
+    left: set[str] = field(default_factory=set)
+    """Receivers that have acknowledged the end."""
+    failure: str | None = None
+
+
+class LocalExchange:
+    """Where the sender and the named receivers of one process meet. Good for any number of updates, one at a time."""
+
+    def __init__(self, receivers: Sequence[str], timeout_s: float) -> None:
+        self._receivers = tuple(receivers)
+        self._timeout_s = timeout_s
+        self._changed = Condition()
+        self._update: _Update | None = None
+
+    def send(self, version: int, buckets: Iterable[torch.Tensor]) -> None:
+        """Offer every bucket to every receiver; returns when all have acknowledged the end of ``version``."""
+        deadline = time.monotonic() + self._timeout_s
+        update = _Update(version, pending=set())
+        with self._changed:
+            self._update = update
+        try:
+            for index, bucket in enumerate(buckets):
+                self._offer(update, index, bucket, deadline)
+            self._offer(update, update.index + 1, None, deadline)
+        except BaseException as cause:
+            self._fail(update, f"the sender gave up: {type(cause).__name__}: {cause}")
+            raise
+        finally:
+            with self._changed:
+                self._update = None
+
+    def receive(self, name: str, version: int) -> Iterator[torch.Tensor]:
+        """The buckets of ``version`` for receiver ``name``."""
+        deadline = time.monotonic() + self._timeout_s
+        update = self._join(name, version, deadline)
+        try:
+            index = 0
+            while (bucket := self._take(update, name, index, deadline)) is not None:
+                yield bucket
+                self._acknowledge(update, name)
+                index += 1
+            self._acknowledge(update, name)
+        except BaseException:
+            self._fail(update, f"receiver {name} gave up")
+            raise
+
+    def _offer(self, update: _Update, index: int, bucket: torch.Tensor | None, deadline: float) -> None:
+        with self._changed:
+            update.index, update.bucket, update.ended = index, bucket, bucket is None
+            update.pending = set(self._receivers)
+            self._changed.notify_all()
+            self._wait(
+                lambda: not update.pending or update.failure is not None,
+                deadline,
+                lambda: f"the sender of version {update.version} waited for {', '.join(sorted(update.pending))} to "
+                f"take {'the end' if bucket is None else f'bucket {index}'}",
+            )
+            if update.failure is not None:
+                raise UpdateFailed(f"version {update.version} stopped at bucket {index}: {update.failure}")
+
+    def _join(self, name: str, version: int, deadline: float) -> _Update:
+        def ready() -> bool:
+            return self._update is not None and name not in self._update.left
+
+        with self._changed:
+            self._wait(ready, deadline, lambda: f"receiver {name} waited for the sender to begin version {version}")
+            update = self._update
+            assert update is not None
+            if update.version != version:
+                update.failure = f"receiver {name} asked for version {version}, the sender sends {update.version}"
+                self._changed.notify_all()
+                raise UpdateFailed(update.failure)
+            return update
+
+    def _take(self, update: _Update, name: str, index: int, deadline: float) -> torch.Tensor | None:
+        with self._changed:
+            self._wait(
+                lambda: update.index >= index or update.failure is not None,
+                deadline,
+                lambda: f"receiver {name} waited for bucket {index} of version {update.version} from the sender",
+            )
+            if update.failure is not None:
+                raise UpdateFailed(f"version {update.version} stopped at bucket {index}: {update.failure}")
+            return update.bucket
+
+    def _acknowledge(self, update: _Update, name: str) -> None:
+        with self._changed:
+            update.pending.discard(name)
+            if update.ended:
+                update.left.add(name)
+            self._changed.notify_all()
+
+    def _fail(self, update: _Update, reason: str) -> None:
+        with self._changed:
+            update.failure = update.failure or reason
+            self._changed.notify_all()
+
+    def _wait(self, condition: Callable[[], bool], deadline: float, who: Callable[[], str]) -> None:
+        if not self._changed.wait_for(condition, timeout=max(0.0, deadline - time.monotonic())):
+            raise UpdateFailed(f"{who()} for longer than param_update.timeout_s = {self._timeout_s:g} s")
+
+
+class LocalSender:
+    """The trainer's end. See `headway.interfaces.WeightSender`."""
+
+    def __init__(self, exchange: LocalExchange) -> None:
+        self._exchange = exchange
+
+    def send(self, version: int, buckets: Iterable[torch.Tensor]) -> None:
+        self._exchange.send(version, buckets)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class LocalReceiver:
+    """A replica's end. See `headway.interfaces.WeightReceiver`."""
+
+    def __init__(self, exchange: LocalExchange, name: str) -> None:
+        self._exchange = exchange
+        self._name = name
+
+    def receive(self, version: int) -> Iterator[torch.Tensor]:
+        return self._exchange.receive(self._name, version)
+
+    def close(self) -> None:
+        """Nothing is held."""
