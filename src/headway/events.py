@@ -7,7 +7,7 @@ share that clock; their spans arrive as ``[start, end]`` pairs on it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Protocol
 
 Span = tuple[float, float]
@@ -21,8 +21,8 @@ class Event:
     time: float
 
     def to_json(self) -> dict[str, Any]:
-        """The event as one flat JSON object, ``kind`` first."""
-        return {"kind": self.kind, **asdict(self)}
+        """The event as one flat JSON object, ``kind`` first. Its values are the event's own, not copies."""
+        return {"kind": self.kind, **{f.name: getattr(self, f.name) for f in fields(self)}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +158,8 @@ class UpdateFinished(Event):
     rollout_stall_s: float
     interrupted: int
     """Trajectories that were cut and go on under the new version."""
+    validation_stall_s: float = 0.0
+    """The part of ``trainer_stall_s`` in which the update waited for a validation before it paused the replicas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

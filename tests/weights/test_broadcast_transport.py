@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from headway.errors import ConfigError, UpdateFailed
 from headway.weights.buckets import BackBuffer, build_manifest, pack
-from headway.weights.transports.broadcast import BroadcastLink, BroadcastReceiver, BroadcastSender
-from headway.weights.transports.factory import make_link
+from headway.weights.transports.broadcast import BroadcastReceiver, BroadcastSender
+from headway.weights.transports.links import BroadcastLink, make_link
 
 MANIFEST = build_manifest([(f"w{i}", (1000,), torch.float32) for i in range(8)], bucket_bytes=8192)
 

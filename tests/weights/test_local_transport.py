@@ -8,7 +8,8 @@ import torch
 
 from headway.errors import ConfigError, UpdateFailed
 from headway.weights.buckets import BackBuffer, build_manifest, pack
-from headway.weights.transports.factory import make_link, make_receiver, make_sender
+from headway.weights.transports.factory import make_receiver, make_sender
+from headway.weights.transports.links import make_link
 from headway.weights.transports.local import LocalExchange
 
 MANIFEST = build_manifest([(f"w{i}", (32,), torch.float32) for i in range(5)], bucket_bytes=256)
@@ -46,7 +47,7 @@ def test_a_missing_receiver_is_named_when_the_time_is_over() -> None:
     link = exchange("a", "b", timeout_s=0.3)
     with ThreadPoolExecutor(1) as pool:
         taken = pool.submit(lambda: list(make_receiver(link, "a").receive(1)))
-        with pytest.raises(UpdateFailed, match="sender of version 1 waited for b to take bucket 0"):
+        with pytest.raises(UpdateFailed, match=r"wait(s|ed) for b to take"):
             make_sender(link).send(1, weights(1))
         with pytest.raises(UpdateFailed):
             taken.result()
@@ -82,7 +83,7 @@ def test_when_a_receiver_gives_up_sender_and_other_receivers_fail_at_once() -> N
     link = exchange("a", "b", timeout_s=30)
     wrong = BackBuffer(build_manifest([("other", (1,), torch.float32)], bucket_bytes=64))
     with ThreadPoolExecutor(2) as pool:
-        filled = pool.submit(wrong.fill, 1, make_receiver(link, "a").receive(1))
+        filled = pool.submit(lambda: wrong.fill(1, make_receiver(link, "a").receive(1)))
         other = pool.submit(BackBuffer(MANIFEST).fill, 1, make_receiver(link, "b").receive(1))
         with pytest.raises(UpdateFailed, match="version 1 stopped at bucket 0: receiver a gave up"):
             make_sender(link).send(1, weights(1))

@@ -15,12 +15,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Registry(Generic[F]):
     """Functions of one kind by name.
 
-    ``what`` names the kind in messages, ``key`` the configuration key that chooses one.
+    For messages: ``what`` names the kind, ``key`` the configuration key that chooses one, ``also`` what else it takes.
     """
 
-    def __init__(self, what: str, key: str) -> None:
+    def __init__(self, what: str, key: str, also: str = "file.py:function for your own") -> None:
         self._what = what
         self._key = key
+        self._also = also
         self._functions: dict[str, F] = {}
 
     def register(self, name: str) -> Callable[[F], F]:
@@ -50,7 +51,6 @@ class Registry(Generic[F]):
             close = difflib.get_close_matches(name, self._functions, n=1)
             hint = f" (did you mean {close[0]!r}?)" if close else ""
             raise ConfigError(
-                f"{self._key}: unknown {self._what} {name!r}{hint}; "
-                f"known: {', '.join(self.names())}, or file.py:function for your own"
+                f"{self._key}: unknown {self._what} {name!r}{hint}; known: {', '.join(self.names())}, or {self._also}"
             )
         return self._functions[name]

@@ -7,12 +7,23 @@ Key names are the field's (verl and its fully-asynchronous recipe) wherever the 
 
 from __future__ import annotations
 
+from collections import Counter
 from enum import StrEnum
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -21,7 +32,27 @@ Probability = Annotated[float, Field(gt=0, le=1)]
 
 def exact_fraction(value: Any) -> Any:
     """0.3, "0.3" and "3/10" all become 3/10: a float is read as the decimal that its shortest spelling shows."""
-    return Fraction(str(value)) if isinstance(value, int | float | str) and not isinstance(value, bool) else value
+    try:
+        return Fraction(str(value))
+    except (ValueError, ZeroDivisionError):
+        raise ValueError("expected a number, like 1, 0.3 or 3/10") from None
+
+
+def types_in(annotation: Any) -> set[Any]:
+    """The plain types that an annotation is made of: ``Positive | None`` is made of int and None's type."""
+    inner = get_args(annotation)[:1] if get_origin(annotation) is Annotated else get_args(annotation)
+    return set().union(*map(types_in, inner)) if inner else {annotation}
+
+
+def on_or_off(value: Any) -> Any:
+    """YAML reads a bare ``on`` or ``off`` as a truth value."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+def never_or_every(value: int) -> int:
+    if value == 0:
+        raise ValueError("expected a number of versions, or -1")
+    return value
 
 
 def shortest_spelling(value: Fraction) -> int | float | str:
@@ -32,12 +63,29 @@ def shortest_spelling(value: Fraction) -> int | float | str:
 
 
 Eta = Annotated[Fraction, BeforeValidator(exact_fraction), Field(ge=0), PlainSerializer(shortest_spelling)]
+Share = Annotated[Fraction, BeforeValidator(exact_fraction), Field(ge=0, le=1), PlainSerializer(shortest_spelling)]
+Every = Annotated[int, Field(ge=-1), AfterValidator(never_or_every)]
+"""A number of versions between two events, or -1."""
 
 
 class Section(BaseModel):
     """A part of the configuration. Unknown keys are errors; values are checked where they are built."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        validate_default=True,
+        coerce_numbers_to_str=True,
+        allow_inf_nan=False,
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _a_truth_value_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, bool) and {int, float} & types_in(cls.model_fields[info.field_name or ""].annotation):
+            raise ValueError("expected a number")
+        return value
 
 
 class RunConfig(Section):
@@ -61,8 +109,24 @@ class MakeModelConfig(Section):
     intermediate_size: Positive = 384
     max_position_embeddings: Positive = 256
     tie_word_embeddings: bool = True
-    vocabulary: str = "0123456789abcdefghijklmnopqrstuvwxyz:=,|+-*() "
+    vocabulary: str = Field("0123456789abcdefghijklmnopqrstuvwxyz:=,|+-*() ", min_length=1)
     """Characters of the tokenizer; padding and end-of-sequence are added."""
+
+    @field_validator("vocabulary")
+    @classmethod
+    def _each_character_once(cls, value: str) -> str:
+        if repeated := [character for character, count in Counter(value).items() if count > 1]:
+            raise ValueError(f"expected each character once, but {', '.join(map(repr, repeated))} repeats")
+        return value
+
+    @model_validator(mode="after")
+    def _heads_share_keys_evenly(self) -> MakeModelConfig:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"expected num_attention_heads ({self.num_attention_heads}) to be a multiple of "
+                f"num_key_value_heads ({self.num_key_value_heads})"
+            )
+        return self
 
 
 class WarmupConfig(Section):
@@ -74,8 +138,17 @@ class WarmupConfig(Section):
     lr: float = Field(1e-3, gt=0)
     eval_every: Positive = 20
     """Optimizer steps between two evaluations. A jump over the window goes back to the last weights below it and on
-    with a quarter of the learning rate."""
+    with a quarter of the learning rate and of these steps."""
     max_steps: Positive = 2000
+    params: dict[str, Any] = {}
+    """Parameters of the task that differ in warm-up: shorter problems, for example."""
+
+    @field_validator("target")
+    @classmethod
+    def _a_window_of_accuracies(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if not 0 <= value[0] < value[1] <= 1:
+            raise ValueError("expected [low, high] with 0 <= low < high <= 1")
+        return value
 
 
 class ModelConfig(Section):
@@ -119,7 +192,7 @@ class DataConfig(Section):
     val_size: NonNegative = 128
     """Rows of ``train`` held out when ``val`` is not given."""
     chat_template: Literal["auto", "always", "never"] = "auto"
-    """``auto`` applies the tokenizer's chat template to messages only; ``always`` wraps plain text as a user message."""
+    """``auto`` applies the tokenizer's chat template to messages only; ``always`` makes plain text a user message."""
     max_prompt_length: Positive = 512
     """Prompts of more tokens are left out, and counted."""
     max_response_length: Positive = 512
@@ -158,7 +231,7 @@ class RolloutConfig(Section):
     """0 is off. Filters (``top_p`` < 1, ``top_k`` > 0) change the behaviour policy."""
     total_rollout_steps: Positive | None = None
     """Length of the run in *trained* groups; a multiple of B. Exactly one of this and ``data.epochs`` is given."""
-    test_freq: int = Field(1, ge=-1)
+    test_freq: Every = 1
     """Versions between two validations; the first and the last version are always validated. -1: only those two."""
     max_concurrent: Positive = 64
     """Trajectories that one replica decodes at once. Bounds memory, not staleness."""
@@ -188,7 +261,7 @@ class OptimConfig(Section):
     """After warm-up; ``linear`` and ``cosine`` fall to ``min_lr_ratio`` at the last optimizer step."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     weight_decay: float = Field(0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
 
 
 class FsdpConfig(Section):
@@ -299,13 +372,14 @@ class TrainerConfig(Section):
     nnodes: Positive = 1
     n_gpus_per_node: Positive = 1
     """Training ranks per machine (on CPUs: processes)."""
-    use_nodes_ratios: tuple[float, float, float, float] | None = None
-    """[train, logp, ref_logp, generate]: fractions of all ``nnodes × n_gpus_per_node`` devices, instead of counts."""
+    use_nodes_ratios: tuple[Share, Share, Share, Share] | None = None
+    """[train, logp, ref_logp, generate]: fractions of all ``nnodes × n_gpus_per_node`` devices, instead of counts.
+    Exact: 0.25 or 1/3."""
     generate_ahead_steps: Positive | None = None
-    """η + 1, the other way to say ``async_training.staleness_threshold``."""
+    """η + 1, the other way to say ``async_training.staleness_threshold``. Loading says it there; here it stays null."""
     threads: NonNegative = 0
     """Torch threads of one training rank; 0 divides the machine's cores among the processes."""
-    save_freq: int = Field(-1, ge=-1)
+    save_freq: Every = -1
     """Versions between two checkpoints; -1: only at the end."""
     max_nonfinite_steps: NonNegative = 10
     """Optimizer steps in a row that may be skipped for a non-finite loss or gradient."""
@@ -324,7 +398,7 @@ class ClusterConfig(Section):
 
 
 class ReportsConfig(Section):
-    live: Literal["auto", "on", "off"] = "auto"
+    live: Annotated[Literal["auto", "on", "off"], BeforeValidator(on_or_off)] = "auto"
     """The live view; ``auto`` shows it on a terminal and prints plain lines elsewhere."""
     tensorboard: bool = True
 
@@ -368,4 +442,4 @@ class Config(Section):
                 return None
             case Order.WINDOW:
                 w = self.async_training.window
-                return self.groups_per_version if w in ("B", None) else int(w)  # type: ignore[arg-type]
+                return w if isinstance(w, int) else self.groups_per_version

@@ -1,7 +1,7 @@
 """From samples to rows, and from rows to the micro-batches that an engine runs.
 
-    samples ─▶ split_by_tokens ─▶ one list per data-parallel rank      (driver: metadata only)
-    samples ─▶ resolve ─▶ rows ─▶ token_budget_batches ─▶ collate      (worker: arrays)
+samples ─▶ split_by_tokens ─▶ one list per data-parallel rank      (driver: metadata only)
+samples ─▶ resolve ─▶ rows ─▶ token_budget_batches ─▶ collate      (worker: arrays)
 """
 
 from __future__ import annotations

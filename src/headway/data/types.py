@@ -1,8 +1,8 @@
 """The nouns of the pipeline: prompt, trajectory, group, training sample. Plain data; numpy, never torch.
 
-Token arrays stay behind a `Handle` once a group left its engine: the driver reads metadata only and passes handles on, so a
-group's tokens travel from the process that sampled them to the process that trains on them, and nowhere else. A handle is
-whatever the cluster backend makes of it: the object itself (inline) or a Ray object reference.
+Token arrays stay behind a `Handle` once a group left its engine: the driver reads metadata only and passes handles on,
+so a group's tokens travel from the process that sampled them to the process that trains on them, and nowhere else. A
+handle is whatever the cluster backend makes of it: the object itself (inline) or a Ray object reference.
 
 Shape suffixes: P prompt tokens, T response tokens.
 """
@@ -133,7 +133,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A [T] float32 array of one trajectory that may live elsewhere: element ``index`` of the list behind ``handle``."""
+    """A [T] float32 array of one trajectory that may live elsewhere: item ``index`` of the list behind ``handle``."""
 
     handle: Handle[list[NDArray[np.float32]]]
     index: int

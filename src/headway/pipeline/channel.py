@@ -15,7 +15,9 @@ T = TypeVar("T")
 
 
 class Channel(Generic[T]):
-    """FIFO. ``get`` gives None once the producer closed and all is taken; ``send`` gives False once the consumer closed."""
+    """First in, first out. ``get`` gives None once the producer closed and all is taken; ``send`` gives False once the
+    consumer closed.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name

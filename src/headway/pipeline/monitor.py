@@ -9,6 +9,7 @@ from typing import Any
 from headway.errors import StallError
 from headway.events import Emit, Event, ReplicaActivity
 from headway.interfaces import EngineStats, RolloutEngine
+from headway.pipeline.concurrently import concurrently
 from headway.pipeline.stage import Stage, State
 from headway.pipeline.state import now
 
@@ -42,13 +43,22 @@ class Monitor:
     async def run(self) -> None:
         """Runs until cancelled. Raises `StallError` when nothing moved for ``stall_timeout_s``."""
         self._moved = now()
+        # Side by side: a replica that does not even answer `stats` must not keep the stall from being noticed.
+        await concurrently([self._report_always(), self._end_when_stalled()])
+
+    async def _report_always(self) -> None:
         while True:
             await asyncio.sleep(self._interval_s)
             await self.report()
-            if now() - self._moved > self._stall_timeout_s:
+
+    async def _end_when_stalled(self) -> None:
+        while True:
+            left = self._moved + self._stall_timeout_s - now()
+            if left <= 0:
                 raise StallError(
                     f"nothing moved for {self._stall_timeout_s:g} s (cluster.stall_timeout_s): {self.who_waits()}"
                 )
+            await asyncio.sleep(left)
 
     async def report(self) -> None:
         """One `ReplicaActivity` per replica, for the time since the last one."""
@@ -56,14 +66,17 @@ class Monitor:
             self._emit(activity(replica.name, await replica.stats()))
 
     def who_waits(self) -> str:
-        """``ActorTrain waits for groups from the message queue; Generate processes 12 items; …``"""
-        return "; ".join(
-            f"{stage.name} waits for {stage.waiting_for}"
-            if stage.waiting_for
-            else f"{stage.name} processes {stage.active} item(s)"
-            for stage in self._stages()
-            if stage.state is not State.STOPPED
-        )
+        """``ActorTrain waits for groups from the message queue; Generate waits for rollout-0 (12 items); …``"""
+        return "; ".join(describe(stage) for stage in self._stages() if stage.state is not State.STOPPED)
+
+
+def describe(stage: Stage[Any, Any]) -> str:
+    """What a stage waits for, by its state or, while it processes, by what it said that it waits for."""
+    if stage.waiting_for:
+        return f"{stage.name} waits for {stage.waiting_for}"
+    if stage.inner_waits:
+        return f"{stage.name} waits for {', '.join(sorted(set(stage.inner_waits)))} ({stage.active} item(s))"
+    return f"{stage.name} processes {stage.active} item(s)"
 
 
 def activity(replica: str, stats: EngineStats) -> ReplicaActivity:

@@ -87,7 +87,7 @@ class Pipeline:
         self._monitor = Monitor(
             parts.rollouts,
             lambda: self.stages,
-            lambda event: self._emit(event),
+            lambda event: self._emit(event),  # noqa: PLW0108 - bound below: the monitor observes, too
             stall_timeout_s=config.cluster.stall_timeout_s,
         )
         self._emit = fan_out([*observers, self._monitor])
@@ -112,23 +112,19 @@ class Pipeline:
 
         Whatever happens, the last event is `RunFinished` with the ledger's balance.
         """
-        status, reason = Status.FAILED, None
         self._emit_started()
         try:
             await self._run_stages()
             await self._checkpoint(self._state.version)
-            status = Status.INTERRUPTED if self._stopping else Status.COMPLETED
-            return status
-        except asyncio.CancelledError:
-            status, reason = Status.INTERRUPTED, "left at once"
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            self._emit_finished(Status.INTERRUPTED, "left at once")
             raise
-        except Exception as failure:
-            reason = f"{type(failure).__name__}: {failure}"
+        except BaseException as failure:
+            self._emit_finished(Status.FAILED, f"{type(failure).__name__}: {failure}")
             raise
-        finally:
-            balance = self._state.ledger.balance()
-            version = self._state.version
-            self._emit(RunFinished(time=now(), status=status.value, reason=reason, version=version, groups=balance))
+        status = Status.INTERRUPTED if self._stopping else Status.COMPLETED
+        self._emit_finished(status, None)
+        return status
 
     def request_stop(self) -> None:
         """Finish the current version, save, and return from `run`."""
@@ -226,12 +222,12 @@ class Pipeline:
                     for task in upstream:
                         task.cancel()
                 await asyncio.wait(upstream)
+                await self._monitor.report()
                 for watcher in watchers:
                     watcher.cancel()
         except BaseExceptionGroup as failures:
             failure = first_failure(failures)
             raise failure from failure.__cause__
-        await self._monitor.report()
 
     async def _validate_first_version(self) -> None:
         """Marked before anything is admitted, like every other validation."""
@@ -242,9 +238,10 @@ class Pipeline:
 
     async def _checkpoint(self, version: int) -> None:
         """Save everything that a resumed run needs. The driver's part is taken before the first wait."""
-        path = self._checkpoints / f"version_{version}"
+        self._state.check_balance()
         if self._saved_version == version:
             return
+        path = self._checkpoints / f"version_{version}"
         started = now()
         driver_state = {
             "version": version,
@@ -257,6 +254,11 @@ class Pipeline:
         await self._parts.trainer.save(path, driver_state)
         self._saved_version = version
         self._emit(CheckpointSaved(time=now(), version=version, path=str(path), span=(started, now())))
+
+    def _emit_finished(self, status: Status, reason: str | None) -> None:
+        self._state.leave_open_in_flight()
+        counts, version = self._state.ledger.counts(), self._state.version
+        self._emit(RunFinished(time=now(), status=status.value, reason=reason, version=version, groups=counts))
 
     def _emit_started(self) -> None:
         config, staleness = self._config, self._state.staleness

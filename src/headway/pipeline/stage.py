@@ -6,16 +6,16 @@
           │ pause()/resume(): PAUSED between two items
           └──────────────── an exception, anywhere ───────────────────────────────────────▶ FAILED
 
-A subclass says only what it does with its input; the loop, the states, concurrency, cancellation and the event that each
-transition emits are here, once. Timelines, idle time and "who waits for whom" derive from those events.
+A subclass says only what it does with its input; the loop, the states, concurrency, cancellation and the event that
+each transition emits are here, once. Timelines, idle time and "who waits for whom" derive from those events.
 """
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
-from contextlib import AbstractContextManager, aclosing
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import AbstractContextManager, aclosing, contextmanager
 from enum import StrEnum
 from typing import Generic, TypeVar
 
@@ -26,6 +26,10 @@ from headway.pipeline.signal import Signal
 
 In = TypeVar("In")
 Out = TypeVar("Out")
+
+
+class _ConsumerClosed(Exception):
+    """A concurrent stage's output was refused."""
 
 
 class State(StrEnum):
@@ -50,7 +54,10 @@ class Stage(ABC, Generic[In, Out]):
         self.name = type(self).__name__
         self.state = State.WAITING_INPUT
         self.active = 0
+        self.inner_waits: list[str] = []
+        """Whom `process_data` waits for right now, for the message when nothing moves any more."""
         self._emit = emit
+        self._input_ended = False
         self._paused = False
         self._resumed = Signal()
 
@@ -106,9 +113,9 @@ class Stage(ABC, Generic[In, Out]):
         return None
 
     async def _run_in_order(self) -> None:
-        open_ = True
-        while open_ and (item := await self._get()) is not None:
-            open_ = await self._work(item)
+        while (item := await self._get()) is not None:
+            if not await self._work(item):
+                break
         self._enter(State.DRAINING)
 
     async def _run_concurrently(self) -> None:
@@ -118,20 +125,27 @@ class Stage(ABC, Generic[In, Out]):
                 while (item := await self._get()) is not None:
                     if room is not None:
                         await room.acquire()
-                    task = tasks.create_task(self._work(item))
+                    task = tasks.create_task(self._work_or_end(item))
                     if room is not None:
                         task.add_done_callback(lambda _: room.release())
                 self._enter(State.DRAINING)
         except BaseExceptionGroup as failures:
             failure = first_failure(failures)
-            raise failure from failure.__cause__
+            if not isinstance(failure, _ConsumerClosed):
+                raise failure from failure.__cause__
+
+    async def _work_or_end(self, item: In) -> None:
+        """Ends the whole stage, what else is in processing included, when nobody takes its output any more."""
+        if not await self._work(item):
+            raise _ConsumerClosed
 
     async def _get(self) -> In | None:
         if self.active == 0:
             self._enter(State.WAITING_INPUT)
         with self._attributed():
             item = await self.get_input_data()
-        if self._paused:
+        self._input_ended = item is None
+        if self._paused and item is not None:
             self._enter(State.PAUSED)
             await self._resumed.until(lambda: not self._paused)
         return item
@@ -147,11 +161,26 @@ class Stage(ABC, Generic[In, Out]):
                         if not await self.send_output_data(output):
                             return False
                         self._enter(State.PROCESSING)
-            return True
         finally:
             self.active -= 1
-            if self.active == 0 and self.concurrency != 1 and self.state is State.PROCESSING:
-                self._enter(State.WAITING_INPUT)
+        if self.concurrency != 1:
+            self._enter(self._state_after_item())
+        return True
+
+    def _state_after_item(self) -> State:
+        """Of a stage that processes several items, one of which has just ended."""
+        if self.active:
+            return State.PROCESSING
+        return State.DRAINING if self._input_ended else State.PAUSED if self._paused else State.WAITING_INPUT
+
+    @contextmanager
+    def _waiting_within(self, whom: str) -> Iterator[None]:
+        """Inside `process_data`: say whom it waits for."""
+        self.inner_waits.append(whom)
+        try:
+            yield
+        finally:
+            self.inner_waits.remove(whom)
 
     def _attributed(self) -> AbstractContextManager[None]:
         return boundary(f"{self.name} failed", StageFailed)

@@ -97,7 +97,7 @@ def wave_size(policy: Admission, *, room: int, unrewarded: int, validating: bool
     """How many groups to admit together now; 0 means wait.
 
     ``group`` admits one at a time as soon as there is room. ``batch`` admits one wave, at most B, and only when every
-    admitted group has passed Reward and no validation runs, so that a wave has the engine to itself from its first step.
+    admitted group has passed Reward and no validation runs: so a wave has the engine to itself from its first step.
     """
     match policy:
         case Admission.GROUP:

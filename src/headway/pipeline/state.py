@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from math import ceil
 
 from headway.data.types import Prompt
-from headway.errors import NothingToTrain
+from headway.errors import LedgerImbalance, NothingToTrain
 from headway.events import Emit, GroupAdmitted, GroupSettled
 from headway.pipeline.ledger import Fate, Ledger
 from headway.pipeline.message_queue import MessageQueue
@@ -96,8 +96,8 @@ class RunState:
             reasons = "; ".join(f"{count}× {why}" for why, count in list(self.ledger.reasons().items())[:5])
             raise NothingToTrain(
                 f"{self._discards_in_row} groups in a row were discarded, nothing is left to train on ({reasons}). "
-                "Check the reward on a few samples, or make the task easier or harder: when all answers to a prompt get "
-                "the same reward there is no gradient"
+                "Check the reward on a few samples, or make the task easier or harder: when all answers to a prompt "
+                "get the same reward there is no gradient"
             )
 
     def consume(self, number: int, fate: Fate, reason: str | None = None, lag: int | None = None) -> None:
@@ -116,6 +116,22 @@ class RunState:
         else:
             self.validating.discard(replica)
         self._wake()
+
+    def check_balance(self) -> None:
+        """The ledger and the counters of admission tell the same story, or it raises `LedgerImbalance`."""
+        counts, staleness = self.ledger.counts(), self.staleness
+        settled = self.ledger.admitted - counts[Fate.IN_FLIGHT]
+        if self.ledger.admitted != staleness.admitted or settled != self.consumed + staleness.discarded:
+            raise LedgerImbalance(
+                f"the books do not balance: ledger {counts}; admission counted {staleness.admitted} admitted and "
+                f"{staleness.discarded} discarded, training {self.consumed} consumed. "
+                "This is a defect of Headway: please report it with the run's events.jsonl"
+            )
+
+    def leave_open_in_flight(self) -> None:
+        """The run ends: what has no fate yet is ``in_flight``."""
+        for number in self.ledger.open_numbers:
+            self._settle(number, Fate.IN_FLIGHT, None)
 
     def request_stop(self) -> None:
         """End at the next version boundary: the run's total shrinks to it. A fetch that did not start is abandoned."""

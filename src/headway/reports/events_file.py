@@ -1,4 +1,4 @@
-"""The run's record, ``events.jsonl``: one JSON object a line, written as events happen and read back as typed events."""
+"""The run's record, ``events.jsonl``: one JSON object a line, written as events happen, read back as typed events."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 import time
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any, TextIO, Union, get_args, get_origin, get_type_hints
@@ -71,18 +70,21 @@ class EventsFile:
         self._lines.close()
 
 
-def to_json_line(value: Any) -> str:
-    """``value`` as strict JSON on one line; numpy scalars and arrays, paths and fractions are spelled plainly."""
-    try:
-        return json.dumps(value, default=_plain, allow_nan=False)
-    except ValueError:
-        return json.dumps(_finite(value), default=_plain)
-
-
 def _plain(value: Any) -> Any:
     if isinstance(value, np.generic | np.ndarray):
         return _finite(value.tolist())
     return str(value)
+
+
+_STRICT = json.JSONEncoder(default=_plain, allow_nan=False)
+
+
+def to_json_line(value: Any) -> str:
+    """``value`` as strict JSON on one line; numpy scalars and arrays, paths and fractions are spelled plainly."""
+    try:
+        return _STRICT.encode(value)
+    except (ValueError, TypeError):  # a number that is not finite, or a numpy number as a key
+        return _STRICT.encode(_finite(value))
 
 
 def _finite(value: Any) -> Any:
@@ -90,12 +92,16 @@ def _finite(value: Any) -> Any:
         case float():
             return value if math.isfinite(value) else None
         case dict():
-            return {key: _finite(item) for key, item in value.items()}
+            return {_key(key): _finite(item) for key, item in value.items()}
         case list() | tuple():
             return [_finite(item) for item in value]
         case np.generic() | np.ndarray():
             return _finite(value.tolist())
     return value
+
+
+def _key(key: Any) -> Any:
+    return key.item() if isinstance(key, np.generic) else key
 
 
 def read_events(path: Path) -> Iterator[Event]:
@@ -115,23 +121,17 @@ def read_events(path: Path) -> Iterator[Event]:
 def _parse(line: str, where: str) -> Event:
     try:
         row = json.loads(line)
-        event_type = _types_by_kind()[row.pop("kind")]
-        hints = _hints(event_type)
+        event_type, hints = _event_types()[row.pop("kind")]
         return event_type(**{name: _typed(value, hints[name]) for name, value in row.items()})
     except (ValueError, TypeError, KeyError, AttributeError) as cause:
         raise DataError(f"{where} is not an event of this version of Headway: {cause!r}") from cause
 
 
 @cache
-def _types_by_kind() -> dict[str, type[Event]]:
+def _event_types() -> dict[str, tuple[type[Event], dict[str, Any]]]:
+    """Each kind's class and the types of its fields."""
     found = (value for value in vars(events).values() if isinstance(value, type) and issubclass(value, Event))
-    return {event_type.kind: event_type for event_type in found if event_type is not Event}
-
-
-@cache
-def _hints(event_type: type[Event]) -> dict[str, Any]:
-    hints = get_type_hints(event_type)
-    return {field.name: hints[field.name] for field in fields(event_type)}
+    return {cls.kind: (cls, get_type_hints(cls)) for cls in found if cls is not Event}
 
 
 def _typed(value: Any, hint: Any) -> Any:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
-UNKNOWN = "–"
+UNKNOWN = "-"
 
 
 def count(value: int) -> str:

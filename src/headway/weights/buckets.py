@@ -1,4 +1,4 @@
-"""Weights as flat buckets of bytes: how they are laid out, packed, checked and held back until the engine swaps them in.
+"""Weights as flat buckets of bytes: laid out, packed, checked, and held back until the engine swaps them in.
 
     tensors ─▶ build_manifest ─▶ Manifest                       (once; both sides know it)
     gather  ─▶ pack ─▶ bucket, bucket, … ─▶ transport ─▶ BackBuffer.fill ─▶ items ─▶ the engine's own tensors
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from itertools import groupby
 
 import torch
@@ -28,7 +28,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def build_manifest(tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]], bucket_bytes: int) -> Manifest:
-    """Lay tensors out in buckets of at most ``bucket_bytes``, in the order given (the order in which they are gathered).
+    """Lay tensors out in buckets of at most ``bucket_bytes``, in the order given, which is that of gathering.
 
     A tensor goes into the open bucket if it fits there, else it opens the next one; a tensor larger than
     ``bucket_bytes`` has a bucket of its own size to itself.
@@ -93,7 +93,7 @@ def pack(
 
 def checksum(bucket: torch.Tensor, running: int = 0) -> int:
     """CRC-32 of the bucket's bytes, continuing from ``running``. A device tensor is copied to the host first."""
-    return zlib.crc32(memoryview(bucket.detach().cpu().contiguous().numpy()), running)
+    return zlib.crc32(bucket.detach().cpu().contiguous().numpy().data, running)
 
 
 class BackBuffer:
@@ -119,9 +119,30 @@ class BackBuffer:
         """Copy every bucket in, check number and sizes, and stage ``version``: all of it or nothing.
 
         ``recv_s`` is the time spent waiting for buckets and copying them, ``register_s`` the time spent on checks.
-        Raises `UpdateFailed` that says which bucket is wrong; errors of ``buckets`` itself pass through.
+        Raises `UpdateFailed` that says which bucket is wrong; errors of ``buckets`` itself pass through. A generator is
+        closed on every way out, so that its transport learns at once when nobody takes the rest.
         """
         self._version = None
+        try:
+            report = self._copy(version, buckets)
+        finally:
+            if isinstance(buckets, Generator):
+                buckets.close()
+        self._version = version
+        return report
+
+    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """``(name, tensor)`` of the staged version in the manifest's order: views into the buffer, on the CPU."""
+        if self._version is None:
+            raise UpdateFailed("no version is staged: fill the buffer before its weights are read")
+        for slot in self.manifest.slots:
+            yield slot.name, view(slot, self._buckets[slot.bucket])
+
+    def clear(self) -> None:
+        """Forget the staged version; the memory is kept for the next one."""
+        self._version = None
+
+    def _copy(self, version: int, buckets: Iterable[torch.Tensor]) -> ReceiveReport:
         started = time.perf_counter()
         register_s, crc, count = 0.0, 0, 0
         for bucket in buckets:
@@ -136,22 +157,10 @@ class BackBuffer:
                 f"version {version} ended after {count} buckets; the manifest says {len(self._buckets)}. "
                 "The old version is still served."
             )
-        self._version = version
         total = time.perf_counter() - started
         return ReceiveReport(
             recv_s=total - register_s, register_s=register_s, nbytes=self.manifest.nbytes, checksum=crc
         )
-
-    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """``(name, tensor)`` of the staged version in the manifest's order: views into the buffer, on the CPU."""
-        if self._version is None:
-            raise UpdateFailed("no version is staged: fill the buffer before its weights are read")
-        for slot in self.manifest.slots:
-            yield slot.name, view(slot, self._buckets[slot.bucket])
-
-    def clear(self) -> None:
-        """Forget the staged version; the memory is kept for the next one."""
-        self._version = None
 
     def _check(self, version: int, index: int, bucket: torch.Tensor) -> None:
         if index >= len(self._buckets):
@@ -165,3 +174,24 @@ class BackBuffer:
                 f"bucket {index} of version {version} is {tuple(bucket.shape)} {bucket.dtype}; "
                 f"the manifest says ({expected},) torch.uint8. The old version is still served."
             )
+
+
+class GatheredBuckets:
+    """Passes buckets on to a sender, and afterwards knows their gathering time, size and checksum."""
+
+    def __init__(self, buckets: Iterator[torch.Tensor]) -> None:
+        self._buckets = buckets
+        self.gather_s = 0.0
+        self.nbytes = 0
+        self.checksum = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        started = time.perf_counter()
+        bucket = next(self._buckets)
+        self.gather_s += time.perf_counter() - started
+        self.nbytes += bucket.numel()
+        self.checksum = checksum(bucket, self.checksum)
+        return bucket

@@ -31,7 +31,6 @@ class Update:
     """The trainer reached ``version``; ``done`` is set when every replica serves it."""
 
     version: int
-    last: bool
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -88,13 +87,9 @@ class ActorTrain(Stage[list[Group], Update]):
             return None  # a stop was asked for meanwhile, and this fetch abandoned
         if not groups and self._state.at_boundary:
             return None
+        if groups:
+            self._report_fetch(groups, started)
         self._state.fetching = len(groups)
-        numbers = [group.number for group in groups]
-        self._emit(
-            FetchTaken(
-                time=now(), fetch=self._fetches, version=self._state.version, numbers=numbers, waited=(started, now())
-            )
-        )
         return groups
 
     async def process_data(self, groups: list[Group]) -> AsyncGenerator[Update, None]:
@@ -104,14 +99,15 @@ class ActorTrain(Stage[list[Group], Update]):
         self._state.data_ended = len(groups) < self._settings.fetch_size
         if self._state.at_boundary or self._state.data_ended:
             version = self._state.version
-            yield Update(version, last=not self._state.trains_more)
+            yield Update(version)
             if self._settings.save_freq > 0 and version % self._settings.save_freq == 0 and self._state.trains_more:
                 await self._checkpoint(version)
 
     async def send_output_data(self, update: Update) -> bool:
-        sent = await self._output.send(update)
+        if not await self._output.send(update):
+            return False
         await update.done.wait()
-        return sent
+        return True
 
     def close_output(self) -> None:
         self._output.close()
@@ -135,7 +131,7 @@ class ActorTrain(Stage[list[Group], Update]):
             if group.number in trained:
                 self._state.consume(group.number, Fate.TRAINED, lag=lags[group.number])
             else:
-                self._state.consume(group.number, Fate.DROPPED, "nonfinite", lag=lags[group.number])
+                self._state.consume(group.number, Fate.DROPPED, "nonfinite")
         self._state.fetching = 0
         self._fetches += 1
 
@@ -167,9 +163,21 @@ class ActorTrain(Stage[list[Group], Update]):
     def _busy(self, what: str) -> Iterator[None]:
         started, version = now(), self._state.version
         try:
-            yield
+            with self._waiting_within(f"the trainer's {what}"):
+                yield
         finally:
             self._emit(TrainerBusy(time=now(), what=what, version=version, span=(started, now())))
+
+    def _report_fetch(self, groups: Sequence[Group], started: float) -> None:
+        self._emit(
+            FetchTaken(
+                time=now(),
+                fetch=self._fetches,
+                version=self._state.version,
+                numbers=[group.number for group in groups],
+                waited=(started, now()),
+            )
+        )
 
     def _report_step(self, report: StepReport, groups: Sequence[Group], lags: dict[int, int]) -> None:
         version = self._state.version

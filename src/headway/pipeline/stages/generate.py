@@ -42,9 +42,11 @@ class Generate(Stage[Share, FinishedGroup]):
 
     async def process_data(self, share: Share) -> AsyncGenerator[FinishedGroup, None]:
         index, requests = share
-        async for finished in self._router.replicas[index].generate(requests):
-            self._router.finished(index, len(finished.trajectories))
-            yield finished
+        replica = self._router.replicas[index]
+        with self._waiting_within(replica.name):
+            async for finished in replica.generate(requests):
+                self._router.finished(index, len(finished.trajectories))
+                yield finished
 
     async def send_output_data(self, finished: FinishedGroup) -> bool:
         return await self._output.send(finished)

@@ -7,15 +7,19 @@
     waits for       the transfer; a validation that still runs; in ``drain``, what is in flight
     produces        validations that are due
 
-Synchronous schedule: the trainer waits until every replica has loaded. The pause comes last, so that a replica stops for
-the swap alone.
+Synchronous schedule: the trainer waits until every replica has loaded. The pause comes last, so that a replica stops
+for the swap alone.
+
+A validation is due every ``test_freq`` versions, and for the last one. Which one is the last is known only when no more
+updates come: a stop may be asked for, or the data end, while a version is already being served.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from headway.errors import UpdateFailed
 from headway.events import TrainerBusy, UpdateFinished, UpdatePhase
@@ -28,15 +32,19 @@ from headway.pipeline.stages.generate import Generate
 from headway.pipeline.stages.validate import Validation
 from headway.pipeline.state import RunState, now
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class Load:
+    validation_s: float
+    """The replica's validation was waited for."""
     stall_s: float
     """From the end of the pause to the end of resume: nothing decoded."""
     interrupted: int
 
 
-class ParamUpdate(Stage[Update, Validation]):
+class ParamUpdate(Stage[Update | Validation, Validation]):
     waits_for_input = "ActorTrain"
 
     def __init__(
@@ -63,30 +71,31 @@ class ParamUpdate(Stage[Update, Validation]):
         self._policy = policy
         self._test_freq = test_freq
         self._timeout_s = timeout_s
+        self._validator = replicas[0]
+        self._unvalidated: Validation | None = None
+        """The version that is served, unless its validation was submitted."""
 
-    async def get_input_data(self) -> Update | None:
-        return await self._input.get()
+    async def get_input_data(self) -> Update | Validation | None:
+        if (update := await self._input.get()) is not None:
+            return update
+        last, self._unvalidated = self._unvalidated, None
+        if last is not None:
+            self._state.validation(last.replica.name, running=True)
+        return last
 
-    async def process_data(self, update: Update) -> AsyncGenerator[Validation, None]:
-        started = now()
-        gather_s = await self._transfer(update.version)
-        due = self._validation_due(update)
-        self._generate.pause()
-        validator = self._replicas[0]
-        loads = await concurrently(self._load(r, update.version, due and r is validator) for r in self._replicas)
-        self._generate.resume()
-        self._emit(
-            UpdateFinished(
-                time=now(),
-                version=update.version,
-                trainer_stall_s=now() - started - gather_s,
-                rollout_stall_s=sum(load.stall_s for load in loads) / len(loads),
-                interrupted=sum(load.interrupted for load in loads),
-            )
-        )
+    async def process_data(self, item: Update | Validation) -> AsyncGenerator[Validation, None]:
+        if isinstance(item, Validation):
+            yield item
+            return
+        due = self._test_freq is not None and self._test_freq > 0 and item.version % self._test_freq == 0
+        await self._update(item.version, validate=due)
+        validation = Validation(item.version, self._validator)
+        self._unvalidated = None if due or self._test_freq is None else validation
         if due:
-            yield Validation(update.version, validator)
-        update.done.set()
+            yield validation
+        # Only now, so that the validation is the first to reach the replica.
+        self._generate.resume()
+        item.done.set()
 
     async def send_output_data(self, validation: Validation) -> bool:
         return await self._output.send(validation)
@@ -94,30 +103,43 @@ class ParamUpdate(Stage[Update, Validation]):
     def close_output(self) -> None:
         self._output.close()
 
-    def _validation_due(self, update: Update) -> bool:
-        match self._test_freq:
-            case None:
-                return False
-            case -1:
-                return update.last
-            case freq:
-                return update.last or (freq > 0 and update.version % freq == 0)
+    async def _update(self, version: int, *, validate: bool) -> None:
+        started = now()
+        gather_s = await self._transfer(version)
+        loads = await concurrently(
+            self._load(replica, version, validate=validate and replica is self._validator) for replica in self._replicas
+        )
+        self._emit(
+            UpdateFinished(
+                time=now(),
+                version=version,
+                trainer_stall_s=now() - started - gather_s,
+                rollout_stall_s=sum(load.stall_s for load in loads) / len(loads),
+                validation_stall_s=max(load.validation_s for load in loads),
+                interrupted=sum(load.interrupted for load in loads),
+            )
+        )
 
     async def _transfer(self, version: int) -> float:
         """gather and send beside recv and register. Returns the seconds that the trainer spent gathering."""
         started = now()
+        silent = ["the trainer to send", *(f"{replica.name} to receive" for replica in self._replicas)]
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._timeout_s) as limit:
                 received: list[ReceiveReport]
                 sent, received = await both(
-                    self._trainer.send_weights(version),
-                    concurrently(replica.stage_weights(version) for replica in self._replicas),
+                    self._answer(self._trainer.send_weights(version), silent[0], silent),
+                    concurrently(
+                        self._answer(replica.stage_weights(version), whom, silent)
+                        for replica, whom in zip(self._replicas, silent[1:], strict=True)
+                    ),
                 )
         except TimeoutError:
+            if not limit.expired():
+                raise
             raise UpdateFailed(
                 f"the weights of version {version} did not arrive within param_update.timeout_s={self._timeout_s:g} s: "
-                f"ParamUpdate waited for the trainer to send and for {', '.join(r.name for r in self._replicas)} to "
-                "receive; replicas still serve the version before"
+                f"ParamUpdate waited for {', '.join(silent)}; replicas still serve the version before"
             ) from None
         self._report_sent(version, sent, started)
         for replica, report in zip(self._replicas, received, strict=True):
@@ -129,18 +151,32 @@ class ParamUpdate(Stage[Update, Validation]):
                 )
         return sent.gather_s
 
-    async def _load(self, replica: RolloutEngine, version: int, validate: bool) -> Load:
-        await self._state.changed.until(lambda: replica.name not in self._state.validating)
-        paused = await replica.pause(self._policy)
+    async def _answer(self, call: Coroutine[Any, Any, T], whom: str, silent: list[str]) -> T:
+        """The call's result; ``silent`` loses whoever answered."""
+        with self._waiting_within(whom):
+            result = await call
+        silent.remove(whom)
+        return result
+
+    async def _load(self, replica: RolloutEngine, version: int, *, validate: bool) -> Load:
+        started = now()
+        with self._waiting_within(f"{replica.name} to finish its validation"):
+            await self._state.changed.until(lambda: replica.name not in self._state.validating)
+        validated = now()
+        # Not before that wait: training generation goes on beside a validation, refills included.
+        self._generate.pause()
+        with self._waiting_within(f"{replica.name} to {self._policy}"):
+            paused = await replica.pause(self._policy)
         stopped = now()
-        seconds = await replica.activate(version)
+        with self._waiting_within(f"{replica.name} to load"):
+            seconds = await replica.activate(version)
         # Marked before the new version opens admission: a wave must not slip in ahead of its version's validation.
         if validate:
             self._state.validation(replica.name, running=True)
         self._state.load(replica.name, version)
         await replica.resume()
         self._emit(UpdatePhase(time=now(), version=version, phase="load", where=replica.name, seconds=seconds))
-        return Load(stall_s=now() - stopped, interrupted=paused.interrupted)
+        return Load(validated - started, stall_s=now() - stopped, interrupted=paused.interrupted)
 
     def _report_sent(self, version: int, sent: SendReport, started: float) -> None:
         span = (started, started + sent.gather_s)

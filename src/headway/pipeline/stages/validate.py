@@ -63,9 +63,10 @@ class Validate(Stage[Validation, None]):
         tokens = 0
         try:
             async with asyncio.TaskGroup() as tasks:
-                async for finished in validation.replica.generate(requests):
-                    tokens += sum(t.length for t in finished.trajectories)
-                    scoring.append(tasks.create_task(self._score(finished)))
+                with self._waiting_within(validation.replica.name):
+                    async for finished in validation.replica.generate(requests):
+                        tokens += sum(t.length for t in finished.trajectories)
+                        scoring.append(tasks.create_task(self._score(finished)))
                 # Nothing decodes for the validation any more: the replica may load again while scores come in.
                 self._state.validation(validation.replica.name, running=False)
         except BaseExceptionGroup as failures:

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
 
 from headway.errors import UpdateFailed
 from headway.weights.transports.group import StoreGroup
+from headway.weights.transports.links import BroadcastLink
 
 
 class _Kind(IntEnum):
@@ -27,45 +27,32 @@ class _Kind(IntEnum):
     GIVE_UP = 2
 
 
-@dataclass(frozen=True, slots=True)
-class BroadcastLink:
-    """What every member has to know to find the others. Plain data, so that it travels to other processes."""
-
-    address: tuple[str, int]
-    """Of the TCP store, which the sender's process hosts."""
-    sender: str
-    receivers: tuple[str, ...]
-    timeout_s: float
-    device: str = "cpu"
-    """``cpu`` (Gloo) or ``cuda`` (NCCL); where buckets lie at both ends."""
-
-    def connect(self, rank: int, generation: int, host: str | None) -> StoreGroup:
-        """Join the group; returns when all members have. Collective."""
-        return StoreGroup(
-            self.address,
-            prefix=f"weights/{generation}",
-            members=(self.sender, *self.receivers),
-            rank=rank,
-            timeout_s=self.timeout_s,
-            device=self.device,
-            host=host,
-        )
-
-
 class _Member:
     def __init__(self, link: BroadcastLink, rank: int, host: str | None) -> None:
         self._link = link
         self._rank = rank
         self._host = host
-        self._group = link.connect(rank, 0, host)
+        self._group = self._connect(generation=0)
 
     def reconnect(self, generation: int) -> None:
         """Make a new group, after a failure; collective over all members. ``generation`` counts up from 0."""
         self.close()
-        self._group = self._link.connect(self._rank, generation, self._host)
+        self._group = self._connect(generation)
 
     def close(self) -> None:
+        """Leave the group; others that still wait in it fail at once."""
         self._group.close()
+
+    def _connect(self, generation: int) -> StoreGroup:
+        return StoreGroup(
+            self._link.address,
+            prefix=f"weights/{generation}",
+            members=(self._link.sender, *self._link.receivers),
+            rank=self._rank,
+            timeout_s=self._link.timeout_s,
+            device=self._link.device,
+            host=self._host,
+        )
 
 
 class BroadcastSender(_Member):

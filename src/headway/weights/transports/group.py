@@ -10,9 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# These are part of torch.distributed's documented surface, but its stubs do not re-export them.
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
 from headway.errors import UpdateFailed, boundary
 
@@ -40,9 +44,8 @@ class StoreGroup:
         self.device = torch.device(device)
         self._timeout = timedelta(seconds=timeout_s)
         with boundary(f"{members[rank]} cannot reach the store at {address[0]}:{address[1]}", UpdateFailed):
-            store = dist.TCPStore(address[0], address[1], is_master=False, timeout=self._timeout)
-        self._store = dist.PrefixStore(prefix, store)
-        self._group: dist.ProcessGroup | None = self._form(host)
+            self._store = join_store(address, prefix, timeout_s)
+        self._group = self._form(host)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """From rank 0 to all others, in place; returns when this rank's part is done."""
@@ -72,7 +75,7 @@ class StoreGroup:
         if group is not None:
             group.abort()
 
-    def _form(self, host: str | None) -> dist.ProcessGroup:
+    def _form(self, host: str | None) -> Any:
         size = len(self.members)
         self._store.set(f"joined/{self.rank}", "")
         try:
@@ -86,7 +89,7 @@ class StoreGroup:
                 f"{', '.join(missing) or 'the others'} to join the group that carries weights: {cause}"
             ) from cause
 
-    def _alive(self) -> dist.ProcessGroup:
+    def _alive(self) -> Any:
         if self._group is None:
             raise UpdateFailed("the group that carries weights was left after a failure; connect a new generation")
         return self._group
@@ -100,20 +103,36 @@ class StoreGroup:
             work.wait()
 
     def _read(self, key: str) -> bytes | None:
-        return self._store.get(key) if self._store.check([key]) else None
+        value: bytes | None = self._store.get(key) if self._store.check([key]) else None
+        return value
 
 
-def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, host: str | None) -> dist.ProcessGroup:
-    options = dist.ProcessGroupGloo._Options()
+def _gloo(store: Any, rank: int, size: int, timeout: timedelta, host: str | None) -> Any:
+    options = ProcessGroupGloo._Options()
     options._timeout = timeout
     options._threads = 1
     options._devices = [
-        dist.ProcessGroupGloo.create_device(hostname=host) if host else dist.ProcessGroupGloo.create_default_device()
+        ProcessGroupGloo.create_device(hostname=host) if host else ProcessGroupGloo.create_default_device()
     ]
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    return ProcessGroupGloo(store, rank, size, options)
 
 
-def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    options = dist.ProcessGroupNCCL.Options()
+def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    # Imported late: a CPU build of torch has no NCCL.
+    from torch.distributed import ProcessGroupNCCL  # type: ignore[attr-defined]
+
+    options = ProcessGroupNCCL.Options()
     options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+    return ProcessGroupNCCL(store, rank, size, options)
+
+
+def open_store(host: str, timeout_s: float) -> tuple[Any, int]:
+    """Host a store on a free port of ``host``, for as long as the object lives: ``(store, port)``."""
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    return store, int(store.port)
+
+
+def join_store(address: tuple[str, int], prefix: str, timeout_s: float) -> Any:
+    """A client of the store at ``address``, with keys of its own under ``prefix``."""
+    host, port = address
+    return PrefixStore(prefix, TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s)))

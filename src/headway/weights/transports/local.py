@@ -13,10 +13,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from threading import Condition
-
-import torch
+from typing import TYPE_CHECKING
 
 from headway.errors import UpdateFailed
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(slots=True)
@@ -73,8 +75,8 @@ class LocalExchange:
                 self._acknowledge(update, name)
                 index += 1
             self._acknowledge(update, name)
-        except BaseException:
-            self._fail(update, f"receiver {name} gave up")
+        except BaseException as cause:
+            self._fail(update, f"receiver {name} gave up: {cause}" if str(cause) else f"receiver {name} gave up")
             raise
 
     def _offer(self, update: _Update, index: int, bucket: torch.Tensor | None, deadline: float) -> None:
@@ -85,8 +87,10 @@ class LocalExchange:
             self._wait(
                 lambda: not update.pending or update.failure is not None,
                 deadline,
-                lambda: f"the sender of version {update.version} waited for {', '.join(sorted(update.pending))} to "
-                f"take {'the end' if bucket is None else f'bucket {index}'}",
+                lambda: (
+                    f"the sender of version {update.version} waited for {', '.join(sorted(update.pending))} to "
+                    f"take {'the end' if bucket is None else f'bucket {index}'}"
+                ),
             )
             if update.failure is not None:
                 raise UpdateFailed(f"version {update.version} stopped at bucket {index}: {update.failure}")
@@ -110,7 +114,13 @@ class LocalExchange:
             self._wait(
                 lambda: update.index >= index or update.failure is not None,
                 deadline,
-                lambda: f"receiver {name} waited for bucket {index} of version {update.version} from the sender",
+                lambda: (
+                    f"receiver {name} waited for bucket {index} of version {update.version} from the sender"
+                    + (
+                        f" (which waits for {', '.join(sorted(update.pending))} to take the last)"
+                        * bool(update.pending)
+                    )
+                ),
             )
             if update.failure is not None:
                 raise UpdateFailed(f"version {update.version} stopped at bucket {index}: {update.failure}")

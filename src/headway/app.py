@@ -1,0 +1,225 @@
+"""The composition root: turns a configuration into a run. Wiring happens here and nowhere else.
+
+    configuration ─▶ reports ─▶ model (loaded, or made and warmed up) ─▶ data, reward, workers ─▶ Pipeline ─▶ export
+                        └──────────── closed last, after pipeline, workers and reward, whatever happened ◀──────┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
+from math import ceil
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.cluster.plan import available_cores
+from headway.cluster.process import math_environment
+from headway.config.loading import LoadedConfig
+from headway.config.schema import Config
+from headway.events import Note
+from headway.interfaces import AdvantageFn
+from headway.pipeline.run import Parts, Pipeline, Status
+from headway.pipeline.stages.reward import GroupFilter
+from headway.reports.bundle import Reports, open_reports
+
+EXIT_INTERRUPTED = 130
+"""As shells have it for a program that Ctrl-C ended."""
+
+
+def train(loaded: LoadedConfig) -> int:
+    """Run ``headway train``: returns the exit code, raises the errors of `headway.errors`."""
+    config = loaded.config
+    _set_math_environment(config)
+    run_dir = config.run.dir or Path("runs") / f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    reports = open_reports(config, run_dir)
+    try:
+        for text in loaded.notes:
+            _note(reports, text)
+        model_path = _prepare_model(config, run_dir, reports)
+        status = asyncio.run(_Run(config, model_path, run_dir, reports).run())
+        exported = reports.directory.model
+        reports.report_end(exported, f"tensorboard --logdir {reports.directory.tensorboard}")
+    except KeyboardInterrupt:
+        _note(reports, "left at once; nothing more was saved")
+        return EXIT_INTERRUPTED
+    finally:
+        reports.close()
+    return 0 if status is Status.COMPLETED else EXIT_INTERRUPTED
+
+
+def _set_math_environment(config: Config) -> None:
+    """Must come before torch is imported: the math libraries read these once."""
+    inline = config.cluster.backend == "inline"
+    threads = config.trainer.threads if inline and config.trainer.threads else available_cores()
+    for variable, value in math_environment(threads).items():
+        os.environ.setdefault(variable, value)
+
+
+def _note(reports: Reports, text: str) -> None:
+    reports.emit(Note(time=time.monotonic(), level="info", text=text))
+
+
+# ---------------------------------------------------------------------------------------------- model
+
+
+def _prepare_model(config: Config, run_dir: Path, reports: Reports) -> str:
+    """The folder of the model to start from: the user's, or one made (and warmed up) in the run's directory."""
+    if config.model.path is not None:
+        return config.model.path
+    if config.model.make is None:
+        raise AssertionError("unreachable: the doctor asks for one of model.path and model.make")
+    from headway.models.make import make_model
+
+    path = run_dir / "initial_model"
+    reports.phase("making the model")
+    make_model(config.model.make, config.run.seed, path)
+    if config.model.warmup is not None:
+        _warm_up(config, path, reports)
+    return str(path)
+
+
+def _warm_up(config: Config, path: Path, reports: Reports) -> None:
+    import torch
+
+    from headway.data.sources import build_sources
+    from headway.models.loading import load_model, load_tokenizer
+    from headway.warmup import warm_up
+
+    if config.model.warmup is None or config.data.task is None:
+        raise AssertionError("unreachable: the doctor asks for a task where there is a warm-up")
+    tokenizer = load_tokenizer(str(path))
+    model = load_model(str(path), dtype=torch.float32)
+    reports.phase("warming the model up")
+    warm_up(
+        model,
+        tokenizer,
+        config.data.task,
+        config.model.warmup,
+        build_sources(config, tokenizer).val,
+        seed=config.run.seed,
+        max_response_length=config.data.max_response_length,
+        report=lambda detail: reports.phase("warming the model up", detail),
+    )
+    model.save_pretrained(path)
+
+
+# ---------------------------------------------------------------------------------------------- run
+
+
+class _Run:
+    """From a model to a better one. Opens what the pipeline needs, and closes it in the reverse order."""
+
+    def __init__(self, config: Config, model_path: str, run_dir: Path, reports: Reports) -> None:
+        self._config = config
+        self._model_path = model_path
+        self._run_dir = run_dir
+        self._reports = reports
+
+    async def run(self) -> Status:
+        from headway.cluster.backend import start_backend
+        from headway.data.sources import build_sources
+        from headway.models.loading import load_tokenizer, stop_token_ids
+        from headway.rewards.pool import RewardPool
+
+        config, reports = self._config, self._reports
+        reports.phase("starting workers")
+        tokenizer = load_tokenizer(self._model_path)
+        data = build_sources(config, tokenizer)
+        for name, count in data.left_out.items():
+            if count:
+                _note(reports, f"{count} {name} prompts of more than {config.data.max_prompt_length} tokens left out")
+        async with AsyncExitStack() as stack:
+            reward = RewardPool(
+                config.reward.function,
+                task=config.data.task,
+                seed=config.run.seed,
+                workers=config.reward.workers,
+                timeout_s=config.reward.timeout_s,
+                retries=config.reward.retries,
+                log_path=reports.directory.logs / "reward.log",
+            )
+            stack.push_async_callback(reward.close)
+            await reward.start()
+            workers = await start_backend(
+                config,
+                model_path=self._model_path,
+                run_dir=self._run_dir,
+                total_optimizer_steps=_optimizer_steps(config, data.rows),
+            )
+            stack.push_async_callback(workers.close)
+            parts = Parts(
+                source=data.train,
+                validation=data.val,
+                rollouts=workers.rollouts,
+                trainer=workers.train,
+                reward=reward,
+                advantages=_advantages(config),
+                group_filter=_group_filter(config),
+                reference=workers.ref,
+                reference_inside_fetch=workers.ref_inside_fetch,
+                stop_token_ids=stop_token_ids(self._model_path, tokenizer),
+                watch=workers.watch,
+            )
+            pipeline = Pipeline(config, parts, [reports], reports.directory.checkpoints)
+            with _graceful_interrupts(pipeline, reports):
+                status = await pipeline.run()
+            reports.phase("exporting the model")
+            await workers.train.export(reports.directory.model)
+        return status
+
+
+@contextmanager
+def _graceful_interrupts(pipeline: Pipeline, reports: Reports) -> Iterator[None]:
+    """The first Ctrl-C (or SIGTERM) asks the pipeline to finish its version; the second leaves at once."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    asked = False
+
+    def on_signal() -> None:
+        nonlocal asked
+        if asked and task is not None:
+            task.cancel()
+            return
+        asked = True
+        _note(reports, "stopping after this version; press Ctrl-C again to leave at once")
+        pipeline.request_stop()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+def _optimizer_steps(config: Config, rows: int) -> int:
+    """Length of the learning-rate schedule."""
+    groups = config.rollout.total_rollout_steps or rows * (config.data.epochs or 1)
+    return ceil(groups / config.actor.ppo_mini_batch_size) * config.actor.ppo_epochs
+
+
+def _advantages(config: Config) -> AdvantageFn:
+    from headway.algorithms.advantages import ADVANTAGES
+    from headway.engines.train.advantages import GroupAdvantages
+
+    name = config.algorithm.adv_estimator
+    params = {"normalize_by_std": config.algorithm.norm_adv_by_std_in_grpo} if name == "grpo" else {}
+    return GroupAdvantages(ADVANTAGES.get(name), params)
+
+
+def _group_filter(config: Config) -> GroupFilter | None:
+    from headway.algorithms.filters import has_variance
+
+    if not config.algorithm.filter_groups.enable:
+        return None
+
+    def no_variance(rewards: NDArray[np.float32]) -> str | None:
+        return None if has_variance(rewards) else f"all rewards are {rewards[0]:g}"
+
+    return no_variance

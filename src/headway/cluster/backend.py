@@ -1,0 +1,87 @@
+"""The cluster's front door: from a configuration to running engines, on Ray or in this process, and back to nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from headway.cluster.engines import ReferenceGroup, TrainGroup
+from headway.cluster.startup import Cluster, Startup
+from headway.cluster.worker_group import Worker
+from headway.config.schema import Config
+from headway.errors import StallError
+from headway.interfaces import LogProbEngine, RolloutEngine, TrainEngine
+from headway.pipeline.concurrently import concurrently
+
+
+@dataclass(slots=True)
+class Workers:
+    """Everything that runs for a run. `watch` tells when a part of it dies; `close` ends it."""
+
+    train: TrainEngine
+    rollouts: list[RolloutEngine]
+    ref: LogProbEngine | None
+    """The reference policy, where the algorithm asks for one."""
+    ref_inside_fetch: bool
+    """True when the reference shares the trainer's ranks."""
+    members: Sequence[Worker]
+    """Every worker, for supervision."""
+    undo: AsyncExitStack
+
+    async def watch(self) -> NoReturn:
+        """Wait until any worker's process ends, also while nobody calls it, and raise `WorkerDied`."""
+        await concurrently(worker.died() for worker in self.members)
+        raise AssertionError("unreachable: died() never returns")
+
+    async def close(self) -> None:
+        """End all workers and leave the cluster; returns when no process is left. A second call does nothing."""
+        await self.undo.aclose()
+
+
+async def start_backend(config: Config, *, model_path: str, run_dir: Path, total_optimizer_steps: int) -> Workers:
+    """Start all roles of ``config`` on ``cluster.backend``, each with the model at ``model_path``, serving version 0.
+
+    Whatever fails, everything that was started is ended before the error is raised.
+
+    Raises:
+        ConfigError: a Ray address that does not answer, a transport or a placement that the backend cannot do.
+        ModelError: the model at ``model_path`` cannot be opened.
+        StallError: not everything was up within ``cluster.start_timeout_s``; the message says what was waited for.
+    """
+    cluster = make_cluster(config, run_dir)
+    startup = Startup(config, cluster, model_path=model_path, total_optimizer_steps=total_optimizer_steps)
+    timeout_s = config.cluster.start_timeout_s
+    async with AsyncExitStack() as stack:
+        try:
+            async with asyncio.timeout(timeout_s):
+                started = await startup.run(stack)
+        except TimeoutError:
+            raise StallError(
+                f"not everything was up within cluster.start_timeout_s = {timeout_s:g} s: the driver waited for "
+                f"{startup.waiting_for}. Worker logs are in {run_dir / 'logs'}"
+            ) from None
+        return Workers(
+            train=TrainGroup(started.actor),
+            rollouts=list(started.rollouts),
+            ref=ReferenceGroup(started.ref) if started.ref is not None else None,
+            ref_inside_fetch=started.ref_inside_fetch,
+            members=started.workers,
+            undo=stack.pop_all(),
+        )
+
+
+def make_cluster(config: Config, run_dir: Path) -> Cluster:
+    """The cluster of ``cluster.backend``. Ray is imported only where it is asked for."""
+    match config.cluster.backend:
+        case "ray":
+            from headway.cluster.ray_cluster import RayCluster
+
+            return RayCluster(config, run_dir)
+        case "inline":
+            from headway.cluster.inline import InlineCluster
+
+            return InlineCluster(config)

@@ -1,0 +1,123 @@
+"""The pipeline's engines, made of workers: the same on Ray and in one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from headway.cluster.worker_group import Worker, WorkerGroup
+from headway.data.types import Column, Sample
+from headway.interfaces import (
+    Capabilities,
+    EngineStats,
+    FinishedGroup,
+    GenerateRequest,
+    OnUpdate,
+    Paused,
+    ReceiveReport,
+    SendReport,
+    StepReport,
+)
+
+
+class TrainGroup:
+    """`TrainEngine` over the ranks of `ActorRole`."""
+
+    def __init__(self, ranks: WorkerGroup) -> None:
+        self._ranks = ranks
+
+    async def forward_logprobs(self, samples: Sequence[Sample]) -> list[Column]:
+        return cast(list[Column], await self._ranks.forward_logprobs(samples))
+
+    async def train_step(self, samples: Sequence[Sample]) -> StepReport:
+        return cast(StepReport, await self._ranks.train_step(samples))
+
+    async def send_weights(self, version: int) -> SendReport:
+        return cast(SendReport, await self._ranks.send_weights(version))
+
+    async def save(self, path: Path, driver_state: Mapping[str, Any]) -> None:
+        await self._ranks.save(path, dict(driver_state))
+
+    async def load(self, path: Path) -> dict[str, Any]:
+        return cast(dict[str, Any], await self._ranks.load(path))
+
+    async def export(self, path: Path) -> None:
+        await self._ranks.export(path)
+
+    async def close(self) -> None:
+        """The workers are closed by whoever started them."""
+
+
+class ReferenceGroup:
+    """`LogProbEngine` over ranks of `RefRole`, or over the trainer's own ranks: both register the method."""
+
+    def __init__(self, ranks: WorkerGroup) -> None:
+        self._ranks = ranks
+
+    async def forward_logprobs(self, samples: Sequence[Sample]) -> list[Column]:
+        return cast(list[Column], await self._ranks.reference_logprobs(samples))
+
+
+class RolloutReplica:
+    """`RolloutEngine` over one worker that runs a `RolloutRole`. Groups' tokens are passed on unread."""
+
+    def __init__(self, worker: Worker, capabilities: Capabilities, slots: int) -> None:
+        self.name = worker.name
+        self.capabilities = capabilities
+        self.slots = slots
+        self._worker = worker
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[FinishedGroup, None]:
+        async with aclosing(self._worker.stream("generate", list(requests))) as finished:
+            async for group, tokens in finished:
+                yield replace(group, tokens=tokens)
+
+    async def pause(self, policy: OnUpdate) -> Paused:
+        return cast(Paused, await self._worker.call("engine.pause", policy))
+
+    async def resume(self) -> None:
+        await self._worker.call("engine.resume")
+
+    async def stage_weights(self, version: int) -> ReceiveReport:
+        return cast(ReceiveReport, await self._worker.call("engine.stage_weights", version))
+
+    async def activate(self, version: int) -> float:
+        return cast(float, await self._worker.call("engine.activate", version))
+
+    async def abort(self, numbers: Sequence[int]) -> None:
+        await self._worker.call("engine.abort", list(numbers))
+
+    async def in_flight(self) -> list[int]:
+        return cast(list[int], await self._worker.call("engine.in_flight"))
+
+    async def sleep(self) -> None:
+        await self._worker.call("engine.sleep")
+
+    async def wake(self) -> None:
+        await self._worker.call("engine.wake")
+
+    async def stats(self) -> EngineStats:
+        return cast(EngineStats, await self._worker.call("engine.stats"))
+
+    async def close(self) -> None:
+        """The worker is closed by whoever started it."""
+
+
+async def clock_offset(worker: Worker, exchanges: int = 3) -> float:
+    """Seconds to add to the worker's monotonic clock to have this process's.
+
+    Half the round trip bounds the error, so an offset no larger than the fastest one is taken for none: processes of
+    one machine share the clock.
+    """
+    best_trip, best_offset = float("inf"), 0.0
+    for _ in range(exchanges):
+        sent = time.monotonic()
+        there = await worker.call("monotonic")
+        trip = time.monotonic() - sent
+        if trip < best_trip:
+            best_trip, best_offset = trip, sent + trip / 2 - there
+    return best_offset if abs(best_offset) > best_trip else 0.0

@@ -1,0 +1,88 @@
+"""All roles in this process, for debugging, tests and notebooks: a thread for the trainer, one for each engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, NoReturn
+
+from headway.cluster.plan import ClusterPlan, WorkerSpec
+from headway.cluster.process import math_environment
+from headway.cluster.role_host import RoleHost
+from headway.config.schema import Config
+from headway.data.types import Handle
+from headway.errors import ConfigError
+
+
+def _themselves(handles: Sequence[Handle[Any]]) -> list[Any]:
+    return list(handles)
+
+
+class InlineWorker:
+    """A `Worker` in this process: handles are the objects themselves."""
+
+    def __init__(self, spec: WorkerSpec, device: str, threads: int) -> None:
+        self.name = spec.name
+        role = spec.role(**spec.arguments, name=spec.name, device=device, threads=threads, fetch=_themselves)
+        self._host = RoleHost(role, spec.name)
+
+    async def up(self) -> None:
+        """At once."""
+
+    async def call(self, method: str, *args: Any) -> Any:
+        return await self._host.call(method, *args)
+
+    async def keep(self, method: str, *args: Any) -> Handle[Any]:
+        return await self._host.call(method, *args)
+
+    def stream(self, method: str, *args: Any) -> AsyncGenerator[tuple[Any, Handle[Any]], None]:
+        return self._host.stream(method, *args)
+
+    async def died(self) -> NoReturn:
+        """Never: there is no process that could end alone."""
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    async def kill(self) -> None:
+        await self._host.close()
+
+
+class InlineCluster:
+    """The `Cluster` of one process."""
+
+    transports: tuple[str, ...] = ("local",)
+    separate_processes = False
+    machines = 1
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._device = "cpu"
+        self._threads = 1
+
+    async def connect(self) -> str:
+        """The device that torch sees here. Raises `ConfigError` when ``cuda`` is asked for and there is none."""
+        import torch
+
+        asked, there = self._config.cluster.device, torch.cuda.is_available()
+        if asked == "cuda" and not there:
+            raise ConfigError("cluster.device=cuda, but torch sees no GPU here; set cluster.device=cpu")
+        self._device = ("cuda" if there else "cpu") if asked == "auto" else asked
+        return self._device
+
+    async def reserve(self, plan: ClusterPlan) -> None:
+        """Settle the process's one thread count. Raises `ConfigError` for what one process cannot do."""
+        if len(plan.actor) != 1:
+            raise ConfigError(
+                f"cluster.backend=inline has one training rank, not {len(plan.actor)}: one process is one rank. "
+                "Set trainer.n_gpus_per_node=1, or cluster.backend=ray"
+            )
+        self._threads = max(spec.threads for spec in plan)
+        for variable, value in math_environment(self._threads).items():
+            os.environ.setdefault(variable, value)
+
+    def launch(self, spec: WorkerSpec) -> InlineWorker:
+        return InlineWorker(spec, self._device, self._threads)
+
+    async def stop(self) -> None:
+        """Nothing runs beside the workers."""

@@ -1,0 +1,64 @@
+"""What a worker process sets up before anything heavy is imported."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSettings:
+    """Of one worker process."""
+
+    name: str
+    """``<role>-<rank>``: the worker's name in messages and the stem of its log file."""
+    threads: int
+    """Of torch, OpenMP and MKL."""
+    log_file: Path
+
+    def environment(self) -> dict[str, str]:
+        """Variables that the math libraries read once, when they are loaded or first called."""
+        return math_environment(self.threads)
+
+
+def math_environment(threads: int) -> dict[str, str]:
+    """``MKL_CBWR`` makes a row of a matrix product independent of the number of rows beside it."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "MKL_CBWR": "AUTO,STRICT",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def set_up_process(settings: ProcessSettings) -> None:
+    """Environment, log file and signals of a worker process. Runs before torch is imported."""
+    os.environ.update(settings.environment())
+    redirect_output(settings.log_file)
+    leave_interrupts_to_the_driver()
+
+
+def redirect_output(log_file: Path) -> None:
+    """Everything that this process writes, native libraries included, goes to ``log_file`` from now on."""
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    target = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    os.close(target)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(line_buffering=True)
+
+
+def leave_interrupts_to_the_driver() -> None:
+    """Ctrl-C reaches every process of the terminal; only the driver decides what it means."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    else:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

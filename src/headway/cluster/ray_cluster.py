@@ -1,0 +1,125 @@
+"""Ray: started here when no address is given, joined when one is, and shut down only by who started it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from headway.errors import ConfigError, RunError
+
+# Read by Ray when it is imported or started. Devices are chosen by the resource pool alone.
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import ray  # noqa: E402
+
+from headway.cluster.plan import ClusterPlan, WorkerSpec, available_cores  # noqa: E402
+from headway.cluster.process import ProcessSettings  # noqa: E402
+from headway.cluster.ray_worker import RayWorker  # noqa: E402
+from headway.cluster.resource_pool import ResourcePool  # noqa: E402
+from headway.config.schema import Config  # noqa: E402
+
+MIN_OBJECT_STORE = 256 * 2**20
+
+
+class RayCluster:
+    """The `Cluster` on Ray."""
+
+    transports: tuple[str, ...] = ("broadcast",)
+    separate_processes = True
+
+    def __init__(self, config: Config, run_dir: Path) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._entered = False
+        self._pool: ResourcePool | None = None
+        self._device = "cpu"
+
+    @property
+    def machines(self) -> int:
+        nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+        return sum(bool(node["Alive"]) for node in nodes)
+
+    async def connect(self) -> str:
+        """Start Ray or join it. Raises `ConfigError` when nothing answers there, or there is no such device."""
+        if not ray.is_initialized():
+            if self._config.cluster.address is not None:
+                await check_answers(self._config.cluster.address, self._config.cluster.start_timeout_s)
+            # Not in a thread: Ray's processes ask to die with the *thread* that started them, which has to outlive them.
+            self._entered = True
+            self._init()
+        self._device = self._choose_device()
+        return self._device
+
+    async def reserve(self, plan: ClusterPlan) -> None:
+        self._devices = sorted({spec.device for spec in plan})
+        self._pool = await ResourcePool.reserve(
+            len(self._devices), on_gpus=self._device == "cuda", timeout_s=self._config.cluster.start_timeout_s
+        )
+
+    def launch(self, spec: WorkerSpec) -> RayWorker:
+        if self._pool is None:
+            raise RunError("workers can be launched only after devices were reserved for them")
+        log_file = (self._run_dir / "logs" / f"{spec.name}.log").absolute()
+        settings = ProcessSettings(spec.name, spec.threads, log_file)
+        return RayWorker(settings, spec, self._device, self._pool.options(self._devices.index(spec.device)))
+
+    async def stop(self) -> None:
+        """Give the devices back, and leave Ray if it was entered here (which ends it if it was started here)."""
+        if self._pool is not None:
+            self._pool.release()
+            self._pool = None
+        if self._entered:
+            self._entered = False
+            await asyncio.to_thread(ray.shutdown)
+
+    def _init(self) -> None:
+        address = self._config.cluster.address
+        if address is not None:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            return
+        ray.init(
+            address="local",
+            num_cpus=available_cores(),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=object_store_bytes(self._config),
+        )
+
+    def _choose_device(self) -> str:
+        gpus = ray.cluster_resources().get("GPU", 0)  # type: ignore[no-untyped-call]
+        match self._config.cluster.device:
+            case "auto":
+                return "cuda" if gpus else "cpu"
+            case "cuda" if not gpus:
+                raise ConfigError("cluster.device=cuda, but Ray sees no GPU; set cluster.device=cpu")
+            case device:
+                return device
+
+
+async def check_answers(address: str, timeout_s: float) -> None:
+    """Raise `ConfigError` unless something listens at a ``host:port`` address. Ray itself waits long and says less."""
+    host, separator, port = address.rpartition(":")
+    if not separator or not port.isdigit() or "/" in host:
+        return  # ``auto`` and Ray's client addresses are Ray's to resolve
+    try:
+        async with asyncio.timeout(timeout_s):
+            _, writer = await asyncio.open_connection(host, int(port))
+    except (OSError, TimeoutError) as error:
+        raise ConfigError(
+            f"cluster.address={address}: nothing answers there ({error}). Start Ray with "
+            "`ray start --head`, give its address, or leave cluster.address out to start Ray here"
+        ) from None
+    writer.close()
+
+
+def object_store_bytes(config: Config) -> int:
+    """Room for the tokens, log-probs, versions and loss columns of everything that may be in flight, twice over."""
+    bytes_per_token = 4 + 4 + 4 + 1 + 2 * 4
+    group = config.rollout.n * (config.data.max_prompt_length + config.data.max_response_length) * bytes_per_token
+    groups = (1 + config.async_training.staleness_threshold) * config.groups_per_version + config.groups_per_fetch
+    return max(MIN_OBJECT_STORE, int(2 * groups * group))

@@ -1,0 +1,146 @@
+"""One worker on Ray: the actor that runs a role in its own process, and the driver's end of it.
+
+driver: RayWorker ──actor calls──▶ WorkerActor ──▶ RoleHost ──▶ role
+                   ◀── results, or references to them; streams of (metadata, reference) ──
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from headway.cluster.plan import WorkerSpec
+from headway.cluster.process import ProcessSettings, set_up_process
+from headway.cluster.role_host import RoleHost
+from headway.data.types import Handle
+from headway.errors import HeadwayError, RunError, WorkerDied
+
+MAX_CALLS = 100_000
+"""At once, on one actor: every admitted group is a call that waits for its tokens, and a pause must get through."""
+END_TIMEOUT_S = 10.0
+"""For a killed process to be gone."""
+
+
+class WorkerActor:
+    """Runs in the worker's process. The process is set up before the role's own modules are imported."""
+
+    def __init__(self, settings: ProcessSettings, spec: WorkerSpec, device: str) -> None:
+        set_up_process(settings)
+        role = spec.role(
+            **spec.arguments,
+            name=spec.name,
+            device=device,
+            threads=spec.threads,
+            fetch=self._fetch,
+            host=ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
+        )
+        self._host = RoleHost(role, spec.name)
+
+    async def pid(self) -> int:
+        """Process id; the first call that is answered, so it also says that the worker is up."""
+        self._loop = asyncio.get_running_loop()
+        return os.getpid()
+
+    async def call(self, method: str, *args: Any) -> Any:
+        return await self._host.call(method, *args)
+
+    async def keep(self, method: str, *args: Any) -> tuple[None, Any]:
+        """Two results: one that says it is done, and the one that is kept."""
+        return None, await self._host.call(method, *args)
+
+    async def stream(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
+        """Each pair as two objects, so that the second can stay unread."""
+        async for metadata, payload in self._host.stream(method, *args):
+            yield metadata
+            yield payload
+
+    async def forever(self) -> None:
+        """Never returns: the call fails when the process ends."""
+        await asyncio.Event().wait()
+
+    def _fetch(self, handles: Sequence[Handle[Any]]) -> list[Any]:
+        """Called on the role's thread, so the event loop is free to bring all the objects side by side."""
+
+        async def fetch() -> list[Any]:
+            return await asyncio.gather(*handles)
+
+        return asyncio.run_coroutine_threadsafe(fetch(), self._loop).result()
+
+
+class RayWorker:
+    """A `Worker` behind a Ray actor."""
+
+    def __init__(self, settings: ProcessSettings, spec: WorkerSpec, device: str, options: dict[str, Any]) -> None:
+        self.name = spec.name
+        self.log_file = settings.log_file
+        self.pid: int | None = None
+        """Of the process, once it is up."""
+        actor = ray.remote(WorkerActor).options(max_concurrency=MAX_CALLS, max_restarts=0, **options)
+        self._actor: Any = actor.remote(settings, spec, device)
+
+    async def up(self) -> None:
+        with self._failures("starting"):
+            self.pid = int(await self._actor.pid.remote())
+
+    async def call(self, method: str, *args: Any) -> Any:
+        with self._failures(method):
+            return await self._actor.call.remote(method, *args)
+
+    async def keep(self, method: str, *args: Any) -> Handle[Any]:
+        with self._failures(method):
+            done, result = self._actor.keep.options(num_returns=2).remote(method, *args)
+            await done
+            return result
+
+    async def stream(self, method: str, *args: Any) -> AsyncGenerator[tuple[Any, Handle[Any]], None]:
+        with self._failures(method):
+            objects = self._actor.stream.options(num_returns="streaming").remote(method, *args)
+            async for metadata in objects:
+                yield await metadata, await anext(objects)
+
+    async def died(self) -> NoReturn:
+        with self._failures("running"):
+            await self._actor.forever.remote()
+        raise WorkerDied(f"worker {self.name} stopped")
+
+    async def kill(self) -> None:
+        ray.kill(self._actor, no_restart=True)
+        try:
+            async with asyncio.timeout(END_TIMEOUT_S):
+                await self.died()
+        except WorkerDied:
+            return
+        except TimeoutError:
+            raise RunError(f"worker {self.name} was killed and is still there after {END_TIMEOUT_S:g} s") from None
+
+    @contextmanager
+    def _failures(self, doing: str) -> Iterator[None]:
+        """Ray's errors as Headway's: a role's own error passes as it was raised there."""
+        try:
+            yield
+        except RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, HeadwayError):
+                raise cause from error
+            raise RunError(
+                f"worker {self.name} failed in {doing!r}: {type(cause).__name__}: {cause}. Its log: {self.log_file}"
+            ) from error
+        except RayActorError as error:
+            raise WorkerDied(
+                f"the process of worker {self.name} ended while {doing!r} was running. Its log: {self.log_file}. "
+                f"Ray says: {_first_lines(str(error))}"
+            ) from error
+        except RayError as error:
+            raise RunError(f"worker {self.name}, {doing!r}: {type(error).__name__}: {error}") from error
+
+
+def _first_lines(text: str, limit: int = 300) -> str:
+    """A Ray message without its list of ids."""
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("\t")]
+    return " ".join(lines)[:limit]

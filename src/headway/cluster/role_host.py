@@ -1,0 +1,40 @@
+"""Runs one role inside a process, on both backends alike.
+
+event loop ──coroutine methods──▶ role          (a rollout engine, which has a thread of its own)
+    └──────blocking methods──▶ the role's one thread, in the order called     (a trainer's rank)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+
+class RoleHost:
+    """``role`` is any object; nothing of it runs on the event loop's thread except its coroutines."""
+
+    def __init__(self, role: Any, name: str) -> None:
+        self._role = role
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """The role's method (``name``, or ``part.name`` of one of its parts), awaited or run on the role's thread."""
+        function = attrgetter(method)(self._role)
+        if inspect.iscoroutinefunction(function):
+            return await function(*args)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, partial(function, *args))
+
+    def stream(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
+        """The role's asynchronous generator."""
+        generator: AsyncGenerator[Any, None] = attrgetter(method)(self._role)(*args)
+        return generator
+
+    async def close(self) -> None:
+        """Close the role behind whatever it is doing, and end its thread."""
+        await self.call("close")
+        self._thread.shutdown(wait=False)

@@ -1,0 +1,142 @@
+"""Worker groups: one role on several ranks, driven as one.
+
+    @register(Dispatch.SPLIT)                    group.train_step(samples)
+    def train_step(self, samples): …             ├─ rank 0: its share ─▶ result   (this one is returned)
+                                                 └─ rank 1: its share ─▶ result
+
+A role is a plain class; which of its methods can be called from outside, and how a call spreads over the ranks, is said
+where the method is written. How a call reaches a rank is the `Worker`'s business: Ray, or a thread of this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from typing import Any, NoReturn, Protocol, TypeVar
+
+from headway.data.collate import split_by_tokens
+from headway.data.types import Column, Handle, Sample
+from headway.pipeline.concurrently import concurrently
+
+F = TypeVar("F", bound=Callable[..., Any])
+_REGISTRATION = "__headway_registration__"
+
+
+class Dispatch(StrEnum):
+    """Who gets which arguments."""
+
+    ONE_TO_ALL = "one_to_all"
+    """Every rank gets the same ones."""
+    RANK_ZERO = "rank_zero"
+    """Only rank zero is called."""
+    SPLIT = "split"
+    """The first argument, a list of samples, is divided over the ranks by token count."""
+
+
+class Collect(StrEnum):
+    """What the caller gets back."""
+
+    RANK_ZERO = "rank_zero"
+    """Rank zero's result: the ranks agree, or only rank zero's counts."""
+    COLUMNS = "columns"
+    """Each rank's list of arrays stays where it is; one `Column` per sample, in the samples' order. For ``SPLIT``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    dispatch: Dispatch
+    collect: Collect
+
+
+def register(dispatch: Dispatch, collect: Collect = Collect.RANK_ZERO) -> Callable[[F], F]:
+    """Make a role's method callable through its `WorkerGroup`. The method may be a coroutine function."""
+    if collect is Collect.COLUMNS and dispatch is not Dispatch.SPLIT:
+        raise ValueError(f"columns are collected from split samples only, not with dispatch {dispatch!r}")
+
+    def mark(method: F) -> F:
+        setattr(method, _REGISTRATION, Registration(dispatch, collect))
+        return method
+
+    return mark
+
+
+def registered(role: type) -> dict[str, Registration]:
+    """Name → registration of every method that `register` marked, inherited ones included."""
+    marked = {name: getattr(getattr(role, name), _REGISTRATION, None) for name in dir(role)}
+    return {name: registration for name, registration in marked.items() if registration is not None}
+
+
+class Worker(Protocol):
+    """One rank, wherever it runs. Raises `WorkerDied` when its process ends, and what the role raised otherwise."""
+
+    name: str
+
+    async def up(self) -> None:
+        """Wait until the worker is there to be called."""
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """The method's result, brought here."""
+
+    async def keep(self, method: str, *args: Any) -> Handle[Any]:
+        """Run the method to its end and return a handle of its result, which is not brought here."""
+
+    def stream(self, method: str, *args: Any) -> AsyncGenerator[tuple[Any, Handle[Any]], None]:
+        """For a method that is an asynchronous generator of pairs: the first as it is, the second as a handle."""
+
+    async def died(self) -> NoReturn:
+        """Wait until the worker's process ends, and raise `WorkerDied`."""
+
+    async def kill(self) -> None:
+        """End the worker whatever it is doing, and return when it is gone. Pending calls fail."""
+
+
+class WorkerGroup:
+    """The ranks of one role. Each registered method is an attribute here; calling it starts the work on the ranks at
+    once and gives a task: await it to block, or keep it as a future. The first rank that fails fails the call.
+    """
+
+    def __init__(self, role: type, workers: Sequence[Worker]) -> None:
+        if not workers:
+            raise ValueError(f"a group of {role.__name__} needs at least one worker")
+        self.workers = tuple(workers)
+        self._role = role
+        self._methods = registered(role)
+
+    @property
+    def name(self) -> str:
+        return ", ".join(worker.name for worker in self.workers)
+
+    def __getattr__(self, name: str) -> Callable[..., asyncio.Task[Any]]:
+        registration = self.__dict__.get("_methods", {}).get(name)
+        if registration is None:
+            raise AttributeError(f"{name!r} is not a registered method of {self.__dict__.get('_role')}")
+        return partial(self._start, name, registration)
+
+    def _start(self, method: str, registration: Registration, *args: Any) -> asyncio.Task[Any]:
+        return asyncio.create_task(self._run(method, registration, args), name=f"{self._role.__name__}.{method}")
+
+    async def _run(self, method: str, registration: Registration, args: tuple[Any, ...]) -> Any:
+        match registration.dispatch:
+            case Dispatch.RANK_ZERO:
+                return await self.workers[0].call(method, *args)
+            case Dispatch.ONE_TO_ALL:
+                return (await concurrently(worker.call(method, *args) for worker in self.workers))[0]
+            case Dispatch.SPLIT:
+                return await self._split(method, registration.collect, *args)
+
+    async def _split(self, method: str, collect: Collect, samples: Sequence[Sample], *args: Any) -> Any:
+        shares = split_by_tokens(samples, len(self.workers))
+        calls: list[Coroutine[Any, Any, Any]] = []
+        for worker, share in zip(self.workers, shares, strict=True):
+            on_rank = worker.keep if collect is Collect.COLUMNS else worker.call
+            calls.append(on_rank(method, [samples[i] for i in share], *args))
+        results = await concurrently(calls)
+        if collect is Collect.RANK_ZERO:
+            return results[0]
+        columns: dict[int, Column] = {}
+        for handle, share in zip(results, shares, strict=True):
+            columns.update((index, Column(handle, place)) for place, index in enumerate(share))
+        return [columns[index] for index in range(len(samples))]

@@ -1,0 +1,134 @@
+"""The recipe's names: other spellings of Headway's keys, and keys that Headway accepts at one value only.
+
+Works on flat layers: ``{"actor_rollout_ref.rollout.n": 8}`` becomes ``{"rollout.n": 8}``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from headway.config.presets import PRESETS
+from headway.errors import ConfigError
+
+IGNORED_PREFIX = "actor_rollout_ref."
+
+AHEAD_STEPS = "trainer.generate_ahead_steps"
+ETA = "async_training.staleness_threshold"
+PARTIAL = "async_training.partial_rollout"
+ON_UPDATE = "async_training.on_update"
+PIPELINE = "async_pipeline"
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """A key of the recipe's that is no choice here: ``values`` are accepted, all others refused for ``reason``."""
+
+    values: tuple[Any, ...]
+    reason: str
+
+
+FIXED: Mapping[str, Fixed] = {
+    "rollout.mode": Fixed(("async",), "the rollout engine is always asynchronous"),
+    "rollout.calculate_log_probs": Fixed((True,), "the engine always reports the log-prob of every token it samples"),
+    "actor.strategy": Fixed(("fsdp2", "fsdp"), "the train engine is FSDP2"),
+    "actor.use_dynamic_bsz": Fixed(
+        (True,), "micro-batches are always packed by tokens; actor.ppo_max_token_len_per_gpu sets how many"
+    ),
+    "hybrid_engine": Fixed((False,), "training and generation run on devices of their own"),
+    "data.return_raw_chat": Fixed((True,), "prompts stay as they are until the chat template is applied"),
+    "data.train_batch_size": Fixed((0,), "prompts stream one by one; actor.ppo_mini_batch_size sets the batch"),
+    "data.gen_batch_size": Fixed((1,), "the unit that streams is one prompt with its rollout.n trajectories"),
+    "train_batch_size": Fixed((0,), "prompts stream one by one; actor.ppo_mini_batch_size sets the batch"),
+}
+
+RENAMED: Mapping[str, str] = {
+    "custom_reward_function.path": "reward.function",
+    "custom_reward_function.name": "reward.function",
+    "data.train_files": "data.train",
+    "data.val_files": "data.val",
+    "trainer.default_local_dir": "run.dir",
+    "trainer.experiment_name": "run.name",
+    "trainer.project_name": "run.name",
+    "trainer.total_epochs": "data.epochs",
+    "trainer.total_training_steps": "rollout.total_rollout_steps",
+}
+"""Where a key of verl's is found here; only for suggestions."""
+
+
+def canonical_key(key: str) -> str:
+    """``+actor_rollout_ref.rollout.n`` is ``rollout.n``."""
+    return key.removeprefix("+").removeprefix(IGNORED_PREFIX)
+
+
+def translate(values: Mapping[str, Any]) -> dict[str, Any]:
+    """One flat layer in Headway's own keys.
+
+    Raises:
+        ConfigError: a key that Headway accepts at one value has another; two spellings of one setting disagree.
+    """
+    result: dict[str, Any] = {}
+    for spelled, value in values.items():
+        key = canonical_key(spelled)
+        if key in FIXED:
+            _accept_fixed(key, value)
+            continue
+        if key == PIPELINE:
+            _accept_pipeline(value)
+            continue
+        if key in result and result[key] != value:
+            raise ConfigError(f"{key} is given twice, as {result[key]!r} and as {value!r}")
+        result[key] = value
+    return result
+
+
+def _accept_fixed(key: str, value: Any) -> None:
+    fixed = FIXED[key]
+    if not any(type(value) is type(allowed) and value == allowed for allowed in fixed.values):
+        allowed = " or ".join(map(str, fixed.values))
+        raise ConfigError(f"{key}: got {value!r}, but Headway accepts only {allowed}: {fixed.reason}")
+
+
+def _accept_pipeline(value: Any) -> None:
+    if value is not False:
+        raise ConfigError(
+            f"{PIPELINE}: got {value!r}, but overlapped parameter updates are not available; "
+            f"drop the key and choose a mode: {', '.join(PRESETS)}"
+        )
+
+
+def resolve_ahead_steps(user: Mapping[str, Any]) -> dict[str, Any]:
+    """What the user wrote, with ``trainer.generate_ahead_steps`` said as η.
+
+    Raises:
+        ConfigError: both are given, or the steps are not a whole number of at least 1.
+    """
+    steps = user.get(AHEAD_STEPS)
+    if steps is None:
+        return dict(user)
+    if user.get(ETA) is not None:
+        raise ConfigError(
+            f"{AHEAD_STEPS}={steps} and {ETA}={user[ETA]} say the same thing (steps = η + 1); give one of them"
+        )
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise ConfigError(f"{AHEAD_STEPS}: got {steps!r}, expected a whole number of at least 1 (η + 1)")
+    return {key: value for key, value in user.items() if key != AHEAD_STEPS} | {ETA: steps - 1}
+
+
+def resolve_partial_rollout(user: Mapping[str, Any]) -> dict[str, Any]:
+    """What the user wrote, with ``on_update`` as ``partial_rollout`` implies it.
+
+    Raises:
+        ConfigError: the user wrote both, and they contradict each other.
+    """
+    partial, on_update = user.get(PARTIAL), user.get(ON_UPDATE)
+    if not isinstance(partial, bool):
+        return dict(user)
+    allowed = ("interrupt", "keep") if partial else ("drain",)
+    if on_update is not None and on_update not in allowed:
+        raise ConfigError(
+            f"{PARTIAL}={str(partial).lower()} means {ON_UPDATE}={' or '.join(allowed)}, but {ON_UPDATE}={on_update} "
+            "is given; drop one of them"
+        )
+    return dict(user) | {ON_UPDATE: on_update or allowed[0]}

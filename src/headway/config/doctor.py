@@ -1,0 +1,150 @@
+"""Whether settings make sense together: what cannot work or has no effect is refused, all at once, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from math import floor
+
+from headway.config.idle import without_effect
+from headway.config.loading import LoadedConfig, mode_config
+from headway.config.placement import resolve_placement
+from headway.config.presets import preset
+from headway.config.schema import Config, Order
+from headway.errors import ConfigError
+
+
+def diagnose(loaded: LoadedConfig) -> list[str]:
+    """The notes of a configuration that can run: those of loading, and what is worth knowing about the combination.
+
+    Raises:
+        ConfigError: in one message, a line for each problem.
+    """
+    checks: Sequence[Callable[[Config], Iterator[str]]] = (
+        _model,
+        _data,
+        _length,
+        _sampling,
+        _groups,
+        _patience,
+        _devices,
+        _backend,
+    )
+    problems = [problem for check in checks for problem in check(loaded.config)]
+    idle = without_effect(loaded.config)
+    problems += [f"{key} has no effect: {reason}" for key, reason in idle.items() if key in loaded.user_keys]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return [*loaded.notes, *_notes(loaded)]
+
+
+def _model(config: Config) -> Iterator[str]:
+    model, data = config.model, config.data
+    if model.path is None and model.make is None:
+        yield "model: give model.path (a Hugging Face folder), or model.make to make a small model"
+    if model.path is not None and model.make is not None:
+        yield "model: model.path and model.make are both given; set one of them to null"
+    if model.warmup is not None and model.make is None:
+        yield "model.warmup is for a made model; set it to null, or give model.make"
+    if model.warmup is not None and data.task is None:
+        yield "model.warmup trains on data.task, and there is none; set model.warmup to null, or give model.path"
+    if model.path is None and model.make is not None:
+        length, limit = data.max_prompt_length + data.max_response_length, model.make.max_position_embeddings
+        if length > limit:
+            yield (
+                f"data.max_prompt_length={data.max_prompt_length} + data.max_response_length="
+                f"{data.max_response_length} is {length} tokens, more than "
+                f"model.make.max_position_embeddings={limit}; lower the lengths or raise the limit"
+            )
+
+
+def _data(config: Config) -> Iterator[str]:
+    data = config.data
+    if data.train is None and data.task is None:
+        yield "data: give data.train (a JSONL or Parquet file), or data.task for a procedural task"
+    if data.train is not None and data.task is not None:
+        yield "data: data.train and data.task are both given; set one of them to null"
+    if config.reward.function == "task" and data.task is None:
+        yield "reward.function=task is data.task's verifier, and no task is given; use exact_match or file.py:function"
+
+
+def _length(config: Config) -> Iterator[str]:
+    total, epochs, b = config.rollout.total_rollout_steps, config.data.epochs, config.groups_per_version
+    if (total is None) == (epochs is None):
+        given = "neither is given" if total is None else "both are given; set one of them to null"
+        yield f"length of the run: expected exactly one of rollout.total_rollout_steps and data.epochs, but {given}"
+    if total is not None and total % b:
+        nearest = [multiple for multiple in (total // b * b, (total // b + 1) * b) if multiple > 0]
+        yield (
+            f"rollout.total_rollout_steps={total} is not a multiple of B={b} (trigger_parameter_sync_step × "
+            f"require_batches × ppo_mini_batch_size groups per version); try {' or '.join(map(str, nearest))}"
+        )
+
+
+def _sampling(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.temperature == 0:
+        yield "rollout.temperature=0 is greedy: all trajectories of a group would be equal, with nothing to learn from"
+    for key, value, off in (("top_p", rollout.top_p, 1), ("top_k", rollout.top_k, 0)):
+        if value != off:
+            yield (
+                f"rollout.{key}={value} changes the policy that samples, and no correction for the difference to the "
+                f"policy that is trained is available; set it to {off} (off)"
+            )
+    if rollout.val_n > 1 and rollout.val_temperature == 0:
+        yield f"rollout.val_n={rollout.val_n}: greedy answers are all equal; set rollout.val_temperature above 0"
+
+
+def _groups(config: Config) -> Iterator[str]:
+    if config.rollout.n > 1:
+        return
+    if config.algorithm.adv_estimator == "grpo":
+        yield "rollout.n=1: grpo compares the trajectories of a group, so every advantage would be 0; give at least 2"
+    if config.algorithm.filter_groups.enable:
+        yield "rollout.n=1: algorithm.filter_groups would filter every group, as one reward has no spread"
+
+
+def _patience(config: Config) -> Iterator[str]:
+    reward, stall = config.reward, config.cluster.stall_timeout_s
+    slowest = reward.timeout_s * (1 + reward.retries)
+    if slowest >= stall:
+        yield (
+            f"reward.timeout_s={reward.timeout_s:g} × {1 + reward.retries} tries lets one reward take {slowest:g} s, "
+            f"but cluster.stall_timeout_s={stall:g} would end the run first; raise it above that"
+        )
+
+
+def _devices(config: Config) -> Iterator[str]:
+    try:
+        resolve_placement(config)
+    except ConfigError as error:
+        yield str(error)
+
+
+def _backend(config: Config) -> Iterator[str]:
+    transport = config.param_update.transport
+    if config.cluster.backend == "ray":
+        if transport == "local":
+            yield "param_update.transport=local copies inside one process, which cluster.backend=ray does not have"
+        return
+    if transport == "broadcast":
+        yield "param_update.transport=broadcast needs processes of their own; cluster.backend=inline copies: local"
+    if config.trainer.use_nodes_ratios is not None:
+        yield "trainer.use_nodes_ratios divides devices among processes; cluster.backend=inline has one process"
+    elif (ranks := config.trainer.nnodes * config.trainer.n_gpus_per_node) > 1:
+        yield f"cluster.backend=inline has one process, so one training rank; trainer.* asks for {ranks}"
+
+
+def _notes(loaded: LoadedConfig) -> Iterator[str]:
+    config = loaded.config
+    settings, b = config.async_training, config.groups_per_version
+    of_mode, usual = preset(config.mode), without_effect(mode_config(config.mode))
+    for key, reason in without_effect(config).items():
+        if key not in loaded.user_keys and key not in usual and of_mode.get(key) is not None:
+            yield f"{key}={of_mode[key]} of mode {config.mode} has no effect: {reason}"
+    total, optim = config.rollout.total_rollout_steps, config.actor.optim
+    if total is not None and (steps := total // config.actor.ppo_mini_batch_size * config.actor.ppo_epochs) <= (
+        optim.lr_warmup_steps
+    ):
+        yield f"actor.optim.lr_warmup_steps={optim.lr_warmup_steps} covers all {steps} optimizer steps of the run"
+    if settings.order is Order.READY and floor(settings.staleness_threshold * b) > 0:
+        yield "async_training.order=ready with η > 0 has no bound on lag: a slow group can be overtaken again and again"

@@ -1,0 +1,99 @@
+"""Settings without effect, and why: other settings make them idle.
+
+An idle setting that the user wrote is an error, one of a mode's is a note, and a dumped configuration leaves it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import floor
+
+from headway.config.placement import needs_reference
+from headway.config.schema import Config, Order
+
+Idle = tuple[str, str]
+"""A dotted key and why it has no effect."""
+
+
+def without_effect(config: Config) -> dict[str, str]:
+    """Every key, whoever wrote it, whose value changes nothing in this configuration, with the reason."""
+    found: dict[str, str] = {}
+    for rules in (_model, _data, _validation, _actor, _reference, _algorithm, _asynchrony, _devices):
+        for key, reason in rules(config):
+            found.setdefault(key, reason)
+    return found
+
+
+def _model(config: Config) -> Iterator[Idle]:
+    if config.model.path is None:
+        yield "model.trust_remote_code", "the model is made, not loaded"
+
+
+def _data(config: Config) -> Iterator[Idle]:
+    data = config.data
+    if data.task is not None:
+        for key in ("val", "prompt_key", "answer_key"):
+            yield f"data.{key}", "problems come from data.task, not from files"
+        yield "data.val_size", "data.task has held-out problems of its own: data.task.val_size"
+    elif data.val is not None:
+        yield "data.val_size", "held-out problems come from data.val"
+
+
+def _validation(config: Config) -> Iterator[Idle]:
+    data = config.data
+    if data.task is None and data.val is None and data.val_size == 0:
+        for key in ("test_freq", "val_n", "val_temperature"):
+            yield f"rollout.{key}", "data.val_size=0 leaves no held-out problems"
+
+
+def _actor(config: Config) -> Iterator[Idle]:
+    actor = config.actor
+    if actor.clip_ratio_low is not None and actor.clip_ratio_high is not None:
+        yield "actor.clip_ratio", "actor.clip_ratio_low and actor.clip_ratio_high are both given"
+    if actor.optim.lr_scheduler_type == "constant":
+        yield "actor.optim.min_lr_ratio", "the learning rate is constant (actor.optim.lr_scheduler_type)"
+
+
+def _reference(config: Config) -> Iterator[Idle]:
+    actor = config.actor
+    if not actor.use_kl_loss:
+        for key in ("actor.kl_loss_coef", "actor.kl_loss_type"):
+            yield key, "actor.use_kl_loss is off"
+    elif actor.kl_loss_coef == 0:
+        for key in ("actor.use_kl_loss", "actor.kl_loss_type"):
+            yield key, "actor.kl_loss_coef is 0"
+    if not needs_reference(config):
+        for key in ("ref.nnodes", "ref.n_gpus_per_node"):
+            yield key, "no reference policy is used: there is no KL term (actor.use_kl_loss, actor.kl_loss_coef)"
+
+
+def _algorithm(config: Config) -> Iterator[Idle]:
+    if config.algorithm.adv_estimator != "grpo":
+        yield "algorithm.norm_adv_by_std_in_grpo", f"algorithm.adv_estimator is {config.algorithm.adv_estimator}"
+
+
+def _asynchrony(config: Config) -> Iterator[Idle]:
+    settings = config.async_training
+    b, eta = config.groups_per_version, settings.staleness_threshold
+    if settings.order is not Order.WINDOW:
+        yield "async_training.window", f"async_training.order is {settings.order}, not window"
+    if floor(eta * b) > 0:
+        return
+    if eta > 0:
+        yield (
+            "async_training.staleness_threshold",
+            f"η·B < 1 lets no group run ahead (η = {float(eta):g}, B = {b}); raise η or B, or set η to 0",
+        )
+    for key in ("on_update", "partial_rollout"):
+        yield f"async_training.{key}", "nothing runs ahead (η·B < 1), so nothing is in flight when weights arrive"
+
+
+def _devices(config: Config) -> Iterator[Idle]:
+    counts = ("rollout.nnodes", "rollout.n_gpus_per_node", "ref.nnodes", "ref.n_gpus_per_node")
+    if config.trainer.use_nodes_ratios is not None:
+        for key in counts:
+            yield key, "trainer.use_nodes_ratios divides trainer.nnodes × trainer.n_gpus_per_node devices"
+    elif config.ref.nnodes == 0:
+        yield "ref.n_gpus_per_node", "ref.nnodes=0 puts the reference on the trainer's ranks"
+    if config.cluster.backend == "inline":
+        yield "cluster.address", "cluster.backend=inline uses no Ray cluster"

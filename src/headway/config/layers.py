@@ -1,0 +1,191 @@
+"""Layers: what one file, or the command line, says. A layer is flat, ``{"rollout.n": 8}``, and knows where it is from.
+
+defaults' files ─▶ the file ─▶ the command line        each later layer lies on the earlier ones
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import MarkedYAMLError, YAMLError
+
+from headway.config.aliases import translate
+from headway.errors import ConfigError
+
+DEFAULTS = "defaults"
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """``values`` by dotted key. An empty mapping is a value too: it makes the section with its defaults.
+
+    ``origin`` says where they are written, as in "in demo.yaml" or "on the command line".
+    """
+
+    origin: str
+    values: Mapping[str, Any]
+
+    def without(self, *sections: str) -> Layer:
+        """The layer less these keys and all below them."""
+        return Layer(self.origin, {key: v for key, v in self.values.items() if not lies_in(key, *sections)})
+
+    def gives(self, *sections: str) -> bool:
+        """Whether any of these keys, or a key below them, has a value other than null."""
+        return any(value is not None and lies_in(key, *sections) for key, value in self.values.items())
+
+
+def lies_in(key: str, *sections: str) -> bool:
+    """Whether ``key`` is one of ``sections`` or a key below it."""
+    return any(key == section or key.startswith(f"{section}.") for section in sections)
+
+
+def read_file(path: Path) -> list[Layer]:
+    """The layers of a YAML file: those that its ``defaults:`` name, relative to it, and then its own.
+
+    Raises:
+        ConfigError: a file is missing, is not a YAML mapping, repeats a key, or includes itself.
+    """
+    return list(_read(path, ()))
+
+
+def read_overrides(overrides: Sequence[str]) -> Layer:
+    """The layer of ``a.b=c`` arguments; of several for one key the last counts.
+
+    Raises:
+        ConfigError: an argument has no ``=``, or its value is not valid YAML.
+    """
+    values: dict[str, Any] = {}
+    for override in overrides:
+        values = overlay(values, translate(_parse_override(override)))
+    return Layer("on the command line", values)
+
+
+def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Two flat mappings as one: ``above`` replaces keys, sections that it sets to a value, and values it looks into."""
+    kept = {key: value for key, value in below.items() if not any(_replaces(new, key, above[new]) for new in above)}
+    return kept | {key: value for key, value in above.items() if value != {} or not _has_below(kept, key)}
+
+
+def flatten(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """``{"rollout": {"n": 8}}`` as ``("rollout.n", 8)``. Lists and empty mappings are values."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def nest(values: Mapping[str, Any]) -> dict[str, Any]:
+    """``{"rollout.n": 8}`` as ``{"rollout": {"n": 8}}``."""
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        if value != {} or name not in node:
+            node[name] = value
+    return tree
+
+
+def resolve_references(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A nested mapping with every ``${a.b}`` replaced by the value that the layers give ``a.b``.
+
+    Raises:
+        ConfigError: a reference names a key that no layer gives.
+    """
+    try:
+        resolved = OmegaConf.to_container(OmegaConf.create(nest(values)), resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(
+            f"{error.full_key}: {_first_line(error)}; ${{a.b}} stands for the value that a file or setting gives a.b"
+        ) from error
+    assert isinstance(resolved, dict)
+    return {str(key): value for key, value in resolved.items()}
+
+
+def _read(path: Path, including: tuple[Path, ...]) -> Iterator[Layer]:
+    resolved = path.resolve()
+    if resolved in including:
+        raise ConfigError(f"{path}: includes itself, by way of {' and '.join(map(str, including))}")
+    content = _parse_file(path)
+    defaults = content.pop(DEFAULTS, [])
+    if not isinstance(defaults, list) or not all(isinstance(name, str) for name in defaults):
+        raise ConfigError(f"{path}: {DEFAULTS}: got {defaults!r}, expected a list of YAML files, relative to this one")
+    for name in defaults:
+        yield from _read(path.parent / name, (*including, resolved))
+    flat: dict[str, Any] = {}
+    for key, value in flatten(content):
+        if clash := next((other for other in flat if _excludes(other, flat[other], key, value)), None):
+            raise ConfigError(f"{path}: {key} and {clash} cannot both be given")
+        flat[key] = value
+    try:
+        yield Layer(f"in {path}", translate(flat))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _parse_file(path: Path) -> dict[Any, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        if root is None:
+            return {}
+        if not isinstance(root, yaml.MappingNode):
+            raise ConfigError(f"{path}: expected a mapping of keys to values, got a {root.id}")
+        content = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such file; give a YAML file, like recipes/demo.yaml") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not a text file in UTF-8") from error
+    except (YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path}: not valid YAML: {_yaml_problem(error)}") from error
+    assert isinstance(content, dict)
+    return content
+
+
+def _parse_override(override: str) -> dict[str, Any]:
+    key, equals, value = override.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"{override!r}: expected a.b=c, like rollout.n=8")
+    try:
+        parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)
+    except (YAMLError, OmegaConfBaseException) as error:
+        problem = error.problem if isinstance(error, MarkedYAMLError) else _first_line(error)
+        raise ConfigError(f"{override!r}: the value is not valid YAML: {problem}") from error
+    assert isinstance(parsed, dict)
+    return dict(flatten({key.strip(): parsed["value"]}))
+
+
+def _replaces(new: str, old: str, value: Any) -> bool:
+    opens_section = value == {}
+    return new == old or new.startswith(f"{old}.") or (old.startswith(f"{new}.") and not opens_section)
+
+
+def _excludes(one: str, one_value: Any, other: str, other_value: Any) -> bool:
+    """Whether one layer cannot have both: a key twice, or a value and keys below it."""
+    below = one.startswith(f"{other}.") and other_value != {}
+    above = other.startswith(f"{one}.") and one_value != {}
+    return one == other or below or above
+
+
+def _has_below(values: Mapping[str, Any], section: str) -> bool:
+    return any(key.startswith(f"{section}.") for key in values)
+
+
+def _yaml_problem(error: Exception) -> str:
+    if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}: {error.problem}"
+    return _first_line(error)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]

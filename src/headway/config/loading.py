@@ -1,0 +1,151 @@
+"""From files and arguments to a checked configuration.
+
+preset of ``mode`` ─▶ defaults' files ─▶ the file ─▶ ``a.b=c`` arguments ─▶ schema ─▶ LoadedConfig
+    (beneath)                                        (on top)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from headway.config.aliases import resolve_ahead_steps, resolve_partial_rollout
+from headway.config.idle import without_effect
+from headway.config.layers import Layer, flatten, nest, overlay, read_file, read_overrides, resolve_references
+from headway.config.messages import explain
+from headway.config.presets import preset
+from headway.config.schema import Config
+from headway.errors import ConfigError
+
+
+class _Dumper(yaml.SafeDumper):
+    """Sections as blocks, lists on one line."""
+
+
+_Dumper.add_representer(
+    list, lambda dumper, data: dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedConfig:
+    """A configuration and what is known about how it came to be."""
+
+    config: Config
+    user_keys: frozenset[str] = frozenset()
+    """Dotted keys to which the user gave a value, in a file or on the command line; all others are the mode's and the
+    schema's. A null takes a value back: it counts as not given."""
+    notes: list[str] = field(default_factory=list)
+    """What was decided on the way and is worth a line."""
+
+
+def load(path: Path | None, overrides: Sequence[str] = ()) -> LoadedConfig:
+    """Read ``path`` and ``overrides``, put the mode's preset beneath them, and check keys, types and ranges.
+
+    Whether the settings make sense together is the doctor's question.
+
+    Raises:
+        ConfigError: in one message, everything that is wrong with the keys and their values.
+    """
+    layers = [*(read_file(path) if path is not None else []), read_overrides(overrides)]
+    layers, notes = _replace_whole_choices(layers)
+    user: dict[str, Any] = {}
+    for layer in layers:
+        user = overlay(user, layer.values)
+    user = resolve_ahead_steps(user)
+    beneath = preset(user.get("mode", Config.model_fields["mode"].default))
+    values = resolve_references(overlay(beneath, resolve_partial_rollout(user)))
+    try:
+        config = Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(explain(error, _origins(layers))) from error
+    return LoadedConfig(config, frozenset(key for key, value in user.items() if value is not None), notes)
+
+
+def dump(config: Config) -> str:
+    """The resolved configuration as YAML that loads back to an equal one.
+
+    What the mode or the schema says anyway is left out where it has no effect or is null: what is shown is what counts.
+    """
+    idle = without_effect(config)
+    beneath = _flat_values(mode_config(config.mode))
+    values = {
+        key: value
+        for key, value in _flat_values(config).items()
+        if not ((key in idle or value is None) and value == beneath.get(key))
+    }
+    text: str = yaml.dump(
+        nest(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120
+    )
+    return text
+
+
+def mode_config(mode: str) -> Config:
+    """What ``mode`` is without a word from the user. Raises `ConfigError` for an unknown mode."""
+    return Config.model_validate(nest({**preset(mode), "mode": mode}))
+
+
+def _flat_values(config: Config) -> dict[str, Any]:
+    """All values by dotted key, as JSON types."""
+    return dict(flatten(config.model_dump(mode="json")))
+
+
+def _replace_whole_choices(layers: Sequence[Layer]) -> tuple[list[Layer], list[str]]:
+    """Where a later layer brings its own model, data or task, what earlier layers say about theirs is dropped."""
+    kept: list[Layer] = []
+    notes: list[str] = []
+    for layer in layers:
+        if layer.gives("model.path"):
+            kept = _replace(kept, layer, "model.path", "model.make", "model.warmup")
+        if layer.gives("data.train"):
+            kept = _replace(kept, layer, "data.train", "data.task")
+            kept, lost = _drop_task_reward(kept)
+            if lost and not any(later.gives("reward.function") for later in layers[len(kept) :]):
+                notes.append("reward.function is exact_match: data.train replaced the task whose verifier it was")
+        if layer.gives("data.task.name"):
+            kept = _drop_other_task(kept, layer.values["data.task.name"])
+        kept.append(layer)
+    return kept, notes
+
+
+def _replace(earlier: Sequence[Layer], layer: Layer, choice: str, *alternatives: str) -> list[Layer]:
+    if layer.gives(*alternatives):
+        raise ConfigError(
+            f"{choice} replaces {' and '.join(alternatives)}, but both are given {layer.origin}; drop one of them"
+        )
+    return [other.without(*alternatives) for other in earlier]
+
+
+def _drop_task_reward(layers: Sequence[Layer]) -> tuple[list[Layer], bool]:
+    """The layers less ``reward.function: task``, and whether there was one."""
+    scored_by_task = [layer.values.get("reward.function") == "task" for layer in layers]
+    kept = [
+        layer.without("reward.function") if lost else layer for layer, lost in zip(layers, scored_by_task, strict=True)
+    ]
+    return kept, any(scored_by_task)
+
+
+def _drop_other_task(layers: Sequence[Layer], name: str) -> list[Layer]:
+    """The layers less the task's parameters, unless they were written for the task of this ``name``."""
+    before = [layer.values["data.task.name"] for layer in layers if layer.gives("data.task.name")]
+    if before[-1:] == [name]:
+        return list(layers)
+    sections = ("data.task.params", "model.warmup.params")
+    return [
+        Layer(layer.origin, {**layer.without(*sections).values, **{s: {} for s in sections if layer.gives(s)}})
+        for layer in layers
+    ]
+
+
+def _origins(layers: Sequence[Layer]) -> dict[str, str]:
+    """Where each key was written last; what was written last comes first."""
+    origins: dict[str, str] = {}
+    for layer in reversed(layers):
+        for key in layer.values:
+            origins.setdefault(key, layer.origin)
+    return origins

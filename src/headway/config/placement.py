@@ -1,0 +1,105 @@
+"""Which role runs on which devices. Arithmetic over numbered devices; where device 7 is, the cluster knows.
+
+counts    │ actor ... │ rollout ... │ ref ... (or on the actor's)
+shares    │ actor ──▶ │ ref (or on the actor's) │  idle  │ ◀── rollout │
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+from headway.config.schema import Config
+from headway.errors import ConfigError
+
+ACTOR, ROLLOUT, REF = "actor", "rollout", "ref"
+SHARE_NAMES = ("train", "logp", "ref_logp", "generate")
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Device numbers of each role, in rank order. A role that the algorithm does not ask for is absent."""
+
+    devices: Mapping[str, tuple[int, ...]]
+    total: int
+    """Devices counted from 0, idle ones included."""
+
+    @property
+    def idle(self) -> tuple[int, ...]:
+        used = {device for devices in self.devices.values() for device in devices}
+        return tuple(device for device in range(self.total) if device not in used)
+
+    def shared(self, one: str, other: str) -> bool:
+        """Whether two roles have a device in common."""
+        return not set(self.devices.get(one, ())).isdisjoint(self.devices.get(other, ()))
+
+
+def needs_reference(config: Config) -> bool:
+    """Whether the loss has a KL term to a reference policy."""
+    return config.actor.use_kl_loss and config.actor.kl_loss_coef > 0
+
+
+def resolve_placement(config: Config) -> Placement:
+    """Devices by ``trainer.use_nodes_ratios`` where that is given, else by counts.
+
+    Raises:
+        ConfigError: a share is not a whole number of devices, shares do not fit, or a role has no device.
+    """
+    ratios = config.trainer.use_nodes_ratios
+    return _by_counts(config) if ratios is None else _by_shares(config, ratios)
+
+
+def _by_counts(config: Config) -> Placement:
+    train = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    generate = config.rollout.nnodes * config.rollout.n_gpus_per_node
+    ref = config.ref.nnodes * config.ref.n_gpus_per_node if needs_reference(config) else 0
+    if generate == 0:
+        raise ConfigError("rollout.nnodes: got 0, expected at least 1: generation runs on devices of its own")
+    devices = {ACTOR: _devices(0, train), ROLLOUT: _devices(train, generate)}
+    if needs_reference(config):
+        devices[REF] = _devices(train + generate, ref) or devices[ACTOR]
+    return Placement(devices, total=train + generate + ref)
+
+
+def _by_shares(config: Config, ratios: tuple[Fraction, ...]) -> Placement:
+    total = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    train, logp, ref, generate = _whole_devices(ratios, total)
+    _check_shares(train, logp, ref, generate, total, with_reference=needs_reference(config))
+    devices = {ACTOR: _devices(0, train), ROLLOUT: _devices(total - generate, generate)}
+    if needs_reference(config):
+        on_its_own = ref > 0 and train + logp + ref + generate <= total
+        devices[REF] = _devices(train + logp, ref) if on_its_own else devices[ACTOR][: ref or train]
+    return Placement(devices, total)
+
+
+def _whole_devices(ratios: tuple[Fraction, ...], total: int) -> list[int]:
+    counts = [share * total for share in ratios]
+    problems = [
+        f"{name}'s share {float(share):g} of {total} devices is {float(count):g} devices"
+        for name, share, count in zip(SHARE_NAMES, ratios, counts, strict=True)
+        if count.denominator != 1
+    ]
+    if problems:
+        raise ConfigError(f"trainer.use_nodes_ratios: {'; '.join(problems)}; expected whole numbers of devices")
+    return [int(count) for count in counts]
+
+
+def _check_shares(train: int, logp: int, ref: int, generate: int, total: int, *, with_reference: bool) -> None:
+    problems = []
+    if train == 0 or generate == 0:
+        problems.append(f"train has {train} and generate {generate} of {total} devices, expected at least 1 each")
+    if train + generate > total:
+        problems.append(f"train and generate together have {train + generate} of {total} devices, expected at most all")
+    if logp > 0:
+        problems.append("logp's share must be 0: log-probs are recomputed on the trainer's ranks")
+    if ref > 0 and not with_reference:
+        problems.append("ref_logp's share must be 0: there is no reference policy without actor.use_kl_loss")
+    if ref > train and train + logp + ref + generate > total:
+        problems.append(f"ref_logp lies on train's devices, but has {ref} where train has {train}")
+    if problems:
+        raise ConfigError(f"trainer.use_nodes_ratios: {'; '.join(problems)}")
+
+
+def _devices(start: int, count: int) -> tuple[int, ...]:
+    return tuple(range(start, start + count))

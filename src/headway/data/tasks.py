@@ -1,0 +1,248 @@
+"""Procedural tasks: problems with their answers, made from a seed; no file, no download.
+
+    TaskConfig ─▶ make_task ─▶ Task ─▶ split ─▶ training problems (made on demand) and held-out problems (disjoint)
+
+Reward workers build the same task again to score with it, so this module stays light: no torch, no pydantic, and
+reasoning-gym is imported only where a task of it is asked for.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol, TypeVar, overload
+
+from headway.algorithms.registry import Registry
+from headway.errors import ConfigError
+
+REASONING_GYM = "reasoning_gym/"
+HELD_OUT_TRIES = 4
+"""Problems that may be made for each held-out one, until enough distinct ones were found."""
+COLLISION_TRIES = 100
+"""Training problems that may be tried in a row before the task counts as too small for its held-out set."""
+
+P = TypeVar("P")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One problem: the ``prompt`` the model reads, a right ``answer``, and what else its verifier needs.
+
+    Some tasks of reasoning-gym give no answer, only a verifier: theirs is empty.
+    """
+
+    prompt: str
+    answer: str
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Task(Protocol):
+    """A source of problems. The problem of an index is a function of (seed, index) alone."""
+
+    name: str
+
+    def problem(self, index: int) -> Problem: ...
+
+    def score(self, response: str, answer: str, extra: Mapping[str, Any]) -> float:
+        """How right ``response`` is, 0 to 1."""
+
+
+TaskFactory = Callable[[Mapping[str, Any], int, int], Task]
+"""``factory(params, seed, problems)``: ``problems`` is how many indices will be asked for."""
+
+TASKS: Registry[TaskFactory] = Registry("task", "data.task.name", also=f"{REASONING_GYM}<dataset>, or file.py:function")
+
+
+def make_task(name: str, params: Mapping[str, Any], *, seed: int, problems: int = 1) -> Task:
+    """The task called ``name``: one of `TASKS`, ``reasoning_gym/<dataset>``, or a factory of the user's own.
+
+    Raises:
+        ConfigError: unknown name, or parameters that it does not take.
+        UserCodeError: a ``file.py:function`` that does not load.
+    """
+    if name.startswith(REASONING_GYM):
+        from headway.data.gym import GymTask  # here, so that only its users pay for importing reasoning-gym
+
+        return GymTask(name.removeprefix(REASONING_GYM), params, seed=seed, problems=problems)
+    return TASKS.get(name)(params, seed, problems)
+
+
+# ---------------------------------------------------------------------------------------------- held-out split
+
+
+class TrainingProblems(Sequence[Problem]):
+    """``size`` problems, made when asked for, none of which has the prompt of a held-out one.
+
+    A problem that collides gives way to the next index that does not, so every row stays a function of the seed alone.
+    """
+
+    def __init__(self, task: Task, size: int, held_out: frozenset[str]) -> None:
+        self._task = task
+        self._size = size
+        self._held_out = held_out
+
+    def __len__(self) -> int:
+        return self._size
+
+    @overload
+    def __getitem__(self, row: int) -> Problem: ...
+
+    @overload
+    def __getitem__(self, row: slice) -> list[Problem]: ...
+
+    def __getitem__(self, row: int | slice) -> Problem | list[Problem]:
+        if isinstance(row, slice):
+            return [self[r] for r in range(*row.indices(self._size))]
+        if not 0 <= row < self._size:
+            raise IndexError(f"row {row} of {self._size} training problems")
+        for index in range(row, row + COLLISION_TRIES):
+            problem = self._task.problem(index)
+            if problem.prompt not in self._held_out:
+                return problem
+        raise ConfigError(
+            f"data.task: {self._task.name} makes too few distinct problems: {COLLISION_TRIES} in a row were among the "
+            f"{len(self._held_out)} held-out ones; make them longer, or data.task.val_size smaller"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSplit:
+    """A task's problems: ``train`` (lazy) and ``val`` (distinct prompts, disjoint from ``train``)."""
+
+    task: Task
+    train: TrainingProblems
+    val: list[Problem]
+
+
+def split_task(name: str, params: Mapping[str, Any], *, seed: int, size: int, val_size: int) -> TaskSplit:
+    """``size`` training problems and ``val_size`` distinct held-out ones, of indices that training never reaches.
+
+    Raises:
+        ConfigError: as `make_task`; also when the task makes fewer than ``val_size`` distinct problems.
+    """
+    first = size + COLLISION_TRIES
+    last = first + HELD_OUT_TRIES * val_size
+    task = make_task(name, params, seed=seed, problems=last)
+    val: dict[str, Problem] = {}
+    for index in range(first, last):
+        if len(val) == val_size:
+            break
+        problem = task.problem(index)
+        val.setdefault(problem.prompt, problem)
+    if len(val) < val_size:
+        raise ConfigError(
+            f"data.task: {name} made only {len(val)} distinct problems in {last - first} tries, and data.task.val_size "
+            f"asks for {val_size}; make the problems longer, or val_size smaller"
+        )
+    return TaskSplit(task, TrainingProblems(task, size, frozenset(val)), list(val.values()))
+
+
+# ---------------------------------------------------------------------------------------------- sequences
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceParams:
+    """Parameters of ``sort`` and ``reverse``.
+
+    A sequence has ``min_length`` + k characters, P(k) ∝ qᵏ for k ≤ ``max_length`` − ``min_length``: the exponential
+    distribution's discrete form. q is such that the mean length is ``mean_length`` before ``max_length`` cuts the tail.
+    """
+
+    alphabet: str = "0123456789"
+    """Characters to draw from, uniformly; ``sort`` sorts in this order."""
+    distinct: bool = False
+    """Draw without replacement: no character twice in a sequence."""
+    min_length: int = 3
+    mean_length: float = 8.0
+    max_length: int = 32
+    prompt_format: str | None = None
+    """With ``{sequence}`` where the characters go; default ``<task>:{sequence}=``."""
+
+    def __post_init__(self) -> None:
+        if len(set(self.alphabet)) != len(self.alphabet) or len(self.alphabet) < 2:
+            raise ConfigError(f"data.task.params.alphabet: two or more different characters, not {self.alphabet!r}")
+        if self.distinct and self.max_length > len(self.alphabet):
+            raise ConfigError(
+                f"data.task.params: distinct sequences of max_length={self.max_length} need an alphabet of as many "
+                f"characters, and {self.alphabet!r} has {len(self.alphabet)}"
+            )
+        if not 1 <= self.min_length <= self.max_length:
+            raise ConfigError(
+                "data.task.params: lengths need 1 ≤ min_length ≤ max_length, "
+                f"not min_length={self.min_length}, max_length={self.max_length}"
+            )
+        if not self.min_length <= self.mean_length <= self.max_length:
+            raise ConfigError(
+                f"data.task.params.mean_length: between min_length={self.min_length} and "
+                f"max_length={self.max_length}, not {self.mean_length}"
+            )
+        if self.prompt_format is not None and "{sequence}" not in self.prompt_format:
+            raise ConfigError(
+                f"data.task.params.prompt_format: must contain {{sequence}}, and {self.prompt_format!r} does not"
+            )
+
+
+class SequenceTask:
+    """Turn a random sequence of characters into another one; right is the exact sequence, surrounding space aside."""
+
+    def __init__(self, name: str, solve: Callable[[str], str], params: SequenceParams, seed: int) -> None:
+        self.name = name
+        self._solve = solve
+        self._params = params
+        self._prompt_format = params.prompt_format or name + ":{sequence}="
+        self._seed = seed
+
+    def problem(self, index: int) -> Problem:
+        # Seeding by text hashes it (SHA-512), so neighbouring indices and seeds share nothing.
+        rng = random.Random(f"{self.name}/{self._seed}/{index}")
+        alphabet = self._params.alphabet
+        length = self._length(rng.random())
+        sequence = "".join(rng.sample(alphabet, length) if self._params.distinct else rng.choices(alphabet, k=length))
+        return Problem(self._prompt_format.replace("{sequence}", sequence), self._solve(sequence), {"length": length})
+
+    def score(self, response: str, answer: str, extra: Mapping[str, Any]) -> float:
+        return float(response.strip() == answer)
+
+    def _length(self, u: float) -> int:
+        """Inverse of the truncated geometric distribution function at ``u`` in [0, 1)."""
+        p = self._params
+        mean_extra, most_extra = p.mean_length - p.min_length, p.max_length - p.min_length
+        if mean_extra == 0:
+            return p.min_length
+        q = mean_extra / (1 + mean_extra)
+        extra = math.floor(math.log1p(-u * (1 - q ** (most_extra + 1))) / math.log(q))
+        return p.min_length + min(extra, most_extra)
+
+
+@TASKS.register("sort")
+def sort_task(params: Mapping[str, Any], seed: int, problems: int) -> Task:
+    """``sort:3142=`` → ``1234``."""
+    checked = build_params(SequenceParams, params, "sort")
+    rank = {character: i for i, character in enumerate(checked.alphabet)}
+    return SequenceTask("sort", lambda s: "".join(sorted(s, key=rank.__getitem__)), checked, seed)
+
+
+@TASKS.register("reverse")
+def reverse_task(params: Mapping[str, Any], seed: int, problems: int) -> Task:
+    """``reverse:3142=`` → ``2413``."""
+    return SequenceTask("reverse", lambda s: s[::-1], build_params(SequenceParams, params, "reverse"), seed)
+
+
+def build_params(cls: type[P], params: Mapping[str, Any], task: str) -> P:
+    """``cls(**params)`` for a dataclass of numbers and text; `ConfigError` on a name or type that it does not take."""
+    defaults = {f.name: f.default for f in fields(cls)}  # type: ignore[arg-type]
+    for name, value in params.items():
+        if name not in defaults:
+            close = difflib.get_close_matches(name, defaults, n=1)
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            raise ConfigError(
+                f"data.task.params: {task} has no parameter {name!r}{hint}; it takes {', '.join(sorted(defaults))}"
+            )
+        expected = str if defaults[name] is None else type(defaults[name])
+        accepted = (int, float) if expected is float else expected
+        if not isinstance(value, accepted) or isinstance(value, bool) != (expected is bool):
+            raise ConfigError(f"data.task.params.{name}: expected {expected.__name__}, not {value!r}")
+    return cls(**params)

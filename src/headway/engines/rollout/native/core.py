@@ -1,0 +1,278 @@
+"""The engine without its thread: commands and one decode step, synchronous and deterministic.
+
+    submit ─▶ Scheduler ─take─▶ Rows ◀─▶ Runner (prefill, decode, sample) ─▶ finished groups
+                  ▲ put_back (interrupt)
+
+One step gives every active row exactly one token: rows that were decoding run one position; rows that just started take
+theirs from their prefill. Which rows run in a step depends on what was submitted and on the steps made so far, never on
+the time. Commands run between two steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from headway.data.types import FinishReason
+from headway.engines.rollout.native.activity import Activity, Step
+from headway.engines.rollout.native.fused import best_forward
+from headway.engines.rollout.native.rows import Rows
+from headway.engines.rollout.native.runner import Runner
+from headway.engines.rollout.native.scheduler import Mode, Scheduler
+from headway.engines.rollout.native.served import ServedWeights, prepare_model
+from headway.engines.rollout.native.work import GroupRun, Prefilled, TrajectoryRun
+from headway.errors import NonFinite, RunError
+from headway.interfaces import EngineStats, FinishedGroup, GenerateRequest, OnUpdate, Paused, Priority
+
+Finished = tuple[Hashable, FinishedGroup]
+"""A finished group and its owner."""
+
+
+class EngineCore:
+    """Continuous batching over one model. Not thread-safe: one thread drives it."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        name: str,
+        seed: int,
+        slots: int,
+        max_context: int,
+        max_batched_tokens: int,
+        pad_token_id: int,
+        decode: Callable[[Sequence[int]], str],
+        clock: Callable[[], float],
+    ) -> None:
+        self._name = name
+        self._seed = seed
+        self._max_context = max_context
+        self._vocabulary = len(model.get_input_embeddings().weight)
+        self._decode_text = decode
+        self._clock = clock
+        prepare_model(model, max_context)
+        self._scheduler = Scheduler()
+        self._rows = Rows(slots, max_context)
+        self._runner = Runner(
+            model,
+            best_forward(model, max_context),
+            slots=slots,
+            max_context=max_context,
+            max_batched_tokens=max_batched_tokens,
+            pad_token_id=pad_token_id,
+        )
+        self.weights = ServedWeights(model)  # after the runner, which may repack them
+        self._activity = Activity(clock)
+        self._groups: list[GroupRun] = []
+        self._serial = 0
+        self._asleep = False
+        self.version = 0
+
+    # ------------------------------------------------------------------------------------- commands
+
+    def submit(self, requests: Sequence[GenerateRequest], owner: Hashable) -> None:
+        """Queue all requests at once, or none: raises `DataError` for one that cannot be served."""
+        groups, serial = [], self._serial
+        for request in requests:
+            group = GroupRun.of(
+                request,
+                owner,
+                seed=self._seed,
+                serial=serial,
+                max_context=self._max_context,
+                vocabulary=self._vocabulary,
+            )
+            groups.append(group)
+            serial += request.n
+        self._serial = serial
+        self._groups.extend(groups)
+        self._scheduler.submit(groups)
+
+    def pause(self, policy: OnUpdate) -> Paused:
+        """Start to drain, or stop now; `draining` says whether the former is still under way."""
+        self._scheduler.pause(policy)
+        interrupted = self._park() if policy is OnUpdate.INTERRUPT else 0
+        self._settle()
+        return Paused(interrupted)
+
+    def resume(self) -> None:
+        """Go on. Raises `RunError` while asleep."""
+        if self._asleep:
+            raise RunError(f"rollout engine {self._name} was told to resume while asleep; call wake() first")
+        self._scheduler.resume()
+
+    def activate(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> float:
+        """Copy ``weights`` into the model and stamp ``version`` on what is sampled from now on; seconds taken.
+
+        Trajectories that are decoding go on with the keys and values that they have.
+        """
+        self._activity.stop()
+        start = self._clock()
+        self.weights.load(weights)
+        for group in self._groups:
+            group.prefilled = None  # its logits are the old version's
+        self.version = version
+        return self._clock() - start
+
+    def abort(self, numbers: Iterable[int]) -> list[Finished]:
+        """End these training groups as they are."""
+        wanted = set(numbers)
+        return self._end(lambda group: group.request.priority is Priority.TRAINING and group.request.number in wanted)
+
+    def forget(self, owner: Hashable) -> None:
+        """Stop and drop everything that ``owner`` submitted."""
+        self._end(lambda group: group.owner == owner)
+
+    def in_flight(self) -> list[int]:
+        """Numbers of unfinished training groups, in order of submission."""
+        return [group.request.number for group in self._groups if group.request.priority is Priority.TRAINING]
+
+    def sleep(self) -> None:
+        """Free the KV cache; what was decoding is parked. Raises `RunError` unless paused."""
+        if self._scheduler.mode is not Mode.PAUSED:
+            raise RunError(f"rollout engine {self._name} was told to sleep while decoding; pause it first")
+        if not self._asleep:
+            self._park()
+            self._runner.cache.release()
+            self._asleep = True
+
+    def wake(self) -> None:
+        """Take the KV cache's memory again."""
+        if self._asleep:
+            self._runner.cache.allocate()
+            self._asleep = False
+
+    def stats(self) -> EngineStats:
+        """Activity since the last call."""
+        return self._activity.take(self._rows.active, self._scheduler.waiting, self.version)
+
+    # ------------------------------------------------------------------------------------- stepping
+
+    @property
+    def has_work(self) -> bool:
+        """A step would sample something."""
+        return self._scheduler.mode is not Mode.PAUSED and bool(self._rows.active or self._scheduler.queued)
+
+    @property
+    def draining(self) -> bool:
+        return self._scheduler.mode is Mode.DRAINING
+
+    def step(self) -> list[Finished]:
+        """Start what fits, sample one token for every active row, and return the groups that this finished."""
+        with self._activity.step() as step:
+            decoding = self._rows.active
+            logits = []
+            if decoding:
+                logits.append(self._runner.decode(self._rows.tokens[:decoding], self._rows.lengths[:decoding]))
+                self._rows.lengths[:decoding] += 1
+            if starting := self._scheduler.take(self._rows.slots - decoding):
+                logits.append(torch.stack(self._start(starting, step)))
+            step.active = self._rows.active
+            self._sample(logits[0] if len(logits) == 1 else torch.cat(logits))
+            now = self._clock()
+            for run in starting:
+                run.started = now if run.started is None else run.started
+            ended = [(self._remove(row), reason) for row, reason in self._rows.ended()]
+            finished = [group for run, reason in ended for group in self._finish(run, reason, now)]
+        self._settle()
+        return finished
+
+    def _start(self, runs: list[TrajectoryRun], step: Step) -> list[torch.Tensor]:
+        """Give ``runs`` the next rows, their contexts in the cache; logits [V] of each one's next token."""
+        first = self._rows.active
+        for run in runs:
+            self._rows.add(run)
+        logits: dict[int, torch.Tensor] = {}
+        for share, prefilled in self._prefilled(runs, step):
+            self._runner.cache.fill(range(first + share.start, first + share.stop), prefilled.kv)
+            logits.update(dict.fromkeys(share, prefilled.logits))
+        return [logits[index] for index in range(len(runs))]
+
+    def _prefilled(self, runs: list[TrajectoryRun], step: Step) -> Iterator[tuple[range, Prefilled]]:
+        """The context of each of ``runs``, as index ranges that share one.
+
+        A group's prompt is run once for all its fresh trajectories; the result is kept for those that start later.
+        """
+        missing: list[range] = []
+        for share in shared_contexts(runs):
+            leader = runs[share.start]
+            kept = leader.group.prefilled if leader.fresh else None
+            if kept is not None:
+                leader.group.place(len(share), kept)
+                yield share, kept
+            else:
+                missing.append(share)
+        contexts = [runs[share.start].context for share in missing]
+        step.prefilled += sum(map(len, contexts))
+        for index, prefilled in self._runner.prefill(contexts):
+            share = missing[index]
+            leader = runs[share.start]
+            if leader.fresh:
+                leader.group.place(len(share), prefilled)
+            yield share, prefilled
+
+    def _sample(self, logits: torch.Tensor) -> None:
+        """Sample from ``logits`` [A, V], one row each, and record the tokens."""
+        params = [run.group.request.sampling for run in self._rows.runs]
+        tokens, logprobs = self._runner.sample(logits, params, self._rows.uniforms())
+        if not np.isfinite(logprobs).all():
+            raise NonFinite(
+                f"rollout engine {self._name}: the model's logits are not finite under version {self.version}; "
+                "the weights have diverged (lower actor.optim.lr, or look at the gradient norm)"
+            )
+        self._rows.record(tokens, logprobs, self.version)
+
+    # ------------------------------------------------------------------------------------- endings
+
+    def _remove(self, row: int) -> TrajectoryRun:
+        """Free a row; the last one moves into its place, in the cache too."""
+        run, moved = self._rows.remove(row)
+        if moved != row:
+            self._runner.cache.move(moved, row, int(self._rows.lengths[row]))
+        return run
+
+    def _finish(self, run: TrajectoryRun, reason: FinishReason, now: float) -> list[Finished]:
+        group = run.group
+        done = group.finish(run, reason, replica=self._name, text=self._decode_text, finished=now)
+        if done is None:
+            return []
+        self._groups.remove(group)
+        return [(group.owner, done)]
+
+    def _end(self, belongs: Callable[[GroupRun], bool]) -> list[Finished]:
+        """Abort every trajectory of the groups that ``belongs`` names, wherever it is."""
+        rows = [row for row, run in enumerate(self._rows.runs) if belongs(run.group)]
+        ended = [self._remove(row) for row in reversed(rows)] + self._scheduler.remove(belongs)
+        now = self._clock()
+        finished = [group for run in ended for group in self._finish(run, FinishReason.ABORTED, now)]
+        self._settle()
+        return finished
+
+    def _park(self) -> int:
+        """Take every decoding trajectory off its row, keeping what it wrote; how many there were."""
+        parked = [self._remove(row) for row in reversed(range(self._rows.active))]
+        self._scheduler.put_back(parked)
+        for group in self._groups:
+            group.prefilled = None
+        return len(parked)
+
+    def _settle(self) -> None:
+        """With nothing left to compute: close the busy span, and end a drain."""
+        if self.draining and not self._rows.active and not self._scheduler.queued:
+            self._scheduler.drained()
+        if not self.has_work:
+            self._activity.stop()
+
+
+def shared_contexts(runs: Sequence[TrajectoryRun]) -> Iterator[range]:
+    """Ranges of neighbours that go on from the same context: the fresh ones of a group together, others alone."""
+    start = 0
+    for index, run in enumerate(runs):
+        following = runs[index + 1] if index + 1 < len(runs) else None
+        shared = following is not None and run.fresh and following.fresh and following.group is run.group
+        if not shared:
+            yield range(start, index + 1)
+            start = index + 1

@@ -1,0 +1,129 @@
+"""How the policy is run: the interface, and the path that takes a Hugging Face module exactly as it is.
+
+`ModuleForward` works for any decoder whose attention goes through a `transformers` cache, and is the reference that the
+faster path (`fused`) is checked against.
+
+Shape suffixes: A decoding rows, B prompts, S padded prompt length, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from transformers import Cache, PreTrainedModel
+
+from headway.engines.rollout.native.cache import KvGeometry, SlotCache
+from headway.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class RowBlock:
+    """Consecutive decoding rows that attend together: rows start..stop-1, over the first ``span`` positions."""
+
+    start: int
+    stop: int
+    span: int
+    mask: torch.Tensor
+    """[stop - start, 1, 1, span], 0 where a row has a token (the new one included), else -inf."""
+
+
+class PolicyForward(Protocol):
+    """A decoder's two kinds of forward pass. Both read the module's current weights."""
+
+    def prefill(self, ids: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run right-padded contexts ``ids`` [B, S] of ``lengths`` [B].
+
+        Returns the logits [B, V] at each context's last token, and keys and values
+        [layers, B, 2·kv_heads, S, head_dim] (meaningless beyond each context's length).
+        """
+
+    def decode(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, cache: SlotCache, blocks: list[RowBlock]
+    ) -> torch.Tensor:
+        """Run one token for each of rows 0..A-1: ``tokens`` [A] at positions ``lengths`` [A], stored in ``cache``.
+
+        ``blocks`` partition the rows. Returns logits [A, V].
+        """
+
+
+class ModuleForward:
+    """Runs the module itself, with a cache that writes into slots."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._geometry = KvGeometry.of(model.config)
+
+    def prefill(self, ids: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        batch, padded = ids.shape
+        above = torch.ones(padded, padded, dtype=torch.bool, device=ids.device).triu(1)
+        mask = torch.zeros(padded, padded, dtype=self._model.dtype, device=ids.device).masked_fill(above, -torch.inf)
+        store = _PrefillStore(self._geometry)
+        last = lengths - 1
+        kept, which = last.unique(return_inverse=True)
+        logits = self._run(ids, torch.arange(padded, device=ids.device).expand(batch, -1), mask, store, kept)
+        return logits[torch.arange(batch, device=ids.device), which], torch.stack(store.stored)
+
+    def decode(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, cache: SlotCache, blocks: list[RowBlock]
+    ) -> torch.Tensor:
+        span = max(block.span for block in blocks)
+        mask = torch.full((len(tokens), 1, 1, span), -torch.inf, dtype=self._model.dtype, device=tokens.device)
+        for block in blocks:
+            mask[block.start : block.stop, :, :, : block.span] = block.mask
+        store = _DecodeStore(cache, cache.addresses(lengths), span)
+        one = torch.zeros(1, dtype=torch.int64, device=tokens.device)
+        return self._run(tokens.unsqueeze(1), lengths.unsqueeze(1), mask, store, one).squeeze(1)
+
+    def _run(
+        self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, store: Cache, kept: torch.Tensor
+    ) -> torch.Tensor:
+        """Logits [B, len(kept), V] at the positions ``kept``."""
+        # A four-dimensional mask is taken as it is, by every attention implementation that takes masks at all.
+        output = self._model(
+            input_ids=ids,
+            attention_mask=mask.expand(len(ids), 1, -1, -1),
+            position_ids=positions,
+            past_key_values=store,
+            use_cache=True,
+            logits_to_keep=kept,
+        )
+        logits: torch.Tensor = output.logits
+        return logits
+
+
+class _PrefillStore(Cache):
+    """Collects each layer's keys and values."""
+
+    def __init__(self, geometry: KvGeometry) -> None:
+        super().__init__(layers=[])
+        self._geometry = geometry
+        self.stored: list[torch.Tensor] = []
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        expected = (self._geometry.kv_heads, self._geometry.head_dim)
+        for states in (key_states, value_states):
+            if (states.shape[1], states.shape[3]) != expected:
+                raise ModelError(
+                    f"the native rollout engine expects keys and values of (heads, head_dim) {expected} in every "
+                    f"layer; layer {layer_idx} has {(states.shape[1], states.shape[3])}"
+                )
+        self.stored.append(torch.cat([key_states, value_states], dim=1))
+        return key_states, value_states
+
+
+class _DecodeStore(Cache):
+    """Appends one token per row to the slots, and gives attention a view of them."""
+
+    def __init__(self, cache: SlotCache, addresses: torch.Tensor, span: int) -> None:
+        super().__init__(layers=[])
+        self._cache, self._addresses, self._span = cache, addresses, span
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._cache.append(layer_idx, self._addresses, torch.cat([key_states, value_states], dim=1).squeeze(2))
+        return self._cache.view(layer_idx, 0, len(self._addresses), self._span)

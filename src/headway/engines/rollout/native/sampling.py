@@ -1,0 +1,158 @@
+"""Sampling for a whole batch at once, with randomness that depends on who and where, never on when.
+
+    logits [A, V] ─▶ temperature, top-k, top-p ─▶ log-probs ─▶ inverse CDF at one uniform per row ─▶ token, its log-prob
+
+The uniform of a token is a pure function of (run seed, trajectory id, position in the response): the trajectory's
+fields are folded into a 64-bit key, and position ``t`` is output ``t`` of a SplitMix64 generator whose state starts at
+that key (Steele, Lea & Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014). There is no generator
+state to carry across interrupts, replicas or restarts.
+
+Shape suffixes: A rows of the batch, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from headway.data.types import TrajectoryId
+from headway.errors import DataError
+from headway.interfaces import SamplingParams
+
+_GAMMA = 0x9E3779B97F4A7C15
+_MIX1, _MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_MASK = (1 << 64) - 1
+
+
+def _mix(z: int) -> int:
+    z = ((z ^ (z >> 30)) * _MIX1) & _MASK
+    z = ((z ^ (z >> 27)) * _MIX2) & _MASK
+    return z ^ (z >> 31)
+
+
+def trajectory_key(seed: int, trajectory: TrajectoryId) -> int:
+    """The 64-bit key of one trajectory's uniforms. Injective in each field while the others are fixed."""
+    key = _mix((seed + _GAMMA) & _MASK)
+    for field in trajectory:
+        key = _mix((key + _GAMMA * (field + 1)) & _MASK)
+    return key
+
+
+def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
+    """[A] uniforms in [0, 1) with 53 random bits, one for each (key, position in the response)."""
+    z = keys + np.uint64(_GAMMA) * (positions.astype(np.uint64) + np.uint64(1))
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX1)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(_MIX2)
+    z ^= z >> np.uint64(31)
+    bits: NDArray[np.uint64] = z >> np.uint64(11)
+    return np.ldexp(bits.astype(np.float64), -53)
+
+
+def check_sampling(params: SamplingParams) -> None:
+    """Raise `DataError` if ``params`` cannot be sampled from."""
+    if params.max_tokens < 1:
+        raise DataError(f"sampling needs max_tokens ≥ 1, got {params.max_tokens}")
+    if params.temperature < 0 or not 0 < params.top_p <= 1 or params.top_k < 0:
+        raise DataError(
+            "sampling needs temperature ≥ 0, 0 < top_p ≤ 1 and top_k ≥ 0, got "
+            f"temperature {params.temperature}, top_p {params.top_p}, top_k {params.top_k}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSampling:
+    """How each row of a batch is sampled; None where no row asks for it, so that the common case costs nothing."""
+
+    temperature: torch.Tensor | None
+    """[A, 1] float32; 1 for greedy rows, whose log-prob is the unscaled softmax's."""
+    top_k: torch.Tensor | None
+    """[A, 1] int64."""
+    top_p: torch.Tensor | None
+    """[A, 1] float32."""
+    greedy: torch.Tensor | None
+    """[A] bool."""
+
+    @classmethod
+    def of(cls, rows: Sequence[SamplingParams], vocabulary: int, device: torch.device) -> BatchSampling:
+        """Gather the parameters of a batch's rows. Greedy rows are neither scaled nor filtered."""
+        kinds = {id(params): params for params in rows}.values()  # a batch has few, and hashing them all is slow
+        greedy = [p.temperature == 0 for p in rows] if any(p.temperature == 0 for p in kinds) else None
+        sampled = [p for p in kinds if p.temperature > 0]
+
+        def column(values: list[float] | list[int], dtype: torch.dtype) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=device).unsqueeze(1)
+
+        temperature = top_k = top_p = None
+        if any(p.temperature != 1 for p in sampled):
+            temperature = column([p.temperature or 1.0 for p in rows], torch.float32)
+        if any(0 < p.top_k < vocabulary for p in sampled):
+            limits = [p.top_k if p.top_k and p.temperature else vocabulary for p in rows]
+            top_k = column(limits, torch.int64)
+        if any(p.top_p < 1 for p in sampled):
+            top_p = column([p.top_p if p.temperature else 1.0 for p in rows], torch.float32)
+        mask = torch.tensor(greedy, device=device) if greedy is not None else None
+        return cls(temperature, top_k, top_p, mask)
+
+
+def sample(logits: torch.Tensor, sampling: BatchSampling, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample one token per row.
+
+    Args:
+        logits: [A, V], any floating dtype; computed on in float32.
+        sampling: how each row is sampled.
+        uniform: [A] float64 in [0, 1).
+
+    Returns:
+        Tokens [A] int64, and their log-probs [A] float32 (nats) under the distribution that they were sampled from:
+        after temperature and filters; for greedy rows, under the softmax of the raw logits.
+    """
+    logprobs = behaviour_logprobs(logits, sampling)
+    tokens = inverse_cdf(logprobs, uniform)
+    if sampling.greedy is not None:
+        tokens = torch.where(sampling.greedy, logprobs.argmax(-1), tokens)
+    return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+
+
+def behaviour_logprobs(logits: torch.Tensor, sampling: BatchSampling) -> torch.Tensor:
+    """[A, V] float32 log-probs after temperature, then top-k, then top-p over what top-k left; -inf where filtered."""
+    logits = logits.float()
+    if sampling.temperature is not None:
+        logits = logits / sampling.temperature
+    if sampling.top_k is not None or sampling.top_p is not None:
+        logits = _filtered(logits, sampling.top_k, sampling.top_p)
+    return torch.log_softmax(logits, -1)
+
+
+def _filtered(logits: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None) -> torch.Tensor:
+    """Logits with -inf outside the filters. The most likely token always stays; ties go to the lower index."""
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    if top_k is not None:
+        ranks = torch.arange(logits.shape[1], device=logits.device)
+        ordered = ordered.masked_fill(ranks >= top_k, -torch.inf)
+    if top_p is not None:
+        probs = torch.softmax(ordered, -1)
+        mass_before = probs.cumsum(-1) - probs
+        outside = mass_before >= top_p
+        outside[:, 0] = False
+        # top_p = 1 is off: rounding in the cumulative sum must not cut the tail.
+        ordered = ordered.masked_fill(outside & (top_p < 1), -torch.inf)
+    return torch.empty_like(ordered).scatter_(1, order, ordered)
+
+
+def inverse_cdf(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """[A] the first token whose cumulative probability exceeds ``uniform``; never one of probability zero.
+
+    The cumulative sum is taken in float64 and scaled by its own end, so that it cannot stop short of the uniform. A
+    parallel scan (on GPUs) may still differ in the last bit between neighbours and land on a token of probability
+    zero; the most likely token stands in there.
+    """
+    probs = logprobs.exp()
+    cumulative = probs.cumsum(-1, dtype=torch.float64)
+    threshold = (uniform * cumulative[:, -1]).unsqueeze(1)
+    tokens = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=logprobs.shape[1] - 1)
+    possible = probs.gather(1, tokens) > 0
+    return torch.where(possible, tokens, probs.argmax(-1, keepdim=True)).squeeze(1)

@@ -1,0 +1,40 @@
+"""From the pipeline's groups to the advantage estimators' tensors, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from headway.algorithms.advantages import AdvantageEstimator, AdvantageInputs, per_token
+from headway.data.types import Group
+from headway.errors import RunError
+
+
+class GroupAdvantages:
+    """An `interfaces.AdvantageFn` over an estimator of `headway.algorithms.advantages` and its parameters."""
+
+    def __init__(self, estimator: AdvantageEstimator, params: dict[str, Any]) -> None:
+        self._estimator = estimator
+        self._params = params
+
+    def __call__(self, groups: Sequence[Group]) -> list[list[NDArray[np.float32]]]:
+        """For each group one [T] float32 array per trajectory. Raises `RunError` on an advantage that is not finite."""
+        inputs = AdvantageInputs(
+            rewards=torch.from_numpy(np.concatenate([group.rewards for group in groups])),
+            groups=torch.tensor([i for i, group in enumerate(groups) for _ in group.trajectories]),
+            lengths=torch.tensor([t.length for group in groups for t in group.trajectories]),
+        )
+        rows = iter(per_token(self._estimator(inputs, **self._params), inputs.lengths))
+        result = [[next(rows).numpy().astype(np.float32) for _ in group.trajectories] for group in groups]
+        for group, advantages in zip(groups, result, strict=True):
+            for trajectory, row in zip(group.trajectories, advantages, strict=True):
+                if not np.isfinite(row).all():
+                    raise RunError(
+                        f"the advantage of trajectory {tuple(trajectory.id)} (group {group.number}) is not finite; its "
+                        f"group's rewards are {group.rewards}"
+                    )
+        return result

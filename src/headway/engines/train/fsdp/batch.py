@@ -1,0 +1,94 @@
+"""From rows to the tensors of a micro-batch.
+
+Rows are padded on the right. With causal attention no real token can see padding, so there is no attention mask: the
+attention kernels take their fast causal path, and what is computed at padded positions is never read.
+
+Shape suffixes: N rows, L padded length of prompt and response, T padded length of the responses, M response tokens of all
+rows, in row order. A tensor [M] is a tensor [N, T] without its padding (see `MicroBatch.unflatten`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headway.data.collate import Row, token_budget_batches
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What one forward pass reads."""
+
+    input_ids: Int[Tensor, "N L"]
+    predictors: Int[Tensor, " M"]
+    """For each response token, where in the flattened [N · L] the token before it lies: its hidden state predicts it."""
+    targets: Int[Tensor, " M"]
+    """The response tokens."""
+    present: Bool[Tensor, "N T"]
+    """True where a row has a response token."""
+
+    def unflatten(self, values: Float[Tensor, " M"]) -> Float[Tensor, "N T"]:
+        """Put values of response tokens where `present` says, 0 elsewhere. Differentiable."""
+        return values.new_zeros(self.present.shape).masked_scatter(self.present, values)
+
+
+def collate(rows: Sequence[Row], device: torch.device) -> MicroBatch:
+    """The forward pass's tensors for ``rows``.
+
+    Raises:
+        ValueError: a prompt without tokens: nothing would predict the response's first one.
+    """
+    if any(row.prompt_length < 1 for row in rows):
+        raise ValueError("a row has an empty prompt, so nothing predicts the first token of its response")
+    longest = max(len(row.input_ids) for row in rows)
+    ids = np.zeros((len(rows), longest), dtype=np.int64)
+    predictors: list[NDArray[np.int64]] = []
+    for i, row in enumerate(rows):
+        ids[i, : len(row.input_ids)] = row.input_ids
+        first = i * longest + row.prompt_length - 1
+        predictors.append(np.arange(first, first + _response_length(row)))
+    targets = [row.input_ids[row.prompt_length :].astype(np.int64) for row in rows]
+    return MicroBatch(
+        input_ids=torch.from_numpy(ids).to(device),
+        predictors=torch.from_numpy(np.concatenate(predictors)).to(device),
+        targets=torch.from_numpy(np.concatenate(targets)).to(device),
+        present=response_aligned(rows, lambda row: np.ones(_response_length(row), dtype=np.bool_), np.bool_, device),
+    )
+
+
+def response_aligned(
+    rows: Sequence[Row], get: Callable[[Row], NDArray[np.generic]], dtype: type[np.generic], device: torch.device
+) -> Tensor:
+    """[N, T]: ``get(row)`` ([its T]) of each row, zero-padded on the right."""
+    padded = np.zeros((len(rows), max(map(_response_length, rows))), dtype=dtype)
+    for i, row in enumerate(rows):
+        padded[i, : _response_length(row)] = get(row)
+    return torch.from_numpy(padded).to(device)
+
+
+def split_by_budget(rows: Sequence[Row], token_budget: int) -> list[list[int]]:
+    """Indices of ``rows`` for each micro-batch: rows × longest is at most ``token_budget`` tokens."""
+    return token_budget_batches([len(row.input_ids) for row in rows], token_budget)
+
+
+def filler_row() -> Row:
+    """A row of weight zero, for a rank that has fewer micro-batches than another: FSDP's collectives need every rank."""
+    nothing = np.zeros(1, dtype=np.float32)
+    return Row(
+        input_ids=np.zeros(2, dtype=np.int32),
+        prompt_length=1,
+        logprobs=nothing,
+        versions=np.zeros(1, dtype=np.int32),
+        loss_mask=np.zeros(1, dtype=np.bool_),
+        advantages=nothing,
+    )
+
+
+def _response_length(row: Row) -> int:
+    return len(row.input_ids) - row.prompt_length

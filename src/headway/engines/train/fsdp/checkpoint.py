@@ -1,0 +1,71 @@
+"""Checkpoints of model and optimizer, sharded: every rank writes its part, and any number of ranks can read them.
+
+    <path>/  *.distcp, .metadata   model and optimizer   (torch.distributed.checkpoint)
+             state.json            optimizer steps, and what the driver gave
+
+A checkpoint is written beside its final path and renamed when every rank is done, so a folder of that name is complete.
+With ranks on several machines the path must be on a file system that they share.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.optim import Optimizer
+
+from headway.engines.train.fsdp.collectives import on_rank_zero
+from headway.errors import ModelError, RunError
+from headway.models.export import replace_folder
+
+STATE_FILE = "state.json"
+
+
+def save_checkpoint(model: nn.Module, optimizer: Optimizer, path: Path, state: Mapping[str, Any]) -> None:
+    """Write a checkpoint to ``path``, ``state`` (JSON values) with it; one that is there is replaced. Collective.
+
+    Raises:
+        RunError: a rank could not write its part; what was at ``path`` before is still there.
+    """
+    temporary = path.with_name(f".{path.name}.partial")
+
+    def prepare() -> None:
+        rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+
+    def finish() -> None:
+        (temporary / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+        replace_folder(temporary, path)
+
+    on_rank_zero(prepare)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    try:
+        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=temporary)
+    except CheckpointException as error:
+        raise RunError(f"could not write the checkpoint {path}: {error}") from error
+    on_rank_zero(finish)
+
+
+def load_checkpoint(model: nn.Module, optimizer: Optimizer, path: Path) -> dict[str, Any]:
+    """Restore model and optimizer in place; returns ``state``. Collective. The number of ranks may differ from the writer's.
+
+    Raises:
+        ModelError: no complete checkpoint at ``path``, or one of another model.
+    """
+    if not (path / STATE_FILE).is_file():
+        raise ModelError(f"{path}: no checkpoint there (a complete one has {STATE_FILE}); give a folder of checkpoints/")
+    state: dict[str, Any] = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    try:
+        dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+    except CheckpointException as error:
+        raise ModelError(f"{path}: the checkpoint does not fit this model and optimizer: {error}") from error
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    return state

@@ -1,0 +1,48 @@
+"""Small collectives over the ranks of the default process group. Every rank calls them, in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from headway.engines.train.fsdp.objective import MAXIMA, Sums
+
+T = TypeVar("T")
+
+
+def reduce_numbers(values: Sequence[float], op: dist.ReduceOp.RedOpType, device: torch.device) -> list[float]:
+    """Element by element, in float64; every rank gets the same result."""
+    reduced = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(reduced, op=op)
+    return reduced.tolist()
+
+
+def reduce_sums(sums: Sums) -> dict[str, float]:
+    """Every rank's sums as one, in two collectives and one transfer to the host."""
+    maxima = sorted(name for name in sums if name in MAXIMA)
+    added = sorted(name for name in sums if name not in MAXIMA)
+    largest, total = (torch.stack([sums[name] for name in names]) for names in (maxima, added))
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    dist.all_reduce(total, op=dist.ReduceOp.SUM)
+    return dict(zip([*maxima, *added], torch.cat([largest, total]).tolist(), strict=True))
+
+
+def on_rank_zero(action: Callable[[], T]) -> T | None:
+    """Run ``action`` on rank zero while the others wait for it. Returns its result there, None elsewhere.
+
+    What it raises is raised on every rank: otherwise the others would go on into a collective and wait there for ever.
+    """
+    result: T | None = None
+    outcome: list[Exception | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            result = action()
+        except Exception as error:
+            outcome = [error]
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[0] is not None:
+        raise outcome[0]
+    return result

@@ -1,0 +1,82 @@
+"""The module that FSDP shards: a causal LM whose forward pass ends in log-probs instead of logits.
+
+    input_ids ─▶ backbone ─▶ hidden states of the predicting positions ─▶ chunked head ─▶ log-prob and entropy per token
+
+All of it lies in one forward call, because FSDP2 gathers parameters in hooks around the calls of the modules it wraps: a
+head that was called on its own, after the root's forward, would find its weight sharded.
+
+Shape suffixes: N rows, L padded length, M response tokens, H hidden size.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from headway.errors import ModelError
+from headway.models.logprobs import chunked_logprobs
+
+
+class PolicyModule(nn.Module):
+    """A Hugging Face causal LM, ``lm``, that returns log-probs of given tokens under ``temperature``."""
+
+    def __init__(self, lm: PreTrainedModel, temperature: float) -> None:
+        super().__init__()
+        self.lm = lm
+        self._temperature = temperature
+
+    def forward(
+        self, input_ids: Int[Tensor, "N L"], predictors: Int[Tensor, " M"], targets: Int[Tensor, " M"]
+    ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
+        """Log-probs (nats) of ``targets`` and entropies, [M] float32. For the arguments see `batch.MicroBatch`."""
+        hidden_NLH = self.lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+        # The response positions alone go through the head: prompts and padding never cost a row of logits.
+        hidden_MH = hidden_NLH.flatten(0, 1).index_select(0, predictors)
+        head = self.lm.get_output_embeddings()
+        return chunked_logprobs(hidden_MH, head.weight, head.bias, targets, self._temperature)
+
+    def decoder_layers(self) -> list[nn.Module]:
+        """The layers that are sharded, and recomputed, one by one.
+
+        Raises:
+            ModelError: transformers does not mark any module as a decoder layer.
+        """
+        layers = [m for m in self.lm.base_model.modules() if isinstance(m, GradientCheckpointingLayer)]
+        if not layers:
+            raise ModelError(f"{type(self.lm).__name__} has no decoder layers that transformers marks as such")
+        return layers
+
+    def recompute_activations(self) -> None:
+        """Keep only each layer's input in the forward pass, and run the layer again in the backward pass.
+
+        Wraps ``forward`` and not the call, so that FSDP's hooks stay outside and gather once. The model stays in
+        evaluation mode (transformers' own switch needs training mode): dropout would make the ratio π_θ/π_behav noise.
+        """
+        for layer in self.decoder_layers():
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+@torch.no_grad()
+def check_plain_head(lm: PreTrainedModel) -> None:
+    """Make sure that the LM's logits are its output embedding applied to its last hidden state, and nothing else.
+
+    Raises:
+        ModelError: the model scales, caps or projects logits; log-probs computed without that would be wrong.
+    """
+    head = lm.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise ModelError(f"{type(lm).__name__}'s output head is not a linear layer; the fsdp engine needs one")
+    ids = torch.arange(2, device=head.weight.device).unsqueeze(0) % lm.config.get_text_config().vocab_size
+    expected = lm(input_ids=ids, use_cache=False).logits
+    actual = head(lm.base_model(input_ids=ids, use_cache=False).last_hidden_state)
+    if expected.shape != actual.shape or not torch.allclose(expected, actual, rtol=1e-6, atol=1e-6, equal_nan=True):
+        raise ModelError(
+            f"{type(lm).__name__} changes its logits after the output layer (by scaling, a soft cap or a projection); "
+            "the fsdp engine would train on wrong log-probs and does not support that"
+        )

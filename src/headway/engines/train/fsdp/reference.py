@@ -1,0 +1,29 @@
+"""The frozen reference policy: the trainer's model without its optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from headway.config.schema import Config
+from headway.data.collate import Row
+from headway.engines.train.fsdp.forward import forward_logprobs
+from headway.engines.train.fsdp.sharding import sharded_policy
+
+
+class ReferenceEngine:
+    """One rank of the reference policy. Collective like `engine.FsdpEngine`, beside which it may live."""
+
+    def __init__(self, *, model_path: str, config: Config, device: torch.device) -> None:
+        """Load and shard the model at ``model_path``. Raises `ModelError` on every rank when it cannot be used."""
+        self._policy = sharded_policy(model_path, config, device)
+        self._policy.requires_grad_(False)
+        self._token_budget = config.actor.ppo_max_token_len_per_gpu
+        self._device = device
+
+    def forward_logprobs(self, rows: Sequence[Row]) -> list[NDArray[np.float32]]:
+        """For each of this rank's ``rows`` its [T] float32 log-probs (nats, ``rollout.temperature`` applied)."""
+        return forward_logprobs(self._policy, rows, self._token_budget, self._device)

@@ -1,0 +1,109 @@
+"""From a model folder to a sharded policy, one rank's host memory never holding more than rank zero's full copy.
+
+    rank 0:  load ─▶ fully_shard ─▶ scatter each parameter ─┐
+    others:  same modules, memory untouched ─▶ fully_shard ─┴▶ every rank holds its shard
+
+Master weights are float32; FSDP casts them to the compute dtype as it gathers them.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from headway.config.schema import Config
+from headway.engines.train.fsdp.collectives import on_rank_zero
+from headway.engines.train.fsdp.policy import PolicyModule, check_plain_head
+from headway.models.loading import load_config, load_model
+
+
+def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """The dtype of matrix products, and the one in which weights are served (``model.dtype``)."""
+    match config.model.dtype:
+        case "auto":
+            return torch.bfloat16 if device.type == "cuda" else torch.float32
+        case "float32":
+            return torch.float32
+        case "bfloat16":
+            return torch.bfloat16
+
+
+def sharded_policy(model_path: str, config: Config, device: torch.device) -> PolicyModule:
+    """Open the model at ``model_path`` and shard it over all ranks of the default process group. Collective.
+
+    With ``actor.fsdp_config.param_offload`` on a GPU the shards stay in host memory.
+
+    Raises:
+        ModelError: on every rank, when the model cannot be opened or has a head that this engine does not support.
+    """
+    lm = _load_on_rank_zero(model_path, config.model.trust_remote_code)
+    policy = PolicyModule(lm, config.rollout.temperature)
+    ranks = dist.get_world_size()
+    weights = {name: p.detach() for name, p in lm.named_parameters()} if ranks > 1 and dist.get_rank() == 0 else {}
+    _shard(policy, config, init_device_mesh(device.type, (ranks,), mesh_dim_names=("dp",)))
+    if ranks > 1:
+        _scatter(lm, weights, device)
+    if config.model.enable_gradient_checkpointing:
+        policy.recompute_activations()
+    return policy
+
+
+def _load_on_rank_zero(model_path: str, trust_remote_code: bool) -> PreTrainedModel:
+    """The full model on rank zero; on the others the same modules over memory that nobody has touched yet."""
+
+    def load() -> PreTrainedModel:
+        loaded = load_model(model_path, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        check_plain_head(loaded)
+        return loaded
+
+    lm = on_rank_zero(load)
+    if lm is None:
+        model_config = load_config(model_path, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            lm = AutoModelForCausalLM.from_config(
+                model_config, dtype=torch.float32, trust_remote_code=trust_remote_code
+            )
+        lm.to_empty(device="cpu")  # the system hands out pages on first touch: until then it costs no memory
+        lm.tie_weights()
+        lm.eval()
+    return lm
+
+
+def _shard(policy: PolicyModule, config: Config, mesh: DeviceMesh) -> None:
+    fsdp_config = config.actor.fsdp_config
+    dtype = compute_dtype(config, torch.device(mesh.device_type))
+    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    offload = fsdp_config.param_offload and mesh.device_type != "cpu"
+    offload_policy = CPUOffloadPolicy() if offload else OffloadPolicy()
+    for layer in policy.decoder_layers():
+        fully_shard(
+            layer,
+            mesh=mesh,
+            mp_policy=mixed,
+            offload_policy=offload_policy,
+            reshard_after_forward=fsdp_config.reshard_after_forward,
+        )
+    # Embedding, final norm and head are the root's own group: a tied weight is one parameter there, gathered once. The
+    # backward pass starts with them, so they stay gathered in between.
+    fully_shard(policy, mesh=mesh, mp_policy=mixed, offload_policy=offload_policy, reshard_after_forward=False)
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            # The loss is normalised globally, so gradients are summed over ranks and not averaged.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+@torch.no_grad()
+def _scatter(lm: PreTrainedModel, weights: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Give every rank its shard of rank zero's ``weights``, one parameter at a time, and all of its buffers."""
+    for name, parameter in lm.named_parameters():
+        assert isinstance(parameter, DTensor)
+        full = weights[name].to(device) if weights else torch.empty(parameter.shape, device=device)
+        shard = distribute_tensor(full, parameter.device_mesh, parameter.placements)
+        parameter.to_local().copy_(shard.to_local())
+    for buffer in lm.buffers():  # rotary tables and the like; `fully_shard` moved them to the device
+        dist.broadcast(buffer, src=0)

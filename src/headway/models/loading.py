@@ -1,0 +1,131 @@
+"""Opens models and tokenizers, and says in one message what is wrong with those that it cannot open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging
+
+from headway.errors import ModelError, boundary
+
+
+def load_model(
+    path: str | Path,
+    *,
+    dtype: torch.dtype,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Open the causal LM at ``path`` on the CPU, all weights in ``dtype``, in evaluation mode (no dropout).
+
+    ``path`` is a Hugging Face folder, or a model's name on the hub.
+
+    Raises:
+        ModelError: no such folder, no config, weights that are missing, incomplete or unreadable, or not a causal LM.
+    """
+    config = load_config(path, trust_remote_code=trust_remote_code)
+    doing = f"{path}: cannot load the weights (a folder needs model.safetensors or its shards)"
+    with boundary(doing, ModelError), without_progress_bars():
+        model, info = AutoModelForCausalLM.from_pretrained(
+            _expanded(path),
+            config=config,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+    if missing := info["missing_keys"]:
+        raise ModelError(
+            f"{path}: the weights lack {_some(missing)}; they would be random. Give a complete copy of the model"
+        )
+    model.eval()
+    return model
+
+
+def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """The model's configuration. Raises `ModelError` when there is none, or it is not that of a causal LM."""
+    _check_folder(path)
+    with boundary(f"{path}: cannot read the model's configuration", ModelError):
+        config = AutoConfig.from_pretrained(_expanded(path), trust_remote_code=trust_remote_code)
+    remote = trust_remote_code and "AutoModelForCausalLM" in getattr(config, "auto_map", {})
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not remote:
+        raise ModelError(
+            f"{path}: a {config.model_type!r} model is not a causal language model; give a decoder such as Qwen3 or "
+            "Llama"
+        )
+    return config
+
+
+def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Open the tokenizer at ``path``. Without a padding token it pads with end-of-sequence.
+
+    Raises:
+        ModelError: no tokenizer there, or one without an end-of-sequence token.
+    """
+    _check_folder(path)
+    with boundary(f"{path}: cannot open the tokenizer (a folder needs tokenizer.json or its parts)", ModelError):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            _expanded(path), trust_remote_code=trust_remote_code
+        )
+    if tokenizer.eos_token_id is None:
+        raise ModelError(
+            f"{path}: the tokenizer has no end-of-sequence token, so no answer could ever end; set eos_token in "
+            "tokenizer_config.json"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every token that ends an answer, ascending: those of the generation config, and the tokenizer's own."""
+    generation_config = getattr(model, "generation_config", None)
+    declared = getattr(generation_config, "eos_token_id", None)
+    ids = {tokenizer.eos_token_id}
+    ids.update([declared] if isinstance(declared, int) else declared or ())
+    return tuple(sorted(int(i) for i in ids if i is not None))
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """transformers' own progress bars off inside: they would tear the live view, and fill the workers' logs."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _check_folder(path: str | Path) -> None:
+    """A path that is there must be a model's folder; one that is not may only be a name on the hub (``owner/name``)."""
+    folder = Path(_expanded(path))
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelError(f"{path}: the folder has no config.json; give a Hugging Face model folder")
+    elif folder.exists():
+        raise ModelError(f"{path} is a file; give a Hugging Face model folder")
+    elif _is_path(path):
+        raise ModelError(f"{path}: no such folder; give a Hugging Face model folder or a model's name on the hub")
+
+
+def _expanded(path: str | Path) -> str:
+    return str(Path(path).expanduser()) if str(path).startswith("~") else str(path)
+
+
+def _is_path(path: str | Path) -> bool:
+    spelled = str(path)
+    return isinstance(path, Path) or spelled.startswith(("/", ".", "~")) or spelled.count("/") != 1
+
+
+def _some(names: Iterable[str], limit: int = 3) -> str:
+    ordered = sorted(names)
+    more = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
+    return ", ".join(ordered[:limit]) + more

@@ -1,0 +1,149 @@
+"""Log-probs and entropy of given tokens, from hidden states, without ever holding [tokens × vocabulary].
+
+A chunk's logits live only while that chunk is computed; the backward pass computes them again. Beside inputs and outputs
+the forward pass holds about two, the backward pass about three [chunk_tokens × vocabulary] float32 matrices, and the
+gradient of the head's weight once in float32.
+
+Shape suffixes: M tokens, C tokens of a chunk, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+CHUNK_ELEMENTS = 16_777_216
+"""Default size of a chunk's logits: 64 MiB in float32."""
+
+
+def default_chunk_tokens(vocabulary: int) -> int:
+    """Tokens of a chunk for which [chunk × vocabulary] float32 stays near 64 MiB."""
+    return max(1, CHUNK_ELEMENTS // vocabulary)
+
+
+def chunked_logprobs(
+    hidden: Float[Tensor, "*tokens H"],
+    weight: Float[Tensor, "V H"],
+    bias: Float[Tensor, " V"] | None,
+    targets: Int[Tensor, "*tokens"],
+    temperature: float = 1.0,
+    chunk_tokens: int | None = None,
+) -> tuple[Float[Tensor, "*tokens"], Float[Tensor, "*tokens"]]:
+    """Log-prob (nats) of ``targets`` under softmax((hidden · weightᵀ + bias) / temperature), and that softmax's entropy.
+
+    The product is computed in the inputs' dtype; softmax and sums in float32 (float64 for float64 inputs), which is the
+    dtype of the results. Both results have a gradient; that of the entropy costs nothing unless it is used.
+
+    Args:
+        hidden: what the head reads at the position that predicts each target.
+        temperature: positive; logits are divided by it.
+        chunk_tokens: tokens computed at once; the default keeps a chunk's logits near 64 MiB.
+    """
+    if temperature <= 0:
+        raise ValueError(f"temperature is {temperature}; log-probs need a positive one")
+    chunk = chunk_tokens or default_chunk_tokens(weight.shape[0])
+    logprobs_M, entropy_M = _ChunkedLogProbs.apply(
+        hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.reshape(-1), 1.0 / temperature, chunk
+    )
+    if targets.ndim == 1:  # no view of an output: FSDP2 hooks onto what a module returns, and warns of views
+        return logprobs_M, entropy_M
+    return logprobs_M.view(targets.shape), entropy_M.view(targets.shape)
+
+
+def _accumulation_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _log_softmax(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, scale: float) -> Float[Tensor, "C V"]:
+    logits_CV = torch.nn.functional.linear(hidden_CH, weight_VH, bias_V).to(_accumulation_dtype(hidden_CH))
+    if scale != 1.0:
+        logits_CV = logits_CV * scale
+    return logits_CV.log_softmax(dim=-1)
+
+
+class _ChunkedLogProbs(torch.autograd.Function):
+    """With p = softmax(z) and entropy S = −Σ p·log p:  ∂log p_t/∂z = 1_t − p,  ∂S/∂z = −p·(log p + S)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_MH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_M: Tensor,
+        scale: float,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)  # an entropy that is only reported then costs no backward pass
+        dtype = _accumulation_dtype(hidden_MH)
+        logprobs_M = torch.empty(len(targets_M), dtype=dtype, device=hidden_MH.device)
+        entropy_M = torch.empty_like(logprobs_M)
+        for start in range(0, len(targets_M), chunk):
+            part = slice(start, start + chunk)
+            logp_CV = _log_softmax(hidden_MH[part], weight_VH, bias_V, scale)
+            logprobs_M[part] = logp_CV.gather(1, targets_M[part, None]).squeeze(1)
+            # −inf logits (a masked vocabulary entry) have p = 0 and contribute nothing: 0·log 0 is 0
+            entropy_M[part] = torch.special.entr(logp_CV.exp()).sum(dim=-1)
+        ctx.save_for_backward(hidden_MH, weight_VH, bias_V, targets_M, entropy_M)
+        ctx.scale, ctx.chunk = scale, chunk
+        return logprobs_M, entropy_M
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad_logprobs_M, grad_entropy_M = grads
+        hidden_MH, weight_VH, bias_V, targets_M, entropy_M = ctx.saved_tensors
+        dtype = entropy_M.dtype
+        grad_hidden_MH = torch.empty_like(hidden_MH) if ctx.needs_input_grad[0] else None
+        grad_weight_VH = torch.zeros_like(weight_VH, dtype=dtype) if ctx.needs_input_grad[1] else None
+        grad_bias_V = torch.zeros_like(bias_V, dtype=dtype) if ctx.needs_input_grad[2] else None
+        for start in range(0, len(targets_M), ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            logp_CV = _log_softmax(hidden_MH[part], weight_VH, bias_V, ctx.scale)
+            grad_CV = _grad_logits(
+                logp_CV,
+                targets_M[part],
+                None if grad_logprobs_M is None else grad_logprobs_M[part],
+                None if grad_entropy_M is None else grad_entropy_M[part],
+                entropy_M[part],
+            )
+            grad_CV = grad_CV.mul_(ctx.scale)
+            if grad_bias_V is not None:
+                grad_bias_V += grad_CV.sum(dim=0)
+            grad_CV = grad_CV.to(hidden_MH.dtype)
+            if grad_hidden_MH is not None:
+                grad_hidden_MH[part] = grad_CV @ weight_VH
+            if grad_weight_VH is not None:
+                grad_weight_VH += grad_CV.T @ hidden_MH[part]
+        return (
+            grad_hidden_MH,
+            None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype),
+            None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def _grad_logits(
+    logp_CV: Tensor, targets_C: Tensor, grad_logp_C: Tensor | None, grad_entropy_C: Tensor | None, entropy_C: Tensor
+) -> Float[Tensor, "C V"]:
+    """Gradient with respect to the scaled logits of Σ grad_logp·log p_target + Σ grad_entropy·S."""
+    p_CV = logp_CV.exp()
+    if grad_entropy_C is None:
+        grad_CV = p_CV
+        grad_CV.mul_(_or_zeros(grad_logp_C, entropy_C).neg().unsqueeze(1))
+    else:
+        inner_CV = (logp_CV + entropy_C.unsqueeze(1)).mul_(grad_entropy_C.unsqueeze(1))
+        inner_CV.add_(_or_zeros(grad_logp_C, entropy_C).unsqueeze(1))
+        # p is 0 where log p is −inf, and 0·(−inf) is NaN
+        grad_CV = inner_CV.mul_(p_CV).neg_().masked_fill_(p_CV == 0, 0.0)
+    if grad_logp_C is not None:
+        grad_CV.scatter_add_(1, targets_C.unsqueeze(1), grad_logp_C.unsqueeze(1).to(grad_CV.dtype))
+    return grad_CV
+
+
+def _or_zeros(grad_C: Tensor | None, like_C: Tensor) -> Tensor:
+    return torch.zeros_like(like_C) if grad_C is None else grad_C

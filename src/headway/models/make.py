@@ -1,0 +1,124 @@
+"""A small model made from nothing: a causal LM with random weights and a character tokenizer, as a Hugging Face folder.
+
+The tokenizer has one token for each character of ``vocabulary``, after ``<pad>`` (id 0) and ``<eos>`` (id 1). Encoding
+adds nothing, decoding joins without spaces, so text survives a round trip exactly. A character outside the vocabulary
+is an error rather than an unknown token: a model that was made for a task can say nothing sensible about it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2Tokenizer,
+    Qwen3Config,
+)
+
+from headway.config.schema import MakeModelConfig
+from headway.errors import ModelError
+from headway.models.export import export
+
+PAD = "<pad>"
+EOS = "<eos>"
+
+CONFIG_CLASSES: dict[str, type[PreTrainedConfig]] = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig}
+
+
+def make_model(config: MakeModelConfig, seed: int, path: Path) -> None:
+    """Write a model folder to ``path``. The same ``config`` and ``seed`` give the same bytes.
+
+    Raises:
+        ModelError: the sizes do not fit together, or the vocabulary has a character twice.
+    """
+    make_tokenizer = qwen2_character_tokenizer if config.architecture == "qwen2" else character_tokenizer
+    tokenizer = make_tokenizer(config.vocabulary, config.max_position_embeddings)
+    architecture = _architecture(config, tokenizer)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(architecture, dtype=torch.float32)
+    export(model, tokenizer, path)
+
+
+def character_tokenizer(vocabulary: str, max_length: int) -> PreTrainedTokenizerFast:
+    """One token for each character of ``vocabulary``, with ``<pad>`` and ``<eos>`` before them.
+
+    Encoding text with any other character raises; see the module's docstring.
+
+    Raises:
+        ModelError: no character, or one that occurs twice.
+    """
+    tokenizer = Tokenizer(models.WordLevel(_ids(vocabulary)))  # no unknown token: an unknown character raises
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        model_max_length=max_length,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def qwen2_character_tokenizer(vocabulary: str, max_length: int) -> PreTrainedTokenizerFast:
+    """The same for Qwen2, whose folders `AutoTokenizer` always opens as Qwen2's own byte-level class.
+
+    That class leaves characters that it does not know out, without an error.
+
+    Raises:
+        ModelError: no character, one that occurs twice, or one that is more than one byte.
+    """
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    spelled = [to_bytes.pre_tokenize_str(c)[0][0] for c in vocabulary]
+    if long := [c for c, spelling in zip(vocabulary, spelled, strict=True) if len(spelling) > 1]:
+        raise ModelError(f"model.make.vocabulary: a qwen2 tokenizer works on bytes, so not with {long}; use qwen3")
+    return Qwen2Tokenizer(
+        vocab=_ids(spelled),
+        merges=[],
+        unk_token=PAD,  # never produced; any other name would be added to the vocabulary
+        pad_token=PAD,
+        eos_token=EOS,
+        model_max_length=max_length,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _ids(characters: Sequence[str]) -> dict[str, int]:
+    repeated = sorted(c for c, count in Counter(characters).items() if count > 1)
+    if repeated or not characters:
+        raise ModelError(
+            f"model.make.vocabulary needs at least one character, each of them once; repeated: {repeated or 'none'}"
+        )
+    return {token: i for i, token in enumerate([PAD, EOS, *characters])}
+
+
+def _architecture(config: MakeModelConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise ModelError(
+            f"model.make: num_attention_heads ({config.num_attention_heads}) must be a multiple of "
+            f"num_key_value_heads ({config.num_key_value_heads})"
+        )
+    if config.head_dim % 2:
+        raise ModelError(f"model.make: head_dim is {config.head_dim}; rotary embeddings need an even number")
+    return CONFIG_CLASSES[config.architecture](
+        vocab_size=len(tokenizer),
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        max_position_embeddings=config.max_position_embeddings,
+        tie_word_embeddings=config.tie_word_embeddings,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )

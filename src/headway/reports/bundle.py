@@ -1,0 +1,138 @@
+"""All reports of one run behind one object: what the composition root opens, feeds and closes.
+
+emit ─▶ events.jsonl ─▶ RunMetrics ──rows──▶ metrics.jsonl, TensorBoard, the console's view
+                           └─ summary() ──▶ summary.json
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from headway.config.schema import Config
+from headway.events import Event, Observer
+from headway.reports.console_view import ConsoleView, Outcome, report_end
+from headway.reports.events_file import EventsFile, JsonLines
+from headway.reports.live import LiveView
+from headway.reports.metrics import RowSink, RunMetrics
+from headway.reports.plain import PlainView
+from headway.reports.run_directory import RunDirectory
+from headway.reports.snapshot import SnapshotTaker
+from headway.reports.summary import summary
+from headway.reports.tensorboard import TensorBoardFile
+
+Lock = AbstractContextManager[Any]
+
+
+class MetricsFile:
+    """Row sink: ``metrics.jsonl``."""
+
+    def __init__(self, lines: JsonLines) -> None:
+        self._lines = lines
+
+    def on_row(self, row: dict[str, Any]) -> None:
+        self._lines.write(row)
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+class Reports:
+    """An observer that feeds every report. Methods may be called from any thread; close once, whatever happened."""
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        console: Console,
+        metrics: RunMetrics,
+        view: ConsoleView,
+        observers: list[Observer],
+        sinks: list[RowSink],
+        lock: Lock,
+    ) -> None:
+        self.directory = directory
+        self._console = console
+        self._metrics = metrics
+        self._view = view
+        self._observers = observers
+        self._sinks = sinks
+        self._lock = lock
+        self._closed = False
+
+    def on_event(self, event: Event) -> None:
+        """Hand ``event`` to every report."""
+        with self._lock:
+            for observer in self._observers:
+                observer.on_event(event)
+
+    emit = on_event
+
+    def phase(self, text: str, detail: str = "") -> None:
+        """Show what the run is doing before or after training, and how far it got."""
+        with self._lock:
+            self._view.phase(text, detail)
+
+    def summary(self) -> dict[str, Any]:
+        """The run so far, as in ``summary.json``."""
+        with self._lock:
+            return summary(self._metrics)
+
+    def close(self) -> None:
+        """Complete and close every file, write ``summary.json``, give the terminal back."""
+        if self._closed:
+            return
+        self._closed = True
+        with self._lock:
+            for observer in self._observers:
+                if observer is not self._view:
+                    observer.close()
+            for sink in self._sinks:
+                if sink is not self._view:
+                    sink.close()
+            try:
+                self.directory.write_summary(summary(self._metrics))
+            except OSError as cause:
+                self._view.warn(f"cannot write {self.directory.summary}: {cause.strerror or cause}")
+        self._view.close()
+
+    def report_end(self, model: Path | None, next_command: str) -> None:
+        """Close, then print the final block: what came of the run, and where its things lie."""
+        self.close()
+        tensorboard = self.directory.tensorboard if any(self.directory.tensorboard.iterdir()) else None
+        outcome = Outcome(self.directory.events, tensorboard, model, next_command)
+        report_end(self._console, self.summary(), outcome)
+
+
+def open_reports(config: Config, run_dir: Path, console: Console | None = None) -> Reports:
+    """Make the run's directory and open every report in it.
+
+    Raises `UserError` when the directory already holds a run or cannot be written.
+    """
+    directory = RunDirectory.create(run_dir, config)
+    sinks: list[RowSink] = []
+    metrics = RunMetrics(sinks)
+    lock = threading.RLock()  # a signal may deliver an event in the middle of another one
+    console = console or Console()
+    view = _open_view(config, console, SnapshotTaker(metrics), lock)
+    sinks.append(MetricsFile(JsonLines(directory.metrics, view.warn)))
+    if config.reports.tensorboard:
+        sinks.append(TensorBoardFile(directory.tensorboard, view.warn))
+    sinks.append(view)
+    events_file = EventsFile(directory.events, view.warn)
+    # Metrics before the view, so that what is shown includes the event that caused it to be shown.
+    return Reports(directory, console, metrics, view, [events_file, metrics, view], sinks, lock)
+
+
+def _open_view(config: Config, console: Console, snapshots: SnapshotTaker, lock: Lock) -> ConsoleView:
+    match config.reports.live:
+        case "on" if not console.is_terminal:
+            return LiveView(Console(file=console.file, force_terminal=True), snapshots, lock)
+        case "on":
+            return LiveView(console, snapshots, lock)
+        case "auto" if console.is_terminal and not console.is_dumb_terminal:
+            return LiveView(console, snapshots, lock)
+    return PlainView(console, snapshots)

@@ -1,0 +1,104 @@
+"""What every view of a run on a console has in common, and the block that ends it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from headway.events import Event
+from headway.reports import human
+
+BIASED_BELOW = 0.9
+
+
+class ConsoleView(Protocol):
+    """An observer and row sink that also shows what comes before and after training."""
+
+    def phase(self, text: str, detail: str = "") -> None:
+        """The run is doing ``text`` now (making the model, starting workers); ``detail`` is how far it got."""
+
+    def warn(self, text: str) -> None:
+        """Show something that went wrong with the reports themselves."""
+
+    def on_event(self, event: Event) -> None: ...
+
+    def on_row(self, row: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Where a finished run's things lie, and what one would do next."""
+
+    events: Path
+    tensorboard: Path | None
+    model: Path | None
+    """The exported model; None when there is none (the run failed before it)."""
+    next_command: str
+
+
+def report_end(console: Console, summary: dict[str, Any], outcome: Outcome) -> None:
+    """The last thing a user reads: what the run achieved, what held it up, where everything lies, what to do next."""
+    console.print()
+    console.print(_headline(summary), soft_wrap=True)
+    for line in _remarks(summary):
+        if console.is_terminal:
+            console.print(Padding(line, (0, 0, 0, 2), expand=False))
+        else:
+            console.print(Text("  ").append_text(line), soft_wrap=True)
+    console.print()
+    for name, path in (("model", outcome.model), ("TensorBoard", outcome.tensorboard), ("events", outcome.events)):
+        if path is not None:
+            console.print(_place(name, Text(str(path))), soft_wrap=True)
+    console.print(_place("next", Text(outcome.next_command, style="bold")), soft_wrap=True)
+
+
+def _place(name: str, what: Text) -> Text:
+    """On one line however long it is, so that it can be copied."""
+    return Text.assemble("  ", (f"{name:<13}", "bright_black"), what)
+
+
+def _headline(summary: dict[str, Any]) -> Text:
+    status = summary["status"]
+    style = {"completed": "green", "interrupted": "yellow"}.get(status, "red")
+    text = Text.assemble((f"{status.capitalize()}", f"bold {style}"))
+    if summary["reason"]:
+        text.append(f" ({summary['reason']})")
+    evaluations = summary["eval"]
+    if evaluations:
+        text.append(": held-out accuracy ").append(human.score(evaluations[0]["accuracy"]), "bold")
+        if len(evaluations) > 1:
+            text.append(" → ").append(human.score(evaluations[-1]["accuracy"]), "bold")
+    return text
+
+
+def _remarks(summary: dict[str, Any]) -> list[Text]:
+    groups, lag = summary["groups"], summary["lag"]
+    bound = "no bound" if lag["bound"] is None else f"bound {lag['bound']}"
+    lines = [
+        Text(
+            f"{human.count(groups['trained'])} groups trained in {human.count(summary['optimizer_steps'])} optimizer "
+            f"steps, {human.duration(summary['wall_s'])}; version {summary['version']}; "
+            f"lag at most {human.UNKNOWN if lag['max'] is None else lag['max']} ({bound}); "
+            f"{human.count(summary['partial']['total_partial_num'])} trajectories of more than one version."
+        ),
+        Text(summary["bottleneck"], style="bold"),
+    ]
+    if not summary["balanced"]:
+        lines.append(Text("The ledger does not balance: some groups have no fate, or two.", style="red"))
+    ratio = summary["bias"]["length_ratio"]
+    if ratio is not None and ratio < BIASED_BELOW:
+        lines.append(
+            Text(
+                f"Answers that were trained on have {human.share(ratio)} of the length of those that were asked for: "
+                "long ones are being lost.",
+                style="yellow",
+            )
+        )
+    return lines

@@ -1,0 +1,125 @@
+"""One sentence: who the bottleneck was, for what share of the time, and what to change.
+
+The side that waits is never the bottleneck; the side that it waits for is. So: the trainer waiting for groups blames
+generation (or the reward), generation with nothing admitted blames training, and both in turn blame the schedule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headway.reports.human import share
+
+BALANCED_BELOW = 0.10
+"""Waits under this share of the wall time are not worth a change."""
+TURNS_ABOVE = 0.15
+"""Both sides wait for each other more than this: they do not overlap."""
+SLOTS_EMPTY_BELOW = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeShares:
+    """Shares of the wall time (0 to 1), each one a wait in which a side did nothing else."""
+
+    trainer_waited: float
+    """The trainer waited for groups, for whatever reason."""
+    waited_for_reward: float = 0.0
+    """The part of it in which nothing decoded and a reward was being computed."""
+    trainer_stalled: float = 0.0
+    """The trainer waited for a parameter update."""
+    waited_for_validation: float = 0.0
+    """The part of it in which the update itself waited for a validation."""
+    moving_weights: float = 0.0
+    """The five phases of the updates, added up."""
+    rollout_idle: float = 0.0
+    """Mean over replicas of the time without prefill or decoding."""
+    rollout_stalled: float = 0.0
+    """The part of it in which replicas were paused for an update."""
+    slot_utilization: float | None = None
+
+
+def bottleneck(shares: TimeShares) -> str:
+    """The sentence."""
+    update = max(shares.trainer_stalled - shares.waited_for_validation, 0.0)
+    generation = max(shares.trainer_waited - shares.waited_for_reward, 0.0)
+    training = max(shares.rollout_idle - shares.rollout_stalled, 0.0)
+    update_cost = max(update, shares.rollout_stalled)
+    losses = {
+        "update": update_cost,
+        "validation": shares.waited_for_validation,
+        "reward": shares.waited_for_reward,
+        "generation": generation,
+        "training": training,
+    }
+    worst = max(losses, key=losses.__getitem__)
+    if losses[worst] < BALANCED_BELOW:
+        return _balanced(max(shares.trainer_waited, training))
+    if worst in ("generation", "training") and min(generation, training) >= TURNS_ABOVE:
+        return _turns(generation, training)
+    match worst:
+        case "update":
+            return _update(shares, update)
+        case "validation":
+            return _validation(shares.waited_for_validation)
+        case "reward":
+            return _reward(shares.waited_for_reward)
+        case "generation":
+            return _generation(generation, shares.slot_utilization)
+        case _:
+            return _training(training)
+
+
+def _balanced(waited: float) -> str:
+    return f"Balanced: neither training nor generation waited more than {share(waited)} of the time; nothing to change."
+
+
+def _turns(generation: float, training: float) -> str:
+    return (
+        f"Training and generation took turns: the trainer waited for groups {share(generation)} of the time and "
+        f"generation for the trainer {share(training)}; raise async_training.staleness_threshold so that they overlap."
+    )
+
+
+def _update(shares: TimeShares, stalled: float) -> str:
+    who = (
+        f"The parameter update was the bottleneck: it stalled the trainer {share(stalled)} and generation "
+        f"{share(shares.rollout_stalled)} of the time"
+    )
+    if shares.moving_weights < 0.5 * stalled:
+        return (
+            f"{who}, most of it until answers in flight had finished; set async_training.on_update=interrupt, or raise "
+            "async_training.trigger_parameter_sync_step."
+        )
+    return f"{who}; update less often with a larger async_training.trigger_parameter_sync_step."
+
+
+def _validation(waited: float) -> str:
+    return (
+        f"Validation was the bottleneck: updates waited for it {share(waited)} of the time; validate less often with a "
+        "larger rollout.test_freq, or on fewer held-out problems."
+    )
+
+
+def _reward(waited: float) -> str:
+    return (
+        f"The reward was the bottleneck: the trainer waited for it {share(waited)} of the time while nothing decoded; "
+        "raise reward.workers, or make the reward function faster."
+    )
+
+
+def _generation(waited: float, slot_utilization: float | None) -> str:
+    who = f"Generation was the bottleneck: the trainer waited for groups {share(waited)} of the time"
+    if slot_utilization is not None and slot_utilization < SLOTS_EMPTY_BELOW:
+        return (
+            f"{who} while only {share(slot_utilization)} of its slots were filled; raise "
+            "async_training.staleness_threshold so that more groups are in flight, or give the rollout role more "
+            "devices."
+        )
+    return f"{who}; give the rollout role more devices, or raise rollout.max_concurrent where memory allows."
+
+
+def _training(waited: float) -> str:
+    return (
+        f"Training was the bottleneck: generation waited for the trainer {share(waited)} of the time; give the trainer "
+        "more devices, or take some from the rollout role."
+    )

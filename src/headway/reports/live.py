@@ -1,0 +1,118 @@
+"""The live view on a terminal: drawn by a thread of its own, at most twice a second, whatever the run does meanwhile.
+
+    event loop ──events, phases, rows──▶ counters, lines to print     (under the lock, never waits for the terminal)
+    drawing thread ──every half second──▶ takes a snapshot and the lines (under the lock), then draws (without it)
+
+The drawing thread alone touches the terminal, so no thread ever holds both locks, ours and the console's.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.padding import Padding
+from rich.spinner import Spinner
+from rich.text import Text
+
+from headway.events import Event, Note, RunStarted
+from headway.reports import human
+from headway.reports.panel import ACCENT, GOOD, LOOK_HERE, QUIET, panel
+from headway.reports.snapshot import SnapshotTaker
+
+REFRESH_EVERY_S = 0.5
+JOIN_TIMEOUT_S = 5.0
+
+
+class LiveView:
+    """A `ConsoleView` for terminals. All methods but `close` are called with ``lock`` held, `close` without it."""
+
+    def __init__(
+        self,
+        console: Console,
+        snapshots: SnapshotTaker,
+        lock: AbstractContextManager[Any],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console = console
+        self._snapshots = snapshots
+        self._lock = lock
+        self._clock = clock
+        self._phase: tuple[str, str, float] | None = None
+        self._lines: list[Text] = []
+        self._spinner = Spinner("dots", style=ACCENT)
+        self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
+        self._live.start()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._draw_until_closed, name="live-view", daemon=True)
+        self._thread.start()
+
+    def phase(self, text: str, detail: str = "") -> None:
+        """A phase that another one replaces is printed above with the time that it took."""
+        if self._phase is not None and self._phase[0] == text:
+            self._phase = (text, detail, self._phase[2])
+            return
+        self._end_phase()
+        self._phase = (text, detail, self._clock())
+
+    def warn(self, text: str) -> None:
+        self._lines.append(Text(f"  ! {text}", style=LOOK_HERE))
+
+    def on_event(self, event: Event) -> None:
+        self._snapshots.on_event(event)
+        match event:
+            case RunStarted():
+                self._end_phase()
+            case Note(level="info"):
+                self._lines.append(Text(f"    {event.text}"))
+            case Note():
+                self.warn(event.text)
+
+    def on_row(self, row: dict[str, Any]) -> None:
+        self._snapshots.on_row(row)
+
+    def close(self) -> None:
+        """Ends the drawing; the last state stays on the screen."""
+        self._closing.set()
+        self._thread.join(JOIN_TIMEOUT_S)
+        with self._lock:
+            self._end_phase()
+        self._draw()
+        self._live.stop()
+
+    def _end_phase(self) -> None:
+        if self._phase is None:
+            return
+        text, detail, since = self._phase
+        self._phase = None
+        took = human.duration(self._clock() - since)
+        self._lines.append(
+            Text.assemble(("  ✓ ", GOOD), text, (f"  {detail}" if detail else "", QUIET), (f"  {took}", QUIET))
+        )
+
+    def _draw_until_closed(self) -> None:
+        while not self._closing.wait(REFRESH_EVERY_S):
+            self._draw()
+
+    def _draw(self) -> None:
+        with self._lock:
+            snapshot, phase = self._snapshots.take(), self._phase
+            lines, self._lines = self._lines, []
+        for line in lines:
+            self._console.print(line, soft_wrap=True)
+        parts: list[RenderableType] = []
+        if snapshot is not None:
+            parts.append(panel(snapshot, self._console.width))
+        if phase is not None:
+            parts.append(self._phase_line(*phase))
+        self._live.update(Group(*parts), refresh=True)
+
+    def _phase_line(self, text: str, detail: str, since: float) -> RenderableType:
+        took = human.duration(self._clock() - since)
+        self._spinner.update(text=Text.assemble(text, (f"  {detail}" if detail else "", QUIET), (f"  {took}", QUIET)))
+        return Padding(self._spinner, (0, 0, 0, 2))

@@ -1,0 +1,295 @@
+"""From events to figures: one row per version while the run goes on, one summary at its end.
+
+    events ─▶ GroupTally  (where every group is, its fate)          ─┐
+           ─▶ Occupancy   (who was busy when)                        ├─▶ rows: metrics.jsonl, TensorBoard, the log
+           ─▶ VersionRow  (what was trained, the update after it)   └─▶ summary(): summary.json, the final report
+
+The row of version v is closed by the update to v+1, which it includes, so rows tile the run; the last one is closed by
+the end of the run. Nothing here reads a clock: replaying a run's ``events.jsonl`` gives the same figures.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from headway.events import (
+    Event,
+    FetchTaken,
+    GroupAdmitted,
+    GroupRewarded,
+    GroupSettled,
+    Note,
+    OptimizerStepped,
+    ReplicaActivity,
+    RunFinished,
+    RunStarted,
+    Span,
+    StageChanged,
+    TrainerBusy,
+    TrajectoryFinished,
+    UpdateFinished,
+    UpdatePhase,
+    ValidationFinished,
+)
+from headway.reports.occupancy import Occupancy
+from headway.reports.tally import GroupRecord, GroupTally, partial_span
+from headway.reports.version_row import PhaseTimes, VersionRow, mean_of
+
+KEPT_WARNINGS = 50
+
+
+class RowSink(Protocol):
+    """Takes each version's row when it is complete: flat metric names to values, ``version`` among them."""
+
+    def on_row(self, row: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Lengths:
+    """Response lengths of whole groups, added up."""
+
+    tokens: int = 0
+    trajectories: int = 0
+
+    def add(self, group: GroupRecord) -> None:
+        self.tokens += group.tokens
+        self.trajectories += len(group.trajectories)
+
+    @property
+    def mean(self) -> float | None:
+        return self.tokens / self.trajectories if self.trajectories else None
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counts over the whole run."""
+
+    fetches: int = 0
+    optimizer_steps: int = 0
+    skipped_steps: int = 0
+    trajectories: int = 0
+    """Finished ones, whatever became of their groups."""
+    partial: int = 0
+    """Of these, with tokens of more than one version."""
+    max_partial_span: int = 0
+    stale_trajectories: int = 0
+    """Trained ones whose oldest token was sampled before the version that trained them."""
+    generated_tokens: int = 0
+    prefilled_tokens: int = 0
+    trained: Lengths = field(default_factory=Lengths)
+    settled: Lengths = field(default_factory=Lengths)
+    """Lengths of every group that has ended, trained or not."""
+
+
+class RunMetrics:
+    """Observer that accumulates a run. Complete rows go to ``sinks``."""
+
+    def __init__(self, sinks: Sequence[RowSink] = ()) -> None:
+        self.tally = GroupTally()
+        self.occupancy = Occupancy()
+        self.started: RunStarted | None = None
+        self.finished: RunFinished | None = None
+        self.version = 0
+        self.served: dict[str, int] = {}
+        """Version that each replica has loaded."""
+        self.lags: Counter[int] = Counter()
+        """Lag → trained groups."""
+        self.evaluations: dict[int, ValidationFinished] = {}
+        self.warnings: list[str] = []
+        self.totals = Totals()
+        self.updates: list[tuple[UpdateFinished, PhaseTimes]] = []
+        """Updates that finished after the first admission: what was published before it cost the run nothing."""
+        self._sinks = sinks
+        self._rows: dict[int, VersionRow] = {}
+        self._row_opened = 0.0
+        self._rollouter_cut = 0.0
+        """Up to where replicas' activity is in rows that were handed out."""
+        self._first_admission: float | None = None
+        self._last_step: float | None = None
+
+    # ------------------------------------------------------------------------------------------ events
+
+    def on_event(self, event: Event) -> None:
+        match event:
+            case StageChanged():
+                self.occupancy.stage_changed(event)
+            case TrajectoryFinished():
+                self._on_trajectory(event)
+            case GroupAdmitted():
+                self._on_admitted(event)
+            case GroupRewarded():
+                self.tally.reward(event)
+                self._row(self.version).generated_rewards += event.rewards
+            case GroupSettled():
+                self._on_settled(event)
+            case ReplicaActivity():
+                self.occupancy.replica_active(event)
+                self.totals.prefilled_tokens += event.prefilled_tokens
+            case TrainerBusy():
+                self.occupancy.trainer_busy(event)
+            case FetchTaken():
+                self.totals.fetches += bool(event.numbers)
+                self.tally.take(event)
+                self.occupancy.fetch_taken(event)
+            case OptimizerStepped():
+                self._on_step(event)
+            case UpdatePhase():
+                self._on_phase(event)
+            case UpdateFinished():
+                self._on_update(event)
+            case ValidationFinished():
+                self.evaluations[event.version] = event
+                self._row(event.version).validation = event
+            case RunStarted():
+                self.started = event
+                self.occupancy.declare(event.slots)
+                self.served = dict.fromkeys(event.slots, self.version)
+            case RunFinished():
+                self.finished = event
+                self._close_rows(event.time, below=None)
+            case Note(level="warning") if len(self.warnings) < KEPT_WARNINGS:
+                self.warnings.append(event.text)
+
+    def close(self) -> None:
+        """Hands out the rows of a run that did not get to its end."""
+        self._close_rows(self._last_step, below=None)
+
+    def _on_admitted(self, event: GroupAdmitted) -> None:
+        self.tally.admit(event)
+        if self._first_admission is None:
+            self._first_admission = self._row_opened = self._rollouter_cut = event.time
+
+    def _on_trajectory(self, event: TrajectoryFinished) -> None:
+        self.tally.finish_trajectory(event)
+        self._row(self.version).add_finished(event)
+        totals, span = self.totals, partial_span(event)
+        totals.trajectories += 1
+        totals.generated_tokens += event.tokens
+        totals.partial += span > 0
+        totals.max_partial_span = max(totals.max_partial_span, span)
+
+    def _on_settled(self, event: GroupSettled) -> None:
+        group = self.tally.settle(event)
+        if group is None:
+            return
+        self.totals.settled.add(group)
+        if event.fate != "trained":
+            return
+        self.totals.trained.add(group)
+        self.totals.stale_trajectories += group.stale_trajectories()
+        if event.lag is not None:
+            self.lags[event.lag] += 1
+        self._row(self.version if group.taken_at is None else group.taken_at).add_trained(group, event.lag)
+
+    def _on_step(self, event: OptimizerStepped) -> None:
+        self._row(event.version).add_step(event)
+        if event.skipped:
+            self.totals.skipped_steps += 1
+        else:
+            self.totals.optimizer_steps += 1
+        if self._last_step is None or event.time > self._last_step:
+            self._last_step = event.time
+
+    def _on_phase(self, event: UpdatePhase) -> None:
+        self._row(event.version - 1).phases.add(event)
+        if event.phase == "load" and event.where in self.occupancy.replicas:
+            self.served[event.where] = event.version
+
+    def _on_update(self, event: UpdateFinished) -> None:
+        self.version = max(self.version, event.version)
+        self.served = dict.fromkeys(self.occupancy.replicas, event.version)
+        row = self._row(event.version - 1)
+        row.update = event
+        if self._first_admission is not None:
+            self.updates.append((event, row.phases))
+        self._close_rows(event.time, below=event.version)
+
+    # ------------------------------------------------------------------------------------------ rows
+
+    def _row(self, version: int) -> VersionRow:
+        if version not in self._rows:
+            self._rows[version] = VersionRow(version)
+        return self._rows[version]
+
+    def _close_rows(self, until: float | None, below: int | None) -> None:
+        for version in sorted(v for v in self._rows if below is None or v < below):
+            row = self._rows.pop(version)
+            if row.is_empty:
+                continue
+            values = row.values() | self._cumulative()
+            if until is not None and until > self._row_opened:
+                values |= self._rates(row, (self._row_opened, until))
+                self._row_opened = until
+            for sink in self._sinks:
+                sink.on_row(values)
+
+    def _cumulative(self) -> dict[str, Any]:
+        return {
+            "fully_async/count/stale_samples_processed": self.stale_groups,
+            "fully_async/count/stale_trajectory_processed": self.totals.stale_trajectories,
+            **{f"groups/{fate}": count for fate, count in self.tally.counts().items()},
+            **{f"bias/{name}": value for name, value in self.bias().items() if value is not None},
+        }
+
+    def _rates(self, row: VersionRow, window: Span) -> dict[str, Any]:
+        """Figures over the time that the row covers."""
+        seconds = window[1] - window[0]
+        values: dict[str, Any] = {"time/seconds": seconds}
+        if self.started is not None:
+            values["time/since_start"] = window[1] - self.started.time
+        if row.optimizer_steps or row.skipped_steps:
+            values["trainer/idle_ratio"] = self.occupancy.trainer_idle(window)
+            values["throughput/samples_per_s"] = sum(row.lags.values()) / seconds
+            values["throughput/trajectories_per_s"] = row.trained_trajectories / seconds
+            values["throughput/trained_tokens_per_s"] = row.trained_tokens / seconds
+            values["throughput/generated_tokens_per_s"] = row.generated_tokens / seconds
+            values |= self._rollouter_rates(window[1])
+        return values
+
+    def _rollouter_rates(self, until: float) -> dict[str, Any]:
+        """Idle ratio and slot utilization since the last row, as far as every replica has reported."""
+        known = self.occupancy.reported_until()
+        if known is None or (until := min(until, known)) <= self._rollouter_cut:
+            return {}
+        measured, self._rollouter_cut = (self._rollouter_cut, until), until
+        values = {
+            "rollouter/idle_ratio": self.occupancy.rollouter_idle(measured),
+            "rollouter/slot_utilization": self.occupancy.slot_utilization(measured),
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+    # ------------------------------------------------------------------------------------------ the whole run
+
+    @property
+    def window(self) -> Span | None:
+        """From the first admission to the last optimizer step so far."""
+        if self._first_admission is None or self._last_step is None or self._last_step <= self._first_admission:
+            return None
+        return self._first_admission, self._last_step
+
+    def idle_so_far(self) -> tuple[float | None, float | None]:
+        """Idle ratios (trainer, rollouter) while the run goes on; the second as far as replicas have reported."""
+        window, known = self.window, self.occupancy.reported_until()
+        if window is None:
+            return None, None
+        reported = (window[0], window[1] if known is None else min(window[1], known))
+        return self.occupancy.trainer_idle(window), self.occupancy.rollouter_idle(reported)
+
+    def lag_so_far(self) -> tuple[float | None, int | None]:
+        """Mean and maximum over trained groups."""
+        return (mean_of(self.lags), max(self.lags)) if self.lags else (None, None)
+
+    @property
+    def stale_groups(self) -> int:
+        return sum(count for lag, count in self.lags.items() if lag >= 1)
+
+    def bias(self) -> dict[str, float | None]:
+        """Lengths that were trained on against lengths of everything that was dispatched and has ended."""
+        trained, dispatched = self.totals.trained.mean, self.totals.settled.mean
+        ratio = trained / dispatched if trained is not None and dispatched else None
+        return {"trained_length_mean": trained, "dispatched_length_mean": dispatched, "length_ratio": ratio}

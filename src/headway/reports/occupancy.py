@@ -1,0 +1,148 @@
+"""Who was busy when: the trainer, each replica and each stage, as unions of intervals on the event clock.
+
+    TrainerBusy ──────┐
+    FetchTaken.waited ┤                            ┌─▶ idle ratios, slot utilization
+    ReplicaActivity ──┼─▶ IntervalUnion per party ─┤
+    StageChanged ─────┘        (clipped to a window) └─▶ who waited for whom, for how long
+
+The run's window reaches from the first admission to the last optimizer step. Time in which a party reported nothing is
+idle time: a paused or loading replica decodes nothing and therefore reports nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from headway.events import FetchTaken, ReplicaActivity, Span, StageChanged, TrainerBusy
+from headway.reports.intervals import IntervalUnion, complement, intersection, length
+
+TRAINER_WORK = frozenset({"forward", "step", "gather"})
+"""What counts as the trainer's own work; saving a checkpoint does not."""
+
+
+@dataclass(slots=True)
+class ReplicaTime:
+    """One replica's activity."""
+
+    slots: int
+    busy: IntervalUnion = field(default_factory=IntervalUnion)
+    reports: list[tuple[float, float, float]] = field(default_factory=list)
+    """(start, end, slot_seconds): each report's busy extent and the slot time inside it."""
+    reported_until: float = 0.0
+
+    def slot_seconds(self, window: Span) -> float:
+        """Slot time inside ``window``; a report that straddles its edge counts by the part that lies inside."""
+        total = 0.0
+        for start, end, slot_seconds in self.reports:
+            inside = min(end, window[1]) - max(start, window[0])
+            if inside > 0:
+                total += slot_seconds * inside / (end - start)
+        return total
+
+
+@dataclass(slots=True)
+class StageView:
+    """What a stage is doing now."""
+
+    name: str
+    state: str
+    waiting_for: str | None
+    active: int
+    since: float
+
+
+class Occupancy:
+    """Accumulates busy and waiting intervals; every answer is for a window and lies within it."""
+
+    def __init__(self) -> None:
+        self.replicas: dict[str, ReplicaTime] = {}
+        self.stages: dict[str, StageView] = {}
+        self._trainer = IntervalUnion()
+        self._trainer_waits = IntervalUnion()
+        self._stage_waits: dict[tuple[str, str], IntervalUnion] = defaultdict(IntervalUnion)
+        self._stage_work: dict[str, IntervalUnion] = defaultdict(IntervalUnion)
+
+    def declare(self, slots: dict[str, int]) -> None:
+        """Replicas exist, and are idle, before they report anything."""
+        for name, count in slots.items():
+            self.replicas.setdefault(name, ReplicaTime(count)).slots = count
+
+    def trainer_busy(self, event: TrainerBusy) -> None:
+        if event.what in TRAINER_WORK:
+            self._trainer.add(event.span)
+
+    def fetch_taken(self, event: FetchTaken) -> None:
+        self._trainer_waits.add(event.waited)
+
+    def replica_active(self, event: ReplicaActivity) -> None:
+        replica = self.replicas.setdefault(event.replica, ReplicaTime(0))
+        replica.reported_until = max(replica.reported_until, event.time)
+        for span in event.busy:
+            replica.busy.add(span)
+        if event.busy and event.slot_seconds > 0:
+            start, end = min(s for s, _ in event.busy), max(e for _, e in event.busy)
+            if end > start:
+                replica.reports.append((start, end, event.slot_seconds))
+
+    def stage_changed(self, event: StageChanged) -> None:
+        before = self.stages.get(event.stage)
+        since = event.time
+        if before is not None:
+            self._account(before, event.time)
+            if (before.state, before.waiting_for) == (event.state, event.waiting_for):
+                since = before.since
+        self.stages[event.stage] = StageView(event.stage, event.state, event.waiting_for, event.active, since)
+
+    def _account(self, stage: StageView, until: float) -> None:
+        span = (stage.since, until)
+        if stage.waiting_for is not None:
+            self._stage_waits[stage.name, stage.waiting_for].add(span)
+        elif stage.state.upper() == "PROCESSING":
+            self._stage_work[stage.name].add(span)
+
+    def trainer_idle(self, window: Span) -> float | None:
+        """Share of ``window`` outside any forward, optimizer step or gather; None for an empty window."""
+        return _idle_share(self._trainer, window)
+
+    def rollouter_idle(self, window: Span) -> float | None:
+        """Share of ``window`` in which a replica had no sequence prefilling or decoding, averaged over replicas."""
+        shares = [_idle_share(replica.busy, window) for replica in self.replicas.values()]
+        known = [share for share in shares if share is not None]
+        return fmean(known) if known else None
+
+    def slot_utilization(self, window: Span) -> float | None:
+        """Busy slot time over slots × window; None when no slots were declared or the window is empty."""
+        capacity = sum(replica.slots for replica in self.replicas.values()) * (window[1] - window[0])
+        if capacity <= 0:
+            return None
+        return min(sum(replica.slot_seconds(window) for replica in self.replicas.values()) / capacity, 1.0)
+
+    def reported_until(self) -> float | None:
+        """The instant up to which every replica's activity is known."""
+        return min((replica.reported_until for replica in self.replicas.values()), default=None)
+
+    def trainer_waited(self, window: Span) -> float:
+        """Seconds in which the trainer waited for groups."""
+        return self._trainer_waits.within(window)
+
+    def waited_for_reward(self, window: Span) -> float:
+        """Seconds in which the trainer waited for groups, no replica decoded and a reward was being computed."""
+        all_idle = [window]
+        for replica in self.replicas.values():
+            all_idle = intersection(all_idle, complement(replica.busy.spans, window))
+        return length(intersection(intersection(all_idle, self._trainer_waits.spans), self._stage_work["Reward"].spans))
+
+    def stage_waits(self, window: Span) -> dict[str, dict[str, float]]:
+        """For each stage, seconds of ``window`` that it waited, by whom it waited for."""
+        waits: dict[str, dict[str, float]] = defaultdict(dict)
+        for (stage, other), union in sorted(self._stage_waits.items()):
+            if (seconds := union.within(window)) > 0:
+                waits[stage][other] = seconds
+        return dict(waits)
+
+
+def _idle_share(busy: IntervalUnion, window: Span) -> float | None:
+    wall = window[1] - window[0]
+    return None if wall <= 0 else 1.0 - busy.within(window) / wall

@@ -1,0 +1,83 @@
+"""The run as plain log lines, where no terminal is attached: one per phase, version and validation, start and end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from headway.events import Event, Note, RunFinished, RunStarted, ValidationFinished
+from headway.reports import human
+from headway.reports.snapshot import SnapshotTaker
+
+
+class PlainView:
+    """A `ConsoleView` of lines that begin with the wall clock. ``clock`` is Unix time in seconds."""
+
+    def __init__(self, console: Console, snapshots: SnapshotTaker, clock: Callable[[], float] = time.time) -> None:
+        self._console = console
+        self._snapshots = snapshots
+        self._clock = clock
+
+    def phase(self, text: str, detail: str = "") -> None:
+        self._line(f"{text}: {detail}" if detail else text)
+
+    def warn(self, text: str) -> None:
+        self._line(f"warning: {text}")
+
+    def on_event(self, event: Event) -> None:
+        self._snapshots.on_event(event)
+        match event:
+            case RunStarted():
+                self._line(started_line(event))
+            case ValidationFinished():
+                self._line(validation_line(event))
+            case Note():
+                self._line(event.text if event.level == "info" else f"{event.level}: {event.text}")
+            case RunFinished():
+                self._line(f"{event.status}" + (f": {event.reason}" if event.reason else ""))
+
+    def on_row(self, row: dict[str, Any]) -> None:
+        self._snapshots.on_row(row)
+        if "reward/mean" in row:
+            self._line(self._version_line(row))
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    def _version_line(self, row: dict[str, Any]) -> str:
+        snapshot = self._snapshots.take()
+        parts = [f"version {row['version']}", f"reward {human.score(row['reward/mean'])}"]
+        if "lag/mean" in row:
+            parts.append(f"lag mean {row['lag/mean']:.2f} max {row['lag/max']}")
+        parts += [f"{side} idle {human.share(row.get(f'{side}/idle_ratio'))}" for side in ("trainer", "rollouter")]
+        if snapshot is not None:
+            total = "" if snapshot.total is None else f"/{human.count(snapshot.total)}"
+            parts.append(f"{human.count(snapshot.trained)}{total} groups")
+            if snapshot.eta_s is not None:
+                parts.append(f"{human.duration(snapshot.eta_s)} left")
+        return "  ".join(parts)
+
+    def _line(self, text: str) -> None:
+        stamp = time.strftime("%H:%M:%S", time.localtime(self._clock()))
+        self._console.print(Text(f"{stamp}  {text}"), soft_wrap=True)
+
+
+def started_line(event: RunStarted) -> str:
+    total = "" if event.total_groups is None else f" of {human.count(event.total_groups)}"
+    bound = "no bound on lag" if event.lag_bound is None else f"lag at most {event.lag_bound}"
+    return (
+        f"training starts: {event.mode}, seed {event.seed}, {human.count(event.groups_per_version)} groups per "
+        f"version{total}, {event.order}, {bound}"
+    )
+
+
+def validation_line(event: ValidationFinished) -> str:
+    failed = f", {human.count(event.failed)} failed" if event.failed else ""
+    return (
+        f"validation of version {event.version}: accuracy {human.score(event.accuracy)} on "
+        f"{human.count(event.problems)} problems{failed}, {human.duration(event.span[1] - event.span[0])}"
+    )

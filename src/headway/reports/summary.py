@@ -1,0 +1,140 @@
+"""The run in one JSON object, ``summary.json``, from what `RunMetrics` has accumulated so far."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from headway.events import Span
+from headway.reports.diagnosis import TimeShares, bottleneck
+from headway.reports.metrics import RunMetrics
+from headway.reports.version_row import histogram, partial_values
+
+NOTHING_TRAINED = "Nothing was trained, so there is no bottleneck to name."
+
+
+@dataclass(frozen=True, slots=True)
+class Stalls:
+    """Seconds that updates cost each side, added up."""
+
+    trainer: float
+    rollout: float
+    validation: float
+    moving_weights: float
+
+
+def summary(metrics: RunMetrics) -> dict[str, Any]:
+    """Wall time reaches from the first admission to the last optimizer step; ratios are null before there is one."""
+    started, finished, window, totals = metrics.started, metrics.finished, metrics.window, metrics.totals
+    occupancy = metrics.occupancy
+    shares = time_shares(metrics)
+    return {
+        "mode": started.mode if started else None,
+        "seed": started.seed if started else None,
+        "status": finished.status if finished else "running",
+        "reason": finished.reason if finished else None,
+        "fetches": totals.fetches,
+        "optimizer_steps": totals.optimizer_steps,
+        "skipped_steps": totals.skipped_steps,
+        "version": finished.version if finished else metrics.version,
+        "wall_s": _seconds(window),
+        "groups": metrics.tally.counts(),
+        "reasons": {fate: dict(reasons) for fate, reasons in metrics.tally.reasons.items()},
+        "balanced": metrics.tally.balances(finished.groups if finished else None),
+        "trajectories": totals.trajectories,
+        "tokens": {
+            "generated": totals.generated_tokens,
+            "trained": totals.trained.tokens,
+            "prefilled": totals.prefilled_tokens,
+        },
+        "eval": [{"version": v, "accuracy": metrics.evaluations[v].accuracy} for v in sorted(metrics.evaluations)],
+        "lag": _lag(metrics),
+        "trainer/idle_ratio": occupancy.trainer_idle(window) if window else None,
+        "rollouter/idle_ratio": occupancy.rollouter_idle(window) if window else None,
+        "rollouter/slot_utilization": occupancy.slot_utilization(window) if window else None,
+        "partial": partial_values(totals.partial, totals.trajectories, totals.max_partial_span),
+        "stale": {"samples_processed": metrics.stale_groups, "trajectory_processed": totals.stale_trajectories},
+        "param_update": _param_update(metrics),
+        "validation": {"count": len(metrics.evaluations), "stall_s": _stalls(metrics).validation},
+        "throughput": _throughput(metrics),
+        "bias": metrics.bias(),
+        "stage_waits_s": occupancy.stage_waits(window) if window else {},
+        "warnings": metrics.warnings,
+        "bottleneck": bottleneck(shares) if shares else NOTHING_TRAINED,
+    }
+
+
+def time_shares(metrics: RunMetrics) -> TimeShares | None:
+    """Where the wall time went; None before the first optimizer step."""
+    if (window := metrics.window) is None:
+        return None
+    wall = _seconds(window)
+    occupancy = metrics.occupancy
+    stalls = _stalls(metrics, until=window[1])  # the last update comes after the last step, outside the wall time
+
+    def share(seconds: float) -> float:
+        return min(max(seconds / wall, 0.0), 1.0)
+
+    return TimeShares(
+        trainer_waited=share(occupancy.trainer_waited(window)),
+        waited_for_reward=share(occupancy.waited_for_reward(window)),
+        trainer_stalled=share(stalls.trainer),
+        waited_for_validation=share(stalls.validation),
+        moving_weights=share(stalls.moving_weights),
+        rollout_idle=occupancy.rollouter_idle(window) or 0.0,
+        rollout_stalled=share(stalls.rollout),
+        slot_utilization=occupancy.slot_utilization(window),
+    )
+
+
+def _seconds(window: Span | None) -> float:
+    return window[1] - window[0] if window else 0.0
+
+
+def _lag(metrics: RunMetrics) -> dict[str, Any]:
+    mean, maximum = metrics.lag_so_far()
+    return {
+        "mean": mean,
+        "max": maximum,
+        "bound": metrics.started.lag_bound if metrics.started else None,
+        "order": metrics.started.order if metrics.started else None,
+        "histogram": histogram(metrics.lags),
+    }
+
+
+def _param_update(metrics: RunMetrics) -> dict[str, Any]:
+    stalls = _stalls(metrics)
+    phases: Counter[str] = Counter()
+    for _, times in metrics.updates:
+        phases.update(times.totals())
+    return {
+        "count": len(metrics.updates),
+        "trainer_stall_s": stalls.trainer,
+        "rollout_stall_s": stalls.rollout,
+        **phases,
+    }
+
+
+def _stalls(metrics: RunMetrics, until: float = math.inf) -> Stalls:
+    """Of the updates that were finished by ``until``."""
+    updates = [(event, phases) for event, phases in metrics.updates if event.time <= until]
+    return Stalls(
+        trainer=sum(event.trainer_stall_s for event, _ in updates),
+        rollout=sum(event.rollout_stall_s for event, _ in updates),
+        validation=sum(event.validation_stall_s for event, _ in updates),
+        moving_weights=sum(phases.critical_path_s() for _, phases in updates),
+    )
+
+
+def _throughput(metrics: RunMetrics) -> dict[str, float | None]:
+    """Per second of wall time; samples are groups."""
+    wall, totals = _seconds(metrics.window), metrics.totals
+    counts = {
+        "samples_per_s": metrics.tally.fates["trained"],
+        "trajectories_per_s": totals.trained.trajectories,
+        "trained_tokens_per_s": totals.trained.tokens,
+        "generated_tokens_per_s": totals.generated_tokens,
+    }
+    return {name: count / wall if wall else None for name, count in counts.items()}

@@ -1,0 +1,129 @@
+"""Every group's way, as the events tell it: where each one is now, and how each one ended.
+
+    admitted ─▶ rewarded ─▶ taken ─▶ settled: trained | dropped(nonfinite)
+        └──────────┴─▶ settled: filtered | dropped | failed            (in_flight: whatever is left)
+
+This is bookkeeping beside the pipeline's own ledger and checks it: both must come to the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+
+from headway.events import FetchTaken, GroupAdmitted, GroupRewarded, GroupSettled, TrajectoryFinished
+
+FATES = ("trained", "filtered", "dropped", "failed")
+IN_FLIGHT = "in_flight"
+
+
+@dataclass(slots=True)
+class GroupRecord:
+    """What is known of one group between its admission and its fate."""
+
+    number: int
+    rewards: list[float] | None = None
+    trajectories: list[TrajectoryFinished] = field(default_factory=list)
+    taken_at: int | None = None
+    """The trainer's version when the group was taken into a fetch."""
+
+    @property
+    def versions(self) -> list[int]:
+        return [version for t in self.trajectories for _, version in t.version_spans]
+
+    @property
+    def tokens(self) -> int:
+        return sum(t.tokens for t in self.trajectories)
+
+    def stale_trajectories(self) -> int:
+        """Trajectories whose oldest token was sampled before the version that trained them."""
+        if self.taken_at is None:
+            return 0
+        return sum(1 for t in self.trajectories if t.version_spans and oldest_version(t) < self.taken_at)
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """Groups that are under way: being generated or rewarded, waiting in the queue, being trained on."""
+
+    generating: int
+    queued: int
+    training: int
+
+
+class GroupTally:
+    """Counts admissions and fates, and notices what does not add up."""
+
+    def __init__(self) -> None:
+        self.admitted = 0
+        self.fates: Counter[str] = Counter()
+        self.reasons: dict[str, Counter[str]] = defaultdict(Counter)
+        self.problems: list[str] = []
+        self._records: dict[int, GroupRecord] = {}
+        self._lowest: int | None = None
+        self._highest = -1
+
+    def admit(self, event: GroupAdmitted) -> None:
+        if event.number in self._records:
+            self.problems.append(f"group {event.number} was admitted twice")
+            return
+        self._lowest = event.number if self._lowest is None else min(self._lowest, event.number)
+        self._highest = max(self._highest, event.number)
+        self.admitted += 1
+        self._records[event.number] = GroupRecord(event.number)
+
+    def finish_trajectory(self, event: TrajectoryFinished) -> None:
+        if (record := self._records.get(event.number)) is not None:
+            record.trajectories.append(event)
+
+    def reward(self, event: GroupRewarded) -> None:
+        if (record := self._records.get(event.number)) is not None:
+            record.rewards = event.rewards
+
+    def take(self, event: FetchTaken) -> None:
+        for number in event.numbers:
+            if (record := self._records.get(number)) is not None:
+                record.taken_at = event.version
+
+    def settle(self, event: GroupSettled) -> GroupRecord | None:
+        """The group's record, which is then forgotten; None when the event makes no sense."""
+        if event.fate == IN_FLIGHT:
+            return None
+        if event.fate not in FATES:
+            self.problems.append(f"group {event.number} has the unknown fate {event.fate!r}")
+            return None
+        record = self._records.pop(event.number, None)
+        if record is None:
+            self.problems.append(f"group {event.number} was {event.fate}, but was settled before or never admitted")
+            return None
+        self.fates[event.fate] += 1
+        if event.reason is not None:
+            self.reasons[event.fate][event.reason] += 1
+        return record
+
+    def whereabouts(self) -> Whereabouts:
+        training = sum(1 for r in self._records.values() if r.taken_at is not None)
+        queued = sum(1 for r in self._records.values() if r.taken_at is None and r.rewards is not None)
+        return Whereabouts(len(self._records) - training - queued, queued, training)
+
+    def counts(self) -> dict[str, int]:
+        """``admitted``, each fate, and ``in_flight`` for groups without one."""
+        return {"admitted": self.admitted, **{fate: self.fates[fate] for fate in FATES}, IN_FLIGHT: len(self._records)}
+
+    def balances(self, ledger: dict[str, int] | None) -> bool:
+        """Whether every number between the first and last admitted has one fate, and ``ledger`` says the same."""
+        counts = self.counts()
+        settled = sum(counts[fate] for fate in FATES)
+        numbers = 0 if self._lowest is None else self._highest - self._lowest + 1
+        agrees = ledger is None or all(counts[key] == value for key, value in ledger.items() if key in counts)
+        return not self.problems and numbers == counts["admitted"] == settled + counts[IN_FLIGHT] and agrees
+
+
+def oldest_version(event: TrajectoryFinished) -> int:
+    return min(version for _, version in event.version_spans)
+
+
+def partial_span(event: TrajectoryFinished) -> int:
+    """Newest minus oldest version of a trajectory's tokens: 0 when one version wrote all of them."""
+    versions = [version for _, version in event.version_spans]
+    return max(versions) - min(versions) if versions else 0

@@ -1,0 +1,187 @@
+"""One line of ``metrics.jsonl``: what happened while one version was the trainer's."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from headway.events import OptimizerStepped, TrajectoryFinished, UpdateFinished, UpdatePhase, ValidationFinished
+from headway.reports.tally import GroupRecord, partial_span
+
+PHASES = ("gather", "send", "recv", "register", "load")
+
+
+@dataclass(slots=True)
+class PhaseTimes:
+    """Seconds of each phase of an update. Receivers work side by side: the slowest one counts."""
+
+    seconds: dict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
+
+    def add(self, event: UpdatePhase) -> None:
+        self.seconds[event.phase, event.where] += event.seconds
+
+    def totals(self) -> dict[str, float]:
+        return {
+            f"{phase}_s": max((s for (p, _), s in self.seconds.items() if p == phase), default=0.0) for phase in PHASES
+        }
+
+    def critical_path_s(self) -> float:
+        """How long the update took at least: send and recv run side by side, the others one after the other."""
+        totals = self.totals()
+        return totals["gather_s"] + max(totals["send_s"], totals["recv_s"]) + totals["register_s"] + totals["load_s"]
+
+
+@dataclass(slots=True)
+class VersionRow:
+    """Accumulates one version: the groups trained at it, what finished meanwhile, the update that ended it.
+
+    ``values()`` has only what happened: no key without a measurement.
+    """
+
+    version: int
+    rewards: list[float] = field(default_factory=list)
+    generated_rewards: list[float] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    clipped: int = 0
+    lags: Counter[int] = field(default_factory=Counter)
+    lag_in_flight: list[int] = field(default_factory=list)
+    lag_in_queue: list[int] = field(default_factory=list)
+    token_lags: Counter[int] = field(default_factory=Counter)
+    trained_trajectories: int = 0
+    trained_tokens: int = 0
+    finished: int = 0
+    generated_tokens: int = 0
+    partial: int = 0
+    max_partial_span: int = 0
+    actor: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    optimizer_steps: int = 0
+    skipped_steps: int = 0
+    phases: PhaseTimes = field(default_factory=PhaseTimes)
+    update: UpdateFinished | None = None
+    validation: ValidationFinished | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.optimizer_steps or self.skipped_steps or self.lags or self.finished or self.validation)
+
+    def add_trained(self, group: GroupRecord, lag: int | None) -> None:
+        self.rewards += group.rewards or []
+        self.lengths += [t.tokens for t in group.trajectories]
+        self.clipped += sum(1 for t in group.trajectories if t.finish_reason == "length")
+        self.trained_trajectories += len(group.trajectories)
+        self.trained_tokens += group.tokens
+        if lag is not None:
+            self.lags[lag] += 1
+        if group.taken_at is not None and (versions := group.versions):
+            self.lag_in_flight.append(max(versions) - min(versions))
+            self.lag_in_queue.append(group.taken_at - max(versions))
+
+    def add_finished(self, event: TrajectoryFinished) -> None:
+        span = partial_span(event)
+        self.finished += 1
+        self.generated_tokens += event.tokens
+        self.partial += span > 0
+        self.max_partial_span = max(self.max_partial_span, span)
+
+    def add_step(self, event: OptimizerStepped) -> None:
+        if event.skipped:
+            self.skipped_steps += 1
+            return
+        self.optimizer_steps += 1
+        self.token_lags.update(event.token_lag)
+        for name, value in event.metrics.items():
+            self.actor[name if "/" in name else f"actor/{name}"].append(float(value))
+
+    def values(self) -> dict[str, Any]:
+        """Flat metric names to values, the learning first."""
+        return {
+            "version": self.version,
+            **self._learning(),
+            **self._staleness(),
+            **self._partial(),
+            **self._update(),
+            **self._validation(),
+        }
+
+    def _learning(self) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        if self.rewards:
+            values["reward/mean"] = fmean(self.rewards)
+        if self.generated_rewards:
+            values["reward/generated_mean"] = fmean(self.generated_rewards)
+        if self.lengths:
+            values["response_length/mean"] = fmean(self.lengths)
+            values["response_length/max"] = max(self.lengths)
+            values["response_length/clip_ratio"] = self.clipped / len(self.lengths)
+        values.update((name, _over_steps(name, series)) for name, series in self.actor.items())
+        values["actor/optimizer_steps"] = self.optimizer_steps
+        values["actor/skipped_steps"] = self.skipped_steps
+        return values
+
+    def _staleness(self) -> dict[str, Any]:
+        if not self.lags:
+            return {}
+        values: dict[str, Any] = {
+            "lag/mean": mean_of(self.lags),
+            "lag/max": max(self.lags),
+            "lag/histogram": histogram(self.lags),
+        }
+        if self.token_lags:
+            values["lag/token_mean"] = mean_of(self.token_lags)
+        if self.lag_in_flight:
+            values["lag/in_flight_mean"] = fmean(self.lag_in_flight)
+            values["lag/in_queue_mean"] = fmean(self.lag_in_queue)
+        return values
+
+    def _partial(self) -> dict[str, Any]:
+        return partial_values(self.partial, self.finished, self.max_partial_span, prefix="fully_async/partial/")
+
+    def _update(self) -> dict[str, Any]:
+        if self.update is None:
+            return {}
+        return {
+            **{f"param_update/{name}": seconds for name, seconds in self.phases.totals().items()},
+            "param_update/trainer_stall_s": self.update.trainer_stall_s,
+            "param_update/rollout_stall_s": self.update.rollout_stall_s,
+            "param_update/interrupted": self.update.interrupted,
+            "validation/stall_s": self.update.validation_stall_s,
+        }
+
+    def _validation(self) -> dict[str, Any]:
+        if self.validation is None:
+            return {}
+        return {
+            "validation/accuracy": self.validation.accuracy,
+            "validation/mean_tokens": self.validation.mean_tokens,
+            "validation/failed": self.validation.failed,
+        }
+
+
+def partial_values(partial: int, finished: int, max_span: int, prefix: str = "") -> dict[str, Any]:
+    """Trajectories whose tokens carry more than one version, among those that finished."""
+    return {
+        f"{prefix}total_partial_num": partial,
+        f"{prefix}partial_ratio": partial / finished if finished else 0.0,
+        f"{prefix}max_partial_span": max_span,
+    }
+
+
+def mean_of(counts: Mapping[int, int]) -> float:
+    """Mean of a histogram, value → count."""
+    return sum(value * count for value, count in counts.items()) / sum(counts.values())
+
+
+def histogram(counts: Mapping[int, int]) -> dict[str, int]:
+    """Value → count as JSON spells it, by ascending value."""
+    return {str(value): counts[value] for value in sorted(counts)}
+
+
+def _over_steps(name: str, series: Iterable[float]) -> float:
+    """One value for several optimizer steps: the last learning rate, the largest maximum, the mean of all else."""
+    values = list(series)
+    if name.endswith("lr"):
+        return values[-1]
+    return max(values) if name.endswith("max") else fmean(values)

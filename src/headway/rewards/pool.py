@@ -1,0 +1,190 @@
+"""Reward worker processes behind `interfaces.RewardFn`.
+
+    score(prompt, responses) ─▶ one call per group ─▶ worker process ─▶ n floats
+           ▲                          │ exception, time-out, nonsense, death of the worker
+           └── retry, then ScoringFailed(reason) ◀─┘
+
+A call that takes too long ends its process (`scorers.killed_after`), and the pool starts another. A second, longer
+limit on the whole group catches what the first one missed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from pebble import ProcessExpired, ProcessPool
+
+from headway.errors import ScoringFailed, UserError, WorkerDied
+from headway.rewards import worker
+from headway.rewards.request import RewardSpec, ScoreRequest
+from headway.user_code import names_a_file, resolve_spec
+
+if TYPE_CHECKING:
+    from headway.config.schema import TaskConfig
+    from headway.data.types import Prompt
+
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 30.0
+GRACE_S = 1.0
+"""By how much the pool's limit on a group exceeds the sum of its calls' limits."""
+
+R = TypeVar("R")
+
+
+class RewardPool:
+    """Scores groups in ``workers`` processes. Use from one event loop.
+
+    Making one is free; `start` or the first `score` starts the processes.
+    """
+
+    def __init__(
+        self,
+        function: str,
+        *,
+        task: TaskConfig | None,
+        seed: int,
+        workers: int,
+        timeout_s: float,
+        retries: int,
+        log_path: Path | None,
+    ) -> None:
+        """What workers print goes to ``log_path`` (None: to this process's own output)."""
+        self._spec = RewardSpec(
+            function=resolve_spec(function) if names_a_file(function) else function,
+            timeout_s=timeout_s,
+            task_name=task.name if task else None,
+            task_params=task.params if task else {},
+            seed=seed,
+        )
+        self._workers = workers
+        self._retries = retries
+        self._log_path = log_path
+        self._pool: ProcessPool | None = None
+        self._awaited: set[asyncio.Future[Any]] = set()
+        self._retiring: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    async def start(self) -> None:
+        """Start the workers and have one of them load the reward.
+
+        Raises:
+            ConfigError: unknown reward or task.
+            UserCodeError: the user's file does not import, lacks the function, or the function's parameters do not fit.
+            WorkerDied: the process ended, or did not get ready in time.
+        """
+        try:
+            await asyncio.wait_for(self._run(worker.check), START_TIMEOUT_S)
+        except UserError:
+            raise
+        except TimeoutError as cause:
+            raise WorkerDied(f"no reward worker was ready within {START_TIMEOUT_S:g} s{self._see_log()}") from cause
+        except (ProcessExpired, BrokenProcessPool) as cause:
+            raise WorkerDied(f"a reward worker ended while it loaded {self._spec.function}{self._see_log()}") from cause
+
+    async def score(self, prompt: Prompt, responses: Sequence[str]) -> NDArray[np.float32]:
+        """[n] finite rewards, one per response, in order.
+
+        Raises `ScoringFailed` with a short reason when every try failed: ``exception: ValueError: …``,
+        ``timeout after 10 s``, ``returned nan for response 3, …``, ``worker ended with exit code 1``.
+        """
+        if not responses:
+            return np.zeros(0, dtype=np.float32)
+        request = ScoreRequest(prompt.text, list(responses), prompt.answer, prompt.source, dict(prompt.extra))
+        for tries_left in range(self._retries, -1, -1):
+            try:
+                return np.asarray(await self._try(request), dtype=np.float32)
+            except ScoringFailed:
+                if not tries_left:
+                    raise
+        raise AssertionError("unreachable: the last try returns or raises")
+
+    async def close(self) -> None:
+        """End all workers, busy or not. Scores still awaited fail."""
+        self._closed = True
+        for result in self._awaited:  # pebble leaves the futures of a stopped pool pending for ever
+            result.cancel()
+        self._retire()
+        if self._retiring:
+            _, hanging = await asyncio.wait(self._retiring, timeout=STOP_TIMEOUT_S)
+            if hanging:
+                raise WorkerDied(f"reward workers did not end within {STOP_TIMEOUT_S:g} s{self._see_log()}")
+
+    async def _try(self, request: ScoreRequest) -> list[float]:
+        timeout_s = self._spec.timeout_s
+        try:
+            return await self._run(worker.score, request, timeout_s=timeout_s * len(request.responses) + GRACE_S)
+        except TimeoutError as cause:
+            raise ScoringFailed(_timeout_reason(timeout_s)) from cause
+        except ProcessExpired as cause:
+            timed_out = cause.exitcode == -signal.SIGALRM
+            reason = _timeout_reason(timeout_s) if timed_out else f"worker ended with {_exit_text(cause.exitcode)}"
+            raise ScoringFailed(reason) from cause
+        except BrokenProcessPool as cause:
+            raise ScoringFailed("worker ended") from cause
+
+    async def _run(self, function: Callable[..., R], *args: object, timeout_s: float | None = None) -> R:
+        """Run ``function`` in a worker; cancelling this ends the worker."""
+        if self._closed:
+            raise ScoringFailed("the reward pool is closed")
+        if self._pool is not None and not self._pool.active:
+            self._retire()  # pebble gives a pool up when it cannot tell whose work a dead worker had
+        if self._pool is None:
+            self._pool = self._new_pool()
+        result = asyncio.wrap_future(self._pool.schedule(function, args=args, timeout=timeout_s))
+        self._awaited.add(result)
+        try:
+            return await result
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if caller is not None and caller.cancelling():
+                raise
+            raise ScoringFailed("the reward pool was closed") from None  # by `close`, not by the caller
+        finally:
+            self._awaited.discard(result)
+
+    def _new_pool(self) -> ProcessPool:
+        if self._log_path is not None:
+            self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        return ProcessPool(
+            max_workers=self._workers,
+            initializer=worker.initialize,
+            initargs=(self._spec, self._log_path),
+            context=get_context("spawn"),
+        )
+
+    def _retire(self) -> None:
+        """Stop the current pool, if any, in a thread: joining its processes blocks."""
+        if self._pool is not None:
+            stopping = asyncio.create_task(asyncio.to_thread(_stop, self._pool))
+            self._retiring.add(stopping)
+            stopping.add_done_callback(self._retiring.discard)
+            self._pool = None
+
+    def _see_log(self) -> str:
+        return f"; see {self._log_path}" if self._log_path is not None else ""
+
+
+def _stop(pool: ProcessPool) -> None:
+    pool.stop()  # type: ignore[no-untyped-call]
+    pool.join()
+
+
+def _timeout_reason(timeout_s: float) -> str:
+    return f"timeout after {timeout_s:g} s"
+
+
+def _exit_text(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    try:
+        return signal.Signals(-exit_code).name
+    except ValueError:
+        return f"signal {-exit_code}"

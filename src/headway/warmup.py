@@ -1,0 +1,161 @@
+"""Supervised warm-up of a made model: steps on the task's own solutions until held-out greedy accuracy is in a window.
+
+    model ─▶ [ eval_every steps ─▶ greedy accuracy ]* ─▶ model, in place
+                    ▲                  │ above the window: back to the last weights below it, with a quarter of the
+                    └──────────────────┘                   learning rate and of the steps between evaluations
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count, islice
+
+import torch
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from headway.config.schema import TaskConfig, WarmupConfig
+from headway.data.tasks import make_task
+from headway.data.types import Prompt
+from headway.engines.rollout.native.engine import NativeEngine
+from headway.errors import ModelError
+from headway.interfaces import GenerateRequest, SamplingParams
+
+EVALUATION_SLOTS = 128
+GRAD_CLIP = 1.0
+IGNORED = -100
+"""Target of positions that are not trained on, as cross-entropy has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupResult:
+    accuracy: float
+    steps: int
+
+
+def warm_up(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    task: TaskConfig,
+    config: WarmupConfig,
+    held_out: Sequence[Prompt],
+    *,
+    seed: int,
+    max_response_length: int,
+    report: Callable[[str], None],
+) -> WarmupResult:
+    """Train ``model`` in place until its greedy accuracy on ``held_out`` lies in ``config.target``.
+
+    ``held_out`` follows the task's own distribution; training problems follow it with ``config.params`` on top, and are
+    never among the held-out ones. Raises `ModelError` when ``config.max_steps`` are not enough.
+    """
+    low, high = config.target
+    batches = _batches(tokenizer, task, config, {prompt.text for prompt in held_out}, seed)
+    evaluate = _Evaluation(tokenizer, task, held_out, seed, max_response_length)
+    lr, interval, steps = config.lr, config.eval_every, 0
+    optimizer = _optimizer(model, lr)
+    below = copy.deepcopy(model.state_dict())
+    while steps < config.max_steps:
+        for batch in islice(batches, interval):
+            _step(model, optimizer, batch)
+        steps += interval
+        accuracy = evaluate(model)
+        report(f"warm-up: {steps} supervised steps, held-out accuracy {accuracy:.3f}")
+        if low <= accuracy <= high:
+            return WarmupResult(accuracy, steps)
+        if accuracy < low:
+            below = copy.deepcopy(model.state_dict())
+        else:
+            model.load_state_dict(below)
+            lr, interval = lr / 4, max(1, interval // 4)
+            optimizer = _optimizer(model, lr)
+    raise ModelError(
+        f"after model.warmup.max_steps={config.max_steps} supervised steps held-out accuracy is {accuracy:.3f}, outside "
+        f"model.warmup.target=[{low}, {high}]; raise max_steps, change lr, or make the task easier"
+    )
+
+
+def _optimizer(model: PreTrainedModel, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=0.0)
+
+
+def _step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+    inputs, targets = batch
+    model.train()
+    logits = model(inputs, use_cache=False).logits
+    loss = cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP)
+    optimizer.step()
+
+
+def _batches(
+    tokenizer: PreTrainedTokenizerBase, task: TaskConfig, config: WarmupConfig, held_out: set[str], seed: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches without end: ``inputs`` and next-token ``targets`` [config.batch_size, T], answers and their end only."""
+    lessons = make_task(task.name, {**task.params, **config.params}, seed=seed)
+    eos = tokenizer.eos_token_id
+    index = count()
+    while True:
+        inputs, targets = [], []
+        while len(inputs) < config.batch_size:
+            problem = lessons.problem(next(index))
+            if problem.prompt in held_out:
+                continue
+            prompt = tokenizer(problem.prompt, add_special_tokens=False)["input_ids"]
+            answer = [*tokenizer(problem.answer, add_special_tokens=False)["input_ids"], eos]
+            inputs.append(torch.tensor([*prompt, *answer[:-1]]))
+            targets.append(torch.tensor([IGNORED] * (len(prompt) - 1) + answer))
+        yield (
+            pad_sequence(inputs, batch_first=True, padding_value=tokenizer.pad_token_id),
+            pad_sequence(targets, batch_first=True, padding_value=IGNORED),
+        )
+
+
+class _Evaluation:
+    """Greedy accuracy on the held-out problems, by the task's own verifier, through the native engine."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        task: TaskConfig,
+        held_out: Sequence[Prompt],
+        seed: int,
+        max_response_length: int,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._task = make_task(task.name, task.params, seed=seed)
+        self._held_out = held_out
+        self._seed = seed
+        self._sampling = SamplingParams(max_response_length, temperature=0.0, stop_token_ids=(tokenizer.eos_token_id,))
+        self._max_context = max(len(p.token_ids) for p in held_out) + max_response_length
+
+    def __call__(self, model: PreTrainedModel) -> float:
+        model.eval()
+        return asyncio.run(self._accuracy(model))
+
+    async def _accuracy(self, model: PreTrainedModel) -> float:
+        engine = NativeEngine(
+            model,
+            name="warm-up",
+            seed=self._seed,
+            slots=EVALUATION_SLOTS,
+            max_context=self._max_context,
+            max_batched_tokens=4096,
+            pad_token_id=self._tokenizer.pad_token_id,
+            decode=lambda ids: self._tokenizer.decode(ids, skip_special_tokens=True),
+        )
+        right = 0.0
+        requests = [GenerateRequest(i, prompt, 1, self._sampling) for i, prompt in enumerate(self._held_out)]
+        try:
+            async for finished in engine.generate(requests):
+                prompt = self._held_out[finished.number]
+                right += self._task.score(finished.trajectories[0].text, prompt.answer, prompt.extra)
+        finally:
+            await engine.close()
+        return right / len(self._held_out)

@@ -1,0 +1,75 @@
+"""Registries: by name, by file, and what they say when neither fits."""
+
+from __future__ import annotations
+
+import pytest
+
+from headway.algorithms.registry import Registry
+from headway.errors import ConfigError, UserCodeError
+from headway.user_code import load_function, names_a_file, resolve_spec
+
+
+@pytest.fixture
+def colours() -> Registry:
+    registry: Registry = Registry("colour", "paint.colour")
+
+    @registry.register("red")
+    def red() -> str:
+        return "ff0000"
+
+    return registry
+
+
+def test_a_registered_function_is_found_by_its_name(colours: Registry) -> None:
+    assert colours.get("red")() == "ff0000"
+    assert colours.names() == ["red"]
+
+
+def test_an_unknown_name_gets_the_key_a_suggestion_and_the_known_names(colours: Registry) -> None:
+    with pytest.raises(ConfigError, match=r"paint.colour: unknown colour 'rad' \(did you mean 'red'\?\); known: red"):
+        colours.get("rad")
+
+
+def test_a_name_is_taken_once(colours: Registry) -> None:
+    with pytest.raises(ConfigError, match="already a colour named 'red'"):
+        colours.register("red")(lambda: "")
+
+
+def test_a_function_from_a_file_may_import_its_neighbour_and_define_dataclasses(tmp_path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend("")  # restores sys.path afterwards
+    (tmp_path / "neighbour_of_blue.py").write_text("CODE = '0000ff'\n")
+    (tmp_path / "blue.py").write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom neighbour_of_blue import CODE\n"
+        "@dataclass\nclass Colour:\n    code: str\ndef blue():\n    return Colour(CODE).code\n"
+    )
+    assert load_function(f"{tmp_path / 'blue.py'}:blue")() == "0000ff"
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "message"),
+    [
+        (None, "f", "there is no file"),
+        ("def g(): pass", "f", "has no function 'f'"),
+        ("f = 3", "f", "it is not a function"),
+        ("def f(:", "f", "does not import: SyntaxError"),
+        ("import sys; sys.exit(3)", "f", "does not import: SystemExit"),
+        ("raise KeyError('x')", "f", "does not import: KeyError"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_the_users_error(tmp_path, content, name, message) -> None:
+    file = tmp_path / "mine.py"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(UserCodeError, match=message):
+        load_function(f"{file}:{name}")
+
+
+def test_only_a_python_file_with_a_function_names_a_file() -> None:
+    assert names_a_file("rewards/my.py:score")
+    assert not names_a_file("exact_match")
+    assert not names_a_file("my.py")
+
+
+def test_a_spec_is_made_absolute_for_other_processes(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert resolve_spec("my.py:score") == f"{tmp_path}/my.py:score"

@@ -1,0 +1,105 @@
+"""Roles without models: what a worker does with a call is visible in its answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.cluster.plan import WorkerSpec
+from headway.cluster.roles import Role
+from headway.cluster.worker_group import Collect, Dispatch, register
+from headway.data.types import Column, GroupTokens, ResponseTokens, Sample
+from headway.errors import UpdateFailed
+
+
+def group_tokens(length: int, fill: float) -> GroupTokens:
+    response = ResponseTokens(
+        ids=np.full(length, 7, np.int32),
+        logprobs=np.full(length, fill, np.float32),
+        versions=np.zeros(length, np.int32),
+        loss_mask=np.ones(length, bool),
+    )
+    return GroupTokens(prompt_ids=np.array([1, 2], np.int32), responses=(response,))
+
+
+def sample(tokens: Any, length: int) -> Sample:
+    return Sample(tokens=tokens, k=0, prompt_length=2, length=length)
+
+
+class EchoRole(Role):
+    """Answers with who it is and what it was given."""
+
+    def __init__(self, *, rank: int, **common: Any) -> None:
+        super().__init__(**common)
+        self._rank = rank
+
+    @register(Dispatch.ONE_TO_ALL)
+    def describe(self) -> dict[str, Any]:
+        return {
+            "rank": self._rank,
+            "pid": os.getpid(),
+            "thread": threading.current_thread().name,
+            "omp": os.environ.get("OMP_NUM_THREADS"),
+            "interrupt_blocked": signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+            or signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
+        }
+
+    @register(Dispatch.RANK_ZERO)
+    def only_rank_zero(self) -> int:
+        return self._rank
+
+    @register(Dispatch.SPLIT, Collect.COLUMNS)
+    def logprobs_plus(self, samples: Sequence[Sample], offset: float) -> list[NDArray[np.float32]]:
+        return [row.logprobs + np.float32(offset) for row in self._rows(samples)]
+
+    @register(Dispatch.SPLIT)
+    def lengths(self, samples: Sequence[Sample]) -> list[int]:
+        return [s.length for s in samples]
+
+    @register(Dispatch.SPLIT)
+    def columns_seen(self, samples: Sequence[Sample]) -> list[float]:
+        return [float(row.columns["ref_logprobs"][0]) for row in self._rows(samples)]
+
+    @register(Dispatch.ONE_TO_ALL)
+    def fail_on(self, rank: int) -> None:
+        if self._rank == rank:
+            raise UpdateFailed(f"rank {rank} was told to fail")
+        threading.Event().wait(30)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def raise_foreign(self) -> None:
+        raise KeyError("lost")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def write(self, text: str) -> None:
+        print(text)
+        os.system(f"echo {text} from a child")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    async def monotonic(self) -> float:
+        import time
+
+        return time.monotonic()
+
+    async def pairs(self, count: int) -> AsyncGenerator[tuple[int, GroupTokens], None]:
+        for number in range(count):
+            yield number, group_tokens(3, float(number))
+
+
+def column(handle: Any, index: int) -> Column:
+    return Column(handle, index)
+
+
+def echo_specs(ranks: int, config: Any) -> list[WorkerSpec]:
+    arguments = {"config": config, "model_path": str(Path("nowhere"))}
+    return [WorkerSpec(f"echo-{r}", EchoRole, r, 1, {**arguments, "rank": r}) for r in range(ranks)]

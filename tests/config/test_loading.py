@@ -1,0 +1,275 @@
+import math
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.config.loading import LoadedConfig, dump, load, mode_config
+from headway.config.presets import PRESETS
+from headway.config.schema import AsyncTrainingConfig, Order
+from headway.errors import ConfigError
+
+from .conftest import Load, Write
+
+
+def refusal(*overrides: str, path: Path | None = None) -> str:
+    with pytest.raises(ConfigError) as refused:
+        load(path, overrides)
+    return str(refused.value)
+
+
+def test_the_command_line_lies_on_the_file_and_the_file_on_the_mode(write: Write) -> None:
+    path = write("mode: async_stale\nasync_training: {staleness_threshold: 0.25, trigger_parameter_sync_step: 2}\n")
+    settings = load(path, ["async_training.staleness_threshold=0.75"]).config.async_training
+    assert settings.staleness_threshold == Fraction(3, 4)  # the command line's
+    assert settings.trigger_parameter_sync_step == 2  # the file's
+    assert settings.order is Order.WINDOW  # the mode's
+
+
+def test_the_mode_comes_from_the_command_line_before_the_file(write: Write) -> None:
+    path = write("mode: async_stale\n")
+    assert load(path).config.mode == "async_stale"
+    assert load(path, ["mode=on_policy"]).config.async_training.staleness_threshold == 0
+    assert load(None).config.mode == "async_partial"
+
+
+@pytest.mark.parametrize("mode", ["asynch_partial", "overlapped", "null", "3", "[on_policy]"])
+def test_an_unknown_mode_is_refused_with_those_that_there_are(mode: str) -> None:
+    message = refusal(f"mode={mode}")
+    assert all(known in message for known in PRESETS)
+
+
+@pytest.mark.parametrize("mode", PRESETS)
+def test_every_mode_is_values_of_the_schema(mode: str) -> None:
+    loaded = load(None, [f"mode={mode}"])
+    assert loaded.config == mode_config(mode)
+    assert loaded.user_keys == {"mode"}
+
+
+def test_user_keys_are_what_the_user_gave_a_value(write: Write) -> None:
+    path = write("model: {make: {hidden_size: 64}}\ndata: {val: null}\n")
+    assert load(path, ["actor_rollout_ref.rollout.n=4"]).user_keys == {"model.make.hidden_size", "rollout.n"}
+
+
+def test_a_section_set_to_null_takes_back_everything_below_it(write: Write) -> None:
+    loaded = load(write("model: {make: {hidden_size: 64}}\n"), ["model.make=null"])
+    assert loaded.config.model.make is None
+    assert loaded.user_keys == set()
+
+
+def test_an_exponent_is_a_number(write: Write) -> None:
+    assert load(write("actor: {optim: {lr: 1e-4}}\n")).config.actor.optim.lr == 1e-4
+    assert load(None, ["actor.optim.lr=3E-5"]).config.actor.optim.lr == 3e-5
+
+
+def test_a_reference_stands_for_another_setting(write: Write) -> None:
+    path = write("rollout: {n: 4, val_n: '${rollout.n}', val_temperature: 1}\n")
+    assert load(path, ["rollout.n=6"]).config.rollout.val_n == 6
+    assert "rollout.val_n" in refusal("rollout.val_n=${rollout.m}")
+
+
+def test_numbers_may_name_things_and_bare_on_and_off_are_words() -> None:
+    config = load(None, ["run.name=2024", "reports.live=off"]).config
+    assert (config.run.name, config.reports.live) == ("2024", "off")
+
+
+# ------------------------------------------------------------------------------------------- bad values
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout.n=0", "rollout.n: got 0 (on the command line), expected a number greater than 0"),
+        ("rollout.n=many", "rollout.n: got 'many' (on the command line), expected a whole number"),
+        ("rollout.n=2.5", "rollout.n: got 2.5 (on the command line), expected a whole number"),
+        ("rollout.n=true", "rollout.n: got True (on the command line), expected a number"),
+        ("rollout.n=null", "rollout.n: got null (on the command line), expected a whole number"),
+        ("rollout.n=[1]", "rollout.n: got [1] (on the command line), expected a whole number"),
+        (
+            "rollout.top_p=1.5",
+            "rollout.top_p: got 1.5 (on the command line), expected a number less than or equal to 1",
+        ),
+        ("rollout.test_freq=0", "rollout.test_freq: got 0 (on the command line), expected a number of versions, or -1"),
+        ("rollout.name=turbo", "rollout.name: got 'turbo' (on the command line), expected 'native'"),
+        ("actor.use_kl_loss=maybe", "actor.use_kl_loss: got 'maybe' (on the command line), expected true or false"),
+        ("actor.grad_clip=.inf", "actor.grad_clip: got inf (on the command line), expected a finite number"),
+        (
+            "actor.optim.betas=[0.9, 1]",
+            "actor.optim.betas[1]: got 1 (on the command line), expected a number less than 1",
+        ),
+        ("actor.optim.betas=[0.9]", "actor.optim.betas[1]: got nothing (on the command line), expected a value"),
+        (
+            "actor.optim.betas=[0, 0, 0]",
+            "actor.optim.betas: got [0, 0, 0] (on the command line), expected at most 2 values",
+        ),
+        ("actor=3", "actor: got 3 (on the command line), expected a section with keys of its own"),
+        (
+            "async_training.window=wide",
+            "async_training.window: got 'wide' (on the command line), expected a whole number or 'B'",
+        ),
+        (
+            "async_training.window=0",
+            "async_training.window: got 0 (on the command line), expected a number greater than 0 or 'B'",
+        ),
+        ("async_training.window=true", "async_training.window: got True (on the command line), expected a number"),
+        (
+            "async_training.order=lifo",
+            "async_training.order: got 'lifo' (on the command line), expected 'fifo', 'window' or 'ready'",
+        ),
+        (
+            "trainer.use_nodes_ratios=[0.5, 0, 0, x]",
+            "trainer.use_nodes_ratios[3]: got 'x' (on the command line), expected a number, like 1, 0.3 or 3/10",
+        ),
+        ("reward.function=null", "reward.function: got null (on the command line), expected text"),
+        (
+            "model.warmup.target=[0.6, 0.4]",
+            "model.warmup.target: got [0.6, 0.4] (on the command line), expected [low, high] with 0 <= low < high <= 1",
+        ),
+        (
+            "model.make.vocabulary=abca",
+            "model.make.vocabulary: got 'abca' (on the command line), expected each character once, but 'a' repeats",
+        ),
+        (
+            "model.make.num_key_value_heads=3",
+            "model.make: got {'num_key_value_heads': 3} (on the command line), expected num_attention_heads (4) to be a multiple of num_key_value_heads (3)",
+        ),
+    ],
+)
+def test_a_bad_value_is_refused_with_the_key_the_place_and_what_was_expected(override: str, message: str) -> None:
+    assert refusal(override) == message
+
+
+@pytest.mark.parametrize("eta", ["-0.1", "much", "true", "1/0", ".nan", ".inf", "null", "[1]"])
+def test_an_eta_that_is_no_fraction_from_0_on_is_refused(eta: str) -> None:
+    assert "async_training.staleness_threshold: got" in refusal(f"async_training.staleness_threshold={eta}")
+
+
+@pytest.mark.parametrize(
+    ("key", "suggestion"),
+    [
+        ("rollout.temprature", "rollout.temperature"),
+        ("rolout.n", "rollout.n"),
+        ("trainer.test_freq", "rollout.test_freq"),
+        ("trainer.total_rollout_steps", "rollout.total_rollout_steps"),
+        ("trainer.total_epochs", "data.epochs"),
+        ("data.train_files", "data.train"),
+        ("async_training.stalenes_threshold", "async_training.staleness_threshold"),
+        ("actor.optim.learning_rate_warmup_steps", "actor.optim.lr_warmup_steps"),
+        ("actor_rollout_ref.rollout.temprature", "rollout.temperature"),
+        ("lr", "model.warmup.lr or actor.optim.lr"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_what_was_probably_meant(key: str, suggestion: str) -> None:
+    assert refusal(f"{key}=1").endswith(f"unknown key (on the command line); did you mean {suggestion}?")
+
+
+def test_an_unknown_key_unlike_any_other_is_refused_without_a_guess(write: Write) -> None:
+    path = write("banana: {split: 3}\n")
+    assert refusal(path=path) == f"banana.split: unknown key (in {path})"
+
+
+def test_all_problems_come_in_one_message_each_with_its_place(write: Write) -> None:
+    path = write("rollout: {n: 0, temprature: 1}\n")
+    lines = refusal("actor.clip_ratio=-1", path=path).splitlines()
+    assert lines == [
+        f"rollout.temprature: unknown key (in {path}); did you mean rollout.temperature?",
+        f"rollout.n: got 0 (in {path}), expected a number greater than 0",
+        "actor.clip_ratio: got -1 (on the command line), expected a number greater than 0",
+    ]
+
+
+# ------------------------------------------------------------------------------------------- whole choices
+
+
+def test_a_model_of_the_users_own_replaces_the_made_one(minimal: Load) -> None:
+    loaded = minimal("model.path=/models/mine")
+    assert (loaded.config.model.path, loaded.config.model.make) == ("/models/mine", None)
+    assert not any(key.startswith("model.make") for key in loaded.user_keys)
+
+
+def test_data_of_the_users_own_replaces_the_task_and_its_reward(minimal: Load) -> None:
+    loaded = minimal("data.train=mine.jsonl")
+    assert (loaded.config.data.train, loaded.config.data.task) == ("mine.jsonl", None)
+    assert loaded.config.reward.function == "exact_match"
+    assert loaded.notes == ["reward.function is exact_match: data.train replaced the task whose verifier it was"]
+
+
+def test_a_reward_of_the_users_own_is_kept_with_data_of_the_users_own(minimal: Load) -> None:
+    loaded = minimal("data.train=mine.jsonl", "reward.function=mine.py:score")
+    assert (loaded.config.reward.function, loaded.notes) == ("mine.py:score", [])
+
+
+def test_another_task_does_not_get_the_parameters_of_the_first(write: Write) -> None:
+    path = write(
+        "data: {task: {name: sort, size: 99, params: {longest: 9}}}\n"
+        "model: {make: {}, warmup: {params: {longest: 3}}}\n"
+    )
+    same = load(path, ["data.task.name=sort"]).config
+    assert same.data.task is not None
+    assert same.data.task.params == {"longest": 9}
+    other = load(path, ["data.task.name=reverse", "data.task.params.mean=4"]).config
+    assert other.data.task is not None
+    assert other.model.warmup is not None
+    assert (other.data.task.size, other.data.task.params, other.model.warmup.params) == (99, {"mean": 4}, {})
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("model.path=/m", "model.make.hidden_size=64"),
+        ("model.path=/m", "model.warmup={}"),
+        ("data.train=a.jsonl", "data.task.name=sort"),
+    ],
+)
+def test_two_choices_in_one_place_are_refused(overrides: tuple[str, ...]) -> None:
+    assert "but both are given on the command line" in refusal(*overrides)
+
+
+# ------------------------------------------------------------------------------------------- dump, and η
+
+
+def equal_after_dump(loaded: LoadedConfig, folder: Path) -> None:
+    path = folder / "dumped.yaml"
+    path.write_text(dump(loaded.config))
+    assert load(path).config == loaded.config
+
+
+@pytest.mark.parametrize("mode", PRESETS)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("model.path=/m",),
+        ("data.train=a.parquet", "data.epochs=2", "rollout.total_rollout_steps=null", "run.dir=runs/x"),
+        ("trainer.generate_ahead_steps=3",),
+        ("async_training.partial_rollout=true",),
+        ("async_training.partial_rollout=true", "async_training.on_update=keep"),
+        ("async_training.order=fifo", "async_training.staleness_threshold=1/3"),
+        ("trainer.use_nodes_ratios=[1/3, 0, 1/3, 1/3]", "trainer.n_gpus_per_node=3", "actor.use_kl_loss=true"),
+        (
+            "run.name='on'",
+            "data.task.params={deep: {list: [1, [2, x]], text: 'null'}}",
+            'model.make.vocabulary="\'\\"#"',
+        ),
+    ],
+)
+def test_a_dumped_configuration_loads_back_to_an_equal_one(
+    minimal: Load, tmp_path: Path, mode: str, overrides: tuple[str, ...]
+) -> None:
+    equal_after_dump(minimal(f"mode={mode}", *overrides), tmp_path)
+
+
+@given(st.fractions(min_value=0, max_value=1000))
+def test_eta_is_kept_exactly_through_a_dump(eta: Fraction) -> None:
+    settings = AsyncTrainingConfig(staleness_threshold=eta)
+    again = AsyncTrainingConfig.model_validate(settings.model_dump(mode="json"))
+    assert again.staleness_threshold == settings.staleness_threshold == eta
+
+
+@given(st.integers(0, 999), st.integers(1, 6), st.integers(1, 10_000))
+def test_eta_written_as_a_decimal_is_that_decimal(digits: int, places: int, b: int) -> None:
+    eta = AsyncTrainingConfig.model_validate({"staleness_threshold": digits / 10**places}).staleness_threshold
+    assert eta == Fraction(digits, 10**places)
+    assert math.floor(eta * b) == digits * b // 10**places

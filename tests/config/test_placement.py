@@ -1,0 +1,131 @@
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.config.placement import ACTOR, REF, ROLLOUT, resolve_placement
+from headway.config.schema import Config
+from headway.errors import ConfigError
+
+counts = st.integers(1, 6)
+
+
+def config(*, kl: bool = False, **sections: dict[str, object]) -> Config:
+    return Config.model_validate({"actor": {"use_kl_loss": kl}, **sections})
+
+
+def by_ratios(devices: int, *ratios: object, kl: bool = False, nodes: int = 1) -> Config:
+    return config(kl=kl, trainer={"nnodes": nodes, "n_gpus_per_node": devices, "use_nodes_ratios": ratios})
+
+
+def test_counts_put_training_first_and_generation_after_it() -> None:
+    placed = resolve_placement(
+        config(trainer={"nnodes": 2, "n_gpus_per_node": 2}, rollout={"nnodes": 1, "n_gpus_per_node": 3})
+    )
+    assert dict(placed.devices) == {ACTOR: (0, 1, 2, 3), ROLLOUT: (4, 5, 6)}
+    assert (placed.total, placed.idle) == (7, ())
+
+
+def test_the_reference_lies_on_the_trainers_devices_unless_it_has_its_own() -> None:
+    inside = resolve_placement(config(kl=True, trainer={"n_gpus_per_node": 2}))
+    assert inside.devices[REF] == inside.devices[ACTOR] == (0, 1)
+    assert inside.shared(REF, ACTOR)
+    outside = resolve_placement(config(kl=True, ref={"nnodes": 1, "n_gpus_per_node": 2}))
+    assert outside.devices[REF] == (2, 3)
+    assert not outside.shared(REF, ACTOR)
+
+
+def test_there_is_no_reference_without_a_kl_term() -> None:
+    assert REF not in resolve_placement(config()).devices
+    off = Config.model_validate({"actor": {"use_kl_loss": True, "kl_loss_coef": 0}})
+    assert REF not in resolve_placement(off).devices
+
+
+def test_shares_put_training_at_the_front_and_generation_at_the_back() -> None:
+    placed = resolve_placement(by_ratios(8, 0.5, 0, 0, 0.25))
+    assert dict(placed.devices) == {ACTOR: (0, 1, 2, 3), ROLLOUT: (6, 7)}
+    assert placed.idle == (4, 5)
+
+
+def test_shares_that_fit_side_by_side_are_disjoint() -> None:
+    placed = resolve_placement(by_ratios(4, 0.25, 0, 0.25, 0.5, kl=True))
+    assert dict(placed.devices) == {ACTOR: (0,), ROLLOUT: (2, 3), REF: (1,)}
+
+
+def test_shares_that_do_not_fit_side_by_side_put_the_reference_on_the_trainers_front() -> None:
+    placed = resolve_placement(by_ratios(8, 0.5, 0, 0.25, 0.5, kl=True))
+    assert dict(placed.devices) == {ACTOR: (0, 1, 2, 3), ROLLOUT: (4, 5, 6, 7), REF: (0, 1)}
+
+
+@pytest.mark.parametrize("thirds", [("1/3", 0, 0, "2/3"), (Fraction(1, 3), 0, 0, Fraction(2, 3))])
+def test_thirds_are_exact(thirds: tuple[object, ...]) -> None:
+    assert dict(resolve_placement(by_ratios(3, *thirds)).devices) == {ACTOR: (0,), ROLLOUT: (1, 2)}
+
+
+def test_a_tenth_is_a_tenth() -> None:
+    placed = resolve_placement(by_ratios(10, 0.3, 0, 0, 0.7))
+    assert [len(placed.devices[role]) for role in (ACTOR, ROLLOUT)] == [3, 7]
+
+
+@pytest.mark.parametrize(
+    ("ratios", "complaint"),
+    [
+        ((0.3, 0, 0, 0.5), "train's share 0.3 of 4 devices is 1.2 devices"),
+        ((0.75, 0, 0, 0.5), "train and generate together have 5 of 4 devices"),
+        ((1, 0, 0, 0), "train has 4 and generate 0 of 4 devices"),
+        ((0, 0, 0, 1), "train has 0 and generate 4 of 4 devices"),
+        ((0.5, 0.25, 0, 0.25), "logp's share must be 0"),
+        ((0.5, 0, 0.25, 0.25), "ref_logp's share must be 0"),
+    ],
+)
+def test_shares_that_cannot_be_placed_are_refused(ratios: tuple[float, ...], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.use_nodes_ratios: ") as refused:
+        resolve_placement(by_ratios(4, *ratios))
+    assert complaint in str(refused.value)
+
+
+def test_a_reference_larger_than_the_trainer_it_lies_on_is_refused() -> None:
+    with pytest.raises(ConfigError, match="has 3 where train has 2"):
+        resolve_placement(by_ratios(4, 0.5, 0, 0.75, 0.5, kl=True))
+
+
+def test_generation_without_devices_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.nnodes: got 0"):
+        resolve_placement(config(rollout={"nnodes": 0}))
+
+
+@given(counts, counts, counts, counts, st.integers(0, 3), counts, st.booleans())
+def test_counts_use_every_device_once(tn: int, tg: int, rn: int, rg: int, fn: int, fg: int, kl: bool) -> None:
+    placed = resolve_placement(
+        config(
+            kl=kl,
+            trainer={"nnodes": tn, "n_gpus_per_node": tg},
+            rollout={"nnodes": rn, "n_gpus_per_node": rg},
+            ref={"nnodes": fn, "n_gpus_per_node": fg},
+        )
+    )
+    own_ref = placed.devices.get(REF, ()) if fn else ()
+    used = [*placed.devices[ACTOR], *placed.devices[ROLLOUT], *own_ref]
+    assert used == list(range(placed.total))
+    assert (len(placed.devices[ACTOR]), len(placed.devices[ROLLOUT])) == (tn * tg, rn * rg)
+    assert (REF in placed.devices) == kl
+
+
+@given(st.integers(2, 24), st.data())
+def test_whole_shares_give_their_devices_and_roles_overlap_only_where_they_must(
+    total: int, data: st.DataObject
+) -> None:
+    train = data.draw(st.integers(1, total - 1))
+    generate = data.draw(st.integers(1, total - train))
+    ref = data.draw(st.integers(0, train))
+    ratios = [Fraction(n, total) for n in (train, 0, ref, generate)]
+    placed = resolve_placement(by_ratios(total, *ratios, kl=True))
+
+    assert placed.devices[ACTOR] == tuple(range(train))
+    assert placed.devices[ROLLOUT] == tuple(range(total - generate, total))
+    assert len(placed.devices[REF]) == (ref or train)
+    assert not placed.shared(ROLLOUT, ACTOR)
+    assert not placed.shared(ROLLOUT, REF)
+    assert placed.shared(REF, ACTOR) == (ref == 0 or train + ref + generate > total)
+    assert set(placed.idle).isdisjoint(device for on in placed.devices.values() for device in on)

@@ -1,0 +1,29 @@
+"""What all tests share: one thread each, deterministic hypothesis, and at most one Ray at a time."""
+
+import os
+
+# Read when torch and tokenizers are first imported, and by the processes that tests start.
+for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(variable, "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+settings.register_profile("headway", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("headway")
+
+TESTS = Path(__file__).parent
+ONE_AT_A_TIME = frozenset({"cluster", "integration"})
+"""Areas whose tests start several processes each: side by side they would only wait for each other."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Under ``--dist loadgroup`` the tests of a file share a worker, and so do all of `ONE_AT_A_TIME`."""
+    for item in items:
+        place = item.path.relative_to(TESTS)
+        area = place.parts[0]
+        item.add_marker(pytest.mark.xdist_group("processes" if area in ONE_AT_A_TIME else str(place)))

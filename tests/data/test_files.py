@@ -1,0 +1,121 @@
+"""JSONL and Parquet files: what is read, and what is said about files that cannot be used."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from headway.data.files import Record, read_records
+from headway.errors import DataError
+
+ROWS = [
+    {"prompt": "1+1=", "answer": "2", "level": 1},
+    {"prompt": "2+2=", "answer": "4", "level": 2},
+]
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+def write(path: Path, rows: list[dict]) -> str:
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return str(path)
+
+
+def read(path: str, prompt_key: str = "prompt", answer_key: str = "answer") -> list[Record]:
+    return read_records(path, prompt_key=prompt_key, answer_key=answer_key)
+
+
+@pytest.fixture(params=["sums.jsonl", "sums.parquet"])
+def file(request, tmp_path: Path) -> Path:
+    return tmp_path / request.param
+
+
+def test_rows_come_in_order_with_their_other_columns(file: Path) -> None:
+    assert read(write(file, ROWS)) == [
+        Record("1+1=", "2", "sums", {"level": 1}),
+        Record("2+2=", "4", "sums", {"level": 2}),
+    ]
+
+
+def test_columns_go_by_the_configured_names(file: Path) -> None:
+    rows = [{"question": "q", "solution": {"value": 3}, "prompt": "not this"}]
+    (record,) = read(write(file, rows), "question", "solution")
+    assert (record.prompt, record.answer, record.extra) == ("q", {"value": 3}, {"prompt": "not this"})
+
+
+def test_a_prompt_may_be_a_chat(file: Path) -> None:
+    (record,) = read(write(file, [{"prompt": CHAT, "answer": 1}]))
+    assert record.prompt == CHAT
+
+
+def test_a_data_source_column_names_the_source(file: Path) -> None:
+    (record,) = read(write(file, [{"prompt": "p", "answer": "a", "data_source": "gsm8k"}]))
+    assert record.source == "gsm8k"
+
+
+def test_missing_columns_are_named_with_those_present(file: Path) -> None:
+    with pytest.raises(DataError, match=r"no column 'prompt'; there are question, answer. Set data.prompt_key"):
+        read(write(file, [{"question": "q", "answer": "a"}]))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (3, "a prompt is text or a list of chat messages, not 3"),
+        (None, "not None"),
+        ([], r"not \[\]"),
+        ([{"content": "x"}], "a chat message is"),
+        (["x"], "a chat message is"),
+    ],
+)
+def test_a_prompt_of_another_type_is_refused_with_its_place(tmp_path: Path, prompt: object, message: str) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": "fine", "answer": 1}, {"prompt": prompt, "answer": 1}])
+    with pytest.raises(DataError, match=f"a.jsonl, line 2, 'prompt': .*{message}"):
+        read(path)
+
+
+def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "p", "answer": "a"}\n\n{"prompt": \n')
+    with pytest.raises(DataError, match=r"a.jsonl, line 3: not JSON"):
+        read(str(path))
+
+
+def test_a_line_that_is_no_object_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("[1, 2]\n")
+    with pytest.raises(DataError, match="line 1: expected an object with columns, not list"):
+        read(str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("missing.jsonl", None, "no such file"),
+        ("a.csv", b"prompt,answer", "end in .jsonl or .parquet, not '.csv'"),
+        ("a", b"", "end in .jsonl or .parquet, not 'nothing'"),
+        ("a.jsonl", b"\n\n", "the file has no rows"),
+        ("a.jsonl", b"\xff\xfe\x00", "cannot be read: UnicodeDecodeError"),
+        ("a.parquet", b"not parquet at all", "cannot be read as Parquet"),
+    ],
+)
+def test_a_file_that_cannot_be_used_says_why(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        read(str(tmp_path / name))
+
+
+def test_a_parquet_file_without_rows_says_so(tmp_path: Path) -> None:
+    table = pyarrow.table(
+        {"prompt": pyarrow.array([], pyarrow.string()), "answer": pyarrow.array([], pyarrow.string())}
+    )
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="no rows"):
+        read(str(tmp_path / "a.parquet"))

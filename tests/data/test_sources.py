@@ -1,0 +1,303 @@
+"""Prompt sources: rendering, order, cursor, limits, and what the run gets as training and held-out data."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.data.conftest import CHAT_TEMPLATE
+
+from headway.config.schema import Config
+from headway.data.files import Record
+from headway.data.sources import RowSource, build_sources
+from headway.data.tokenize import PromptTokenizer
+from headway.data.types import Prompt
+from headway.errors import ConfigError, DataError
+
+CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+
+
+class CountingTokenizer:
+    """Stands in for `PromptTokenizer`: one token per character; counts calls."""
+
+    def __init__(self, max_length: int = 5) -> None:
+        self.max_length = max_length
+        self.batches: list[int] = []
+
+    def __call__(self, records: Sequence[Record]) -> list:
+        self.batches.append(len(records))
+        return [
+            (r.prompt, np.arange(len(r.prompt), dtype=np.int32)) if len(r.prompt) <= self.max_length else None
+            for r in records
+        ]
+
+
+def source_of(
+    prompts: Sequence[str], tokenizer: CountingTokenizer | None = None, seed: int = 0, **options
+) -> RowSource:
+    records = [Record(prompt, i, "test") for i, prompt in enumerate(prompts)]
+    return RowSource(records, tokenizer or CountingTokenizer(), seed=seed, **options)
+
+
+def drain(source: RowSource) -> list[tuple[int, int]]:
+    prompts = iter(source.next, None)
+    return [(prompt.epoch, prompt.row) for prompt in prompts]
+
+
+# ---------------------------------------------------------------------------------------------- tokenising
+
+
+def test_plain_text_is_tokenised_as_it_is(tokenizer) -> None:
+    ((text, ids),) = PromptTokenizer(tokenizer, "auto", 10)([Record("ab", 1, "s")])
+    assert text == "ab"
+    assert ids.dtype == np.int32
+    assert tokenizer.decode(ids).replace(" ", "") == "ab"
+
+
+def test_plain_text_gets_the_models_own_start_and_a_template_does_not_get_it_twice(make_tokenizer) -> None:
+    tokenizer = make_tokenizer(CHAT_TEMPLATE, bos=True)
+    plain, chat = PromptTokenizer(tokenizer, "auto", 99)([Record("ab", 1, "s"), Record(CHAT, 1, "s")])
+    for _, ids in (plain, chat):
+        assert ids.tolist().count(tokenizer.bos_token_id) == 1
+        assert ids[0] == tokenizer.bos_token_id
+
+
+@pytest.mark.parametrize(
+    ("mode", "prompt", "text"),
+    [
+        ("auto", "2+2", "2+2"),
+        ("never", "2+2", "2+2"),
+        ("always", "2+2", "<s>[user]2+2[assistant]"),
+        ("auto", CHAT, "<s>[system]be brief[user]hi[assistant]"),
+        ("always", CHAT, "<s>[system]be brief[user]hi[assistant]"),
+    ],
+)
+def test_the_chat_template_applies_as_configured(make_tokenizer, mode, prompt, text) -> None:
+    ((got, ids),) = PromptTokenizer(make_tokenizer(CHAT_TEMPLATE), mode, 99)([Record(prompt, 1, "s")])
+    assert got == text
+    assert len(ids) == len(text) - len("<s>") * ("<s>" in text) + ("<s>" in text)
+
+
+@pytest.mark.parametrize(("mode", "prompt"), [("auto", CHAT), ("always", "text")])
+def test_a_missing_template_is_explained(tokenizer, mode, prompt) -> None:
+    with pytest.raises(DataError, match=r"need a chat template .*the model's tokenizer has none; use an"):
+        PromptTokenizer(tokenizer, mode, 99)([Record(prompt, 1, "s")])
+
+
+def test_messages_that_no_template_may_render_are_explained(make_tokenizer) -> None:
+    with pytest.raises(DataError, match="chat_template=never renders none"):
+        PromptTokenizer(make_tokenizer(CHAT_TEMPLATE), "never", 99)([Record(CHAT, 1, "s")])
+
+
+def test_a_template_that_fails_is_the_datas_error(make_tokenizer) -> None:
+    tokenizer = make_tokenizer("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(DataError, match=r"template fails on a prompt of s: .*roles must alternate"):
+        PromptTokenizer(tokenizer, "auto", 99)([Record(CHAT, 1, "s")])
+
+
+def test_a_prompt_of_no_tokens_is_refused(tokenizer) -> None:
+    with pytest.raises(DataError, match="has no tokens"):
+        PromptTokenizer(tokenizer, "auto", 99)([Record("", 1, "s")])
+
+
+# ---------------------------------------------------------------------------------------------- order and cursor
+
+
+def test_without_shuffling_rows_come_in_order_epoch_after_epoch() -> None:
+    assert drain(source_of("abc", shuffle=False, epochs=2)) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+
+
+def test_each_epoch_has_every_row_once_in_an_order_of_its_own() -> None:
+    drawn = drain(source_of("abcdefghij" * 3, epochs=3))
+    epochs = [[row for epoch, row in drawn if epoch == e] for e in range(3)]
+    assert all(sorted(rows) == list(range(30)) for rows in epochs)
+    assert len({tuple(rows) for rows in epochs}) == 3
+
+
+def test_the_order_depends_on_the_seed_alone() -> None:
+    drawn = drain(source_of("abcdefghij", epochs=2, prefetch=1))
+    np.random.seed(123)
+    assert drain(source_of("abcdefghij", epochs=2, prefetch=7)) == drawn
+    assert drain(source_of("abcdefghij", epochs=2, seed=1)) != drawn
+
+
+def test_without_a_limit_epochs_never_end() -> None:
+    source = source_of("ab")
+    assert [source.next().epoch for _ in range(7)] == [0, 0, 1, 1, 2, 2, 3]
+
+
+def test_after_the_last_epoch_there_is_nothing_however_often_asked() -> None:
+    source = source_of("a", epochs=1)
+    assert source.next() is not None
+    assert source.next() is None
+    assert source.next() is None
+
+
+@settings(deadline=None)
+@given(
+    prompts=st.lists(st.text("ab", min_size=1, max_size=8), min_size=1, max_size=12).filter(
+        lambda prompts: any(len(p) <= 5 for p in prompts)
+    ),
+    taken=st.integers(0, 40),
+    prefetch=st.integers(0, 9),
+    other_prefetch=st.integers(0, 9),
+    seed=st.integers(0, 99),
+)
+def test_a_restored_source_goes_on_where_the_saved_one_stood(prompts, taken, prefetch, other_prefetch, seed) -> None:
+    """Whatever was tokenised ahead, in this run or the next."""
+    source = source_of(prompts, seed=seed, epochs=4, prefetch=prefetch)
+    for _ in range(taken):
+        source.next()
+    state = json.loads(json.dumps(source.state()))
+    left_out = source.left_out
+    resumed = source_of(prompts, seed=seed, epochs=4, prefetch=other_prefetch)
+    resumed.restore(state)
+    assert resumed.left_out == left_out
+    assert drain(resumed) == drain(source)
+    assert resumed.left_out == source.left_out == sum(len(p) > 5 for p in prompts)
+
+
+def test_a_cursor_over_other_data_is_refused() -> None:
+    state = source_of("abc").state()
+    with pytest.raises(DataError, match=r"rows 3 then, 4 now.*Resume with the same data"):
+        source_of("abcd").restore(state)
+    with pytest.raises(DataError, match="seed 0 then, 1 now"):
+        source_of("abc", seed=1).restore(state)
+
+
+def test_prompts_are_tokenised_in_chunks_ahead_of_their_use() -> None:
+    tokenizer = CountingTokenizer()
+    source = source_of("abcdefghij", tokenizer, prefetch=4)
+    for _ in range(4):
+        source.next()
+    assert tokenizer.batches == [4]
+    source.next()
+    assert tokenizer.batches == [4, 4]
+
+
+def test_running_a_prompt_again_is_a_further_attempt() -> None:
+    source = source_of("ab")
+    prompt = source.next()
+    again = source.again(source.again(prompt))
+    assert (again.epoch, again.row, again.attempt) == (prompt.epoch, prompt.row, 2)
+    assert again.trajectory_id(1) != prompt.trajectory_id(1)
+
+
+def test_a_prompt_longer_than_the_limit_is_left_out_and_counted_once() -> None:
+    source = source_of(["ok", "far too long", "ok"], epochs=3, shuffle=False)
+    assert drain(source) == [(e, row) for e in range(3) for row in (0, 2)]
+    assert source.left_out == 1
+
+
+def test_one_good_row_among_many_is_found_in_every_epoch() -> None:
+    source = source_of(["far too long"] * 30 + ["ok"], prefetch=1)
+    assert [source.next().row for _ in range(10)] == [30] * 10
+
+
+@pytest.mark.parametrize("epochs", [None, 1])
+def test_nothing_but_too_long_prompts_is_an_error_at_once(epochs: int | None) -> None:
+    with pytest.raises(DataError, match=r"all 2 prompts have more than data\.max_prompt_length=5 tokens"):
+        source_of(["far too long", "and another"], epochs=epochs)
+
+
+def test_no_rows_at_all_is_an_error() -> None:
+    with pytest.raises(DataError, match="no training prompts"):
+        source_of([])
+
+
+# ---------------------------------------------------------------------------------------------- a run's data
+
+
+def config_of(**data) -> Config:
+    return Config.model_validate({"data": data, "run": {"seed": 3}})
+
+
+@pytest.fixture
+def train_file(tmp_path: Path) -> str:
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{i}?", "answer": i, "tag": "t"}) + "\n" for i in range(40)))
+    return str(path)
+
+
+def rows_of(prompts: Sequence[Prompt]) -> set[int]:
+    return {prompt.row for prompt in prompts}
+
+
+def test_a_file_is_split_by_seed_into_disjoint_parts(train_file: str, tokenizer) -> None:
+    bundle = build_sources(config_of(train=train_file, val_size=10, epochs=1), tokenizer)
+    again = build_sources(config_of(train=train_file, val_size=10, epochs=1), tokenizer)
+    train = list(iter(bundle.train.next, None))
+    assert bundle.rows == len(train) == 30
+    assert rows_of(train) | rows_of(bundle.val) == set(range(40))
+    assert [p.text for p in again.val] == [p.text for p in bundle.val]
+    assert all(p.text == f"{p.row}?" and p.answer == p.row and p.extra == {"tag": "t"} for p in train + bundle.val)
+
+
+def test_a_validation_file_replaces_the_split(train_file: str, tmp_path: Path, tokenizer) -> None:
+    val = tmp_path / "val.jsonl"
+    val.write_text(json.dumps({"prompt": "held out", "answer": 1}) + "\n")
+    bundle = build_sources(config_of(train=train_file, val=str(val)), tokenizer)
+    assert bundle.rows == 40
+    assert [(p.text, p.row, p.source) for p in bundle.val] == [("held out", 40, "val")]
+
+
+def test_holding_out_every_row_is_an_error(train_file: str, tokenizer) -> None:
+    with pytest.raises(DataError, match="val_size=40 held-out rows leave nothing of 40 rows"):
+        build_sources(config_of(train=train_file, val_size=40), tokenizer)
+
+
+def test_no_held_out_rows_is_allowed(train_file: str, tokenizer) -> None:
+    assert build_sources(config_of(train=train_file, val_size=0), tokenizer).val == []
+
+
+def test_a_task_brings_its_own_held_out_problems(tokenizer) -> None:
+    bundle = build_sources(config_of(task={"name": "sort", "size": 50, "val_size": 20}, epochs=1), tokenizer)
+    train = list(iter(bundle.train.next, None))
+    assert len(bundle.val) == 20
+    assert rows_of(train) == set(range(50))
+    assert rows_of(bundle.val) == set(range(50, 70))
+    assert {p.text for p in train}.isdisjoint(p.text for p in bundle.val)
+    assert train[0].source == "sort"
+    assert train[0].answer == "".join(sorted(train[0].text.removeprefix("sort:").removesuffix("=")))
+
+
+def test_a_validation_file_replaces_a_tasks_held_out_problems(tmp_path: Path, tokenizer) -> None:
+    val = tmp_path / "val.jsonl"
+    val.write_text(json.dumps({"prompt": "sort:21=", "answer": "12"}) + "\n")
+    bundle = build_sources(config_of(task={"name": "sort", "size": 50}, val=str(val)), tokenizer)
+    assert [(p.text, p.row) for p in bundle.val] == [("sort:21=", 50)]
+
+
+def test_prompts_of_one_million_problems_are_not_made_before_they_are_needed(tokenizer) -> None:
+    bundle = build_sources(config_of(task={"name": "reverse", "size": 1_000_000, "val_size": 4}), tokenizer)
+    assert len(list(itertools.islice(iter(bundle.train.next, None), 5))) == 5
+
+
+def test_prompts_left_out_of_both_parts_are_counted(tokenizer) -> None:
+    params = {"min_length": 2, "mean_length": 6, "max_length": 20}
+    config = config_of(
+        task={"name": "sort", "size": 100, "val_size": 100, "params": params}, max_prompt_length=12, epochs=1
+    )
+    bundle = build_sources(config, tokenizer)
+    trained = len(list(iter(bundle.train.next, None)))
+    assert bundle.left_out == {"train": 100 - trained, "val": 100 - len(bundle.val)}
+    assert min(bundle.left_out.values()) > 0
+    assert all(len(p.token_ids) <= 12 for p in bundle.val)
+
+
+def test_held_out_prompts_that_are_all_too_long_are_an_error(train_file: str, tmp_path: Path, tokenizer) -> None:
+    val = tmp_path / "val.jsonl"
+    val.write_text(json.dumps({"prompt": "x" * 50, "answer": 1}) + "\n")
+    with pytest.raises(DataError, match="all 1 held-out prompts"):
+        build_sources(config_of(train=train_file, val=str(val), max_prompt_length=10), tokenizer)
+
+
+def test_nothing_to_train_on_is_an_error(tokenizer) -> None:
+    with pytest.raises(ConfigError, match=r"data.train \(a file\) or data.task"):
+        build_sources(config_of(), tokenizer)

@@ -1,0 +1,121 @@
+"""Tiny models, requests and references for the rollout engine's tests."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from headway.data.types import Prompt
+from headway.engines.rollout.native.core import EngineCore
+from headway.interfaces import FinishedGroup, GenerateRequest, Priority, SamplingParams
+
+VOCABULARY = 40
+CONTEXT = 64
+STOP = 1
+FAMILIES = {
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 12}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "llama": (LlamaConfig, LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True}),
+}
+
+
+def make_model(family: str = "qwen3", *, tied: bool = True, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A random decoder of two layers, with weights large enough for its distributions to be far from uniform."""
+    config_type, model_type, extra = FAMILIES[family]
+    config = config_type(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=tied,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+        **{**extra, **changes},
+    )
+    torch.manual_seed(seed)
+    model = model_type(config).eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 1:  # biases and norms start as constants, which would hide mistakes
+            torch.nn.init.normal_(parameter, mean=float(parameter.detach().mean()), std=0.2)
+    return model
+
+
+def make_core(model: PreTrainedModel, *, slots: int = 8, seed: int = 7, **changes: Any) -> EngineCore:
+    """A core over a copy of ``model``; its clock counts how often it is asked."""
+    ticks = iter(range(10**9))
+    settings: dict[str, Any] = {
+        "name": "replica",
+        "seed": seed,
+        "slots": slots,
+        "max_context": CONTEXT,
+        "max_batched_tokens": 48,
+        "pad_token_id": 0,
+        "decode": lambda ids: " ".join(map(str, ids)),
+        "clock": lambda: float(next(ticks)),
+    }
+    return EngineCore(copy.deepcopy(model), **{**settings, **changes})
+
+
+def make_request(
+    number: int,
+    *,
+    n: int = 4,
+    length: int | None = None,
+    priority: Priority = Priority.TRAINING,
+    attempt: int = 0,
+    **sampling: Any,
+) -> GenerateRequest:
+    """A random prompt, the same for the same number."""
+    rng = np.random.default_rng(number)
+    tokens = rng.integers(2, VOCABULARY, length or int(rng.integers(3, 14))).astype(np.int32)
+    prompt = Prompt(epoch=0, row=number, attempt=attempt, source="test", text="", token_ids=tokens)
+    params = SamplingParams(**{"max_tokens": 16, "stop_token_ids": (STOP,), **sampling})
+    return GenerateRequest(number, prompt, n, params, priority)
+
+
+def finish(core: EngineCore) -> list[FinishedGroup]:
+    """Step until there is nothing to do."""
+    groups: list[FinishedGroup] = []
+    with torch.inference_mode():
+        while core.has_work:
+            groups.extend(group for _, group in core.step())
+    return groups
+
+
+def steps(core: EngineCore, count: int) -> list[FinishedGroup]:
+    with torch.inference_mode():
+        return [group for _ in range(count) if core.has_work for _, group in core.step()]
+
+
+def tokens_of(groups: Sequence[FinishedGroup]) -> dict[tuple[int, int], list[int]]:
+    """Every trajectory's token ids by (number, k)."""
+    return {(g.number, k): r.ids.tolist() for g in groups for k, r in enumerate(g.tokens.responses)}
+
+
+def reference_logprobs(model: PreTrainedModel, group: FinishedGroup, k: int) -> NDArray[np.float32]:
+    """[T] log-probs of one response by a plain Hugging Face forward over prompt and response."""
+    prompt, response = group.tokens.prompt_ids, group.tokens.responses[k].ids
+    ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(input_ids=ids[None]).logits[0].float(), -1)
+    chosen = logprobs[len(prompt) - 1 : -1].gather(1, ids[len(prompt) :, None])
+    return chosen.squeeze(1).numpy()

@@ -1,0 +1,245 @@
+"""What the engine reports is what a plain Hugging Face forward computes."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM, PreTrainedModel
+
+from headway.data.types import FinishReason
+from headway.engines.rollout.native import fused
+from headway.engines.rollout.native.forward import ModuleForward
+from headway.engines.rollout.native.fused import FusedForward, best_forward
+from headway.errors import ModelError
+from headway.interfaces import FinishedGroup, OnUpdate
+from tests.engines.rollout.support import (
+    CONTEXT,
+    FAMILIES,
+    VOCABULARY,
+    finish,
+    make_core,
+    make_model,
+    make_request,
+    reference_logprobs,
+    steps,
+)
+
+TOLERANCE = 1e-5
+every_family = pytest.mark.parametrize("family", FAMILIES)
+either_head = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+
+
+def assert_logprobs(groups: list[FinishedGroup], model_of: dict[int, PreTrainedModel]) -> None:
+    """Every token's log-prob is that of the model of its version, over the whole sequence."""
+    for group in groups:
+        for k, response in enumerate(group.tokens.responses):
+            for version, model in model_of.items():
+                mine = response.versions == version
+                expected = reference_logprobs(model, group, k)
+                np.testing.assert_allclose(response.logprobs[mine], expected[mine], atol=TOLERANCE, rtol=0)
+
+
+def updated(model: PreTrainedModel, seed: int = 1) -> PreTrainedModel:
+    """The same architecture after a large update."""
+    other = copy.deepcopy(model)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return other
+
+
+@every_family
+@either_head
+def test_log_probs_equal_a_plain_forward_before_and_after_an_update(family: str, tied: bool) -> None:
+    old = make_model(family, tied=tied)
+    new = updated(old)
+    core = make_core(old)
+    core.submit([make_request(i) for i in range(5)], "owner")
+    assert_logprobs(finish(core), {0: old})
+    core.activate(1, new.named_parameters())
+    core.submit([make_request(i, attempt=1) for i in range(5)], "owner")
+    groups = finish(core)
+    assert {span for g in groups for t in g.trajectories for span in map(tuple, t.version_spans)} == {(0, 1)}
+    assert_logprobs(groups, {1: new})
+
+
+@every_family
+@either_head
+def test_log_probs_are_exact_across_an_interrupt(family: str, tied: bool) -> None:
+    old = make_model(family, tied=tied)
+    new = updated(old)
+    core = make_core(old)
+    core.submit([make_request(i, stop_token_ids=()) for i in range(4)], "owner")
+    done = steps(core, 5)
+    assert core.pause(OnUpdate.INTERRUPT).interrupted == 8
+    core.activate(1, new.named_parameters())
+    core.resume()
+    done += finish(core)
+
+    spans = {g.number: [t.version_spans for t in g.trajectories] for g in done}
+    assert spans[0] == spans[1] == [[[0, 0], [5, 1]]] * 4
+    assert spans[2] == spans[3] == [[[0, 1]]] * 4
+    assert_logprobs(done, {0: old, 1: new})
+
+
+def test_keep_goes_on_with_the_old_keys_and_values_under_the_new_weights() -> None:
+    old = make_model()
+    new = updated(old)
+    core = make_core(old)
+    core.submit([make_request(0, stop_token_ids=(), length=6)], "owner")
+    steps(core, 4)
+    assert core.pause(OnUpdate.KEEP).interrupted == 0
+    core.activate(1, new.named_parameters())
+    core.resume()
+    (group,) = finish(core)
+    for response in group.tokens.responses:
+        assert response.versions.tolist() == [0] * 4 + [1] * 12
+        ids = torch.from_numpy(np.concatenate([group.tokens.prompt_ids, response.ids]).astype(np.int64))[None]
+        cached = 6 + 4 - 1  # the last sampled token is not in the cache yet
+        with torch.no_grad():
+            cache = DynamicCache(config=old.config)
+            before = old(ids[:, :cached], past_key_values=cache, use_cache=True).logits[0]
+            after = new(ids[:, cached:-1], past_key_values=cache, use_cache=True).logits[0]
+        logprobs = torch.log_softmax(torch.cat([before, after])[5:], -1)
+        expected = logprobs.gather(1, ids[0, 6:, None]).squeeze(1).numpy()
+        np.testing.assert_allclose(response.logprobs, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_an_update_without_a_pause_happens_between_two_tokens() -> None:
+    old = make_model()
+    core = make_core(old)
+    core.submit([make_request(0, stop_token_ids=())], "owner")
+    steps(core, 3)
+    core.activate(1, updated(old).named_parameters())
+    steps(core, 2)
+    core.activate(5, updated(old, seed=2).named_parameters())
+    (group,) = finish(core)
+    assert all(r.versions.tolist() == [0] * 3 + [1] * 2 + [5] * 11 for r in group.tokens.responses)
+    assert group.trajectories[0].version_spans == [[0, 0], [3, 1], [5, 5]]
+
+
+def test_a_version_without_a_sampled_token_is_not_counted() -> None:
+    model = make_model()
+    core = make_core(model)
+    core.submit([make_request(0, stop_token_ids=())], "owner")
+    steps(core, 3)
+    for version in (1, 2):
+        core.pause(OnUpdate.INTERRUPT)
+        core.activate(version, model.named_parameters())
+    core.resume()
+    (group,) = finish(core)
+    assert {tuple(map(tuple, t.version_spans)) for t in group.trajectories} == {((0, 0), (3, 2))}
+
+
+def test_trajectories_that_start_after_an_update_do_not_see_the_old_prompt() -> None:
+    old = make_model()
+    new = updated(old)
+    core = make_core(old, slots=2)
+    core.submit([make_request(0, n=6)], "owner")
+    steps(core, 1)  # the prompt's prefill is kept for four more
+    core.activate(1, new.named_parameters())
+    (group,) = finish(core)
+    for k in range(2, 6):
+        response = group.tokens.responses[k]
+        assert (response.versions == 1).all()
+        np.testing.assert_allclose(response.logprobs, reference_logprobs(new, group, k), atol=TOLERANCE, rtol=0)
+
+
+@every_family
+def test_the_fused_forward_is_used_and_equals_the_module(family: str) -> None:
+    model = make_model(family)
+    module = ModuleForward(copy.deepcopy(model))
+    forward = best_forward(model, CONTEXT)
+    assert isinstance(forward, FusedForward)
+    ids = torch.randint(0, VOCABULARY, (3, 20))
+    lengths = torch.tensor([20, 7, 1])
+    with torch.inference_mode():
+        logits, kv = forward.prefill(ids, lengths)
+        expected, expected_kv = module.prefill(ids, lengths)
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(kv, expected_kv, atol=1e-5, rtol=0)
+
+
+def test_packing_leaves_the_module_as_it_was_and_takes_no_second_copy() -> None:
+    model = make_model("llama")
+    before = copy.deepcopy(model.state_dict())
+    FusedForward(model, CONTEXT)
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
+    attention = model.model.layers[0].self_attn
+    storages = {p.weight.untyped_storage().data_ptr() for p in (attention.q_proj, attention.k_proj, attention.v_proj)}
+    assert len(storages) == 1
+
+
+def test_a_fused_forward_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model()
+    monkeypatch.setattr(FusedForward, "_logits", lambda self, hidden: torch.zeros(len(hidden), VOCABULARY))
+    with caplog.at_level(logging.WARNING, logger=fused.__name__):
+        assert isinstance(best_forward(model, CONTEXT), ModuleForward)
+    assert "differs from the module" in caplog.text
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_other_decoders_run_as_the_modules_that_they_are(attention: str) -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None}
+    mistral = MistralConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        initializer_range=0.3, max_position_embeddings=CONTEXT, sliding_window=None, attn_implementation=attention, **sizes,
+    )  # fmt: skip
+    gpt2 = GPT2Config(
+        n_embd=32, n_layer=2, n_head=4, n_positions=CONTEXT, initializer_range=0.3, attn_implementation=attention, **sizes
+    )
+    for model in (MistralForCausalLM(mistral).eval(), GPT2LMHeadModel(gpt2).eval()):
+        core = make_core(model)
+        core.submit([make_request(i, stop_token_ids=()) for i in range(4)], "owner")
+        groups = steps(core, 5)
+        core.pause(OnUpdate.INTERRUPT)
+        core.resume()
+        assert_logprobs(groups + finish(core), {0: model})
+
+
+def test_temperature_scales_the_reported_log_probs() -> None:
+    model = make_model()
+    core = make_core(model)
+    core.submit([make_request(0, temperature=0.5)], "owner")
+    (group,) = finish(core)
+    sharper = copy.deepcopy(model)
+    head = sharper.lm_head
+    sharper.lm_head = torch.nn.Linear(head.in_features, head.out_features, bias=False)
+    sharper.lm_head.weight.data = head.weight.data * 2
+    for k, response in enumerate(group.tokens.responses):
+        np.testing.assert_allclose(response.logprobs, reference_logprobs(sharper, group, k), atol=TOLERANCE, rtol=0)
+
+
+def test_greedy_decoding_equals_generate() -> None:
+    model = make_model()
+    core = make_core(model)
+    core.submit([make_request(i, n=1, temperature=0.0, stop_token_ids=()) for i in range(4)], "owner")
+    for group in finish(core):
+        prompt = torch.from_numpy(group.tokens.prompt_ids.astype(np.int64))[None]
+        expected = model.generate(prompt, do_sample=False, max_new_tokens=16)[0, prompt.shape[1] :]
+        assert group.tokens.responses[0].ids.tolist() == expected.tolist()
+        assert group.trajectories[0].finish_reason is FinishReason.LENGTH
+
+
+def test_bfloat16_is_served_with_float32_log_probs() -> None:
+    model = make_model().to(torch.bfloat16)
+    core = make_core(model)
+    core.submit([make_request(i) for i in range(3)], "owner")
+    for group in finish(core):
+        for k, response in enumerate(group.tokens.responses):
+            assert response.logprobs.dtype == np.float32
+            np.testing.assert_allclose(response.logprobs, reference_logprobs(model, group, k), atol=0.2, rtol=0)
+
+
+def test_a_context_beyond_the_models_positions_or_window_is_refused() -> None:
+    with pytest.raises(ModelError, match="made for 64"):
+        make_core(make_model(), max_context=65)
+    windowed = make_model("qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=0)
+    with pytest.raises(ModelError, match="last 16"):
+        make_core(windowed)

@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.data.types import TrajectoryId
+from headway.engines.rollout.native.sampling import (
+    BatchSampling,
+    behaviour_logprobs,
+    check_sampling,
+    inverse_cdf,
+    sample,
+    trajectory_key,
+    uniforms,
+)
+from headway.errors import DataError
+from headway.interfaces import SamplingParams
+from tests.engines.rollout.support import finish, make_core, make_model, make_request, tokens_of
+
+CPU = torch.device("cpu")
+
+
+def splitmix64(state: int, outputs: int) -> list[int]:
+    """The generator as its authors publish it: one state, advanced step by step."""
+    mask, result = (1 << 64) - 1, []
+    for _ in range(outputs):
+        state = (state + 0x9E3779B97F4A7C15) & mask
+        z = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+        result.append(z ^ (z >> 31))
+    return result
+
+
+def filtered_distribution(logits: list[float], params: SamplingParams) -> np.ndarray:
+    """The behaviour distribution in float64, token by token."""
+    scaled = np.array(logits, np.float64) / params.temperature
+    probs = np.exp(scaled - scaled.max())
+    probs /= probs.sum()
+    order = sorted(range(len(probs)), key=lambda i: (-probs[i], i))
+    if params.top_k:
+        order = order[: params.top_k]
+    total, kept, mass = sum(probs[i] for i in order), [], 0.0
+    for index in order:
+        if params.top_p < 1 and kept and mass / total >= params.top_p:
+            break
+        kept.append(index)
+        mass += probs[index]
+    result = np.zeros(len(probs))
+    result[kept] = probs[kept] / probs[kept].sum()
+    return result
+
+
+def test_uniforms_are_the_outputs_of_splitmix64_seeded_by_the_trajectory() -> None:
+    key = trajectory_key(3, TrajectoryId(0, 17, 1, 5))
+    expected = [(z >> 11) * 2.0**-53 for z in splitmix64(key, 50)]
+    assert uniforms(np.full(50, key, np.uint64), np.arange(50)).tolist() == expected
+
+
+def test_keys_differ_in_every_field_and_in_the_seed() -> None:
+    ids = [TrajectoryId(e, r, a, k) for e in range(4) for r in range(20) for a in range(3) for k in range(8)]
+    assert len({trajectory_key(seed, i) for seed in range(3) for i in ids}) == 3 * len(ids)
+
+
+def test_uniforms_are_uniform_across_trajectories_and_positions() -> None:
+    keys = np.array([trajectory_key(0, TrajectoryId(0, row, 0, k)) for row in range(100) for k in range(8)], np.uint64)
+    for position in (0, 1, 99):
+        counts = np.histogram(uniforms(keys, np.full(len(keys), position)), bins=20, range=(0, 1))[0]
+        assert ((counts - 40) ** 2 / 40).sum() < 45.3  # χ²(19), p = 0.0006
+
+
+@given(
+    logits=st.lists(st.floats(-30, 30, width=32), min_size=2, max_size=12),
+    temperature=st.floats(0.3, 3),
+    top_k=st.integers(0, 12),
+    top_p=st.floats(0.05, 1),
+)
+@settings(max_examples=200, deadline=None)
+def test_log_probs_are_those_of_the_filtered_distribution(
+    logits: list[float], temperature: float, top_k: int, top_p: float
+) -> None:
+    params = SamplingParams(1, temperature, top_p, top_k)
+    expected = filtered_distribution(logits, params)
+    sampling = BatchSampling.of([params], len(logits), CPU)
+    found = behaviour_logprobs(torch.tensor([logits]), sampling)[0].double().exp().numpy()
+    if (found > 0).tolist() != (expected > 0).tolist():
+        # Float32 and float64 may disagree about a token exactly at a filter's edge, never about more.
+        assert abs(int((found > 0).sum()) - int((expected > 0).sum())) <= 1 + (len(set(logits)) < len(logits))
+        return
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_rows_with_different_parameters_do_not_touch_each_other() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(5, 30) * 3
+    rows = [
+        SamplingParams(1),
+        SamplingParams(1, temperature=0.5),
+        SamplingParams(1, top_k=3),
+        SamplingParams(1, top_p=0.6),
+        SamplingParams(1, temperature=0.0, top_k=2, top_p=0.1),
+    ]
+    together = behaviour_logprobs(logits, BatchSampling.of(rows, 30, CPU))
+    for row, params in enumerate(rows):
+        alone = behaviour_logprobs(logits[row : row + 1], BatchSampling.of([params], 30, CPU))
+        torch.testing.assert_close(together[row], alone[0])
+
+
+def test_greedy_takes_the_most_likely_token_and_reports_its_unfiltered_log_prob() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0], [5.0, 2.0, 1.0]])
+    sampling = BatchSampling.of([SamplingParams(1, temperature=0.0, top_k=1)] * 2, 3, CPU)
+    tokens, logprobs = sample(logits, sampling, torch.tensor([0.999, 0.999], dtype=torch.float64))
+    assert tokens.tolist() == [1, 0]
+    torch.testing.assert_close(logprobs, torch.log_softmax(logits, -1).amax(-1))
+
+
+@given(st.integers(0, 2**31), st.integers(2, 5000))
+@settings(max_examples=50, deadline=None)
+def test_a_token_of_probability_zero_is_never_sampled_not_even_at_the_ends(seed: int, vocabulary: int) -> None:
+    torch.manual_seed(seed)
+    logits = torch.randn(6, vocabulary) * 5
+    logits[torch.rand(6, vocabulary) < 0.5] = -torch.inf
+    logits[:, vocabulary // 2] = 0.0
+    edge = float(np.nextafter(1.0, 0.0))
+    uniform = torch.tensor([0.0, edge, 0.0, edge, 0.5, 1 - 2**-30], dtype=torch.float64)
+    logprobs = torch.log_softmax(logits, -1)
+    chosen = logprobs.gather(1, inverse_cdf(logprobs, uniform).unsqueeze(1))
+    assert torch.isfinite(chosen).all()
+
+
+def test_the_inverse_cdf_maps_intervals_to_tokens() -> None:
+    logprobs = torch.tensor([[0.25, 0.0, 0.5, 0.25]]).log().expand(6, -1)
+    uniform = torch.tensor([0.0, 0.2499, 0.2501, 0.7499, 0.7501, 0.9999], dtype=torch.float64)
+    assert inverse_cdf(logprobs, uniform).tolist() == [0, 0, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{}, {"temperature": 0.6}, {"top_k": 4}, {"top_p": 0.7}, {"temperature": 1.5, "top_k": 12, "top_p": 0.8}],
+    ids=str,
+)
+def test_the_engine_samples_the_exact_distribution(sampling: dict[str, float]) -> None:
+    model, draws = make_model(), 4000
+    core = make_core(model, slots=500)
+    request = make_request(3, n=draws, max_tokens=1, stop_token_ids=(), **sampling)
+    core.submit([request], "owner")
+    (group,) = finish(core)
+
+    with torch.no_grad():
+        logits = model(torch.from_numpy(request.prompt.token_ids.astype(np.int64))[None]).logits[0, -1]
+    expected = filtered_distribution(logits.tolist(), request.sampling)
+    ids = np.array([response.ids[0] for response in group.tokens.responses])
+    logprobs = np.array([response.logprobs[0] for response in group.tokens.responses])
+    counts = np.bincount(ids, minlength=len(expected))
+    assert not counts[expected == 0].any()
+    np.testing.assert_allclose(logprobs, np.log(expected[ids]), atol=1e-4)
+
+    common = expected * draws >= 5
+    observed = np.append(counts[common], counts[~common].sum())
+    ideal = np.append(expected[common], expected[~common].sum()) * draws
+    observed, ideal = observed[ideal > 0], ideal[ideal > 0]
+    degrees = len(ideal) - 1
+    chi2 = ((observed - ideal) ** 2 / ideal).sum()
+    assert chi2 < degrees + 4 * np.sqrt(2 * degrees) + 4
+
+
+def test_sampling_does_not_depend_on_who_else_is_in_the_batch() -> None:
+    model = make_model()
+    alone, crowd = make_core(model), make_core(model)
+    alone.submit([make_request(5)], "owner")
+    crowd.submit([make_request(i) for i in (2, 5, 3)], "owner")
+    assert tokens_of(finish(alone)).items() <= tokens_of(finish(crowd)).items()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"max_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}, {"top_k": -1}], ids=str
+)
+def test_parameters_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(DataError, match="sampling needs"):
+        check_sampling(SamplingParams(**{"max_tokens": 4, **wrong}))

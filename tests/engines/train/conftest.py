@@ -1,0 +1,85 @@
+"""Small models, rows and process groups for the tests of the train engines."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from datetime import timedelta
+from multiprocessing import get_context
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from headway.config.schema import MakeModelConfig
+from headway.models.make import make_model
+
+TIMEOUT = timedelta(seconds=60)
+TINY = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "vocabulary": "0123456789abcdef",
+}
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """``model_path(architecture, tie)``: a folder with a tiny model, made once."""
+    root = tmp_path_factory.mktemp("models")
+
+    def path(architecture: str = "qwen3", tie: bool = True) -> str:
+        folder = root / f"{architecture}-{tie}"
+        if not folder.exists():
+            config = MakeModelConfig.model_validate(
+                {**TINY, "architecture": architecture, "tie_word_embeddings": tie}
+            )
+            make_model(config, seed=1, path=folder)
+        return str(folder)
+
+    return path
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A default process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+    yield
+    dist.destroy_process_group()
+
+
+RunRanks = Callable[..., list[Any]]
+
+
+@pytest.fixture(scope="session")
+def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunRanks]:
+    """``run_ranks(world, function, args)``: call ``function(*args)`` on every rank; the ranks' results, in order.
+
+    The processes are started once. A rank waits in the rendezvous for the others, so each call finds its own process.
+    """
+    root = tmp_path_factory.mktemp("rendezvous")
+    with ProcessPoolExecutor(3, mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        calls = 0
+
+        def run(world: int, function: Callable[..., Any], args: Sequence[Any] = ()) -> list[Any]:
+            nonlocal calls
+            calls += 1
+            store = str(root / str(calls))
+            futures = [pool.submit(_on_rank, rank, world, store, function, args) for rank in range(world)]
+            return [future.result(timeout=TIMEOUT.total_seconds()) for future in futures]
+
+        yield run
+
+
+def _on_rank(rank: int, world: int, store: str, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=TIMEOUT)
+    try:
+        return function(*args)
+    finally:
+        dist.destroy_process_group()

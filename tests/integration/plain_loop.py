@@ -1,0 +1,73 @@
+"""A plain synchronous loop over the engines: generate, reward, advantage, update, copy weights. Nothing else.
+
+    python plain_loop.py CONFIG OUT [a.b=c …]
+
+What ``mode=on_policy`` must equal, bit for bit.
+"""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from headway.algorithms.advantages import ADVANTAGES
+from headway.config.loading import load
+from headway.data.collate import resolve
+from headway.data.sources import build_sources
+from headway.data.types import Group, Sample
+from headway.engines.rollout.native.engine import NativeEngine
+from headway.engines.train.advantages import GroupAdvantages
+from headway.engines.train.fsdp import FsdpEngine
+from headway.interfaces import GenerateRequest, SamplingParams
+from headway.models.loading import load_model, load_tokenizer
+from headway.user_code import load_function
+
+
+async def plain_loop(config_path: Path, out: Path, overrides: list[str]) -> None:
+    config = load(config_path, overrides).config
+    path, steps = config.model.path, config.rollout.total_rollout_steps // config.actor.ppo_mini_batch_size
+    tokenizer, model = load_tokenizer(path), load_model(path, dtype=torch.float32)
+    score = load_function(config.reward.function)
+    prompts = build_sources(config, tokenizer).train
+    trainer = FsdpEngine(model_path=path, config=config, total_optimizer_steps=steps, device="cpu")
+    manifest = trainer.manifest(bucket_bytes=2**20)
+    engine = NativeEngine(
+        model,
+        name="plain",
+        seed=config.run.seed,
+        slots=config.rollout.max_concurrent,
+        max_context=config.data.max_prompt_length + config.data.max_response_length,
+        max_batched_tokens=config.rollout.max_batched_tokens,
+        pad_token_id=tokenizer.pad_token_id,
+        decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+        receive=lambda version: trainer.gather_buckets(manifest),
+        manifest=manifest,
+    )
+    sampling = SamplingParams(config.data.max_response_length, stop_token_ids=(tokenizer.eos_token_id,))
+    advantages = GroupAdvantages(ADVANTAGES.get("grpo"), {"normalize_by_std": True})
+    for step in range(steps):
+        batch = [prompts.next() for _ in range(config.actor.ppo_mini_batch_size)]
+        requests = [GenerateRequest(i, prompt, config.rollout.n, sampling) for i, prompt in enumerate(batch)]
+        groups = []
+        async for done in engine.generate(requests):
+            rewards = torch.tensor([score(t.text, batch[done.number].answer) for t in done.trajectories]).numpy()
+            groups.append(Group(done.number, batch[done.number], done.trajectories, done.tokens, rewards))
+        groups.sort(key=lambda group: group.number)
+        samples = [
+            Sample(group.tokens, k, t.prompt_length, t.length, rows[k])
+            for group, rows in zip(groups, advantages(groups), strict=True)
+            for k, t in enumerate(group.trajectories)
+        ]
+        trainer.train_step(resolve(samples, lambda handle: handle))
+        await engine.stage_weights(step + 1)
+        await engine.activate(step + 1)
+    await engine.close()
+    trainer.export(out)
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    asyncio.run(plain_loop(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]))
+    dist.destroy_process_group()

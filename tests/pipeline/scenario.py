@@ -1,0 +1,222 @@
+"""A whole run on the virtual clock: a configuration, fakes, and everything that can be seen of the run from outside."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tests.pipeline.fakes import (
+    FakeReference,
+    FakeReward,
+    FakeRollout,
+    FakeSource,
+    FakeTrainer,
+    Lengths,
+    Recorder,
+    Wire,
+    seeded_lengths,
+    validation_prompts,
+    zero_advantages,
+)
+from tests.pipeline.virtual_clock import run_virtual
+
+from headway.config.presets import PRESETS
+from headway.config.schema import Config
+from headway.events import (
+    Event,
+    GroupAdmitted,
+    GroupSettled,
+    OptimizerStepped,
+    RunFinished,
+    ValidationFinished,
+)
+from headway.pipeline.run import Parts, Pipeline, Status
+from headway.pipeline.stages.reward import GroupFilter
+
+E = TypeVar("E", bound=Event)
+
+MODES = tuple(PRESETS)
+
+
+@dataclass(slots=True)
+class Run:
+    """What a run left behind."""
+
+    status: Status | None
+    error: BaseException | None
+    events: list[Event]
+    pipeline: Pipeline
+    rollouts: list[FakeRollout]
+    trainer: FakeTrainer
+    ended: float
+    """Virtual seconds."""
+    tasks_left: list[str]
+
+    def of(self, kind: type[E]) -> list[E]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def fates(self) -> Counter[str]:
+        return Counter(event.fate for event in self.of(GroupSettled))
+
+    @property
+    def groups(self) -> dict[str, int]:
+        return self.of(RunFinished)[-1].groups
+
+    @property
+    def version(self) -> int:
+        return self.of(RunFinished)[-1].version
+
+    def lags_by_version(self) -> dict[int, set[int]]:
+        lags: dict[int, set[int]] = {}
+        for step in self.of(OptimizerStepped):
+            lags.setdefault(step.version, set()).update(step.lags)
+        return lags
+
+    def validated(self) -> list[int]:
+        return [event.version for event in self.of(ValidationFinished)]
+
+    def launches(self) -> dict[int, float]:
+        """Group → when it reached an engine."""
+        return {
+            number: time
+            for rollout in self.rollouts
+            for time, numbers, priority in rollout.submitted
+            if priority == "training"
+            for number in numbers
+        }
+
+    def assert_clean(self) -> Run:
+        """What holds for every run, however it ended."""
+        assert self.tasks_left == []
+        assert isinstance(self.events[-1], RunFinished), self.events[-1]
+        assert len(self.of(RunFinished)) == 1
+        assert_one_fate_each(self)
+        assert_admission_kept_the_inequality(self)
+        return self
+
+    def assert_completed(self) -> Run:
+        if self.error is not None:
+            raise self.error
+        assert self.status is Status.COMPLETED
+        return self.assert_clean()
+
+
+def assert_one_fate_each(run: Run) -> None:
+    admitted = [event.number for event in run.of(GroupAdmitted)]
+    assert admitted == list(range(len(admitted)))
+    assert sorted(event.number for event in run.of(GroupSettled)) == admitted
+    groups = run.groups
+    assert groups == {"admitted": len(admitted), **{fate: run.fates()[fate] for fate in groups if fate != "admitted"}}
+
+
+def assert_admission_kept_the_inequality(run: Run) -> None:
+    for event in run.of(GroupAdmitted):
+        assert event.admitted - event.discarded <= event.limit, event
+
+
+@dataclass(slots=True)
+class Scenario:
+    """Defaults: one replica, B = 4 per fetch, two answers each, twelve groups, no validation."""
+
+    mode: str = "async_partial"
+    async_training: dict[str, Any] = field(default_factory=dict)
+    """Values over the mode's."""
+    sections: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Values of further sections of the configuration."""
+    mini_batch: int = 4
+    n: int = 2
+    total: int | None = None
+    """Groups to train; without ``epochs`` the default is six versions' worth."""
+    rows: int = 1000
+    epochs: int | None = None
+    replicas: int = 1
+    slots: int = 8
+    seed: int = 0
+    lengths: Lengths | None = None
+    problems: int = 0
+    """Held-out problems; 0 is a run without validation."""
+    test_freq: int = 1
+    reward: FakeReward = field(default_factory=FakeReward)
+    group_filter: GroupFilter | None = None
+    trainer: dict[str, Any] = field(default_factory=dict)
+    """Arguments of `FakeTrainer`."""
+    engine: dict[str, Any] = field(default_factory=dict)
+    """Arguments of `FakeRollout`."""
+    reference: FakeReference | None = None
+    """On ranks of its own."""
+    reference_inside_fetch: bool = False
+    script: Callable[[Run], None] | None = None
+    """Called before the run starts, to arrange what will happen."""
+    beside: Callable[[Run], Awaitable[None]] | None = None
+    """Runs beside the pipeline until it ends."""
+    watched: bool = False
+    """`beside` is given to the pipeline as its watch, so that what it raises is the pipeline's affair."""
+
+    @property
+    def config(self) -> Config:
+        prefix = "async_training."
+        of_mode = {k.removeprefix(prefix): v for k, v in PRESETS[self.mode].items() if k.startswith(prefix)}
+        values = {**of_mode, **self.async_training}
+        per_version = values["trigger_parameter_sync_step"] * values.get("require_batches", 1) * self.mini_batch
+        total = self.total
+        if total is None and self.epochs is None:
+            total = 6 * per_version
+        sections: dict[str, dict[str, Any]] = {
+            "run": {"seed": self.seed},
+            "rollout": {"n": self.n, "total_rollout_steps": total, "test_freq": self.test_freq},
+            "data": {"epochs": self.epochs},
+            "actor": {"ppo_mini_batch_size": self.mini_batch},
+            "async_training": values,
+        }
+        for name, further in self.sections.items():
+            sections[name] = {**sections.get(name, {}), **further}
+        return Config.model_validate({"mode": self.mode, **sections})
+
+    def run(self) -> Run:
+        return run_virtual(self._run())
+
+    async def _run(self) -> Run:
+        wire = Wire(self.replicas)
+        lengths = self.lengths or seeded_lengths(self.seed)
+        rollouts = [
+            FakeRollout(f"rollout-{i}", wire=wire, lengths=lengths, slots=self.slots, **self.engine)
+            for i in range(self.replicas)
+        ]
+        trainer = FakeTrainer(wire, **self.trainer)
+        recorder = Recorder()
+        run: Run
+        parts = Parts(
+            source=FakeSource(self.rows, self.epochs),
+            validation=validation_prompts(self.problems),
+            rollouts=rollouts,
+            trainer=trainer,
+            reward=self.reward,
+            advantages=zero_advantages,
+            group_filter=self.group_filter,
+            reference=trainer if self.reference_inside_fetch else self.reference,
+            reference_inside_fetch=self.reference_inside_fetch,
+            watch=(lambda: self._watch(run)) if self.watched else None,
+        )
+        pipeline = Pipeline(self.config, parts, [recorder], Path("checkpoints"))
+        run = Run(None, None, recorder.events, pipeline, rollouts, trainer, 0.0, [])
+        if self.script is not None:
+            self.script(run)
+        beside = asyncio.ensure_future(self.beside(run)) if self.beside and not self.watched else None
+        try:
+            run.status = await pipeline.run()
+        except Exception as error:
+            run.error = error
+        run.ended = asyncio.get_running_loop().time()
+        if beside is not None:
+            beside.cancel()
+            await asyncio.wait([beside])
+        run.tasks_left = [t.get_name() for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+        return run
+
+    async def _watch(self, run: Run) -> None:
+        assert self.beside is not None
+        await self.beside(run)

@@ -1,0 +1,314 @@
+"""The stage as a state machine: its loop, its states, and what it does with failures."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+
+import pytest
+
+from headway.errors import ScoringFailed, StageFailed
+from headway.events import StageChanged
+from headway.pipeline.channel import Channel
+from headway.pipeline.stage import Stage, State
+from tests.pipeline.fakes import Recorder
+from tests.pipeline.virtual_clock import run_virtual
+
+Work = Callable[[int], Awaitable[None]]
+
+
+class Doubling(Stage[int, int]):
+    """Twice its input, after `work`."""
+
+    waits_for_input = "the test"
+
+    def __init__(self, recorder: Recorder, work: Work | None = None, concurrency: int | None = 1) -> None:
+        super().__init__(recorder.on_event)
+        self.input: Channel[int] = Channel("input")
+        self.output: Channel[int] = Channel("output")
+        self.closed = 0
+        self.concurrency = concurrency
+        self._work_on = work
+
+    async def get_input_data(self) -> int | None:
+        return await self.input.get()
+
+    async def process_data(self, item: int) -> AsyncGenerator[int, None]:
+        if self._work_on is not None:
+            await self._work_on(item)
+        yield 2 * item
+
+    async def send_output_data(self, output: int) -> bool:
+        return await self.output.send(output)
+
+    def close_output(self) -> None:
+        self.closed += 1
+        self.output.close()
+
+    async def feed(self, *items: int) -> None:
+        for item in items:
+            await self.input.send(item)
+        self.input.close()
+
+    async def outputs(self) -> list[int]:
+        taken = []
+        while (item := await self.output.get()) is not None:
+            taken.append(item)
+        return taken
+
+
+def states(recorder: Recorder) -> list[str]:
+    return [event.state for event in recorder.events if isinstance(event, StageChanged)]
+
+
+async def takes(seconds: float) -> None:
+    await asyncio.sleep(seconds)
+
+
+def test_one_item_at_a_time_goes_through_the_states_in_order():
+    recorder = Recorder()
+
+    async def main() -> list[int]:
+        stage = Doubling(recorder)
+        await stage.feed(1, 2)
+        await stage.run()
+        return await stage.outputs()
+
+    assert run_virtual(main()) == [2, 4]
+    item = ["processing", "waiting_output", "processing"]
+    assert states(recorder) == [*item, "waiting_input", *item, "waiting_input", "draining", "stopped"]
+
+
+def test_every_transition_says_when_and_what_the_stage_waits_for():
+    recorder = Recorder()
+
+    async def main() -> None:
+        stage = Doubling(recorder, lambda _: takes(3))
+        running = asyncio.ensure_future(stage.run())
+        await asyncio.sleep(1)
+        await stage.feed(1)
+        await running
+
+    run_virtual(main())
+    events = [e for e in recorder.events if isinstance(e, StageChanged)]
+    assert [(e.time, e.state) for e in events] == [
+        (1, "processing"),
+        (4, "waiting_output"),
+        (4, "processing"),
+        (4, "waiting_input"),
+        (4, "draining"),
+        (4, "stopped"),
+    ]
+    assert {e.state: e.waiting_for for e in events} == {
+        "processing": None,
+        "waiting_output": "its consumer",
+        "waiting_input": "the test",
+        "draining": None,
+        "stopped": None,
+    }
+
+
+def test_a_stage_with_concurrency_one_never_works_on_two_items():
+    active, most = 0, 0
+
+    async def work(_: int) -> None:
+        nonlocal active, most
+        active, most = active + 1, max(most, active + 1)
+        await asyncio.sleep(1)
+        active -= 1
+
+    async def main() -> float:
+        stage = Doubling(Recorder(), work)
+        await stage.feed(1, 2, 3)
+        await stage.run()
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == 3
+    assert most == 1
+
+
+@pytest.mark.parametrize(("concurrency", "seconds"), [(None, 1), (2, 2), (3, 2), (4, 1)])
+def test_concurrency_bounds_the_items_in_processing(concurrency: int | None, seconds: float):
+    async def main() -> float:
+        stage = Doubling(Recorder(), lambda _: takes(1), concurrency)
+        await stage.feed(1, 2, 3, 4)
+        await stage.run()
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == seconds
+
+
+def test_a_concurrent_stage_sends_on_completion_not_in_order():
+    async def main() -> list[int]:
+        stage = Doubling(Recorder(), takes, None)
+        await stage.feed(3, 1, 2)
+        await stage.run()
+        return await stage.outputs()
+
+    assert run_virtual(main()) == [2, 4, 6]
+
+
+def test_a_concurrent_stage_tells_how_many_items_are_in_processing_and_drains_at_the_end():
+    recorder = Recorder()
+
+    async def main() -> None:
+        stage = Doubling(recorder, takes, None)
+        await stage.feed(1, 2)
+        await stage.run()
+
+    run_virtual(main())
+    events = [(e.time, e.state, e.active) for e in recorder.events if isinstance(e, StageChanged)]
+    assert events == [
+        (0, "draining", 0),
+        (0, "processing", 1),
+        (0, "processing", 2),
+        (1, "waiting_output", 2),
+        (1, "processing", 2),
+        (1, "processing", 1),
+        (2, "waiting_output", 1),
+        (2, "processing", 1),
+        (2, "draining", 0),
+        (2, "stopped", 0),
+    ]
+
+
+@pytest.mark.parametrize("concurrency", [1, None])
+def test_a_foreign_exception_is_attributed_to_the_stage_and_chained(concurrency: int | None):
+    recorder = Recorder()
+
+    async def work(_: int) -> None:
+        raise ZeroDivisionError("by zero")
+
+    async def main() -> Doubling:
+        stage = Doubling(recorder, work, concurrency)
+        await stage.feed(1, 2)
+        with pytest.raises(StageFailed, match=r"Doubling failed: ZeroDivisionError: by zero") as caught:
+            await stage.run()
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+        assert await stage.outputs() == []
+        return stage
+
+    stage = run_virtual(main())
+    assert states(recorder)[-1] == "failed"
+    assert stage.closed == 1
+
+
+def test_headways_own_errors_pass_through_unchanged():
+    async def work(_: int) -> None:
+        raise ScoringFailed("as it is")
+
+    async def main() -> None:
+        stage = Doubling(Recorder(), work)
+        await stage.feed(1)
+        await stage.run()
+
+    with pytest.raises(ScoringFailed, match="as it is"):
+        run_virtual(main())
+
+
+def test_a_failure_of_one_item_cancels_the_others_and_leaves_no_task_behind():
+    cancelled = []
+
+    async def work(item: int) -> None:
+        if item == 2:
+            await asyncio.sleep(1)
+            raise ValueError("two")
+        try:
+            await asyncio.sleep(10)
+        except asyncio.CancelledError:
+            cancelled.append(item)
+            raise
+
+    async def main() -> float:
+        stage = Doubling(Recorder(), work, None)
+        await stage.feed(1, 2, 3)
+        with pytest.raises(StageFailed, match="two"):
+            await stage.run()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == 1
+    assert cancelled == [1, 3]
+
+
+@pytest.mark.parametrize("concurrency", [1, None])
+def test_a_cancelled_stage_stops_and_closes_its_output(concurrency: int | None):
+    recorder = Recorder()
+
+    async def main() -> Doubling:
+        stage = Doubling(recorder, lambda _: takes(10), concurrency)
+        await stage.feed(1, 2)
+        running = asyncio.ensure_future(stage.run())
+        await asyncio.sleep(1)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return stage
+
+    stage = run_virtual(main())
+    assert states(recorder)[-1] == "stopped"
+    assert stage.closed == 1
+
+
+@pytest.mark.parametrize("concurrency", [1, None])
+def test_a_stage_ends_when_its_consumer_takes_nothing_more(concurrency: int | None):
+    recorder = Recorder()
+
+    async def main() -> float:
+        stage = Doubling(recorder, takes, concurrency)
+        stage.output.close_consumer()
+        for item in (1, 5):
+            await stage.input.send(item)  # the input stays open
+        await stage.run()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == 1
+    assert states(recorder)[-1] == "stopped"
+
+
+@pytest.mark.parametrize("concurrency", [1, None])
+def test_a_paused_stage_starts_nothing_and_loses_nothing(concurrency: int | None):
+    recorder = Recorder()
+    started: list[tuple[float, int]] = []
+
+    async def work(item: int) -> None:
+        started.append((asyncio.get_running_loop().time(), item))
+        await asyncio.sleep(1)
+
+    async def main() -> list[int]:
+        stage = Doubling(recorder, work, concurrency)
+        running = asyncio.ensure_future(stage.run())
+        await stage.input.send(1)
+        await asyncio.sleep(0.5)
+        stage.pause()
+        await stage.feed(2)
+        await asyncio.sleep(4)
+        assert stage.state is State.PAUSED
+        assert stage.waiting_for == "resume"
+        stage.resume()
+        await running
+        return await stage.outputs()
+
+    assert run_virtual(main()) == [2, 4]
+    assert started == [(0, 1), (4.5, 2)]
+
+
+def test_an_input_that_ends_while_the_stage_is_paused_ends_the_stage():
+    async def main() -> None:
+        stage = Doubling(Recorder())
+        stage.pause()
+        await stage.feed()
+        await stage.run()
+
+    run_virtual(main())
+
+
+def test_an_exception_while_getting_input_is_attributed_too():
+    class Broken(Doubling):
+        async def get_input_data(self) -> int | None:
+            raise OSError("no input")
+
+    with pytest.raises(StageFailed, match="Broken failed: OSError: no input"):
+        run_virtual(Broken(Recorder(), concurrency=None).run())

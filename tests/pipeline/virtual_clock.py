@@ -1,0 +1,85 @@
+"""An event loop without wall time: when nothing is ready, its clock jumps to the next timer.
+
+    ready callbacks ─▶ run them ─▶ nothing ready? ─▶ a timer is set: time = its time ─▶ …
+                                        └─▶ no timer either: every task waits for another one ─▶ `Deadlock`
+
+Code that waits only on asyncio primitives and reads only ``loop.time()`` runs unchanged, in no wall time and in the
+same order every time. Threads, processes and sockets are outside: the clock would run away while the loop waits for
+one, and a loop that has nothing else to do is reported as a deadlock at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Coroutine, Iterator
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Deadlock(RuntimeError):
+    """No callback is ready and no timer is set, but the program has not ended. Lists what each task waits for."""
+
+
+class VirtualClockLoop(asyncio.SelectorEventLoop):
+    """Starts at time 0. A step costs no time: only timers move the clock."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        super().__init__(_JumpingSelector(self))
+
+    def time(self) -> float:
+        return self._now
+
+    def jump(self, seconds: float) -> None:
+        self._now += seconds
+
+
+class _JumpingSelector(selectors.SelectSelector):
+    """Instead of sleeping until the next timer, moves the loop's clock there.
+
+    The loop calls ``select`` once per turn with the time to its next timer: 0 when callbacks are ready, None when there
+    is no timer. The loop's own socket (`call_soon_threadsafe`, signals) is still polled.
+    """
+
+    def __init__(self, loop: VirtualClockLoop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if ready := super().select(0):
+            return ready
+        if timeout is None:
+            raise Deadlock(_who_waits(self._loop))
+        if timeout > 0:
+            self._loop.jump(timeout)
+        return []
+
+
+def run_virtual(main: Coroutine[Any, Any, T]) -> T:
+    """Run ``main`` to its end on a clock of its own, as `asyncio.run` does on the wall's.
+
+    Raises what ``main`` raises, and `Deadlock` when no task can ever go on.
+    """
+    with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
+        return runner.run(main)
+
+
+def _who_waits(loop: asyncio.AbstractEventLoop) -> str:
+    tasks = sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name())
+    lines = [f"{task.get_name()}: {' > '.join(_await_chain(task.get_coro()))}" for task in tasks]
+    return "\n  ".join([f"nothing is ready and no timer is set at t={loop.time():g} s; waiting:", *lines])
+
+
+def _await_chain(awaitable: Any) -> Iterator[str]:
+    """The coroutines that a task is suspended in, outermost first, each with its line."""
+    while awaitable is not None:
+        frame = _any_of(awaitable, "cr_frame", "gi_frame", "ag_frame")
+        if frame is not None:
+            yield f"{frame.f_code.co_qualname}:{frame.f_lineno}"
+        awaitable = _any_of(awaitable, "cr_await", "gi_yieldfrom", "ag_await")
+
+
+def _any_of(owner: Any, *names: str) -> Any:
+    return next((value for name in names if (value := getattr(owner, name, None)) is not None), None)

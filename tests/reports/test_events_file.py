@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from headway import events
+from headway.errors import DataError
+from headway.events import Event, Note, OptimizerStepped, RunFinished, TrainerBusy
+from headway.reports.events_file import EventsFile, read_events
+from tests.reports.scripted_run import ScriptedRun
+
+EVENT_TYPES = [
+    cls for cls in vars(events).values() if isinstance(cls, type) and issubclass(cls, Event) and cls is not Event
+]
+SCALARS: dict[Any, st.SearchStrategy[Any]] = {
+    int: st.integers(-(2**40), 2**40),
+    float: st.floats(allow_nan=False, allow_infinity=False),
+    str: st.text(max_size=10),
+    bool: st.booleans(),
+}
+
+
+def values(hint: Any) -> st.SearchStrategy[Any]:
+    """Any value that an event's field of this type may have."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is list:
+        return st.lists(values(arguments[0]), max_size=3)
+    if origin is tuple:
+        return st.tuples(*map(values, arguments))
+    if origin is dict:
+        return st.dictionaries(values(arguments[0]), values(arguments[1]), max_size=3)
+    if origin in (Union, type(int | None)):
+        return st.none() | st.one_of([values(a) for a in arguments if a is not type(None)])
+    return SCALARS[hint]
+
+
+def fields_of(cls: type[Event]) -> dict[str, st.SearchStrategy[Any]]:
+    return {name: values(hint) for name, hint in get_type_hints(cls).items() if name != "kind"}
+
+
+def unexpected(problem: str) -> None:
+    raise AssertionError(problem)
+
+
+def write(path: Path, run: list[Event], report: Callable[[str], None] = unexpected) -> None:
+    file = EventsFile(path, report)
+    for event in run:
+        file.on_event(event)
+    file.close()
+
+
+@pytest.mark.parametrize("cls", EVENT_TYPES, ids=lambda cls: cls.kind)
+def test_every_kind_of_event_comes_back_as_it_was_written(cls: type[Event], tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+
+    @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+    @given(st.builds(cls, **fields_of(cls)))
+    def round_trip(event: Event) -> None:
+        path.unlink(missing_ok=True)
+        write(path, [event])
+        (back,) = read_events(path)
+        assert back == event
+        assert type(back) is cls
+
+    round_trip()
+
+
+def test_a_whole_run_comes_back_in_order(tmp_path: Path) -> None:
+    run = ScriptedRun().build()
+    write(tmp_path / "events.jsonl", run)
+    assert list(read_events(tmp_path / "events.jsonl")) == run
+
+
+def test_a_second_writer_appends(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    first, second = Note(time=1.0, level="info", text="a\nb"), Note(time=2.0, level="warning", text="η")
+    write(path, [first])
+    write(path, [second])
+    assert list(read_events(path)) == [first, second]
+
+
+def test_numpy_values_are_written_as_plain_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    event = OptimizerStepped(
+        time=np.float64(1.5),
+        step=np.int64(1),
+        fetch=0,
+        version=0,
+        skipped=np.bool_(False),
+        tokens=3,
+        trajectories=1,
+        lags=np.array([0, 1]),
+        token_lag={np.int64(1): np.int32(7)},
+        metrics={"loss": np.float32(0.25)},
+    )
+    write(path, [event])
+    row = json.loads(path.read_text())
+    assert row["lags"] == [0, 1]
+    assert row["token_lag"] == {"1": 7}
+    assert row["metrics"] == {"loss": 0.25}
+    assert row["skipped"] is False
+
+
+def test_a_number_that_is_not_finite_is_null_in_the_file_and_nan_when_read(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    metrics = {"loss": math.nan, "grad_norm": math.inf, "lr": 0.1}
+    write(
+        path,
+        [
+            OptimizerStepped(
+                time=0, step=0, fetch=0, version=0, skipped=True, tokens=0, trajectories=0, lags=[], metrics=metrics
+            )
+        ],
+    )
+    assert json.loads(path.read_text())["metrics"] == {"loss": None, "grad_norm": None, "lr": 0.1}
+    (event,) = read_events(path)
+    assert isinstance(event, OptimizerStepped)
+    assert math.isnan(event.metrics["loss"])
+    assert event.metrics["lr"] == 0.1
+
+
+def test_a_last_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    run: list[Event] = [TrainerBusy(time=1, what="step", version=0, span=(0.0, 1.0))]
+    write(path, run)
+    with path.open("a") as file:
+        file.write('{"kind": "note", "time"')
+    assert list(read_events(path)) == run
+
+
+@pytest.mark.parametrize(
+    "line", ["nonsense", '{"kind": "unheard.of", "time": 1}', '{"kind": "note", "time": 1, "colour": "red"}', "[1]"]
+)
+def test_a_line_that_is_no_event_is_an_error_that_names_the_line(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"kind": "note", "time": 1, "level": "info", "text": ""}\n' + line + "\n")
+    with pytest.raises(DataError, match=r"events\.jsonl:2 is not an event"):
+        list(read_events(path))
+
+
+def test_a_file_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot read the events"):
+        list(read_events(tmp_path / "none.jsonl"))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_reported_once_and_the_run_goes_on() -> None:
+    problems: list[str] = []
+    long = Note(time=0, level="info", text="x" * 100_000)
+    write(Path("/dev/full"), [long, long, long], problems.append)
+    assert len(problems) == 1
+    assert "/dev/full" in problems[0]
+
+
+def test_optional_fields_come_back_as_none(tmp_path: Path) -> None:
+    event = RunFinished(time=0, status="completed", reason=None, version=1, groups={"admitted": 3})
+    write(tmp_path / "e", [event])
+    assert list(read_events(tmp_path / "e")) == [event]

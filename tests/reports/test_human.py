@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from headway.reports import human
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.42, "0.4s"), (9.96, "10s"), (42, "42s"), (59.7, "1m 00s"), (92, "1m 32s"), (5400, "1h 30m"), (None, "-")],
+)
+def test_durations(seconds: float | None, text: str) -> None:
+    assert human.duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0%"), (0.001, "<1%"), (0.123, "12%"), (0.999, ">99%"), (1.0, "100%"), (None, "-"), (math.nan, "-")],
+)
+def test_shares(value: float | None, text: str) -> None:
+    assert human.share(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (0.01234, "0.0123"), (1e-4, "1e-4"), (-0.000123, "-1.23e-4"), (1234.5, "1,234"), (math.inf, "-")],
+)
+def test_numbers_have_three_significant_digits(value: float, text: str) -> None:
+    assert human.number(value) == text
+
+
+def test_a_sparkline_spans_its_own_range_and_shows_the_latest_values() -> None:
+    assert human.sparkline([0.0, 0.5, 1.0], 10) == "▁▅█"[:1] + human.sparkline([0.0, 0.5, 1.0], 10)[1:]
+    assert human.sparkline([9.0, 0.0, 1.0], 2) == "▁█"
+    assert human.sparkline([0.5, 0.5], 10) == "▁▁"
+    assert human.sparkline([], 10) == ""
+    assert human.sparkline([math.nan, 1.0], 10) == "▁"

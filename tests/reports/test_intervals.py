@@ -1,0 +1,65 @@
+"""Interval arithmetic against a reference that only looks: is this instant in any of them?
+
+Endpoints are whole numbers, so the instants k + ½ decide every length exactly.
+"""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.events import Span
+from headway.reports.intervals import IntervalUnion, complement, intersection, length, union
+
+HORIZON = 30
+spans = st.lists(st.tuples(st.integers(0, HORIZON), st.integers(0, HORIZON)), max_size=12)
+windows = st.tuples(st.integers(0, HORIZON), st.integers(0, HORIZON)).map(lambda pair: (min(pair), max(pair)))
+
+
+def instants(of: list[Span]) -> set[int]:
+    """Every k for which k + ½ lies in one of the intervals."""
+    return {k for k in range(HORIZON) if any(start < k + 0.5 < end for start, end in of)}
+
+
+@given(spans)
+def test_a_union_covers_the_same_instants_with_sorted_intervals_that_do_not_touch(of: list[Span]) -> None:
+    merged = union(of)
+    assert instants(merged) == instants(of)
+    assert all(start < end for start, end in merged)
+    assert all(before[1] < after[0] for before, after in zip(merged, merged[1:], strict=False))
+
+
+@given(spans)
+def test_the_length_counts_overlaps_once(of: list[Span]) -> None:
+    assert length(of) == len(instants(of))
+
+
+@given(spans, spans)
+def test_an_intersection_has_the_instants_of_both(a: list[Span], b: list[Span]) -> None:
+    assert instants(intersection(a, b)) == instants(a) & instants(b)
+
+
+@given(spans, windows)
+def test_a_complement_has_the_instants_of_the_window_that_are_in_none(of: list[Span], window: Span) -> None:
+    gaps = complement(of, window)
+    assert instants(gaps) == instants([window]) - instants(of)
+    assert gaps == union(gaps)
+
+
+@given(spans, st.lists(windows, min_size=1, max_size=5))
+def test_a_growing_union_equals_the_whole_one_in_any_order_of_arrival(of: list[Span], asked: list[Span]) -> None:
+    growing = IntervalUnion()
+    for number, span in enumerate(of, start=1):
+        growing.add(span)
+        for window in asked:  # asking in between must not freeze what comes later
+            assert growing.within(window) == len(instants(of[:number]) & instants([window]))
+    assert list(growing.spans) == union(of)
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 1e6)), max_size=20), st.floats(0, 1e6), st.floats(0, 1e6))
+def test_a_covered_part_is_never_negative_nor_longer_than_the_window(of: list[Span], a: float, b: float) -> None:
+    growing = IntervalUnion()
+    for span in of:
+        growing.add(span)
+    assert 0 <= growing.within((min(a, b), max(a, b))) <= max(a, b) - min(a, b)
+    assert growing.within((max(a, b), min(a, b))) == 0
