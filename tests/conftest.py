@@ -1,17 +1,19 @@
 """What all tests share: one thread each, deterministic hypothesis, and at most one Ray at a time."""
 
 import os
-
-# Read when torch and tokenizers are first imported, and by the processes that tests start.
-for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-    os.environ.setdefault(variable, "1")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+# Read when torch, tokenizers and Ray are first imported, and by the processes that tests start.
+for variable, value in {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}.items():
+    os.environ.setdefault(variable, value)
 
 settings.register_profile("headway", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("headway")

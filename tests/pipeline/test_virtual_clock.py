@@ -31,15 +31,20 @@ def test_work_that_is_ready_runs_before_the_clock_moves():
     assert run_virtual(main()) == [("ready", 0.0), ("timer", 1.0)]
 
 
-def test_timers_of_the_same_moment_fire_in_the_order_in_which_they_were_set():
+def test_the_same_program_runs_in_the_same_order_every_time():
     async def main() -> list[int]:
-        loop, fired = asyncio.get_running_loop(), []
-        for i in range(5):
-            loop.call_at(7.0, fired.append, i)
-        await asyncio.sleep(8)
+        fired: list[int] = []
+        async with asyncio.TaskGroup() as tasks:
+            for i in range(20):
+
+                async def work(i: int) -> None:
+                    await asyncio.sleep(i % 3)
+                    fired.append(i)
+
+                tasks.create_task(work(i))
         return fired
 
-    assert run_virtual(main()) == [0, 1, 2, 3, 4]
+    assert run_virtual(main()) == run_virtual(main())
 
 
 def test_asyncio_timeouts_expire_in_virtual_time():

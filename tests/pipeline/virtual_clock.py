@@ -11,6 +11,7 @@ one, and a loop that has nothing else to do is reported as a deadlock at once.
 from __future__ import annotations
 
 import asyncio
+import math
 import selectors
 from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
@@ -34,6 +35,8 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
 
     def jump(self, seconds: float) -> None:
         self._now += seconds
+        # The loop fires timers that are due before now + resolution: far from 0 that sum must not round back to now.
+        self._clock_resolution = max(1e-9, math.ulp(self._now))
 
 
 class _JumpingSelector(selectors.SelectSelector):

@@ -32,7 +32,7 @@ def test_numbers_have_three_significant_digits(value: float, text: str) -> None:
 
 
 def test_a_sparkline_spans_its_own_range_and_shows_the_latest_values() -> None:
-    assert human.sparkline([0.0, 0.5, 1.0], 10) == "▁▅█"[:1] + human.sparkline([0.0, 0.5, 1.0], 10)[1:]
+    assert human.sparkline([0.0, 2.0, 7.0], 10) == "▁▃█"
     assert human.sparkline([9.0, 0.0, 1.0], 2) == "▁█"
     assert human.sparkline([0.5, 0.5], 10) == "▁▁"
     assert human.sparkline([], 10) == ""

@@ -5,6 +5,8 @@ Endpoints are whole numbers, so the instants k + ½ decide every length exactly.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,7 +28,7 @@ def test_a_union_covers_the_same_instants_with_sorted_intervals_that_do_not_touc
     merged = union(of)
     assert instants(merged) == instants(of)
     assert all(start < end for start, end in merged)
-    assert all(before[1] < after[0] for before, after in zip(merged, merged[1:], strict=False))
+    assert all(before[1] < after[0] for before, after in pairwise(merged))
 
 
 @given(spans)

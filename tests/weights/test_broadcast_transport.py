@@ -26,8 +26,8 @@ def weights(version: int) -> Iterator[torch.Tensor]:
 
 
 @pytest.fixture
-def store() -> Iterator[dist.TCPStore]:
-    yield dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+def store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
 
 
 def link_to(store: dist.TCPStore, *receivers: str, timeout_s: float = 20.0) -> BroadcastLink:
@@ -102,7 +102,7 @@ def test_a_receiver_that_never_joins_is_named(store: dist.TCPStore) -> None:
 
 def test_a_store_that_does_not_answer_is_named() -> None:
     link = BroadcastLink(("127.0.0.1", 1), "trainer", ("rollout-0",), timeout_s=1.0)
-    with pytest.raises(UpdateFailed, match="rollout-0 cannot reach the store at 127.0.0.1:1"):
+    with pytest.raises(UpdateFailed, match=r"rollout-0 cannot reach the store at 127\.0\.0\.1:1"):
         BroadcastReceiver(link, 0, "127.0.0.1")
 
 

@@ -10,17 +10,13 @@ from typing import Any
 
 from headway.errors import ConfigError, RunError
 
-# Read by Ray when it is imported or started. Devices are chosen by the resource pool alone.
-os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+import ray
 
-import ray  # noqa: E402
-
-from headway.cluster.plan import ClusterPlan, WorkerSpec, available_cores  # noqa: E402
-from headway.cluster.process import ProcessSettings  # noqa: E402
-from headway.cluster.ray_worker import RayWorker  # noqa: E402
-from headway.cluster.resource_pool import ResourcePool  # noqa: E402
-from headway.config.schema import Config  # noqa: E402
+from headway.cluster.plan import ClusterPlan, WorkerSpec, available_cores
+from headway.cluster.process import ProcessSettings
+from headway.cluster.ray_worker import RayWorker
+from headway.cluster.resource_pool import ResourcePool
+from headway.config.schema import Config
 
 MIN_OBJECT_STORE = 256 * 2**20
 
@@ -48,7 +44,7 @@ class RayCluster:
         if not ray.is_initialized():
             if self._config.cluster.address is not None:
                 await check_answers(self._config.cluster.address, self._config.cluster.start_timeout_s)
-            # Not in a thread: Ray's processes ask to die with the *thread* that started them, which has to outlive them.
+            # Not in a thread of a pool: Ray's processes die with the very thread that started them.
             self._entered = True
             self._init()
         self._device = self._choose_device()
@@ -77,6 +73,9 @@ class RayCluster:
             await asyncio.to_thread(ray.shutdown)
 
     def _init(self) -> None:
+        # Ray's processes inherit both: no reports to its makers, and devices hidden from no worker that asked for none.
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         address = self._config.cluster.address
         if address is not None:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)

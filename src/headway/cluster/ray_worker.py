@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -23,6 +24,7 @@ from headway.errors import HeadwayError, RunError, WorkerDied
 
 MAX_CALLS = 100_000
 """At once, on one actor: every admitted group is a call that waits for its tokens, and a pause must get through."""
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 END_TIMEOUT_S = 10.0
 """For a killed process to be gone."""
 
@@ -105,7 +107,7 @@ class RayWorker:
                 yield await metadata, await anext(objects)
 
     async def died(self) -> NoReturn:
-        with self._failures("running"):
+        with self._failures("supervision"):
             await self._actor.forever.remote()
         raise WorkerDied(f"worker {self.name} stopped")
 
@@ -133,14 +135,14 @@ class RayWorker:
             ) from error
         except RayActorError as error:
             raise WorkerDied(
-                f"the process of worker {self.name} ended while {doing!r} was running. Its log: {self.log_file}. "
-                f"Ray says: {_first_lines(str(error))}"
+                f"worker {self.name} died: its process (pid {self.pid}) ended during {doing!r}. "
+                f"Its log: {self.log_file}. Ray says: {_first_lines(str(error))}"
             ) from error
         except RayError as error:
             raise RunError(f"worker {self.name}, {doing!r}: {type(error).__name__}: {error}") from error
 
 
 def _first_lines(text: str, limit: int = 300) -> str:
-    """A Ray message without its list of ids."""
-    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("\t")]
+    """A Ray message without its colours and its list of ids."""
+    lines = [_COLOUR.sub("", line).strip() for line in text.splitlines() if line.strip() and not line.startswith("\t")]
     return " ".join(lines)[:limit]

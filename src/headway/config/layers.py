@@ -138,7 +138,7 @@ def _parse_file(path: Path) -> dict[Any, Any]:
         if root is None:
             return {}
         if not isinstance(root, yaml.MappingNode):
-            raise ConfigError(f"{path}: expected a mapping of keys to values, got a {root.id}")
+            raise ConfigError(f"{path}: expected a mapping of keys to values at the top")
         content = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such file; give a YAML file, like recipes/demo.yaml") from None

@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
@@ -83,10 +90,12 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
     return tokenizer
 
 
-def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every token that ends an answer, ascending: those of the generation config, and the tokenizer's own."""
-    generation_config = getattr(model, "generation_config", None)
-    declared = getattr(generation_config, "eos_token_id", None)
+def stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every token that ends an answer, ascending: those of the folder's generation config, and the tokenizer's own."""
+    try:
+        declared = GenerationConfig.from_pretrained(_expanded(path)).eos_token_id
+    except OSError:  # the file is optional
+        declared = None
     ids = {tokenizer.eos_token_id}
     ids.update([declared] if isinstance(declared, int) else declared or ())
     return tuple(sorted(int(i) for i in ids if i is not None))

@@ -175,7 +175,9 @@ def test_packing_leaves_the_module_as_it_was_and_takes_no_second_copy() -> None:
     assert len(storages) == 1
 
 
-def test_a_fused_forward_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fused_forward_that_differs_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     model = make_model()
     monkeypatch.setattr(FusedForward, "_logits", lambda self, hidden: torch.zeros(len(hidden), VOCABULARY))
     with caplog.at_level(logging.WARNING, logger=fused.__name__):
@@ -192,7 +194,13 @@ def test_other_decoders_run_as_the_modules_that_they_are(attention: str) -> None
         initializer_range=0.3, max_position_embeddings=CONTEXT, sliding_window=None, attn_implementation=attention, **sizes,
     )  # fmt: skip
     gpt2 = GPT2Config(
-        n_embd=32, n_layer=2, n_head=4, n_positions=CONTEXT, initializer_range=0.3, attn_implementation=attention, **sizes
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=CONTEXT,
+        initializer_range=0.3,
+        attn_implementation=attention,
+        **sizes,
     )
     for model in (MistralForCausalLM(mistral).eval(), GPT2LMHeadModel(gpt2).eval()):
         core = make_core(model)

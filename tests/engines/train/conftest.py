@@ -16,7 +16,7 @@ import torch.distributed as dist
 from headway.config.schema import MakeModelConfig
 from headway.models.make import make_model
 
-TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=30)
 TINY = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -63,7 +63,9 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunRanks]:
     The processes are started once. A rank waits in the rendezvous for the others, so each call finds its own process.
     """
     root = tmp_path_factory.mktemp("rendezvous")
-    with ProcessPoolExecutor(3, mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    context = get_context("forkserver")  # pays the imports once; nothing has run there yet, so forking is safe
+    context.set_forkserver_preload(["headway.engines.train.fsdp.engine"])
+    with ProcessPoolExecutor(3, mp_context=context) as pool:
         calls = 0
 
         def run(world: int, function: Callable[..., Any], args: Sequence[Any] = ()) -> list[Any]:
@@ -77,6 +79,7 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunRanks]:
 
 
 def _on_rank(rank: int, world: int, store: str, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+    torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=TIMEOUT)
     try:

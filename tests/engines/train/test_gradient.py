@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rows import plain_loss, random_rows
+from tests.engines.train.rows import plain_loss, random_rows
 
 from headway.config.schema import ActorConfig, Config, FsdpConfig, ModelConfig, RolloutConfig
 from headway.data.collate import Row
@@ -45,7 +45,7 @@ def plain_gradient(path: str, config: Config, rows: list[Row]) -> tuple[dict[str
     model = load_model(path, dtype=torch.float64)
     loss = plain_loss(model, rows, config)
     loss.backward()
-    return {name: p.grad for name, p in model.named_parameters()}, float(loss)
+    return {name: p.grad for name, p in model.named_parameters()}, float(loss.detach())
 
 
 def assert_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

@@ -108,7 +108,7 @@ class StoreGroup:
 
 
 def _gloo(store: Any, rank: int, size: int, timeout: timedelta, host: str | None) -> Any:
-    options = ProcessGroupGloo._Options()
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     options._threads = 1
     options._devices = [
@@ -119,7 +119,7 @@ def _gloo(store: Any, rank: int, size: int, timeout: timedelta, host: str | None
 
 def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     # Imported late: a CPU build of torch has no NCCL.
-    from torch.distributed import ProcessGroupNCCL  # type: ignore[attr-defined]
+    from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
     options._timeout = timeout

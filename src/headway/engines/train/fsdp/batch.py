@@ -87,6 +87,7 @@ def filler_row() -> Row:
         versions=np.zeros(1, dtype=np.int32),
         loss_mask=np.zeros(1, dtype=np.bool_),
         advantages=nothing,
+        columns={"ref_logprobs": nothing},
     )
 
 

@@ -1,0 +1,232 @@
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import headway
+from headway.cli import cli
+from headway.config.loading import LoadedConfig, load
+from headway.errors import HeadwayError, WorkerDied
+
+RECIPE = """\
+model: {make: {}}
+data: {task: {name: sort}, max_prompt_length: 64, max_response_length: 64}
+reward: {function: task}
+actor: {ppo_mini_batch_size: 16}
+rollout: {total_rollout_steps: 640}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    return str(path)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, arguments)
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter that finds the package where this one did."""
+    environment = os.environ | {"PYTHONPATH": str(Path(headway.__file__).parents[1])}
+    return subprocess.run(
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+# ------------------------------------------------------------------------------------------- answers at once
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["doctor", "--help"], ["--version"]])
+def test_help_and_version_load_neither_torch_nor_ray(arguments: list[str]) -> None:
+    code = f"""
+import sys
+from headway.cli import cli
+try:
+    cli({arguments!r})
+except SystemExit as end:
+    assert end.code == 0, end.code
+heavy = {{"torch", "transformers", "ray", "omegaconf", "numpy"}} & set(sys.modules)
+assert not heavy, heavy
+"""
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_dry_run_and_the_doctor_load_neither_torch_nor_ray(recipe: str) -> None:
+    code = f"""
+import sys
+from headway.cli import cli
+for arguments in (["train", {recipe!r}, "--dry-run"], ["doctor", {recipe!r}]):
+    try:
+        cli(arguments)
+    except SystemExit as end:
+        assert end.code == 0, end.code
+heavy = {{"torch", "transformers", "ray"}} & set(sys.modules)
+assert not heavy, heavy
+"""
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_takes_less_than_half_a_second() -> None:
+    def seconds() -> float:
+        start = time.perf_counter()
+        assert python("-m", "headway", "--help").returncode == 0
+        return time.perf_counter() - start
+
+    assert min(seconds() for _ in range(3)) < 0.5
+
+
+def test_the_version_is_the_packages() -> None:
+    assert run("--version").output == f"headway {headway.__version__}\n"
+
+
+def test_help_names_every_command() -> None:
+    output = run("--help").output
+    assert "train" in output
+    assert "doctor" in output
+
+
+# ------------------------------------------------------------------------------------------- dry run and doctor
+
+
+def test_a_dry_run_prints_a_configuration_that_loads_again_and_does_not_train(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "headway.app", None)
+    shown = run("train", recipe, "mode=async_stale", "rollout.n=4", "--dry-run")
+    assert shown.exit_code == 0
+    (tmp_path / "shown.yaml").write_text(shown.output)
+    expected = load(Path(recipe), ["mode=async_stale", "rollout.n=4"]).config
+    assert load(tmp_path / "shown.yaml").config == expected
+
+
+def test_the_doctor_shows_what_follows_from_the_settings(recipe: str) -> None:
+    lines = [line.split() for line in run("doctor", recipe, "trainer.n_gpus_per_node=2").output.splitlines()]
+    said = {words[0]: " ".join(words[1:]) for words in lines if words}
+    assert said["B"].startswith("64 groups per version = 4 fetches × 1 mini-batches × 16 groups")
+    assert said["η"] == "0.5: at most 96 groups admitted and not trained"
+    assert said["lag"] == "at most 2 versions"
+    assert said["length"] == "640 groups = 10 versions"
+    assert said["actor"] == "2 × (devices 0-1)"
+    assert said["rollout"] == "1 × (device 2)"
+
+
+def test_the_doctor_shows_idle_devices_epochs_and_a_missing_bound(recipe: str) -> None:
+    output = run(
+        "doctor",
+        recipe,
+        "trainer.n_gpus_per_node=4",
+        "trainer.use_nodes_ratios=[0.25, 0, 0, 0.5]",
+        "async_training.order=ready",
+        "rollout.total_rollout_steps=null",
+        "data.epochs=2",
+    ).output
+    assert "idle     device 1" in output
+    assert "2 epochs" in output
+    assert "no bound (order ready)" in output
+    assert "note: async_training.order=ready" in output
+
+
+def test_the_doctor_ends_with_2_and_every_problem_on_stderr(recipe: str) -> None:
+    done = run("doctor", recipe, "rollout.n=1", "rollout.temperature=0")
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 2
+
+
+# ------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.yaml"], "nowhere.yaml: there is no such file"),
+        (["rollout.n=4"], "expected CONFIG, a YAML file, before the settings"),
+        (["RECIPE", "rollout.n"], "'rollout.n': expected a.b=c"),
+        (["RECIPE", "rollout.m=4"], "rollout.m: unknown key"),
+        (["RECIPE", "rollout.n=0"], "rollout.n: got 0"),
+        (["RECIPE", "mode=turbo"], "there is no mode 'turbo'"),
+        (["RECIPE", "rollout.n=1"], "grpo compares"),
+    ],
+)
+@pytest.mark.parametrize("command", [["train"], ["train", "--dry-run"], ["doctor"]])
+def test_what_the_user_got_wrong_is_one_message_without_a_traceback(
+    recipe: str, command: list[str], arguments: list[str], message: str
+) -> None:
+    done = run(*command, *(recipe if word == "RECIPE" else word for word in arguments))
+    assert done.exit_code == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_command_without_its_configuration_is_a_usage_error() -> None:
+    assert run("train").exit_code == 2
+
+
+class ScriptedApp:
+    """Stands for the composition root: returns or raises what it is told to, and keeps what it was given."""
+
+    def __init__(self, outcome: int | BaseException) -> None:
+        self.outcome = outcome
+        self.given: list[LoadedConfig] = []
+
+    def train(self, loaded: LoadedConfig) -> int:
+        self.given.append(loaded)
+        if isinstance(self.outcome, BaseException):
+            raise self.outcome
+        return self.outcome
+
+
+def scripted(monkeypatch: pytest.MonkeyPatch, outcome: int | BaseException) -> ScriptedApp:
+    app = ScriptedApp(outcome)
+    monkeypatch.setitem(sys.modules, "headway.app", app)  # type: ignore[arg-type]
+    return app
+
+
+@pytest.mark.parametrize("code", [0, 1, 130])
+def test_train_hands_over_the_checked_configuration_and_ends_with_the_runs_code(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    app = scripted(monkeypatch, code)
+    assert run("train", recipe, "async_training.order=fifo").exit_code == code
+    (loaded,) = app.given
+    assert loaded.config.async_training.order == "fifo"
+    assert any("async_training.window=B" in note for note in loaded.notes)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (WorkerDied("rollout-0 ended with signal 9"), 1, "error: rollout-0 ended with signal 9"),
+        (HeadwayError("no"), 1, "error: no"),
+        (ZeroDivisionError("division by zero"), 1, "error: unexpected ZeroDivisionError: division by zero"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_a_failed_run_ends_with_a_message_and_shows_where_only_when_asked(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, message: str
+) -> None:
+    scripted(monkeypatch, error)
+    quiet = run("train", recipe)
+    assert quiet.exit_code == code
+    assert quiet.stderr.splitlines()[0] == message
+    assert "Traceback" not in quiet.stderr
+
+    if isinstance(error, Exception):
+        loud = run("train", recipe, "--debug")
+        assert loud.exit_code == code
+        assert "Traceback" in loud.stderr
+        assert message in loud.stderr
+
+
+def test_an_unexpected_error_says_how_to_see_more(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted(monkeypatch, RuntimeError("odd"))
+    assert "--debug" in run("train", recipe).stderr

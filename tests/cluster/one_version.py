@@ -1,0 +1,83 @@
+"""One version's work over any backend, driven as the pipeline would: generate, log-probs, step, update, generate."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from headway.cluster.backend import Workers
+from headway.config.schema import Config
+from headway.data.types import Prompt, Sample
+from headway.interfaces import FinishedGroup, GenerateRequest, OnUpdate, ReceiveReport, SamplingParams, SendReport
+
+N = 4
+
+
+def tiny_config(backend: str, **sections: Any) -> Config:
+    base: dict[str, Any] = {
+        "cluster": {"backend": backend, "device": "cpu", "start_timeout_s": 60},
+        "rollout": {"n": N, "max_concurrent": 8, "threads": 1},
+        "trainer": {"threads": 1},
+        "data": {"max_prompt_length": 16, "max_response_length": 16},
+        "actor": {"ppo_mini_batch_size": 2, "use_kl_loss": True, "optim": {"lr": 1e-2}},
+        "param_update": {"timeout_s": 20},
+    }
+    for name, values in sections.items():
+        base[name] = {**base.get(name, {}), **values}
+    return Config(**base)
+
+
+def request(row: int) -> GenerateRequest:
+    prompt = Prompt(epoch=0, row=row, attempt=0, source="test", text="", token_ids=np.array([5, 6, 7 + row], np.int32))
+    return GenerateRequest(number=row, prompt=prompt, n=N, sampling=SamplingParams(max_tokens=8, stop_token_ids=(1,)))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    before: list[str]
+    after: list[str]
+    versions_after: set[int]
+    metrics: dict[str, float]
+    sent: SendReport
+    received: ReceiveReport
+
+
+async def generate(workers: Workers, rows: range) -> list[FinishedGroup]:
+    groups = [group async for group in workers.rollouts[0].generate([request(row) for row in rows])]
+    return sorted(groups, key=lambda group: group.number)
+
+
+async def one_version(workers: Workers) -> Outcome:
+    """Raises whatever an engine raises."""
+    replica = workers.rollouts[0]
+    groups = await generate(workers, range(2))
+    samples = [
+        Sample(group.tokens, t.id.k, t.prompt_length, t.length, np.full(t.length, t.id.k - 1.5, np.float32))
+        for group in groups
+        for t in group.trajectories
+    ]
+    assert workers.ref is not None
+    reference = await workers.ref.forward_logprobs(samples)
+    proximal = await workers.train.forward_logprobs(samples)
+    step = await workers.train.train_step(
+        [
+            replace(sample, columns={"ref_logprobs": ref, "prox_logprobs": prox})
+            for sample, ref, prox in zip(samples, reference, proximal, strict=True)
+        ]
+    )
+    sent, received = await asyncio.gather(workers.train.send_weights(1), replica.stage_weights(1))
+    await replica.pause(OnUpdate.INTERRUPT)
+    await replica.activate(1)
+    await replica.resume()
+    after = await generate(workers, range(2, 4))
+    return Outcome(
+        before=[t.text for group in groups for t in group.trajectories],
+        after=[t.text for group in after for t in group.trajectories],
+        versions_after={version for g in after for t in g.trajectories for _, version in t.version_spans},
+        metrics=step.metrics,
+        sent=sent,
+        received=received,
+    )

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from headway.cluster.backend import start_backend
+from headway.errors import ConfigError, ModelError
+from tests.cluster.one_version import one_version, tiny_config
+
+
+async def test_a_version_goes_round_in_one_process(tiny_model: str, tmp_path: Path) -> None:
+    workers = await start_backend(
+        tiny_config("inline"), model_path=tiny_model, run_dir=tmp_path, total_optimizer_steps=4
+    )
+    try:
+        assert workers.ref_inside_fetch
+        outcome = await one_version(workers)
+        assert outcome.sent.checksum == outcome.received.checksum
+        assert outcome.sent.nbytes == outcome.received.nbytes > 0
+        assert outcome.versions_after == {1}
+        await workers.train.save(tmp_path / "checkpoint", {"cursor": 3})
+        assert await workers.train.load(tmp_path / "checkpoint") == {"cursor": 3}
+        await workers.train.export(tmp_path / "model")
+        assert (tmp_path / "model" / "config.json").exists()
+    finally:
+        await workers.close()
+    assert not dist.is_initialized()
+    await workers.close()
+
+
+async def test_two_replicas_and_a_reference_of_its_own_in_one_process(tiny_model: str, tmp_path: Path) -> None:
+    config = tiny_config("inline", rollout={"n_gpus_per_node": 2}, ref={"nnodes": 1})
+    workers = await start_backend(config, model_path=tiny_model, run_dir=tmp_path, total_optimizer_steps=4)
+    try:
+        assert not workers.ref_inside_fetch
+        assert workers.ref is not None
+        assert [replica.name for replica in workers.rollouts] == ["rollout-0", "rollout-1"]
+    finally:
+        await workers.close()
+
+
+async def test_a_start_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no such folder"):
+        await start_backend(
+            tiny_config("inline"),
+            model_path=str(tmp_path / "missing" / "model"),
+            run_dir=tmp_path,
+            total_optimizer_steps=4,
+        )
+    assert not dist.is_initialized()
+
+
+async def test_a_transport_that_the_backend_cannot_do_is_refused(tiny_model: str, tmp_path: Path) -> None:
+    config = tiny_config("inline", param_update={"transport": "broadcast"})
+    with pytest.raises(ConfigError, match=r"transport=broadcast does not work with cluster.backend=inline.*local"):
+        await start_backend(config, model_path=tiny_model, run_dir=tmp_path, total_optimizer_steps=4)

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import asyncio
+import socket
+from fractions import Fraction
+from typing import Any, cast
+
+import pytest
+
+from headway.cluster.engines import clock_offset
+from headway.cluster.inline import InlineCluster
+from headway.cluster.plan import ClusterPlan, available_cores, plan_cluster
+from headway.cluster.ray_cluster import MIN_OBJECT_STORE, check_answers, object_store_bytes
+from headway.cluster.worker_group import Worker
+from headway.config.placement import resolve_placement
+from headway.config.schema import Config
+from headway.errors import ConfigError
+
+
+def plan(machines: int = 1, **sections: Any) -> ClusterPlan:
+    config = Config(**sections)
+    return plan_cluster(
+        config, resolve_placement(config), model_path="m", total_optimizer_steps=10, machines=machines
+    )
+
+
+def test_each_rank_and_replica_is_a_worker_on_a_device_of_its_own() -> None:
+    planned = plan(trainer={"n_gpus_per_node": 2}, rollout={"n_gpus_per_node": 3})
+    assert [(s.name, s.device) for s in planned] == [
+        ("actor-0", 0),
+        ("actor-1", 1),
+        ("rollout-0", 2),
+        ("rollout-1", 3),
+        ("rollout-2", 4),
+    ]
+    assert [s.arguments["rank"] for s in planned.actor] == [0, 1]
+    assert {s.arguments["world_size"] for s in planned.actor} == {2}
+
+
+def test_threads_divide_the_cores_of_a_machine_and_are_never_none() -> None:
+    share = available_cores() // 2
+    assert {s.threads for s in plan()} == {max(1, share)}
+    assert {s.threads for s in plan(rollout={"n_gpus_per_node": 200})} == {1}
+    assert {s.threads for s in plan(machines=2)} == {max(1, share * 2)}
+
+
+def test_threads_that_the_user_sets_are_kept() -> None:
+    planned = plan(trainer={"threads": 3}, rollout={"threads": 5})
+    assert (planned.actor[0].threads, planned.rollout[0].threads) == (3, 5)
+
+
+def test_a_reference_without_ranks_of_its_own_runs_on_the_trainers() -> None:
+    planned = plan(actor={"use_kl_loss": True})
+    assert planned.ref_inside_fetch
+    assert planned.ref == ()
+    assert planned.actor[0].arguments["with_reference"] is True
+
+
+def test_a_reference_with_ranks_of_its_own_is_a_group_of_its_own() -> None:
+    planned = plan(actor={"use_kl_loss": True}, ref={"nnodes": 1, "n_gpus_per_node": 2})
+    assert not planned.ref_inside_fetch
+    assert [s.name for s in planned.ref] == ["ref-0", "ref-1"]
+    assert planned.actor[0].arguments["with_reference"] is False
+
+
+def test_without_a_kl_loss_there_is_no_reference() -> None:
+    planned = plan()
+    assert (planned.ref, planned.ref_inside_fetch) == ((), False)
+
+
+async def test_one_process_has_one_training_rank() -> None:
+    config = Config(trainer={"n_gpus_per_node": 2})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="one training rank, not 2"):
+        await InlineCluster(config).reserve(plan(trainer={"n_gpus_per_node": 2}))
+
+
+def test_the_object_store_holds_what_may_be_in_flight() -> None:
+    assert object_store_bytes(Config()) >= MIN_OBJECT_STORE
+    large = Config(
+        rollout={"n": 16},  # type: ignore[arg-type]
+        data={"max_prompt_length": 1000, "max_response_length": 9000},  # type: ignore[arg-type]
+        actor={"ppo_mini_batch_size": 256},  # type: ignore[arg-type]
+        async_training={"staleness_threshold": Fraction(1)},  # type: ignore[arg-type]
+    )
+    tokens = 16 * 10_000 * (2 * 256 + 256)
+    assert object_store_bytes(large) >= tokens * 13
+
+
+class OtherClock:
+    """A worker whose monotonic clock is ahead by ``ahead`` seconds."""
+
+    def __init__(self, ahead: float) -> None:
+        self._ahead = ahead
+
+    async def call(self, method: str) -> float:
+        return asyncio.get_running_loop().time() + self._ahead
+
+
+async def test_the_clock_of_another_machine_is_brought_to_the_drivers() -> None:
+    assert await clock_offset(cast(Worker, OtherClock(1000.0))) == pytest.approx(-1000.0, abs=0.5)
+    assert await clock_offset(cast(Worker, OtherClock(-3.0))) == pytest.approx(3.0, abs=0.5)
+
+
+async def test_an_offset_within_the_round_trip_is_none() -> None:
+    assert await clock_offset(cast(Worker, OtherClock(0.0))) == 0.0
+
+
+async def test_a_ray_address_at_which_nothing_answers_is_a_config_error() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(ConfigError, match=f"cluster.address=127.0.0.1:{port}: nothing answers"):
+        await check_answers(f"127.0.0.1:{port}", 2.0)
+
+
+async def test_a_ray_address_that_is_not_a_host_and_port_is_left_to_ray() -> None:
+    await check_answers("auto", 0.1)
+    await check_answers("ray://head:10001", 0.1)

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, NoReturn
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.cluster.worker_group import Collect, Dispatch, WorkerGroup, register, registered
+from headway.data.types import Column, Handle, Sample
+
+
+class Doubler:
+    @register(Dispatch.ONE_TO_ALL)
+    def everywhere(self, value: int) -> None: ...
+
+    @register(Dispatch.RANK_ZERO)
+    def first(self, value: int) -> None: ...
+
+    @register(Dispatch.SPLIT)
+    def total(self, samples: Sequence[Sample], factor: int) -> None: ...
+
+    @register(Dispatch.SPLIT, Collect.COLUMNS)
+    def columns(self, samples: Sequence[Sample]) -> None: ...
+
+    def private(self) -> None: ...
+
+
+class Scripted:
+    """A worker that records its calls and answers with its rank, when it is allowed to."""
+
+    def __init__(self, rank: int, failure: Exception | None = None, hangs: bool = False) -> None:
+        self.name = f"w{rank}"
+        self.rank = rank
+        self.calls: list[tuple[Any, ...]] = []
+        self._failure = failure
+        self._hangs = hangs
+
+    async def up(self) -> None: ...
+
+    async def call(self, method: str, *args: Any) -> Any:
+        self.calls.append((method, *args))
+        if self._failure is not None:
+            raise self._failure
+        if self._hangs:
+            await asyncio.Event().wait()
+        return self.rank
+
+    async def keep(self, method: str, *args: Any) -> Handle[Any]:
+        await self.call(method, *args)
+        return ("kept by", self.rank)
+
+    async def stream(self, method: str, *args: Any) -> AsyncGenerator[tuple[Any, Any], None]:
+        yield method, args
+
+    async def died(self) -> NoReturn:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def kill(self) -> None: ...
+
+
+def group(*workers: Scripted) -> WorkerGroup:
+    return WorkerGroup(Doubler, workers)
+
+
+def samples(*lengths: int) -> list[Sample]:
+    return [Sample(tokens=i, k=0, prompt_length=0, length=n) for i, n in enumerate(lengths)]
+
+
+async def test_one_to_all_calls_every_rank_with_the_same_arguments_and_answers_with_rank_zeros_result() -> None:
+    workers = [Scripted(0), Scripted(1), Scripted(2)]
+    assert await group(*workers).everywhere(5) == 0
+    assert [w.calls for w in workers] == [[("everywhere", 5)]] * 3
+
+
+async def test_rank_zero_calls_nobody_else() -> None:
+    workers = [Scripted(0), Scripted(1)]
+    assert await group(*workers).first(5) == 0
+    assert [w.calls for w in workers] == [[("first", 5)], []]
+
+
+async def test_split_divides_the_samples_and_repeats_the_other_arguments() -> None:
+    workers = [Scripted(0), Scripted(1)]
+    given_samples = samples(8, 1, 1, 6)
+    await group(*workers).total(given_samples, 3)
+    (method, share0, factor), (_, share1, _) = workers[0].calls[0], workers[1].calls[0]
+    assert (method, factor) == ("total", 3)
+    assert sorted(s.tokens for s in share0 + share1) == [0, 1, 2, 3]
+    assert {sum(s.length for s in share) for share in (share0, share1)} == {8}
+
+
+@given(lengths=st.lists(st.integers(0, 50), max_size=20), ranks=st.integers(1, 4))
+def test_columns_come_back_in_the_samples_order_and_point_into_the_right_ranks_result(
+    lengths: list[int], ranks: int
+) -> None:
+    workers = [Scripted(rank) for rank in range(ranks)]
+    given_samples = samples(*lengths)
+
+    async def run() -> list[Column]:
+        result: list[Column] = await group(*workers).columns(given_samples)
+        return result
+
+    columns = asyncio.run(run())
+    assert len(columns) == len(given_samples)
+    for sample, column in zip(given_samples, columns, strict=True):
+        _, rank = column.handle
+        assert workers[rank].calls[0][1][column.index] is sample
+
+
+async def test_the_first_rank_that_fails_fails_the_call_while_others_hang() -> None:
+    with pytest.raises(KeyError, match="lost"):
+        await asyncio.wait_for(group(Scripted(0, hangs=True), Scripted(1, KeyError("lost"))).everywhere(1), 5)
+
+
+async def test_a_call_starts_at_once_and_can_be_awaited_later() -> None:
+    worker = Scripted(0)
+    future = group(worker).first(1)
+    await asyncio.sleep(0)
+    assert worker.calls == [("first", 1)]
+    assert await future == 0
+
+
+def test_only_registered_methods_are_there() -> None:
+    assert set(registered(Doubler)) == {"everywhere", "first", "total", "columns"}
+    with pytest.raises(AttributeError, match="'private' is not a registered method"):
+        group(Scripted(0)).private()
+
+
+def test_columns_can_only_be_collected_from_split_samples() -> None:
+    with pytest.raises(ValueError, match="split samples only"):
+        register(Dispatch.ONE_TO_ALL, Collect.COLUMNS)
+
+
+def test_a_group_without_workers_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one worker"):
+        group()

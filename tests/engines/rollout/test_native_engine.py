@@ -1,0 +1,311 @@
+"""The asyncio face: commands between steps, results across the thread, and every way in which it can end."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headway.data.types import FinishReason
+from headway.engines.rollout.native import NativeEngine
+from headway.errors import DataError, ModelError, RunError, UpdateFailed, WorkerDied
+from headway.interfaces import FinishedGroup, GenerateRequest, Manifest, OnUpdate, Priority
+from headway.weights.buckets import build_manifest, pack
+from tests.engines.rollout.support import CONTEXT, make_model, make_request, reference_logprobs, tokens_of
+
+MODEL = make_model()
+WAIT_S = 20.0
+"""No wait of these tests comes near it."""
+
+
+def manifest_of(model: torch.nn.Module) -> Manifest:
+    return build_manifest(((n, tuple(p.shape), p.dtype) for n, p in model.named_parameters()), 4096)
+
+
+class Transport:
+    """A receiver's end that hands out one model's weights, and can be held back or broken half-way."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.manifest = manifest_of(model)
+        self.go = threading.Event()
+        self.go.set()
+        self.entered = threading.Event()
+        self.break_after: int | None = None
+
+    def receive(self, version: int) -> Iterator[torch.Tensor]:
+        self.entered.set()
+        assert self.go.wait(WAIT_S)
+        for index, bucket in enumerate(pack(self.manifest, dict(self.model.named_parameters()).__getitem__)):
+            if index == self.break_after:
+                raise ConnectionError("the sender is gone")
+            yield bucket
+
+
+@asynccontextmanager
+async def serving(transport: Transport | None = None, **changes: Any) -> AsyncIterator[NativeEngine]:
+    settings: dict[str, Any] = {
+        "name": "replica",
+        "seed": 7,
+        "slots": 8,
+        "max_context": CONTEXT,
+        "max_batched_tokens": 64,
+        "pad_token_id": 0,
+        "decode": lambda ids: " ".join(map(str, ids)),
+        "receive": transport.receive if transport else None,
+        "manifest": transport.manifest if transport else None,
+    }
+    engine = NativeEngine(copy.deepcopy(MODEL), **{**settings, **changes})
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def collect(engine: NativeEngine, requests: list[GenerateRequest]) -> list[FinishedGroup]:
+    async with asyncio.timeout(WAIT_S):
+        return [group async for group in engine.generate(requests)]
+
+
+def endless(number: int, **changes: Any) -> GenerateRequest:
+    """As long as the context allows."""
+    return make_request(number, max_tokens=CONTEXT, stop_token_ids=(), **changes)
+
+
+async def test_groups_are_yielded_as_they_finish() -> None:
+    async with serving() as engine:
+        groups = await collect(engine, [endless(0, n=1), make_request(1, n=1, max_tokens=2)])
+        assert [g.number for g in groups] == [1, 0]
+        assert {t.replica for g in groups for t in g.trajectories} == {"replica"}
+        assert await engine.in_flight() == []
+
+
+async def test_concurrent_calls_share_the_batch_and_get_their_own_groups() -> None:
+    async with serving() as engine:
+        calls = [collect(engine, [make_request(i), make_request(i + 10)]) for i in range(5)]
+        results = await asyncio.gather(*calls)
+        assert [sorted(g.number for g in groups) for groups in results] == [[i, i + 10] for i in range(5)]
+
+
+async def test_one_wave_gives_the_same_tokens_every_time() -> None:
+    wave = [make_request(i) for i in range(6)]
+    results = []
+    for _ in range(2):
+        async with serving() as engine:
+            results.append(tokens_of(await collect(engine, wave)))
+    assert results[0] == results[1]
+
+
+async def test_a_request_that_cannot_be_served_fails_its_own_call_only() -> None:
+    async with serving() as engine:
+        running = asyncio.create_task(collect(engine, [make_request(0)]))
+        with pytest.raises(DataError, match="room for a token"):
+            await collect(engine, [make_request(1), make_request(2, length=CONTEXT)])
+        assert [g.number for g in await running] == [0]
+
+
+async def test_an_update_is_staged_while_decoding_and_activated_between_two_tokens() -> None:
+    new = make_model(seed=3)
+    transport = Transport(new)
+    async with serving(transport) as engine:
+        generating = asyncio.create_task(collect(engine, [endless(0), endless(1)]))
+        report = await engine.stage_weights(1)
+        assert report.nbytes == transport.manifest.nbytes
+        assert (await engine.pause(OnUpdate.INTERRUPT)).interrupted in range(9)
+        assert await engine.activate(1) >= 0
+        await engine.resume()
+        (after,) = await collect(engine, [make_request(2)])
+        for group in (*await generating, after):
+            for k, response in enumerate(group.tokens.responses):
+                for version, model in ((0, MODEL), (1, new)):
+                    mine = response.versions == version
+                    expected = reference_logprobs(model, group, k)
+                    np.testing.assert_allclose(response.logprobs[mine], expected[mine], atol=1e-5, rtol=0)
+        assert all((r.versions == 1).all() for r in after.tokens.responses)
+        assert (await engine.stats()).version == 1
+
+
+async def test_decoding_goes_on_while_weights_are_received() -> None:
+    transport = Transport(make_model(seed=3))
+    transport.go.clear()
+    async with serving(transport) as engine:
+        staging = asyncio.create_task(engine.stage_weights(1))
+        assert await asyncio.to_thread(transport.entered.wait, WAIT_S)
+        assert len(await collect(engine, [make_request(0)])) == 1
+        with pytest.raises(UpdateFailed, match="still receiving"):
+            await engine.stage_weights(2)
+        with pytest.raises(UpdateFailed, match="nothing is staged"):
+            await engine.activate(1)
+        transport.go.set()
+        await staging
+        await engine.activate(1)
+
+
+async def test_a_broken_transfer_stages_nothing_and_the_old_version_is_served() -> None:
+    transport = Transport(make_model(seed=3))
+    transport.break_after = 2
+    async with serving(transport) as engine:
+        with pytest.raises(UpdateFailed, match="the sender is gone"):
+            await engine.stage_weights(1)
+        with pytest.raises(UpdateFailed, match="nothing is staged"):
+            await engine.activate(1)
+        (group,) = await collect(engine, [make_request(0)])
+        assert group.trajectories[0].version_spans == [[0, 0]]
+        transport.break_after = None
+        await engine.stage_weights(2)
+        with pytest.raises(UpdateFailed, match="version 2 is staged"):
+            await engine.activate(1)
+        await engine.activate(2)
+
+
+async def test_an_engine_without_a_transport_says_so() -> None:
+    async with serving() as engine:
+        with pytest.raises(RunError, match="without a weight transport"):
+            await engine.stage_weights(1)
+        with pytest.raises(UpdateFailed, match="nothing is staged"):
+            await engine.activate(1)
+
+
+def test_updates_that_do_not_fit_the_model_are_refused_at_the_start() -> None:
+    async def make(model: torch.nn.Module) -> None:
+        async with serving(Transport(model)):
+            pass
+
+    with pytest.raises(ModelError, match="rollout model has shape"):
+        asyncio.run(make(make_model(intermediate_size=40)))
+    with pytest.raises(ModelError, match="no such tensor"):
+        asyncio.run(make(make_model("qwen2")))
+    short = make_model()
+    del short.model.layers[1]
+    with pytest.raises(ModelError, match="leave out 11"):
+        asyncio.run(make(short))
+
+
+async def test_a_drain_returns_when_nothing_is_left_and_later_requests_wait_for_resume() -> None:
+    async with serving(slots=2) as engine:
+        before = asyncio.create_task(collect(engine, [make_request(0), make_request(1)]))
+        while not await engine.in_flight():
+            await asyncio.sleep(0)
+        draining = asyncio.create_task(engine.pause(OnUpdate.DRAIN))
+        await asyncio.sleep(0)
+        later = asyncio.create_task(collect(engine, [make_request(2)]))
+        assert (await draining).interrupted == 0
+        assert await engine.in_flight() == [2]
+        assert FinishReason.ABORTED not in {t.finish_reason for g in await before for t in g.trajectories}
+        assert not later.done()
+        await engine.resume()
+        assert len(await later) == 1
+
+
+async def test_validation_submitted_while_paused_waits_and_comes_first() -> None:
+    async with serving(slots=4) as engine:
+        await engine.pause(OnUpdate.KEEP)
+        order: list[str] = []
+
+        async def note(kind: str, request: GenerateRequest) -> None:
+            await collect(engine, [request])
+            order.append(kind)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(note("training", make_request(0, stop_token_ids=())))
+            tasks.create_task(note("validation", make_request(0, priority=Priority.VALIDATION, stop_token_ids=())))
+            while (await engine.stats()).waiting < 8:
+                pass
+            assert not order
+            await engine.resume()
+        assert order == ["validation", "training"]
+
+
+async def test_an_abort_lets_generate_yield_what_there_is() -> None:
+    async with serving(slots=2) as engine:
+        generating = asyncio.create_task(collect(engine, [endless(0), endless(1)]))
+        while (await engine.stats()).running < 2:
+            pass
+        await engine.abort([0, 1, 2])
+        groups = await generating
+        assert {t.finish_reason for g in groups for t in g.trajectories} >= {FinishReason.ABORTED}
+        assert await engine.in_flight() == []
+
+
+async def test_commands_without_effect_are_harmless() -> None:
+    async with serving() as engine:
+        await engine.resume()
+        await engine.abort([5])
+        for policy in OnUpdate:
+            assert (await engine.pause(policy)).interrupted == 0
+        await engine.sleep()
+        await engine.wake()
+        await engine.resume()
+        assert await collect(engine, []) == []
+        assert len(await collect(engine, [make_request(0)])) == 1
+
+
+async def test_leaving_generate_early_drops_its_groups_and_nothing_else() -> None:
+    async with serving(slots=4) as engine:
+        other = asyncio.create_task(collect(engine, [endless(7)]))
+        abandoned = engine.generate([make_request(0, n=1, max_tokens=1), endless(1), endless(2)])
+        async for group in abandoned:
+            assert group.number == 0
+            break
+        await abandoned.aclose()
+        cancelled = asyncio.create_task(collect(engine, [endless(3)]))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        assert set(await engine.in_flight()) <= {7}
+        assert [g.number for g in await other] == [7]
+        assert engine._inboxes == set()
+
+
+async def test_a_cancelled_drain_leaves_the_engine_usable() -> None:
+    async with serving() as engine:
+        generating = asyncio.create_task(collect(engine, [endless(0)]))
+        while not await engine.in_flight():
+            pass
+        draining = asyncio.create_task(engine.pause(OnUpdate.DRAIN))
+        await asyncio.sleep(0)
+        draining.cancel()
+        await engine.resume()
+        assert len(await generating) == 1
+        assert len(await collect(engine, [make_request(1)])) == 1
+
+
+async def test_the_end_of_the_thread_reaches_everyone_who_waits_and_everyone_who_comes_later() -> None:
+    def explode(ids: object) -> str:
+        raise OSError("no more text")
+
+    async with serving(decode=explode, slots=1) as engine:
+        requests = [make_request(0, n=1, max_tokens=2), endless(1)]
+        waiting = [asyncio.create_task(collect(engine, [request])) for request in requests]
+        outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+        for error in outcomes:
+            assert isinstance(error, WorkerDied) and "OSError: no more text" in str(error)
+            assert isinstance(error.__cause__, OSError)
+        for call in (engine.resume(), engine.stats(), engine.pause(OnUpdate.DRAIN), collect(engine, [make_request(2)])):
+            with pytest.raises(WorkerDied, match="no more text"):
+                await call
+        with pytest.raises(RunError):
+            await engine.stage_weights(1)
+
+
+async def test_closing_ends_waiting_calls_and_the_thread_and_can_be_repeated() -> None:
+    async with serving() as engine:
+        generating = asyncio.create_task(collect(engine, [endless(0)]))
+        await engine.pause(OnUpdate.KEEP)
+        while not await engine.in_flight():
+            pass
+        await engine.close()
+        await engine.close()
+        with pytest.raises(RunError, match="is closed"):
+            await generating
+        with pytest.raises(RunError, match="is closed"):
+            await engine.resume()
+        assert not any(thread.name.startswith("headway-decode") for thread in threading.enumerate())

@@ -1,0 +1,89 @@
+"""Validation in whole runs: first in priority, beside training, of exactly the version that it is said to be of."""
+
+from __future__ import annotations
+
+import pytest
+
+from headway.data.types import TrajectoryId
+from headway.events import GroupSettled, OptimizerStepped, UpdateFinished, ValidationFinished
+from tests.pipeline.fakes import FakeReward, fails
+from tests.pipeline.scenario import MODES, Scenario
+
+
+def slow_validation(trajectory: TrajectoryId) -> int:
+    """Held-out answers take 25 s, training answers about one."""
+    return 200 if trajectory.epoch == -1 else 8 + trajectory.row % 5
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_replica_loads_nothing_newer_until_its_validation_is_done(mode: str):
+    run = Scenario(mode, problems=3, lengths=slow_validation).run().assert_completed()
+    assert run.validated() == [0, 1, 2, 3, 4, 5, 6]
+    loads = dict(run.rollouts[0].loads)
+    for validation in run.of(ValidationFinished):
+        assert validation.version == 0 or loads[validation.version] <= validation.span[0]
+        assert validation.version == 6 or validation.span[1] - 0.25 <= loads[validation.version + 1]
+
+
+def test_the_wait_for_a_validation_is_told_as_such():
+    run = Scenario("async_partial", problems=3, lengths=slow_validation).run().assert_completed()
+    first, *_ = run.of(UpdateFinished)
+    assert first.trainer_stall_s > first.validation_stall_s > 10
+    assert first.rollout_stall_s == 0.125
+
+
+@pytest.mark.parametrize("test_freq", [1, 2, 4, 5, -1])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_first_and_the_last_version_are_validated_exactly_once(mode: str, test_freq: int):
+    run = Scenario(mode, problems=2, test_freq=test_freq).run().assert_completed()
+    between = [version for version in range(1, 6) if test_freq > 0 and version % test_freq == 0]
+    assert run.validated() == [0, *between, 6]
+
+
+def test_training_generation_goes_on_beside_a_validation_and_refills_are_not_held_back():
+    """Group 20 fails while version 1 waits for the validation of version 0: its refill starts at once."""
+    reward = FakeReward(
+        lambda prompt: fails("no") if (prompt.epoch, prompt.row) == (0, 20) else [0.0, 1.0],
+        seconds=lambda prompt: 15.0 if (prompt.epoch, prompt.row) == (0, 20) else 0.25,
+    )
+    scenario = Scenario("async_stale", problems=3, lengths=slow_validation, reward=reward, slots=64)
+    run = scenario.run().assert_completed()
+    failed = next(event for event in run.of(GroupSettled) if event.fate == "failed")
+    version, loaded = run.rollouts[0].loads[0]
+    assert version == 1 and loaded > failed.time > max(s.time for s in run.of(OptimizerStepped) if s.version == 0)
+    assert run.launches()[24] == failed.time
+
+
+def test_validation_starts_before_training_groups_that_wait():
+    run = Scenario("async_stale", problems=4, slots=4, lengths=slow_validation).run().assert_completed()
+    for version, loaded in run.rollouts[0].loads[:-1]:
+        after = [(time, priority) for time, _, priority in run.rollouts[0].submitted if time >= loaded]
+        assert after[0] == (loaded, "validation"), f"version {version}"
+
+
+def test_a_run_without_held_out_problems_validates_nothing():
+    assert Scenario(problems=0).run().assert_completed().validated() == []
+
+
+def test_problems_that_cannot_be_scored_count_as_wrong_and_are_told():
+    reward = FakeReward(lambda p: fails("cannot") if p.epoch == -1 and p.row == 0 else [1.0, 0.0])
+    run = Scenario("on_policy", problems=4, reward=reward, total=4).run().assert_completed()
+    first, last = run.of(ValidationFinished)
+    assert (first.problems, first.failed, first.accuracy) == (4, 1, 0.75)
+    assert last.version == 1
+
+
+def test_validation_asks_for_val_n_answers_at_val_temperature():
+    seen = []
+    scenario = Scenario("on_policy", problems=3, total=4, sections={"rollout": {"val_n": 4, "val_temperature": 0.5}})
+
+    def script(run) -> None:
+        engine = run.rollouts[0]
+        generate = engine.generate
+        engine.generate = lambda requests: seen.extend(requests) or generate(requests)
+
+    scenario.script = script
+    scenario.run().assert_completed()
+    held_out = [request for request in seen if request.priority == "validation"]
+    assert {(r.n, r.sampling.temperature, r.sampling.top_p) for r in held_out} == {(4, 0.5, 1.0)}
+    assert [r.number for r in held_out] == [0, 1, 2, 0, 1, 2]

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import io
+import json
+import threading
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tests.reports.scripted_run import ScriptedRun
+
+from headway.config.schema import Config
+from headway.errors import UserError
+from headway.events import Note
+from headway.reports.bundle import Reports, open_reports
+from headway.reports.events_file import read_events
+
+
+def opened(path: Path, terminal: bool = False, config: Config | None = None) -> tuple[Reports, io.StringIO]:
+    output = io.StringIO()
+    console = Console(file=output, width=100, height=40, force_terminal=terminal)
+    return open_reports(config or Config(), path, console), output
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_run_leaves_its_events_metrics_summary_and_tensorboard_files(terminal: bool, tmp_path: Path) -> None:
+    run = ScriptedRun(versions=3).build()
+    reports, output = opened(tmp_path / "r", terminal)
+    reports.phase("Making the model")
+    for event in run:
+        reports.emit(event)
+    reports.report_end(tmp_path / "r" / "model", "headway --help")
+
+    directory = reports.directory
+    assert list(read_events(directory.events)) == run
+    rows = [json.loads(line) for line in directory.metrics.read_text().splitlines()]
+    assert [row["version"] for row in rows] == [0, 1, 2, 3]
+    assert json.loads(directory.summary.read_text()) == json.loads(json.dumps(reports.summary()))
+    assert any(directory.tensorboard.iterdir())
+    assert "Making the model" in output.getvalue()
+    assert "held-out accuracy" in output.getvalue()
+
+
+def test_a_run_that_failed_early_still_has_a_summary(tmp_path: Path) -> None:
+    reports, _ = opened(tmp_path / "r")
+    reports.emit(Note(time=0.0, level="warning", text="something is wrong"))
+    reports.close()
+    written = json.loads(reports.directory.summary.read_text())
+    assert written["status"] == "running"
+    assert written["warnings"] == ["something is wrong"]
+
+
+def test_closing_twice_is_closing_once(tmp_path: Path) -> None:
+    reports, _ = opened(tmp_path / "r", terminal=True)
+    reports.close()
+    reports.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "live-view"]
+
+
+def test_tensorboard_can_be_switched_off(tmp_path: Path) -> None:
+    config = Config.model_validate({"reports": {"tensorboard": False, "live": "off"}})
+    reports, output = opened(tmp_path / "r", terminal=True, config=config)
+    for event in ScriptedRun(versions=1).build():
+        reports.emit(event)
+    reports.report_end(None, "headway --help")
+    assert not any(reports.directory.tensorboard.iterdir())
+    assert "TensorBoard" not in output.getvalue()
+
+
+def test_a_second_run_in_the_same_directory_is_refused(tmp_path: Path) -> None:
+    reports, _ = opened(tmp_path / "r")
+    reports.close()
+    with pytest.raises(UserError, match="already holds a run"):
+        opened(tmp_path / "r")
+
+
+def test_an_event_may_be_delivered_in_the_middle_of_another_one(tmp_path: Path) -> None:
+    """A signal handler may run while an event is being delivered, on the same thread."""
+    reports, _ = opened(tmp_path / "r")
+
+    class Interrupting:
+        def on_event(self, event: object) -> None:
+            reports._observers.remove(self)
+            reports.emit(Note(time=1.0, level="info", text="stopping"))
+
+        def close(self) -> None: ...
+
+    reports._observers.append(Interrupting())
+    reports.emit(Note(time=0.0, level="info", text="running"))
+    reports.close()
+    assert [event.time for event in read_events(reports.directory.events)] == [0.0, 1.0]

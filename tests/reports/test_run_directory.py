@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from headway.config.schema import Config
+from headway.errors import UserError
+from headway.reports.run_directory import RunDirectory
+
+CONFIG = Config()
+
+
+def test_a_run_directory_holds_the_resolved_config_and_places_for_the_rest(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "runs" / "a", CONFIG)
+    written = OmegaConf.to_container(OmegaConf.load(run.config))
+    assert Config.model_validate(written) == CONFIG
+    assert run.tensorboard.is_dir()
+    assert run.checkpoints.is_dir()
+    assert run.logs.is_dir()
+    assert not run.model.exists()
+
+
+def test_an_empty_directory_that_exists_is_used(tmp_path: Path) -> None:
+    assert RunDirectory.create(tmp_path, CONFIG).config.exists()
+
+
+def test_a_directory_that_holds_a_run_is_refused_and_left_alone(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "a", CONFIG)
+    before = run.config.read_text()
+    with pytest.raises(UserError, match="already holds a run"):
+        RunDirectory.create(tmp_path / "a", Config(mode="on_policy"))
+    assert run.config.read_text() == before
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl", "summary.json"])
+def test_what_is_left_of_a_run_is_refused_too(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(UserError, match="already holds a run"):
+        RunDirectory.create(tmp_path, CONFIG)
+    assert not (tmp_path / "config.yaml").exists()
+
+
+def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").touch()
+    with pytest.raises(UserError, match="is a file"):
+        RunDirectory.create(tmp_path / "a", CONFIG)
+
+
+def test_a_place_that_cannot_be_written_is_refused_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cannot be written \(Not a directory\)"):
+        RunDirectory.create(tmp_path / "file" / "a", CONFIG)
+
+
+def test_the_summary_is_replaced_whole(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, CONFIG)
+    run.write_summary({"version": 1})
+    run.write_summary({"version": 2})
+    assert json.loads(run.summary.read_text()) == {"version": 2}
+    assert not list(tmp_path.glob("*.tmp"))

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import headway
+from headway.reports.tensorboard import TensorBoardFile
+
+
+def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    reader = EventAccumulator(str(directory), size_guidance={"tensors": 0, "scalars": 0})
+    reader.Reload()
+    from_tensors = {
+        tag: [(e.step, float(e.tensor_proto.float_val[0])) for e in reader.Tensors(tag)]
+        for tag in reader.Tags()["tensors"]
+    }
+    return from_tensors | {tag: [(e.step, e.value) for e in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
+
+
+def test_each_versions_numbers_are_scalars_at_that_step(tmp_path: Path) -> None:
+    board = TensorBoardFile(tmp_path, pytest.fail)
+    row: dict[str, Any] = {"version": 0, "reward/mean": 0.5, "lag/histogram": {"0": 3}, "lag/max": 1, "x": float("nan")}
+    board.on_row(row)
+    board.on_row({"version": 1, "reward/mean": 0.75})
+    board.close()
+    assert scalars(tmp_path) == {"reward/mean": [(0, 0.5), (1, 0.75)], "lag/max": [(0, 1.0)]}
+
+
+def test_a_writer_that_fails_is_reported_once_and_the_run_goes_on(tmp_path: Path) -> None:
+    class Broken:
+        def add_scalar(self, *_: object) -> None:
+            raise OSError("no space left on device")
+
+    problems: list[str] = []
+    board = TensorBoardFile(tmp_path, problems.append)
+    board._writer.close()
+    board._writer = Broken()
+    board.on_row({"version": 0, "reward/mean": 0.5})
+    board.on_row({"version": 1, "reward/mean": 0.5})
+    board.close()
+    assert len(problems) == 1
+    assert "no space left on device" in problems[0]
+
+
+def test_neither_torch_nor_tensorflow_is_imported_by_any_report() -> None:
+    program = (
+        "import sys, tempfile, pathlib\n"
+        "import headway.reports.bundle\n"
+        "import headway
+from headway.reports.tensorboard import TensorBoardFile\n"
+        "board = TensorBoardFile(pathlib.Path(tempfile.mkdtemp()), print)\n"
+        "board.on_row({'version': 0, 'reward/mean': 1.0})\n"
+        "board.close()\n"
+        "print(sorted({'torch', 'tensorflow', 'ray'} & set(sys.modules)))\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(headway.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True, env=environment
+    )
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,208 @@
+"""The live panel, the live view's life, the plain lines and the final block."""
+
+from __future__ import annotations
+
+import io
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from tests.reports.scripted_run import ScriptedRun
+
+from headway.events import Event, Note, RunStarted
+from headway.reports.console_view import Outcome, report_end
+from headway.reports.live import LiveView
+from headway.reports.metrics import RunMetrics
+from headway.reports.panel import panel
+from headway.reports.plain import PlainView
+from headway.reports.snapshot import Snapshot, SnapshotTaker
+from headway.reports.summary import summary
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def watched(run: list[Event], clock: Clock | None = None) -> SnapshotTaker:
+    """A snapshot taker that has seen ``run``."""
+    rows: list[Any] = []
+    metrics = RunMetrics(rows)
+    taker = SnapshotTaker(metrics, clock or Clock())
+    rows.append(taker)
+    for event in run:
+        metrics.on_event(event)
+        taker.on_event(event)
+    return taker
+
+
+def drawn(snapshot: Snapshot | None, width: int) -> str:
+    assert snapshot is not None
+    console = Console(file=io.StringIO(), width=width, height=60, force_terminal=False)
+    console.print(panel(snapshot, width))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def half_a_run() -> list[Event]:
+    run = ScriptedRun(versions=6).build()
+    return run[: len(run) // 2]
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 160])
+def test_the_panel_shows_all_there_is_to_know_and_fits_the_terminal(width: int) -> None:
+    text = drawn(watched(half_a_run()).take(), width)
+    for word in ("accuracy", "reward", "lag", "bound 2", "versions", "idle", "generating", "queued", "filtered"):
+        assert word in text
+    assert "ActorTrain" in text
+    assert re.search(r"\d+% +\d+/48 groups", text)
+    assert all(len(line.rstrip()) <= width for line in text.splitlines())
+    assert "…" not in text
+    assert len(text.splitlines()) <= 24
+
+
+def test_a_wide_terminal_gets_two_columns() -> None:
+    snapshot = watched(half_a_run()).take()
+    assert len(drawn(snapshot, 120).splitlines()) < len(drawn(snapshot, 80).splitlines())
+
+
+def test_the_panel_of_a_run_that_just_started_has_no_figures_yet() -> None:
+    run = ScriptedRun().build()
+    text = drawn(watched(run[:1]).take(), 80)
+    assert "not measured yet" in text
+    assert "nothing trained yet" in text
+    assert "nan" not in text.lower()
+
+
+def test_a_finished_run_shows_neither_stages_nor_time_left() -> None:
+    text = drawn(watched(ScriptedRun().build()).take(), 80)
+    assert "100%" in text
+    assert "left" not in text
+    assert "ActorTrain" not in text
+
+
+def test_the_time_left_falls_between_two_events() -> None:
+    clock = Clock()
+    taker = watched(half_a_run(), clock)
+    before = taker.take()
+    clock.now += 2.0
+    after = taker.take()
+    assert before is not None
+    assert after is not None
+    assert before.eta_s is not None
+    assert after.eta_s == pytest.approx(max(before.eta_s - 2.0, 0.0))
+    assert after.elapsed_s == pytest.approx(before.elapsed_s + 2.0)
+
+
+def live_view(taker: SnapshotTaker) -> tuple[LiveView, io.StringIO, threading.RLock]:  # type: ignore[valid-type]
+    lock = threading.RLock()
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, width=100, height=40)
+    return LiveView(console, taker, lock), output, lock
+
+
+def test_the_live_view_prints_finished_phases_and_notes_and_ends_with_the_panel() -> None:
+    run = half_a_run()
+    metrics = RunMetrics()
+    taker = SnapshotTaker(metrics)
+    view, output, lock = live_view(taker)
+    try:
+        with lock:
+            view.phase("Making the model")
+            view.phase("Warming up", "step 1")
+            view.phase("Warming up", "step 2")
+            view.on_event(Note(time=0.0, level="warning", text="look here"))
+        for event in run:
+            with lock:
+                metrics.on_event(event)
+                view.on_event(event)
+    finally:
+        view.close()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.getvalue())
+    assert text.count("✓ Making the model") == 1
+    assert text.count("✓ Warming up  step 2") == 1
+    assert "✓ Warming up  step 1" not in text
+    assert "look here" in text
+    assert "async_partial, seed 0" in text
+    assert not [thread for thread in threading.enumerate() if thread.name == "live-view"]
+
+
+def test_the_live_view_gives_the_cursor_back() -> None:
+    view, output, _ = live_view(watched([]))
+    view.close()
+    assert output.getvalue().rstrip().endswith("\x1b[?25h")
+
+
+def plain_lines(run: list[Event]) -> list[str]:
+    rows: list[Any] = []
+    metrics = RunMetrics(rows)
+    output = io.StringIO()
+    clock = Clock()
+    view = PlainView(Console(file=output, width=40), SnapshotTaker(metrics, clock), clock)
+    rows.append(view)
+    view.phase("Warming up", "held-out accuracy 0.45")
+    for event in run:
+        metrics.on_event(event)
+        view.on_event(event)
+    view.close()
+    return output.getvalue().splitlines()
+
+
+def test_without_a_terminal_there_is_one_line_per_version_and_validation_and_never_a_wrapped_one() -> None:
+    lines = plain_lines(ScriptedRun(versions=3).build())
+    assert all(re.match(r"\d\d:\d\d:\d\d  \S", line) for line in lines)
+    assert len([line for line in lines if "  version " in line]) == 3
+    assert len([line for line in lines if "validation of version" in line]) == 4
+    assert any("warning: the reward raised ValueError" in line for line in lines)
+    assert "Warming up: held-out accuracy 0.45" in lines[0]
+    assert "training starts: async_partial, seed 0, 8 groups per version of 24" in lines[1]
+    assert lines[-1].endswith("completed")
+
+
+def final_block(run: list[Event], model: Path | None) -> str:
+    metrics = RunMetrics()
+    for event in run:
+        metrics.on_event(event)
+    output = io.StringIO()
+    outcome = Outcome(Path("r/events.jsonl"), Path("r/tensorboard"), model, "headway eval r/model")
+    report_end(Console(file=output, width=60), summary(metrics), outcome)
+    return output.getvalue()
+
+
+def test_the_final_block_says_what_came_of_the_run_where_things_lie_and_what_to_do_next() -> None:
+    text = final_block(ScriptedRun(versions=3).build(), Path("r/model"))
+    assert "Completed: held-out accuracy 0.520 → 0.740" in text
+    assert "lag at most 1 (bound 2)" in text
+    assert "took turns" in text
+    for place in ("r/model", "r/tensorboard", "r/events.jsonl", "headway eval r/model"):
+        assert place in text
+    assert "does not balance" not in text
+
+
+def test_the_final_block_of_a_run_without_an_end_shows_no_model_and_says_if_the_ledger_does_not_balance() -> None:
+    run = ScriptedRun(versions=3).build()
+    settled = next(event for event in run if event.kind == "group.settled")
+    text = final_block([*run[:-1], settled], None)
+    assert "r/model\n" not in text.replace("headway eval r/model", "")
+    assert "does not balance" in text
+
+
+def test_the_first_line_of_a_run_without_a_bound_says_so() -> None:
+    started = RunStarted(
+        time=0.0,
+        mode="stream",
+        seed=1,
+        groups_per_version=1024,
+        total_groups=None,
+        lag_bound=None,
+        order="ready",
+        slots={},
+    )
+    (_, line) = plain_lines([started])
+    assert "1,024 groups per version, ready, no bound on lag" in line
