@@ -88,7 +88,7 @@ def _warm_up(config: Config, path: Path, reports: Reports) -> None:
     import torch
 
     from headway.data.sources import build_sources
-    from headway.models.loading import load_model, load_tokenizer
+    from headway.models.loading import load_model, load_tokenizer, without_progress_bars
     from headway.warmup import warm_up
 
     if config.model.warmup is None or config.data.task is None:
@@ -106,7 +106,8 @@ def _warm_up(config: Config, path: Path, reports: Reports) -> None:
         max_response_length=config.data.max_response_length,
         report=lambda detail: reports.phase("warming the model up", detail),
     )
-    model.save_pretrained(path)
+    with without_progress_bars():
+        model.save_pretrained(path)
 
 
 # ---------------------------------------------------------------------------------------------- run

@@ -147,8 +147,8 @@ def summary(config: Config) -> dict[str, str]:
         "mode": config.mode,
         "model": config.model.path or f"made here ({config.model.make.architecture if config.model.make else ''})",
         "data": config.data.train or (config.data.task.name if config.data.task else ""),
-        "B": f"{b} groups per version = {settings.trigger_parameter_sync_step} fetches × {settings.require_batches} "
-        f"mini-batches × {config.actor.ppo_mini_batch_size} groups",
+        "B": f"{b} groups per version: fetches {settings.trigger_parameter_sync_step} × "
+        f"mini-batches {settings.require_batches} × groups {config.actor.ppo_mini_batch_size}",
         "η": f"{float(eta):g}: at most {admission_limit(0, eta, b)} groups admitted and not trained",
         "lag": "no bound (order ready)" if bound is None else f"at most {bound} versions",
         "length": f"{config.data.epochs} epochs" if total is None else f"{total} groups = {total // b} versions",

@@ -1,4 +1,4 @@
-"""What happens in a run, as typed events. Metrics, timelines, the live view and the ledger's file derive from these alone.
+"""What happens in a run, as typed events. Metrics, timelines and the live view derive from these alone.
 
 ``time`` is the event loop's clock (seconds, monotonic; virtual under simulation). Worker processes on the same machine
 share that clock; their spans arrive as ``[start, end]`` pairs on it.
@@ -36,6 +36,8 @@ class RunStarted(Event):
     order: str
     slots: dict[str, int]
     """Trajectories that each replica can decode at once."""
+    on_update: str = ""
+    """What happens to trajectories in flight when new weights arrive: ``drain``, ``interrupt`` or ``keep``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +69,7 @@ class GroupAdmitted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryFinished(Event):
-    """``version_spans`` is ``[[start, version], …]``: from token ``start`` on, tokens were sampled under ``version``."""
+    """``version_spans`` is ``[[start, version], …]``: tokens from ``start`` on were sampled under ``version``."""
 
     kind: ClassVar[str] = "trajectory.finished"
     number: int
@@ -164,7 +166,7 @@ class UpdateFinished(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaActivity(Event):
-    """Spans in which a replica prefilled or decoded, since its last report; ``slot_seconds`` sums active slots × time."""
+    """Spans of prefill or decoding since the replica's last report; ``slot_seconds`` sums active slots × time."""
 
     kind: ClassVar[str] = "replica.activity"
     replica: str

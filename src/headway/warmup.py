@@ -1,14 +1,15 @@
 """Supervised warm-up of a made model: steps on the task's own solutions until held-out greedy accuracy is in a window.
 
-    model ─▶ [ eval_every steps ─▶ greedy accuracy ]* ─▶ model, in place
-                    ▲                  │ above the window: back to the last weights below it, with a quarter of the
-                    └──────────────────┘                   learning rate and of the steps between evaluations
+model ─▶ [ eval_every steps ─▶ greedy accuracy ]* ─▶ model, in place
+                ▲                  │ above the window: back to the last weights not above it, with a quarter of the
+                └──────────────────┘                   learning rate and of the steps between evaluations
 """
 
 from __future__ import annotations
 
 import asyncio
 import copy
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
@@ -18,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from headway.config.schema import TaskConfig, WarmupConfig
+from headway.config.schema import GiveUpConfig, TaskConfig, WarmupConfig
 from headway.data.tasks import make_task
 from headway.data.types import Prompt
 from headway.engines.rollout.native.engine import NativeEngine
@@ -56,31 +57,37 @@ def warm_up(
     low, high = config.target
     batches = _batches(tokenizer, task, config, {prompt.text for prompt in held_out}, seed)
     evaluate = _Evaluation(tokenizer, task, held_out, seed, max_response_length)
-    lr, interval, steps = config.lr, config.eval_every, 0
+    lr, interval, steps, accuracy = config.lr, config.eval_every, 0, 0.0
     optimizer = _optimizer(model, lr)
     below = copy.deepcopy(model.state_dict())
     while steps < config.max_steps:
-        for batch in islice(batches, interval):
+        for batch in islice(batches, min(interval, config.max_steps - steps)):
+            _set_lr(optimizer, lr * (1 - steps / config.max_steps))
             _step(model, optimizer, batch)
-        steps += interval
+            steps += 1
         accuracy = evaluate(model)
-        report(f"warm-up: {steps} supervised steps, held-out accuracy {accuracy:.3f}")
-        if low <= accuracy <= high:
-            return WarmupResult(accuracy, steps)
-        if accuracy < low:
-            below = copy.deepcopy(model.state_dict())
-        else:
+        report(f"{steps} supervised steps, held-out accuracy {accuracy:.3f}")
+        if accuracy > high:
             model.load_state_dict(below)
             lr, interval = lr / 4, max(1, interval // 4)
             optimizer = _optimizer(model, lr)
+            continue
+        if accuracy >= low and steps >= config.min_steps:
+            return WarmupResult(accuracy, steps)
+        below = copy.deepcopy(model.state_dict())
     raise ModelError(
-        f"after model.warmup.max_steps={config.max_steps} supervised steps held-out accuracy is {accuracy:.3f}, outside "
-        f"model.warmup.target=[{low}, {high}]; raise max_steps, change lr, or make the task easier"
+        f"after model.warmup.max_steps={config.max_steps} supervised steps held-out accuracy is {accuracy:.3f}, "
+        f"outside model.warmup.target=[{low}, {high}]: raise max_steps, change lr, or make the task easier"
     )
 
 
 def _optimizer(model: PreTrainedModel, lr: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=0.0)
+
+
+def _set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
 
 
 def _step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -89,7 +96,7 @@ def _step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: tuple
     logits = model(inputs, use_cache=False).logits
     loss = cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
     optimizer.zero_grad()
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP)
     optimizer.step()
 
@@ -99,22 +106,31 @@ def _batches(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Batches without end: ``inputs`` and next-token ``targets`` [config.batch_size, T], answers and their end only."""
     lessons = make_task(task.name, {**task.params, **config.params}, seed=seed)
-    eos = tokenizer.eos_token_id
+    rng = random.Random(seed)
     index = count()
     while True:
-        inputs, targets = [], []
+        inputs: list[torch.Tensor] = []
+        targets: list[torch.Tensor] = []
         while len(inputs) < config.batch_size:
             problem = lessons.problem(next(index))
             if problem.prompt in held_out:
                 continue
             prompt = tokenizer(problem.prompt, add_special_tokens=False)["input_ids"]
-            answer = [*tokenizer(problem.answer, add_special_tokens=False)["input_ids"], eos]
+            solution = _solution(problem.answer, config.give_up, rng)
+            answer = [*tokenizer(solution, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
             inputs.append(torch.tensor([*prompt, *answer[:-1]]))
             targets.append(torch.tensor([IGNORED] * (len(prompt) - 1) + answer))
         yield (
             pad_sequence(inputs, batch_first=True, padding_value=tokenizer.pad_token_id),
             pad_sequence(targets, batch_first=True, padding_value=IGNORED),
         )
+
+
+def _solution(answer: str, give_up: GiveUpConfig | None, rng: random.Random) -> str:
+    """What the teacher shows: the answer, or, for a long one, sometimes that it gave up."""
+    if give_up is not None and len(answer) > give_up.above and rng.random() < give_up.rate:
+        return give_up.answer
+    return answer
 
 
 class _Evaluation:
@@ -136,8 +152,8 @@ class _Evaluation:
         self._max_context = max(len(p.token_ids) for p in held_out) + max_response_length
 
     def __call__(self, model: PreTrainedModel) -> float:
-        model.eval()
-        return asyncio.run(self._accuracy(model))
+        # A copy: the engine packs the weights of the module that it owns.
+        return asyncio.run(self._accuracy(copy.deepcopy(model).eval()))
 
     async def _accuracy(self, model: PreTrainedModel) -> float:
         engine = NativeEngine(

@@ -1,7 +1,7 @@
 import os
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -77,9 +77,11 @@ assert not heavy, heavy
 
 def test_help_takes_less_than_half_a_second() -> None:
     def seconds() -> float:
-        start = time.perf_counter()
+        """Of the processor: the clock on the wall also counts whatever else the machine does."""
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert python("-m", "headway", "--help").returncode == 0
-        return time.perf_counter() - start
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
     assert min(seconds() for _ in range(3)) < 0.5
 
@@ -111,7 +113,7 @@ def test_a_dry_run_prints_a_configuration_that_loads_again_and_does_not_train(
 def test_the_doctor_shows_what_follows_from_the_settings(recipe: str) -> None:
     lines = [line.split() for line in run("doctor", recipe, "trainer.n_gpus_per_node=2").output.splitlines()]
     said = {words[0]: " ".join(words[1:]) for words in lines if words}
-    assert said["B"].startswith("64 groups per version = 4 fetches × 1 mini-batches × 16 groups")
+    assert said["B"] == "64 groups per version: fetches 4 × mini-batches 1 × groups 16"
     assert said["η"] == "0.5: at most 96 groups admitted and not trained"
     assert said["lag"] == "at most 2 versions"
     assert said["length"] == "640 groups = 10 versions"

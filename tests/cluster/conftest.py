@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,3 +28,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
         path,
     )
     return str(path)
+
+
+@pytest.fixture(scope="module")
+def workers_can_import_tests(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Worker processes find the package and the tests' own roles where this process does."""
+    with pytest.MonkeyPatch.context() as patch:
+        root = request.config.rootpath
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(root / "src"), str(root)]))
+        yield

@@ -25,14 +25,15 @@ def descendants(pid: int) -> list[int]:
 
 
 class Family:
-    """The processes that this one has started by now."""
+    """The processes that this one has started by now, with ``title`` in their command lines."""
 
-    def __init__(self) -> None:
+    def __init__(self, title: str = "") -> None:
         self._descriptors: dict[int, int] = {}
         for pid in descendants(os.getpid()):
             try:
-                self._descriptors[pid] = os.pidfd_open(pid)
-            except ProcessLookupError:
+                if title in Path(f"/proc/{pid}/cmdline").read_text():
+                    self._descriptors[pid] = os.pidfd_open(pid)
+            except (ProcessLookupError, FileNotFoundError):
                 continue
 
     def __len__(self) -> int:

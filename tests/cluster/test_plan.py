@@ -113,6 +113,8 @@ async def test_a_ray_address_at_which_nothing_answers_is_a_config_error() -> Non
         await check_answers(f"127.0.0.1:{port}", 2.0)
 
 
-async def test_a_ray_address_that_is_not_a_host_and_port_is_left_to_ray() -> None:
-    await check_answers("auto", 0.1)
-    await check_answers("ray://head:10001", 0.1)
+async def test_an_address_at_which_something_else_than_ray_listens_is_a_config_error_in_bounded_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match="no Ray cluster answered within 2 s"):
+            await check_answers(f"127.0.0.1:{port}", 2.0)

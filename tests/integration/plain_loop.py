@@ -31,7 +31,7 @@ async def plain_loop(config_path: Path, out: Path, overrides: list[str]) -> None
     tokenizer, model = load_tokenizer(path), load_model(path, dtype=torch.float32)
     score = load_function(config.reward.function)
     prompts = build_sources(config, tokenizer).train
-    trainer = FsdpEngine(model_path=path, config=config, total_optimizer_steps=steps, device="cpu")
+    trainer = FsdpEngine(model_path=path, config=config, total_optimizer_steps=steps, device=torch.device("cpu"))
     manifest = trainer.manifest(bucket_bytes=2**20)
     engine = NativeEngine(
         model,

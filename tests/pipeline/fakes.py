@@ -171,6 +171,8 @@ class _Decoding:
     started: float | None = None
     since: float = 0.0
     """When the running segment's first step began."""
+    end: float = 0.0
+    """When its last step ends, if nothing comes between."""
     timer: asyncio.TimerHandle | None = None
 
     @property
@@ -272,20 +274,20 @@ class FakeRollout:
         decoding.since = now() + prefill_s
         if decoding.tokens == 0:
             decoding.started = decoding.since + SECONDS_PER_TOKEN
-        end = decoding.since + (decoding.length - decoding.tokens) * SECONDS_PER_TOKEN
-        decoding.timer = asyncio.get_running_loop().call_at(end, self._finish, decoding)
+        decoding.end = decoding.since + (decoding.length - decoding.tokens) * SECONDS_PER_TOKEN
+        decoding.timer = asyncio.get_running_loop().call_at(decoding.end, self._finish, decoding)
 
     def _stop(self, decoding: _Decoding) -> None:
         """Out of its slot, between two steps: only whole steps have sampled a token."""
         assert decoding.timer is not None
         decoding.timer.cancel()
         self._running.remove(decoding)
-        steps = max(0, int((now() - decoding.since) / SECONDS_PER_TOKEN))
-        steps = min(steps, decoding.length - decoding.tokens)
+        left = decoding.length - decoding.tokens
+        steps = left if now() >= decoding.end else max(0, int((now() - decoding.since) / SECONDS_PER_TOKEN))
         if steps and (not decoding.spans or decoding.spans[-1][1] != self.version):
             decoding.spans.append([decoding.tokens, self.version])
         decoding.tokens += steps
-        self._stats.stopped(len(self._running), steps)
+        self._stats.stopped(len(self._running))
 
     def _finish(self, decoding: _Decoding, reason: FinishReason = FinishReason.STOP) -> None:
         self._stop(decoding)
@@ -412,21 +414,20 @@ class _Activity:
     def __init__(self) -> None:
         self._busy: list[Span] = []
         self._slot_seconds = 0.0
-        self._tokens = 0
         self._since = 0.0
         self._running = 0
 
     def started(self, running_before: int) -> None:
         self._advance(running_before + 1)
 
-    def stopped(self, running_after: int, tokens: int) -> None:
-        self._tokens += tokens
+    def stopped(self, running_after: int) -> None:
         self._advance(running_after)
 
     def report(self, running: int, waiting: int, version: int) -> EngineStats:
         self._advance(running)
-        stats = EngineStats(self._busy, self._slot_seconds, self._tokens, 0, running, waiting, version)
-        self._busy, self._slot_seconds, self._tokens = [], 0.0, 0
+        tokens = int(self._slot_seconds / SECONDS_PER_TOKEN)
+        stats = EngineStats(self._busy, self._slot_seconds, tokens, 0, running, waiting, version)
+        self._busy, self._slot_seconds = [], 0.0
         return stats
 
     def _advance(self, running: int) -> None:

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from headway.config.presets import PRESETS
+from headway.config.schema import Config
+from headway.events import (
+    Event,
+    GroupAdmitted,
+    GroupSettled,
+    OptimizerStepped,
+    RunFinished,
+    ValidationFinished,
+)
+from headway.pipeline.run import Parts, Pipeline, Status
+from headway.pipeline.stages.reward import GroupFilter
 from tests.pipeline.fakes import (
     FakeReference,
     FakeReward,
@@ -24,19 +36,6 @@ from tests.pipeline.fakes import (
 )
 from tests.pipeline.virtual_clock import run_virtual
 
-from headway.config.presets import PRESETS
-from headway.config.schema import Config
-from headway.events import (
-    Event,
-    GroupAdmitted,
-    GroupSettled,
-    OptimizerStepped,
-    RunFinished,
-    ValidationFinished,
-)
-from headway.pipeline.run import Parts, Pipeline, Status
-from headway.pipeline.stages.reward import GroupFilter
-
 E = TypeVar("E", bound=Event)
 
 MODES = tuple(PRESETS)
@@ -50,6 +49,7 @@ class Run:
     error: BaseException | None
     events: list[Event]
     pipeline: Pipeline
+    source: FakeSource
     rollouts: list[FakeRollout]
     trainer: FakeTrainer
     ended: float
@@ -151,7 +151,7 @@ class Scenario:
     reference_inside_fetch: bool = False
     script: Callable[[Run], None] | None = None
     """Called before the run starts, to arrange what will happen."""
-    beside: Callable[[Run], Awaitable[None]] | None = None
+    beside: Callable[[Run], Coroutine[Any, Any, None]] | None = None
     """Runs beside the pipeline until it ends."""
     watched: bool = False
     """`beside` is given to the pipeline as its watch, so that what it raises is the pipeline's affair."""
@@ -176,10 +176,11 @@ class Scenario:
             sections[name] = {**sections.get(name, {}), **further}
         return Config.model_validate({"mode": self.mode, **sections})
 
-    def run(self) -> Run:
-        return run_virtual(self._run())
+    def run(self, cancelled_at: float | None = None) -> Run:
+        """``cancelled_at``: the pipeline's task is cancelled at that time, as by a second Ctrl-C."""
+        return run_virtual(self._run(cancelled_at))
 
-    async def _run(self) -> Run:
+    async def _run(self, cancelled_at: float | None) -> Run:
         wire = Wire(self.replicas)
         lengths = self.lengths or seeded_lengths(self.seed)
         rollouts = [
@@ -189,8 +190,9 @@ class Scenario:
         trainer = FakeTrainer(wire, **self.trainer)
         recorder = Recorder()
         run: Run
+        source = FakeSource(self.rows, self.epochs)
         parts = Parts(
-            source=FakeSource(self.rows, self.epochs),
+            source=source,
             validation=validation_prompts(self.problems),
             rollouts=rollouts,
             trainer=trainer,
@@ -202,14 +204,17 @@ class Scenario:
             watch=(lambda: self._watch(run)) if self.watched else None,
         )
         pipeline = Pipeline(self.config, parts, [recorder], Path("checkpoints"))
-        run = Run(None, None, recorder.events, pipeline, rollouts, trainer, 0.0, [])
+        run = Run(None, None, recorder.events, pipeline, source, rollouts, trainer, 0.0, [])
         if self.script is not None:
             self.script(run)
         beside = asyncio.ensure_future(self.beside(run)) if self.beside and not self.watched else None
-        try:
-            run.status = await pipeline.run()
-        except Exception as error:
-            run.error = error
+        running = asyncio.ensure_future(pipeline.run())
+        if cancelled_at is not None:
+            asyncio.get_running_loop().call_at(cancelled_at, running.cancel)
+        await asyncio.wait([running])
+        if not running.cancelled():
+            run.error = running.exception()
+            run.status = None if run.error else running.result()
         run.ended = asyncio.get_running_loop().time()
         if beside is not None:
             beside.cancel()

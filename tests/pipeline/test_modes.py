@@ -106,7 +106,9 @@ def test_one_step_off_training_a_batch_never_delays_the_launch_of_the_next(step_
     loads = {0: 0.0, **dict(run.rollouts[0].loads)}
     rewarded = [max(e.time for e in run.of(GroupRewarded) if e.number // 4 == batch) for batch in range(6)]
     for batch in range(1, 6):
-        assert launches[4 * batch] == max(loads[batch - 1], rewarded[batch - 1]), "wait for one, update, launch the next"
+        assert launches[4 * batch] == max(loads[batch - 1], rewarded[batch - 1]), (
+            "wait for one, update, launch the next"
+        )
     fetches = {fetch.version: fetch for fetch in run.of(FetchTaken)}
     for batch in range(1, 5):
         assert launches[4 * (batch + 1)] <= fetches[batch].time
@@ -174,7 +176,9 @@ def test_the_trainer_reports_what_it_did_and_when():
 
 
 def test_require_batches_makes_several_optimizer_steps_of_one_fetch():
-    run = Scenario("async_stale", async_training={"require_batches": 2, "trigger_parameter_sync_step": 2}, total=32).run()
+    run = Scenario(
+        "async_stale", async_training={"require_batches": 2, "trigger_parameter_sync_step": 2}, total=32
+    ).run()
     run.assert_completed()
     assert [len(fetch.numbers) for fetch in run.of(FetchTaken)] == [8, 8, 8, 8]
     steps = run.of(OptimizerStepped)

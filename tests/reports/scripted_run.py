@@ -6,8 +6,7 @@ Its times are those of a schedule in which generation and training overlap; ever
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from headway.events import (
     Event,
@@ -242,9 +241,3 @@ class ScriptedRun:
         )
         if version == 2:
             self._add(Note(time=at, level="warning", text="the reward raised ValueError for 1 of 64 trajectories"))
-
-
-def shifted(events: list[Event], seconds: float) -> Iterator[Event]:
-    """The same events ``seconds`` later (times only, not the spans inside)."""
-    for event in events:
-        yield replace(event, time=event.time + seconds)

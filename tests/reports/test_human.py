@@ -36,4 +36,5 @@ def test_a_sparkline_spans_its_own_range_and_shows_the_latest_values() -> None:
     assert human.sparkline([9.0, 0.0, 1.0], 2) == "▁█"
     assert human.sparkline([0.5, 0.5], 10) == "▁▁"
     assert human.sparkline([], 10) == ""
-    assert human.sparkline([math.nan, 1.0], 10) == "▁"
+    assert human.sparkline([math.nan, 1.0, 2.0], 10) == "▁█"
+    assert human.sparkline([1.0], 10) == ""

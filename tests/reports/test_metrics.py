@@ -367,12 +367,14 @@ def test_lengths_lost_on_the_way_to_training_show_as_a_bias() -> None:
     metrics, _ = observe(
         [
             started(),
-            *[admitted(number, 1.0) for number in range(3)],
+            *[admitted(number, 1.0) for number in range(4)],
             finished(0, [[0, 0]], tokens=10),
             finished(1, [[0, 0]], tokens=50),
             finished(2, [[0, 0]], tokens=999),  # still under way: neither trained nor lost
+            finished(3, [[0, 0]], tokens=999),  # filtered: not trained on purpose
             GroupSettled(time=2.0, number=0, fate="trained", lag=0),
             GroupSettled(time=2.0, number=1, fate="dropped", reason="overdue"),
+            GroupSettled(time=2.0, number=3, fate="filtered", reason="all rewards are 0"),
         ]
     )
     assert summary(metrics)["bias"] == {
@@ -380,7 +382,7 @@ def test_lengths_lost_on_the_way_to_training_show_as_a_bias() -> None:
         "dispatched_length_mean": 30,
         "length_ratio": pytest.approx(1 / 3),
     }
-    assert summary(metrics)["reasons"] == {"dropped": {"overdue": 1}}
+    assert summary(metrics)["reasons"] == {"dropped": {"overdue": 1}, "filtered": {"all rewards are 0": 1}}
     assert summary(metrics)["groups"]["in_flight"] == 1
 
 
@@ -390,7 +392,7 @@ def test_a_validation_that_ends_after_its_versions_row_gets_a_row_of_its_own() -
     )
     _, rows = observe([started(), admitted(0, 0.0), stepped(3.0, 0), updated(4.0, 1), validation])
     assert [row["version"] for row in rows] == [0, 0]
-    assert rows[1]["validation/accuracy"] == 0.5
+    assert rows[1] == {"version": 0, "validation/accuracy": 0.5, "validation/mean_tokens": 1.0, "validation/failed": 0}
 
 
 @settings(max_examples=30, deadline=None)

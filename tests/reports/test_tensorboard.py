@@ -52,8 +52,7 @@ def test_neither_torch_nor_tensorflow_is_imported_by_any_report() -> None:
     program = (
         "import sys, tempfile, pathlib\n"
         "import headway.reports.bundle\n"
-        "import headway
-from headway.reports.tensorboard import TensorBoardFile\n"
+        "from headway.reports.tensorboard import TensorBoardFile\n"
         "board = TensorBoardFile(pathlib.Path(tempfile.mkdtemp()), print)\n"
         "board.on_row({'version': 0, 'reward/mean': 1.0})\n"
         "board.close()\n"

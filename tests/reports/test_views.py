@@ -67,6 +67,13 @@ def test_the_panel_shows_all_there_is_to_know_and_fits_the_terminal(width: int) 
     assert len(text.splitlines()) <= 24
 
 
+def test_stages_are_listed_in_the_order_in_which_data_flows() -> None:
+    snapshot = watched(half_a_run()).take()
+    assert snapshot is not None
+    names = [stage.name for stage in snapshot.stages]
+    assert names == ["Generate", "Rollout", "Reward", "ActorTrain", "ParamUpdate", "Validate"]
+
+
 def test_a_wide_terminal_gets_two_columns() -> None:
     snapshot = watched(half_a_run()).take()
     assert len(drawn(snapshot, 120).splitlines()) < len(drawn(snapshot, 80).splitlines())
@@ -183,6 +190,7 @@ def test_the_final_block_says_what_came_of_the_run_where_things_lie_and_what_to_
     for place in ("r/model", "r/tensorboard", "r/events.jsonl", "headway eval r/model"):
         assert place in text
     assert "does not balance" not in text
+    assert re.search(r"Not trained: \d+ filtered \(\d+ no variance\)", text)
 
 
 def test_the_final_block_of_a_run_without_an_end_shows_no_model_and_says_if_the_ledger_does_not_balance() -> None:

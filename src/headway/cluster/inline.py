@@ -59,6 +59,7 @@ class InlineCluster:
         self._config = config
         self._device = "cpu"
         self._threads = 1
+        self._made_group = False
 
     async def connect(self) -> str:
         """The device that torch sees here. Raises `ConfigError` when ``cuda`` is asked for and there is none."""
@@ -71,12 +72,17 @@ class InlineCluster:
         return self._device
 
     async def reserve(self, plan: ClusterPlan) -> None:
-        """Settle the process's one thread count. Raises `ConfigError` for what one process cannot do."""
-        if len(plan.actor) != 1:
-            raise ConfigError(
-                f"cluster.backend=inline has one training rank, not {len(plan.actor)}: one process is one rank. "
-                "Set trainer.n_gpus_per_node=1, or cluster.backend=ray"
-            )
+        """Settle the process's one thread count and its group of one rank.
+
+        Raises `ConfigError` for what one process cannot do.
+        """
+        for specs, role, setting in ((plan.actor, "training", "trainer"), (plan.ref, "reference", "ref")):
+            if len(specs) > 1:
+                raise ConfigError(
+                    f"cluster.backend=inline has one {role} rank, not {len(specs)}: one process is one rank. "
+                    f"Set {setting}.nnodes=1 and {setting}.n_gpus_per_node=1, or cluster.backend=ray"
+                )
+        self._make_group()
         self._threads = max(spec.threads for spec in plan)
         for variable, value in math_environment(self._threads).items():
             os.environ.setdefault(variable, value)
@@ -85,4 +91,19 @@ class InlineCluster:
         return InlineWorker(spec, self._device, self._threads)
 
     async def stop(self) -> None:
-        """Nothing runs beside the workers."""
+        """Leave torch.distributed as it was found."""
+        if self._made_group:
+            import torch.distributed as dist
+
+            self._made_group = False
+            dist.destroy_process_group()
+
+    def _make_group(self) -> None:
+        """torch.distributed's default group, which FSDP's device mesh builds on; one that is there is left alone."""
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            backend = "cpu:gloo,cuda:nccl" if self._device == "cuda" else "gloo"
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
+            self._made_group = True

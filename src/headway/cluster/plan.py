@@ -76,7 +76,10 @@ def plan_cluster(
             spec(RolloutRole, ROLLOUT, index, device, config.rollout.threads or share)
             for index, device in enumerate(generate)
         ),
-        ref=tuple(spec(RefRole, REF, rank, device, train_threads) for rank, device in enumerate(ref)),
+        ref=tuple(
+            spec(RefRole, REF, rank, device, train_threads, rank=rank, world_size=len(ref))
+            for rank, device in enumerate(ref)
+        ),
         ref_inside_fetch=inside,
     )
 

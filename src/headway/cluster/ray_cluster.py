@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
-from headway.errors import ConfigError, RunError
+from headway.errors import ConfigError, RunError, boundary
 
 import ray
 
@@ -78,16 +79,18 @@ class RayCluster:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         address = self._config.cluster.address
         if address is not None:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            with boundary(f"cluster.address={address}: cannot join Ray there", ConfigError):
+                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
             return
-        ray.init(
-            address="local",
-            num_cpus=available_cores(),
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=object_store_bytes(self._config),
-        )
+        with boundary("Ray does not start on this machine", RunError):
+            ray.init(
+                address="local",
+                num_cpus=available_cores(),
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=object_store_bytes(self._config),
+            )
 
     def _choose_device(self) -> str:
         gpus = ray.cluster_resources().get("GPU", 0)  # type: ignore[no-untyped-call]
@@ -100,18 +103,48 @@ class RayCluster:
                 return device
 
 
+_PROBE = "import sys, ray; ray.init(address=sys.argv[1], log_to_driver=False); ray.shutdown()"
+
+
 async def check_answers(address: str, timeout_s: float) -> None:
-    """Raise `ConfigError` unless something listens at a ``host:port`` address. Ray itself waits long and says less."""
+    """Raise `ConfigError` unless a Ray cluster answers at ``address`` in time.
+
+    Joining cannot be cancelled, and Ray ends the process when nobody answers for a minute: so it is tried in a process
+    of its own first.
+    """
+    await _check_listens(address, timeout_s)
+    probe = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", _PROBE, address, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(timeout_s):
+            _, errors = await probe.communicate()
+    except TimeoutError:
+        raise ConfigError(
+            f"cluster.address={address}: something listens there, but no Ray cluster answered within {timeout_s:g} s. "
+            "Give the address that `ray start --head` printed"
+        ) from None
+    finally:
+        if probe.returncode is None:
+            probe.kill()
+            await probe.wait()
+    if probe.returncode:
+        reason = errors.decode(errors="replace").strip().rpartition("\n")[2]
+        raise ConfigError(f"cluster.address={address}: cannot join the Ray cluster there: {reason}")
+
+
+async def _check_listens(address: str, timeout_s: float) -> None:
+    """Fail at once where nothing listens at a ``host:port`` address. Other addresses are Ray's to resolve."""
     host, separator, port = address.rpartition(":")
     if not separator or not port.isdigit() or "/" in host:
-        return  # ``auto`` and Ray's client addresses are Ray's to resolve
+        return
     try:
         async with asyncio.timeout(timeout_s):
             _, writer = await asyncio.open_connection(host, int(port))
     except (OSError, TimeoutError) as error:
         raise ConfigError(
-            f"cluster.address={address}: nothing answers there ({error}). Start Ray with "
-            "`ray start --head`, give its address, or leave cluster.address out to start Ray here"
+            f"cluster.address={address}: nothing answers there ({error}). Start Ray with `ray start --head`, give its "
+            "address, or leave cluster.address out to start Ray here"
         ) from None
     writer.close()
 

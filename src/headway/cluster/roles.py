@@ -80,6 +80,22 @@ class Role:
 
         torch.set_num_threads(self._threads)
 
+    def _join_ranks(self, store: Address | None, role: str, rank: int, world_size: int) -> None:
+        """torch.distributed's default group, of this role's ranks. Without a store the process has a group already."""
+        if store is None:
+            return
+        import torch.distributed as dist
+
+        from headway.weights.transports.group import join_store
+
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if self._device.startswith("cuda") else "gloo",
+            store=join_store(store, f"ranks/{role}", self._config.cluster.start_timeout_s),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=self._config.cluster.stall_timeout_s),
+        )
+
     def close(self) -> None:
         """Release what outlives the process or the role."""
 
@@ -96,7 +112,6 @@ class ActorRole(Role):
         self._total_optimizer_steps = total_optimizer_steps
         self._with_reference = with_reference
         self._store: Any = None
-        self._owns_group = False
         self._sender: WeightSender | None = None
 
     @register(Dispatch.RANK_ZERO)
@@ -110,14 +125,14 @@ class ActorRole(Role):
 
     @register(Dispatch.ONE_TO_ALL)
     def build(self, store: Address | None) -> Manifest:
-        """Join the ranks' group and load the model. ``store`` may be None for a single rank. Returns the layout."""
+        """Join the ranks that meet at ``store``, and load the model. Returns the layout of what will be sent."""
         import torch
 
         from headway.engines.train.fsdp.engine import FsdpEngine
         from headway.engines.train.fsdp.reference import ReferenceEngine
 
         self._set_threads()
-        self._join_ranks(store)
+        self._join_ranks(store, "actor", self._rank, self._world_size)
         self._engine: FsdpEngine = FsdpEngine(
             model_path=self._model_path,
             config=self._config,
@@ -187,34 +202,9 @@ class ActorRole(Role):
         self._engine.export(path)
 
     def close(self) -> None:
-        """Leave the ranks' group if this role made it."""
+        """Leave the group that carries weights."""
         if self._sender is not None:
             self._sender.close()
-        if self._owns_group:
-            import torch.distributed as dist
-
-            dist.destroy_process_group()
-
-    def _join_ranks(self, address: Address | None) -> None:
-        """torch.distributed's default group, which FSDP's device mesh builds on. One rank needs nobody to meet."""
-        import torch.distributed as dist
-
-        from headway.weights.transports.group import join_store
-
-        if dist.is_initialized() and address is None:
-            return
-        if address is None:
-            store = dist.HashStore()  # type: ignore[attr-defined]
-        else:
-            store = join_store(address, "ranks", self._config.cluster.start_timeout_s)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if self._device.startswith("cuda") else "gloo",
-            store=store,
-            rank=self._rank,
-            world_size=self._world_size,
-            timeout=timedelta(seconds=self._config.cluster.stall_timeout_s),
-        )
-        self._owns_group = True
 
 
 class RolloutRole(Role):
@@ -226,8 +216,8 @@ class RolloutRole(Role):
         self._receiver: WeightReceiver | None = None
 
     @register(Dispatch.RANK_ZERO)
-    def build(self) -> None:
-        """Load the model and the tokenizer."""
+    def build(self, store: Address | None) -> None:
+        """Load the model and the tokenizer. A replica is one rank, and meets nobody at ``store``."""
         from headway.models.loading import load_model, load_tokenizer
 
         self._set_threads()
@@ -294,15 +284,22 @@ class RolloutRole(Role):
 
 
 class RefRole(Role):
-    """One rank of the frozen reference policy. Ranks are independent of each other."""
+    """One rank of the frozen reference policy. Every method that is registered is collective over these ranks."""
+
+    def __init__(self, *, rank: int, world_size: int, **common: Any) -> None:
+        super().__init__(**common)
+        self._rank = rank
+        self._world_size = world_size
 
     @register(Dispatch.ONE_TO_ALL)
-    def build(self) -> None:
+    def build(self, store: Address | None) -> None:
+        """Join the ranks that meet at ``store``, and load the model."""
         import torch
 
         from headway.engines.train.fsdp.reference import ReferenceEngine
 
         self._set_threads()
+        self._join_ranks(store, "ref", self._rank, self._world_size)
         self._engine: ReferenceEngine = ReferenceEngine(
             model_path=self._model_path, config=self._config, device=torch.device(self._device)
         )

@@ -134,12 +134,9 @@ class Startup:
 
     async def _build(self, groups: _Groups, store: Address | None) -> Manifest:
         """Load all models side by side. Returns the layout in which the trainer will send weights."""
-        others = [*groups.rollouts, *([groups.ref] if groups.ref is not None else [])]
+        everyone = [groups.actor, *groups.rollouts, *([groups.ref] if groups.ref is not None else [])]
         results = await concurrently(
-            [
-                self._wait("the actor's ranks to load the model", _result(groups.actor.build, store)),
-                *(self._wait(f"{group.name} to load the model", _result(group.build)) for group in others),
-            ]
+            self._wait(f"{group.name} to load the model", _result(group.build, store)) for group in everyone
         )
         manifest: Manifest = results[0]
         return manifest

@@ -129,6 +129,17 @@ class MakeModelConfig(Section):
         return self
 
 
+class GiveUpConfig(Section):
+    """A teacher that does not finish everything: what reinforcement learning then has to find out for itself."""
+
+    above: Positive
+    """Answers of more characters are given up on …"""
+    rate: float = Field(gt=0, lt=1)
+    """… with this probability, …"""
+    answer: str = "?"
+    """… and this is what the teacher writes instead."""
+
+
 class WarmupConfig(Section):
     """Supervised steps on the task until held-out greedy accuracy lies in ``target``."""
 
@@ -139,7 +150,12 @@ class WarmupConfig(Section):
     eval_every: Positive = 20
     """Optimizer steps between two evaluations. A jump over the window goes back to the last weights below it and on
     with a quarter of the learning rate and of these steps."""
+    min_steps: NonNegative = 0
+    """The window counts from here on: before that, accuracy may be right by a skill half learned."""
     max_steps: Positive = 2000
+    """The learning rate falls linearly to zero here; a warm-up that is outside the window by then has failed."""
+    give_up: GiveUpConfig | None = None
+    """Teach from imperfect solutions. Default: the task's own, all right."""
     params: dict[str, Any] = {}
     """Parameters of the task that differ in warm-up: shorter problems, for example."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,8 +26,19 @@ def export(
     may then be sharded. Their dtype is what the folder's config says.
     """
     with replaced_when_complete(path) as folder, without_progress_bars():
-        model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
+        if weights is None:
+            model.save_pretrained(folder)
+        else:
+            model.save_pretrained(folder, state_dict=dict(weights))
+            _write_config(model, folder, dtype=next(iter(weights.values())).dtype)
         tokenizer.save_pretrained(folder)
+
+
+def _write_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
+    """Say ``dtype`` where `save_pretrained` wrote the dtype of the model that stood for the weights."""
+    config = copy.deepcopy(model.config)
+    config.dtype = dtype
+    config.save_pretrained(folder)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,9 @@ from transformers.utils import logging
 
 from headway.errors import ModelError, boundary
 
+LOADING = threading.Lock()
+"""Held while a model is loaded: roles of one process load theirs one after the other."""
+
 
 def load_model(
     path: str | Path,
@@ -38,7 +42,8 @@ def load_model(
     """
     config = load_config(path, trust_remote_code=trust_remote_code)
     doing = f"{path}: cannot load the weights (a folder needs model.safetensors or its shards)"
-    with boundary(doing, ModelError), without_progress_bars():
+    # from_pretrained patches global state while it works, so that two loads at once corrupt each other.
+    with LOADING, boundary(doing, ModelError), without_progress_bars():
         model, info = AutoModelForCausalLM.from_pretrained(
             _expanded(path),
             config=config,
@@ -80,6 +85,11 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             _expanded(path), trust_remote_code=trust_remote_code
         )
+    files = set(tokenizer.vocab_files_names.values())
+    folder = Path(_expanded(path))
+    if folder.is_dir() and files and not any((folder / name).is_file() for name in files):
+        # transformers makes an empty tokenizer of the model's kind instead of failing
+        raise ModelError(f"{path}: the folder has no tokenizer; give one of {', '.join(sorted(files))}")
     if tokenizer.eos_token_id is None:
         raise ModelError(
             f"{path}: the tokenizer has no end-of-sequence token, so no answer could ever end; set eos_token in "

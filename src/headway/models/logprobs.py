@@ -1,8 +1,8 @@
 """Log-probs and entropy of given tokens, from hidden states, without ever holding [tokens × vocabulary].
 
-A chunk's logits live only while that chunk is computed; the backward pass computes them again. Beside inputs and outputs
-the forward pass holds about two, the backward pass about three [chunk_tokens × vocabulary] float32 matrices, and the
-gradient of the head's weight once in float32.
+A chunk's logits live only while that chunk is computed; the backward pass computes them again. Beside inputs and
+outputs the forward pass holds about three [chunk_tokens × vocabulary] float32 matrices at once, the backward pass about
+three, and the gradient of the head's weight once in float32.
 
 Shape suffixes: M tokens, C tokens of a chunk, H hidden size, V vocabulary.
 """
@@ -32,7 +32,7 @@ def chunked_logprobs(
     temperature: float = 1.0,
     chunk_tokens: int | None = None,
 ) -> tuple[Float[Tensor, "*tokens"], Float[Tensor, "*tokens"]]:
-    """Log-prob (nats) of ``targets`` under softmax((hidden · weightᵀ + bias) / temperature), and that softmax's entropy.
+    """Log-prob (nats) of ``targets`` under softmax((hidden · weightᵀ + bias) / temperature), and its entropy.
 
     The product is computed in the inputs' dtype; softmax and sums in float32 (float64 for float64 inputs), which is the
     dtype of the results. Both results have a gradient; that of the entropy costs nothing unless it is used.
@@ -45,7 +45,7 @@ def chunked_logprobs(
     if temperature <= 0:
         raise ValueError(f"temperature is {temperature}; log-probs need a positive one")
     chunk = chunk_tokens or default_chunk_tokens(weight.shape[0])
-    logprobs_M, entropy_M = _ChunkedLogProbs.apply(
+    logprobs_M, entropy_M = _ChunkedLogProbs.apply(  # type: ignore[no-untyped-call]
         hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.reshape(-1), 1.0 / temperature, chunk
     )
     if targets.ndim == 1:  # no view of an output: FSDP2 hooks onto what a module returns, and warns of views

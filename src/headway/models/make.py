@@ -7,7 +7,6 @@ is an error rather than an unknown token: a model that was made for a task can s
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,7 +36,7 @@ def make_model(config: MakeModelConfig, seed: int, path: Path) -> None:
     """Write a model folder to ``path``. The same ``config`` and ``seed`` give the same bytes.
 
     Raises:
-        ModelError: the sizes do not fit together, or the vocabulary has a character twice.
+        ModelError: an odd ``head_dim``, or a vocabulary that the architecture's tokenizer cannot have.
     """
     make_tokenizer = qwen2_character_tokenizer if config.architecture == "qwen2" else character_tokenizer
     tokenizer = make_tokenizer(config.vocabulary, config.max_position_embeddings)
@@ -52,9 +51,6 @@ def character_tokenizer(vocabulary: str, max_length: int) -> PreTrainedTokenizer
     """One token for each character of ``vocabulary``, with ``<pad>`` and ``<eos>`` before them.
 
     Encoding text with any other character raises; see the module's docstring.
-
-    Raises:
-        ModelError: no character, or one that occurs twice.
     """
     tokenizer = Tokenizer(models.WordLevel(_ids(vocabulary)))  # no unknown token: an unknown character raises
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
@@ -74,7 +70,7 @@ def qwen2_character_tokenizer(vocabulary: str, max_length: int) -> PreTrainedTok
     That class leaves characters that it does not know out, without an error.
 
     Raises:
-        ModelError: no character, one that occurs twice, or one that is more than one byte.
+        ModelError: a character of more than one byte.
     """
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     spelled = [to_bytes.pre_tokenize_str(c)[0][0] for c in vocabulary]
@@ -92,20 +88,10 @@ def qwen2_character_tokenizer(vocabulary: str, max_length: int) -> PreTrainedTok
 
 
 def _ids(characters: Sequence[str]) -> dict[str, int]:
-    repeated = sorted(c for c, count in Counter(characters).items() if count > 1)
-    if repeated or not characters:
-        raise ModelError(
-            f"model.make.vocabulary needs at least one character, each of them once; repeated: {repeated or 'none'}"
-        )
     return {token: i for i, token in enumerate([PAD, EOS, *characters])}
 
 
 def _architecture(config: MakeModelConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise ModelError(
-            f"model.make: num_attention_heads ({config.num_attention_heads}) must be a multiple of "
-            f"num_key_value_heads ({config.num_key_value_heads})"
-        )
     if config.head_dim % 2:
         raise ModelError(f"model.make: head_dim is {config.head_dim}; rotary embeddings need an even number")
     return CONFIG_CLASSES[config.architecture](

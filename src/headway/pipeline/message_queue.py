@@ -36,6 +36,8 @@ class MessageQueue:
         capacity = ceil((1 + self._staleness.eta) * self._staleness.groups_per_version)
         if len(self._finished) >= capacity:
             raise LedgerImbalance(f"the queue holds {len(self._finished)} groups, more than ⌈(1+η)·B⌉ = {capacity}")
+        if group.number < self._head or group.number in self._gone or group.number in self._finished:
+            raise LedgerImbalance(f"group {group.number} came to the queue a second time, or after it was discarded")
         self._finished[group.number] = group
         self._signal.changed()
         return True

@@ -33,7 +33,7 @@ from headway.interfaces import (
     TrainEngine,
 )
 from headway.pipeline.channel import Channel
-from headway.pipeline.concurrently import concurrently, first_failure
+from headway.pipeline.concurrently import concurrently, failing_as_one
 from headway.pipeline.ledger import Ledger
 from headway.pipeline.message_queue import MessageQueue
 from headway.pipeline.monitor import Monitor
@@ -211,7 +211,7 @@ class Pipeline:
     async def _run_stages(self) -> None:
         """Downstream decides when a run is over; then admission stops and upstream runs dry, or is interrupted."""
         await self._validate_first_version()
-        try:
+        with failing_as_one():
             async with asyncio.TaskGroup() as tasks:
                 watchers = [tasks.create_task(watch()) for watch in (self._monitor.run, self._parts.watch) if watch]
                 upstream = [tasks.create_task(stage.run(), name=stage.name) for stage in self._upstream]
@@ -225,9 +225,6 @@ class Pipeline:
                 await self._monitor.report()
                 for watcher in watchers:
                     watcher.cancel()
-        except BaseExceptionGroup as failures:
-            failure = first_failure(failures)
-            raise failure from failure.__cause__
 
     async def _validate_first_version(self) -> None:
         """Marked before anything is admitted, like every other validation."""
@@ -271,6 +268,7 @@ class Pipeline:
                 total_groups=staleness.total,
                 lag_bound=staleness.bound,
                 order=config.async_training.order.value,
+                on_update=config.async_training.on_update,
                 slots={replica.name: replica.slots for replica in self._parts.rollouts},
             )
         )

@@ -15,13 +15,13 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import AbstractContextManager, aclosing, contextmanager
+from contextlib import AbstractContextManager, aclosing, contextmanager, suppress
 from enum import StrEnum
 from typing import Generic, TypeVar
 
 from headway.errors import StageFailed, boundary
 from headway.events import Emit, StageChanged
-from headway.pipeline.concurrently import first_failure
+from headway.pipeline.concurrently import failing_as_one
 from headway.pipeline.signal import Signal
 
 In = TypeVar("In")
@@ -120,7 +120,7 @@ class Stage(ABC, Generic[In, Out]):
 
     async def _run_concurrently(self) -> None:
         room = asyncio.Semaphore(self.concurrency) if self.concurrency else None
-        try:
+        with suppress(_ConsumerClosed), failing_as_one():
             async with asyncio.TaskGroup() as tasks:
                 while (item := await self._get()) is not None:
                     if room is not None:
@@ -129,10 +129,6 @@ class Stage(ABC, Generic[In, Out]):
                     if room is not None:
                         task.add_done_callback(lambda _: room.release())
                 self._enter(State.DRAINING)
-        except BaseExceptionGroup as failures:
-            failure = first_failure(failures)
-            if not isinstance(failure, _ConsumerClosed):
-                raise failure from failure.__cause__
 
     async def _work_or_end(self, item: In) -> None:
         """Ends the whole stage, what else is in processing included, when nobody takes its output any more."""

@@ -14,6 +14,7 @@ from headway.events import Event
 from headway.reports import human
 
 BIASED_BELOW = 0.9
+REASONS_SHOWN = 3
 
 
 class ConsoleView(Protocol):
@@ -78,6 +79,16 @@ def _headline(summary: dict[str, Any]) -> Text:
     return text
 
 
+def _not_trained(summary: dict[str, Any]) -> Text:
+    """``Not trained: 484 filtered (453 all rewards are 0, 31 all rewards are 1).``"""
+    parts = []
+    for fate, reasons in summary["reasons"].items():
+        frequent = sorted(reasons.items(), key=lambda item: -item[1])[:REASONS_SHOWN]
+        why = ", ".join(f"{human.count(times)} {reason}" for reason, times in frequent)
+        parts.append(f"{human.count(summary['groups'][fate])} {fate} ({why})")
+    return Text(f"Not trained: {'; '.join(parts)}.")
+
+
 def _remarks(summary: dict[str, Any]) -> list[Text]:
     groups, lag = summary["groups"], summary["lag"]
     bound = "no bound" if lag["bound"] is None else f"bound {lag['bound']}"
@@ -90,6 +101,8 @@ def _remarks(summary: dict[str, Any]) -> list[Text]:
         ),
         Text(summary["bottleneck"], style="bold"),
     ]
+    if summary["reasons"]:
+        lines.insert(1, _not_trained(summary))
     if not summary["balanced"]:
         lines.append(Text("The ledger does not balance: some groups have no fate, or two.", style="red"))
     ratio = summary["bias"]["length_ratio"]

@@ -36,16 +36,21 @@ class TimeShares:
     rollout_stalled: float = 0.0
     """The part of it in which replicas were paused for an update."""
     slot_utilization: float | None = None
+    drains: bool = False
+    """An update waits until answers in flight are finished: that part of its stall is waiting for generation."""
+
+    @property
+    def draining(self) -> float:
+        return max(self.trainer_stalled - self.waited_for_validation - self.moving_weights, 0.0) if self.drains else 0.0
 
 
 def bottleneck(shares: TimeShares) -> str:
     """The sentence."""
-    update = max(shares.trainer_stalled - shares.waited_for_validation, 0.0)
-    generation = max(shares.trainer_waited - shares.waited_for_reward, 0.0)
+    update = max(shares.trainer_stalled - shares.waited_for_validation - shares.draining, 0.0)
+    generation = max(shares.trainer_waited - shares.waited_for_reward, 0.0) + shares.draining
     training = max(shares.rollout_idle - shares.rollout_stalled, 0.0)
-    update_cost = max(update, shares.rollout_stalled)
     losses = {
-        "update": update_cost,
+        "update": max(update, shares.rollout_stalled),
         "validation": shares.waited_for_validation,
         "reward": shares.waited_for_reward,
         "generation": generation,
@@ -53,24 +58,26 @@ def bottleneck(shares: TimeShares) -> str:
     }
     worst = max(losses, key=losses.__getitem__)
     if losses[worst] < BALANCED_BELOW:
-        return _balanced(max(shares.trainer_waited, training))
+        return _balanced(losses[worst])
     if worst in ("generation", "training") and min(generation, training) >= TURNS_ABOVE:
         return _turns(generation, training)
     match worst:
         case "update":
-            return _update(shares, update)
+            return _update(update, shares.rollout_stalled)
         case "validation":
             return _validation(shares.waited_for_validation)
         case "reward":
             return _reward(shares.waited_for_reward)
         case "generation":
-            return _generation(generation, shares.slot_utilization)
+            return _generation(generation, shares)
         case _:
             return _training(training)
 
 
 def _balanced(waited: float) -> str:
-    return f"Balanced: neither training nor generation waited more than {share(waited)} of the time; nothing to change."
+    return (
+        f"Balanced: nothing held training or generation up for more than {share(waited)} of the time; change nothing."
+    )
 
 
 def _turns(generation: float, training: float) -> str:
@@ -80,17 +87,11 @@ def _turns(generation: float, training: float) -> str:
     )
 
 
-def _update(shares: TimeShares, stalled: float) -> str:
-    who = (
-        f"The parameter update was the bottleneck: it stalled the trainer {share(stalled)} and generation "
-        f"{share(shares.rollout_stalled)} of the time"
+def _update(trainer: float, rollouts: float) -> str:
+    return (
+        f"The parameter update was the bottleneck: it stalled the trainer {share(trainer)} and generation "
+        f"{share(rollouts)} of the time; update less often with a larger async_training.trigger_parameter_sync_step."
     )
-    if shares.moving_weights < 0.5 * stalled:
-        return (
-            f"{who}, most of it until answers in flight had finished; set async_training.on_update=interrupt, or raise "
-            "async_training.trigger_parameter_sync_step."
-        )
-    return f"{who}; update less often with a larger async_training.trigger_parameter_sync_step."
 
 
 def _validation(waited: float) -> str:
@@ -107,11 +108,17 @@ def _reward(waited: float) -> str:
     )
 
 
-def _generation(waited: float, slot_utilization: float | None) -> str:
+def _generation(waited: float, shares: TimeShares) -> str:
     who = f"Generation was the bottleneck: the trainer waited for groups {share(waited)} of the time"
-    if slot_utilization is not None and slot_utilization < SLOTS_EMPTY_BELOW:
+    slots = shares.slot_utilization
+    if shares.draining > 0.5 * waited:
         return (
-            f"{who} while only {share(slot_utilization)} of its slots were filled; raise "
+            f"{who}, most of it until answers in flight had finished before an update; set "
+            "async_training.on_update=interrupt, or raise async_training.trigger_parameter_sync_step."
+        )
+    if slots is not None and slots < SLOTS_EMPTY_BELOW:
+        return (
+            f"{who} while only {share(slots)} of its slots were filled; raise "
             "async_training.staleness_threshold so that more groups are in flight, or give the rollout role more "
             "devices."
         )

@@ -61,9 +61,9 @@ def duration(seconds: float | None) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The last ``width`` values as blocks between their own minimum and maximum."""
+    """The last ``width`` values as blocks between their own minimum and maximum; nothing for fewer than two."""
     shown = [value for value in values if math.isfinite(value)][-width:]
-    if not shown:
+    if len(shown) < 2:
         return ""
     low, high = min(shown), max(shown)
     scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0

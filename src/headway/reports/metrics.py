@@ -36,7 +36,7 @@ from headway.events import (
 )
 from headway.reports.occupancy import Occupancy
 from headway.reports.tally import GroupRecord, GroupTally, partial_span
-from headway.reports.version_row import PhaseTimes, VersionRow, mean_of
+from headway.reports.version_row import PhaseTimes, VersionRow, mean_of, validation_values
 
 KEPT_WARNINGS = 50
 
@@ -82,8 +82,8 @@ class Totals:
     generated_tokens: int = 0
     prefilled_tokens: int = 0
     trained: Lengths = field(default_factory=Lengths)
-    settled: Lengths = field(default_factory=Lengths)
-    """Lengths of every group that has ended, trained or not."""
+    trainable: Lengths = field(default_factory=Lengths)
+    """Groups that have ended, trained or lost. Not the filtered ones: those are left out of training on purpose."""
 
 
 class RunMetrics:
@@ -106,6 +106,7 @@ class RunMetrics:
         """Updates that finished after the first admission: what was published before it cost the run nothing."""
         self._sinks = sinks
         self._rows: dict[int, VersionRow] = {}
+        self._closed_below = 0
         self._row_opened = 0.0
         self._rollouter_cut = 0.0
         """Up to where replicas' activity is in rows that were handed out."""
@@ -143,8 +144,7 @@ class RunMetrics:
             case UpdateFinished():
                 self._on_update(event)
             case ValidationFinished():
-                self.evaluations[event.version] = event
-                self._row(event.version).validation = event
+                self._on_validation(event)
             case RunStarted():
                 self.started = event
                 self.occupancy.declare(event.slots)
@@ -177,7 +177,8 @@ class RunMetrics:
         group = self.tally.settle(event)
         if group is None:
             return
-        self.totals.settled.add(group)
+        if event.fate != "filtered":
+            self.totals.trainable.add(group)
         if event.fate != "trained":
             return
         self.totals.trained.add(group)
@@ -209,6 +210,14 @@ class RunMetrics:
             self.updates.append((event, row.phases))
         self._close_rows(event.time, below=event.version)
 
+    def _on_validation(self, event: ValidationFinished) -> None:
+        """Scores that come in after the next version was loaded find their row closed, and are a row of their own."""
+        self.evaluations[event.version] = event
+        if event.version < self._closed_below:
+            self._hand_out({"version": event.version, **validation_values(event)})
+        else:
+            self._row(event.version).validation = event
+
     # ------------------------------------------------------------------------------------------ rows
 
     def _row(self, version: int) -> VersionRow:
@@ -225,8 +234,12 @@ class RunMetrics:
             if until is not None and until > self._row_opened:
                 values |= self._rates(row, (self._row_opened, until))
                 self._row_opened = until
-            for sink in self._sinks:
-                sink.on_row(values)
+            self._hand_out(values)
+        self._closed_below = max(self._closed_below, below or 0)
+
+    def _hand_out(self, row: dict[str, Any]) -> None:
+        for sink in self._sinks:
+            sink.on_row(row)
 
     def _cumulative(self) -> dict[str, Any]:
         return {
@@ -289,7 +302,7 @@ class RunMetrics:
         return sum(count for lag, count in self.lags.items() if lag >= 1)
 
     def bias(self) -> dict[str, float | None]:
-        """Lengths that were trained on against lengths of everything that was dispatched and has ended."""
-        trained, dispatched = self.totals.trained.mean, self.totals.settled.mean
+        """Lengths that were trained on against those of all that were dispatched to be trained on and have ended."""
+        trained, dispatched = self.totals.trained.mean, self.totals.trainable.mean
         ratio = trained / dispatched if trained is not None and dispatched else None
         return {"trained_length_mean": trained, "dispatched_length_mean": dispatched, "length_ratio": ratio}

@@ -17,6 +17,9 @@ TWO_COLUMNS_FROM = 110
 LABEL_WIDTH = 9
 OFTEN_IDLE = 0.3
 
+FIRST = ("actor/loss", "actor/grad_norm", "actor/entropy", "actor/clip_fraction")
+"""Optimizer metrics that are shown before any other."""
+
 ACCENT = "cyan"
 QUIET = "bright_black"
 GOOD = "green"
@@ -91,7 +94,7 @@ def _accuracy(snapshot: Snapshot, spark: int) -> Text:
     if len(history) > 1:
         style = f"bold {GOOD}" if history[-1] > history[0] else "bold"
         text.append("  ▸  ", QUIET).append(human.score(history[-1]), style)
-    text.append(f"  {human.sparkline(history, spark)}", ACCENT)
+        text.append(f"  {human.sparkline(history, spark)}", ACCENT)
     return text.append(f"  version {snapshot.accuracy_version}", QUIET)
 
 
@@ -101,7 +104,8 @@ def _reward(snapshot: Snapshot, spark: int) -> Text:
     text = Text(human.score(snapshot.rewards[0]))
     if len(snapshot.rewards) > 1:
         text.append("  ▸  ", QUIET).append(human.score(snapshot.rewards[-1]), "bold")
-    return text.append(f"  {human.sparkline(snapshot.rewards, spark)}", ACCENT)
+        text.append(f"  {human.sparkline(snapshot.rewards, spark)}", ACCENT)
+    return text
 
 
 def _lengths(row: dict[str, Any]) -> Text:
@@ -115,8 +119,9 @@ def _lengths(row: dict[str, Any]) -> Text:
 
 
 def _optimizer(row: dict[str, Any], width: int) -> Text:
-    """As many of the trainer's own metrics as fit; their order is the train engine's."""
+    """As many of the trainer's own metrics as fit."""
     names = [name for name in row if name.startswith("actor/") and not name.endswith("_steps")]
+    names.sort(key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
     if not names:
         return Text(human.UNKNOWN, style=QUIET)
     text = Text()

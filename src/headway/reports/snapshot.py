@@ -10,9 +10,12 @@ from typing import Any
 
 from headway.events import Event
 from headway.reports.metrics import RunMetrics
+from headway.reports.occupancy import StageView
 from headway.reports.tally import Whereabouts
 
 HISTORY = 200
+FLOW = ("PromptLoader", "Generate", "Rollout", "Reward", "RefLogProb", "ActorTrain", "ParamUpdate", "Validate")
+"""Stages in the order in which data flows; any other comes after them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +115,7 @@ class SnapshotTaker:
             row=self._row,
             stages=tuple(
                 StageLine(stage.name, stage.state, stage.waiting_for, stage.active, max(now - stage.since, 0.0))
-                for stage in metrics.occupancy.stages.values()
+                for stage in sorted(metrics.occupancy.stages.values(), key=_place_in_flow)
             ),
             finished=finished is not None,
         )
@@ -124,3 +127,7 @@ class SnapshotTaker:
             return None
         per_group = (window[1] - window[0]) / trained
         return max((total - trained) * per_group - (now - window[1]), 0.0)
+
+
+def _place_in_flow(stage: StageView) -> int:
+    return FLOW.index(stage.name) if stage.name in FLOW else len(FLOW)

@@ -86,6 +86,7 @@ def time_shares(metrics: RunMetrics) -> TimeShares | None:
         rollout_idle=occupancy.rollouter_idle(window) or 0.0,
         rollout_stalled=share(stalls.rollout),
         slot_utilization=occupancy.slot_utilization(window),
+        drains=metrics.started is not None and metrics.started.on_update == "drain",
     )
 
 

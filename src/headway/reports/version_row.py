@@ -151,13 +151,15 @@ class VersionRow:
         }
 
     def _validation(self) -> dict[str, Any]:
-        if self.validation is None:
-            return {}
-        return {
-            "validation/accuracy": self.validation.accuracy,
-            "validation/mean_tokens": self.validation.mean_tokens,
-            "validation/failed": self.validation.failed,
-        }
+        return {} if self.validation is None else validation_values(self.validation)
+
+
+def validation_values(event: ValidationFinished) -> dict[str, Any]:
+    return {
+        "validation/accuracy": event.accuracy,
+        "validation/mean_tokens": event.mean_tokens,
+        "validation/failed": event.failed,
+    }
 
 
 def partial_values(partial: int, finished: int, max_span: int, prefix: str = "") -> dict[str, Any]:

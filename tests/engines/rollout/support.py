@@ -36,21 +36,20 @@ FAMILIES = {
 def make_model(family: str = "qwen3", *, tied: bool = True, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A random decoder of two layers, with weights large enough for its distributions to be far from uniform."""
     config_type, model_type, extra = FAMILIES[family]
-    config = config_type(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=tied,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-        **{**extra, **changes},
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": CONTEXT,
+        "initializer_range": 0.3,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    config = config_type(tie_word_embeddings=tied, **{**sizes, **extra, **changes})
     torch.manual_seed(seed)
     model = model_type(config).eval()
     for parameter in model.parameters():

@@ -8,14 +8,6 @@ import logging
 import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM, PreTrainedModel
-
-from headway.data.types import FinishReason
-from headway.engines.rollout.native import fused
-from headway.engines.rollout.native.forward import ModuleForward
-from headway.engines.rollout.native.fused import FusedForward, best_forward
-from headway.errors import ModelError
-from headway.interfaces import FinishedGroup, OnUpdate
 from tests.engines.rollout.support import (
     CONTEXT,
     FAMILIES,
@@ -27,6 +19,14 @@ from tests.engines.rollout.support import (
     reference_logprobs,
     steps,
 )
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM, PreTrainedModel
+
+from headway.data.types import FinishReason
+from headway.engines.rollout.native import fused
+from headway.engines.rollout.native.forward import ModuleForward
+from headway.engines.rollout.native.fused import FusedForward, best_forward
+from headway.errors import ModelError
+from headway.interfaces import FinishedGroup, OnUpdate
 
 TOLERANCE = 1e-5
 every_family = pytest.mark.parametrize("family", FAMILIES)
@@ -190,9 +190,17 @@ def test_other_decoders_run_as_the_modules_that_they_are(attention: str) -> None
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None}
     mistral = MistralConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        initializer_range=0.3, max_position_embeddings=CONTEXT, sliding_window=None, attn_implementation=attention, **sizes,
-    )  # fmt: skip
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.3,
+        max_position_embeddings=CONTEXT,
+        sliding_window=None,
+        attn_implementation=attention,
+        **sizes,
+    )
     gpt2 = GPT2Config(
         n_embd=32,
         n_layer=2,

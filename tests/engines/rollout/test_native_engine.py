@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.engines.rollout.support import CONTEXT, make_model, make_request, reference_logprobs, tokens_of
 
 from headway.data.types import FinishReason
 from headway.engines.rollout.native import NativeEngine
 from headway.errors import DataError, ModelError, RunError, UpdateFailed, WorkerDied
 from headway.interfaces import FinishedGroup, GenerateRequest, Manifest, OnUpdate, Priority
 from headway.weights.buckets import build_manifest, pack
-from tests.engines.rollout.support import CONTEXT, make_model, make_request, reference_logprobs, tokens_of
 
 MODEL = make_model()
 WAIT_S = 20.0
@@ -181,7 +181,9 @@ def test_updates_that_do_not_fit_the_model_are_refused_at_the_start() -> None:
     with pytest.raises(ModelError, match="rollout model has shape"):
         asyncio.run(make(make_model(intermediate_size=40)))
     with pytest.raises(ModelError, match="no such tensor"):
-        asyncio.run(make(make_model("qwen2")))
+        asyncio.run(make(make_model(num_hidden_layers=3)))
+    with pytest.raises(ModelError, match="ties together"):
+        asyncio.run(make(make_model(tied=False)))
     short = make_model()
     del short.model.layers[1]
     with pytest.raises(ModelError, match="leave out 11"):
@@ -192,7 +194,7 @@ async def test_a_drain_returns_when_nothing_is_left_and_later_requests_wait_for_
     async with serving(slots=2) as engine:
         before = asyncio.create_task(collect(engine, [make_request(0), make_request(1)]))
         while not await engine.in_flight():
-            await asyncio.sleep(0)
+            pass
         draining = asyncio.create_task(engine.pause(OnUpdate.DRAIN))
         await asyncio.sleep(0)
         later = asyncio.create_task(collect(engine, [make_request(2)]))
@@ -262,6 +264,7 @@ async def test_leaving_generate_early_drops_its_groups_and_nothing_else() -> Non
             await cancelled
         assert set(await engine.in_flight()) <= {7}
         assert [g.number for g in await other] == [7]
+        assert (await engine.stats()).running == 0
         assert engine._inboxes == set()
 
 
@@ -294,6 +297,23 @@ async def test_the_end_of_the_thread_reaches_everyone_who_waits_and_everyone_who
                 await call
         with pytest.raises(RunError):
             await engine.stage_weights(1)
+
+
+async def test_an_update_that_breaks_half_way_ends_the_engine_and_its_own_caller_learns_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with serving(Transport(MODEL)) as engine:
+        await engine.stage_weights(1)
+
+        def fail(weights: object) -> None:
+            raise MemoryError("no room for the weights")
+
+        monkeypatch.setattr(engine._core.weights, "load", fail)
+        async with asyncio.timeout(WAIT_S):
+            with pytest.raises(WorkerDied, match="no room for the weights"):
+                await engine.activate(1)
+            with pytest.raises(WorkerDied, match="no room for the weights"):
+                await engine.resume()
 
 
 async def test_closing_ends_waiting_calls_and_the_thread_and_can_be_repeated() -> None:

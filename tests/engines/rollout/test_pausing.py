@@ -7,11 +7,6 @@ import copy
 import numpy as np
 import pytest
 import torch
-
-from headway.data.types import FinishReason
-from headway.engines.rollout.native.core import EngineCore
-from headway.errors import RunError
-from headway.interfaces import FinishedGroup, OnUpdate, Priority
 from tests.engines.rollout.support import (
     finish,
     make_core,
@@ -21,6 +16,11 @@ from tests.engines.rollout.support import (
     steps,
     tokens_of,
 )
+
+from headway.data.types import FinishReason
+from headway.engines.rollout.native.core import EngineCore
+from headway.errors import RunError
+from headway.interfaces import FinishedGroup, OnUpdate, Priority
 
 MODEL = make_model()
 REQUESTS = [make_request(i, stop_token_ids=(1, 3, 5)) for i in range(6)]
@@ -233,7 +233,7 @@ class Schedule:
         self.core.activate(version, model.named_parameters())
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_commands_lose_nothing_and_every_token_is_its_versions(seed: int) -> None:
     schedule = Schedule(make_core(MODEL, slots=6), seed)
     for _ in range(40):

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.engines.rollout.support import finish, make_core, make_model, make_request, tokens_of
 
 from headway.data.types import TrajectoryId
 from headway.engines.rollout.native.sampling import (
@@ -18,7 +19,6 @@ from headway.engines.rollout.native.sampling import (
 )
 from headway.errors import DataError
 from headway.interfaces import SamplingParams
-from tests.engines.rollout.support import finish, make_core, make_model, make_request, tokens_of
 
 CPU = torch.device("cpu")
 
@@ -77,7 +77,7 @@ def test_uniforms_are_uniform_across_trajectories_and_positions() -> None:
     top_k=st.integers(0, 12),
     top_p=st.floats(0.05, 1),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_log_probs_are_those_of_the_filtered_distribution(
     logits: list[float], temperature: float, top_k: int, top_p: float
 ) -> None:

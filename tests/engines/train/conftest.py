@@ -36,9 +36,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     def path(architecture: str = "qwen3", tie: bool = True) -> str:
         folder = root / f"{architecture}-{tie}"
         if not folder.exists():
-            config = MakeModelConfig.model_validate(
-                {**TINY, "architecture": architecture, "tie_word_embeddings": tie}
-            )
+            config = MakeModelConfig.model_validate({**TINY, "architecture": architecture, "tie_word_embeddings": tie})
             make_model(config, seed=1, path=folder)
         return str(folder)
 

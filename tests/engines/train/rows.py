@@ -1,4 +1,4 @@
-"""Random rows, and the loss and gradient of a mini-batch written out plainly: one row at a time, no padding, no chunks."""
+"""Random rows, and a mini-batch's loss written out plainly: one row at a time, no padding, no chunks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from headway.data.collate import Row
 VOCABULARY = 18
 
 
-def random_rows(
-    n: int, seed: int = 0, with_ref: bool = False, with_prox: bool = False, longest: int = 24
-) -> list[Row]:
+def random_rows(n: int, seed: int = 0, with_ref: bool = False, with_prox: bool = False, longest: int = 24) -> list[Row]:
     """Rows of very different lengths, some with masked tokens."""
     rng = np.random.default_rng(seed)
     rows = []

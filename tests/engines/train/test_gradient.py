@@ -55,7 +55,9 @@ def assert_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 
 @pytest.mark.parametrize("actor", [{}, EVERYTHING], ids=["ppo", "everything"])
-@pytest.mark.parametrize(("architecture", "tie"), [("qwen3", True), ("qwen3", False), ("llama", True), ("qwen2", False)])
+@pytest.mark.parametrize(
+    ("architecture", "tie"), [("qwen3", True), ("qwen3", False), ("llama", True), ("qwen2", False)]
+)
 def test_the_gradient_is_that_of_the_loss_written_out_plainly(
     one_rank: None, model_path: Callable[..., str], architecture: str, tie: bool, actor: dict[str, Any]
 ) -> None:

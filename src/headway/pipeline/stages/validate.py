@@ -18,7 +18,7 @@ from headway.errors import ScoringFailed
 from headway.events import ValidationFinished
 from headway.interfaces import FinishedGroup, GenerateRequest, Priority, RewardFn, RolloutEngine, SamplingParams
 from headway.pipeline.channel import Channel
-from headway.pipeline.concurrently import first_failure
+from headway.pipeline.concurrently import failing_as_one
 from headway.pipeline.stage import Stage
 from headway.pipeline.state import RunState, now
 
@@ -61,7 +61,7 @@ class Validate(Stage[Validation, None]):
         ]
         scoring: list[asyncio.Task[float | None]] = []
         tokens = 0
-        try:
+        with failing_as_one():
             async with asyncio.TaskGroup() as tasks:
                 with self._waiting_within(validation.replica.name):
                     async for finished in validation.replica.generate(requests):
@@ -69,8 +69,6 @@ class Validate(Stage[Validation, None]):
                         scoring.append(tasks.create_task(self._score(finished)))
                 # Nothing decodes for the validation any more: the replica may load again while scores come in.
                 self._state.validation(validation.replica.name, running=False)
-        except BaseExceptionGroup as failures:
-            raise first_failure(failures) from None
         scores = [task.result() for task in scoring]
         self._emit(
             ValidationFinished(

@@ -50,12 +50,12 @@ def _always() -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Command:
-    """Something for the decoding thread to do, and where the answer goes once ``answerable``."""
+    """Something for the decoding thread to do, and where the answer goes once ``answerable``; None if nobody asks."""
 
     run: Callable[[], Any]
     answerable: Callable[[], bool]
     loop: asyncio.AbstractEventLoop
-    answer: asyncio.Future[Any]
+    answer: asyncio.Future[Any] | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -222,7 +222,7 @@ class NativeEngine:
 
     def _post(self, loop: asyncio.AbstractEventLoop, run: Callable[[], object]) -> None:
         """Like `_ask`, but nobody waits for it, and an engine that has ended does not care."""
-        self._put(_Command(run, _always, loop, loop.create_future()))
+        self._put(_Command(run, _always, loop, None))
 
     def _put(self, command: _Command) -> bool:
         with self._over:
@@ -249,10 +249,10 @@ class NativeEngine:
         try:
             with torch.inference_mode():
                 while self._obey():
+                    self._send()  # before the step: no answer has to wait for it
                     if self._core.has_work:
                         self._collect(self._core.step())
-                    self._answer_ready()
-                    self._send()
+                        self._send()
         except BaseException as error:  # whatever ended the thread has to reach those who wait for it
             self._end(partial(self._died, error))
         else:
@@ -275,6 +275,9 @@ class NativeEngine:
             result = command.run()
         except HeadwayError as error:
             self._outgoing[command.loop].append(partial(_fail, command.answer, error))
+        except BaseException:
+            self._unanswered.append((command, None))  # learns with all the others that the thread has ended
+            raise
         else:
             self._unanswered.append((command, result))
 
@@ -302,7 +305,8 @@ class NativeEngine:
             assert isinstance(owner, _Inbox)
             self._outgoing[owner.loop].append(partial(owner.groups.put_nowait, group))
 
-    def _answer_ready(self) -> None:
+    def _send(self) -> None:
+        """Cross to each event loop once, with the finished groups and the answers that there are for it."""
         waiting = []
         for command, result in self._unanswered:
             if command.answerable():
@@ -310,12 +314,12 @@ class NativeEngine:
             else:
                 waiting.append((command, result))
         self._unanswered = waiting
+        self._deliver()
 
-    def _send(self) -> None:
-        """Cross to each event loop once, with everything that there is for it."""
+    def _deliver(self) -> None:
         for loop, deliveries in self._outgoing.items():
             try:
-                loop.call_soon_threadsafe(_deliver, deliveries)
+                loop.call_soon_threadsafe(_run_all, deliveries)
             except RuntimeError:
                 # The loop was closed: nobody there waits any more.
                 continue
@@ -333,7 +337,7 @@ class NativeEngine:
             self._outgoing[command.loop].append(partial(_fail, command.answer, error()))
         for inbox in self._inboxes:
             self._outgoing[inbox.loop].append(partial(inbox.groups.put_nowait, error()))
-        self._send()
+        self._deliver()
 
     def _died(self, cause: BaseException) -> WorkerDied:
         error = WorkerDied(f"the decoding thread of rollout engine {self.name} ended: {type(cause).__name__}: {cause}")
@@ -344,16 +348,16 @@ class NativeEngine:
         return RunError(f"rollout engine {self.name} is closed")
 
 
-def _deliver(deliveries: list[Callable[[], None]]) -> None:
+def _run_all(deliveries: list[Callable[[], None]]) -> None:
     for deliver in deliveries:
         deliver()
 
 
-def _fulfil(answer: asyncio.Future[Any], result: Any) -> None:
-    if not answer.done():
+def _fulfil(answer: asyncio.Future[Any] | None, result: Any) -> None:
+    if answer is not None and not answer.done():
         answer.set_result(result)
 
 
-def _fail(answer: asyncio.Future[Any], error: HeadwayError) -> None:
-    if not answer.done():
+def _fail(answer: asyncio.Future[Any] | None, error: HeadwayError) -> None:
+    if answer is not None and not answer.done():
         answer.set_exception(error)

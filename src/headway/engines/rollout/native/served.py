@@ -42,19 +42,22 @@ class ServedWeights:
     def __init__(self, model: PreTrainedModel) -> None:
         self._device = model.device
         self._tensors: dict[str, torch.Tensor] = model.state_dict()
+        self._parameters = [name for name, _ in model.named_parameters()]
 
     def check(self, manifest: Manifest) -> None:
-        """Raise `ModelError` unless ``manifest`` covers every tensor of the model, in its own shape."""
-        covered = set()
+        """Raise `ModelError` unless ``manifest`` covers every parameter of the model once, in its own shape."""
+        covered: dict[int, str] = {}
         for slot in manifest.slots:
             tensor = self._tensors.get(slot.name)
             if tensor is None or tuple(tensor.shape) != slot.shape:
                 found = "no such tensor" if tensor is None else f"shape {tuple(tensor.shape)}"
                 raise ModelError(f"updates bring {slot.name!r} of shape {slot.shape}; the rollout model has {found}")
-            covered.add(tensor.data_ptr())
-        missing = [name for name, tensor in self._tensors.items() if tensor.data_ptr() not in covered]
+            other = covered.setdefault(tensor.data_ptr(), slot.name)
+            if other != slot.name:
+                raise ModelError(f"updates bring {other!r} and {slot.name!r}, which the rollout model ties together")
+        missing = [name for name in self._parameters if self._tensors[name].data_ptr() not in covered]
         if missing:
-            raise ModelError(f"updates leave out {len(missing)} of the rollout model's tensors, such as {missing[0]!r}")
+            raise ModelError(f"updates leave out {len(missing)} of the rollout model's weights, such as {missing[0]!r}")
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy new values in place, cast to the served dtype; returns when the device has them."""

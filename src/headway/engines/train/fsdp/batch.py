@@ -3,8 +3,8 @@
 Rows are padded on the right. With causal attention no real token can see padding, so there is no attention mask: the
 attention kernels take their fast causal path, and what is computed at padded positions is never read.
 
-Shape suffixes: N rows, L padded length of prompt and response, T padded length of the responses, M response tokens of all
-rows, in row order. A tensor [M] is a tensor [N, T] without its padding (see `MicroBatch.unflatten`).
+Shape suffixes: N rows, L padded length of prompt and response, T padded length of the responses, M response tokens of
+all rows, in row order. A tensor [M] is a tensor [N, T] without its padding (see `MicroBatch.unflatten`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class MicroBatch:
 
     input_ids: Int[Tensor, "N L"]
     predictors: Int[Tensor, " M"]
-    """For each response token, where in the flattened [N · L] the token before it lies: its hidden state predicts it."""
+    """For each response token, where in the flattened [N · L] its predecessor lies, whose hidden state predicts it."""
     targets: Int[Tensor, " M"]
     """The response tokens."""
     present: Bool[Tensor, "N T"]
@@ -78,7 +78,7 @@ def split_by_budget(rows: Sequence[Row], token_budget: int) -> list[list[int]]:
 
 
 def filler_row() -> Row:
-    """A row of weight zero, for a rank that has fewer micro-batches than another: FSDP's collectives need every rank."""
+    """A row of weight zero, for a rank with fewer micro-batches than another: FSDP's collectives need every rank."""
     nothing = np.zeros(1, dtype=np.float32)
     return Row(
         input_ids=np.zeros(2, dtype=np.int32),

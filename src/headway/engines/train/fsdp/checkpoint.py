@@ -15,13 +15,14 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from headway.engines.train.fsdp.collectives import on_rank_zero
+from headway.engines.train.fsdp.collectives import from_rank_zero, on_rank_zero
 from headway.errors import ModelError, RunError
 from headway.models.export import replace_folder
 
@@ -47,24 +48,29 @@ def save_checkpoint(model: nn.Module, optimizer: Optimizer, path: Path, state: M
     on_rank_zero(prepare)
     model_state, optimizer_state = get_state_dict(model, optimizer)
     try:
-        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=temporary)
+        save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=temporary)
     except CheckpointException as error:
         raise RunError(f"could not write the checkpoint {path}: {error}") from error
     on_rank_zero(finish)
 
 
 def load_checkpoint(model: nn.Module, optimizer: Optimizer, path: Path) -> dict[str, Any]:
-    """Restore model and optimizer in place; returns ``state``. Collective. The number of ranks may differ from the writer's.
+    """Restore model and optimizer in place, on any number of ranks; returns ``state``. Collective.
 
     Raises:
         ModelError: no complete checkpoint at ``path``, or one of another model.
     """
-    if not (path / STATE_FILE).is_file():
-        raise ModelError(f"{path}: no checkpoint there (a complete one has {STATE_FILE}); give a folder of checkpoints/")
-    state: dict[str, Any] = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+
+    def read_state() -> dict[str, Any]:
+        if not (path / STATE_FILE).is_file():
+            raise ModelError(f"{path}: no checkpoint there (a complete one has {STATE_FILE})")
+        state: dict[str, Any] = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+        return state
+
+    state = from_rank_zero(read_state)
     model_state, optimizer_state = get_state_dict(model, optimizer)
     try:
-        dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+        load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
     except CheckpointException as error:
         raise ModelError(f"{path}: the checkpoint does not fit this model and optimizer: {error}") from error
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)

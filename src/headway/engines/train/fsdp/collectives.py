@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -45,4 +45,12 @@ def on_rank_zero(action: Callable[[], T]) -> T | None:
     dist.broadcast_object_list(outcome, src=0)
     if outcome[0] is not None:
         raise outcome[0]
+    return result
+
+
+def from_rank_zero(action: Callable[[], T]) -> T:
+    """The same, with the result (which is pickled) on every rank."""
+    shared: list[Any] = [on_rank_zero(action)]
+    dist.broadcast_object_list(shared, src=0)
+    result: T = shared[0]
     return result

@@ -76,12 +76,14 @@ class FsdpEngine:
         The learning-rate schedule counts skipped steps too, so that it ends where the run does. The metrics of a
         skipped step are not finite.
         """
-        metrics = self._backward(rows)
-        metrics["lr"] = learning_rate(self._config.actor.optim, self._steps, self._total_steps)
-        finite = math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
-        if finite:
-            self._update(metrics["grad_norm"], metrics["lr"])
-        self._optimizer.zero_grad()
+        try:
+            metrics = self._backward(rows)
+            metrics["lr"] = learning_rate(self._config.actor.optim, self._steps, self._total_steps)
+            finite = math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
+            if finite:
+                self._update(metrics["grad_norm"], metrics["lr"])
+        finally:
+            self._optimizer.zero_grad()  # also after an error: the next step must not add to half a gradient
         self._steps += 1
         return StepReport(skipped=not finite, metrics=metrics)
 
@@ -89,6 +91,8 @@ class FsdpEngine:
         """Leave the mini-batch's gradient in the parameters; returns the metrics, equal on all ranks."""
         totals = self._totals(rows)
         parts = [self._accumulate(rows_of(rows, i), totals) for i in self._micro_batches(rows)]
+        if not parts:
+            raise ValueError("a training step needs rows on one rank at least")
         sums = reduce_sums({**objective.merge(parts), "grad_square": self._local_grad_square()})
         grad_norm = math.sqrt(sums.pop("grad_square"))
         return {**objective.as_metrics(sums), "grad_norm": grad_norm}
@@ -115,9 +119,9 @@ class FsdpEngine:
     def _accumulate(self, rows: Sequence[Row], totals: Totals) -> Sums:
         """Add one micro-batch's gradient to what is there."""
         batch = collate(rows, self._device)
-        targets = objective.collate_targets(rows, self._device, with_ref=self._objective.needs_ref)
+        columns = objective.collate_columns(rows, self._device, with_ref=self._objective.needs_ref)
         logprobs, entropy = self._policy(batch.input_ids, batch.predictors, batch.targets)
-        loss, sums = self._objective(batch, targets, totals, logprobs, entropy)
+        loss, sums = self._objective(batch, columns, totals, logprobs, entropy)
         loss.backward()
         return sums
 
@@ -152,9 +156,10 @@ class FsdpEngine:
     @torch.no_grad()
     def _full(self, parameter: torch.Tensor) -> torch.Tensor:
         """The whole of a sharded parameter, in the served dtype, on the device. Collective."""
-        assert isinstance(parameter, DTensor)
         served = parameter.detach().to(device=self._device, dtype=compute_dtype(self._config, self._device))
-        return served.full_tensor()
+        assert isinstance(served, DTensor)
+        full: torch.Tensor = served.full_tensor()
+        return full
 
     # ------------------------------------------------------------------------------------------ files
 

@@ -13,12 +13,13 @@ from headway.data.collate import Row
 from headway.engines.train.fsdp.batch import collate, filler_row, split_by_budget
 from headway.engines.train.fsdp.collectives import reduce_numbers
 from headway.engines.train.fsdp.policy import PolicyModule
+from headway.engines.train.fsdp.sharding import reshard
 
 
 def micro_batches(rows: Sequence[Row], token_budget: int, device: torch.device) -> list[list[int]]:
-    """Indices of this rank's ``rows``, batch by batch; as many batches on every rank, the last of some empty. Collective.
+    """Indices of this rank's ``rows``, micro-batch by micro-batch; as many of them on every rank. Collective.
 
-    An empty batch stands for one `filler_row`.
+    A rank that has fewer of its own ends with empty ones, each of which stands for one `filler_row`.
     """
     batches = split_by_budget(rows, token_budget)
     (most,) = reduce_numbers([len(batches)], dist.ReduceOp.MAX, device)
@@ -34,7 +35,7 @@ def rows_of(rows: Sequence[Row], indices: Sequence[int]) -> list[Row]:
 def forward_logprobs(
     policy: PolicyModule, rows: Sequence[Row], token_budget: int, device: torch.device
 ) -> list[NDArray[np.float32]]:
-    """For each of this rank's ``rows`` its [T] float32 log-probs (nats, ``rollout.temperature`` applied). Collective."""
+    """For each of this rank's ``rows`` its [T] float32 log-probs (nats, temperature applied). Collective."""
     results = [np.zeros(0, dtype=np.float32)] * len(rows)
     try:
         for indices in micro_batches(rows, token_budget, device):
@@ -47,5 +48,5 @@ def forward_logprobs(
     finally:
         # The root's parameters stay gathered after a forward pass, waiting for a backward pass that does not come here:
         # the next forward pass would take them as they are, even after the weights have changed.
-        policy.reshard()
+        reshard(policy)
     return results

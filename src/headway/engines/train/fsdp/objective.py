@@ -43,7 +43,7 @@ class Totals:
 
 
 @dataclass(frozen=True, slots=True)
-class Targets:
+class LossColumns:
     """What the loss reads beside the policy's outputs. [N, T] float32, zero-padded."""
 
     logprobs: Float[Tensor, "N T"]
@@ -61,13 +61,13 @@ def count(rows: Sequence[Row]) -> Totals:
     return Totals(tokens=float(sum(tokens)), sequences=float(sum(n > 0 for n in tokens)))
 
 
-def collate_targets(rows: Sequence[Row], device: torch.device, *, with_ref: bool) -> Targets:
+def collate_columns(rows: Sequence[Row], device: torch.device, *, with_ref: bool) -> LossColumns:
     """The loss's tensors for ``rows``, whose advantages are set, and ``ref_logprobs`` too where ``with_ref``."""
 
     def floats(name: str, fallback: str | None = None) -> Tensor:
         return response_aligned(rows, lambda row: _column(row, name, fallback), np.float32, device)
 
-    return Targets(
+    return LossColumns(
         logprobs=floats("logprobs"),
         prox_logprobs=floats("prox_logprobs", fallback="logprobs"),
         advantages=floats("advantages"),
@@ -100,18 +100,19 @@ class Objective:
         return self._actor.use_kl_loss
 
     def __call__(
-        self, batch: MicroBatch, targets: Targets, totals: Totals, logprobs: Tensor, entropy: Tensor
+        self, batch: MicroBatch, columns: LossColumns, totals: Totals, logprobs: Tensor, entropy: Tensor
     ) -> tuple[Float[Tensor, ""], Sums]:
         """The micro-batch's part of the loss, and of the sums. ``logprobs`` and ``entropy`` [M] are the policy's."""
-        mask_NT = targets.mask
+        mask_NT = columns.mask
+        entropy_NT = batch.unflatten(entropy)
         inputs = LossInputs(
             logprobs=batch.unflatten(logprobs),
-            old_logprobs=targets.prox_logprobs,
-            behaviour_logprobs=targets.logprobs,
-            advantages=targets.advantages,
+            old_logprobs=columns.prox_logprobs,
+            behaviour_logprobs=columns.logprobs,
+            advantages=columns.advantages,
             mask=mask_NT,
-            ref_logprobs=targets.ref_logprobs,
-            entropy=batch.unflatten(entropy),
+            ref_logprobs=columns.ref_logprobs,
+            entropy=entropy_NT,
         )
         weights_NT = token_weights(
             mask_NT, self._actor.loss_agg_mode, total_tokens=totals.tokens, total_sequences=totals.sequences
@@ -124,7 +125,7 @@ class Objective:
             terms["kl_loss"] = (weights_NT * kl_NT).sum()
             loss = loss + self._actor.kl_loss_coef * terms["kl_loss"]
         if self._actor.entropy_coeff > 0:
-            loss = loss - self._actor.entropy_coeff * (weights_NT * inputs.entropy).sum()
+            loss = loss - self._actor.entropy_coeff * (weights_NT * entropy_NT).sum()
         return loss, self._sums(loss, terms, per_token, inputs, totals)
 
     @torch.no_grad()

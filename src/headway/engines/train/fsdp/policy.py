@@ -2,8 +2,8 @@
 
     input_ids ─▶ backbone ─▶ hidden states of the predicting positions ─▶ chunked head ─▶ log-prob and entropy per token
 
-All of it lies in one forward call, because FSDP2 gathers parameters in hooks around the calls of the modules it wraps: a
-head that was called on its own, after the root's forward, would find its weight sharded.
+All of it lies in one forward call, because FSDP2 gathers parameters in hooks around the calls of the modules that it
+wraps: a head that was called on its own, after the root's forward, would find its weight sharded.
 
 Shape suffixes: N rows, L padded length, M response tokens, H hidden size.
 """

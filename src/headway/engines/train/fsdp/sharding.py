@@ -52,6 +52,12 @@ def sharded_policy(model_path: str, config: Config, device: torch.device) -> Pol
     return policy
 
 
+def reshard(policy: PolicyModule) -> None:
+    """Free what a forward pass gathered for a backward pass that will not come."""
+    assert isinstance(policy, FSDPModule)
+    policy.reshard()
+
+
 def _load_on_rank_zero(model_path: str, trust_remote_code: bool) -> PreTrainedModel:
     """The full model on rank zero; on the others the same modules over memory that nobody has touched yet."""
 

@@ -1,0 +1,1 @@
+"""Benchmarks: each measures ratios within one run, interleaved, and reports medians."""

@@ -1,0 +1,163 @@
+"""Workers on Ray, with roles that need no model. One Ray for the whole file."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import ray
+
+from headway.cluster.backend import start_backend
+from headway.cluster.plan import ClusterPlan
+from headway.cluster.ray_cluster import RayCluster
+from headway.cluster.ray_worker import RayWorker
+from headway.cluster.resource_pool import ResourcePool
+from headway.cluster.worker_group import WorkerGroup
+from headway.config.schema import Config
+from headway.data.types import Sample
+from headway.errors import ModelError, RunError, StallError, UpdateFailed, WorkerDied
+from tests.cluster.fakes import EchoRole, echo_specs, group_tokens
+from tests.cluster.one_version import tiny_config
+from tests.cluster.processes import Family
+
+
+@pytest.fixture(scope="module")
+def ray_here(workers_can_import_tests: None) -> Iterator[None]:
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        object_store_memory=128 * 2**20,
+    )
+    family = Family()
+    yield
+    ray.shutdown()
+    assert family.left_after(10) == []
+
+
+@pytest_asyncio.fixture
+async def workers(ray_here: None, tmp_path: Path) -> AsyncIterator[list[RayWorker]]:
+    config = Config(cluster={"device": "cpu"})  # type: ignore[arg-type]
+    cluster = RayCluster(config, tmp_path)
+    await cluster.connect()
+    specs = echo_specs(2, config)
+    await cluster.reserve(ClusterPlan(tuple(specs), (), (), ref_inside_fetch=False))
+    started = [cluster.launch(spec) for spec in specs]
+    await asyncio.gather(*(worker.up() for worker in started))
+    yield started
+    await asyncio.gather(*(worker.kill() for worker in started))
+    await cluster.stop()
+    assert ray.is_initialized(), "a cluster that found Ray running leaves it running"
+
+
+def ranks(workers: list[RayWorker]) -> Any:
+    return WorkerGroup(EchoRole, workers)
+
+
+def put_samples(*lengths: int) -> list[Sample]:
+    return [Sample(ray.put(group_tokens(n, float(n))), k=0, prompt_length=2, length=n) for n in lengths]
+
+
+async def test_a_worker_has_its_threads_its_log_and_one_thread_for_its_role(workers: list[RayWorker]) -> None:
+    answers = [await worker.call("describe") for worker in workers]
+    assert [a["rank"] for a in answers] == [0, 1]
+    assert [a["pid"] for a in answers] == [w.pid for w in workers]
+    assert {a["omp"] for a in answers} == {"1"}
+    assert [a["thread"] for a in answers] == ["echo-0_0", "echo-1_0"]
+    await ranks(workers).write("hello")
+    for worker in workers:
+        lines = worker.log_file.read_text().splitlines()
+        assert sorted(lines) == ["hello", "hello from a child"]
+
+
+async def test_an_interrupt_does_not_end_a_worker(workers: list[RayWorker]) -> None:
+    for worker in workers:
+        assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGINT)
+    assert await ranks(workers).only_rank_zero() == 0
+    assert (await workers[1].call("describe"))["interrupt_blocked"]
+
+
+async def test_columns_stay_behind_references_and_are_read_by_the_rank_that_needs_them(
+    workers: list[RayWorker],
+) -> None:
+    samples = put_samples(3, 9, 5, 1)
+    columns = await ranks(workers).logprobs_plus(samples, 100.0)
+    assert all(isinstance(column.handle, ray.ObjectRef) for column in columns)
+    values = [ray.get(column.handle)[column.index] for column in columns]
+    assert [len(v) for v in values] == [3, 9, 5, 1]
+    assert [float(v[0]) for v in values] == [103.0, 109.0, 105.0, 101.0]
+    with_columns = [
+        Sample(s.tokens, 0, 2, s.length, columns={"ref_logprobs": column})
+        for s, column in zip(samples, columns, strict=True)
+    ]
+    # Rank zero answers for its share: the longest sample and the shortest.
+    assert await ranks(workers).columns_seen(with_columns) == [109.0, 101.0]
+
+
+async def test_a_stream_brings_metadata_and_leaves_the_rest_behind_references_that_outlive_the_worker(
+    workers: list[RayWorker],
+) -> None:
+    pairs = [pair async for pair in workers[0].stream("pairs", 3)]
+    assert [number for number, _ in pairs] == [0, 1, 2]
+    await workers[0].kill()
+    tokens = ray.get(pairs[2][1])
+    np.testing.assert_array_equal(tokens.responses[0].logprobs, np.full(3, 2.0, np.float32))
+
+
+async def test_a_roles_own_error_arrives_as_it_was_raised_though_the_other_rank_hangs(workers: list[RayWorker]) -> None:
+    async with asyncio.timeout(10):
+        with pytest.raises(UpdateFailed, match=r"^rank 1 was told to fail$"):
+            await ranks(workers).fail_on(1)
+
+
+async def test_a_foreign_error_names_the_worker_the_method_and_the_log(workers: list[RayWorker]) -> None:
+    with pytest.raises(RunError, match=r"worker echo-\d failed in 'raise_foreign': KeyError: 'lost'.*echo-\d\.log"):
+        await ranks(workers).raise_foreign()
+
+
+async def test_a_killed_worker_is_named_by_the_call_that_was_waiting_for_it(workers: list[RayWorker]) -> None:
+    async with asyncio.timeout(15):
+        with pytest.raises(WorkerDied, match=r"worker echo-0 died.*'die'.*echo-0\.log"):
+            await workers[0].call("die")
+    assert (await workers[1].call("describe"))["rank"] == 1
+
+
+async def test_a_killed_worker_is_noticed_while_nobody_calls_it(workers: list[RayWorker]) -> None:
+    watching = [asyncio.create_task(worker.died()) for worker in workers]
+    await workers[1].call("describe")
+    assert workers[1].pid is not None
+    os.kill(workers[1].pid, signal.SIGKILL)
+    done, pending = await asyncio.wait(watching, timeout=15, return_when=asyncio.FIRST_COMPLETED)
+    assert done == {watching[1]}
+    assert isinstance(watching[1].exception(), WorkerDied)
+    for task in pending:
+        task.cancel()
+
+
+async def test_devices_that_are_not_there_are_told_with_what_there_is(ray_here: None) -> None:
+    with pytest.raises(RunError, match=r"did not reserve 3 x .*'GPU': 1.* within 0.2 s; the cluster has .*'CPU': 2"):
+        await ResourcePool.reserve(3, on_gpus=True, timeout_s=0.2)
+
+
+async def test_a_start_that_fails_leaves_no_worker_behind(ray_here: None, tmp_path: Path) -> None:
+    missing = str(tmp_path / "missing" / "model")
+    with pytest.raises(ModelError, match="no such folder"):
+        await start_backend(tiny_config("ray"), model_path=missing, run_dir=tmp_path, total_optimizer_steps=4)
+    assert Family("WorkerActor").left_after(10) == []
+
+
+async def test_a_start_that_takes_too_long_says_who_was_waited_for(ray_here: None, tmp_path: Path) -> None:
+    config = tiny_config("ray", cluster={"start_timeout_s": 0.05})
+    with pytest.raises(StallError, match=r"start_timeout_s = 0\.05 s: the driver waited for .*actor-0 to start"):
+        await start_backend(config, model_path=str(tmp_path), run_dir=tmp_path, total_optimizer_steps=4)
+    assert Family("WorkerActor").left_after(10) == []

@@ -1,0 +1,288 @@
+"""The engine on one rank: steps, log-probs, weights and files."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.engines.train.rows import plain_loss, random_rows, response_logprobs
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config
+
+from headway.config.schema import (
+    ActorConfig,
+    AlgorithmConfig,
+    Config,
+    ModelConfig,
+    OptimConfig,
+    PolicyLossConfig,
+    RolloutConfig,
+)
+from headway.data.collate import Row
+from headway.engines.train.fsdp.batch import collate
+from headway.engines.train.fsdp.engine import FsdpEngine
+from headway.engines.train.fsdp.policy import check_plain_head
+from headway.engines.train.fsdp.reference import ReferenceEngine
+from headway.errors import ConfigError, ModelError
+from headway.models.loading import load_model
+from headway.weights.buckets import view
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+CPU = torch.device("cpu")
+ModelPath = Callable[..., str]
+
+
+def engine(path: str, config: Config | None = None, steps: int = 10) -> FsdpEngine:
+    config = config or configured()
+    return FsdpEngine(model_path=path, config=config, total_optimizer_steps=steps, device=CPU)
+
+
+def configured(**actor: object) -> Config:
+    actor = {"optim": OptimConfig(lr=1e-2), "ppo_max_token_len_per_gpu": 64, **actor}
+    return Config(actor=ActorConfig.model_validate(actor), rollout=RolloutConfig(temperature=0.7))
+
+
+def weights(of: FsdpEngine) -> dict[str, torch.Tensor]:
+    """The weights as `gather_buckets` sends them."""
+    manifest = of.manifest(bucket_bytes=4096)
+    buckets = [bucket.clone() for bucket in of.gather_buckets(manifest)]
+    return {slot.name: view(slot, buckets[slot.bucket]) for slot in manifest.slots}
+
+
+def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name in left:
+        assert torch.equal(left[name], right[name]), name
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("tie", [True, False])
+def test_log_probs_are_those_of_the_hugging_face_model(model_path: ModelPath, architecture: str, tie: bool) -> None:
+    rows = random_rows(7)
+    model = load_model(model_path(architecture, tie), dtype=torch.float64)
+    actual = engine(model_path(architecture, tie)).forward_logprobs(rows)
+    for row, logprobs in zip(rows, actual, strict=True):
+        assert logprobs.dtype == np.float32
+        expected, _ = response_logprobs(model, row, temperature=0.7)
+        np.testing.assert_allclose(logprobs, expected.detach().numpy(), atol=1e-5)
+
+
+def test_no_rows_give_no_log_probs(model_path: ModelPath) -> None:
+    assert engine(model_path()).forward_logprobs([]) == []
+
+
+def test_a_response_without_tokens_is_allowed(model_path: ModelPath) -> None:
+    [full] = random_rows(1)
+    nothing = np.zeros(0, dtype=np.float32)
+    empty = Row(full.input_ids[:3], 3, nothing, nothing.astype(np.int32), nothing.astype(np.bool_), nothing)
+    trainer = engine(model_path())
+    short, long = trainer.forward_logprobs([empty, full])
+    assert len(short) == 0 and len(long) == len(full.logprobs)
+    assert not trainer.train_step([empty, full]).skipped
+    assert trainer.forward_logprobs([empty])[0].shape == (0,)
+
+
+def test_three_steps_are_those_of_a_plain_loop(model_path: ModelPath) -> None:
+    config = configured(optim=OptimConfig(lr=1e-2, lr_scheduler_type="linear", weight_decay=0.1), grad_clip=0.05)
+    batches = [random_rows(5, seed=seed) for seed in range(3)]
+    trainer = engine(model_path(), config, steps=3)
+    reports = [trainer.train_step(rows) for rows in batches]
+
+    model = load_model(model_path(), dtype=torch.float64)
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+    for rows, lr, report in zip(batches, [1e-2, 5e-3, 0.0], reports, strict=True):
+        optimizer.zero_grad()
+        loss = plain_loss(model, rows, config)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.step()
+        assert norm > 0.05
+        assert report.metrics["lr"] == pytest.approx(lr)
+        assert report.metrics["loss"] == pytest.approx(float(loss.detach()), abs=1e-4)
+        assert report.metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-3)
+    for row, logprobs in zip(batches[0], trainer.forward_logprobs(batches[0]), strict=True):
+        expected, _ = response_logprobs(model, row, temperature=0.7)
+        np.testing.assert_allclose(logprobs, expected.detach().numpy(), atol=1e-3)
+
+
+def test_a_step_reports_how_far_off_policy_it_was(model_path: ModelPath) -> None:
+    trainer, rows = engine(model_path()), random_rows(6)
+    on_policy = [
+        dataclasses.replace(row, logprobs=logprobs)
+        for row, logprobs in zip(rows, trainer.forward_logprobs(rows), strict=True)
+    ]
+    metrics = trainer.train_step(on_policy).metrics
+    assert metrics["offpolicy/ess"] == pytest.approx(1.0, abs=1e-6)
+    assert metrics["offpolicy/ratio_max"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["offpolicy/kl"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["clip_fraction"] == metrics["offpolicy/clip_fraction"] == 0.0
+    assert 0 < metrics["entropy"] <= np.log(18)
+    after = trainer.train_step(rows).metrics
+    assert after["offpolicy/ess"] < 1.0 < after["offpolicy/ratio_max"]
+    assert after["offpolicy/clip_fraction"] > 0.0
+
+
+def test_a_loss_that_is_not_finite_leaves_everything_as_it_was(model_path: ModelPath) -> None:
+    rows = random_rows(4)
+    broken = dataclasses.replace(
+        rows[1], advantages=np.full_like(rows[1].advantages, np.nan), loss_mask=rows[1].loss_mask | True
+    )
+    trainer, twin = engine(model_path()), engine(model_path())
+    for each in (trainer, twin):
+        each.train_step(rows)
+    before = weights(trainer)
+    report = trainer.train_step([rows[0], broken])
+    assert report.skipped
+    assert np.isnan(report.metrics["loss"])
+    assert_same(weights(trainer), before)
+    # neither gradient nor optimizer state of the skipped step is left
+    assert not trainer.train_step(rows).skipped
+    twin.train_step(rows)
+    assert_same(weights(trainer), weights(twin))
+
+
+def test_log_probs_after_a_step_are_those_of_the_new_weights(model_path: ModelPath, tmp_path: Path) -> None:
+    trainer, rows = engine(model_path()), random_rows(3)
+    trainer.save(tmp_path / "start", {})
+    before = trainer.forward_logprobs(rows)
+    trainer.train_step(rows)
+    after = trainer.forward_logprobs(rows)
+    assert not np.array_equal(after[0], before[0])
+    trainer.load(tmp_path / "start")
+    for restored, original in zip(trainer.forward_logprobs(rows), before, strict=True):
+        assert np.array_equal(restored, original)
+
+
+def test_training_resumes_bit_for_bit(model_path: ModelPath, tmp_path: Path) -> None:
+    config = configured(optim=OptimConfig(lr=1e-2, lr_warmup_steps=2, lr_scheduler_type="cosine"))
+    batches = [random_rows(5, seed=seed) for seed in range(5)]
+    trainer = engine(model_path(), config)
+    for rows in batches[:2]:
+        trainer.train_step(rows)
+    trainer.save(tmp_path / "checkpoint", {"version": 3, "ledger": {"trained": [1, 2]}})
+    expected = [trainer.train_step(rows).metrics for rows in batches[2:]]
+
+    resumed = engine(model_path(), config)
+    assert resumed.load(tmp_path / "checkpoint") == {"version": 3, "ledger": {"trained": [1, 2]}}
+    assert [resumed.train_step(rows).metrics for rows in batches[2:]] == expected
+    assert_same(weights(resumed), weights(trainer))
+
+
+def test_a_checkpoint_replaces_the_one_before_it(model_path: ModelPath, tmp_path: Path) -> None:
+    trainer = engine(model_path())
+    trainer.save(tmp_path / "latest", {"version": 1})
+    trainer.train_step(random_rows(2))
+    trainer.save(tmp_path / "latest", {"version": 2})
+    assert engine(model_path()).load(tmp_path / "latest") == {"version": 2}
+    assert [p.name for p in tmp_path.iterdir()] == ["latest"]
+
+
+def test_a_folder_without_a_checkpoint_is_an_error(model_path: ModelPath, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no checkpoint there"):
+        engine(model_path()).load(tmp_path)
+
+
+def test_a_checkpoint_of_another_model_is_an_error(model_path: ModelPath, tmp_path: Path) -> None:
+    engine(model_path("qwen3")).save(tmp_path / "checkpoint", {})
+    with pytest.raises(ModelError, match="does not fit this model"):
+        engine(model_path("qwen2")).load(tmp_path / "checkpoint")
+
+
+@pytest.mark.parametrize(("architecture", "tie"), [("qwen3", True), ("qwen2", False), ("llama", True)])
+def test_an_exported_folder_opens_with_hugging_face_alone(
+    model_path: ModelPath, tmp_path: Path, architecture: str, tie: bool
+) -> None:
+    trainer, rows = engine(model_path(architecture, tie)), random_rows(3)
+    trainer.train_step(rows)
+    trainer.export(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert tokenizer.decode(tokenizer("0a1b").input_ids) == "0a1b"
+    assert dict(model.named_parameters()).keys() == weights(trainer).keys()
+    for row, logprobs in zip(rows, trainer.forward_logprobs(rows), strict=True):
+        expected, _ = response_logprobs(model, row, temperature=0.7)
+        np.testing.assert_allclose(logprobs, expected.detach().numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_gathered_buckets_carry_every_weight_once(model_path: ModelPath, tie: bool) -> None:
+    model = load_model(model_path("llama", tie), dtype=torch.float32)
+    assert_same(weights(engine(model_path("llama", tie))), {n: p.detach() for n, p in model.named_parameters()})
+    assert ("lm_head.weight" in weights(engine(model_path("llama", tie)))) is not tie
+
+
+def test_the_reference_stays_where_it_was_while_the_policy_moves(model_path: ModelPath) -> None:
+    config, rows = configured(), random_rows(4)
+    trainer = engine(model_path(), config)
+    reference = ReferenceEngine(model_path=model_path(), config=config, device=CPU)
+    before = reference.forward_logprobs(rows)
+    for logprobs, ours in zip(before, trainer.forward_logprobs(rows), strict=True):
+        assert np.array_equal(logprobs, ours)
+    trainer.train_step(rows)
+    for logprobs, again in zip(before, reference.forward_logprobs(rows), strict=True):
+        assert np.array_equal(logprobs, again)
+
+
+def test_a_row_that_lacks_what_the_loss_needs_is_an_error(model_path: ModelPath) -> None:
+    [row] = random_rows(1)
+    with pytest.raises(ValueError, match="has no advantages"):
+        engine(model_path()).train_step([dataclasses.replace(row, advantages=None)])
+    with pytest.raises(ValueError, match="has no ref_logprobs"):
+        engine(model_path(), configured(use_kl_loss=True)).train_step([row])
+
+
+def test_a_step_after_one_that_failed_starts_from_nothing(model_path: ModelPath) -> None:
+    trainer, twin, rows = engine(model_path()), engine(model_path()), random_rows(6)
+    shortest = min(range(6), key=lambda i: len(rows[i].input_ids))  # the last micro-batch
+    broken = [dataclasses.replace(row, advantages=None) if i == shortest else row for i, row in enumerate(rows)]
+    with pytest.raises(ValueError, match="has no advantages"):
+        trainer.train_step(broken)
+    assert trainer.train_step(rows) == twin.train_step(rows)
+    assert_same(weights(trainer), weights(twin))
+
+
+def test_a_step_without_rows_is_an_error(model_path: ModelPath) -> None:
+    with pytest.raises(ValueError, match="needs rows"):
+        engine(model_path()).train_step([])
+
+
+def test_half_precision_computes_and_serves_so_but_keeps_float32_weights(model_path: ModelPath) -> None:
+    rows, config = random_rows(6), configured().model_copy(update={"model": ModelConfig(dtype="bfloat16")})
+    trainer = engine(model_path(), config)
+    model = load_model(model_path(), dtype=torch.float32)
+    for row, logprobs in zip(rows, trainer.forward_logprobs(rows), strict=True):
+        expected, _ = response_logprobs(model, row, temperature=0.7)
+        np.testing.assert_allclose(logprobs, expected.detach().numpy(), atol=0.02)
+    assert not trainer.train_step(rows).skipped
+    assert {slot.dtype for slot in trainer.manifest(4096).slots} == {"bfloat16"}
+    assert {p.dtype for p in trainer._policy.parameters()} == {torch.float32}
+
+
+def test_an_empty_prompt_is_an_error() -> None:
+    [row] = random_rows(1)
+    with pytest.raises(ValueError, match="empty prompt"):
+        collate([dataclasses.replace(row, prompt_length=0)], CPU)
+
+
+def test_an_unknown_loss_is_an_error_before_training(model_path: ModelPath) -> None:
+    config = configured().model_copy(
+        update={"algorithm": AlgorithmConfig(policy_loss=PolicyLossConfig(loss_mode="ppo_clamp"))}
+    )
+    with pytest.raises(ConfigError, match="ppo_clamp"):
+        engine(model_path(), config)
+
+
+def test_a_model_that_caps_its_logits_is_refused() -> None:
+    config = Gemma2Config(
+        vocab_size=18, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        intermediate_size=32, final_logit_softcapping=0.5,
+    )  # fmt: skip
+    capped = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ModelError, match="changes its logits"):
+        check_plain_head(capped)
+    config.final_logit_softcapping = None
+    check_plain_head(AutoModelForCausalLM.from_config(config))

@@ -1,0 +1,252 @@
+"""When something breaks: the run fails with that error, by name, in bounded time, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from headway.errors import LedgerImbalance, StageFailed, StalenessExceeded, StallError, UpdateFailed, WorkerDied
+from headway.events import CheckpointSaved, RunFinished
+from tests.pipeline.fakes import FakeReference, FakeReward
+from tests.pipeline.scenario import MODES, Run, Scenario
+
+
+def failed(scenario: Scenario, error: type[BaseException], match: str) -> Run:
+    run = scenario.run()
+    assert run.error is not None, "the run went on as if nothing had happened"
+    with pytest.raises(error, match=match):
+        raise run.error
+    run.assert_clean()
+    finished = run.of(RunFinished)[0]
+    assert finished.status == "failed"
+    assert finished.reason is not None and finished.reason.startswith(error.__name__)
+    return run
+
+
+# ---------------------------------------------------------------------------------------------- workers
+
+
+def dies_at(seconds: float, replica: int = 0):
+    async def beside(run: Run) -> None:
+        await asyncio.sleep(seconds)
+        run.rollouts[replica].die(WorkerDied(f"rollout-{replica} was killed"))
+
+    return beside
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_replica_that_dies_at_any_moment_ends_the_run_with_its_name(mode: str):
+    for seconds in (0.0, 0.3, 2.0, 5.125, 8.0, 11.7, 14.0):
+        run = failed(Scenario(mode, replicas=2, problems=2, beside=dies_at(seconds, 1)), WorkerDied, "rollout-1")
+        assert run.ended < seconds + 20, "in bounded time: as soon as anything asks the dead replica"
+
+
+@pytest.mark.parametrize("policy", ["drain", "interrupt"])
+def test_a_replica_that_dies_in_the_middle_of_an_update_ends_the_run(policy: str):
+    """The transfer begins at 1.25 s after the version's last step began and takes half a second."""
+    healthy = Scenario("async_stale", async_training={"on_update": policy}).run().assert_completed()
+    loaded = healthy.rollouts[0].loads[0][1]
+    for before in (0.5, 0.375, 0.25, 0.125, 0.0625, 0.0):
+        scenario = Scenario("async_stale", async_training={"on_update": policy}, beside=dies_at(loaded - before))
+        failed(scenario, WorkerDied, "rollout-0 was killed")
+
+
+def test_the_watch_ends_the_run_as_soon_as_any_worker_dies():
+    async def beside(run: Run) -> None:
+        await asyncio.sleep(3.0)
+        raise WorkerDied("reward-2 was killed")
+
+    run = failed(Scenario("async_partial", beside=beside, watched=True), WorkerDied, "reward-2")
+    assert run.ended == 3.0
+
+
+def test_a_watch_that_has_nothing_to_tell_does_not_keep_the_run_from_ending():
+    async def beside(run: Run) -> None:
+        await asyncio.Event().wait()
+
+    Scenario("async_partial", beside=beside, watched=True).run().assert_completed()
+
+
+# ---------------------------------------------------------------------------------------------- stages
+
+
+@pytest.mark.parametrize("step", [0, 3, 9])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_trainer_that_raises_ends_the_run_and_names_the_stage(mode: str, step: int):
+    def script(run: Run) -> None:
+        run.trainer.raises_at[step] = ArithmeticError("overflow")
+
+    run = failed(Scenario(mode, script=script, total=48), StageFailed, "ActorTrain failed: ArithmeticError: overflow")
+    assert isinstance(run.error.__cause__, ArithmeticError)
+    assert run.groups["in_flight"] >= 4, "the groups of the fetch met no other fate"
+    assert run.of(CheckpointSaved) == []
+
+
+def test_a_trainer_that_dies_ends_the_run_with_that_error():
+    def script(run: Run) -> None:
+        run.trainer.raises_at[2] = WorkerDied("actor-0 was killed")
+
+    failed(Scenario("async_partial", script=script), WorkerDied, "actor-0")
+
+
+def test_a_foreign_exception_in_the_rewards_machinery_is_no_failed_group_but_a_failed_run():
+    def rewards(prompt) -> list[float]:
+        if prompt.row == 5:
+            raise ConnectionError("pool is gone")
+        return [0.0, 1.0]
+
+    failed(Scenario("async_partial", reward=FakeReward(rewards)), StageFailed, "Reward failed: ConnectionError: pool")
+
+
+def test_a_foreign_exception_while_validation_is_scored_names_validate():
+    def rewards(prompt) -> list[float]:
+        if prompt.epoch == -1:
+            raise ConnectionError("pool is gone")
+        return [0.0, 1.0]
+
+    failed(Scenario("async_partial", problems=2, reward=FakeReward(rewards)), StageFailed, "Validate failed: Conn")
+
+
+def test_a_source_that_raises_ends_the_run():
+    def script(run: Run) -> None:
+        def broken() -> None:
+            raise OSError("disk is gone")
+
+        run.source.next = broken  # type: ignore[assignment]
+
+    failed(Scenario("async_partial", script=script), StageFailed, "PromptLoader failed: OSError")
+
+
+def test_a_reference_that_raises_ends_the_run():
+    class Broken(FakeReference):
+        async def forward_logprobs(self, samples):
+            raise ValueError("no such column")
+
+    failed(Scenario("async_stale", reference=Broken()), StageFailed, "RefLogProb failed: ValueError")
+
+
+def test_a_checkpoint_that_cannot_be_saved_fails_the_run():
+    def script(run: Run) -> None:
+        async def save(*_: object) -> None:
+            raise OSError("no space left on device")
+
+        run.trainer.save = save  # type: ignore[method-assign]
+
+    run = Scenario("async_partial", script=script).run()
+    assert isinstance(run.error, OSError)
+    run.assert_clean()
+    assert run.of(RunFinished)[0].status == "failed"
+    assert run.groups["trained"] == 96
+
+
+# ---------------------------------------------------------------------------------------------- updates
+
+
+def test_a_wrong_checksum_fails_the_update_and_the_old_version_is_still_served():
+    def script(run: Run) -> None:
+        run.rollouts[1].wrong_checksum_at = 2
+
+    run = failed(Scenario("async_partial", replicas=2, script=script), UpdateFailed, "rollout-1 .*version 2.* checksum")
+    assert [rollout.version for rollout in run.rollouts] == [1, 1]
+
+
+def test_a_transfer_that_takes_too_long_names_those_who_did_not_answer_and_only_those():
+    def script(run: Run) -> None:
+        run.rollouts[1].never_receives = True
+
+    scenario = Scenario("async_partial", replicas=3, script=script, sections={"param_update": {"timeout_s": 7}})
+    run = failed(scenario, UpdateFailed, "version 1 did not arrive within param_update.timeout_s=7 s")
+    assert "rollout-1 to receive" in str(run.error)
+
+
+def test_a_timeout_inside_an_engine_is_not_mistaken_for_the_updates_own():
+    def script(run: Run) -> None:
+        async def send(version: int) -> None:
+            raise TimeoutError("the store did not answer")
+
+        run.trainer.send_weights = send  # type: ignore[assignment]
+
+    failed(Scenario("async_partial", script=script), StageFailed, "TimeoutError: the store did not answer")
+
+
+# ---------------------------------------------------------------------------------------------- stalls
+
+
+def test_a_replica_that_decodes_no_more_is_noticed_and_the_error_says_who_waits_for_whom():
+    def script(run: Run) -> None:
+        run.rollouts[0]._start = lambda *_, **__: None  # type: ignore[method-assign]
+
+    scenario = Scenario("on_policy", script=script, sections={"cluster": {"stall_timeout_s": 20}})
+    run = failed(scenario, StallError, r"nothing moved for 20 s \(cluster.stall_timeout_s\)")
+    assert "Generate waits for rollout-0 (1 item(s))" in str(run.error)
+    assert "ActorTrain waits for groups from the message queue" in str(run.error)
+    assert "PromptLoader waits for room under the staleness limit" in str(run.error)
+    assert "ParamUpdate waits for ActorTrain" in str(run.error)
+    assert run.ended == 20
+
+
+def test_a_drain_that_never_ends_is_noticed_and_named():
+    def script(run: Run) -> None:
+        run.rollouts[0]._finish_only_first = True
+        deliver = run.rollouts[0]._deliver
+
+        def lose_the_last(decoding, reason) -> None:
+            if decoding.request.number != 23:
+                deliver(decoding, reason)
+
+        run.rollouts[0]._deliver = lose_the_last  # type: ignore[method-assign]
+        run.rollouts[0]._idle.set = lambda: None  # type: ignore[method-assign]
+
+    scenario = Scenario("async_stale", script=script, sections={"cluster": {"stall_timeout_s": 30}})
+    run = failed(scenario, StallError, "ParamUpdate waits for rollout-0 to drain")
+    assert "ActorTrain waits for ParamUpdate" in str(run.error)
+
+
+def test_a_replica_that_does_not_even_answer_the_monitor_cannot_hide_a_stall():
+    def script(run: Run) -> None:
+        run.rollouts[0].hangs_on_stats = True
+        run.rollouts[0]._start = lambda *_, **__: None  # type: ignore[method-assign]
+
+    scenario = Scenario("on_policy", script=script, sections={"cluster": {"stall_timeout_s": 20}})
+    failed(scenario, StallError, "Generate waits for rollout-0")
+
+
+def test_slow_is_not_stalled():
+    scenario = Scenario("on_policy", total=4, lengths=lambda _: 4000, sections={"cluster": {"stall_timeout_s": 20}})
+    run = scenario.run().assert_completed()
+    assert run.ended > 500
+
+
+# ---------------------------------------------------------------------------------------------- promises, checked
+
+
+def test_a_group_older_than_the_bound_fails_the_run_with_every_number():
+    def script(run: Run) -> None:
+        activate = run.rollouts[0].activate
+
+        async def stamps_the_wrong_version(version: int) -> float:
+            seconds = await activate(version)
+            run.rollouts[0].version = 0
+            return seconds
+
+        run.rollouts[0].activate = stamps_the_wrong_version  # type: ignore[method-assign]
+
+    run = failed(Scenario("on_policy", script=script), StalenessExceeded, "group 4 has lag 1 .*η=0, B=4, W=1")
+    assert run.groups["trained"] == 4
+
+
+def test_a_group_that_is_returned_twice_fails_the_run():
+    def script(run: Run) -> None:
+        generate = run.rollouts[0].generate
+
+        async def twice(requests):
+            async for finished in generate(requests):
+                yield finished
+                yield finished
+
+        run.rollouts[0].generate = twice  # type: ignore[method-assign]
+
+    run = Scenario("async_partial", script=script).run()
+    assert isinstance(run.error, LedgerImbalance | StageFailed)
+    run.assert_clean()

@@ -1,0 +1,196 @@
+"""The message queue: what may be taken, when, and that nothing is ever lost in it."""
+
+from __future__ import annotations
+
+import asyncio
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.data.types import Group
+from headway.errors import LedgerImbalance
+from headway.pipeline.message_queue import MessageQueue
+from headway.pipeline.staleness import Staleness
+from tests.pipeline.fakes import prompt
+from tests.pipeline.virtual_clock import Deadlock, run_virtual
+
+
+def queue(window: int | None = 1, b: int = 10, eta: Fraction = Fraction(0)) -> MessageQueue:
+    return MessageQueue(Staleness(eta, b, window, None, loaded={"rollout-0": 0}))
+
+
+def group(number: int) -> Group:
+    return Group(number, prompt(0, number), (), tokens=None)
+
+
+async def put(queue: MessageQueue, *numbers: int) -> None:
+    for number in numbers:
+        assert await queue.send(group(number))
+
+
+async def take(queue: MessageQueue, count: int) -> list[int]:
+    return [group.number for group in await queue.take(count)]
+
+
+def test_fifo_waits_for_the_head_and_then_takes_by_number():
+    async def main() -> tuple[list[int], float]:
+        q = queue()
+        await put(q, 2, 1, 3)
+        taking = asyncio.ensure_future(take(q, 4))
+        await asyncio.sleep(5)
+        assert not taking.done()
+        await put(q, 0)
+        return await taking, asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == ([0, 1, 2, 3], 5)
+
+
+def test_a_window_lets_younger_groups_pass_a_slow_head_but_only_so_many():
+    async def main() -> list[int]:
+        q = queue(window=3)
+        await put(q, 3, 2, 1)
+        assert await take(q, 2) == [1, 2]
+        taking = asyncio.ensure_future(take(q, 1))
+        await asyncio.sleep(5)
+        assert not taking.done(), "3 lies outside the window while 0 is the head"
+        await put(q, 0)
+        return await taking + await take(q, 1)
+
+    assert run_virtual(main()) == [0, 3]
+
+
+def test_ready_takes_in_order_of_completion():
+    async def main() -> list[int]:
+        q = queue(window=None)
+        await put(q, 5, 0, 3)
+        return await take(q, 3)
+
+    assert run_virtual(main()) == [5, 0, 3]
+
+
+def test_a_discarded_head_lets_the_queue_move_on():
+    async def main() -> list[int]:
+        q = queue()
+        await put(q, 1, 2)
+        taking = asyncio.ensure_future(take(q, 2))
+        await asyncio.sleep(1)
+        assert not taking.done()
+        q.discard(0)
+        return await taking
+
+    assert run_virtual(main()) == [1, 2]
+
+
+def test_discards_ahead_of_the_head_are_remembered():
+    async def main() -> list[int]:
+        q = queue()
+        for number in (1, 2, 4):
+            q.discard(number)
+        await put(q, 5, 3, 0)
+        return await take(q, 3)
+
+    assert run_virtual(main()) == [0, 3, 5]
+
+
+def test_take_waits_for_the_whole_fetch():
+    async def main() -> tuple[list[int], float]:
+        q = queue()
+        taking = asyncio.ensure_future(take(q, 3))
+        for number in range(3):
+            await asyncio.sleep(1)
+            await put(q, number)
+        return await taking, asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == ([0, 1, 2], 3)
+
+
+def test_after_close_the_last_fetch_is_short_and_then_empty():
+    async def main() -> list[list[int]]:
+        q = queue()
+        await put(q, 0, 1, 2)
+        q.close()
+        return [await take(q, 2), await take(q, 2), await take(q, 2)]
+
+    assert run_virtual(main()) == [[0, 1], [2], []]
+
+
+def test_close_wakes_whoever_waits_for_more():
+    async def main() -> list[int]:
+        q = queue()
+        await put(q, 0)
+        taking = asyncio.ensure_future(take(q, 2))
+        await asyncio.sleep(1)
+        q.close()
+        return await taking
+
+    assert run_virtual(main()) == [0]
+
+
+def test_abandon_gives_a_waiting_fetch_nothing():
+    async def main() -> list[int]:
+        q = queue()
+        await put(q, 0)
+        taking = asyncio.ensure_future(take(q, 2))
+        await asyncio.sleep(1)
+        q.abandon()
+        return await taking
+
+    assert run_virtual(main()) == []
+
+
+@pytest.mark.parametrize(("eta", "capacity"), [(Fraction(0), 10), (Fraction(3, 10), 13), (Fraction(1, 3), 14)])
+def test_more_groups_than_admission_can_let_in_are_a_broken_promise_not_a_reason_to_drop(eta: Fraction, capacity: int):
+    async def main() -> None:
+        q = queue(eta=eta)
+        await put(q, *range(capacity))
+        with pytest.raises(LedgerImbalance, match=f"more than .* = {capacity}"):
+            await q.send(group(capacity))
+        assert len(q) == capacity
+
+    run_virtual(main())
+
+
+def test_a_group_that_comes_twice_is_refused():
+    async def main() -> None:
+        q = queue(window=None)
+        await put(q, 0, 2, 3)
+        await take(q, 2)
+        q.discard(5)
+        for number in (0, 2, 3, 5):
+            with pytest.raises(LedgerImbalance, match=f"group {number} .*second time"):
+                await q.send(group(number))
+
+    run_virtual(main())
+
+
+def test_a_fetch_that_can_never_be_filled_waits():
+    async def main() -> None:
+        q = queue()
+        await put(q, 1, 2)
+        await q.take(1)
+
+    with pytest.raises(Deadlock):
+        run_virtual(main())
+
+
+@given(st.permutations(range(12)), st.sets(st.integers(0, 11), max_size=6), st.sampled_from([1, 2, 5, 12, None]))
+def test_whatever_the_order_of_completion_every_group_comes_out_once(
+    finished: list[int], discarded: set[int], window: int | None
+):
+    async def main() -> list[int]:
+        q = queue(window, b=12)
+        for number in finished:
+            if number in discarded:
+                q.discard(number)
+            else:
+                await put(q, number)
+        q.close()
+        return await take(q, 12)
+
+    taken = run_virtual(main())
+    assert sorted(taken) == sorted(set(range(12)) - discarded)
+    if window is not None:
+        for place, number in enumerate(taken):
+            assert number < min(taken[place:]) + window
