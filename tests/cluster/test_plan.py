@@ -19,9 +19,7 @@ from headway.errors import ConfigError
 
 def plan(machines: int = 1, **sections: Any) -> ClusterPlan:
     config = Config(**sections)
-    return plan_cluster(
-        config, resolve_placement(config), model_path="m", total_optimizer_steps=10, machines=machines
-    )
+    return plan_cluster(config, resolve_placement(config), model_path="m", total_optimizer_steps=10, machines=machines)
 
 
 def test_each_rank_and_replica_is_a_worker_on_a_device_of_its_own() -> None:

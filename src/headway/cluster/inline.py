@@ -103,7 +103,7 @@ class InlineCluster:
         import torch.distributed as dist
 
         if not dist.is_initialized():
-            store = dist.HashStore()  # type: ignore[attr-defined]
+            store = dist.HashStore()
             backend = "cpu:gloo,cuda:nccl" if self._device == "cuda" else "gloo"
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
             self._made_group = True

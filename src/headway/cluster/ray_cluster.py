@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from headway.errors import ConfigError, RunError, boundary
-
 import ray
 
 from headway.cluster.plan import ClusterPlan, WorkerSpec, available_cores
@@ -18,6 +16,7 @@ from headway.cluster.process import ProcessSettings
 from headway.cluster.ray_worker import RayWorker
 from headway.cluster.resource_pool import ResourcePool
 from headway.config.schema import Config
+from headway.errors import ConfigError, RunError, boundary
 
 MIN_OBJECT_STORE = 256 * 2**20
 
@@ -129,7 +128,12 @@ async def check_answers(address: str, timeout_s: float) -> None:
             probe.kill()
             await probe.wait()
     if probe.returncode:
-        reason = errors.decode(errors="replace").strip().rpartition("\n")[2]
+        said = errors.decode(errors="replace").strip()
+        reason = said.rpartition("\n")[2]
+        if "InvalidAuthToken" in said:
+            reason += (
+                ". It wants an authentication token: set RAY_AUTH_MODE=token and give it as Ray's documentation says"
+            )
         raise ConfigError(f"cluster.address={address}: cannot join the Ray cluster there: {reason}")
 
 

@@ -1,0 +1,1 @@
+"""Making, opening and writing models, and log-probs without the logits."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from datetime import timedelta
 from multiprocessing import get_context
 from typing import Any
@@ -17,6 +18,7 @@ from headway.config.schema import MakeModelConfig
 from headway.models.make import make_model
 
 TIMEOUT = timedelta(seconds=30)
+MOST_RANKS = 3
 TINY = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -58,21 +60,24 @@ RunRanks = Callable[..., list[Any]]
 def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunRanks]:
     """``run_ranks(world, function, args)``: call ``function(*args)`` on every rank; the ranks' results, in order.
 
-    The processes are started once. A rank waits in the rendezvous for the others, so each call finds its own process.
+    The processes are started once, one for each rank: torch caches what it derived from a mesh, the own rank included,
+    beyond the life of a process group, so a process keeps its rank.
     """
     root = tmp_path_factory.mktemp("rendezvous")
     context = get_context("forkserver")  # pays the imports once; nothing has run there yet, so forking is safe
     context.set_forkserver_preload(["headway.engines.train.fsdp.engine"])
-    with ProcessPoolExecutor(3, mp_context=context) as pool:
-        calls = 0
+    calls = 0
 
-        def run(world: int, function: Callable[..., Any], args: Sequence[Any] = ()) -> list[Any]:
-            nonlocal calls
-            calls += 1
-            store = str(root / str(calls))
-            futures = [pool.submit(_on_rank, rank, world, store, function, args) for rank in range(world)]
-            return [future.result(timeout=TIMEOUT.total_seconds()) for future in futures]
+    def run(world: int, function: Callable[..., Any], args: Sequence[Any] = ()) -> list[Any]:
+        nonlocal calls
+        calls += 1
+        store = str(root / str(calls))
+        ranks = enumerate(pools[:world])
+        futures = [pool.submit(_on_rank, rank, world, store, function, args) for rank, pool in ranks]
+        return [future.result(timeout=TIMEOUT.total_seconds()) for future in futures]
 
+    with ExitStack() as stack:
+        pools = [stack.enter_context(ProcessPoolExecutor(1, mp_context=context)) for _ in range(MOST_RANKS)]
         yield run
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.engines.train.rows import plain_loss, random_rows, response_logprobs
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config
 
 from headway.config.schema import (
@@ -29,6 +28,7 @@ from headway.engines.train.fsdp.reference import ReferenceEngine
 from headway.errors import ConfigError, ModelError
 from headway.models.loading import load_model
 from headway.weights.buckets import view
+from tests.engines.train.rows import plain_loss, random_rows, response_logprobs
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 CPU = torch.device("cpu")

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.engines.train.rows import plain_loss, random_rows
 
 from headway.config.schema import ActorConfig, Config, FsdpConfig, ModelConfig, RolloutConfig
 from headway.data.collate import Row
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.models.loading import load_model
+from tests.engines.train.rows import plain_loss, random_rows
 
 EVERYTHING = {
     "entropy_coeff": 0.01,

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tests.engines.train.rows import random_rows
 
 from headway.config.schema import ActorConfig, Config, OptimConfig
 from headway.data.collate import Row
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.errors import ModelError
+from tests.engines.train.rows import random_rows
 
 RunRanks = Callable[..., list[Any]]
 ModelPath = Callable[..., str]

@@ -14,9 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-# These are part of torch.distributed's documented surface, but its stubs do not re-export them.
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from headway.errors import UpdateFailed, boundary
 

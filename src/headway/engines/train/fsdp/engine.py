@@ -5,7 +5,7 @@
               StepReport ◀── clip, step, or skip ◀── sums reduced over ranks
 
 Every method is collective unless it says otherwise: all ranks call it, in the same order. The default process group is
-the caller's; on GPUs it is an NCCL group.
+the caller's, and a process keeps its rank for life; on GPUs it is an NCCL group, and ``device`` is the current device.
 """
 
 from __future__ import annotations

@@ -1,0 +1,130 @@
+"""A start, over a cluster whose workers do what the test says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from headway.cluster import backend
+from headway.cluster.backend import start_backend
+from headway.cluster.plan import ClusterPlan, WorkerSpec
+from headway.errors import ModelError, StallError, WorkerDied
+from headway.interfaces import Capabilities, Manifest
+from tests.cluster.one_version import tiny_config
+
+
+class PlannedWorker:
+    """Hangs in, or fails with, what the cluster's script says for ``name.method``."""
+
+    def __init__(self, name: str, cluster: PlannedCluster) -> None:
+        self.name = name
+        self._cluster = cluster
+
+    async def up(self) -> None:
+        await self._cluster.answer(self.name, "up")
+
+    async def call(self, method: str, *args: Any) -> Any:
+        return await self._cluster.answer(self.name, method)
+
+    async def keep(self, method: str, *args: Any) -> Any:
+        return await self._cluster.answer(self.name, method)
+
+    async def stream(self, method: str, *args: Any) -> AsyncGenerator[tuple[Any, Any], None]:
+        yield method, args
+
+    async def died(self) -> NoReturn:
+        await self._cluster.answer(self.name, "died")
+        raise WorkerDied(f"worker {self.name} died")
+
+    async def kill(self) -> None:
+        self._cluster.log.append(f"{self.name} killed")
+
+
+class PlannedCluster:
+    transports: tuple[str, ...] = ("local",)
+    separate_processes = False
+    machines = 1
+
+    def __init__(self, hangs: frozenset[str] = frozenset(), failures: dict[str, Exception] | None = None) -> None:
+        self.log: list[str] = []
+        self._hangs = hangs
+        self._failures = failures or {}
+
+    async def answer(self, name: str, method: str) -> Any:
+        if f"{name}.{method}" in self._hangs:
+            await asyncio.Event().wait()
+        if failure := self._failures.get(f"{name}.{method}"):
+            raise failure
+        answers = {
+            "build": Manifest(slots=(), bucket_nbytes=()),
+            "monotonic": asyncio.get_running_loop().time(),
+            "serve": Capabilities(on_update=frozenset(), reproducible=True),
+        }
+        return answers.get(method)
+
+    async def connect(self) -> str:
+        return "cpu"
+
+    async def reserve(self, plan: ClusterPlan) -> None:
+        self.log.append("reserved")
+
+    def launch(self, spec: WorkerSpec) -> PlannedWorker:
+        return PlannedWorker(spec.name, self)
+
+    async def stop(self) -> None:
+        self.log.append("stopped")
+
+
+EVERYTHING_ENDED = {"actor-0 killed", "rollout-0 killed", "stopped"}
+
+
+async def start(cluster: PlannedCluster, monkeypatch: pytest.MonkeyPatch, timeout_s: float = 5.0) -> backend.Workers:
+    monkeypatch.setattr(backend, "make_cluster", lambda config, run_dir: cluster)
+    config = tiny_config("inline", cluster={"start_timeout_s": timeout_s})
+    return await start_backend(config, model_path="m", run_dir=Path("run"), total_optimizer_steps=1)
+
+
+@pytest.mark.parametrize(
+    ("hangs", "said"),
+    [
+        ({"rollout-0.up"}, "rollout-0 to start"),
+        ({"actor-0.build"}, "actor-0 to load the model"),
+        ({"actor-0.connect", "rollout-0.connect"}, "actor-0 to join .*; rollout-0 to join"),
+        ({"rollout-0.serve"}, "rollout-0 to start its engine"),
+    ],
+)
+async def test_a_start_that_takes_too_long_says_who_was_waited_for_and_ends_everything(
+    hangs: set[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = PlannedCluster(frozenset(hangs))
+    with pytest.raises(StallError, match=rf"start_timeout_s = 0\.1 s: the driver waited for {said}"):
+        await start(cluster, monkeypatch, timeout_s=0.1)
+    assert set(cluster.log) == {"reserved", *EVERYTHING_ENDED}
+    assert cluster.log[-1] == "stopped", "workers end before the cluster does"
+
+
+async def test_the_first_worker_that_fails_ends_the_start_and_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = PlannedCluster(frozenset({"actor-0.build"}), {"rollout-0.build": ModelError("m: no such folder")})
+    with pytest.raises(ModelError, match="m: no such folder"):
+        await start(cluster, monkeypatch)
+    assert set(cluster.log) == {"reserved", *EVERYTHING_ENDED}
+
+
+async def test_watching_raises_as_soon_as_any_worker_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = await start(PlannedCluster(frozenset({"actor-0.died"})), monkeypatch)
+    async with asyncio.timeout(5):
+        with pytest.raises(WorkerDied, match="worker rollout-0 died"):
+            await workers.watch()
+
+
+async def test_closing_twice_ends_everything_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = PlannedCluster()
+    workers = await start(cluster, monkeypatch)
+    assert cluster.log == ["reserved"]
+    await workers.close()
+    await workers.close()
+    assert sorted(cluster.log) == sorted(["reserved", *EVERYTHING_ENDED])
