@@ -45,7 +45,7 @@ def train(loaded: LoadedConfig) -> int:
         status = asyncio.run(_Run(config, model_path, run_dir, reports).run())
         exported = reports.directory.model
         reports.report_end(exported, f"tensorboard --logdir {reports.directory.tensorboard}")
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         _note(reports, "left at once; nothing more was saved")
         return EXIT_INTERRUPTED
     finally:

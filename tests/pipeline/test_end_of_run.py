@@ -203,3 +203,26 @@ def test_a_cancelled_run_leaves_at_once_with_its_books_closed():
     assert run.of(RunFinished)[0].reason == "left at once"
     assert run.groups["in_flight"] > 0
     assert run.of(CheckpointSaved) == []
+
+
+def test_shutdown_goes_in_order_admission_pause_books_checkpoint():
+    """Before the checkpoint is written nothing decodes any more, and nothing is admitted."""
+    states: list[tuple[int, bool]] = []
+
+    def script(run: Run) -> None:
+        save = run.trainer.save
+        engine = run.rollouts[0]
+
+        async def watched_save(path, driver_state) -> None:
+            states.append((len(engine._running), engine._pausing is not None))
+            await save(path, driver_state)
+
+        run.trainer.save = watched_save  # type: ignore[method-assign]
+
+    scenario = Scenario("async_partial", script=script, lengths=lambda t: 16 if t.row < 20 else 4000)
+    run = interrupted(scenario, 8.0)
+    assert states == [(0, True)]
+    ends = [(e.kind, getattr(e, "fate", "")) for e in run.events if e.kind in ("checkpoint.saved", "group.settled")]
+    assert ends[16:] == [("checkpoint.saved", ""), *[("group.settled", "in_flight")] * run.groups["in_flight"]]
+    number, *_ = run.trainer.saved[-1][1]["ledger"]["open"][0]
+    assert number == 16, "the checkpoint names the rows that were open"

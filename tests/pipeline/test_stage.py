@@ -295,6 +295,25 @@ def test_a_paused_stage_starts_nothing_and_loses_nothing(concurrency: int | None
     assert started == [(0, 1), (4.5, 2)]
 
 
+def test_a_pause_without_an_item_in_hand_is_waiting_for_input():
+    recorder = Recorder()
+
+    async def main() -> None:
+        stage = Doubling(recorder, takes, None)
+        running = asyncio.ensure_future(stage.run())
+        await stage.input.send(2)
+        await asyncio.sleep(1)
+        stage.pause()
+        await asyncio.sleep(3)
+        stage.resume()
+        assert stage.state is State.WAITING_INPUT
+        await stage.feed()
+        await running
+
+    run_virtual(main())
+    assert "paused" not in states(recorder)
+
+
 def test_an_input_that_ends_while_the_stage_is_paused_ends_the_stage():
     async def main() -> None:
         stage = Doubling(Recorder())

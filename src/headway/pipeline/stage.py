@@ -59,6 +59,8 @@ class Stage(ABC, Generic[In, Out]):
         self._emit = emit
         self._input_ended = False
         self._paused = False
+        self._holds_item = False
+        """Paused with an item in hand."""
         self._resumed = Signal()
 
     @abstractmethod
@@ -142,8 +144,10 @@ class Stage(ABC, Generic[In, Out]):
             item = await self.get_input_data()
         self._input_ended = item is None
         if self._paused and item is not None:
+            self._holds_item = True
             self._enter(State.PAUSED)
             await self._resumed.until(lambda: not self._paused)
+            self._holds_item = False
         return item
 
     async def _work(self, item: In) -> bool:
@@ -167,7 +171,9 @@ class Stage(ABC, Generic[In, Out]):
         """Of a stage that processes several items, one of which has just ended."""
         if self.active:
             return State.PROCESSING
-        return State.DRAINING if self._input_ended else State.PAUSED if self._paused else State.WAITING_INPUT
+        if self._holds_item:
+            return State.PAUSED
+        return State.DRAINING if self._input_ended else State.WAITING_INPUT
 
     @contextmanager
     def _waiting_within(self, whom: str) -> Iterator[None]:

@@ -93,17 +93,17 @@ class Staleness:
         return lag
 
 
-def wave_size(policy: Admission, *, room: int, unrewarded: int, validating: bool, groups_per_version: int) -> int:
+def wave_size(policy: Admission, *, room: int, unrewarded: int, engine_is_taken: bool, groups_per_version: int) -> int:
     """How many groups to admit together now; 0 means wait.
 
     ``group`` admits one at a time as soon as there is room. ``batch`` admits one wave, at most B, and only when every
-    admitted group has passed Reward and no validation runs: so a wave has the engine to itself from its first step.
+    admitted group has passed Reward and the engine is free: so all of a wave starts together.
     """
     match policy:
         case Admission.GROUP:
             return min(room, 1)
         case Admission.BATCH:
-            return 0 if unrewarded or validating else min(room, groups_per_version)
+            return 0 if unrewarded or engine_is_taken else min(room, groups_per_version)
 
 
 def takeable(finished: Iterable[int], head: int, window: int | None) -> list[int]:

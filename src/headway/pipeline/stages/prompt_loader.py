@@ -75,6 +75,8 @@ class PromptLoader(Stage[list[Prompt], Wave]):
             self._admission,
             room=state.staleness.room,
             unrewarded=state.unrewarded,
-            validating=bool(state.validating),
+            # Strictly on-policy, a wave also waits for its version's validation: what shares a batch with it must be
+            # the same in every run. With η > 0 generation goes on beside validation.
+            engine_is_taken=state.staleness.eta == 0 and bool(state.validating),
             groups_per_version=state.staleness.groups_per_version,
         )

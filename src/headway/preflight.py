@@ -1,0 +1,80 @@
+"""What a run needs from outside, tried before a run's directory is made, a model warmed up or a worker started.
+
+`check_inputs` ─▶ the rows to train on        reward, data: no torch, so that ``--dry-run`` and the doctor can ask, too
+`check_model`  ─▶ nothing                     the algorithm's names, the folder of ``model.path``, prompts as tokens
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from headway.config.schema import Config
+from headway.data.sources import Rows, build_sources, read_rows
+from headway.errors import ConfigError
+from headway.rewards.pool import RewardPool
+from headway.rewards.request import RewardSpec
+from headway.rewards.scorers import make_scorer
+from headway.user_code import names_a_file
+
+
+def check_inputs(config: Config) -> Rows:
+    """The run's rows, once the reward was loaded. A reward of the user's own is loaded in a process of its own.
+
+    Raises:
+        ConfigError: no such reward or task, or parameters that the task does not take.
+        DataError: a data file is missing, or holds something else than it should.
+        UserCodeError: the reward's file does not import, or its function does not fit.
+    """
+    if names_a_file(config.reward.function):
+        asyncio.run(_load_in_a_process(config))
+    else:
+        _load_here(config)
+    return read_rows(config)
+
+
+def check_model(config: Config, rows: Rows) -> None:
+    """Open all of the model but its weights, and read the first prompts as it does.
+
+    Raises:
+        ConfigError: no such algorithm, or more tokens than the model has positions.
+        DataError: prompts that the tokenizer cannot render, or that are all too long.
+        ModelError: the folder is missing or incomplete, or holds no causal language model.
+    """
+    from headway.algorithms.advantages import ADVANTAGES
+    from headway.algorithms.losses import POLICY_LOSSES
+
+    ADVANTAGES.get(config.algorithm.adv_estimator)
+    POLICY_LOSSES.get(config.algorithm.policy_loss.loss_mode)
+    if config.model.path is None:
+        return
+    from headway.models.loading import load_config, load_tokenizer
+
+    trust_remote_code = config.model.trust_remote_code
+    _check_positions(config, load_config(config.model.path, trust_remote_code=trust_remote_code))
+    build_sources(config, load_tokenizer(config.model.path, trust_remote_code=trust_remote_code), rows)
+
+
+def _load_here(config: Config) -> None:
+    task = config.data.task
+    spec = RewardSpec(config.reward.function, config.reward.timeout_s, task_name=task.name if task else None)
+    make_scorer(spec if task is None else RewardSpec(spec.function, spec.timeout_s, task.name, task.params))
+
+
+async def _load_in_a_process(config: Config) -> None:
+    pool = RewardPool.of(config, log_path=None)
+    try:
+        await pool.start()
+    finally:
+        await pool.close()
+
+
+def _check_positions(config: Config, model_config: Any) -> None:
+    limit = getattr(model_config, "max_position_embeddings", None)
+    length = config.data.max_prompt_length + config.data.max_response_length
+    if limit is not None and length > limit:
+        raise ConfigError(
+            f"data.max_prompt_length={config.data.max_prompt_length} + data.max_response_length="
+            f"{config.data.max_response_length} is {length} tokens, more than the {limit} positions of the model at "
+            f"{config.model.path}; lower the lengths"
+        )

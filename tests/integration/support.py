@@ -1,0 +1,88 @@
+"""A tiny job that runs in seconds: its recipe, and how to run it as a user would."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from headway.cluster.process import math_environment
+from headway.config.schema import MakeModelConfig
+from headway.models.make import make_model
+
+REWARD = '''
+def score(response, answer):
+    """Denser than exactness, so that an untrained model has something to learn."""
+    return sum(c in answer for c in response) / (1 + len(response)) - 0.01 * abs(len(response) - len(answer))
+'''
+
+RECIPE = """
+mode: on_policy
+model: {path: FOLDER/model}
+data:
+  task: {name: sort, size: 256, val_size: 8, params: {mean_length: 6, max_length: 12}}
+  max_prompt_length: 24
+  max_response_length: 16
+reward: {function: "FOLDER/reward.py:score"}
+rollout: {n: 4, total_rollout_steps: 16, max_concurrent: 8, threads: 1}
+actor:
+  ppo_mini_batch_size: 4
+  ppo_max_token_len_per_gpu: 256
+  optim: {lr: 1.0e-3}
+trainer: {threads: 1}
+"""
+
+
+def make_job(folder: Path) -> Path:
+    """Write model, reward and recipe into ``folder``; returns the recipe."""
+    model = MakeModelConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, head_dim=16, intermediate_size=64
+    )
+    make_model(model, 0, folder / "model")
+    (folder / "reward.py").write_text(REWARD)
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(RECIPE.replace("FOLDER", str(folder)))
+    return recipe
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    """A Python process in a session of its own, with one math thread."""
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        env={**os.environ, **math_environment(1)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], timeout_s: float = 100) -> tuple[int, str]:
+    """Exit code and output. A process that outlives the time-out is killed with everything that it started."""
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return process.returncode, out + err
+
+
+def train(recipe: Path, run_dir: Path, *overrides: str) -> dict[str, Any]:
+    """``headway train`` to its end; returns the summary."""
+    code, output = finish(start("-m", "headway", "train", str(recipe), *overrides, f"run.dir={run_dir}"))
+    assert code == 0, output
+    return summary(run_dir)
+
+
+def summary(run_dir: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
+    return loaded
+
+
+def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines())
+    return [event for event in lines if event["kind"] == kind]

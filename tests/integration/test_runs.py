@@ -1,0 +1,135 @@
+"""Whole runs of a tiny job, as a user starts them."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.cluster.processes import descendants
+from tests.integration.support import events, finish, make_job, start, summary, train
+
+MODES = ["on_policy", "one_step_off", "stream_off_policy", "async_stale", "async_partial"]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_job(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_runs_by_switching_its_name_alone(recipe: Path, tmp_path: Path, mode: str) -> None:
+    result = train(recipe, tmp_path / "run", f"mode={mode}", "cluster.backend=inline", "rollout.total_rollout_steps=32")
+    groups, lag = result["groups"], result["lag"]
+    assert groups["trained"] == 32
+    assert groups["admitted"] == sum(groups[fate] for fate in groups if fate != "admitted")
+    assert result["balanced"]
+    assert lag["max"] <= lag["bound"]
+    validated = [entry["version"] for entry in result["eval"]]
+    assert (validated[0], validated[-1]) == (0, result["version"])
+
+
+def test_one_step_off_has_lag_0_then_1_for_ever(recipe: Path, tmp_path: Path) -> None:
+    train(recipe, tmp_path / "run", "mode=one_step_off", "cluster.backend=inline", "rollout.total_rollout_steps=24")
+    assert [set(step["lags"]) for step in events(tmp_path / "run", "optimizer.stepped")] == [{0}, *[{1}] * 5]
+
+
+def test_the_exported_model_opens_as_a_hugging_face_folder(recipe: Path, tmp_path: Path) -> None:
+    train(recipe, tmp_path / "run", "cluster.backend=inline")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    assert model(**tokenizer("sort:31=", return_tensors="pt")).logits.shape[-1] >= len(tokenizer)
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        ["trainer.n_gpus_per_node=4", "trainer.use_nodes_ratios=[0.25,0,0.25,0.5]"],
+        ["trainer.n_gpus_per_node=2"],
+    ],
+    ids=["a reference on ranks of its own and two replicas", "two training ranks that share the reference"],
+)
+def test_roles_run_where_they_are_placed(recipe: Path, tmp_path: Path, placement: list[str]) -> None:
+    overrides = ["mode=async_partial", "actor.use_kl_loss=true", "actor.kl_loss_coef=0.01", *placement]
+    result = train(recipe, tmp_path / "run", *overrides, "rollout.total_rollout_steps=32")
+    assert result["groups"]["trained"] == 32
+    logs = {path.stem for path in (tmp_path / "run" / "logs").iterdir()} - {"reward"}
+    own_reference = {"actor-0", "ref-0", "rollout-0", "rollout-1"}
+    assert logs == (own_reference if len(placement) == 2 else {"actor-0", "actor-1", "rollout-0"})
+
+
+def test_the_first_interrupt_finishes_the_version_saves_and_leaves(recipe: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start_long_run(recipe, run_dir, "cluster.backend=ray")
+    started = descendants(process.pid)
+    os.kill(process.pid, signal.SIGINT)
+    code, output = finish(process)
+    assert code == 130, output
+    result = summary(run_dir)
+    assert result["status"] == "interrupted"
+    assert result["balanced"]
+    assert result["groups"]["trained"] == result["version"] * 16
+    assert (run_dir / "checkpoints" / f"version_{result['version']}").is_dir()
+    assert (run_dir / "model" / "model.safetensors").is_file()
+    assert alive(started) == []
+
+
+def test_a_second_interrupt_leaves_at_once(recipe: Path, tmp_path: Path) -> None:
+    process = start_long_run(recipe, tmp_path / "run", "cluster.backend=ray", "async_training.require_batches=512")
+    started = descendants(process.pid)
+    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, signal.SIGINT)
+    code, output = finish(process, timeout_s=30)
+    assert code == 130, output
+    assert alive(started) == []
+
+
+@pytest.mark.parametrize("worker", ["actor-0", "rollout-0"])
+def test_a_killed_worker_ends_the_run_with_its_name_and_leaves_no_process(
+    recipe: Path, tmp_path: Path, worker: str
+) -> None:
+    process = start_long_run(recipe, tmp_path / "run", "cluster.backend=ray")
+    started = descendants(process.pid)
+    os.kill(pid_of_worker(process.pid, worker), signal.SIGKILL)
+    code, output = finish(process, timeout_s=60)
+    assert code == 1, output
+    assert worker in output
+    assert "Traceback" not in output
+    assert summary(tmp_path / "run")["status"] == "failed"
+    assert alive(started) == []
+
+
+def start_long_run(recipe: Path, run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
+    """A run that would take minutes; returns once it has trained."""
+    process = start(
+        "-m", "headway", "train", str(recipe), "mode=async_partial", "rollout.total_rollout_steps=65536",
+        "rollout.test_freq=-1", f"run.dir={run_dir}", *overrides,
+    )  # fmt: skip
+    deadline = time.monotonic() + 90
+    log = run_dir / "events.jsonl"
+    wanted = "fetch.taken" if "require_batches" not in "".join(overrides) else "group.rewarded"
+    while not (log.exists() and wanted in log.read_text()):
+        assert process.poll() is None, finish(process)
+        assert time.monotonic() < deadline, f"no {wanted} within 90 s"
+        time.sleep(0.1)
+    return process
+
+
+def pid_of_worker(parent: int, worker: str) -> int:
+    """The descendant whose output goes to the worker's log file."""
+    (pid,) = (pid for pid in descendants(parent) if _output(pid).endswith(f"logs/{worker}.log"))
+    return pid
+
+
+def _output(pid: int) -> str:
+    try:
+        return str(Path(f"/proc/{pid}/fd/1").readlink())
+    except OSError:
+        return ""
+
+
+def alive(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes()]
