@@ -45,11 +45,11 @@ def main(path: Path, overrides: list[str]) -> None:
         loop.step([prompt for prompt in (source.next() for _ in range(size)) if prompt is not None])
     timing = loop.timing
     figures = {
-        "samples_per_s": timing.samples / timing.total_s,
-        "tokens_per_s": timing.tokens / timing.total_s,
-        "wall_s": timing.total_s,
-        "trainer_idle": timing.generate_s / timing.total_s,
-        "rollouter_idle": timing.train_s / timing.total_s,
+        "samples/s": timing.samples / timing.total_s,
+        "tokens/s": timing.tokens / timing.total_s,
+        "wall s": timing.total_s,
+        "train idle": timing.generate_s / timing.total_s,
+        "rollout idle": timing.train_s / timing.total_s,
     }
     print(json.dumps(figures))
 

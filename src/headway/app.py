@@ -1,7 +1,7 @@
 """The composition root: turns a configuration into a run. Wiring happens here and nowhere else.
 
-    configuration ─▶ reports ─▶ model (loaded, or made and warmed up) ─▶ data, reward, workers ─▶ Pipeline ─▶ export
-                        └──────────── closed last, after pipeline, workers and reward, whatever happened ◀──────┘
+preflight ─▶ reports ─▶ model (the user's, or made and warmed up) ─▶ data, reward, workers ─▶ Pipeline ─▶ export
+                └──────────────── closed last, after pipeline, workers and reward, whatever happened ◀──────┘
 """
 
 from __future__ import annotations
@@ -22,11 +22,15 @@ from headway.cluster.plan import available_cores
 from headway.cluster.process import math_environment
 from headway.config.loading import LoadedConfig
 from headway.config.schema import Config
+from headway.data.sources import Rows, build_sources
 from headway.events import Note
 from headway.interfaces import AdvantageFn
 from headway.pipeline.run import Parts, Pipeline, Status
 from headway.pipeline.stages.reward import GroupFilter
+from headway.preflight import check_inputs, check_model
 from headway.reports.bundle import Reports, open_reports
+from headway.rewards.pool import RewardPool
+from headway.rewards.request import RewardSpec
 
 EXIT_INTERRUPTED = 130
 """As shells have it for a program that Ctrl-C ended."""
@@ -36,15 +40,16 @@ def train(loaded: LoadedConfig) -> int:
     """Run ``headway train``: returns the exit code, raises the errors of `headway.errors`."""
     config = loaded.config
     _set_math_environment(config)
+    rows = check_inputs(config)  # this and the next before the run's directory: what is wrong here leaves no trace
+    check_model(config, rows)
     run_dir = config.run.dir or Path("runs") / f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     reports = open_reports(config, run_dir)
     try:
         for text in loaded.notes:
             _note(reports, text)
-        model_path = _prepare_model(config, run_dir, reports)
-        status = asyncio.run(_Run(config, model_path, run_dir, reports).run())
-        exported = reports.directory.model
-        reports.report_end(exported, f"tensorboard --logdir {reports.directory.tensorboard}")
+        model_path = _prepare_model(config, rows, run_dir, reports)
+        status = asyncio.run(_Run(config, rows, model_path, run_dir, reports).run())
+        reports.report_end(reports.directory.model)
     except (KeyboardInterrupt, asyncio.CancelledError):
         _note(reports, "left at once; nothing more was saved")
         return EXIT_INTERRUPTED
@@ -68,7 +73,7 @@ def _note(reports: Reports, text: str) -> None:
 # ---------------------------------------------------------------------------------------------- model
 
 
-def _prepare_model(config: Config, run_dir: Path, reports: Reports) -> str:
+def _prepare_model(config: Config, rows: Rows, run_dir: Path, reports: Reports) -> str:
     """The folder of the model to start from: the user's, or one made (and warmed up) in the run's directory."""
     if config.model.path is not None:
         return config.model.path
@@ -80,14 +85,13 @@ def _prepare_model(config: Config, run_dir: Path, reports: Reports) -> str:
     reports.phase("making the model")
     make_model(config.model.make, config.run.seed, path)
     if config.model.warmup is not None:
-        _warm_up(config, path, reports)
+        _warm_up(config, rows, path, reports)
     return str(path)
 
 
-def _warm_up(config: Config, path: Path, reports: Reports) -> None:
+def _warm_up(config: Config, rows: Rows, path: Path, reports: Reports) -> None:
     import torch
 
-    from headway.data.sources import build_sources
     from headway.models.loading import load_model, load_tokenizer, without_progress_bars
     from headway.warmup import warm_up
 
@@ -101,7 +105,7 @@ def _warm_up(config: Config, path: Path, reports: Reports) -> None:
         tokenizer,
         config.data.task,
         config.model.warmup,
-        build_sources(config, tokenizer).val,
+        build_sources(config, tokenizer, rows).val,
         seed=config.run.seed,
         max_response_length=config.data.max_response_length,
         report=lambda detail: reports.phase("warming the model up", detail),
@@ -116,32 +120,28 @@ def _warm_up(config: Config, path: Path, reports: Reports) -> None:
 class _Run:
     """From a model to a better one. Opens what the pipeline needs, and closes it in the reverse order."""
 
-    def __init__(self, config: Config, model_path: str, run_dir: Path, reports: Reports) -> None:
+    def __init__(self, config: Config, rows: Rows, model_path: str, run_dir: Path, reports: Reports) -> None:
         self._config = config
+        self._rows = rows
         self._model_path = model_path
         self._run_dir = run_dir
         self._reports = reports
 
     async def run(self) -> Status:
         from headway.cluster.backend import start_backend
-        from headway.data.sources import build_sources
         from headway.models.loading import load_tokenizer, stop_token_ids
-        from headway.rewards.pool import RewardPool
 
         config, reports = self._config, self._reports
         reports.phase("starting workers")
-        tokenizer = load_tokenizer(self._model_path)
-        data = build_sources(config, tokenizer)
+        tokenizer = load_tokenizer(self._model_path, trust_remote_code=config.model.trust_remote_code)
+        data = build_sources(config, tokenizer, self._rows)
         for name, count in data.left_out.items():
             if count:
                 _note(reports, f"{count} {name} prompts of more than {config.data.max_prompt_length} tokens left out")
         async with AsyncExitStack() as stack:
             reward = RewardPool(
-                config.reward.function,
-                task=config.data.task,
-                seed=config.run.seed,
+                RewardSpec.of(config),
                 workers=config.reward.workers,
-                timeout_s=config.reward.timeout_s,
                 retries=config.reward.retries,
                 log_path=reports.directory.logs / "reward.log",
             )

@@ -37,7 +37,10 @@ ConfigFile = Annotated[Path, typer.Argument(help="YAML file of settings, like re
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="a.b=c", help="Settings that replace the file's, like rollout.n=4.")
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved settings and their summary, and stop.")]
+DryRun = Annotated[
+    bool,
+    typer.Option("--dry-run", help="Print the resolved settings and their summary, check reward and data, and stop."),
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
@@ -47,7 +50,10 @@ def train(config: ConfigFile, overrides: Overrides = None, dry_run: DryRun = Fal
     with errors_as_messages(debug):
         loaded = load_checked(config, overrides or [])
         if dry_run:
+            from headway.preflight import check_inputs
+
             print_resolved(loaded)
+            check_inputs(loaded.config)
             return
         from headway.app import train as run
 
@@ -58,7 +64,11 @@ def train(config: ConfigFile, overrides: Overrides = None, dry_run: DryRun = Fal
 def doctor(config: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
     """Check settings and say what they amount to."""
     with errors_as_messages(debug):
-        print_summary(load_checked(config, overrides or []))
+        from headway.preflight import check_inputs
+
+        loaded = load_checked(config, overrides or [])
+        check_inputs(loaded.config)
+        print_summary(loaded)
 
 
 def print_version(wanted: bool) -> None:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 from headway.config.schema import Config
@@ -19,18 +20,20 @@ from headway.user_code import names_a_file
 
 
 def check_inputs(config: Config) -> Rows:
-    """The run's rows, once the reward was loaded. A reward of the user's own is loaded in a process of its own.
+    """The run's rows, and the reward tried on their columns. A user's own reward is loaded in a process of its own.
 
     Raises:
         ConfigError: no such reward or task, or parameters that the task does not take.
         DataError: a data file is missing, or holds something else than it should.
-        UserCodeError: the reward's file does not import, or its function does not fit.
+        UserCodeError: the reward's file does not import, or its function needs what the rows lack.
     """
-    if names_a_file(config.reward.function):
-        asyncio.run(_load_in_a_process(config))
+    rows = read_rows(config)
+    spec = replace(RewardSpec.of(config), columns=tuple(rows.train[0].extra))
+    if names_a_file(spec.function):
+        asyncio.run(_load_in_a_process(spec))
     else:
-        _load_here(config)
-    return read_rows(config)
+        make_scorer(spec)
+    return rows
 
 
 def check_model(config: Config, rows: Rows) -> None:
@@ -55,14 +58,8 @@ def check_model(config: Config, rows: Rows) -> None:
     build_sources(config, load_tokenizer(config.model.path, trust_remote_code=trust_remote_code), rows)
 
 
-def _load_here(config: Config) -> None:
-    task = config.data.task
-    spec = RewardSpec(config.reward.function, config.reward.timeout_s, task_name=task.name if task else None)
-    make_scorer(spec if task is None else RewardSpec(spec.function, spec.timeout_s, task.name, task.params))
-
-
-async def _load_in_a_process(config: Config) -> None:
-    pool = RewardPool.of(config, log_path=None)
+async def _load_in_a_process(spec: RewardSpec) -> None:
+    pool = RewardPool(spec, workers=1, retries=0, log_path=None)
     try:
         await pool.start()
     finally:

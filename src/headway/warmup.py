@@ -96,7 +96,7 @@ def _step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: tuple
     logits = model(inputs, use_cache=False).logits
     loss = cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
     optimizer.zero_grad()
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP)
     optimizer.step()
 

@@ -169,6 +169,28 @@ def test_what_the_user_got_wrong_is_one_message_without_a_traceback(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("command", [["train", "--dry-run"], ["doctor"]])
+def test_the_doctor_and_a_dry_run_also_try_the_reward_and_the_data(recipe: str, command: list[str]) -> None:
+    for override, message in (
+        ("reward.function=nowhere.py:score", "there is no file"),
+        ("data.task.name=srt", "unknown task 'srt'"),
+    ):
+        done = run(*command, recipe, override)
+        assert done.exit_code == 2
+        assert message in done.stderr
+        assert "no problems found" not in done.stdout
+
+
+def test_a_mistake_in_the_data_leaves_no_run_directory(recipe: str, tmp_path: Path) -> None:
+    """So that the same command with the mistake corrected finds its ``run.dir`` free."""
+    (tmp_path / "train.jsonl").write_text("no JSON\n")
+    overrides = [f"data.train={tmp_path / 'train.jsonl'}", f"run.dir={tmp_path / 'run'}"]
+    done = python("-m", "headway", "train", recipe, *overrides)
+    assert done.returncode == 2
+    assert "train.jsonl, line 1: not JSON" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_command_without_its_configuration_is_a_usage_error() -> None:
     assert run("train").exit_code == 2
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -39,6 +40,7 @@ class EchoRole(Role):
     def __init__(self, *, rank: int, **common: Any) -> None:
         super().__init__(**common)
         self._rank = rank
+        self._left = threading.Event()
 
     @register(Dispatch.ONE_TO_ALL)
     def describe(self) -> dict[str, Any]:
@@ -94,6 +96,17 @@ class EchoRole(Role):
     async def pairs(self, count: int) -> AsyncGenerator[tuple[int, GroupTokens], None]:
         for number in range(count):
             yield number, group_tokens(3, float(number))
+
+    async def endless(self) -> AsyncGenerator[tuple[int, None], None]:
+        try:
+            yield 0, None
+            await asyncio.Event().wait()
+        finally:
+            self._left.set()
+
+    def was_left(self) -> bool:
+        """Whether `endless` ends in time."""
+        return self._left.wait(10)
 
 
 def column(handle: Any, index: int) -> Column:

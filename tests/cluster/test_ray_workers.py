@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import ray
+from ray.util import placement_group_table
 
 from headway.cluster.backend import start_backend
 from headway.cluster.plan import ClusterPlan
@@ -22,7 +24,7 @@ from headway.cluster.resource_pool import ResourcePool
 from headway.cluster.worker_group import WorkerGroup
 from headway.config.schema import Config
 from headway.data.types import Sample
-from headway.errors import ModelError, RunError, UpdateFailed, WorkerDied
+from headway.errors import ConfigError, ModelError, RunError, UpdateFailed, WorkerDied
 from tests.cluster.fakes import EchoRole, echo_specs, group_tokens
 from tests.cluster.one_version import tiny_config
 from tests.cluster.processes import Family
@@ -114,6 +116,23 @@ async def test_a_stream_brings_metadata_and_leaves_the_rest_behind_references_th
     np.testing.assert_array_equal(tokens.responses[0].logprobs, np.full(3, 2.0, np.float32))
 
 
+async def test_a_stream_that_is_left_early_ends_where_it_runs(workers: list[RayWorker]) -> None:
+    async with aclosing(workers[0].stream("endless")) as pairs:
+        assert (await anext(pairs))[0] == 0
+        waiting = asyncio.create_task(anext(pairs))
+        await workers[0].call("describe")
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+    assert await workers[0].call("was_left")
+
+
+async def test_leaving_a_stream_of_a_worker_that_died_is_harmless(workers: list[RayWorker]) -> None:
+    async with aclosing(workers[0].stream("endless")) as pairs:
+        await anext(pairs)
+        await workers[0].kill()
+
+
 async def test_a_roles_own_error_arrives_as_it_was_raised_though_the_other_rank_hangs(workers: list[RayWorker]) -> None:
     async with asyncio.timeout(10):
         with pytest.raises(UpdateFailed, match=r"^rank 1 was told to fail$"):
@@ -147,6 +166,30 @@ async def test_a_killed_worker_is_noticed_while_nobody_calls_it(workers: list[Ra
 async def test_devices_that_are_not_there_are_told_with_what_there_is(ray_here: None) -> None:
     with pytest.raises(RunError, match=r"did not reserve 3 x .*'GPU': 1.* within 0.2 s; the cluster has .*'CPU': 2"):
         await ResourcePool.reserve(3, on_gpus=True, timeout_s=0.2)
+
+
+async def test_a_machine_with_too_few_gpus_is_told_at_once(
+    ray_here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0, "GPU": 1.0})
+    config = Config()
+    cluster = RayCluster(config, tmp_path)
+    assert await cluster.connect() == "cuda"
+    plan = ClusterPlan(tuple(echo_specs(2, config)), (), (), ref_inside_fetch=False)
+    with pytest.raises(
+        ConfigError, match=r"needs 2 GPUs, for echo-0, echo-1, and this machine has 1\. Set .*device=cpu"
+    ):
+        await cluster.reserve(plan)
+
+
+async def test_devices_that_are_given_up_on_are_not_taken_later(ray_here: None) -> None:
+    reserving = asyncio.create_task(ResourcePool.reserve(1, on_gpus=True, timeout_s=0.5))
+    await asyncio.sleep(0)  # until it waits
+    reserving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reserving
+    groups: dict[str, dict[str, Any]] = placement_group_table()
+    assert {group["state"] for group in groups.values()} <= {"REMOVED"}
 
 
 async def test_a_start_that_fails_leaves_no_worker_behind(ray_here: None, tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ class PlannedCluster:
 
     def __init__(self, hangs: frozenset[str] = frozenset(), failures: dict[str, Exception] | None = None) -> None:
         self.log: list[str] = []
+        self.launched: list[WorkerSpec] = []
         self._hangs = hangs
         self._failures = failures or {}
 
@@ -73,6 +74,7 @@ class PlannedCluster:
         self.log.append("reserved")
 
     def launch(self, spec: WorkerSpec) -> PlannedWorker:
+        self.launched.append(spec)
         return PlannedWorker(spec.name, self)
 
     async def stop(self) -> None:
@@ -82,10 +84,12 @@ class PlannedCluster:
 EVERYTHING_ENDED = {"actor-0 killed", "rollout-0 killed", "stopped"}
 
 
-async def start(cluster: PlannedCluster, monkeypatch: pytest.MonkeyPatch, timeout_s: float = 5.0) -> backend.Workers:
+async def start(
+    cluster: PlannedCluster, monkeypatch: pytest.MonkeyPatch, timeout_s: float = 5.0, model_path: str = "m"
+) -> backend.Workers:
     monkeypatch.setattr(backend, "make_cluster", lambda config, run_dir: cluster)
     config = tiny_config("inline", cluster={"start_timeout_s": timeout_s})
-    return await start_backend(config, model_path="m", run_dir=Path("run"), total_optimizer_steps=1)
+    return await start_backend(config, model_path=model_path, run_dir=Path("run"), total_optimizer_steps=1)
 
 
 @pytest.mark.parametrize(
@@ -119,6 +123,17 @@ async def test_watching_raises_as_soon_as_any_worker_dies(monkeypatch: pytest.Mo
     async with asyncio.timeout(5):
         with pytest.raises(WorkerDied, match="worker rollout-0 died"):
             await workers.watch()
+
+
+async def test_workers_get_a_models_folder_as_an_absolute_path_and_a_name_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    for given, expected in (("runs", str(tmp_path / "runs")), ("owner/name", "owner/name")):
+        cluster = PlannedCluster()
+        await start(cluster, monkeypatch, model_path=given)
+        assert {spec.arguments["model_path"] for spec in cluster.launched} == {expected}
 
 
 async def test_closing_twice_ends_everything_once(monkeypatch: pytest.MonkeyPatch) -> None:

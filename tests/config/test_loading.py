@@ -104,6 +104,14 @@ def test_numbers_may_name_things_and_bare_on_and_off_are_words() -> None:
             "actor.optim.betas=[0, 0, 0]",
             "actor.optim.betas: got [0, 0, 0] (on the command line), expected at most 2 values",
         ),
+        (
+            "actor.optim.betas=0.9",
+            "actor.optim.betas: got 0.9 (on the command line), expected a list of values in brackets",
+        ),
+        (
+            "data.task.params=3",
+            "data.task.params: got 3 (on the command line), expected a section of names and values",
+        ),
         ("actor=3", "actor: got 3 (on the command line), expected a section with keys of its own"),
         (
             "async_training.window=wide",

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.data.conftest import CHAT_TEMPLATE
 
 from headway.config.schema import Config
 from headway.data.files import Record
@@ -19,6 +18,7 @@ from headway.data.sources import RowSource, build_sources
 from headway.data.tokenize import PromptTokenizer
 from headway.data.types import Prompt
 from headway.errors import ConfigError, DataError
+from tests.data.conftest import CHAT_TEMPLATE
 
 CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from tests.reports.scripted_run import ScriptedRun
 
 from headway.config.schema import Config
 from headway.errors import UserError
 from headway.events import Note
 from headway.reports.bundle import Reports, open_reports
 from headway.reports.events_file import read_events
+from tests.reports.scripted_run import ScriptedRun
 
 
 def opened(path: Path, terminal: bool = False, config: Config | None = None) -> tuple[Reports, io.StringIO]:
@@ -29,7 +29,7 @@ def test_a_run_leaves_its_events_metrics_summary_and_tensorboard_files(terminal:
     reports.phase("Making the model")
     for event in run:
         reports.emit(event)
-    reports.report_end(tmp_path / "r" / "model", "headway --help")
+    reports.report_end(tmp_path / "r" / "model")
 
     directory = reports.directory
     assert list(read_events(directory.events)) == run
@@ -62,9 +62,10 @@ def test_tensorboard_can_be_switched_off(tmp_path: Path) -> None:
     reports, output = opened(tmp_path / "r", terminal=True, config=config)
     for event in ScriptedRun(versions=1).build():
         reports.emit(event)
-    reports.report_end(None, "headway --help")
+    reports.report_end(None)
     assert not any(reports.directory.tensorboard.iterdir())
     assert "TensorBoard" not in output.getvalue()
+    assert "--logdir" not in output.getvalue()
 
 
 def test_a_second_run_in_the_same_directory_is_refused(tmp_path: Path) -> None:

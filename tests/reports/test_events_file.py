@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.reports.scripted_run import ScriptedRun
 
 from headway import events
 from headway.errors import DataError
 from headway.events import Event, Note, OptimizerStepped, RunFinished, TrainerBusy
 from headway.reports.events_file import EventsFile, read_events
+from tests.reports.scripted_run import ScriptedRun
 
 EVENT_TYPES = [
     cls for cls in vars(events).values() if isinstance(cls, type) and issubclass(cls, Event) and cls is not Event

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.reports.scripted_run import REPLICA, ScriptedRun
 
 from headway.events import (
     Event,
@@ -31,6 +30,7 @@ from headway.events import (
 from headway.reports.events_file import EventsFile, read_events
 from headway.reports.metrics import RunMetrics
 from headway.reports.summary import NOTHING_TRAINED, summary
+from tests.reports.scripted_run import REPLICA, ScriptedRun
 
 
 class Rows(list[dict[str, Any]]):

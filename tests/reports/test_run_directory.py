@@ -4,23 +4,31 @@ import json
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
+from headway.config.doctor import diagnose
+from headway.config.loading import load
 from headway.config.schema import Config
 from headway.errors import UserError
 from headway.reports.run_directory import RunDirectory
 
 CONFIG = Config()
+DEMO = Path(__file__).parents[2] / "recipes" / "demo.yaml"
 
 
 def test_a_run_directory_holds_the_resolved_config_and_places_for_the_rest(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path / "runs" / "a", CONFIG)
-    written = OmegaConf.to_container(OmegaConf.load(run.config))
-    assert Config.model_validate(written) == CONFIG
+    assert load(run.config).config == CONFIG
     assert run.tensorboard.is_dir()
     assert run.checkpoints.is_dir()
     assert run.logs.is_dir()
     assert not run.model.exists()
+
+
+def test_the_configuration_of_a_run_can_be_used_for_another_one(tmp_path: Path) -> None:
+    config = load(DEMO, ["mode=async_stale"]).config
+    again = load(RunDirectory.create(tmp_path, config).config)
+    diagnose(again)
+    assert again.config == config
 
 
 def test_an_empty_directory_that_exists_is_used(tmp_path: Path) -> None:

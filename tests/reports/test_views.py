@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from tests.reports.scripted_run import ScriptedRun
 
 from headway.events import Event, Note, RunStarted
 from headway.reports.console_view import Outcome, report_end
@@ -20,6 +19,7 @@ from headway.reports.panel import panel
 from headway.reports.plain import PlainView
 from headway.reports.snapshot import Snapshot, SnapshotTaker
 from headway.reports.summary import summary
+from tests.reports.scripted_run import ScriptedRun
 
 
 class Clock:
@@ -177,7 +177,7 @@ def final_block(run: list[Event], model: Path | None) -> str:
     for event in run:
         metrics.on_event(event)
     output = io.StringIO()
-    outcome = Outcome(Path("r/events.jsonl"), Path("r/tensorboard"), model, "headway eval r/model")
+    outcome = Outcome(Path("r/events.jsonl"), Path("r/tensorboard"), model)
     report_end(Console(file=output, width=60), summary(metrics), outcome)
     return output.getvalue()
 
@@ -187,7 +187,7 @@ def test_the_final_block_says_what_came_of_the_run_where_things_lie_and_what_to_
     assert "Completed: held-out accuracy 0.520 → 0.740" in text
     assert "lag at most 1 (bound 2)" in text
     assert "took turns" in text
-    for place in ("r/model", "r/tensorboard", "r/events.jsonl", "headway eval r/model"):
+    for place in ("r/model", "r/tensorboard", "r/events.jsonl", "tensorboard --logdir r/tensorboard"):
         assert place in text
     assert "does not balance" not in text
     assert re.search(r"Not trained: \d+ filtered \(\d+ no variance\)", text)
@@ -197,7 +197,7 @@ def test_the_final_block_of_a_run_without_an_end_shows_no_model_and_says_if_the_
     run = ScriptedRun(versions=3).build()
     settled = next(event for event in run if event.kind == "group.settled")
     text = final_block([*run[:-1], settled], None)
-    assert "r/model\n" not in text.replace("headway eval r/model", "")
+    assert "r/model\n" not in text
     assert "does not balance" in text
 
 

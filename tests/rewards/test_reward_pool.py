@@ -20,6 +20,7 @@ from headway.data.tasks import make_task
 from headway.data.types import Prompt
 from headway.errors import ConfigError, ScoringFailed, UserCodeError, WorkerDied
 from headway.rewards.pool import RewardPool
+from headway.rewards.request import RewardSpec
 
 USER_FILE = '''
 import asyncio, os, re, sys
@@ -108,9 +109,8 @@ async def pool_of(
     retries: int = 0,
     log_path: Path | None = None,
 ) -> AsyncIterator[RewardPool]:
-    pool = RewardPool(
-        function, task=task, seed=0, workers=workers, timeout_s=timeout_s, retries=retries, log_path=log_path
-    )
+    spec = RewardSpec(function, timeout_s, *((task.name, task.params) if task else ()))
+    pool = RewardPool(spec, workers=workers, retries=retries, log_path=log_path)
     try:
         await pool.start()
         yield pool
@@ -218,7 +218,7 @@ async def test_what_workers_print_goes_to_the_log_only(user_file: Path, tmp_path
 
 
 async def test_closing_leaves_no_process_and_fails_what_is_still_awaited(user_file: Path) -> None:
-    pool = RewardPool(f"{user_file}:moody", task=None, seed=0, workers=2, timeout_s=60, retries=3, log_path=None)
+    pool = RewardPool(RewardSpec(f"{user_file}:moody", timeout_s=60), workers=2, retries=3, log_path=None)
     await pool.start()
     workers = list(pool._pool._pool_manager.worker_manager.workers)
     endless = [asyncio.create_task(pool.score(prompt(), ["loop"])) for _ in range(3)]
@@ -285,9 +285,10 @@ import asyncio, sys
 import numpy as np
 from headway.data.types import Prompt
 from headway.rewards.pool import RewardPool
+from headway.rewards.request import RewardSpec
 
 async def main():
-    pool = RewardPool(sys.argv[1], task=None, seed=0, workers=1, timeout_s=600, retries=0, log_path=None)
+    pool = RewardPool(RewardSpec(sys.argv[1], timeout_s=600), workers=1, retries=0, log_path=None)
     await pool.start()
     pid = next(iter(pool._pool._pool_manager.worker_manager.workers))
     scoring = asyncio.create_task(

@@ -103,6 +103,22 @@ def test_a_receiver_that_asks_for_another_version_ends_the_update_on_both_sides(
             taken.result()
 
 
+def test_closing_any_end_ends_every_wait_at_once() -> None:
+    link = exchange("a", "b", timeout_s=30)
+    receiving = make_receiver(link, "a").receive(1)
+    with ThreadPoolExecutor(2) as pool:
+        sent = pool.submit(make_sender(link).send, 1, weights(1))
+        assert next(receiving).numel() == 256
+        waiting = pool.submit(next, receiving)
+        make_receiver(link, "b").close()
+        with pytest.raises(UpdateFailed, match=r"the sender of version 1 waited for .*b to take bucket 0 when an end"):
+            sent.result(timeout=10)
+        with pytest.raises(UpdateFailed):
+            waiting.result(timeout=10)
+    with pytest.raises(UpdateFailed, match="closed"):
+        make_sender(link).send(2, weights(2))
+
+
 def test_an_unknown_transport_is_refused_with_those_that_are_known() -> None:
     with pytest.raises(ConfigError, match=r"'pigeon'.*'local' and 'broadcast'"):
         make_link("pigeon", receivers=("a",), timeout_s=1)

@@ -53,7 +53,9 @@ async def start_backend(config: Config, *, model_path: str, run_dir: Path, total
         StallError: not everything was up within ``cluster.start_timeout_s``; the message says what was waited for.
     """
     cluster = make_cluster(config, run_dir)
-    startup = Startup(config, cluster, model_path=model_path, total_optimizer_steps=total_optimizer_steps)
+    startup = Startup(
+        config, cluster, model_path=_for_any_directory(model_path), total_optimizer_steps=total_optimizer_steps
+    )
     timeout_s = config.cluster.start_timeout_s
     async with AsyncExitStack() as stack:
         try:
@@ -72,6 +74,15 @@ async def start_backend(config: Config, *, model_path: str, run_dir: Path, total
             members=started.workers,
             undo=stack.pop_all(),
         )
+
+
+def _for_any_directory(model_path: str) -> str:
+    """A folder's absolute path: the workers of a cluster that was joined run in another directory than this process.
+
+    Anything else, such as a model's name on the hub, stays as it is.
+    """
+    folder = Path(model_path).expanduser()
+    return str(folder.absolute()) if folder.is_dir() else model_path
 
 
 def make_cluster(config: Config, run_dir: Path) -> Cluster:

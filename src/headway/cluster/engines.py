@@ -25,7 +25,7 @@ from headway.interfaces import (
 
 
 class TrainGroup:
-    """`TrainEngine` over the ranks of `ActorRole`."""
+    """`TrainEngine` over the ranks of `ActorRole`. Paths are sent absolute: workers may run in another directory."""
 
     def __init__(self, ranks: WorkerGroup) -> None:
         self._ranks = ranks
@@ -40,13 +40,13 @@ class TrainGroup:
         return cast(SendReport, await self._ranks.send_weights(version))
 
     async def save(self, path: Path, driver_state: Mapping[str, Any]) -> None:
-        await self._ranks.save(path, dict(driver_state))
+        await self._ranks.save(_everywhere(path), dict(driver_state))
 
     async def load(self, path: Path) -> dict[str, Any]:
-        return cast(dict[str, Any], await self._ranks.load(path))
+        return cast(dict[str, Any], await self._ranks.load(_everywhere(path)))
 
     async def export(self, path: Path) -> None:
-        await self._ranks.export(path)
+        await self._ranks.export(_everywhere(path))
 
     async def close(self) -> None:
         """The workers are closed by whoever started them."""
@@ -105,6 +105,10 @@ class RolloutReplica:
 
     async def close(self) -> None:
         """The worker is closed by whoever started it."""
+
+
+def _everywhere(path: Path) -> Path:
+    return path.absolute()
 
 
 async def clock_offset(worker: Worker, exchanges: int = 3) -> float:

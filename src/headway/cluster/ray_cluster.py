@@ -52,6 +52,7 @@ class RayCluster:
 
     async def reserve(self, plan: ClusterPlan) -> None:
         self._devices = sorted({spec.device for spec in plan})
+        self._check_enough_gpus(plan)
         self._pool = await ResourcePool.reserve(
             len(self._devices), on_gpus=self._device == "cuda", timeout_s=self._config.cluster.start_timeout_s
         )
@@ -91,8 +92,18 @@ class RayCluster:
                 object_store_memory=object_store_bytes(self._config),
             )
 
+    def _check_enough_gpus(self, plan: ClusterPlan) -> None:
+        """Fail at once on a machine that cannot get more of them; a cluster that was joined may still grow."""
+        needed, there = len(self._devices), _gpus()
+        if self._device == "cuda" and self._config.cluster.address is None and needed > there:
+            raise ConfigError(
+                f"the run needs {needed} GPUs, for {', '.join(spec.name for spec in plan)}, and this machine has "
+                f"{there:g}. Set cluster.device=cpu, or ask for fewer "
+                "(trainer.n_gpus_per_node, rollout.n_gpus_per_node)"
+            )
+
     def _choose_device(self) -> str:
-        gpus = ray.cluster_resources().get("GPU", 0)  # type: ignore[no-untyped-call]
+        gpus = _gpus()
         match self._config.cluster.device:
             case "auto":
                 return "cuda" if gpus else "cpu"
@@ -100,6 +111,11 @@ class RayCluster:
                 raise ConfigError("cluster.device=cuda, but Ray sees no GPU; set cluster.device=cpu")
             case device:
                 return device
+
+
+def _gpus() -> float:
+    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return resources.get("GPU", 0)
 
 
 _PROBE = "import sys, ray; ray.init(address=sys.argv[1], log_to_driver=False); ray.shutdown()"

@@ -103,8 +103,12 @@ class RayWorker:
     async def stream(self, method: str, *args: Any) -> AsyncGenerator[tuple[Any, Handle[Any]], None]:
         with self._failures(method):
             objects = self._actor.stream.options(num_returns="streaming").remote(method, *args)
-            async for metadata in objects:
-                yield await metadata, await anext(objects)
+            try:
+                async for metadata in objects:
+                    yield await metadata, await anext(objects)
+            except (asyncio.CancelledError, GeneratorExit):
+                ray.cancel(objects)  # dropping it here would not end it there
+                raise
 
     async def died(self) -> NoReturn:
         with self._failures("supervision"):

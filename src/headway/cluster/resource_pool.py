@@ -29,7 +29,12 @@ class ResourcePool:
         gpus = 1 if on_gpus else 0
         bundle = {"CPU": CPU_SHARE, "GPU": gpus} if on_gpus else {"CPU": CPU_SHARE}
         group = placement_group([dict(bundle) for _ in range(devices)], strategy="PACK")
-        if not await asyncio.to_thread(group.wait, timeout_s):
+        try:
+            reserved = await asyncio.to_thread(group.wait, timeout_s)
+        except BaseException:
+            remove_placement_group(group)  # or it would take the devices as soon as they are free
+            raise
+        if not reserved:
             remove_placement_group(group)
             resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
             there = {name: amount for name, amount in resources.items() if name in ("CPU", "GPU")}

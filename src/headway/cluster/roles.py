@@ -11,6 +11,7 @@ of what imports it stand inside the methods.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -169,19 +170,19 @@ class ActorRole(Role):
         return self._engine.train_step(self._rows(samples))
 
     @register(Dispatch.ONE_TO_ALL)
-    def send_weights(self, version: int) -> SendReport:
-        """Gather on every rank; rank zero sends each bucket while it is there."""
+    def send_weights(self, version: int) -> SendReport | None:
+        """Gather on every rank; rank zero sends each bucket while it is there. None on the others."""
         from headway.weights.buckets import GatheredBuckets
 
         started = time.perf_counter()
-        gathered = GatheredBuckets(self._engine.gather_buckets(self._manifest))
-        if self._rank == 0:
-            if self._sender is None:
-                raise UpdateFailed("weights were sent before the trainer was connected to the receivers")
-            self._sender.send(version, gathered)
-        else:
-            for _ in gathered:
-                pass
+        buckets = self._engine.gather_buckets(self._manifest)
+        if self._rank > 0:
+            deque(buckets, maxlen=0)  # takes part in every gather
+            return None
+        if self._sender is None:
+            raise UpdateFailed("weights were sent before the trainer was connected to the receivers")
+        gathered = GatheredBuckets(buckets)
+        self._sender.send(version, gathered)
         return SendReport(
             gather_s=gathered.gather_s,
             send_s=time.perf_counter() - started - gathered.gather_s,

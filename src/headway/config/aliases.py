@@ -36,6 +36,7 @@ FIXED: Mapping[str, Fixed] = {
     "actor.use_dynamic_bsz": Fixed(
         (True,), "micro-batches are always packed by tokens; actor.ppo_max_token_len_per_gpu sets how many"
     ),
+    "rollout.enable_dual_buffer": Fixed((False,), "parameter updates are synchronous: the trainer waits for them"),
     "hybrid_engine": Fixed((False,), "training and generation run on devices of their own"),
     "data.return_raw_chat": Fixed((True,), "prompts stay as they are until the chat template is applied"),
     "data.train_batch_size": Fixed((0,), "prompts stream one by one; actor.ppo_mini_batch_size sets the batch"),

@@ -143,7 +143,7 @@ def _parse_file(path: Path) -> dict[Any, Any]:
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such file; give a YAML file, like recipes/demo.yaml") from None
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
+        raise ConfigError(f"{path}: {error.strerror}; give a YAML file that you may read") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not a text file in UTF-8") from error
     except (YAMLError, OmegaConfBaseException) as error:

@@ -78,6 +78,10 @@ def _expectation(detail: ErrorDetails) -> str:
             return str(detail["ctx"]["error"]).removeprefix("expected ")
         case "missing":
             return "a value"
+        case "tuple_type":
+            return "a list of values in brackets"
+        case "dict_type":
+            return "a section of names and values"
         case "too_long":
             return f"at most {detail['ctx']['max_length']} values"
         case "bool_parsing" | "bool_type":

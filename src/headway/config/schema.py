@@ -219,10 +219,6 @@ class DataConfig(Section):
     """Length of the run in passes over the data; the alternative to ``rollout.total_rollout_steps``."""
     prefetch: NonNegative = 64
     """Prompts tokenised ahead of admission."""
-    train_batch_size: Literal[0] = 0
-    """Accepted for the recipe's sake: prompts stream, there is no training batch of prompts."""
-    gen_batch_size: Literal[1] = 1
-    """Accepted for the recipe's sake: the unit that streams is one prompt with its group."""
 
 
 class RewardConfig(Section):

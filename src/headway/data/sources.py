@@ -78,7 +78,7 @@ class RowSource:
         self._refill()
         if not self._ready:  # found now, so that it ends the run before it starts
             raise DataError(
-                f"all {self.rows} prompts have more than data.max_prompt_length={tokenizer.max_length} tokens"
+                f"all {self.rows} prompts have more than data.max_prompt_length={tokenizer.max_length} tokens; raise it"
             )
 
     @property
@@ -167,22 +167,42 @@ class DataBundle:
         return {"train": self.train.left_out, "val": self.val_left_out}
 
 
-def build_sources(config: Config, tokenizer: PreTrainedTokenizerBase) -> DataBundle:
-    """The run's prompts, from ``data.train`` or ``data.task``.
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Records of the two parts, with the row number of each."""
+
+    train: Sequence[Record]
+    train_rows: Sequence[int]
+    val: Sequence[Record]
+    val_rows: Sequence[int]
+
+
+def read_rows(config: Config) -> Rows:
+    """The run's records, from ``data.train`` or ``data.task``, before any tokenizer saw them.
 
     Held out are: ``data.val``, or ``data.val_size`` rows of ``data.train`` chosen by ``run.seed``, or the task's own.
 
     Raises:
         ConfigError: neither ``data.train`` nor ``data.task``, or a task that cannot be made.
-        DataError: files that cannot be used, prompts that cannot be rendered, or nothing but too long prompts.
+        DataError: files that cannot be used.
     """
     data, seed = config.data, config.run.seed
+    return _task_rows(data, seed) if data.train is None else _file_rows(data, seed)
+
+
+def build_sources(config: Config, tokenizer: PreTrainedTokenizerBase, rows: Rows | None = None) -> DataBundle:
+    """The run's prompts, of ``rows`` where they were read before.
+
+    Raises:
+        ConfigError, DataError: as `read_rows`; also prompts that cannot be rendered, or nothing but too long prompts.
+    """
+    data = config.data
     prompts = PromptTokenizer(tokenizer, data.chat_template, data.max_prompt_length)
-    split = _task_records(data, seed) if data.train is None else _file_records(data, seed)
+    split = rows if rows is not None else read_rows(config)
     train = RowSource(
         split.train,
         prompts,
-        seed=seed,
+        seed=config.run.seed,
         shuffle=data.shuffle,
         epochs=data.epochs,
         prefetch=data.prefetch,
@@ -196,37 +216,27 @@ def build_sources(config: Config, tokenizer: PreTrainedTokenizerBase) -> DataBun
     if split.val and not val:
         raise DataError(
             f"all {len(split.val)} held-out prompts have more than "
-            f"data.max_prompt_length={data.max_prompt_length} tokens"
+            f"data.max_prompt_length={data.max_prompt_length} tokens; raise it"
         )
     return DataBundle(train=train, val=val, rows=train.rows, val_left_out=len(split.val) - len(val))
 
 
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """Records of the two parts, with the row number of each."""
-
-    train: Sequence[Record]
-    train_rows: Sequence[int]
-    val: Sequence[Record]
-    val_rows: Sequence[int]
-
-
-def _task_records(data: DataConfig, seed: int) -> _Split:
+def _task_rows(data: DataConfig, seed: int) -> Rows:
     if data.task is None:
         raise ConfigError("there is nothing to train on: give data.train (a file) or data.task (a procedural task)")
     task = data.task
     val_size = task.val_size if data.val is None else 0
     split = split_task(task.name, task.params, seed=seed, size=task.size, val_size=val_size)
     val = _val_file(data) if data.val is not None else [_record(problem, task.name) for problem in split.val]
-    return _Split(_TaskRecords(split.train, task.name), range(task.size), val, _rows_after(task.size, val))
+    return Rows(_TaskRecords(split.train, task.name), range(task.size), val, _rows_after(task.size, val))
 
 
-def _file_records(data: DataConfig, seed: int) -> _Split:
+def _file_rows(data: DataConfig, seed: int) -> Rows:
     assert data.train is not None
     records = read_records(data.train, prompt_key=data.prompt_key, answer_key=data.answer_key)
     if data.val is not None:
         val = _val_file(data)
-        return _Split(records, range(len(records)), val, _rows_after(len(records), val))
+        return Rows(records, range(len(records)), val, _rows_after(len(records), val))
     if data.val_size >= len(records):
         raise DataError(
             f"{data.train}: data.val_size={data.val_size} held-out rows leave nothing of {len(records)} rows to train "
@@ -235,7 +245,7 @@ def _file_records(data: DataConfig, seed: int) -> _Split:
     order = _generator(seed, SPLIT_KEY, 0).permutation(len(records))
     val_rows = sorted(order[: data.val_size].tolist())
     train_rows = sorted(order[data.val_size :].tolist())
-    return _Split([records[i] for i in train_rows], train_rows, [records[i] for i in val_rows], val_rows)
+    return Rows([records[i] for i in train_rows], train_rows, [records[i] for i in val_rows], val_rows)
 
 
 def _val_file(data: DataConfig) -> list[Record]:

@@ -44,7 +44,8 @@ class PromptTokenizer:
         for templated in (False, True):
             indices = [i for i, chat in enumerate(chats) if (chat is not None) is templated]
             if indices:
-                encoded = self._tokenizer([texts[i] for i in indices], add_special_tokens=not templated)
+                with boundary(f"the model's tokenizer cannot read a prompt of {records[indices[0]].source}", DataError):
+                    encoded = self._tokenizer([texts[i] for i in indices], add_special_tokens=not templated)
                 for i, token_ids in zip(indices, encoded["input_ids"], strict=True):
                     ids[i] = token_ids
         return [

@@ -99,11 +99,11 @@ class Reports:
                 self._view.warn(f"cannot write {self.directory.summary}: {cause.strerror or cause}")
         self._view.close()
 
-    def report_end(self, model: Path | None, next_command: str) -> None:
+    def report_end(self, model: Path | None) -> None:
         """Close, then print the final block: what came of the run, and where its things lie."""
         self.close()
         tensorboard = self.directory.tensorboard if any(self.directory.tensorboard.iterdir()) else None
-        outcome = Outcome(self.directory.events, tensorboard, model, next_command)
+        outcome = Outcome(self.directory.events, tensorboard, model)
         report_end(self._console, self.summary(), outcome)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,13 +36,12 @@ class ConsoleView(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Where a finished run's things lie, and what one would do next."""
+    """Where a finished run's things lie."""
 
     events: Path
     tensorboard: Path | None
     model: Path | None
     """The exported model; None when there is none (the run failed before it)."""
-    next_command: str
 
 
 def report_end(console: Console, summary: dict[str, Any], outcome: Outcome) -> None:
@@ -57,7 +57,9 @@ def report_end(console: Console, summary: dict[str, Any], outcome: Outcome) -> N
     for name, path in (("model", outcome.model), ("TensorBoard", outcome.tensorboard), ("events", outcome.events)):
         if path is not None:
             console.print(_place(name, Text(str(path))), soft_wrap=True)
-    console.print(_place("next", Text(outcome.next_command, style="bold")), soft_wrap=True)
+    if outcome.tensorboard is not None:
+        command = f"tensorboard --logdir {shlex.quote(str(outcome.tensorboard))}"
+        console.print(_place("next", Text(command, style="bold")), soft_wrap=True)
 
 
 def _place(name: str, what: Text) -> Text:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
+from headway.config.loading import dump
 from headway.config.schema import Config
 from headway.errors import UserError
 
@@ -36,7 +35,7 @@ class RunDirectory:
             if any(file.exists() for file in (run.events, run.metrics, run.summary)):
                 raise FileExistsError
             with run.config.open("x", encoding="utf-8") as file:  # of two runs that start at once, one gets here first
-                file.write(OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json"))))
+                file.write(dump(config))
             for folder in (run.tensorboard, run.checkpoints, run.logs):
                 folder.mkdir(exist_ok=True)
         except FileExistsError as cause:

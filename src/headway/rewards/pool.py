@@ -25,10 +25,8 @@ from pebble import ProcessExpired, ProcessPool
 from headway.errors import ScoringFailed, UserError, WorkerDied
 from headway.rewards import worker
 from headway.rewards.request import RewardSpec, ScoreRequest
-from headway.user_code import names_a_file, resolve_spec
 
 if TYPE_CHECKING:
-    from headway.config.schema import TaskConfig
     from headway.data.types import Prompt
 
 START_TIMEOUT_S = 120.0
@@ -47,23 +45,14 @@ class RewardPool:
 
     def __init__(
         self,
-        function: str,
+        spec: RewardSpec,
         *,
-        task: TaskConfig | None,
-        seed: int,
         workers: int,
-        timeout_s: float,
         retries: int,
         log_path: Path | None,
     ) -> None:
         """What workers print goes to ``log_path`` (None: to this process's own output)."""
-        self._spec = RewardSpec(
-            function=resolve_spec(function) if names_a_file(function) else function,
-            timeout_s=timeout_s,
-            task_name=task.name if task else None,
-            task_params=task.params if task else {},
-            seed=seed,
-        )
+        self._spec = spec
         self._workers = workers
         self._retries = retries
         self._log_path = log_path

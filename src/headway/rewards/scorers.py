@@ -28,7 +28,7 @@ def make_scorer(spec: RewardSpec) -> Scorer:
 
     Raises:
         ConfigError: unknown reward or task.
-        UserCodeError: the user's file does not load, or its function takes the wrong parameters.
+        UserCodeError: the user's file does not load, or its function needs what it is not given.
     """
     match spec.function:
         case "exact_match":
@@ -39,7 +39,10 @@ def make_scorer(spec: RewardSpec) -> Scorer:
             task = make_task(spec.task_name, spec.task_params, seed=spec.seed)
             return _one_by_one(lambda r, text: task.score(text, r.answer, r.extra), spec.timeout_s)
         case name if names_a_file(name):
-            return _user_scorer(UserFunction(load_function(name), name), spec.timeout_s)
+            function = UserFunction(load_function(name), name)
+            if spec.columns is not None:
+                function.check_columns(spec.columns)
+            return _user_scorer(function, spec.timeout_s)
         case name:
             raise ConfigError(
                 f"reward.function: unknown reward {name!r}; "

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
 from headway.errors import ScoringFailed, UserCodeError
 from headway.rewards.request import ScoreRequest
+
+ALWAYS_GIVEN = frozenset({"prompt", "response", "responses", "answer", "source", "extra"})
 
 
 class UserFunction:
@@ -39,6 +41,16 @@ class UserFunction:
     def whole_group(self) -> bool:
         """Whether one call scores the group: `score_all` rather than `score_one`."""
         return self._is_batch or self._is_async
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Raises `UserCodeError` where a parameter without a default is neither always given nor one of ``columns``."""
+        for name, parameter in self._parameters.items():
+            optional = parameter.kind is parameter.VAR_KEYWORD or parameter.default is not parameter.empty
+            if not optional and name not in ALWAYS_GIVEN | set(columns):
+                raise UserCodeError(
+                    f"reward.function: {self._name} needs {name!r}, but the rows have {_listed(columns)} beside prompt "
+                    "and answer; give the parameter a default, or the rows that column"
+                )
 
     def score_one(self, request: ScoreRequest, response: str) -> Any:
         return self._call(request, response=response)
@@ -77,6 +89,10 @@ class UserFunction:
                     "give the parameter a default or the row that column"
                 )
         return self._function(**{name: available[name] for name in self._parameters if name in available})
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(sorted(names)) or "nothing"
 
 
 def _keyword_parameters(function: Callable[..., Any], spec: str) -> dict[str, inspect.Parameter]:

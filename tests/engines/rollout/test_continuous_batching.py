@@ -6,6 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+from headway.data.types import FinishReason, Prompt
+from headway.engines.rollout.native.runner import BLOCK_COST, blocks_of
+from headway.errors import DataError, NonFinite
+from headway.interfaces import GenerateRequest, Priority, SamplingParams
 from tests.engines.rollout.support import (
     CONTEXT,
     STOP,
@@ -17,11 +22,6 @@ from tests.engines.rollout.support import (
     steps,
     tokens_of,
 )
-
-from headway.data.types import FinishReason, Prompt
-from headway.engines.rollout.native.runner import BLOCK_COST, blocks_of
-from headway.errors import DataError, NonFinite
-from headway.interfaces import GenerateRequest, Priority, SamplingParams
 
 MODEL = make_model()
 

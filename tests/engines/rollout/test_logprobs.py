@@ -8,6 +8,14 @@ import logging
 import numpy as np
 import pytest
 import torch
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM, PreTrainedModel
+
+from headway.data.types import FinishReason
+from headway.engines.rollout.native import fused
+from headway.engines.rollout.native.forward import ModuleForward
+from headway.engines.rollout.native.fused import FusedForward, best_forward
+from headway.errors import ModelError
+from headway.interfaces import FinishedGroup, OnUpdate
 from tests.engines.rollout.support import (
     CONTEXT,
     FAMILIES,
@@ -19,14 +27,6 @@ from tests.engines.rollout.support import (
     reference_logprobs,
     steps,
 )
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM, PreTrainedModel
-
-from headway.data.types import FinishReason
-from headway.engines.rollout.native import fused
-from headway.engines.rollout.native.forward import ModuleForward
-from headway.engines.rollout.native.fused import FusedForward, best_forward
-from headway.errors import ModelError
-from headway.interfaces import FinishedGroup, OnUpdate
 
 TOLERANCE = 1e-5
 every_family = pytest.mark.parametrize("family", FAMILIES)

@@ -6,19 +6,20 @@ import asyncio
 import copy
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tests.engines.rollout.support import CONTEXT, make_model, make_request, reference_logprobs, tokens_of
 
 from headway.data.types import FinishReason
 from headway.engines.rollout.native import NativeEngine
 from headway.errors import DataError, ModelError, RunError, UpdateFailed, WorkerDied
 from headway.interfaces import FinishedGroup, GenerateRequest, Manifest, OnUpdate, Priority
 from headway.weights.buckets import build_manifest, pack
+from tests.engines.rollout.support import CONTEXT, make_model, make_request, reference_logprobs, tokens_of
 
 MODEL = make_model()
 WAIT_S = 20.0
@@ -141,11 +142,65 @@ async def test_decoding_goes_on_while_weights_are_received() -> None:
         assert len(await collect(engine, [make_request(0)])) == 1
         with pytest.raises(UpdateFailed, match="still receiving"):
             await engine.stage_weights(2)
-        with pytest.raises(UpdateFailed, match="nothing is staged"):
+        with pytest.raises(UpdateFailed, match="still receiving"):
             await engine.activate(1)
         transport.go.set()
         await staging
         await engine.activate(1)
+
+
+async def test_a_cancelled_staging_blocks_the_next_one_only_until_its_thread_is_done() -> None:
+    transport = Transport(make_model(seed=3))
+    transport.go.clear()
+    async with serving(transport) as engine:
+        staging = asyncio.create_task(engine.stage_weights(1))
+        assert await asyncio.to_thread(transport.entered.wait, WAIT_S)
+        staging.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await staging
+        with pytest.raises(UpdateFailed, match="still receiving"):
+            await engine.stage_weights(2)
+        transport.go.set()
+        await asyncio.to_thread(lambda: engine._receiving.submit(lambda: None).result(WAIT_S))  # behind the first
+        await engine.stage_weights(2)
+        await engine.activate(2)
+
+
+async def test_nothing_is_received_while_the_back_buffer_is_copied_into_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    transport = Transport(make_model(seed=3))
+    async with serving(transport) as engine:
+        await engine.stage_weights(1)
+        load, loading, go_on = engine._core.weights.load, threading.Event(), threading.Event()
+
+        def slowly(weights: Any) -> None:
+            loading.set()
+            assert go_on.wait(WAIT_S)
+            load(weights)
+
+        monkeypatch.setattr(engine._core.weights, "load", slowly)
+        activating = asyncio.create_task(engine.activate(1))
+        assert await asyncio.to_thread(loading.wait, WAIT_S)
+        with pytest.raises(UpdateFailed, match="still receiving or loading; version 2 has to wait"):
+            await engine.stage_weights(2)
+        go_on.set()
+        await activating
+        await engine.stage_weights(2)
+
+
+async def test_more_replicas_than_a_thread_pool_has_threads_can_receive_together() -> None:
+    together = threading.Barrier(3)
+
+    class Meeting(Transport):
+        def receive(self, version: int) -> Iterator[torch.Tensor]:
+            together.wait(WAIT_S)
+            yield from super().receive(version)
+
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    async with AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(serving(Meeting(make_model(seed=3)))) for _ in range(3)]
+        await asyncio.gather(*(engine.stage_weights(1) for engine in engines))
 
 
 async def test_a_broken_transfer_stages_nothing_and_the_old_version_is_served() -> None:

@@ -7,6 +7,11 @@ import copy
 import numpy as np
 import pytest
 import torch
+
+from headway.data.types import FinishReason
+from headway.engines.rollout.native.core import EngineCore
+from headway.errors import RunError
+from headway.interfaces import FinishedGroup, OnUpdate, Priority
 from tests.engines.rollout.support import (
     finish,
     make_core,
@@ -16,11 +21,6 @@ from tests.engines.rollout.support import (
     steps,
     tokens_of,
 )
-
-from headway.data.types import FinishReason
-from headway.engines.rollout.native.core import EngineCore
-from headway.errors import RunError
-from headway.interfaces import FinishedGroup, OnUpdate, Priority
 
 MODEL = make_model()
 REQUESTS = [make_request(i, stop_token_ids=(1, 3, 5)) for i in range(6)]

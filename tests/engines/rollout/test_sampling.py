@@ -5,7 +5,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.engines.rollout.support import finish, make_core, make_model, make_request, tokens_of
 
 from headway.data.types import TrajectoryId
 from headway.engines.rollout.native.sampling import (
@@ -19,6 +18,7 @@ from headway.engines.rollout.native.sampling import (
 )
 from headway.errors import DataError
 from headway.interfaces import SamplingParams
+from tests.engines.rollout.support import finish, make_core, make_model, make_request, tokens_of
 
 CPU = torch.device("cpu")
 

@@ -46,6 +46,7 @@ class LocalExchange:
         self._timeout_s = timeout_s
         self._changed = Condition()
         self._update: _Update | None = None
+        self._closed = False
 
     def send(self, version: int, buckets: Iterable[torch.Tensor]) -> None:
         """Offer every bucket to every receiver; returns when all have acknowledged the end of ``version``."""
@@ -78,6 +79,12 @@ class LocalExchange:
         except BaseException as cause:
             self._fail(update, f"receiver {name} gave up: {cause}" if str(cause) else f"receiver {name} gave up")
             raise
+
+    def close(self) -> None:
+        """End the meeting for all: whoever waits here, or comes later, fails at once."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
     def _offer(self, update: _Update, index: int, bucket: torch.Tensor | None, deadline: float) -> None:
         with self._changed:
@@ -139,7 +146,12 @@ class LocalExchange:
             self._changed.notify_all()
 
     def _wait(self, condition: Callable[[], bool], deadline: float, who: Callable[[], str]) -> None:
-        if not self._changed.wait_for(condition, timeout=max(0.0, deadline - time.monotonic())):
+        in_time = self._changed.wait_for(
+            lambda: self._closed or condition(), timeout=max(0.0, deadline - time.monotonic())
+        )
+        if self._closed:
+            raise UpdateFailed(f"{who()} when an end was closed")
+        if not in_time:
             raise UpdateFailed(f"{who()} for longer than param_update.timeout_s = {self._timeout_s:g} s")
 
 
@@ -153,7 +165,8 @@ class LocalSender:
         self._exchange.send(version, buckets)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Whoever still waits at any end fails at once."""
+        self._exchange.close()
 
 
 class LocalReceiver:
@@ -167,4 +180,5 @@ class LocalReceiver:
         return self._exchange.receive(self._name, version)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Whoever still waits at any end fails at once."""
+        self._exchange.close()

@@ -6,7 +6,8 @@
     inboxes, answers  ◀───────────once a step── finished groups, answers
 
 The decoding thread consumes commands, waits for one only when there is nothing to decode, and produces answers and
-finished groups. Receiving weights, which blocks without decoding, runs on a worker thread of its own.
+finished groups. Receiving weights, which blocks without decoding, runs on a thread of its own: a shared pool may have
+fewer threads than there are replicas, and a transport waits for all of them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -120,7 +122,9 @@ class NativeEngine:
         if manifest is not None:
             self._core.weights.check(manifest)
             self._back = BackBuffer(manifest)
-        self._staging = False
+        self._back_in_use = threading.Lock()
+        """Held while the back buffer is filled, and while it is copied into the model."""
+        self._receiving = ThreadPoolExecutor(1, thread_name_prefix=f"headway-receive-{name}")
 
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._unanswered: list[tuple[_Command, Any]] = []
@@ -168,12 +172,13 @@ class NativeEngine:
         """Receive ``version`` into the back buffer while decoding goes on; raises `UpdateFailed` if that fails."""
         if self._receive is None or self._back is None:
             raise RunError(f"rollout engine {self.name} was made without a weight transport; it cannot stage weights")
-        if self._staging:
-            raise UpdateFailed(f"rollout engine {self.name} is still receiving; version {version} has to wait for that")
         self._check_alive()
-        self._staging = True
+        self._take_back_buffer(version)
         with boundary(f"rollout engine {self.name} receiving version {version}", UpdateFailed):
-            return await asyncio.to_thread(self._fill, version, self._back, self._receive)
+            filling = self._receiving.submit(self._back.fill, version, self._receive(version))
+            # Tied to the work and not to this call, which may be cancelled while the thread goes on.
+            filling.add_done_callback(lambda _: self._back_in_use.release())
+            return await asyncio.wrap_future(filling)
 
     async def activate(self, version: int) -> float:
         """Swap the staged ``version`` in between two steps; seconds taken. `UpdateFailed` if it is not staged."""
@@ -205,6 +210,7 @@ class NativeEngine:
             if not self._closing:
                 self._closing = True
                 self._commands.put(None)
+                self._receiving.shutdown(wait=False)
         await asyncio.to_thread(self._thread.join, CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
             raise StallError(f"close() waited {CLOSE_TIMEOUT_S:.0f} s for rollout engine {self.name} to end its step")
@@ -236,12 +242,11 @@ class NativeEngine:
         if self._closing:
             raise self._closed()
 
-    def _fill(self, version: int, back: BackBuffer, receive: Callable[[int], Iterator[torch.Tensor]]) -> ReceiveReport:
-        try:
-            return back.fill(version, receive(version))
-        finally:
-            # Here, not where it is awaited: a cancelled caller leaves this thread running.
-            self._staging = False
+    def _take_back_buffer(self, version: int) -> None:
+        if not self._back_in_use.acquire(blocking=False):
+            raise UpdateFailed(
+                f"rollout engine {self.name} is still receiving or loading; version {version} has to wait for that"
+            )
 
     # ------------------------------------------------------------------------------------- decoding thread's side
 
@@ -290,15 +295,20 @@ class NativeEngine:
         self._inboxes.discard(inbox)
 
     def _activate(self, version: int) -> float:
-        staged = self._back.version if self._back is not None else None
-        if self._back is None or staged != version:
-            raise UpdateFailed(
-                f"rollout engine {self.name} was told to activate version {version}, but "
-                f"{'nothing' if staged is None else f'version {staged}'} is staged; call stage_weights({version}) first"
-            )
-        seconds = self._core.activate(version, self._back.items())
-        self._back.clear()
-        return seconds
+        self._take_back_buffer(version)
+        try:
+            staged = self._back.version if self._back is not None else None
+            if self._back is None or staged != version:
+                raise UpdateFailed(
+                    f"rollout engine {self.name} was told to activate version {version}, but "
+                    f"{'nothing' if staged is None else f'version {staged}'} is staged; "
+                    f"call stage_weights({version}) first"
+                )
+            seconds = self._core.activate(version, self._back.items())
+            self._back.clear()
+            return seconds
+        finally:
+            self._back_in_use.release()
 
     def _collect(self, finished: list[Finished]) -> None:
         for owner, group in finished:

@@ -1,0 +1,148 @@
+"""Supervised warm-up: into the window, back from above it, never on held-out problems."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from headway import warmup
+from headway.config.schema import GiveUpConfig, MakeModelConfig, TaskConfig, WarmupConfig
+from headway.data.tasks import make_task
+from headway.errors import ModelError
+from headway.models.loading import load_model, load_tokenizer
+from headway.models.make import make_model
+from headway.warmup import WarmupResult, warm_up
+
+TASK = TaskConfig(name="sort", params={"alphabet": "abc", "mean_length": 3, "min_length": 2, "max_length": 4})
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    return load_tokenizer(folder(tmp_path_factory.mktemp("warm-up")))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> PreTrainedModel:
+    return load_model(folder(tmp_path), dtype=torch.float32)
+
+
+def folder(path: Path) -> Path:
+    make_model(
+        MakeModelConfig(
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+            intermediate_size=32,
+            vocabulary="abcdefghijklmnopqrstuvwxyz:=?",
+        ),
+        0,
+        path / "model",
+    )
+    return path / "model"
+
+
+class Script:
+    """Stands in for the evaluation: accuracies as written, and the weights that it was asked about."""
+
+    def __init__(self, accuracies: list[float]) -> None:
+        self._accuracies = iter(accuracies)
+        self.weights: list[torch.Tensor] = []
+
+    def __call__(self, model: PreTrainedModel) -> float:
+        self.weights.append(next(model.parameters()).detach().clone())
+        return next(self._accuracies)
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    accuracies: list[float],
+    **settings: Any,
+) -> tuple[WarmupResult, Script, list[str]]:
+    script, said = Script(accuracies), list[str]()
+    monkeypatch.setattr(warmup, "_Evaluation", lambda *_: script)
+    config = WarmupConfig(batch_size=4, **{"eval_every": 8, "max_steps": 40, **settings})
+    result = warm_up(model, tokenizer, TASK, config, [], seed=0, max_response_length=8, report=said.append)
+    return result, script, said
+
+
+def test_it_stops_at_the_first_accuracy_in_the_window(monkeypatch, model, tokenizer) -> None:
+    result, _, said = run(monkeypatch, model, tokenizer, [0.1, 0.3, 0.45])
+    assert result == WarmupResult(0.45, 24)
+    assert said[-1] == "24 supervised steps, held-out accuracy 0.450"
+
+
+def test_a_jump_over_the_window_goes_back_and_on_in_smaller_steps(monkeypatch, model, tokenizer) -> None:
+    result, script, _ = run(monkeypatch, model, tokenizer, [0.3, 0.9, 0.5])
+    assert result == WarmupResult(0.5, 8 + 8 + 2)  # a quarter of the steps between evaluations
+    below, above, inside = script.weights
+    assert torch.linalg.norm(inside - below) < torch.linalg.norm(above - below) / 4
+
+
+def test_the_window_does_not_count_before_min_steps(monkeypatch, model, tokenizer) -> None:
+    result, _, _ = run(monkeypatch, model, tokenizer, [0.5, 0.5, 0.55], min_steps=20)
+    assert result == WarmupResult(0.55, 24)
+
+
+def test_a_window_that_is_never_reached_is_an_error_that_says_so(monkeypatch, model, tokenizer) -> None:
+    with pytest.raises(ModelError, match=r"max_steps=40 .* accuracy is 0\.200, outside model\.warmup\.target"):
+        run(monkeypatch, model, tokenizer, [0.2] * 5)
+
+
+def test_it_is_a_function_of_the_seed(monkeypatch, tmp_path, tokenizer) -> None:
+    weights = []
+    for attempt in ("a", "b"):
+        model = load_model(folder(tmp_path / attempt), dtype=torch.float32)
+        run(monkeypatch, model, tokenizer, [0.5])
+        weights.append(model.state_dict())
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_held_out_problems_are_never_trained_on(tokenizer) -> None:
+    held_out = {make_task(TASK.name, TASK.params, seed=0).problem(index).prompt for index in range(0, 60, 2)}
+    trained = set(lessons(tokenizer, held_out))
+    assert trained
+    assert not trained & held_out
+
+
+def lessons(tokenizer: PreTrainedTokenizerBase, held_out: set[str]) -> Iterator[str]:
+    batches = warmup._batches(tokenizer, TASK, WarmupConfig(batch_size=8), held_out, 0)
+    for inputs, targets in islice(batches, 4):
+        for row, target in zip(inputs, targets, strict=True):
+            prompt = int((target == warmup.IGNORED).int().argmin()) + 1
+            yield tokenizer.decode(row[:prompt])
+
+
+def test_a_teacher_gives_up_on_long_answers_alone_at_the_given_rate() -> None:
+    give_up, rng = GiveUpConfig(above=3, rate=0.7), random.Random(0)
+    assert all(warmup._solution("abc", give_up, rng) == "abc" for _ in range(100))
+    given_up = sum(warmup._solution("abcd", give_up, rng) == "?" for _ in range(2000))
+    assert given_up == pytest.approx(1400, abs=80)
+    assert warmup._solution("abcd", None, rng) == "abcd"
+
+
+def test_the_evaluation_is_greedy_accuracy_by_the_tasks_own_verifier(model, tokenizer) -> None:
+    from headway.config.schema import Config
+    from headway.data.sources import build_sources
+
+    config = Config.model_validate({"data": {"task": {**TASK.model_dump(), "size": 64, "val_size": 8}}})
+    held_out = build_sources(config, tokenizer).val
+    right = warmup._Evaluation(tokenizer, TASK, held_out, 0, 8)(model)
+    by_hand = sum(greedy(model, tokenizer, prompt.text) == prompt.answer for prompt in held_out)
+    assert right == by_hand / len(held_out)
+
+
+def greedy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
+    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+    out = model.generate(input_ids=inputs["input_ids"], do_sample=False, max_new_tokens=8)
+    return str(tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)).strip()
