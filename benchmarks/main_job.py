@@ -46,9 +46,7 @@ def run() -> None:
         name: {key: statistics.median(r[key] for r in rounds) for key in rounds[0]} for name, rounds in results.items()
     }
     baseline = medians[PLAIN]["samples/s"]
-    rows = [
-        {"contender": name, **values, "ratio": values["samples/s"] / baseline} for name, values in medians.items()
-    ]
+    rows = [{"contender": name, **values, "ratio": values["samples/s"] / baseline} for name, values in medians.items()]
     report(
         "main_job",
         f"The demo's workload: {GROUPS} groups, medians of {ROUNDS} interleaved rounds",

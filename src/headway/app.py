@@ -23,8 +23,9 @@ from headway.cluster.process import math_environment
 from headway.config.loading import LoadedConfig
 from headway.config.schema import Config
 from headway.data.sources import Rows, build_sources
-from headway.events import Note
+from headway.events import Note, RunFinished
 from headway.interfaces import AdvantageFn
+from headway.pipeline.ledger import Ledger
 from headway.pipeline.run import Parts, Pipeline, Status
 from headway.pipeline.stages.reward import GroupFilter
 from headway.preflight import check_inputs, check_model
@@ -52,7 +53,11 @@ def train(loaded: LoadedConfig) -> int:
         reports.report_end(reports.directory.model)
     except (KeyboardInterrupt, asyncio.CancelledError):
         _note(reports, "left at once; nothing more was saved")
+        _end(reports, Status.INTERRUPTED, "left at once")
         return EXIT_INTERRUPTED
+    except Exception as failure:
+        _end(reports, Status.FAILED, f"{type(failure).__name__}: {failure}")
+        raise
     finally:
         reports.close()
     return 0 if status is Status.COMPLETED else EXIT_INTERRUPTED
@@ -68,6 +73,13 @@ def _set_math_environment(config: Config) -> None:
 
 def _note(reports: Reports, text: str) -> None:
     reports.emit(Note(time=time.monotonic(), level="info", text=text))
+
+
+def _end(reports: Reports, status: Status, reason: str) -> None:
+    """Say how the run ended where the pipeline did not: it had not started, or had finished already."""
+    if not reports.ended:
+        balance = Ledger().counts()
+        reports.emit(RunFinished(time=time.monotonic(), status=status.value, reason=reason, version=0, groups=balance))
 
 
 # ---------------------------------------------------------------------------------------------- model

@@ -1,6 +1,7 @@
 """Whole runs of a tiny job, as a user starts them."""
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -133,3 +134,18 @@ def _output(pid: int) -> str:
 
 def alive(pids: list[int]) -> list[int]:
     return [pid for pid in pids if Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def test_a_run_that_fails_before_training_says_so_in_its_summary(recipe: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "model"
+    shutil.copytree(recipe.parent / "model", copy)
+    (copy / "model.safetensors").write_bytes(b"no weights")
+    run_dir = tmp_path / "run"
+    code, output = finish(
+        start(
+            "-m", "headway", "train", str(recipe), f"model.path={copy}", "cluster.backend=inline", f"run.dir={run_dir}"
+        )
+    )
+    assert code == 2, output
+    assert str(copy) in output and "Traceback" not in output
+    assert summary(run_dir)["status"] == "failed"

@@ -81,6 +81,12 @@ class Reports:
         with self._lock:
             return summary(self._metrics)
 
+    @property
+    def ended(self) -> bool:
+        """Whether the run said how it ended."""
+        with self._lock:
+            return self._metrics.finished is not None
+
     def close(self) -> None:
         """Complete and close every file, write ``summary.json``, give the terminal back."""
         if self._closed:
