@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
+from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -52,7 +53,8 @@ def warm_up(
     """Train ``model`` in place until its greedy accuracy on ``held_out`` lies in ``config.target``.
 
     ``held_out`` follows the task's own distribution; training problems follow it with ``config.params`` on top, and are
-    never among the held-out ones. Raises `ModelError` when ``config.max_steps`` are not enough.
+    never among the held-out ones. Where accuracy leaves the window again and does not come back, the last weights inside
+    count. Raises `ModelError` when ``config.max_steps`` never led into it.
     """
     low, high = config.target
     batches = _batches(tokenizer, task, config, {prompt.text for prompt in held_out}, seed)
@@ -60,6 +62,7 @@ def warm_up(
     lr, interval, steps, accuracy = config.lr, config.eval_every, 0, 0.0
     optimizer = _optimizer(model, lr)
     below = copy.deepcopy(model.state_dict())
+    inside: tuple[WarmupResult, dict[str, Any]] | None = None
     while steps < config.max_steps:
         for batch in islice(batches, min(interval, config.max_steps - steps)):
             _set_lr(optimizer, lr * (1 - steps / config.max_steps))
@@ -72,9 +75,14 @@ def warm_up(
             lr, interval = lr / 4, max(1, interval // 4)
             optimizer = _optimizer(model, lr)
             continue
-        if accuracy >= low and steps >= config.min_steps:
-            return WarmupResult(accuracy, steps)
         below = copy.deepcopy(model.state_dict())
+        if accuracy >= low:
+            inside = WarmupResult(accuracy, steps), below
+            if steps >= config.min_steps:
+                return inside[0]
+    if inside is not None:
+        model.load_state_dict(inside[1])
+        return inside[0]
     raise ModelError(
         f"after model.warmup.max_steps={config.max_steps} supervised steps held-out accuracy is {accuracy:.3f}, "
         f"outside model.warmup.target=[{low}, {high}]: raise max_steps, change lr, or make the task easier"

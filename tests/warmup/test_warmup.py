@@ -94,6 +94,14 @@ def test_the_window_does_not_count_before_min_steps(monkeypatch, model, tokenize
     assert result == WarmupResult(0.55, 24)
 
 
+def test_the_last_weights_inside_the_window_count_where_accuracy_leaves_it_for_good(
+    monkeypatch, model, tokenizer
+) -> None:
+    result, script, _ = run(monkeypatch, model, tokenizer, [0.2, 0.5, 0.3, 0.3, 0.3], min_steps=32)
+    assert result == WarmupResult(0.5, 16)
+    assert torch.equal(next(model.parameters()), script.weights[1])
+
+
 def test_a_window_that_is_never_reached_is_an_error_that_says_so(monkeypatch, model, tokenizer) -> None:
     with pytest.raises(ModelError, match=r"max_steps=40 .* accuracy is 0\.200, outside model\.warmup\.target"):
         run(monkeypatch, model, tokenizer, [0.2] * 5)

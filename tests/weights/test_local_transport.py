@@ -103,6 +103,25 @@ def test_a_receiver_that_asks_for_another_version_ends_the_update_on_both_sides(
             taken.result()
 
 
+def test_a_receiver_that_comes_after_the_sender_gave_up_is_told_at_once_and_only_once() -> None:
+    link = exchange("a", timeout_s=30)
+
+    def broken() -> Iterator[torch.Tensor]:
+        raise ValueError("no memory")
+        yield
+
+    with pytest.raises(ValueError, match="no memory"):
+        make_sender(link).send(1, broken())
+    with pytest.raises(UpdateFailed, match="stopped before receiver a came: the sender gave up: ValueError: no memory"):
+        list(make_receiver(link, "a").receive(1))
+    back = BackBuffer(MANIFEST)
+    with ThreadPoolExecutor(1) as pool:
+        filled = pool.submit(lambda: back.fill(1, make_receiver(link, "a").receive(1)))
+        make_sender(link).send(1, weights(1))
+        filled.result()
+    assert back.version == 1
+
+
 def test_closing_any_end_ends_every_wait_at_once() -> None:
     link = exchange("a", "b", timeout_s=30)
     receiving = make_receiver(link, "a").receive(1)

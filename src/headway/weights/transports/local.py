@@ -34,7 +34,7 @@ class _Update:
     """None with ``ended``: there are no more."""
     ended: bool = False
     left: set[str] = field(default_factory=set)
-    """Receivers that have acknowledged the end."""
+    """Receivers that have acknowledged the end, or were told of the failure."""
     failure: str | None = None
 
 
@@ -59,11 +59,11 @@ class LocalExchange:
                 self._offer(update, index, bucket, deadline)
             self._offer(update, update.index + 1, None, deadline)
         except BaseException as cause:
+            # It stays, for receivers that come late: each is told once.
             self._fail(update, f"the sender gave up: {type(cause).__name__}: {cause}")
             raise
-        finally:
-            with self._changed:
-                self._update = None
+        with self._changed:
+            self._update = None
 
     def receive(self, name: str, version: int) -> Iterator[torch.Tensor]:
         """The buckets of ``version`` for receiver ``name``."""
@@ -77,7 +77,8 @@ class LocalExchange:
                 index += 1
             self._acknowledge(update, name)
         except BaseException as cause:
-            self._fail(update, f"receiver {name} gave up: {cause}" if str(cause) else f"receiver {name} gave up")
+            reason = f"receiver {name} gave up: {cause}" if str(cause) else f"receiver {name} gave up"
+            self._fail(update, reason, told=name)
             raise
 
     def close(self) -> None:
@@ -104,7 +105,10 @@ class LocalExchange:
 
     def _join(self, name: str, version: int, deadline: float) -> _Update:
         def ready() -> bool:
-            return self._update is not None and name not in self._update.left
+            update = self._update
+            if update is None or name in update.left:
+                return False
+            return update.failure is None or update.version == version
 
         with self._changed:
             self._wait(ready, deadline, lambda: f"receiver {name} waited for the sender to begin version {version}")
@@ -114,6 +118,9 @@ class LocalExchange:
                 update.failure = f"receiver {name} asked for version {version}, the sender sends {update.version}"
                 self._changed.notify_all()
                 raise UpdateFailed(update.failure)
+            if update.failure is not None:
+                update.left.add(name)
+                raise UpdateFailed(f"version {version} stopped before receiver {name} came: {update.failure}")
             return update
 
     def _take(self, update: _Update, name: str, index: int, deadline: float) -> torch.Tensor | None:
@@ -140,9 +147,12 @@ class LocalExchange:
                 update.left.add(name)
             self._changed.notify_all()
 
-    def _fail(self, update: _Update, reason: str) -> None:
+    def _fail(self, update: _Update, reason: str, told: str | None = None) -> None:
         with self._changed:
             update.failure = update.failure or reason
+            update.bucket = None
+            if told is not None:
+                update.left.add(told)
             self._changed.notify_all()
 
     def _wait(self, condition: Callable[[], bool], deadline: float, who: Callable[[], str]) -> None:
