@@ -53,8 +53,8 @@ def warm_up(
     """Train ``model`` in place until its greedy accuracy on ``held_out`` lies in ``config.target``.
 
     ``held_out`` follows the task's own distribution; training problems follow it with ``config.params`` on top, and are
-    never among the held-out ones. Where accuracy leaves the window again and does not come back, the last weights inside
-    count. Raises `ModelError` when ``config.max_steps`` never led into it.
+    never among the held-out ones. Where accuracy leaves the window again and does not come back, the last weights
+    inside count. Raises `ModelError` when ``config.max_steps`` never led into it.
     """
     low, high = config.target
     batches = _batches(tokenizer, task, config, {prompt.text for prompt in held_out}, seed)

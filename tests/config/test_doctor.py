@@ -82,6 +82,12 @@ def test_what_passed_once_passes_again_from_its_dump(
         (("rollout.n=1", "algorithm.filter_groups.enable=true"), "algorithm.filter_groups would filter every group"),
         (("rollout.temperature=0",), "rollout.temperature=0 is greedy"),
         (("rollout.top_p=0.9",), "rollout.top_p=0.9 changes the policy that samples"),
+        (
+            ("async_training.use_rollout_log_probs=false", "async_training.trigger_parameter_sync_step=4"),
+            "the same only with one fetch per version",
+        ),
+        (("algorithm.rollout_correction.name=truncate",), "there is nothing to correct; set it to false"),
+        (("rollout.param_update_consume_bucket_size_mb=8",), "the native engine loads from a complete copy"),
         (("rollout.top_k=5",), "rollout.top_k=5 changes the policy that samples"),
         (("rollout.val_n=4",), "greedy answers are all equal"),
         # places

@@ -85,11 +85,19 @@ def _sampling(config: Config) -> Iterator[str]:
     if rollout.temperature == 0:
         yield "rollout.temperature=0 is greedy: all trajectories of a group would be equal, with nothing to learn from"
     for key, value, off in (("top_p", rollout.top_p, 1), ("top_k", rollout.top_k, 0)):
-        if value != off:
+        if value != off and config.algorithm.rollout_correction.name is None:
             yield (
-                f"rollout.{key}={value} changes the policy that samples, and no correction for the difference to the "
-                f"policy that is trained is available; set it to {off} (off)"
+                f"rollout.{key}={value} changes the policy that samples, and nothing corrects for the difference to "
+                f"the policy that is trained; set it to {off} (off), or set async_training.use_rollout_log_probs=false and "
+                "algorithm.rollout_correction.name=truncate"
             )
+    trigger = config.async_training.trigger_parameter_sync_step
+    if not config.async_training.use_rollout_log_probs and trigger > 1:
+        yield (
+            "async_training.use_rollout_log_probs=false computes π_prox, the policy at the start of a version, at each "
+            f"fetch: that is the same only with one fetch per version, not async_training.trigger_parameter_sync_step="
+            f"{trigger}; set that to 1 (async_training.require_batches={trigger} keeps the size of a version)"
+        )
     if rollout.val_n > 1 and rollout.val_temperature == 0:
         yield f"rollout.val_n={rollout.val_n}: greedy answers are all equal; set rollout.val_temperature above 0"
 

@@ -18,7 +18,7 @@ Idle = tuple[str, str]
 def without_effect(config: Config) -> dict[str, str]:
     """Every key, whoever wrote it, whose value changes nothing in this configuration, with the reason."""
     found: dict[str, str] = {}
-    for rules in (_model, _data, _validation, _actor, _reference, _algorithm, _asynchrony, _devices):
+    for rules in (_model, _data, _validation, _actor, _reference, _algorithm, _update, _asynchrony, _devices):
         for key, reason in rules(config):
             found.setdefault(key, reason)
     return found
@@ -70,6 +70,23 @@ def _reference(config: Config) -> Iterator[Idle]:
 def _algorithm(config: Config) -> Iterator[Idle]:
     if config.algorithm.adv_estimator != "grpo":
         yield "algorithm.norm_adv_by_std_in_grpo", f"algorithm.adv_estimator is {config.algorithm.adv_estimator}"
+    if config.async_training.use_rollout_log_probs:
+        for key in ("name", "bound"):
+            yield (
+                f"algorithm.rollout_correction.{key}",
+                "async_training.use_rollout_log_probs makes π_prox the behaviour policy itself, so there is nothing to "
+                "correct; set it to false",
+            )
+    elif config.algorithm.rollout_correction.name is None:
+        yield "algorithm.rollout_correction.bound", "algorithm.rollout_correction.name is not given"
+
+
+def _update(config: Config) -> Iterator[Idle]:
+    if config.rollout.name == "native":
+        yield (
+            "rollout.param_update_consume_bucket_size_mb",
+            "the native engine loads from a complete copy in host memory, tensor by tensor",
+        )
 
 
 def _asynchrony(config: Config) -> Iterator[Idle]:

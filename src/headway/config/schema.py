@@ -325,12 +325,22 @@ class FilterGroupsConfig(Section):
     """Dynamic sampling (DAPO): groups whose rewards are all equal are ``filtered``, and refilled."""
 
 
+class RolloutCorrectionConfig(Section):
+    """What to do with w = π_prox/π_behav where the two differ (``async_training.use_rollout_log_probs: false``)."""
+
+    name: str | None = None
+    """Name in the registry of corrections (``truncate``), or ``file.py:function``. Default: w is 1."""
+    bound: float = Field(2.0, gt=0)
+    """Largest w that counts in full."""
+
+
 class AlgorithmConfig(Section):
     adv_estimator: str = "grpo"
     """Name in the registry of advantages."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide by the group's standard deviation (GRPO) or not."""
     policy_loss: PolicyLossConfig = PolicyLossConfig()
+    rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
 
 

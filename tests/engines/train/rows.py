@@ -61,6 +61,9 @@ def plain_loss(model: PreTrainedModel, rows: Sequence[Row], config: Config) -> t
         ratio = (logp - old).exp()
         advantages = torch.from_numpy(row.advantages)
         per_token = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        if config.algorithm.rollout_correction.name == "truncate":
+            away = (old - torch.from_numpy(row.logprobs)).exp()
+            per_token = away.clamp(max=config.algorithm.rollout_correction.bound) * per_token
         if actor.use_kl_loss:
             back = torch.from_numpy(row.columns["ref_logprobs"]) - logp
             per_token = per_token + actor.kl_loss_coef * (back.exp() - 1 - back)

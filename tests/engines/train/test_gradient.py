@@ -9,7 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from headway.config.schema import ActorConfig, Config, FsdpConfig, ModelConfig, RolloutConfig
+from headway.config.schema import (
+    ActorConfig,
+    AlgorithmConfig,
+    Config,
+    FsdpConfig,
+    ModelConfig,
+    RolloutConfig,
+    RolloutCorrectionConfig,
+)
 from headway.data.collate import Row
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.models.loading import load_model
@@ -77,6 +85,15 @@ def test_log_probs_given_for_the_proximal_policy_anchor_the_ratio(
     path, config = model_path(), configured(ONE_MICRO_BATCH, {})
     rows = random_rows(5, with_prox=True)
     assert_close(gradient(path, config, [rows])[0], plain_gradient(path, config, rows)[0])
+
+
+def test_a_correction_weighs_the_policy_loss_and_nothing_else(one_rank: None, model_path: Callable[..., str]) -> None:
+    correction = AlgorithmConfig(rollout_correction=RolloutCorrectionConfig(name="truncate", bound=1.05))
+    path, config = model_path(), configured(MANY_MICRO_BATCHES, EVERYTHING).model_copy(update={"algorithm": correction})
+    rows = random_rows(7, with_ref=True, with_prox=True)
+    actual, metrics = gradient(path, config, [rows])
+    assert_close(actual, plain_gradient(path, config, rows)[0])
+    assert 0 < metrics["correction/truncated"] < 1
 
 
 def test_recomputing_activations_changes_nothing(one_rank: None, model_path: Callable[..., str]) -> None:

@@ -1,6 +1,6 @@
 """The loss of one micro-batch, as a sum that adds up over micro-batches and ranks, and the sums its metrics come from.
 
-    Σ weight · (policy loss + kl_loss_coef · KL(π_θ‖π_ref) − entropy_coeff · entropy)
+    Σ weight · (w · policy loss + kl_loss_coef · KL(π_θ‖π_ref) − entropy_coeff · entropy),  w = corrected π_prox/π_behav
 
 The weights carry the whole mini-batch's normaliser, so neither the loss nor its gradient depends on how it was split.
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from headway.algorithms import health
 from headway.algorithms.aggregation import token_weights
+from headway.algorithms.corrections import CORRECTIONS, CorrectionParams
 from headway.algorithms.kl import kl_penalty
 from headway.algorithms.losses import POLICY_LOSSES, LossInputs, PolicyLossParams, log_ratio
 from headway.config.schema import ActorConfig, Config
@@ -94,6 +95,9 @@ class Objective:
             clip_high=actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high,
         )
         self._actor = actor
+        correction = config.algorithm.rollout_correction
+        self._correct = CORRECTIONS.get(correction.name) if correction.name is not None else None
+        self._correction_params = CorrectionParams(bound=correction.bound)
 
     @property
     def needs_ref(self) -> bool:
@@ -118,6 +122,9 @@ class Objective:
             mask_NT, self._actor.loss_agg_mode, total_tokens=totals.tokens, total_sequences=totals.sequences
         )
         policy_NT, per_token = self._loss(inputs, self._params)
+        if self._correct is not None:
+            w_NT, corrected = self._correct(inputs, self._correction_params)
+            policy_NT, per_token = w_NT * policy_NT, per_token | corrected
         terms = {"policy_loss": (weights_NT * policy_NT).sum()}
         loss = terms["policy_loss"]
         if inputs.ref_logprobs is not None:
