@@ -133,7 +133,7 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an engine can do; the doctor rejects modes that need more."""
+    """What an engine can do; a start is refused when the configuration asks for more."""
 
     on_update: frozenset[OnUpdate]
     reproducible: bool
@@ -166,6 +166,7 @@ class RolloutEngine(Protocol):
     def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[FinishedGroup]:
         """Submit all requests in one step (they start together, in order) and yield each group when it is done.
 
+        Leaving the iterator early drops the groups that it has not yielded: nothing more is sampled for them.
         Validation requests start before waiting training requests. Aborted groups are yielded too, with finish reason
         ``aborted``.
         """
@@ -189,7 +190,10 @@ class RolloutEngine(Protocol):
         """End these groups' trajectories as they are; their `generate` yields them with ``aborted``."""
 
     async def in_flight(self) -> list[int]:
-        """Numbers of training groups submitted and not yet yielded."""
+        """Numbers of unfinished training groups, in order of submission: submitted, and not all sampled to the end.
+
+        A finished one is not among them, even while it waits to be taken from its `generate`.
+        """
 
     async def sleep(self) -> None:
         """Free the KV cache (and weights where the engine can). Only when paused."""

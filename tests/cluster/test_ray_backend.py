@@ -11,10 +11,11 @@ import pytest
 import ray
 
 from headway.cluster.backend import start_backend
+from headway.cluster.processes import Family, descendants
+from headway.cluster.ray_cluster import RayCluster
 from headway.cluster.ray_worker import RayWorker
 from headway.errors import UpdateFailed, WorkerDied
 from tests.cluster.one_version import one_version, tiny_config
-from tests.cluster.processes import Family
 
 pytestmark = pytest.mark.usefixtures("workers_can_import_tests")
 
@@ -54,6 +55,22 @@ async def test_a_version_equals_one_process_bit_for_bit_and_a_killed_replica_end
                 await workers.train.send_weights(2)
     finally:
         await workers.close()
-    assert family.left_after(10) == []
+    assert family.left_after(0) == []
     assert not ray.is_initialized()
     assert {path.name for path in (tmp_path / "logs").iterdir()} == {"actor-0.log", "rollout-0.log"}
+
+
+async def test_a_node_that_was_killed_leaves_no_process_though_nobody_stops_the_others(tmp_path: Path) -> None:
+    cluster = RayCluster(tiny_config("ray"), tmp_path)
+    await cluster.connect()
+    family = Family()
+    os.kill(raylet(), signal.SIGKILL)
+    await cluster.stop()
+    assert len(family) > 1
+    assert family.left_after(0) == []
+
+
+def raylet() -> int:
+    """The process of Ray that its agents are children of."""
+    (pid,) = (pid for pid in descendants(os.getpid()) if Path(f"/proc/{pid}/exe").readlink().name == "raylet")
+    return pid

@@ -16,18 +16,19 @@ import pytest_asyncio
 import ray
 from ray.util import placement_group_table
 
+from headway.cluster import resource_pool
 from headway.cluster.backend import start_backend
 from headway.cluster.plan import ClusterPlan
+from headway.cluster.processes import Family
 from headway.cluster.ray_cluster import RayCluster
 from headway.cluster.ray_worker import RayWorker
 from headway.cluster.resource_pool import ResourcePool
 from headway.cluster.worker_group import WorkerGroup
 from headway.config.schema import Config
 from headway.data.types import Sample
-from headway.errors import ConfigError, ModelError, RunError, UpdateFailed, WorkerDied
+from headway.errors import ConfigError, ModelError, RunError, StallError, UpdateFailed, WorkerDied
 from tests.cluster.fakes import EchoRole, echo_specs, group_tokens
 from tests.cluster.one_version import tiny_config
-from tests.cluster.processes import Family
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def ray_here(workers_can_import_tests: None) -> Iterator[None]:
     family = Family()
     yield
     ray.shutdown()
-    assert family.left_after(10) == []
+    assert family.end(orderly_s=10) == []
 
 
 @pytest_asyncio.fixture
@@ -164,8 +165,17 @@ async def test_a_killed_worker_is_noticed_while_nobody_calls_it(workers: list[Ra
 
 
 async def test_devices_that_are_not_there_are_told_with_what_there_is(ray_here: None) -> None:
-    with pytest.raises(RunError, match=r"did not reserve 3 x .*'GPU': 1.* within 0.2 s; the cluster has .*'CPU': 2"):
+    with pytest.raises(StallError, match=r"did not reserve 3 x .*'GPU': 1.* within 0.2 s; the cluster has .*'CPU': 2"):
         await ResourcePool.reserve(3, on_gpus=True, timeout_s=0.2)
+
+
+async def test_a_start_without_enough_devices_says_what_is_lacking_before_its_time_is_over(
+    ray_here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource_pool, "CPU_SHARE", 2)
+    config = tiny_config("ray", cluster={"start_timeout_s": 2})
+    with pytest.raises(StallError, match=r"did not reserve 2 x \{'CPU': 2\} within 1 s; .* has \{'CPU': 2\.0\}"):
+        await start_backend(config, model_path="m", run_dir=tmp_path, total_optimizer_steps=1)
 
 
 async def test_a_machine_with_too_few_gpus_is_told_at_once(

@@ -12,8 +12,8 @@ import pytest
 from headway.cluster import backend
 from headway.cluster.backend import start_backend
 from headway.cluster.plan import ClusterPlan, WorkerSpec
-from headway.errors import ModelError, StallError, WorkerDied
-from headway.interfaces import Capabilities, Manifest
+from headway.errors import ConfigError, ModelError, StallError, WorkerDied
+from headway.interfaces import Capabilities, Manifest, OnUpdate
 from tests.cluster.one_version import tiny_config
 
 
@@ -48,6 +48,7 @@ class PlannedCluster:
     transports: tuple[str, ...] = ("local",)
     separate_processes = False
     machines = 1
+    on_update = frozenset(OnUpdate)
 
     def __init__(self, hangs: frozenset[str] = frozenset(), failures: dict[str, Exception] | None = None) -> None:
         self.log: list[str] = []
@@ -63,7 +64,7 @@ class PlannedCluster:
         answers = {
             "build": Manifest(slots=(), bucket_nbytes=()),
             "monotonic": asyncio.get_running_loop().time(),
-            "serve": Capabilities(on_update=frozenset(), reproducible=True),
+            "serve": Capabilities(on_update=self.on_update, reproducible=True),
         }
         return answers.get(method)
 
@@ -85,10 +86,14 @@ EVERYTHING_ENDED = {"actor-0 killed", "rollout-0 killed", "stopped"}
 
 
 async def start(
-    cluster: PlannedCluster, monkeypatch: pytest.MonkeyPatch, timeout_s: float = 5.0, model_path: str = "m"
+    cluster: PlannedCluster,
+    monkeypatch: pytest.MonkeyPatch,
+    timeout_s: float = 5.0,
+    model_path: str = "m",
+    **sections: Any,
 ) -> backend.Workers:
     monkeypatch.setattr(backend, "make_cluster", lambda config, run_dir: cluster)
-    config = tiny_config("inline", cluster={"start_timeout_s": timeout_s})
+    config = tiny_config("inline", cluster={"start_timeout_s": timeout_s}, **sections)
     return await start_backend(config, model_path=model_path, run_dir=Path("run"), total_optimizer_steps=1)
 
 
@@ -118,6 +123,12 @@ async def test_the_first_worker_that_fails_ends_the_start_and_everything_else(mo
     assert set(cluster.log) == {"reserved", *EVERYTHING_ENDED}
 
 
+async def test_a_wait_that_runs_out_during_a_start_is_told_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = PlannedCluster(failures={"actor-0.connect": StallError("actor-0 waited for rollout-0")})
+    with pytest.raises(StallError, match=r"^actor-0 waited for rollout-0$"):
+        await start(cluster, monkeypatch)
+
+
 async def test_watching_raises_as_soon_as_any_worker_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     workers = await start(PlannedCluster(frozenset({"actor-0.died"})), monkeypatch)
     async with asyncio.timeout(5):
@@ -134,6 +145,33 @@ async def test_workers_get_a_models_folder_as_an_absolute_path_and_a_name_as_it_
         cluster = PlannedCluster()
         await start(cluster, monkeypatch, model_path=given)
         assert {spec.arguments["model_path"] for spec in cluster.launched} == {expected}
+
+
+async def test_workers_get_the_users_own_functions_by_absolute_paths_and_names_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for loss, advantage, expected in (
+        ("my.py:loss", "../a.py:mine", (f"{tmp_path}/my.py:loss", f"{tmp_path.parent}/a.py:mine")),
+        ("ppo_clip", "grpo", ("ppo_clip", "grpo")),
+    ):
+        cluster = PlannedCluster()
+        algorithm = {"policy_loss": {"loss_mode": loss}, "adv_estimator": advantage}
+        await start(cluster, monkeypatch, algorithm=algorithm)
+        given = [spec.arguments["config"].algorithm for spec in cluster.launched]
+        assert {(a.policy_loss.loss_mode, a.adv_estimator) for a in given} == {expected}
+
+
+async def test_an_engine_that_cannot_do_what_is_asked_of_it_on_an_update_ends_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = PlannedCluster()
+    cluster.on_update = frozenset({OnUpdate.DRAIN, OnUpdate.KEEP})
+    with pytest.raises(
+        ConfigError, match=r"on_update=interrupt: the rollout engine of rollout-0 .* it can do drain or keep\. Set"
+    ):
+        await start(cluster, monkeypatch, async_training={"on_update": "interrupt"})
+    assert set(cluster.log) == {"reserved", *EVERYTHING_ENDED}
 
 
 async def test_closing_twice_ends_everything_once(monkeypatch: pytest.MonkeyPatch) -> None:

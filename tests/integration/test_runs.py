@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.cluster.processes import descendants
+from headway.cluster.processes import descendants
 from tests.integration.support import events, finish, make_job, start, summary, train
 
 MODES = ["on_policy", "one_step_off", "stream_off_policy", "async_stale", "async_partial"]
@@ -82,6 +82,7 @@ def test_a_second_interrupt_leaves_at_once(recipe: Path, tmp_path: Path) -> None
     process = start_long_run(recipe, tmp_path / "run", "cluster.backend=ray", "async_training.require_batches=512")
     started = descendants(process.pid)
     os.kill(process.pid, signal.SIGINT)
+    wait_for("press Ctrl-C again", process, tmp_path / "run")  # two at once would arrive as one
     os.kill(process.pid, signal.SIGINT)
     code, output = finish(process, timeout_s=30)
     assert code == 130, output
@@ -109,14 +110,18 @@ def start_long_run(recipe: Path, run_dir: Path, *overrides: str) -> subprocess.P
         "-m", "headway", "train", str(recipe), "mode=async_partial", "rollout.total_rollout_steps=65536",
         "rollout.test_freq=-1", f"run.dir={run_dir}", *overrides,
     )  # fmt: skip
+    wait_for("fetch.taken" if "require_batches" not in "".join(overrides) else "group.rewarded", process, run_dir)
+    return process
+
+
+def wait_for(wanted: str, process: subprocess.Popen[str], run_dir: Path) -> None:
+    """Until the run's events have ``wanted`` in them."""
     deadline = time.monotonic() + 90
     log = run_dir / "events.jsonl"
-    wanted = "fetch.taken" if "require_batches" not in "".join(overrides) else "group.rewarded"
     while not (log.exists() and wanted in log.read_text()):
         assert process.poll() is None, finish(process)
         assert time.monotonic() < deadline, f"no {wanted} within 90 s"
         time.sleep(0.1)
-    return process
 
 
 def pid_of_worker(parent: int, worker: str) -> int:

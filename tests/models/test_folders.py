@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import T5Config
 
-from headway.config.schema import MakeModelConfig
+from headway.config.schema import Config, MakeModelConfig
 from headway.errors import ModelError
 from headway.models.export import export, replaced_when_complete
-from headway.models.loading import load_model, load_tokenizer
+from headway.models.loading import compute_dtype, load_model, load_tokenizer
 from headway.models.make import make_model
 
 
@@ -32,6 +32,21 @@ def folder(tmp_path: Path) -> Path:
 def edit(path: Path, **changes: Any) -> None:
     values = {**json.loads(path.read_text()), **changes}
     path.write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "expected"),
+    [
+        ("auto", "cpu", torch.float32),
+        ("auto", "cuda", torch.bfloat16),
+        ("auto", "cuda:1", torch.bfloat16),
+        ("float32", "cuda", torch.float32),
+        ("bfloat16", "cpu", torch.bfloat16),
+    ],
+)
+def test_auto_is_half_precision_on_gpus_alone(asked: str, device: str, expected: torch.dtype) -> None:
+    config = Config(model={"dtype": asked})  # type: ignore[arg-type]
+    assert compute_dtype(config, torch.device(device)) is expected
 
 
 def test_a_model_opens_in_the_dtype_that_was_asked_for(folder: Path) -> None:

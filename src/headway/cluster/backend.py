@@ -16,6 +16,7 @@ from headway.config.schema import Config
 from headway.errors import StallError
 from headway.interfaces import LogProbEngine, RolloutEngine, TrainEngine
 from headway.pipeline.concurrently import concurrently
+from headway.user_code import names_a_file, resolve_spec
 
 
 @dataclass(slots=True)
@@ -48,19 +49,24 @@ async def start_backend(config: Config, *, model_path: str, run_dir: Path, total
     Whatever fails, everything that was started is ended before the error is raised.
 
     Raises:
-        ConfigError: a Ray address that does not answer, a transport or a placement that the backend cannot do.
+        ConfigError: a Ray address that does not answer; a transport, placement or ``on_update`` that cannot be had.
         ModelError: the model at ``model_path`` cannot be opened.
         StallError: not everything was up within ``cluster.start_timeout_s``; the message says what was waited for.
     """
     cluster = make_cluster(config, run_dir)
     startup = Startup(
-        config, cluster, model_path=_for_any_directory(model_path), total_optimizer_steps=total_optimizer_steps
+        _with_absolute_files(config),
+        cluster,
+        model_path=_for_any_directory(model_path),
+        total_optimizer_steps=total_optimizer_steps,
     )
     timeout_s = config.cluster.start_timeout_s
     async with AsyncExitStack() as stack:
         try:
             async with asyncio.timeout(timeout_s):
                 started = await startup.run(stack)
+        except StallError:  # a TimeoutError that knows more
+            raise
         except TimeoutError:
             raise StallError(
                 f"not everything was up within cluster.start_timeout_s = {timeout_s:g} s: the driver waited for "
@@ -83,6 +89,18 @@ def _for_any_directory(model_path: str) -> str:
     """
     folder = Path(model_path).expanduser()
     return str(folder.absolute()) if folder.is_dir() else model_path
+
+
+def _with_absolute_files(config: Config) -> Config:
+    """The configuration for workers, which run in another directory: the user's own functions by absolute paths."""
+
+    def absolute(spec: str) -> str:
+        return resolve_spec(spec) if names_a_file(spec) else spec
+
+    algorithm = config.algorithm
+    loss = algorithm.policy_loss.model_copy(update={"loss_mode": absolute(algorithm.policy_loss.loss_mode)})
+    changes = {"adv_estimator": absolute(algorithm.adv_estimator), "policy_loss": loss}
+    return config.model_copy(update={"algorithm": algorithm.model_copy(update=changes)})
 
 
 def make_cluster(config: Config, run_dir: Path) -> Cluster:

@@ -13,12 +13,15 @@ import ray
 
 from headway.cluster.plan import ClusterPlan, WorkerSpec, available_cores
 from headway.cluster.process import ProcessSettings
+from headway.cluster.processes import Family
 from headway.cluster.ray_worker import RayWorker
 from headway.cluster.resource_pool import ResourcePool
 from headway.config.schema import Config
 from headway.errors import ConfigError, RunError, boundary
 
 MIN_OBJECT_STORE = 256 * 2**20
+RESERVING_SHARE = 0.95
+"""Of the time that the start has left: what is lacking must be said before the start as a whole runs out of time."""
 
 
 class RayCluster:
@@ -31,6 +34,10 @@ class RayCluster:
         self._config = config
         self._run_dir = run_dir
         self._entered = False
+        self._processes: Family | None = None
+        """Of the Ray that was started here; None where it was joined."""
+        self._deadline: float | None = None
+        """On the event loop's clock: when the whole start has to be over."""
         self._pool: ResourcePool | None = None
         self._device = "cpu"
 
@@ -41,6 +48,7 @@ class RayCluster:
 
     async def connect(self) -> str:
         """Start Ray or join it. Raises `ConfigError` when nothing answers there, or there is no such device."""
+        self._deadline = asyncio.get_running_loop().time() + self._config.cluster.start_timeout_s
         if not ray.is_initialized():
             if self._config.cluster.address is not None:
                 await check_answers(self._config.cluster.address, self._config.cluster.start_timeout_s)
@@ -53,8 +61,12 @@ class RayCluster:
     async def reserve(self, plan: ClusterPlan) -> None:
         self._devices = sorted({spec.device for spec in plan})
         self._check_enough_gpus(plan)
+        if self._deadline is None:
+            raise RunError("devices can be reserved only after the cluster has answered")
+        left = max(0.0, self._deadline - asyncio.get_running_loop().time())
+        whole_seconds = int(left * RESERVING_SHARE)  # Ray waits for no fractions
         self._pool = await ResourcePool.reserve(
-            len(self._devices), on_gpus=self._device == "cuda", timeout_s=self._config.cluster.start_timeout_s
+            len(self._devices), on_gpus=self._device == "cuda", timeout_s=whole_seconds
         )
 
     def launch(self, spec: WorkerSpec) -> RayWorker:
@@ -71,7 +83,19 @@ class RayCluster:
             self._pool = None
         if self._entered:
             self._entered = False
-            await asyncio.to_thread(ray.shutdown)
+            # One call of a thread: a cancellation meanwhile cuts nothing short.
+            await asyncio.to_thread(self._leave)
+
+    def _leave(self) -> None:
+        """Leave Ray. When it was started here, returns when none of its processes is left: some outlive the node."""
+        processes, self._processes = self._processes, None
+        if processes is not None:
+            processes.update()
+        try:
+            ray.shutdown()
+        finally:
+            if processes is not None and (left := processes.end()):
+                raise RunError(f"processes of Ray are still there after they were killed: {left}")
 
     def _init(self) -> None:
         # Ray's processes inherit both: no reports to its makers, and devices hidden from no worker that asked for none.
@@ -83,7 +107,7 @@ class RayCluster:
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
             return
         with boundary("Ray does not start on this machine", RunError):
-            ray.init(
+            context: Any = ray.init(
                 address="local",
                 num_cpus=available_cores(),
                 include_dashboard=False,
@@ -91,6 +115,8 @@ class RayCluster:
                 logging_level=logging.ERROR,
                 object_store_memory=object_store_bytes(self._config),
             )
+        # The name of Ray's session stands in the command line of all that this process started for it.
+        self._processes = Family(Path(context.address_info["session_dir"]).name)
 
     def _check_enough_gpus(self, plan: ClusterPlan) -> None:
         """Fail at once on a machine that cannot get more of them; a cluster that was joined may still grow."""

@@ -9,7 +9,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from headway.errors import RunError
+from headway.errors import StallError
 
 CPU_SHARE = 0.01
 """CPUs that a worker asks Ray for. Threads are set by Headway; a whole CPU per worker would leave a small machine
@@ -25,7 +25,7 @@ class ResourcePool:
 
     @classmethod
     async def reserve(cls, devices: int, *, on_gpus: bool, timeout_s: float) -> ResourcePool:
-        """Wait until Ray has reserved everything. Raises `RunError` with what was asked for and what there is."""
+        """Wait until Ray has reserved everything. Raises `StallError` with what was asked for and what there is."""
         gpus = 1 if on_gpus else 0
         bundle = {"CPU": CPU_SHARE, "GPU": gpus} if on_gpus else {"CPU": CPU_SHARE}
         group = placement_group([dict(bundle) for _ in range(devices)], strategy="PACK")
@@ -38,7 +38,7 @@ class ResourcePool:
             remove_placement_group(group)
             resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
             there = {name: amount for name, amount in resources.items() if name in ("CPU", "GPU")}
-            raise RunError(
+            raise StallError(
                 f"Ray did not reserve {devices} x {bundle} within {timeout_s:g} s; the cluster has {there} in all. "
                 "Ask for fewer devices (trainer.n_gpus_per_node, rollout.n_gpus_per_node), or free some"
             )

@@ -219,11 +219,13 @@ class RolloutRole(Role):
     @register(Dispatch.RANK_ZERO)
     def build(self, store: Address | None) -> None:
         """Load the model and the tokenizer. A replica is one rank, and meets nobody at ``store``."""
-        from headway.models.loading import load_model, load_tokenizer
+        import torch
+
+        from headway.models.loading import compute_dtype, load_model, load_tokenizer
 
         self._set_threads()
         remote = self._config.model.trust_remote_code
-        dtype = served_dtype(self._config, self._device)
+        dtype = compute_dtype(self._config, torch.device(self._device))
         self._model = load_model(self._model_path, dtype=dtype, trust_remote_code=remote).to(self._device)
         self._tokenizer = load_tokenizer(self._model_path, trust_remote_code=remote)
 
@@ -308,15 +310,3 @@ class RefRole(Role):
     @register(Dispatch.SPLIT, Collect.COLUMNS)
     def reference_logprobs(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
         return self._engine.forward_logprobs(self._rows(samples))
-
-
-def served_dtype(config: Config, device: str) -> torch.dtype:
-    """``model.dtype``; ``auto`` is bfloat16 on GPUs, float32 on CPUs."""
-    import torch
-
-    match config.model.dtype:
-        case "auto":
-            return torch.bfloat16 if device.startswith("cuda") else torch.float32
-        case name:
-            dtype: torch.dtype = getattr(torch, name)
-            return dtype

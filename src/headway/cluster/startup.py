@@ -16,7 +16,7 @@ from headway.cluster.worker_group import Worker, WorkerGroup
 from headway.config.placement import resolve_placement
 from headway.config.schema import Config
 from headway.errors import ConfigError
-from headway.interfaces import Manifest
+from headway.interfaces import Capabilities, Manifest, OnUpdate
 from headway.pipeline.concurrently import concurrently
 from headway.weights.transports.links import Address, make_link
 
@@ -161,7 +161,17 @@ class Startup:
         (worker,) = group.workers
         offset = await clock_offset(worker)
         capabilities = await self._wait(f"{worker.name} to start its engine", _result(group.serve, manifest, offset))
+        self._check_can(worker.name, capabilities)
         return RolloutReplica(worker, capabilities, self._config.rollout.max_concurrent)
+
+    def _check_can(self, name: str, capabilities: Capabilities) -> None:
+        asked = OnUpdate(self._config.async_training.on_update)
+        if asked not in capabilities.on_update:
+            known = " or ".join(sorted(capabilities.on_update)) or "no updates at all"
+            raise ConfigError(
+                f"async_training.on_update={asked}: the rollout engine of {name} cannot do that; it can do {known}. "
+                "Set async_training.on_update (or mode) to one that it can do"
+            )
 
     async def _wait(self, what: str, answer: Coroutine[Any, Any, T]) -> T:
         self._pending[what] = None

@@ -88,8 +88,8 @@ def _sampling(config: Config) -> Iterator[str]:
         if value != off and config.algorithm.rollout_correction.name is None:
             yield (
                 f"rollout.{key}={value} changes the policy that samples, and nothing corrects for the difference to "
-                f"the policy that is trained; set it to {off} (off), or set async_training.use_rollout_log_probs=false and "
-                "algorithm.rollout_correction.name=truncate"
+                f"the policy that is trained; set it to {off} (off), or set async_training.use_rollout_log_probs=false "
+                "and algorithm.rollout_correction.name=truncate"
             )
     trigger = config.async_training.trigger_parameter_sync_step
     if not config.async_training.use_rollout_log_probs and trigger > 1:

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple, TypeVar, Union
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.errors import RunError
+
 T = TypeVar("T")
 Handle = Union[T, Any]  # noqa: UP007 - a generic alias needs this spelling on Python 3.11
 """An opaque reference to a ``T`` that may live in another process."""
@@ -105,12 +107,9 @@ class Trajectory:
     finished: float
 
     @property
-    def oldest_version(self) -> int:
-        return min(version for _, version in self.version_spans)
-
-    @property
-    def newest_version(self) -> int:
-        return max(version for _, version in self.version_spans)
+    def oldest_version(self) -> int | None:
+        """None for a trajectory without tokens: no weights have sampled any of it."""
+        return min((version for _, version in self.version_spans), default=None)
 
 
 @dataclass(slots=True)
@@ -128,7 +127,15 @@ class Group:
 
     @property
     def oldest_version(self) -> int:
-        return min(t.oldest_version for t in self.trajectories)
+        """Of the weights that sampled any of its tokens. Raises `RunError` for a group without tokens."""
+        versions = [oldest for t in self.trajectories if (oldest := t.oldest_version) is not None]
+        if not versions:
+            ends = ", ".join(t.finish_reason for t in self.trajectories)
+            raise RunError(
+                f"group {self.number}: none of its {len(self.trajectories)} trajectories has a token ({ends}), so it "
+                "has no version of weights. Such a group cannot be trained on; its engine should not have delivered it"
+            )
+        return min(versions)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,22 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
+from headway.config.schema import Config
 from headway.errors import ModelError, boundary
 
 LOADING = threading.Lock()
 """Held while a model is loaded: roles of one process load theirs one after the other."""
+
+
+def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """Of matrix products and of served weights: ``model.dtype``; ``auto`` is bfloat16 on GPUs, float32 on CPUs."""
+    match config.model.dtype:
+        case "auto":
+            return torch.bfloat16 if device.type == "cuda" else torch.float32
+        case "float32":
+            return torch.float32
+        case "bfloat16":
+            return torch.bfloat16
 
 
 def load_model(

@@ -193,7 +193,7 @@ class ActorTrain(Stage[list[Group], Update]):
                 trajectories=len(trajectories),
                 lags=[lags[group.number] for group in groups],
                 token_lag=_token_lags(trajectories, version),
-                stale_trajectories=sum(t.oldest_version < version for t in trajectories),
+                stale_trajectories=sum(_is_older(t, version) for t in trajectories),
                 metrics=report.metrics,
             )
         )
@@ -215,11 +215,17 @@ def _columns(group: Group, k: int, prox: Iterator[Column] | None) -> dict[str, A
     return columns
 
 
+def _is_older(trajectory: Trajectory, version: int) -> bool:
+    oldest = trajectory.oldest_version
+    return oldest is not None and oldest < version
+
+
 def _token_lags(trajectories: Sequence[Trajectory], version: int) -> dict[int, int]:
     """Histogram: lag → tokens."""
     counts: Counter[int] = Counter()
     for trajectory in trajectories:
-        ends = [start for start, _ in trajectory.version_spans[1:]] + [trajectory.length]
-        for (start, sampled_by), end in zip(trajectory.version_spans, ends, strict=True):
+        spans = trajectory.version_spans
+        ends = [start for start, _ in spans[1:]] + [trajectory.length] * bool(spans)
+        for (start, sampled_by), end in zip(spans, ends, strict=True):
             counts[version - sampled_by] += end - start
     return dict(sorted(counts.items()))

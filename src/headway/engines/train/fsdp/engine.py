@@ -30,10 +30,10 @@ from headway.engines.train.fsdp.collectives import on_rank_zero, reduce_numbers,
 from headway.engines.train.fsdp.forward import forward_logprobs, micro_batches, rows_of
 from headway.engines.train.fsdp.objective import Objective, Sums, Totals
 from headway.engines.train.fsdp.schedule import learning_rate
-from headway.engines.train.fsdp.sharding import compute_dtype, sharded_policy
+from headway.engines.train.fsdp.sharding import sharded_policy
 from headway.interfaces import Manifest, StepReport
 from headway.models.export import export
-from headway.models.loading import load_tokenizer
+from headway.models.loading import compute_dtype, load_tokenizer
 from headway.weights.buckets import build_manifest, pack
 
 

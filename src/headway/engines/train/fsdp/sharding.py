@@ -18,18 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from headway.config.schema import Config
 from headway.engines.train.fsdp.collectives import on_rank_zero
 from headway.engines.train.fsdp.policy import PolicyModule, check_plain_head
-from headway.models.loading import load_config, load_model
-
-
-def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """The dtype of matrix products, and the one in which weights are served (``model.dtype``)."""
-    match config.model.dtype:
-        case "auto":
-            return torch.bfloat16 if device.type == "cuda" else torch.float32
-        case "float32":
-            return torch.float32
-        case "bfloat16":
-            return torch.bfloat16
+from headway.models.loading import compute_dtype, load_config, load_model
 
 
 def sharded_policy(model_path: str, config: Config, device: torch.device) -> PolicyModule:

@@ -1,0 +1,116 @@
+"""Processes that this one started, watched by descriptors: a number that was given to somebody else is never hit."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from pathlib import Path
+
+CAN_WATCH = hasattr(os, "pidfd_open")
+"""On Linux. Elsewhere families are empty."""
+ORDERLY_S = 5.0
+"""For a process to end by itself."""
+TERMINATED_S = 2.0
+"""To end after a signal."""
+
+
+def descendants(*pids: int) -> list[int]:
+    """Process ids of everything that ``pids`` started, directly or not, as /proc has it now."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+    found, open_ends = [], list(pids)
+    while open_ends:
+        below = children.get(open_ends.pop(), [])
+        found += below
+        open_ends += below
+    return found
+
+
+class Family:
+    """The processes that this one has started by now with ``title`` in their command lines, and all below those."""
+
+    def __init__(self, title: str = "") -> None:
+        self._title = title
+        self._descriptors: dict[int, int] = {}
+        """By process id; a descriptor becomes readable when its process has ended."""
+        self.update()
+
+    def __len__(self) -> int:
+        return len(self._descriptors)
+
+    def update(self) -> None:
+        """Note those that are there now, too. The earlier ones stay, also where the process between has ended."""
+        if not CAN_WATCH:
+            return
+        opened: dict[int, int] = {}
+        for pid in self._find():
+            try:
+                opened[pid] = os.pidfd_open(pid)
+            except OSError:
+                continue  # it has ended
+        confirmed = self._find()  # a number may have changed hands between looking and opening
+        for pid, descriptor in opened.items():
+            if pid in confirmed:
+                self._close(pid)
+                self._descriptors[pid] = descriptor
+            else:
+                os.close(descriptor)
+
+    def left_after(self, seconds: float) -> list[int]:
+        """Those that have not ended within so long. The others are forgotten."""
+        deadline = time.monotonic() + seconds
+        pids = {descriptor: pid for pid, descriptor in self._descriptors.items()}
+        ends = select.poll()
+        for descriptor in pids:
+            ends.register(descriptor, select.POLLIN)
+        while self._descriptors:
+            ended = ends.poll(max(0.0, deadline - time.monotonic()) * 1000)
+            for descriptor, _ in ended:
+                ends.unregister(descriptor)
+                self._close(pids[descriptor])
+            if not ended:
+                break
+        return list(self._descriptors)
+
+    def end(self, orderly_s: float = ORDERLY_S, terminated_s: float = TERMINATED_S) -> list[int]:
+        """Wait ``orderly_s`` for all to end by themselves, then end the stragglers. Blocks.
+
+        Returns those that no signal ended within ``terminated_s``; nothing is watched any more.
+        """
+        left = self.left_after(orderly_s)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if left:
+                self._signal(number)
+                left = self.left_after(terminated_s)
+        for pid in left:
+            self._close(pid)
+        return left
+
+    def _find(self) -> set[int]:
+        titled = {pid for pid in descendants(os.getpid()) if self._title in _command_line(pid)}
+        return titled | set(descendants(*titled))
+
+    def _signal(self, number: signal.Signals) -> None:
+        for descriptor in self._descriptors.values():
+            try:
+                signal.pidfd_send_signal(descriptor, number)
+            except ProcessLookupError:
+                continue
+
+    def _close(self, pid: int) -> None:
+        if (descriptor := self._descriptors.pop(pid, None)) is not None:
+            os.close(descriptor)
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""

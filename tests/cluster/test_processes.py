@@ -1,0 +1,70 @@
+"""Families of real processes, which say what they are on a pipe."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from headway.cluster.processes import CAN_WATCH, Family
+
+pytestmark = pytest.mark.skipif(not CAN_WATCH, reason="processes are watched on Linux only")
+
+TITLE = "headway-test-family"
+PARENT = (
+    "import subprocess, sys; "
+    "child = subprocess.Popen([sys.executable, '-c', sys.argv[2]], stdout=sys.stdout); "
+    "child.wait(); sys.stdin.read()"
+)
+STUBBORN = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid(), flush=True); {}"
+
+
+def start(child: str) -> tuple[subprocess.Popen[str], int]:
+    """A process with `TITLE` in its command line and a child without; the child's id, once it ignores SIGTERM."""
+    command = [sys.executable, "-c", PARENT, TITLE, STUBBORN.format(child)]
+    parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    return parent, int(parent.stdout.readline())
+
+
+@pytest.fixture
+def stubborn() -> Iterator[tuple[subprocess.Popen[str], int]]:
+    parent, child = start("time.sleep(600)")
+    yield parent, child
+    with parent:
+        parent.kill()
+
+
+def test_a_child_that_outlives_its_parent_and_ignores_sigterm_is_ended(
+    stubborn: tuple[subprocess.Popen[str], int],
+) -> None:
+    parent, child = stubborn
+    family = Family(TITLE)
+    assert len(family) == 2
+    parent.kill()
+    parent.wait()
+    family.update()  # the orphan is nobody's descendant any more
+    assert family.left_after(0.05) == [child]
+    assert family.end(orderly_s=0, terminated_s=0.2) == []
+    assert parent.stdout is not None
+    assert parent.stdout.read() == "", "nobody holds the pipe's other end any more"
+
+
+def test_only_what_has_the_title_and_what_is_below_it_belongs_to_a_family(
+    stubborn: tuple[subprocess.Popen[str], int],
+) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stranger:
+        assert len(Family(TITLE)) == 2
+        assert Family(TITLE).end(orderly_s=0, terminated_s=5) == []
+        assert stranger.poll() is None
+        stranger.kill()
+
+
+def test_processes_that_end_by_themselves_are_left_to_it() -> None:
+    parent, _ = start("")
+    family = Family(TITLE)
+    parent.communicate()
+    assert family.end(orderly_s=10) == []
+    assert parent.returncode == 0
