@@ -99,7 +99,10 @@ def _with_absolute_files(config: Config) -> Config:
 
     algorithm = config.algorithm
     loss = algorithm.policy_loss.model_copy(update={"loss_mode": absolute(algorithm.policy_loss.loss_mode)})
-    changes = {"adv_estimator": absolute(algorithm.adv_estimator), "policy_loss": loss}
+    changes: dict[str, object] = {"adv_estimator": absolute(algorithm.adv_estimator), "policy_loss": loss}
+    if algorithm.rollout_correction.name is not None:
+        name = absolute(algorithm.rollout_correction.name)
+        changes["rollout_correction"] = algorithm.rollout_correction.model_copy(update={"name": name})
     return config.model_copy(update={"algorithm": algorithm.model_copy(update=changes)})
 
 
