@@ -112,7 +112,7 @@ class FetchTaken(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerBusy(Event):
-    """The trainer computed during ``span``: ``what`` is ``forward``, ``step``, ``gather`` or ``save``."""
+    """The trainer computed during ``span``: ``what`` is ``forward``, ``step`` or ``gather``."""
 
     kind: ClassVar[str] = "trainer.busy"
     what: str

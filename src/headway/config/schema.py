@@ -416,7 +416,7 @@ class ClusterConfig(Section):
     start_timeout_s: float = Field(120.0, gt=0)
     """For Ray and all workers to come up."""
     stall_timeout_s: float = Field(300.0, gt=0)
-    """No stage finished anything for so long: the run ends and says who waits for whom."""
+    """Nothing happened for so long: the run ends and says who waits for whom. Above the longest optimizer step."""
 
 
 class ReportsConfig(Section):
