@@ -29,9 +29,10 @@ async def test_a_version_equals_one_process_bit_for_bit_and_a_killed_replica_end
     expected = await one_version(inline)
     await inline.close()
 
+    others = set(descendants(os.getpid()))  # of tests that ran here before
     workers = await start_backend(tiny_config("ray"), model_path=tiny_model, run_dir=tmp_path, total_optimizer_steps=4)
     family = Family()
-    assert len(family) >= 4
+    assert len(family) >= len(others) + 4
     try:
         outcome = await one_version(workers)
         assert (outcome.before, outcome.after) == (expected.before, expected.after)
@@ -55,19 +56,20 @@ async def test_a_version_equals_one_process_bit_for_bit_and_a_killed_replica_end
                 await workers.train.send_weights(2)
     finally:
         await workers.close()
-    assert family.left_after(0) == []
+    assert set(family.left_after(0)) <= others
     assert not ray.is_initialized()
     assert {path.name for path in (tmp_path / "logs").iterdir()} == {"actor-0.log", "rollout-0.log"}
 
 
 async def test_a_node_that_was_killed_leaves_no_process_though_nobody_stops_the_others(tmp_path: Path) -> None:
+    others = set(descendants(os.getpid()))
     cluster = RayCluster(tiny_config("ray"), tmp_path)
     await cluster.connect()
     family = Family()
     os.kill(raylet(), signal.SIGKILL)
     await cluster.stop()
-    assert len(family) > 1
-    assert family.left_after(0) == []
+    assert len(family) > len(others) + 1
+    assert set(family.left_after(0)) <= others
 
 
 def raylet() -> int:

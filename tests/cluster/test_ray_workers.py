@@ -33,7 +33,7 @@ from tests.cluster.one_version import tiny_config
 
 @pytest.fixture(scope="module")
 def ray_here(workers_can_import_tests: None) -> Iterator[None]:
-    ray.init(
+    context = ray.init(
         address="local",
         num_cpus=2,
         include_dashboard=False,
@@ -41,7 +41,8 @@ def ray_here(workers_can_import_tests: None) -> Iterator[None]:
         logging_level="ERROR",
         object_store_memory=128 * 2**20,
     )
-    family = Family()
+    family = Family(Path(context.address_info["session_dir"]).name)
+    assert len(family) > 1
     yield
     ray.shutdown()
     assert family.end(orderly_s=10) == []

@@ -290,13 +290,9 @@ from headway.rewards.request import RewardSpec
 async def main():
     pool = RewardPool(RewardSpec(sys.argv[1], timeout_s=600), workers=1, retries=0, log_path=None)
     await pool.start()
-    pid = next(iter(pool._pool._pool_manager.worker_manager.workers))
-    scoring = asyncio.create_task(
-        pool.score(Prompt(0, 0, 0, "", "", np.zeros(1, np.int32)), [sys.argv[2]])
-    )
-    await asyncio.sleep(0)
-    print(pid, flush=True)
-    await scoring
+    # Before the worker says that it is busy, on the same pipe.
+    print(next(iter(pool._pool._pool_manager.worker_manager.workers)), flush=True)
+    await pool.score(Prompt(0, 0, 0, "", "", np.zeros(1, np.int32)), [sys.argv[2]])
 
 if __name__ == "__main__":
     asyncio.run(main())
