@@ -186,9 +186,11 @@ def _whereabouts(snapshot: Snapshot) -> Text:
 
 
 def _fates(counts: dict[str, int]) -> Text:
+    """What went wrong is named only where something did: the line has to fit."""
     text = _pairs(("trained", human.count(counts["trained"])), ("filtered", human.count(counts["filtered"])))
     for fate in ("dropped", "failed"):
-        text.append("  ").append(f"{fate} ", QUIET).append(human.count(counts[fate]), LOOK_HERE if counts[fate] else "")
+        if counts[fate]:
+            text.append("  ").append(f"{fate} ", QUIET).append(human.count(counts[fate]), LOOK_HERE)
     return text
 
 
