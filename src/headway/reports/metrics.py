@@ -203,7 +203,6 @@ class RunMetrics:
 
     def _on_update(self, event: UpdateFinished) -> None:
         self.version = max(self.version, event.version)
-        self.served = dict.fromkeys(self.occupancy.replicas, event.version)
         row = self._row(event.version - 1)
         row.update = event
         if self._first_admission is not None:

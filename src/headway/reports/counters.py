@@ -1,0 +1,93 @@
+"""Numbers over time, as step functions: how many answers are being generated, groups in the queue, the lag."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from headway.events import Event, FetchTaken, GroupRewarded, GroupSettled, OptimizerStepped, TrajectoryFinished
+
+
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """``values[i]`` holds from ``times[i]`` (event clock, strictly ascending) until the next time."""
+
+    name: str
+    times: tuple[float, ...]
+    values: tuple[float, ...]
+    limit: float | None = None
+    """The most that there can be, where that is known."""
+
+    @property
+    def points(self) -> Iterator[tuple[float, float]]:
+        return zip(self.times, self.values, strict=True)
+
+    def thinned(self, resolution: float) -> Counter:
+        """Of each stretch of ``resolution`` seconds only the lowest, the highest and the last point."""
+        kept: list[tuple[float, float]] = []
+        stretch: list[tuple[float, float]] = []
+        for point in self.points:
+            if stretch and point[0] >= stretch[0][0] + resolution:
+                kept += _extremes(stretch)
+                stretch = []
+            stretch.append(point)
+        kept += _extremes(stretch)
+        return replace(self, times=tuple(time for time, _ in kept), values=tuple(value for _, value in kept))
+
+
+@dataclass(slots=True)
+class Counters:
+    """Accumulates them from events. Answers that were still being generated when the run ended are not known."""
+
+    slots: int = 0
+    _started: array[float] = field(default_factory=lambda: array("d"))
+    _finished: array[float] = field(default_factory=lambda: array("d"))
+    _queued: set[int] = field(default_factory=set)
+    _queue: list[tuple[float, float]] = field(default_factory=list)
+    _lags: list[tuple[float, float]] = field(default_factory=list)
+
+    def on_event(self, event: Event) -> None:
+        match event:
+            case TrajectoryFinished():
+                self._started.append(event.started)
+                self._finished.append(event.finished)
+            case GroupRewarded():
+                self._queued.add(event.number)
+                self._queue.append((event.time, len(self._queued)))
+            case FetchTaken():
+                self._queued.difference_update(event.numbers)
+                self._queue.append((event.time, len(self._queued)))
+            case GroupSettled() if event.number in self._queued:
+                self._queued.remove(event.number)
+                self._queue.append((event.time, len(self._queued)))
+            case OptimizerStepped() if event.lags:
+                self._lags.append((event.time, max(event.lags)))
+
+    def all(self) -> tuple[Counter, ...]:
+        """Those of which anything is known."""
+        generating = Counter("answers being generated", *self._generating(), limit=self.slots or None)
+        found = (generating, _counter("groups in the queue", self._queue), _counter("largest lag trained", self._lags))
+        return tuple(counter for counter in found if counter.times)
+
+    def _generating(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        times = np.concatenate([np.frombuffer(self._started), np.frombuffer(self._finished)])
+        steps = np.repeat([1.0, -1.0], [len(self._started), len(self._finished)])
+        order = np.argsort(times, kind="stable")
+        times, levels = times[order], np.cumsum(steps[order])
+        last = np.append(times[1:] != times[:-1], True) if len(times) else np.zeros(0, bool)
+        return tuple(times[last].tolist()), tuple(levels[last].tolist())
+
+
+def _counter(name: str, points: list[tuple[float, float]]) -> Counter:
+    """What changed last at an instant is what holds from then on."""
+    latest = dict(points)
+    return Counter(name, tuple(latest), tuple(latest.values()))
+
+
+def _extremes(stretch: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    values = [value for _, value in stretch]
+    places = {values.index(min(values)), values.index(max(values)), len(values) - 1} if values else set()
+    return [stretch[place] for place in sorted(places)]

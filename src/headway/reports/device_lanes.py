@@ -1,0 +1,185 @@
+"""The lanes of what computes, the trainer and the replicas: their work, and why they did nothing in between.
+
+Idle time is what ``trainer/idle_ratio`` and ``rollouter/idle_ratio`` count: saving a checkpoint and loading weights are
+not work. Claims go from the most telling to the least.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from headway.events import (
+    CheckpointSaved,
+    FetchTaken,
+    GroupAdmitted,
+    LeaseChanged,
+    ReplicaActivity,
+    ReplicaHalted,
+    Span,
+    TrainerBusy,
+    UpdateFinished,
+)
+from headway.reports.intervals import intersection, union
+from headway.reports.lanes import Kind, Lane, LaneSpan, clipped, idle, lay_out
+from headway.reports.occupancy import TRAINER_WORK
+from headway.reports.stage_lanes import ENDED, PAUSED, PROCESSING, WAITING_INPUT, WAITING_OUTPUT, StageLog
+from headway.reports.update_lanes import Updates
+
+TRAINER, REPLICAS = "Trainer", "Replicas"
+TRAINER_KINDS = {"step": Kind.STEP, "forward": Kind.FORWARD, "gather": Kind.GATHER}
+GROUPS_AWAITED = "waits for groups from the message queue"
+SCORES_AWAITED = "waits for groups: rewards are being computed, and nothing decodes"
+UPDATE_AWAITED = "waits for the parameter update"
+DRAIN_AWAITED = "waits for the parameter update: answers in flight finish first"
+VALIDATION_AWAITED = "waits for the parameter update: a validation finishes first"
+TRANSFER_AWAITED = "waits for the parameter update: weights are sent and received"
+LOAD_AWAITED = "waits for the parameter update: replicas load"
+HANDOVER = {"train": "waits for the shared devices", "generate": "hands the shared devices back"}
+SAVES = "saves a checkpoint"
+NO_ROOM = "no requests: the staleness limit is reached"
+NONE_ADMITTED = "no requests: all groups of the run are admitted"
+NONE_FOR_IT = "no requests for this replica"
+ABSENT = "not part of the run: it joins later, or was lost"
+NO_MORE = "nothing left to do"
+PREPARES = "prepares a fetch or an update"
+HALTED = {"load": "halted: loads new weights", "lease": "halted: training has the shared devices"}
+
+
+@dataclass(slots=True)
+class Trainer:
+    """Accumulates what the trainer did."""
+
+    _work: list[LaneSpan] = field(default_factory=list)
+    _saves: list[LaneSpan] = field(default_factory=list)
+    _waits: list[Span] = field(default_factory=list)
+    _fetch: int | None = None
+
+    def take(self, event: FetchTaken) -> None:
+        self._fetch = event.fetch
+        self._waits.append(event.waited)
+
+    def work(self, event: TrainerBusy) -> None:
+        if event.what in TRAINER_WORK:
+            fetch = "" if self._fetch is None or event.what == "gather" else f", fetch {self._fetch}"
+            self._work.append(LaneSpan(*event.span, TRAINER_KINDS[event.what], f"{event.what} v{event.version}{fetch}"))
+
+    def save(self, event: CheckpointSaved) -> None:
+        self._saves.append(idle(event.span, SAVES, f"saves the checkpoint of v{event.version}", Kind.CHECKPOINT))
+
+    def lane(
+        self,
+        life: Span,
+        stage: StageLog,
+        updates: Updates,
+        *,
+        leases: Iterable[LeaseChanged],
+        scoring: Iterable[Span],
+        drains: bool,
+    ) -> Lane:
+        """``stage`` is ActorTrain. ``scoring``: a reward was being computed, and nothing decoded.
+
+        ``drains``: what is in flight finishes before an update.
+        """
+        waits = union([*self._waits, *stage.when(WAITING_INPUT)])
+        claims = [
+            self._saves,
+            [idle((lease.asked, lease.time), HANDOVER[lease.holder]) for lease in leases],
+            [idle(span, SCORES_AWAITED) for span in intersection(waits, scoring)],
+            [idle(span, GROUPS_AWAITED) for span in waits],
+            *_update_claims(stage, updates, drains),
+            [idle(span, PREPARES) for span in stage.when(PROCESSING)],
+            [idle(span, NO_MORE) for span in stage.when(*ENDED)],
+        ]
+        return Lane(TRAINER, "trainer", lay_out(self._work, claims, life))
+
+
+def _update_claims(stage: StageLog, updates: Updates, drains: bool) -> list[list[LaneSpan]]:
+    """What the update was doing while the trainer waited for it, most telling first."""
+    waited = union(stage.when(WAITING_OUTPUT))
+    validations = [_validation_wait(event, updates) for event in updates.finished if event.validation_stall_s > 0]
+    phases = [span for spans in updates.phases().values() for span in spans]
+    transfers = union(span.span for span in phases if span.kind in (Kind.TRANSFER, Kind.GATHER))
+    loads = union(span.span for span in phases if span.kind is Kind.LOAD)
+    return [
+        [idle(span, TRANSFER_AWAITED) for span in intersection(transfers, waited)],
+        [idle(span, LOAD_AWAITED) for span in intersection(loads, waited)],
+        clipped(validations, waited),
+        [idle(span, DRAIN_AWAITED if drains else UPDATE_AWAITED) for span in waited],
+    ]
+
+
+def _validation_wait(event: UpdateFinished, updates: Updates) -> LaneSpan:
+    """It comes right after the transfer, before any replica is halted."""
+    start = updates.transferred(event.version)
+    start = event.time - event.trainer_stall_s if start is None else start
+    return idle((start, start + event.validation_stall_s), VALIDATION_AWAITED)
+
+
+@dataclass(slots=True)
+class Replicas:
+    """Accumulates what the replicas did. Time before one joined and after it was lost is idle time, as in the ratio."""
+
+    names: list[str] = field(default_factory=list)
+    _busy: dict[str, list[Span]] = field(default_factory=lambda: defaultdict(list))
+    _halts: dict[str, list[ReplicaHalted]] = field(default_factory=lambda: defaultdict(list))
+
+    def declare(self, names: Iterable[str]) -> None:
+        self.names += [name for name in names if name not in self.names]
+
+    def work(self, event: ReplicaActivity) -> None:
+        self.declare([event.replica])
+        self._busy[event.replica] += event.busy
+
+    def halt(self, event: ReplicaHalted) -> None:
+        self._halts[event.replica].append(event)
+
+    def busy(self) -> list[Span]:
+        """When any of them prefilled or decoded, as a union."""
+        return union(span for spans in self._busy.values() for span in spans)
+
+    def lane(self, replica: str, life: Span, shared: Sequence[list[LaneSpan]], updates: Updates) -> Lane:
+        """``shared`` are the claims that hold for every replica, from `Admission`."""
+        work = [LaneSpan(*span, Kind.DECODE, "decodes") for span in union(self._busy[replica])]
+        halts = [_halt(event, updates) for event in self._halts[replica]]
+        absent = [idle(span, ABSENT) for span in updates.absent(replica, life)]
+        return Lane(REPLICAS, replica, lay_out(work, [halts, absent, *shared], life))
+
+
+@dataclass(slots=True)
+class Admission:
+    """Knows when all groups of the run were admitted: from then on no room under the limit would help."""
+
+    total: int | None = None
+    _complete: list[Span] = field(default_factory=list)
+    _since: float | None = None
+
+    def admit(self, event: GroupAdmitted) -> None:
+        """A discarded group is replaced, so admission may end more than once."""
+        self.close(event.time)
+        if self.total is not None and event.admitted - event.discarded >= self.total:
+            self._since = event.time
+
+    def close(self, end: float) -> None:
+        if self._since is not None:
+            self._complete.append((self._since, end))
+            self._since = None
+
+    def no_requests(self, loader: StageLog, generate: StageLog) -> list[list[LaneSpan]]:
+        """Claims: why replicas had nothing to do though nothing halted them."""
+        return [
+            [idle(span, "no requests: generation is paused") for span in generate.when(PAUSED)],
+            [idle(span, NONE_ADMITTED) for span in [*self._complete, *loader.when(*ENDED)]],
+            [idle(span, NO_ROOM) for span in loader.when(WAITING_INPUT)],
+            [idle((stay.start, stay.end), NONE_FOR_IT) for stay in loader.stays],
+        ]
+
+
+def _halt(event: ReplicaHalted, updates: Updates) -> LaneSpan:
+    reason = HALTED.get(event.reason, f"halted: {event.reason}")
+    version = updates.loading(event.replica, event.span[0]) if event.reason == "load" else None
+    label = reason if version is None else f"halted: loads v{version}"
+    if event.interrupted:
+        label += f"; {event.interrupted} answers were cut and go on"
+    return idle(event.span, reason, label, Kind.HALTED)

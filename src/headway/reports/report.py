@@ -1,0 +1,77 @@
+"""``headway report RUN``: a run's record as a page and as a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from headway.errors import ConfigError, DataError
+from headway.events import Event
+from headway.reports.events_file import read_events
+from headway.reports.html_timeline import write_html
+from headway.reports.run_directory import RunDirectory
+from headway.reports.timeline import Timeline, build_timeline
+from headway.reports.trace import write_trace
+
+HTML_NAME, TRACE_NAME = "timeline.html", "trace.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The files of a report."""
+
+    html: Path
+    trace: Path
+
+
+def report(run: Path, html: Path | None = None, trace: Path | None = None) -> Written:
+    """Write the page and the trace of the run in directory ``run``; by default they lie beside its events.
+
+    A run that failed or still goes on is reported up to its last event.
+
+    Raises:
+        ConfigError: ``run`` is no run's directory, its record cannot be read, or a file cannot be written.
+    """
+    timeline = build_timeline(_events(run))
+    written = Written(html or run / HTML_NAME, trace or run / TRACE_NAME)
+    _write(write_html, timeline, written.html, "--html")
+    _write(write_trace, timeline, written.trace, "--trace")
+    return written
+
+
+def _events(run: Path) -> Iterator[Event]:
+    path = _events_file(run)
+    empty = True
+    try:
+        for event in read_events(path):
+            empty = False
+            yield event
+    except (DataError, UnicodeDecodeError) as cause:
+        raise ConfigError(f"RUN: got {run}, whose record cannot be read: {cause}") from cause
+    if empty:
+        raise ConfigError(f"RUN: got {run}, where nothing has happened yet: {path.name} has no complete line")
+
+
+def _events_file(run: Path) -> Path:
+    wanted = "expected a run's directory, the run.dir of a headway train"
+    if not run.exists():
+        raise ConfigError(f"RUN: got {run}, which does not exist; {wanted}")
+    if not run.is_dir():
+        raise ConfigError(f"RUN: got {run}, which is a file; {wanted}")
+    path = RunDirectory(run).events
+    if not path.is_file():
+        newest = max(run.glob(f"*/{path.name}"), key=lambda found: found.stat().st_mtime, default=None)
+        hint = f"; did you mean {newest.parent}?" if newest else ""
+        raise ConfigError(f"RUN: got {run}, which has no {path.name}; {wanted}{hint}")
+    return path
+
+
+def _write(write: Callable[[Timeline, Path], None], timeline: Timeline, path: Path, option: str) -> None:
+    try:
+        write(timeline, path)
+    except OSError as cause:
+        problem = cause.strerror or cause
+        raise ConfigError(
+            f"{option}: got {path}, which cannot be written ({problem}); expected a file in a directory that exists"
+        ) from cause

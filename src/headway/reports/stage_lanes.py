@@ -1,0 +1,82 @@
+"""What each stage did, from its transitions: between two of them it was in the state that the first one named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from headway.events import Span, StageChanged
+from headway.reports.lanes import Kind, Lane, LaneSpan, idle, joined
+from headway.reports.snapshot import FLOW
+
+GROUP = "Stages"
+WAITING_INPUT, WAITING_OUTPUT, PROCESSING, PAUSED = "waiting_input", "waiting_output", "processing", "paused"
+ENDED = ("draining", "stopped", "failed")
+"""States without input to come; while draining, items may still be in processing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """A stage was in one state, ``processing`` whenever an item was; ``active`` is the most items at once."""
+
+    start: float
+    end: float
+    state: str
+    waiting_for: str | None
+    active: int
+
+
+@dataclass(slots=True)
+class StageLog:
+    """One stage's stays, in order and without a gap; its last state is open until `close`."""
+
+    name: str
+    stays: list[Stay] = field(default_factory=list)
+    _state: str | None = None
+    _waiting_for: str | None = None
+    _since: float = 0.0
+    _active: int = 0
+
+    def change(self, event: StageChanged) -> None:
+        state = PROCESSING if _works(event) else event.state
+        waiting_for = None if state == PROCESSING else event.waiting_for
+        if (state, waiting_for) == (self._state, self._waiting_for):
+            self._active = max(self._active, event.active)
+            return
+        self.close(event.time)
+        self._state, self._waiting_for, self._active = state, waiting_for, event.active
+
+    def close(self, end: float) -> None:
+        """The state that it is in reaches until ``end`` at least."""
+        if self._state is not None and end > self._since:
+            self.stays.append(Stay(self._since, end, self._state, self._waiting_for, self._active))
+        self._since = end
+
+    def when(self, *states: str) -> list[Span]:
+        return [(stay.start, stay.end) for stay in self.stays if stay.state in states]
+
+    def lane(self, life: Span) -> Lane:
+        """Begins with ``life``, before the first transition, and ends with the stage: one that stopped is not idle."""
+        first = self.stays[0].start if self.stays else life[1]
+        spans = [_span(stay) for stay in self.stays if stay.state not in ENDED]
+        return Lane(GROUP, self.name, joined([idle((life[0], first), "waits for its first input"), *spans]))
+
+
+def stage_lanes(logs: Iterable[StageLog], life: Span) -> list[Lane]:
+    """Lanes in the order in which data flows; any other stage comes after them."""
+    places = {name: place for place, name in enumerate(FLOW)}
+    return [log.lane(life) for log in sorted(logs, key=lambda log: places.get(log.name, len(places)))]
+
+
+def _works(event: StageChanged) -> bool:
+    """Items are in processing; one that waits to be handed on is not, whatever the others do."""
+    return event.state == PROCESSING or event.active - (event.state == WAITING_OUTPUT) > 0
+
+
+def _span(stay: Stay) -> LaneSpan:
+    span = (stay.start, stay.end)
+    if stay.state == PROCESSING:
+        return LaneSpan(*span, Kind.PROCESS, "1 item" if stay.active == 1 else f"up to {stay.active} items at once")
+    if stay.state == PAUSED:
+        return idle(span, "paused", kind=Kind.HALTED)
+    return idle(span, f"waits for {stay.waiting_for}" if stay.waiting_for else stay.state)

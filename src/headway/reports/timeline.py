@@ -1,0 +1,302 @@
+"""Who did what when, and why nothing was done in between: a run, real or simulated, as lanes on one time axis.
+
+    StageChanged ───────────────────────────────────────────▶ Stages: one lane each
+    TrainerBusy, FetchTaken, CheckpointSaved ───────────────▶ Trainer
+    ReplicaActivity, ReplicaHalted ─────────────────────────▶ Replicas: one lane each, and the version that it serves
+    UpdatePhase ────────────────────────────────────────────▶ Parameter update: phases at the trainer and each replica
+    LeaseChanged, ValidationFinished, CheckpointSaved ──────▶ Run
+    UpdateFinished, GroupSettled, ReplicaLost, Note, … ─────▶ marks
+    every event ────────────────────────────────────────────▶ figures of the whole run, as in summary.json
+
+Everything is derived from events, so a run that failed or still goes on has a timeline up to its last event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from headway.events import (
+    CheckpointSaved,
+    Event,
+    FetchTaken,
+    GroupAdmitted,
+    GroupSettled,
+    LeaseChanged,
+    Note,
+    ReplicaActivity,
+    ReplicaHalted,
+    ReplicaJoined,
+    ReplicaLost,
+    RunFinished,
+    RunStarted,
+    Span,
+    StageChanged,
+    TrainerBusy,
+    UpdateFinished,
+    UpdatePhase,
+    UpdateSuperseded,
+    ValidationFinished,
+)
+from headway.reports.counters import Counter, Counters
+from headway.reports.device_lanes import REPLICAS, TRAINER, Admission, Replicas, Trainer
+from headway.reports.human import score
+from headway.reports.intervals import complement, intersection
+from headway.reports.lanes import Kind, Lane, LaneSpan, side_by_side
+from headway.reports.metrics import RunMetrics
+from headway.reports.stage_lanes import PROCESSING, StageLog, stage_lanes
+from headway.reports.summary import summary
+from headway.reports.update_lanes import Updates
+
+RUN = "Run"
+LEASES = {"train": Kind.TRAIN_LEASE, "generate": Kind.GENERATE_LEASE}
+KEPT_DISCARDS = 20_000
+"""Marks of discarded groups; the figures count all of them."""
+
+
+class MarkKind(StrEnum):
+    """What happened at one instant."""
+
+    UPDATE = "update"
+    """Every replica serves a new version."""
+    SUPERSEDED = "superseded"
+    DISCARDED = "discarded"
+    """A group ended untrained."""
+    JOINED = "joined"
+    LOST = "lost"
+    NOTE = "note"
+    WARNING = "warning"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    time: float
+    kind: MarkKind
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """``window`` reaches from the first event to the last; ``lanes`` are in the order to show them in."""
+
+    window: Span
+    lanes: tuple[Lane, ...]
+    marks: tuple[Mark, ...]
+    counters: tuple[Counter, ...]
+    summary: dict[str, Any]
+    """The run in one object, as in ``summary.json``."""
+    measured: Span | None
+    """The wall time that the figures' shares refer to: first admission to last optimizer step."""
+
+    @property
+    def spans(self) -> int:
+        return sum(len(lane.spans) for lane in self.lanes)
+
+
+@dataclass(frozen=True, slots=True)
+class IdleReason:
+    """``share`` of the wall time that ``who`` did nothing for ``reason``; of replicas the mean."""
+
+    who: str
+    reason: str
+    seconds: float
+    share: float
+
+
+def build_timeline(events: Iterable[Event]) -> Timeline:
+    """The timeline of a run from its events, in the order in which they happened."""
+    builder = _Builder()
+    for event in events:
+        builder.on_event(event)
+    return builder.build()
+
+
+def idle_reasons(timeline: Timeline) -> list[IdleReason]:
+    """What kept the trainer and the replicas from working, most time first; shares add up to the idle ratios."""
+    window = timeline.measured
+    if window is None:
+        return []
+    wall = window[1] - window[0]
+    reasons: list[IdleReason] = []
+    for group in (TRAINER, REPLICAS):
+        lanes = [lane for lane in timeline.lanes if lane.group == group and not lane.annotates]
+        totals: dict[str, float] = {}
+        for lane in lanes:
+            for reason, seconds in lane.idle_by_reason(window).items():
+                totals[reason] = totals.get(reason, 0.0) + seconds / len(lanes)
+        reasons += [IdleReason(group, reason, seconds, seconds / wall) for reason, seconds in totals.items()]
+    return sorted(reasons, key=lambda found: -found.seconds)
+
+
+@dataclass(slots=True)
+class _Builder:
+    """Takes a run's events one by one and lays the lanes out at the end."""
+
+    metrics: RunMetrics = field(default_factory=RunMetrics)
+    stages: dict[str, StageLog] = field(default_factory=dict)
+    trainer: Trainer = field(default_factory=Trainer)
+    replicas: Replicas = field(default_factory=Replicas)
+    admission: Admission = field(default_factory=Admission)
+    updates: Updates = field(default_factory=Updates)
+    counters: Counters = field(default_factory=Counters)
+    leases: list[LeaseChanged] = field(default_factory=list)
+    validations: list[LaneSpan] = field(default_factory=list)
+    saves: list[LaneSpan] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    discards: int = 0
+    first: float | None = None
+    last: float = 0.0
+
+    def on_event(self, event: Event) -> None:
+        self.first = event.time if self.first is None else min(self.first, event.time)
+        self.last = max(self.last, event.time)
+        self.metrics.on_event(event)
+        self.counters.on_event(event)
+        self._record(event)
+        self._mark(event)
+
+    def build(self) -> Timeline:
+        life = (self.first or 0.0, self.last)
+        for log in self.stages.values():
+            log.close(life[1])
+        self.admission.close(life[1])
+        lanes = [self._trainer_lane(life), *self._replica_lanes(life), *self.updates.lanes(), *self._lease_lanes(life)]
+        return Timeline(
+            window=life,
+            lanes=(*lanes, *self._run_lanes(), *stage_lanes(self.stages.values(), life))
+            if self.first is not None
+            else (),
+            marks=tuple(sorted(self.marks, key=lambda mark: mark.time)),
+            counters=self.counters.all(),
+            summary=summary(self.metrics),
+            measured=self.metrics.window,
+        )
+
+    # ------------------------------------------------------------------------------------------ events
+
+    def _record(self, event: Event) -> None:
+        match event:
+            case StageChanged():
+                self.stages.setdefault(event.stage, StageLog(event.stage)).change(event)
+            case TrainerBusy():
+                self.trainer.work(event)
+            case FetchTaken():
+                self.trainer.take(event)
+            case ReplicaActivity():
+                self.replicas.work(event)
+            case ReplicaHalted():
+                self.replicas.halt(event)
+            case UpdatePhase():
+                self.updates.phase(event)
+            case UpdateFinished():
+                self.updates.finished.append(event)
+            case LeaseChanged():
+                self.leases.append(event)
+            case GroupAdmitted():
+                self.admission.admit(event)
+            case RunStarted():
+                self.admission.total = event.total_groups
+                self.updates.start(event)
+                self.replicas.declare(event.slots)
+                self.counters.slots += sum(event.slots.values())
+            case ReplicaJoined():
+                self.updates.join(event)
+                self.replicas.declare([event.replica])
+                self.counters.slots += event.slots
+            case ReplicaLost():
+                self.updates.lose(event)
+            case ValidationFinished():
+                label = f"validates v{event.version}: accuracy {score(event.accuracy)} of {event.problems} problems"
+                self.validations.append(LaneSpan(*event.span, Kind.VALIDATE, label))
+            case CheckpointSaved():
+                self.trainer.save(event)
+                self.saves.append(LaneSpan(*event.span, Kind.CHECKPOINT, f"saves v{event.version} to {event.path}"))
+
+    def _mark(self, event: Event) -> None:
+        if (mark := _mark_of(event)) is None:
+            return
+        self.discards += mark.kind is MarkKind.DISCARDED
+        if mark.kind is not MarkKind.DISCARDED or self.discards <= KEPT_DISCARDS:
+            self.marks.append(mark)
+
+    def _stage(self, name: str) -> StageLog:
+        return self.stages.get(name) or StageLog(name)
+
+    # ------------------------------------------------------------------------------------------ lanes
+
+    def _lanes(self, life: Span) -> Iterator[Lane]:
+        yield self._trainer_lane(life)
+        yield from self._replica_lanes(life)
+        yield from self.updates.lanes()
+        yield from self._lease_lanes(life)
+        yield from self._run_lanes()
+        yield from stage_lanes(self.stages.values(), life)
+
+    def _trainer_lane(self, life: Span) -> Lane:
+        started = self.metrics.started
+        nothing_decodes = complement(self.replicas.busy(), life)
+        return self.trainer.lane(
+            life,
+            self._stage("ActorTrain"),
+            self.updates,
+            leases=self.leases,
+            scoring=intersection(nothing_decodes, self._stage("Reward").when(PROCESSING)),
+            drains=started is not None and started.on_update == "drain",
+        )
+
+    def _replica_lanes(self, life: Span) -> Iterator[Lane]:
+        claims = self.admission.no_requests(self._stage("PromptLoader"), self._stage("Generate"))
+        for name in self.replicas.names:
+            yield self.replicas.lane(name, life, claims, self.updates)
+            if served := self.updates.serving(name, life[1]):
+                yield Lane(REPLICAS, f"{name}: version", tuple(served), annotates=True)
+
+    def _lease_lanes(self, life: Span) -> Iterator[Lane]:
+        if not self.leases:
+            return
+        # Generation has the devices until training asks for them the first time.
+        holders = [(life[0], "generate"), *((lease.time, lease.holder) for lease in self.leases)]
+        ends = [time for time, _ in holders[1:]] + [life[1]]
+        held = [
+            LaneSpan(start, end, LEASES[holder], f"{holder} holds the devices")
+            for (start, holder), end in zip(holders, ends, strict=True)
+            if end > start
+        ]
+        asked = [
+            LaneSpan(lease.asked, lease.time, Kind.IDLE, f"{lease.holder} has asked for the devices")
+            for lease in self.leases
+            if lease.time > lease.asked
+        ]
+        yield Lane(RUN, "shared devices", tuple(held))
+        yield from side_by_side(RUN, "shared devices: asked for", asked)
+
+    def _run_lanes(self) -> Iterator[Lane]:
+        for name, spans in (("validation", self.validations), ("checkpoints", self.saves)):
+            if any(span.end > span.start for span in spans):
+                yield from side_by_side(RUN, name, spans)
+
+
+def _mark_of(event: Event) -> Mark | None:
+    match event:
+        case UpdateFinished():
+            return Mark(event.time, MarkKind.UPDATE, f"v{event.version}")
+        case UpdateSuperseded():
+            return Mark(
+                event.time, MarkKind.SUPERSEDED, f"{event.replica} never gets v{event.version}: newer was ready"
+            )
+        case GroupSettled(fate="filtered" | "dropped" | "failed"):
+            why = f": {event.reason}" if event.reason else ""
+            return Mark(event.time, MarkKind.DISCARDED, f"group {event.number} {event.fate}{why}")
+        case ReplicaJoined():
+            return Mark(event.time, MarkKind.JOINED, f"{event.replica} joins with v{event.version}")
+        case ReplicaLost():
+            return Mark(event.time, MarkKind.LOST, f"{event.replica} is lost: {event.reason}")
+        case Note():
+            return Mark(event.time, MarkKind.WARNING if event.level == "warning" else MarkKind.NOTE, event.text)
+        case RunFinished():
+            why = f": {event.reason}" if event.reason else ""
+            return Mark(event.time, MarkKind.FINISHED, f"the run {event.status}{why}")
+    return None

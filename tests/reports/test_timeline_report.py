@@ -1,0 +1,87 @@
+"""``headway report``: where files go, and what is said when there is no run to report on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from headway.errors import ConfigError
+from headway.events import Event
+from headway.reports.events_file import EventsFile
+from headway.reports.report import report
+from tests.reports.scripted_run import ScriptedRun
+from tests.reports.timelines import cut_short
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return written(tmp_path / "run", ScriptedRun().build())
+
+
+def written(run: Path, events: Sequence[Event]) -> Path:
+    run.mkdir()
+    file = EventsFile(run / "events.jsonl", pytest.fail)
+    for event in events:
+        file.on_event(event)
+    file.close()
+    return run
+
+
+def message(run: Path, html: Path | None = None, trace: Path | None = None) -> str:
+    with pytest.raises(ConfigError) as raised:
+        report(run, html, trace)
+    return str(raised.value)
+
+
+def test_a_report_lies_beside_the_runs_events(run: Path) -> None:
+    files = report(run)
+    assert (files.html, files.trace) == (run / "timeline.html", run / "trace.json")
+    assert files.html.read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert json.loads(files.trace.read_text(encoding="utf-8"))["traceEvents"]
+
+
+def test_a_report_goes_where_it_is_asked_to(run: Path, tmp_path: Path) -> None:
+    files = report(run, tmp_path / "a.html", tmp_path / "b.json")
+    assert files.html.exists()
+    assert files.trace.exists()
+    assert not (run / "timeline.html").exists()
+
+
+def test_a_run_that_was_killed_in_the_middle_of_a_line_is_reported(tmp_path: Path) -> None:
+    run = written(tmp_path / "run", cut_short())
+    with (run / "events.jsonl").open("a") as file:
+        file.write('{"kind": "note", "ti')
+    assert report(run).html.exists()
+
+
+def test_no_such_run_a_file_and_a_directory_without_events_are_told_apart(run: Path, tmp_path: Path) -> None:
+    assert "does not exist" in message(tmp_path / "nowhere")
+    assert "is a file" in message(run / "events.jsonl")
+    assert f"did you mean {run}?" in message(tmp_path)
+    (tmp_path / "empty").mkdir()
+    text = message(tmp_path / "empty")
+    assert "has no events.jsonl" in text
+    assert "did you mean" not in text
+
+
+def test_a_record_that_does_not_parse_names_the_line(run: Path) -> None:
+    events = run / "events.jsonl"
+    lines = events.read_text().splitlines(keepends=True)
+    events.write_text("".join([*lines[:3], '{"kind": "no such kind", "time": 1}\n', *lines[3:]]))
+    assert f"{events}:4" in message(run)
+    events.write_bytes(b"\xff\xfe\n")
+    assert str(run) in message(run)
+
+
+def test_a_record_without_any_event_has_nothing_to_report(run: Path) -> None:
+    (run / "events.jsonl").write_text("")
+    assert "nothing has happened yet" in message(run)
+
+
+def test_a_file_that_cannot_be_written_is_named_with_its_option(run: Path, tmp_path: Path) -> None:
+    target = tmp_path / "no" / "such" / "folder.html"
+    assert message(run, html=target).startswith(f"--html: got {target}")
+    assert message(run, trace=run).startswith(f"--trace: got {run}")
