@@ -12,6 +12,15 @@ from typing import Any, ClassVar, Protocol
 
 Span = tuple[float, float]
 
+DecodeSteps = tuple[int, float, int]
+"""(steps, seconds, cached) of decode steps with the same number of active sequences, added up. ``seconds`` is wall time
+from one step's end to the next one's; ``cached`` counts the tokens in the KV cache, once for each step."""
+
+StartStep = tuple[int, int, float, int]
+"""(active, tokens, seconds, cached) of one step in which sequences started, or went on after a cut. ``active`` counts
+them, too; ``tokens`` are those of the contexts that they began from, one that they share counted once, whether it was
+prefilled in this step or before. The rest is as in `DecodeSteps`."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
@@ -140,7 +149,10 @@ class OptimizerStepped(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdatePhase(Event):
-    """One of the five phases (gather, send, recv, register, load) of the update to ``version``, at ``where``."""
+    """One of the five phases (gather, send, recv, register, load) of the update to ``version``, at ``where``.
+
+    Gather and a send to all replicas together are at ``actor``; a send to one replica alone is at that replica.
+    """
 
     kind: ClassVar[str] = "update.phase"
     version: int
@@ -152,7 +164,10 @@ class UpdatePhase(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateFinished(Event):
-    """Every replica serves ``version``. Stalls are spans in which a side waited for the update and did nothing else."""
+    """Every replica serves ``version``, or skipped it for a newer one that is on its way (`UpdateSuperseded`).
+
+    Stalls are spans in which a side waited for the update and did nothing else.
+    """
 
     kind: ClassVar[str] = "update.finished"
     version: int
@@ -165,6 +180,58 @@ class UpdateFinished(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateSuperseded(Event):
+    """A newer version was ready before the transfer of ``version`` to ``replica`` began: it never gets this one."""
+
+    kind: ClassVar[str] = "update.superseded"
+    version: int
+    replica: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaHalted(Event):
+    """Nothing decodes on ``replica`` during ``span``: it was paused for ``reason``, and had stopped.
+
+    ``reason`` is ``load`` (new weights) or ``lease`` (training has the shared devices).
+    """
+
+    kind: ClassVar[str] = "replica.halted"
+    replica: str
+    reason: str
+    span: Span
+    interrupted: int
+    """Trajectories with tokens that the pause cut."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaJoined(Event):
+    """A late replica serves from now on, with ``version``."""
+
+    kind: ClassVar[str] = "replica.joined"
+    replica: str
+    version: int
+    slots: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaLost(Event):
+    """A replica died and the others go on; what it was generating is run again."""
+
+    kind: ClassVar[str] = "replica.lost"
+    replica: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseChanged(Event):
+    """Shared devices went to ``holder``, ``train`` or ``generate``, which had asked for them at ``asked``."""
+
+    kind: ClassVar[str] = "lease.changed"
+    holder: str
+    asked: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaActivity(Event):
     """Spans of prefill or decoding since the replica's last report; ``slot_seconds`` sums active slots × time."""
 
@@ -174,6 +241,9 @@ class ReplicaActivity(Event):
     slot_seconds: float
     generated_tokens: int
     prefilled_tokens: int
+    decode_steps: dict[int, DecodeSteps] = field(default_factory=dict)
+    """Active sequences → the steps in which all of them decoded and none started; empty if the engine does not say."""
+    start_steps: list[StartStep] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,13 +15,13 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headway.data.types import Column, Group, GroupTokens, Handle, Prompt, Sample, Trajectory
-from headway.events import Span
+from headway.events import DecodeSteps, Span, StartStep
 
 if TYPE_CHECKING:
     import torch
@@ -91,7 +91,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One group's worth of generation: ``n`` responses to one prompt, ids ``prompt.trajectory_id(0..n-1)``."""
+    """``n`` responses to one prompt: a whole group's, or one part of a group that is split over replicas.
+
+    Their ids are ``prompt.trajectory_id(k)`` for k in ``first … first + n − 1``.
+    """
 
     number: int
     """The group's number; for validation, the problem's index (never mixed with groups: see ``priority``)."""
@@ -99,6 +102,8 @@ class GenerateRequest:
     n: int
     sampling: SamplingParams
     priority: Priority = Priority.TRAINING
+    first: int = 0
+    """The first k; above 0 only in a later part of a split group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +134,10 @@ class EngineStats:
     running: int = 0
     waiting: int = 0
     version: int = 0
+    decode_steps: dict[int, DecodeSteps] = field(default_factory=dict)
+    """Active sequences → the steps in which all of them decoded and none started. Empty where it is not measured."""
+    start_steps: list[StartStep] = field(default_factory=list)
+    """All other steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +198,12 @@ class RolloutEngine(Protocol):
     async def abort(self, numbers: Sequence[int]) -> None:
         """End these groups' trajectories as they are; their `generate` yields them with ``aborted``."""
 
+    async def abort_older_than(self, version: int) -> list[int]:
+        """`abort` the unfinished training groups with a token of an older version, between two steps.
+
+        Returns their numbers, in order of submission. Groups that have no token yet, or only newer ones, go on.
+        """
+
     async def in_flight(self) -> list[int]:
         """Numbers of unfinished training groups, in order of submission: submitted, and not all sampled to the end.
 
@@ -196,9 +211,13 @@ class RolloutEngine(Protocol):
         """
 
     async def sleep(self) -> None:
-        """Free the KV cache (and weights where the engine can). Only when paused."""
+        """Free the KV cache (and weights where the engine can). Only when paused; what was cut is prefilled again.
 
-    async def wake(self) -> None: ...
+        Asleep, an engine still takes requests and weights (`stage_weights`, `activate`), and computes nothing.
+        """
+
+    async def wake(self) -> None:
+        """Take the device back; still paused."""
 
     async def stats(self) -> EngineStats: ...
 
@@ -214,6 +233,12 @@ class StepReport:
 
     skipped: bool
     metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class GatherReport:
+    gather_s: float
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,8 +263,11 @@ class TrainEngine(LogProbEngine, Protocol):
     async def train_step(self, samples: Sequence[Sample]) -> StepReport:
         """One optimizer step on a mini-batch. The gradient does not depend on how it is split."""
 
-    async def send_weights(self, version: int) -> SendReport:
-        """gather and send, bucket by bucket, to every receiver, whose `stage_weights` must run at the same time."""
+    async def send_weights(self, version: int, receivers: Sequence[str]) -> SendReport:
+        """gather and send, bucket by bucket, to the replicas named, whose `stage_weights` must run at the same time.
+
+        Raises `UpdateFailed` when it cannot reach just these (a transport's group is made for all replicas at once).
+        """
 
     async def save(self, path: Path, driver_state: Mapping[str, Any]) -> None:
         """A complete checkpoint: model, optimizer, schedule, and ``driver_state`` as JSON. Atomic: a rename ends it."""
@@ -251,6 +279,23 @@ class TrainEngine(LogProbEngine, Protocol):
         """Write a Hugging Face folder that ``AutoModelForCausalLM.from_pretrained`` opens."""
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class OverlappingTrainEngine(TrainEngine, Protocol):
+    """A trainer that can send weights while it trains on: what ``param_update.schedule: overlapped`` needs.
+
+    It keeps one complete copy in host memory. `gather_weights` overwrites it: no `send_gathered` may be running then.
+    """
+
+    async def gather_weights(self, version: int) -> GatherReport:
+        """gather into the copy. The ranks are free again when this returns."""
+
+    async def send_gathered(self, version: int, receiver: str) -> SendReport:
+        """send the copy, which must hold ``version``, to one replica, whose `stage_weights` must run at the same time.
+
+        Takes no time of the ranks, and may run for several receivers at once; ``gather_s`` of the report is 0.
+        """
 
 
 class AdvantageFn(Protocol):

@@ -68,7 +68,7 @@ async def one_version(workers: Workers) -> Outcome:
             for sample, ref, prox in zip(samples, reference, proximal, strict=True)
         ]
     )
-    sent, received = await asyncio.gather(workers.train.send_weights(1), replica.stage_weights(1))
+    sent, received = await asyncio.gather(workers.train.send_weights(1, [replica.name]), replica.stage_weights(1))
     await replica.pause(OnUpdate.INTERRUPT)
     await replica.activate(1)
     await replica.resume()

@@ -53,7 +53,7 @@ async def test_a_version_equals_one_process_bit_for_bit_and_a_killed_replica_end
             with pytest.raises(WorkerDied, match="worker rollout-0 died"):
                 await watch
             with pytest.raises(UpdateFailed, match=r"version 2: .*rollout-0 did not answer"):
-                await workers.train.send_weights(2)
+                await workers.train.send_weights(2, ["rollout-0"])
     finally:
         await workers.close()
     assert set(family.left_after(0)) <= others

@@ -3,7 +3,6 @@ from fractions import Fraction
 import pytest
 
 from headway.config.loading import load
-from headway.config.presets import PRESETS
 from headway.errors import ConfigError
 
 from .conftest import Load
@@ -64,11 +63,10 @@ def test_generate_ahead_steps_is_a_whole_number_from_1_on(steps: str) -> None:
     assert "expected a whole number of at least 1" in refusal(f"trainer.generate_ahead_steps={steps}")
 
 
-def test_the_overlapped_pipeline_is_refused_with_the_modes_that_there_are() -> None:
-    message = refusal("+async_pipeline=True")
-    assert "not available" in message
-    assert all(mode in message for mode in PRESETS)
+def test_the_asynchronous_pipeline_is_the_mode_overlapped() -> None:
+    assert load(None, ["+async_pipeline=True"]).config == load(None, ["mode=overlapped"]).config
     assert load(None, ["async_pipeline=False"]).config == load(None).config
+    assert "expected true (mode=overlapped) or false" in refusal("async_pipeline=maybe")
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,13 @@ import pytest
 
 from headway.config.doctor import diagnose
 from headway.config.loading import dump, load
-from headway.config.presets import PRESETS
 from headway.errors import ConfigError
 
 from .conftest import Load, Write
+
+
+TRAINABLE = ["on_policy", "one_step_off", "stream_off_policy", "async_stale", "async_partial"]
+"""The modes that engines and transports can do for real."""
 
 
 @pytest.fixture
@@ -23,19 +26,19 @@ def refusal(minimal: Load):
     return refusal
 
 
-@pytest.mark.parametrize("mode", PRESETS)
+@pytest.mark.parametrize("mode", TRAINABLE)
 def test_every_mode_runs_by_switching_the_mode_alone(minimal: Load, mode: str) -> None:
     notes = diagnose(minimal(f"mode={mode}"))
     assert notes == []
 
 
-@pytest.mark.parametrize("mode", PRESETS)
+@pytest.mark.parametrize("mode", TRAINABLE)
 def test_every_mode_runs_with_a_model_data_and_reward_of_the_users_own(minimal: Load, mode: str) -> None:
     overrides = ["model.path=/m", "data.train=train.jsonl", "reward.function=my_reward.py:score"]
     assert diagnose(minimal(f"mode={mode}", *overrides)) == []
 
 
-@pytest.mark.parametrize("mode", PRESETS)
+@pytest.mark.parametrize("mode", TRAINABLE)
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -61,6 +64,18 @@ def test_what_passed_once_passes_again_from_its_dump(
 @pytest.mark.parametrize(
     ("overrides", "complaint"),
     [
+        # what only a simulation can do
+        (("mode=overlapped",), "no transport sends weights beside training; headway plan simulates it"),
+        (("mode=colocate_sync",), "no engine gives its device back to the trainer; headway plan simulates it"),
+        (("mode=colocate_async",), "no engine gives its device back to the trainer; headway plan simulates it"),
+        # what cannot progress, or contradicts itself
+        (("mode=overlapped", "async_training.staleness_threshold=0"), "overlapped with η=0: nothing may be admitted"),
+        (("mode=overlapped", "placement.kind=shared"), "take turns on shared devices, so nothing overlaps"),
+        (("mode=colocate_async", "async_training.on_update=keep"), "an engine that sleeps frees the KV cache"),
+        (
+            ("mode=async_stale", "async_training.order=ready", "async_training.max_lag=0"),
+            "expected at least ⌊1+η−1/B⌋ = 1, a smaller η, or on_overdue=drop",
+        ),
         # what is missing, or there twice
         (("model.make=null",), "model: give model.path"),
         (("data.task=null", "reward.function=exact_match"), "data: give data.train"),
@@ -143,6 +158,14 @@ FILES = ("data.train=a.jsonl", "data.val=b.jsonl")
         ("async_training.staleness_threshold", ("async_training.staleness_threshold=1/65",), "η·B < 1"),
         ("async_training.on_update", ("mode=on_policy", "async_training.on_update=interrupt"), "nothing is in flight"),
         ("async_training.partial_rollout", ("mode=on_policy", "async_training.partial_rollout=true"), "η·B < 1"),
+        ("async_training.max_lag", ("async_training.max_lag=1",), "order=window has a bound on lag of its own"),
+        (
+            "async_training.on_overdue",
+            ("async_training.order=ready", "async_training.on_overdue=drop"),
+            "async_training.max_lag is not given",
+        ),
+        ("async_training.max_lag", ("mode=stream_off_policy", "async_training.max_lag=1"), "nothing runs ahead"),
+        ("rollout.split_groups", ("rollout.split_groups=true",), "there is one replica"),
         ("rollout.nnodes", (*RATIOS, "rollout.nnodes=1"), "trainer.use_nodes_ratios divides"),
         ("rollout.n_gpus_per_node", (*RATIOS, "rollout.n_gpus_per_node=1"), "trainer.use_nodes_ratios divides"),
         ("cluster.address", ("cluster.backend=inline", "cluster.address=auto"), "uses no Ray cluster"),

@@ -35,7 +35,7 @@ def test_the_mode_comes_from_the_command_line_before_the_file(write: Write) -> N
     assert load(None).config.mode == "async_partial"
 
 
-@pytest.mark.parametrize("mode", ["asynch_partial", "overlapped", "null", "3", "[on_policy]"])
+@pytest.mark.parametrize("mode", ["asynch_partial", "overlap", "null", "3", "[on_policy]"])
 def test_an_unknown_mode_is_refused_with_those_that_there_are(mode: str) -> None:
     message = refusal(f"mode={mode}")
     assert all(known in message for known in PRESETS)

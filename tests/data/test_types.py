@@ -26,7 +26,7 @@ def group(*version_spans: list[list[int]]) -> Group:
         )
         for k, spans in enumerate(version_spans)
     )
-    return Group(number=7, prompt=PROMPT, trajectories=trajectories, tokens=None)
+    return Group(number=7, prompt=PROMPT, trajectories=trajectories, responses=())
 
 
 def test_a_group_is_as_old_as_its_oldest_token() -> None:

@@ -16,7 +16,7 @@ from headway.algorithms.advantages import ADVANTAGES
 from headway.config.loading import load
 from headway.data.collate import resolve
 from headway.data.sources import build_sources
-from headway.data.types import Group, Sample
+from headway.data.types import Group, ResponseAt, Sample
 from headway.engines.rollout.native.engine import NativeEngine
 from headway.engines.train.advantages import GroupAdvantages
 from headway.engines.train.fsdp import FsdpEngine
@@ -53,10 +53,11 @@ async def plain_loop(config_path: Path, out: Path, overrides: list[str]) -> None
         groups = []
         async for done in engine.generate(requests):
             rewards = torch.tensor([score(t.text, batch[done.number].answer) for t in done.trajectories]).numpy()
-            groups.append(Group(done.number, batch[done.number], done.trajectories, done.tokens, rewards))
+            where = tuple(ResponseAt(done.tokens, k) for k in range(config.rollout.n))
+            groups.append(Group(done.number, batch[done.number], done.trajectories, where, rewards))
         groups.sort(key=lambda group: group.number)
         samples = [
-            Sample(group.tokens, k, t.prompt_length, t.length, rows[k])
+            Sample(group.responses[k].tokens, k, t.prompt_length, t.length, rows[k])
             for group, rows in zip(groups, advantages(groups), strict=True)
             for k, t in enumerate(group.trajectories)
         ]

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from headway.cluster.worker_group import Worker, WorkerGroup
 from headway.data.types import Column, Sample
+from headway.errors import UpdateFailed
 from headway.interfaces import (
     Capabilities,
     EngineStats,
@@ -27,8 +28,9 @@ from headway.interfaces import (
 class TrainGroup:
     """`TrainEngine` over the ranks of `ActorRole`. Paths are sent absolute: workers may run in another directory."""
 
-    def __init__(self, ranks: WorkerGroup) -> None:
+    def __init__(self, ranks: WorkerGroup, receivers: Sequence[str]) -> None:
         self._ranks = ranks
+        self._receivers = frozenset(receivers)
 
     async def forward_logprobs(self, samples: Sequence[Sample]) -> list[Column]:
         return cast(list[Column], await self._ranks.forward_logprobs(samples))
@@ -36,7 +38,12 @@ class TrainGroup:
     async def train_step(self, samples: Sequence[Sample]) -> StepReport:
         return cast(StepReport, await self._ranks.train_step(samples))
 
-    async def send_weights(self, version: int) -> SendReport:
+    async def send_weights(self, version: int, receivers: Sequence[str]) -> SendReport:
+        if self._receivers != set(receivers):
+            raise UpdateFailed(
+                f"version {version} was to go to {', '.join(receivers)}, but the group that carries weights was made for "
+                f"{', '.join(sorted(self._receivers))}, and reaches all of them or none"
+            )
         return cast(SendReport, await self._ranks.send_weights(version))
 
     async def save(self, path: Path, driver_state: Mapping[str, Any]) -> None:
@@ -90,6 +97,9 @@ class RolloutReplica:
 
     async def abort(self, numbers: Sequence[int]) -> None:
         await self._worker.call("engine.abort", list(numbers))
+
+    async def abort_older_than(self, version: int) -> list[int]:
+        return cast(list[int], await self._worker.call("engine.abort_older_than", version))
 
     async def in_flight(self) -> list[int]:
         return cast(list[int], await self._worker.call("engine.in_flight"))

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headway.config.presets import PRESETS
 from headway.errors import ConfigError
 
 IGNORED_PREFIX = "actor_rollout_ref."
@@ -70,14 +69,15 @@ def translate(values: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: a key that Headway accepts at one value has another; two spellings of one setting disagree.
     """
     result: dict[str, Any] = {}
-    for spelled, value in values.items():
-        key = canonical_key(spelled)
+    for spelled, given in values.items():
+        key, value = canonical_key(spelled), given
         if key in FIXED:
             _accept_fixed(key, value)
             continue
         if key == PIPELINE:
-            _accept_pipeline(value)
-            continue
+            if not _asks_for_pipeline(value):
+                continue
+            key, value = "mode", "overlapped"
         if key in result and result[key] != value:
             raise ConfigError(f"{key} is given twice, as {result[key]!r} and as {value!r}")
         result[key] = value
@@ -91,12 +91,10 @@ def _accept_fixed(key: str, value: Any) -> None:
         raise ConfigError(f"{key}: got {value!r}, but Headway accepts only {allowed}: {fixed.reason}")
 
 
-def _accept_pipeline(value: Any) -> None:
-    if value is not False:
-        raise ConfigError(
-            f"{PIPELINE}: got {value!r}, but overlapped parameter updates are not available; "
-            f"drop the key and choose a mode: {', '.join(PRESETS)}"
-        )
+def _asks_for_pipeline(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{PIPELINE}: got {value!r}, expected true (mode=overlapped) or false")
+    return value
 
 
 def resolve_ahead_steps(user: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from math import floor
 
 from headway.config.idle import without_effect
@@ -25,6 +26,7 @@ def diagnose(loaded: LoadedConfig) -> list[str]:
         _length,
         _sampling,
         _groups,
+        _asynchrony,
         _patience,
         _devices,
         _backend,
@@ -111,6 +113,38 @@ def _groups(config: Config) -> Iterator[str]:
         yield "rollout.n=1: algorithm.filter_groups would filter every group, as one reward has no spread"
 
 
+def _asynchrony(config: Config) -> Iterator[str]:
+    settings, b = config.async_training, config.groups_per_version
+    eta, overlapped, shared = (
+        settings.staleness_threshold,
+        config.param_update.schedule == "overlapped",
+        config.placement.kind == "shared",
+    )
+    needed = floor(1 + eta - Fraction(1, b))
+    if settings.max_lag is not None and settings.on_overdue == "wait" and settings.max_lag < needed:
+        yield (
+            f"async_training.max_lag={settings.max_lag} with on_overdue=wait: with η={float(eta):g} and B={b} more "
+            f"groups than one version trains can fall due at once; expected at least ⌊1+η−1/B⌋ = {needed}, a smaller η, or "
+            "on_overdue=drop"
+        )
+    if overlapped and floor(eta * b) == 0:
+        yield (
+            f"param_update.schedule=overlapped with η={float(eta):g}: nothing may be admitted before the new version "
+            "is loaded, so the trainer would wait for it anyway; set async_training.staleness_threshold above 0, or "
+            "param_update.schedule=synchronous"
+        )
+    if overlapped and shared:
+        yield (
+            "param_update.schedule=overlapped with placement.kind=shared: training and generation take turns on shared "
+            "devices, so nothing overlaps; set one of them to its other value"
+        )
+    if shared and settings.on_update == "keep":
+        yield (
+            "async_training.on_update=keep with placement.kind=shared: an engine that sleeps frees the KV cache that "
+            "keep would go on with; set on_update to interrupt or drain"
+        )
+
+
 def _patience(config: Config) -> Iterator[str]:
     reward, stall = config.reward, config.cluster.stall_timeout_s
     slowest = reward.timeout_s * (1 + reward.retries)
@@ -129,9 +163,10 @@ def _devices(config: Config) -> Iterator[str]:
 
 
 def _backend(config: Config) -> Iterator[str]:
+    yield from _simulated_only(config)
     transport = config.param_update.transport
     if config.cluster.backend == "ray":
-        if transport == "local":
+        if transport == "local" and config.placement.kind == "split":
             yield "param_update.transport=local copies inside one process, which cluster.backend=ray does not have"
         return
     if transport == "broadcast":
@@ -140,6 +175,20 @@ def _backend(config: Config) -> Iterator[str]:
         yield "trainer.use_nodes_ratios divides devices among processes; cluster.backend=inline has one process"
     elif (ranks := config.trainer.nnodes * config.trainer.n_gpus_per_node) > 1:
         yield f"cluster.backend=inline has one process, so one training rank; trainer.* asks for {ranks}"
+
+
+def _simulated_only(config: Config) -> Iterator[str]:
+    """What the pipeline can do and no engine or transport can do for real."""
+    if config.param_update.schedule == "overlapped":
+        yield (
+            "param_update.schedule=overlapped: no transport sends weights beside training; headway plan simulates it, "
+            "to train use param_update.schedule=synchronous"
+        )
+    if config.placement.kind == "shared":
+        yield (
+            "placement.kind=shared: no engine gives its device back to the trainer; headway plan simulates it, to "
+            "train use placement.kind=split"
+        )
 
 
 def _notes(loaded: LoadedConfig) -> Iterator[str]:
@@ -154,5 +203,9 @@ def _notes(loaded: LoadedConfig) -> Iterator[str]:
         optim.lr_warmup_steps
     ):
         yield f"actor.optim.lr_warmup_steps={optim.lr_warmup_steps} covers all {steps} optimizer steps of the run"
-    if settings.order is Order.READY and floor(settings.staleness_threshold * b) > 0:
-        yield "async_training.order=ready with η > 0 has no bound on lag: a slow group can be overtaken again and again"
+    ahead = floor(settings.staleness_threshold * b) > 0
+    if settings.order is Order.READY and ahead and settings.max_lag is None:
+        yield (
+            "async_training.order=ready with η > 0 has no bound on lag: a slow group can be overtaken again and again; "
+            "async_training.max_lag sets one"
+        )

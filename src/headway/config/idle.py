@@ -94,6 +94,11 @@ def _asynchrony(config: Config) -> Iterator[Idle]:
     b, eta = config.groups_per_version, settings.staleness_threshold
     if settings.order is not Order.WINDOW:
         yield "async_training.window", f"async_training.order is {settings.order}, not window"
+    if settings.order is not Order.READY:
+        for key in ("max_lag", "on_overdue"):
+            yield f"async_training.{key}", f"async_training.order={settings.order} has a bound on lag of its own"
+    elif settings.max_lag is None:
+        yield "async_training.on_overdue", "async_training.max_lag is not given"
     if floor(eta * b) > 0:
         return
     if eta > 0:
@@ -101,7 +106,7 @@ def _asynchrony(config: Config) -> Iterator[Idle]:
             "async_training.staleness_threshold",
             f"η·B < 1 lets no group run ahead (η = {float(eta):g}, B = {b}); raise η or B, or set η to 0",
         )
-    for key in ("on_update", "partial_rollout"):
+    for key in ("on_update", "partial_rollout", "max_lag", "on_overdue"):
         yield f"async_training.{key}", "nothing runs ahead (η·B < 1), so nothing is in flight when weights arrive"
 
 
@@ -112,5 +117,7 @@ def _devices(config: Config) -> Iterator[Idle]:
             yield key, "trainer.use_nodes_ratios divides trainer.nnodes × trainer.n_gpus_per_node devices"
     elif config.ref.nnodes == 0:
         yield "ref.n_gpus_per_node", "ref.nnodes=0 puts the reference on the trainer's ranks"
+    if not config.trainer.use_nodes_ratios and config.rollout.nnodes * config.rollout.n_gpus_per_node == 1:
+        yield "rollout.split_groups", "there is one replica, so nothing to split groups over"
     if config.cluster.backend == "inline":
         yield "cluster.address", "cluster.backend=inline uses no Ray cluster"

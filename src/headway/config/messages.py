@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -15,10 +16,16 @@ from headway.config.schema import Config, Section
 
 SIMILARITY = 0.75
 """How alike two keys must be for one to be suggested instead of the other, in [0, 1]."""
+NEARLY_EQUAL = 0.9
+"""The same for two whole keys that end in the same name: then the others of that name are not suggested."""
+
+_MISSING = object()
+_NO_ALTERNATIVE = ("union_tag_not_found", "union_tag_invalid")
+"""The value lacks the key that says which alternative of a union it is, or names none that there is."""
 
 
-def explain(error: ValidationError, origins: dict[str, str]) -> str:
-    """All problems, one on each line. ``origins`` says where a dotted key was written.
+def explain(error: ValidationError, origins: dict[str, str], root: type[Section] = Config) -> str:
+    """All problems of a ``root``, one on each line. ``origins`` says where a dotted key was written; "" is not shown.
 
     The alternatives of a union are reported one by one; they become one line, joined by "or".
     """
@@ -26,13 +33,19 @@ def explain(error: ValidationError, origins: dict[str, str]) -> str:
     given: dict[str, str] = {}
     unknown: list[str] = []
     for detail in error.errors():
-        key = _key_of(detail)
+        key, sections = _find(detail, root)
         if detail["type"] == "extra_forbidden":
             unknown += [written for written in reversed(origins) if lies_in(written, key)] or [key]
+            continue
+        value = _MISSING if detail["type"] == "missing" else detail["input"]
+        if detail["type"] in _NO_ALTERNATIVE and isinstance(value, Mapping):
+            choice, alternatives = _tags(sections)
+            key, value, expectation = f"{key}.{choice}", value.get(choice, _MISSING), _one_of(alternatives)
         else:
-            expected.setdefault(key, []).append(_expectation(detail))
-            given[key] = "nothing" if detail["type"] == "missing" else _brief(detail["input"])
-    lines = [f"{key}: unknown key{_where(key, origins)}{_suggest(key)}" for key in unknown]
+            expectation = _expectation(detail)
+        expected.setdefault(key, []).append(expectation)
+        given[key] = "nothing" if value is _MISSING else _brief(value)
+    lines = [f"{key}: unknown key{_where(key, origins)}{_suggest(key, root)}" for key in unknown]
     for key, expectations in expected.items():
         what = " or ".join(dict.fromkeys(expectations))
         lines.append(f"{key}: got {given[key]}{_where(key, origins)}, expected {what}")
@@ -40,48 +53,67 @@ def explain(error: ValidationError, origins: dict[str, str]) -> str:
 
 
 def known_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[str]:
-    """Every dotted key of the schema that holds a value, in its order."""
-    for name, field in section.model_fields.items():
-        inner = section_type(field.annotation)
-        if inner is None:
-            yield f"{prefix}{name}"
-        else:
-            yield from known_keys(inner, f"{prefix}{name}.")
+    """Every dotted key of the schema that holds a value, in its order; those below a list are written without index."""
+    for key, inner in _keys_of(section).items():
+        if not inner:
+            yield f"{prefix}{key}"
+        for alternative in inner:
+            yield from known_keys(alternative, f"{prefix}{key}.")
 
 
-def section_type(annotation: Any) -> type[Section] | None:
-    """The section that a field holds (``X`` or ``X | None``), if it holds one."""
-    candidates = (annotation, *get_args(annotation))
-    return next((c for c in candidates if isinstance(c, type) and issubclass(c, Section)), None)
+def _keys_of(section: type[Section]) -> dict[str, list[type[Section]]]:
+    """A section's keys, as they are written, each with the sections that its value may be, or be a list of."""
+    return {field.alias or name: _sections_in(field.annotation) for name, field in section.model_fields.items()}
 
 
-def _key_of(detail: ErrorDetails) -> str:
-    """The dotted key of an error. Its location also names alternatives of unions, which are no keys."""
+def _sections_in(annotation: Any) -> list[type[Section]]:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    return [section for argument in get_args(annotation) for section in _sections_in(argument)]
+
+
+def _tags(sections: Sequence[type[Section]]) -> tuple[str, list[str]]:
+    """The key that tells the alternatives of a union apart, and its values."""
+    for name in sections[0].model_fields:
+        tags = [section.model_fields[name].annotation for section in sections if name in section.model_fields]
+        if len(tags) == len(sections) and all(get_origin(tag) is Literal for tag in tags):
+            return name, [value for tag in tags for value in get_args(tag)]
+    raise AssertionError(f"{sections} are not told apart by a key of their own")
+
+
+def _find(detail: ErrorDetails, root: type[Section]) -> tuple[str, list[type[Section]]]:
+    """The dotted key of an error, and the sections that its value may be.
+
+    Its location also names alternatives of unions, which are no keys.
+    """
     key = ""
-    section: type[Section] | None = Config
+    sections = [root]
     location = detail["loc"]
     for position, part in enumerate(location):
         at_unknown = detail["type"] == "extra_forbidden" and position == len(location) - 1
+        known = {name: inner for section in sections for name, inner in _keys_of(section).items()}
         if isinstance(part, int):
             key += f"[{part}]"
-        elif at_unknown or (section is not None and part in section.model_fields):
+        elif at_unknown or part in known:
             key = f"{key}.{part}" if key else part
-            section = None if at_unknown or section is None else section_type(section.model_fields[part].annotation)
-    return key
+            sections = known.get(part, [])
+    return key, sections
 
 
 def _expectation(detail: ErrorDetails) -> str:
     match detail["type"]:
-        case "model_type":
+        case "model_type" | "union_tag_not_found" | "union_tag_invalid":
             return "a section with keys of its own"
         case "value_error":
             return str(detail["ctx"]["error"]).removeprefix("expected ")
         case "missing":
             return "a value"
-        case "tuple_type":
+        case "tuple_type" | "list_type":
             return "a list of values in brackets"
         case "dict_type":
             return "a section of names and values"
+        case "too_short":
+            return f"at least {detail['ctx']['min_length']} value{'s' * (detail['ctx']['min_length'] > 1)}"
         case "too_long":
             return f"at most {detail['ctx']['max_length']} values"
         case "bool_parsing" | "bool_type":
@@ -100,19 +132,26 @@ def _expectation(detail: ErrorDetails) -> str:
 
 def _where(key: str, origins: Mapping[str, str]) -> str:
     """The place of ``key``, or of something below it where a whole section was at fault."""
-    return next((f" ({origin})" for written, origin in origins.items() if lies_in(written, key.split("[")[0])), "")
+    origin = next((origin for written, origin in origins.items() if lies_in(written, key.split("[")[0])), "")
+    return f" ({origin})" if origin else ""
 
 
-def _suggest(key: str) -> str:
+def _suggest(key: str, root: type[Section]) -> str:
     """What was probably meant: a renamed key, the same name in other sections, or else the most similar spelling."""
-    if key in RENAMED:
-        return f"; did you mean {RENAMED[key]}?"
-    keys = list(known_keys())
-    name = _name(key)
-    same_name = [known for known in keys if _name(known) == name]
-    if candidates := same_name or _similar(key, keys):
+    keys = list(dict.fromkeys(known_keys(root)))
+    plain = re.sub(r"\[\d+\]", "", key)
+    if RENAMED.get(plain) in keys:
+        return f"; did you mean {RENAMED[plain]}?"
+    same_name = [known for known in keys if _name(known) == _name(plain)]
+    misspelt_section = difflib.get_close_matches(plain, same_name, n=1, cutoff=NEARLY_EQUAL)
+    if candidates := misspelt_section or same_name or _similar(plain, keys):
         return f"; did you mean {' or '.join(candidates)}?"
     return ""
+
+
+def _one_of(values: Sequence[str]) -> str:
+    *others, last = map(repr, values)
+    return f"{', '.join(others)} or {last}"
 
 
 def _similar(key: str, keys: Sequence[str]) -> list[str]:

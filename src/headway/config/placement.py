@@ -56,10 +56,13 @@ def _by_counts(config: Config) -> Placement:
     ref = config.ref.nnodes * config.ref.n_gpus_per_node if needs_reference(config) else 0
     if generate == 0:
         raise ConfigError("rollout.nnodes: got 0, expected at least 1: generation runs on devices of its own")
-    devices = {ACTOR: _devices(0, train), ROLLOUT: _devices(train, generate)}
+    shared = config.placement.kind == "shared"
+    split_at = 0 if shared else train
+    used = max(train, split_at + generate)
+    devices = {ACTOR: _devices(0, train), ROLLOUT: _devices(split_at, generate)}
     if needs_reference(config):
-        devices[REF] = _devices(train + generate, ref) or devices[ACTOR]
-    return Placement(devices, total=train + generate + ref)
+        devices[REF] = _devices(used, ref) or devices[ACTOR]
+    return Placement(devices, total=used + ref)
 
 
 def _by_shares(config: Config, ratios: tuple[Fraction, ...]) -> Placement:

@@ -21,10 +21,13 @@ def _preset(
     order: str,
     on_update: str,
     window: str | None = None,
+    placement: str = "split",
+    schedule: str = "synchronous",
+    transport: str = "auto",
 ) -> Values:
     return MappingProxyType(
         {
-            "placement.kind": "split",
+            "placement.kind": placement,
             "async_training.trigger_parameter_sync_step": trigger,
             "async_training.require_batches": 1,
             "async_training.staleness_threshold": eta,
@@ -32,20 +35,44 @@ def _preset(
             "async_training.order": order,
             "async_training.window": window,
             "async_training.on_update": on_update,
-            "param_update.schedule": "synchronous",
-            "param_update.transport": "auto",
+            "async_training.max_lag": None,
+            "async_training.on_overdue": "wait",
+            "param_update.schedule": schedule,
+            "param_update.transport": transport,
         }
     )
 
 
 PRESETS: Mapping[str, Values] = MappingProxyType(
     {
+        "colocate_sync": _preset(
+            trigger=1, eta=0, admission="batch", order="fifo", on_update="drain", placement="shared", transport="local"
+        ),
         "on_policy": _preset(trigger=1, eta=0, admission="batch", order="fifo", on_update="drain"),
         "one_step_off": _preset(trigger=1, eta=1, admission="batch", order="fifo", on_update="drain"),
         "stream_off_policy": _preset(trigger=4, eta=0, admission="group", order="ready", on_update="drain"),
         "async_stale": _preset(trigger=4, eta=0.5, admission="group", order="window", window="B", on_update="drain"),
         "async_partial": _preset(
             trigger=4, eta=0.5, admission="group", order="window", window="B", on_update="interrupt"
+        ),
+        "overlapped": _preset(
+            trigger=1,
+            eta=1,
+            admission="group",
+            order="window",
+            window="B",
+            on_update="interrupt",
+            schedule="overlapped",
+        ),
+        "colocate_async": _preset(
+            trigger=1,
+            eta=0.5,
+            admission="group",
+            order="window",
+            window="B",
+            on_update="interrupt",
+            placement="shared",
+            transport="local",
         ),
     }
 )

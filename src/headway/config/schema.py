@@ -253,6 +253,9 @@ class RolloutConfig(Section):
     """Machines of the rollout role."""
     n_gpus_per_node: Positive = 1
     """Replicas on each (on CPUs: processes)."""
+    split_groups: bool = False
+    """Spread the trajectories of one group over the replicas. Off: a group stays on one, and its prompt is prefilled
+    once."""
     threads: NonNegative = 0
     """Torch threads of one replica; 0 divides the machine's cores among the processes."""
     val_n: Positive = 1
@@ -372,13 +375,19 @@ class AsyncTrainingConfig(Section):
     window: Positive | Literal["B"] | None = None
     """W, for ``order: window``; ``B`` is the number of groups per version."""
     on_update: Literal["drain", "interrupt", "keep"] = "drain"
+    max_lag: NonNegative | None = None
+    """Largest lag that is trained on with ``order: ready``, which has no bound of its own."""
+    on_overdue: Literal["wait", "drop"] = "wait"
+    """``wait``: groups that the next version would make older than ``max_lag`` are taken first, and the fetch waits for
+    them. ``drop``: older groups are discarded, aborted if they still decode; that favours short answers."""
     use_rollout_log_probs: bool = True
     """The engine's log-probs are π_prox (the PPO denominator). False: recomputed by the trainer at each fetch."""
 
 
 class ParamUpdateConfig(Section):
-    schedule: Literal["synchronous"] = "synchronous"
-    """The trainer waits until every replica has loaded."""
+    schedule: Literal["synchronous", "overlapped"] = "synchronous"
+    """``synchronous``: the trainer waits until every replica has loaded. ``overlapped``: it waits for gather alone, and
+    trains on while replicas receive and load, each at its own pace."""
     transport: Literal["auto", "local", "broadcast"] = "auto"
     """``local`` copies inside one process, ``broadcast`` uses a process group of its own; ``auto`` picks by backend."""
     timeout_s: float = Field(300.0, gt=0)
@@ -386,8 +395,8 @@ class ParamUpdateConfig(Section):
 
 
 class PlacementConfig(Section):
-    kind: Literal["split"] = "split"
-    """Training and generation on devices of their own."""
+    kind: Literal["split", "shared"] = "split"
+    """Training and generation on devices of their own, or taking turns on the same ones."""
 
 
 class TrainerConfig(Section):
@@ -423,6 +432,8 @@ class ReportsConfig(Section):
     live: Annotated[Literal["auto", "on", "off"], BeforeValidator(on_or_off)] = "auto"
     """The live view; ``auto`` shows it on a terminal and prints plain lines elsewhere."""
     tensorboard: bool = True
+    activity_interval_s: float = Field(1.0, gt=0)
+    """Seconds between two reports of what a replica was doing."""
 
 
 class Config(Section):

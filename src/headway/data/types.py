@@ -92,7 +92,7 @@ def version_spans(versions: NDArray[np.int32]) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """Metadata of one response: what the driver may look at. Its tokens are ``group.tokens``'s ``responses[k]``."""
+    """Metadata of one response: what the driver may look at. Its tokens are behind ``group.responses[k]``."""
 
     id: TrajectoryId
     replica: str
@@ -109,7 +109,16 @@ class Trajectory:
     @property
     def oldest_version(self) -> int | None:
         """None for a trajectory without tokens: no weights have sampled any of it."""
-        return min((version for _, version in self.version_spans), default=None)
+        spans = self.version_spans
+        return spans[0][1] if len(spans) == 1 else min((version for _, version in spans), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseAt:
+    """Where one response's tokens are: ``responses[index]`` of the `GroupTokens` behind ``tokens``."""
+
+    tokens: Handle[GroupTokens]
+    index: int
 
 
 @dataclass(slots=True)
@@ -119,7 +128,9 @@ class Group:
     number: int
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
-    tokens: Handle[GroupTokens]
+    """In order of k."""
+    responses: tuple[ResponseAt, ...]
+    """One per trajectory. All behind one handle, unless the group was split over replicas."""
     rewards: NDArray[np.float32] | None = None
     """[n], set by Reward."""
     ref_logprobs: tuple[Column, ...] | None = None
@@ -152,7 +163,7 @@ class Sample:
 
     tokens: Handle[GroupTokens]
     k: int
-    """Which of the group's responses."""
+    """Which of the responses behind ``tokens``."""
     prompt_length: int
     length: int
     advantages: NDArray[np.float32] | None = None

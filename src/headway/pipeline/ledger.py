@@ -35,6 +35,9 @@ class Ledger:
         self._open[number] = prompt
         return number
 
+    def is_open(self, number: int) -> bool:
+        return number in self._open
+
     def prompt(self, number: int) -> Prompt:
         return self._open[number]
 

@@ -2,13 +2,18 @@
 
     Reward (or RefLogProb) ──put──▶ [ finished groups ] ──take(n) in order──▶ ActorTrain
 
-It needs no capacity setting: admission lets at most ⌈(1 + η)·B⌉ groups exist behind Generate, and the queue asserts it.
+A group is *live* from its admission until it is taken or discarded. With a largest lag that is waited for, a
+group is taken only if whatever is due by any coming version still fits, and the fetch waits for what must go first;
+with one that drops, overdue groups are discarded when they would be taken.
+
+It needs no capacity setting: admission lets at most ⌊(1 + η)·B⌋ groups exist behind Generate, and the queue asserts it.
 Nothing is ever dropped to make room.
 """
 
 from __future__ import annotations
 
-from math import ceil
+from collections.abc import Callable
+from math import floor
 
 from headway.data.types import Group
 from headway.errors import LedgerImbalance
@@ -22,9 +27,12 @@ class MessageQueue:
         self._staleness = staleness
         self._finished: dict[int, Group] = {}
         """In order of completion."""
-        self._gone: set[int] = set()
-        """Numbers ≥ head that were taken or discarded."""
+        self._live: dict[int, int] = {}
+        """Live groups, by number → the oldest version that any of its tokens can have."""
+        self._admitted = 0
+        self._taken = 0
         self._head = 0
+        """The oldest live group, or the next one to be admitted."""
         self._closed = False
         self._abandoned = False
         self._signal = Signal()
@@ -32,35 +40,52 @@ class MessageQueue:
     def __len__(self) -> int:
         return len(self._finished)
 
+    def __contains__(self, number: int) -> bool:
+        return number in self._finished
+
+    def expect(self, number: int, version: int) -> None:
+        """The group was admitted, while ``version`` was the oldest one served."""
+        self._live[number] = version
+        self._admitted = number + 1
+
     async def send(self, group: Group) -> bool:
-        capacity = ceil((1 + self._staleness.eta) * self._staleness.groups_per_version)
+        capacity = floor((1 + self._staleness.eta) * self._staleness.groups_per_version)
         if len(self._finished) >= capacity:
-            raise LedgerImbalance(f"the queue holds {len(self._finished)} groups, more than ⌈(1+η)·B⌉ = {capacity}")
-        if group.number < self._head or group.number in self._gone or group.number in self._finished:
+            raise LedgerImbalance(f"the queue holds {len(self._finished)} groups, more than ⌊(1+η)·B⌋ = {capacity}")
+        if group.number not in self._live or group.number in self._finished:
             raise LedgerImbalance(f"group {group.number} came to the queue a second time, or after it was discarded")
         self._finished[group.number] = group
+        if self._staleness.max_lag is not None:
+            self._live[group.number] = group.oldest_version
         self._signal.changed()
         return True
 
     def discard(self, number: int) -> None:
-        """The group ended before it got here; younger ones need not wait for it."""
+        """The group met its end before it was taken; younger ones need not wait for it."""
+        self._finished.pop(number, None)
         self._pass(number)
         self._signal.changed()
 
-    async def take(self, count: int) -> list[Group]:
-        """The next ``count`` groups in the order of consumption, as they become takeable.
+    async def take(self, count: int, version: int, drop: Callable[[Group], None]) -> list[Group]:
+        """The next ``count`` groups in the order of consumption, as they become takeable by the trainer's ``version``.
 
-        Fewer only when the producer closed and nothing is left. Empty when abandoned meanwhile.
+        ``drop`` is called with each group that is too old for it, and must `discard` it. Returns fewer only when the
+        producer closed and nothing is left; nothing at all when abandoned meanwhile.
         """
         taken: list[Group] = []
         while len(taken) < count:
-            await self._signal.until(lambda: bool(self._next()) or self._closed or self._abandoned)
+            await self._signal.until(lambda: self._closed or self._abandoned or self._can_go_on(version))
             if self._abandoned:
                 return []
-            if not (eligible := self._next()):
+            for group in self._overdue(version):
+                drop(group)
+            eligible = self._next(version)
+            if not eligible and self._closed:
                 break
-            taken.append(self._finished.pop(eligible[0]))
-            self._pass(eligible[0])
+            for number in eligible[: count - len(taken)]:
+                taken.append(self._finished.pop(number))
+                self._taken += 1
+                self._pass(number)
         return taken
 
     def close(self) -> None:
@@ -73,11 +98,26 @@ class MessageQueue:
         self._abandoned = True
         self._signal.changed()
 
-    def _next(self) -> list[int]:
-        return takeable(self._finished, self._head, self._staleness.window)
+    def _can_go_on(self, version: int) -> bool:
+        return bool(self._next(version)) or bool(self._overdue(version))
+
+    def _overdue(self, version: int) -> list[Group]:
+        oldest = self._staleness.oldest_trainable(version)
+        if oldest is None:
+            return []
+        return [group for number, group in self._finished.items() if self._live[number] < oldest]
+
+    def _next(self, version: int) -> list[int]:
+        """Numbers that may be taken together, first choice first."""
+        eligible = takeable(self._finished, self._head, self._staleness.window)
+        if self._staleness.max_lag is None:
+            return eligible
+        room = (version + 1) * self._staleness.groups_per_version - self._taken
+        if (first := self._staleness.must_go_first(self._live, version, room)) is not None:
+            eligible = [number for number in eligible if number in first]
+        return eligible[:1]  # each group that is taken leaves less room for those that are due
 
     def _pass(self, number: int) -> None:
-        self._gone.add(number)
-        while self._head in self._gone:
-            self._gone.remove(self._head)
+        del self._live[number]
+        while self._head < self._admitted and self._head not in self._live:
             self._head += 1

@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from headway.errors import StallError
+from headway.errors import StallError, WorkerDied
 from headway.events import Emit, Event, ReplicaActivity
-from headway.interfaces import EngineStats, RolloutEngine
+from headway.interfaces import EngineStats
 from headway.pipeline.concurrently import concurrently
+from headway.pipeline.fleet import Fleet
 from headway.pipeline.stage import Stage, State
 from headway.pipeline.state import now
 
@@ -19,14 +20,14 @@ class Monitor:
 
     def __init__(
         self,
-        replicas: Sequence[RolloutEngine],
+        fleet: Callable[[], Fleet],
         stages: Callable[[], Sequence[Stage[Any, Any]]],
         emit: Emit,
         *,
         stall_timeout_s: float,
-        interval_s: float = 1.0,
+        interval_s: float,
     ) -> None:
-        self._replicas = replicas
+        self._fleet = fleet
         self._stages = stages
         self._emit = emit
         self._stall_timeout_s = stall_timeout_s
@@ -62,12 +63,19 @@ class Monitor:
 
     async def report(self) -> None:
         """One `ReplicaActivity` per replica, for the time since the last one."""
-        for replica in self._replicas:
-            self._emit(activity(replica.name, await replica.stats()))
+        fleet = self._fleet()
+        for replica in fleet.serving:
+            try:
+                stats = await replica.stats()
+            except WorkerDied as death:
+                await fleet.lose(replica, death)
+            else:
+                self._emit(activity(replica.name, stats))
 
     def who_waits(self) -> str:
         """``ActorTrain waits for groups from the message queue; Generate waits for rollout-0 (12 items); …``"""
-        return "; ".join(describe(stage) for stage in self._stages() if stage.state is not State.STOPPED)
+        waits = [describe(stage) for stage in self._stages() if stage.state is not State.STOPPED]
+        return "; ".join(waits) or "all stages have stopped, and replicas do not say what they did"
 
 
 def describe(stage: Stage[Any, Any]) -> str:
@@ -87,4 +95,6 @@ def activity(replica: str, stats: EngineStats) -> ReplicaActivity:
         slot_seconds=stats.slot_seconds,
         generated_tokens=stats.generated_tokens,
         prefilled_tokens=stats.prefilled_tokens,
+        decode_steps=stats.decode_steps,
+        start_steps=stats.start_steps,
     )

@@ -1,27 +1,93 @@
-"""Which replica generates which group. A group stays on one replica, so that its prompt is prefilled once."""
+"""Which replica generates which group. A group stays on one, so that its prompt is prefilled once, unless it is split."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from heapq import heappop, heappush
 
-from headway.interfaces import GenerateRequest, RolloutEngine
+from headway.interfaces import FinishedGroup, GenerateRequest
 
 
 class Router:
-    """Least loaded, by trajectories in flight; ties go to the replica that comes first."""
+    """Least loaded, by trajectories in flight; ties go to the replica that comes first.
 
-    def __init__(self, replicas: Sequence[RolloutEngine]) -> None:
-        self.replicas = replicas
-        self._in_flight = [0] * len(replicas)
+    Loads lie in a heap, so that a group costs no look at every replica. It may hold entries that are out of date; they
+    are left out when they come up.
+    """
 
-    def assign(self, requests: Sequence[GenerateRequest]) -> list[tuple[int, list[GenerateRequest]]]:
-        """Split a wave: for each replica that gets something, its index and its requests, in order."""
-        shares: list[list[GenerateRequest]] = [[] for _ in self.replicas]
+    def __init__(self, *, split_groups: bool = False) -> None:
+        self._split_groups = split_groups
+        self._in_flight: dict[str, dict[int, int]] = {}
+        """Replica → group → its trajectories there."""
+        self._load: dict[str, int] = {}
+        self._places: dict[str, int] = {}
+        self._heap: list[tuple[int, int, str]] = []
+        """(load, place, replica)"""
+
+    def add(self, replica: str) -> None:
+        """``replica`` takes requests from now on."""
+        self._places[replica] = len(self._places)
+        self._in_flight[replica] = {}
+        self._change(replica, 0)
+
+    def assign(
+        self, requests: Sequence[GenerateRequest], replicas: Collection[str]
+    ) -> list[tuple[str, list[GenerateRequest]]]:
+        """Split a wave: for each of ``replicas`` that gets something, its name and its requests, in order."""
+        shares: dict[str, list[GenerateRequest]] = {}
         for request in requests:
-            lightest = min(range(len(self.replicas)), key=lambda index: self._in_flight[index])
-            shares[lightest].append(request)
-            self._in_flight[lightest] += request.n
-        return [(index, share) for index, share in enumerate(shares) if share]
+            for part in self._parts(request, len(replicas)):
+                lightest = self._lightest(replicas)
+                shares.setdefault(lightest, []).append(part)
+                flying = self._in_flight[lightest]
+                flying[part.number] = flying.get(part.number, 0) + part.n
+                self._change(lightest, part.n)
+        return sorted(shares.items(), key=lambda share: self._places[share[0]])
 
-    def finished(self, index: int, trajectories: int) -> None:
-        self._in_flight[index] -= trajectories
+    def finished(self, replica: str, group: FinishedGroup) -> None:
+        """Some or all of a group's trajectories there are done."""
+        flying = self._in_flight.get(replica, {})
+        if group.number not in flying:
+            return  # the replica was forgotten
+        self._change(replica, -len(group.trajectories))
+        flying[group.number] -= len(group.trajectories)
+        if flying[group.number] == 0:
+            del flying[group.number]
+
+    def forget(self, replica: str) -> list[int]:
+        """The replica is gone. Returns the groups that it had not finished, oldest first."""
+        self._load.pop(replica, None)
+        return sorted(self._in_flight.pop(replica, {}))
+
+    def _change(self, replica: str, trajectories: int) -> None:
+        self._load[replica] = load = self._load.get(replica, 0) + trajectories
+        heappush(self._heap, (load, self._places[replica], replica))
+        if len(self._heap) > 8 * len(self._places) + 8:
+            self._heap = sorted((load, self._places[name], name) for name, load in self._load.items())
+
+    def _lightest(self, replicas: Collection[str]) -> str:
+        aside = []
+        while True:
+            load, _, name = self._heap[0]
+            if self._load.get(name) == load:
+                if name in replicas:
+                    break
+                aside.append(self._heap[0])
+            heappop(self._heap)
+        for entry in aside:
+            heappush(self._heap, entry)
+        return name
+
+    def _parts(self, request: GenerateRequest, replicas: int) -> list[GenerateRequest]:
+        """The request as it is or, split, in parts as equal as can be, the larger ones first."""
+        count = min(request.n, replicas) if self._split_groups else 1
+        if count == 1:
+            return [request]
+        size, larger = divmod(request.n, count)
+        parts, first = [], request.first
+        for index in range(count):
+            n = size + (index < larger)
+            parts.append(replace(request, n=n, first=first))
+            first += n
+        return parts

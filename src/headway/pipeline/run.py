@@ -34,9 +34,12 @@ from headway.interfaces import (
 )
 from headway.pipeline.channel import Channel
 from headway.pipeline.concurrently import concurrently, failing_as_one
+from headway.pipeline.fleet import Fleet
+from headway.pipeline.lease import OwnDevices, SharedDevices
 from headway.pipeline.ledger import Ledger
 from headway.pipeline.message_queue import MessageQueue
 from headway.pipeline.monitor import Monitor
+from headway.pipeline.on_update import Halts
 from headway.pipeline.router import Router
 from headway.pipeline.stage import Stage
 from headway.pipeline.stages.actor_train import ActorTrain, TrainSettings, Update
@@ -80,25 +83,31 @@ class Pipeline:
     """Built once, run once."""
 
     def __init__(self, config: Config, parts: Parts, observers: Sequence[Observer], checkpoints: Path) -> None:
-        self._config = config
+        self.config = config
         self._parts = parts
         self._checkpoints = checkpoints
         self._emit: Emit
         self._monitor = Monitor(
-            parts.rollouts,
+            lambda: self._fleet,
             lambda: self.stages,
             lambda event: self._emit(event),  # noqa: PLW0108 - bound below: the monitor observes, too
             stall_timeout_s=config.cluster.stall_timeout_s,
+            interval_s=config.reports.activity_interval_s,
         )
         self._emit = fan_out([*observers, self._monitor])
+        settings = config.async_training
         staleness = Staleness(
-            eta=config.async_training.staleness_threshold,
+            eta=settings.staleness_threshold,
             groups_per_version=config.groups_per_version,
             window=config.window,
             total=config.rollout.total_rollout_steps,
             loaded={replica.name: 0 for replica in parts.rollouts},
+            max_lag=settings.max_lag,
+            drops_overdue=settings.on_overdue == "drop",
         )
         self._state = RunState(staleness, Ledger(), MessageQueue(staleness), self._emit)
+        self._router = Router(split_groups=config.rollout.split_groups)
+        self._fleet = Fleet(parts.rollouts, self._state, self._router)
         self._stopping = False
         self._saved_version: int | None = None
         self._wire()
@@ -126,6 +135,15 @@ class Pipeline:
         self._emit_finished(status, None)
         return status
 
+    def join(self, replica: RolloutEngine) -> None:
+        """A late replica: it receives the next version with the others, and serves from then on.
+
+        Raises `ValueError` when a replica of that name was there before, or devices are shared: those are all taken.
+        """
+        if self.config.placement.kind == "shared":
+            raise ValueError("placement.kind=shared: every device is in use, a replica cannot join")
+        self._fleet.join(replica)
+
     def request_stop(self) -> None:
         """Finish the current version, save, and return from `run`."""
         self._stopping = True
@@ -134,7 +152,7 @@ class Pipeline:
     # ------------------------------------------------------------------------------------------ wiring
 
     def _wire(self) -> None:
-        config, parts, state = self._config, self._parts, self._state
+        config, parts, state = self.config, self._parts, self._state
         waves: Channel[Wave] = Channel("waves")
         finished: Channel[FinishedGroup] = Channel("finished")
         unrewarded: Channel[Group] = Channel("unrewarded")
@@ -151,11 +169,12 @@ class Pipeline:
             n=config.rollout.n,
             sampling=self._sampling(config.rollout.temperature, config.rollout.top_p, config.rollout.top_k),
         )
-        generate = Generate(state, waves, finished, Router(parts.rollouts))
+        fleet, halts = self._fleet, Halts(state, self._fleet, OnUpdate(config.async_training.on_update))
+        shared = config.placement.kind == "shared"
         self._upstream: list[Stage[Any, Any]] = [
             self._loader,
-            generate,
-            Rollout(state, finished, unrewarded),
+            Generate(state, waves, finished, fleet, halts, self._router),
+            Rollout(state, finished, unrewarded, fleet, n=config.rollout.n),
             Reward(state, unrewarded, rewarded, parts.reward, parts.group_filter),
         ]
         if parts.reference is not None and isinstance(rewarded, Channel):
@@ -167,6 +186,8 @@ class Pipeline:
                 parts.advantages,
                 updates,
                 self._train_settings(),
+                lease=SharedDevices(state, fleet, halts) if shared else OwnDevices(),
+                fleet=fleet,
                 reference=parts.reference if parts.reference_inside_fetch else None,
                 checkpoint=self._checkpoint,
             ),
@@ -175,15 +196,16 @@ class Pipeline:
                 updates,
                 self._validations,
                 parts.trainer,
-                parts.rollouts,
-                generate,
-                policy=OnUpdate(config.async_training.on_update),
+                fleet,
+                halts,
+                overlapped=config.param_update.schedule == "overlapped",
                 test_freq=config.rollout.test_freq if parts.validation else None,
                 timeout_s=config.param_update.timeout_s,
             ),
             Validate(
                 state,
                 self._validations,
+                fleet,
                 parts.validation,
                 parts.reward,
                 n=config.rollout.val_n,
@@ -192,11 +214,11 @@ class Pipeline:
         ]
 
     def _sampling(self, temperature: float, top_p: float = 1.0, top_k: int = 0) -> SamplingParams:
-        max_tokens, stop = self._config.data.max_response_length, self._parts.stop_token_ids
+        max_tokens, stop = self.config.data.max_response_length, self._parts.stop_token_ids
         return SamplingParams(max_tokens, temperature, top_p, top_k, stop)
 
     def _train_settings(self) -> TrainSettings:
-        config = self._config
+        config = self.config
         return TrainSettings(
             mini_batch_size=config.actor.ppo_mini_batch_size,
             mini_batches_per_fetch=config.async_training.require_batches,
@@ -218,7 +240,7 @@ class Pipeline:
                 await concurrently(stage.run() for stage in self._downstream)
                 self._loader.end()
                 if self._state.ledger.open_numbers:
-                    await concurrently(replica.pause(OnUpdate.INTERRUPT) for replica in self._parts.rollouts)
+                    await concurrently(replica.pause(OnUpdate.INTERRUPT) for replica in self._fleet.serving)
                     for task in upstream:
                         task.cancel()
                 await asyncio.wait(upstream)
@@ -229,7 +251,7 @@ class Pipeline:
     async def _validate_first_version(self) -> None:
         """Marked before anything is admitted, like every other validation."""
         if self._parts.validation:
-            replica = self._parts.rollouts[0]
+            replica = self._fleet.validator
             self._state.validation(replica.name, running=True)
             await self._validations.send(Validation(self._state.version, replica))
 
@@ -246,6 +268,7 @@ class Pipeline:
             "admitted": self._state.staleness.admitted,
             "discarded": self._state.staleness.discarded,
             "ledger": self._state.ledger.state(),
+            "again": [[p.epoch, p.row, p.attempt] for p in self._state.waiting_again],
             "source": self._parts.source.state(),
         }
         await self._parts.trainer.save(path, driver_state)
@@ -258,7 +281,7 @@ class Pipeline:
         self._emit(RunFinished(time=now(), status=status.value, reason=reason, version=version, groups=counts))
 
     def _emit_started(self) -> None:
-        config, staleness = self._config, self._state.staleness
+        config, staleness = self.config, self._state.staleness
         self._emit(
             RunStarted(
                 time=now(),

@@ -80,6 +80,7 @@ class Stage(ABC, Generic[In, Out]):
 
     async def run(self) -> None:
         """Work until the input ends. Raises the stage's own failure; leaves no task behind."""
+        self._tell()
         try:
             if self.concurrency == 1:
                 await self._run_in_order()
@@ -191,7 +192,15 @@ class Stage(ABC, Generic[In, Out]):
         if state is self.state and state is not State.PROCESSING:
             return
         self.state = state
-        now = asyncio.get_running_loop().time()
+        self._tell()
+
+    def _tell(self) -> None:
         self._emit(
-            StageChanged(time=now, stage=self.name, state=state.value, waiting_for=self.waiting_for, active=self.active)
+            StageChanged(
+                time=asyncio.get_running_loop().time(),
+                stage=self.name,
+                state=self.state.value,
+                waiting_for=self.waiting_for,
+                active=self.active,
+            )
         )

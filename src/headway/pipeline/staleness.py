@@ -9,8 +9,9 @@ and never beyond the run's total. This is backpressure and staleness control at 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from fractions import Fraction
 from math import floor
 
@@ -24,11 +25,11 @@ def admission_limit(version: int, eta: Fraction, groups_per_version: int) -> int
 
 
 def lag_bound(eta: Fraction, groups_per_version: int, window: int | None) -> int | None:
-    """Largest lag of a consumed group: ⌊1 + η + (W − 2)/B⌋, 0 when η = 0, None (no bound) without a window.
+    """Largest lag of a consumed group: ⌊1 + η + (W − 2)/B⌋, 0 when ⌊η·B⌋ = 0, None (no bound) without a window.
 
-    ``window`` is W: 1 for fifo, None for completion order.
+    ``window`` is W: 1 for fifo, None for completion order. Proved in docs/staleness.md.
     """
-    if eta == 0:
+    if floor(eta * groups_per_version) == 0:
         return 0
     if window is None:
         return None
@@ -46,21 +47,45 @@ class Staleness:
     """Groups that the run trains in all; None when the data decides."""
     loaded: dict[str, int]
     """Version that each serving replica has loaded."""
+    max_lag: int | None = None
+    """What bounds lag where the order of consumption does not."""
+    drops_overdue: bool = False
+    """Groups older than ``max_lag`` are dropped; else the fetch waits for those that would become so."""
     admitted: int = 0
     discarded: int = 0
+    served_version: int = field(init=False)
+    """The oldest version that a serving replica has loaded."""
+    limit: int = field(init=False)
+    """⌊(v + 1 + η) · B⌋ for that version. Both are kept, not computed: they are asked for at every admission."""
 
-    @property
-    def served_version(self) -> int:
-        """The oldest version that a serving replica has loaded."""
-        return min(self.loaded.values())
-
-    @property
-    def limit(self) -> int:
-        return admission_limit(self.served_version, self.eta, self.groups_per_version)
+    def __post_init__(self) -> None:
+        self._serve()
 
     @property
     def bound(self) -> int | None:
-        return lag_bound(self.eta, self.groups_per_version, self.window)
+        bounds = [lag_bound(self.eta, self.groups_per_version, self.window), self.max_lag]
+        return min((bound for bound in bounds if bound is not None), default=None)
+
+    def oldest_trainable(self, version: int) -> int | None:
+        """Tokens older than this version are too old to train ``version`` on, and dropped; None: none ever is."""
+        return version - self.max_lag if self.max_lag is not None and self.drops_overdue else None
+
+    def must_go_first(self, live: Mapping[int, int], version: int, room: int) -> set[int] | None:
+        """Groups of which one must be taken next, or some would become older than ``max_lag``; None: any may be.
+
+        ``live`` gives each live group's number and the oldest version that any of its tokens can have, ``room`` how
+        many more groups ``version`` trains. A group is due by that oldest version + max_lag. When as many groups are
+        due by ``version`` + k as fit until then, nobody else may be taken. To look at k = 0 alone is not enough: with
+        more than B groups ahead, more of them can fall due at once than one version trains.
+        """
+        if self.max_lag is None or self.drops_overdue:
+            return None
+        due, falling_due = 0, Counter(max(0, oldest + self.max_lag - version) for oldest in live.values())
+        for ahead in range(self.max_lag + 1):
+            due += falling_due[ahead]
+            if due >= room + ahead * self.groups_per_version:
+                return {number for number, oldest in live.items() if oldest + self.max_lag <= version + ahead}
+        return None
 
     @property
     def room(self) -> int:
@@ -76,9 +101,19 @@ class Staleness:
 
     def load(self, replica: str, version: int) -> None:
         """``replica`` serves ``version`` from now on; versions only grow."""
-        if version < self.loaded[replica]:
-            raise StalenessExceeded(f"replica {replica} went back from version {self.loaded[replica]} to {version}")
+        if version < (before := self.loaded.get(replica, 0)):
+            raise StalenessExceeded(f"replica {replica} went back from version {before} to {version}")
         self.loaded[replica] = version
+        self._serve()
+
+    def unload(self, replica: str) -> None:
+        """``replica`` is gone."""
+        del self.loaded[replica]
+        self._serve()
+
+    def _serve(self) -> None:
+        self.served_version = min(self.loaded.values())
+        self.limit = admission_limit(self.served_version, self.eta, self.groups_per_version)
 
     def check(self, number: int, oldest_version: int, trained_at: int) -> int:
         """The lag of a group that is about to be trained on. Raises `StalenessExceeded` above the bound."""
@@ -87,7 +122,8 @@ class Staleness:
             raise StalenessExceeded(
                 f"group {number} has lag {lag} (trained at version {trained_at}, oldest token of version "
                 f"{oldest_version}), outside [0, {self.bound}] for η={self.eta}, B={self.groups_per_version}, "
-                f"W={self.window}; admitted {self.admitted}, discarded {self.discarded}, loaded {self.loaded}. "
+                f"W={self.window}, max_lag={self.max_lag}; admitted {self.admitted}, discarded {self.discarded}, loaded "
+                f"{self.loaded}. "
                 "This is a defect of Headway: please report it with the run's events.jsonl"
             )
         return lag

@@ -6,10 +6,11 @@ Every change of a group's life goes through here, so that counters, ledger and e
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from dataclasses import dataclass, field
 from math import ceil
 
-from headway.data.types import Prompt
+from headway.data.types import Group, Prompt
 from headway.errors import LedgerImbalance, NothingToTrain
 from headway.events import Emit, GroupAdmitted, GroupSettled
 from headway.pipeline.ledger import Fate, Ledger
@@ -31,12 +32,13 @@ class RunState:
     """Groups of the fetch that is being trained."""
     data_ended: bool = False
     """The data gave out within a version; the version that it left short counts all the same."""
-    unrewarded: int = 0
-    """Admitted groups that have not passed Reward."""
+    waiting_again: deque[Prompt] = field(default_factory=deque)
+    """Prompts whose group was lost with its replica; they are admitted again, before any new one."""
     validating: set[str] = field(default_factory=set)
     """Replicas whose validation is submitted or running."""
     changed: Signal = field(default_factory=Signal)
     """Fires when anything changed that admission or an update may wait for."""
+    _unrewarded: set[int] = field(default_factory=set)
     _discards_in_row: int = 0
 
     @property
@@ -49,17 +51,29 @@ class RunState:
         return self.consumed // self.staleness.groups_per_version + (self.data_ended and not self.at_boundary)
 
     @property
+    def unrewarded(self) -> int:
+        """Admitted groups that have not passed Reward."""
+        return len(self._unrewarded)
+
+    @property
     def trains_more(self) -> bool:
         """False once all groups of the run are consumed."""
         total = self.staleness.total
         return not self.data_ended and (total is None or self.consumed < total)
+
+    @property
+    def all_admitted(self) -> bool:
+        """Unless one is discarded, no group is missing for the rest of the run."""
+        staleness = self.staleness
+        return staleness.total is not None and staleness.admitted - staleness.discarded >= staleness.total
 
     def admit(self, prompt: Prompt) -> int:
         """Charge a group against the inequality; returns its number."""
         number = self.ledger.admit(prompt)
         limit = self.staleness.limit
         self.staleness.admit()
-        self.unrewarded += 1
+        self.queue.expect(number, self.staleness.served_version)
+        self._unrewarded.add(number)
         self.emit(
             GroupAdmitted(
                 time=now(),
@@ -75,10 +89,10 @@ class RunState:
         )
         return number
 
-    def rewarded(self) -> None:
+    def rewarded(self, number: int) -> None:
         """A group passed Reward and goes on to the queue."""
         self._discards_in_row = 0
-        self.unrewarded -= 1
+        self._unrewarded.discard(number)
         self._wake()
 
     def discard(self, number: int, fate: Fate, reason: str) -> None:
@@ -86,11 +100,7 @@ class RunState:
 
         Raises `NothingToTrain` after 10·B discards in a row.
         """
-        self._settle(number, fate, reason)
-        self.unrewarded -= 1
-        self.queue.discard(number)
-        self.staleness.discard()
-        self._wake()
+        self._end_early(number, fate, reason)
         self._discards_in_row += 1
         if self._discards_in_row >= 10 * self.staleness.groups_per_version:
             reasons = "; ".join(f"{count}× {why}" for why, count in list(self.ledger.reasons().items())[:5])
@@ -99,6 +109,21 @@ class RunState:
                 "Check the reward on a few samples, or make the task easier or harder: when all answers to a prompt "
                 "get the same reward there is no gradient"
             )
+
+    def run_again(self, number: int, reason: str) -> None:
+        """A group was lost through no fault of its own: it is dropped, and its prompt comes back in a new group."""
+        if self.ledger.is_open(number):
+            self.waiting_again.append(self.ledger.prompt(number))
+            self._end_early(number, Fate.DROPPED, reason)
+
+    async def take(self, count: int) -> list[Group]:
+        """The next groups to train on, as `MessageQueue.take`; what has become too old is dropped on the way."""
+        version = self.version
+
+        def drop(group: Group) -> None:
+            self.discard(group.number, Fate.DROPPED, "overdue")
+
+        return await self.queue.take(count, version, drop)
 
     def consume(self, number: int, fate: Fate, reason: str | None = None, lag: int | None = None) -> None:
         """A group that was taken into a fetch met its end; trained or not, it counts as consumed."""
@@ -109,6 +134,11 @@ class RunState:
         """``replica`` serves ``version`` from now on."""
         self.staleness.load(replica, version)
         self._wake()
+
+    def unload(self, replica: str) -> None:
+        """``replica`` is gone: it validates nothing, and the oldest version served may be a younger one now."""
+        self.staleness.unload(replica)
+        self.validation(replica, running=False)
 
     def validation(self, replica: str, *, running: bool) -> None:
         if running:
@@ -140,6 +170,13 @@ class RunState:
         self.staleness.total = boundary if self.staleness.total is None else min(boundary, self.staleness.total)
         if taken == boundary:
             self.queue.abandon()
+        self._wake()
+
+    def _end_early(self, number: int, fate: Fate, reason: str) -> None:
+        self._settle(number, fate, reason)
+        self._unrewarded.discard(number)
+        self.queue.discard(number)
+        self.staleness.discard()
         self._wake()
 
     def _settle(self, number: int, fate: Fate, reason: str | None, lag: int | None = None) -> None:

@@ -2,7 +2,8 @@
 
 consumes        fetches from the message queue: ``require_batches`` mini-batches of groups
 waits for       enough groups, in the order of consumption
-is unblocked by the queue; after a version, by ParamUpdate (synchronous schedule)
+is unblocked by the queue; by the lease, on shared devices; after a version, by ParamUpdate (all replicas loaded it, or
+                a copy of the weights was made)
 produces        one update per version
 """
 
@@ -20,6 +21,8 @@ from headway.errors import NonFinite
 from headway.events import FetchTaken, OptimizerStepped, TrainerBusy
 from headway.interfaces import AdvantageFn, LogProbEngine, StepReport, TrainEngine
 from headway.pipeline.channel import Channel
+from headway.pipeline.fleet import Fleet
+from headway.pipeline.lease import Lease
 from headway.pipeline.ledger import Fate
 from headway.pipeline.stage import Stage
 from headway.pipeline.stages.ref_logprob import add_ref_logprobs, forward_samples
@@ -28,10 +31,19 @@ from headway.pipeline.state import RunState, now
 
 @dataclass(slots=True)
 class Update:
-    """The trainer reached ``version``; ``done`` is set when every replica serves it."""
+    """The trainer reached ``version``, and goes on when it is released."""
 
     version: int
-    done: asyncio.Event = field(default_factory=asyncio.Event)
+    released_at: float | None = None
+    _released: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def release(self) -> None:
+        """The trainer may change its weights again: every replica serves the version, or a copy was made."""
+        self.released_at = now()
+        self._released.set()
+
+    async def until_released(self) -> None:
+        await self._released.wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +74,8 @@ class ActorTrain(Stage[list[Group], Update]):
         output: Channel[Update],
         settings: TrainSettings,
         *,
+        lease: Lease,
+        fleet: Fleet,
         reference: LogProbEngine | None = None,
         checkpoint: Callable[[int], Awaitable[object]],
     ) -> None:
@@ -72,6 +86,8 @@ class ActorTrain(Stage[list[Group], Update]):
         self._advantages = advantages
         self._output = output
         self._settings = settings
+        self._lease = lease
+        self._fleet = fleet
         self._reference = reference
         self._checkpoint = checkpoint
         self._fetches = 0
@@ -82,7 +98,7 @@ class ActorTrain(Stage[list[Group], Update]):
         if not self._state.trains_more:
             return None
         started = now()
-        groups = await self._state.queue.take(self._settings.fetch_size)
+        groups = await self._state.take(self._settings.fetch_size)
         if not self._state.trains_more:
             return None  # a stop was asked for meanwhile, and this fetch abandoned
         if not groups and self._state.at_boundary:
@@ -93,20 +109,26 @@ class ActorTrain(Stage[list[Group], Update]):
         return groups
 
     async def process_data(self, groups: list[Group]) -> AsyncGenerator[Update, None]:
+        # Only now, with a whole fetch in hand: generation could not make the rest of one without its devices.
+        with self._waiting_within("the devices that generation has"):
+            await self._lease.to_train()
         if groups:
             await self._train(groups)
         # With a number of groups as the run's length every fetch is full; a short one means that the data gave out.
         self._state.data_ended = len(groups) < self._settings.fetch_size
         if self._state.at_boundary or self._state.data_ended:
             version = self._state.version
+            await self._drop_overdue(version)
             yield Update(version)
             if self._settings.save_freq > 0 and version % self._settings.save_freq == 0 and self._state.trains_more:
                 await self._checkpoint(version)
+        # Not in a finally: a trainer that failed ends the run, and no engine must wake up on its devices.
+        await self._lease.to_generate()
 
     async def send_output_data(self, update: Update) -> bool:
         if not await self._output.send(update):
             return False
-        await update.done.wait()
+        await update.until_released()
         return True
 
     def close_output(self) -> None:
@@ -135,6 +157,12 @@ class ActorTrain(Stage[list[Group], Update]):
         self._state.fetching = 0
         self._fetches += 1
 
+    async def _drop_overdue(self, version: int) -> None:
+        """Of what is still being generated; what is queued is dropped when it would be taken."""
+        oldest = self._state.staleness.oldest_trainable(version)
+        if oldest is not None and self._state.trains_more:
+            await self._fleet.drop_older_than(oldest)
+
     async def _prepare(self, groups: list[Group]) -> dict[int, list[Sample]]:
         """Whatever is computed once per fetch: the reference's and proximal log-probs, advantages."""
         prox: Iterator[Column] | None = None
@@ -148,8 +176,8 @@ class ActorTrain(Stage[list[Group], Update]):
         for group, advantages in zip(groups, self._advantages(groups), strict=True):
             samples[group.number] = [
                 Sample(
-                    tokens=group.tokens,
-                    k=k,
+                    tokens=group.responses[k].tokens,
+                    k=group.responses[k].index,
                     prompt_length=trajectory.prompt_length,
                     length=trajectory.length,
                     advantages=advantages[k],

@@ -1,14 +1,15 @@
 """ParamUpdate: brings a new version from the trainer to every replica, in five phases.
 
     gather ▶ send (trainer)  ║  recv ▶ register (replica, decoding goes on)      then, replica by replica
-    wait for its validation ▶ pause(policy) ▶ load ▶ resume
+    wait for its validation ▶ halt(policy) ▶ load ▶ release
 
     consumes        updates from ActorTrain
     waits for       the transfer; a validation that still runs; in ``drain``, what is in flight
     produces        validations that are due
 
-Synchronous schedule: the trainer waits until every replica has loaded. The pause comes last, so that a replica stops
-for the swap alone.
+*Synchronous*: the transfer is one collective, and the trainer goes on when every replica has loaded. *Overlapped*: the
+trainer goes on after gather; each replica receives and loads at its own pace, and skips a version that a newer one
+overtook before its transfer began. The halt comes last, so that a replica stops for the swap alone.
 
 A validation is due every ``test_freq`` versions, and for the last one. Which one is the last is known only when no more
 updates come: a stop may be asked for, or the data end, while a version is already being served.
@@ -17,34 +18,96 @@ updates come: a stop may be asked for, or the data end, while a version is alrea
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from headway.errors import UpdateFailed
-from headway.events import TrainerBusy, UpdateFinished, UpdatePhase
-from headway.interfaces import OnUpdate, ReceiveReport, RolloutEngine, SendReport, TrainEngine
+from headway.errors import WorkerDied
+from headway.events import UpdateFinished, UpdatePhase, UpdateSuperseded
+from headway.interfaces import OverlappingTrainEngine, RolloutEngine, TrainEngine
 from headway.pipeline.channel import Channel
-from headway.pipeline.concurrently import both, concurrently
+from headway.pipeline.concurrently import concurrently
+from headway.pipeline.fleet import Fleet
+from headway.pipeline.on_update import Halts
+from headway.pipeline.signal import Signal
 from headway.pipeline.stage import Stage
 from headway.pipeline.stages.actor_train import Update
-from headway.pipeline.stages.generate import Generate
 from headway.pipeline.stages.validate import Validation
 from headway.pipeline.state import RunState, now
-
-T = TypeVar("T")
+from headway.pipeline.transfer import Transfer
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
+    """What loading a version cost one replica."""
+
     validation_s: float
-    """The replica's validation was waited for."""
+    """Its validation was waited for."""
     stall_s: float
     """From the end of the pause to the end of resume: nothing decoded."""
     interrupted: int
 
 
+Deliver = Callable[[RolloutEngine, int], Coroutine[Any, Any, Load | None]]
+
+
+class Schedule(ABC):
+    """How the weights of a version get to the replicas, and when the trainer may go on."""
+
+    @abstractmethod
+    async def publish(self, update: Update, load: Deliver) -> tuple[float, list[Load | None]]:
+        """Transfer ``update``, ``load`` it at each replica, and set ``update.released`` when the trainer may go on.
+
+        Returns the seconds that the trainer gathered, and what each replica's load cost: None where it has none.
+        """
+
+
+class Synchronous(Schedule):
+    def __init__(self, trainer: TrainEngine, transfer: Transfer, fleet: Fleet) -> None:
+        self._trainer = trainer
+        self._transfer = transfer
+        self._fleet = fleet
+
+    async def publish(self, update: Update, load: Deliver) -> tuple[float, list[Load | None]]:
+        gather_s = await self._transfer.together(self._trainer, update.version)
+        loads = await concurrently(load(replica, update.version) for replica in self._fleet.receivers)
+        update.release()
+        return gather_s, loads
+
+
+class Overlapped(Schedule):
+    def __init__(self, state: RunState, trainer: OverlappingTrainEngine, transfer: Transfer, fleet: Fleet) -> None:
+        self._state = state
+        self._trainer = trainer
+        self._transfer = transfer
+        self._fleet = fleet
+        self._newest = 0
+        self._turns: dict[str, asyncio.Lock] = {}
+        """One delivery at a time per replica, in order of versions."""
+
+    async def publish(self, update: Update, load: Deliver) -> tuple[float, list[Load | None]]:
+        self._newest = update.version  # before gather: what has not begun by now must not read the copy any more
+        gather_s = await self._transfer.gather(self._trainer, update.version)
+        update.release()
+        deliveries = (self._deliver(replica, update.version, load) for replica in self._fleet.receivers)
+        return gather_s, await concurrently(deliveries)
+
+    async def _deliver(self, replica: RolloutEngine, version: int, load: Deliver) -> Load | None:
+        async with self._turns.setdefault(replica.name, asyncio.Lock()):
+            if version < self._newest:
+                self._state.emit(UpdateSuperseded(time=now(), version=version, replica=replica.name))
+                return None
+            try:
+                await self._transfer.apart(self._trainer, version, replica)
+            except WorkerDied as death:
+                await self._fleet.lose(replica, death)
+                return None
+            return await load(replica, version)
+
+
 class ParamUpdate(Stage[Update | Validation, Validation]):
+    concurrency = None
     waits_for_input = "ActorTrain"
 
     def __init__(
@@ -53,10 +116,10 @@ class ParamUpdate(Stage[Update | Validation, Validation]):
         input: Channel[Update],
         output: Channel[Validation],
         trainer: TrainEngine,
-        replicas: Sequence[RolloutEngine],
-        generate: Generate,
+        fleet: Fleet,
+        halts: Halts,
         *,
-        policy: OnUpdate,
+        overlapped: bool,
         test_freq: int | None,
         timeout_s: float,
     ) -> None:
@@ -65,37 +128,39 @@ class ParamUpdate(Stage[Update | Validation, Validation]):
         self._state = state
         self._input = input
         self._output = output
-        self._trainer = trainer
-        self._replicas = replicas
-        self._generate = generate
-        self._policy = policy
+        self._fleet = fleet
+        self._halts = halts
         self._test_freq = test_freq
-        self._timeout_s = timeout_s
-        self._validator = replicas[0]
-        self._unvalidated: Validation | None = None
-        """The version that is served, unless its validation was submitted."""
+        self._validated = 0
+        """The newest version that was handed on to validation."""
+        self._served = 0
+        """The newest version that the validating replica has loaded."""
+        self._finished = Signal()
+        transfer = Transfer(state, fleet, self._waiting_within, timeout_s)
+        self._schedule: Schedule
+        if overlapped:
+            if not isinstance(trainer, OverlappingTrainEngine):
+                raise TypeError(f"{type(trainer).__name__} cannot send weights while it trains on")
+            self._schedule = Overlapped(state, trainer, transfer, fleet)
+        else:
+            self._schedule = Synchronous(trainer, transfer, fleet)
 
     async def get_input_data(self) -> Update | Validation | None:
         if (update := await self._input.get()) is not None:
             return update
-        last, self._unvalidated = self._unvalidated, None
-        if last is not None:
-            self._state.validation(last.replica.name, running=True)
-        return last
+        with self._waiting_within("updates to reach every replica"):
+            await self._finished.until(lambda: self.active == 0)
+        if self._test_freq is None or self._validated == self._served:
+            return None
+        return self._due(self._fleet.validator, self._served)
 
     async def process_data(self, item: Update | Validation) -> AsyncGenerator[Validation, None]:
         if isinstance(item, Validation):
             yield item
-            return
-        due = self._test_freq is not None and self._test_freq > 0 and item.version % self._test_freq == 0
-        await self._update(item.version, validate=due)
-        validation = Validation(item.version, self._validator)
-        self._unvalidated = None if due or self._test_freq is None else validation
-        if due:
-            yield validation
-        # Only now, so that the validation is the first to reach the replica.
-        self._generate.resume()
-        item.done.set()
+        else:
+            await self._publish(item)
+        # Whoever waits looks again only after this item is out of processing: nothing is awaited between.
+        self._finished.changed()
 
     async def send_output_data(self, validation: Validation) -> bool:
         return await self._output.send(validation)
@@ -103,95 +168,52 @@ class ParamUpdate(Stage[Update | Validation, Validation]):
     def close_output(self) -> None:
         self._output.close()
 
-    async def _update(self, version: int, *, validate: bool) -> None:
+    async def _publish(self, update: Update) -> None:
         started = now()
-        gather_s = await self._transfer(version)
-        loads = await concurrently(
-            self._load(replica, version, validate=validate and replica is self._validator) for replica in self._replicas
-        )
+        gather_s, loads = await self._schedule.publish(update, self._load)
+        released = update.released_at if update.released_at is not None else now()
+        done = [load for load in loads if load is not None]
         self._emit(
             UpdateFinished(
                 time=now(),
-                version=version,
-                trainer_stall_s=now() - started - gather_s,
-                rollout_stall_s=sum(load.stall_s for load in loads) / len(loads),
-                validation_stall_s=max(load.validation_s for load in loads),
-                interrupted=sum(load.interrupted for load in loads),
+                version=update.version,
+                trainer_stall_s=released - started - gather_s,
+                rollout_stall_s=sum(load.stall_s for load in done) / max(1, len(done)),
+                validation_stall_s=max((load.validation_s for load in done), default=0.0),
+                interrupted=sum(load.interrupted for load in done),
             )
         )
 
-    async def _transfer(self, version: int) -> float:
-        """gather and send beside recv and register. Returns the seconds that the trainer spent gathering."""
-        started = now()
-        silent = ["the trainer to send", *(f"{replica.name} to receive" for replica in self._replicas)]
+    async def _load(self, replica: RolloutEngine, version: int) -> Load | None:
+        """Swap the staged ``version`` in. None when ``replica`` died."""
         try:
-            async with asyncio.timeout(self._timeout_s) as limit:
-                received: list[ReceiveReport]
-                sent, received = await both(
-                    self._answer(self._trainer.send_weights(version), silent[0], silent),
-                    concurrently(
-                        self._answer(replica.stage_weights(version), whom, silent)
-                        for replica, whom in zip(self._replicas, silent[1:], strict=True)
-                    ),
-                )
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise UpdateFailed(
-                f"the weights of version {version} did not arrive within param_update.timeout_s={self._timeout_s:g} s: "
-                f"ParamUpdate waited for {', '.join(silent)}; replicas still serve the version before"
-            ) from None
-        self._report_sent(version, sent, started)
-        for replica, report in zip(self._replicas, received, strict=True):
-            self._report_received(version, replica.name, report)
-            if report.checksum != sent.checksum:
-                raise UpdateFailed(
-                    f"{replica.name} received weights of version {version} with checksum {report.checksum:08x}, the "
-                    f"trainer sent {sent.checksum:08x}; replicas still serve the version before"
-                )
-        return sent.gather_s
+            return await self._swap(replica, version)
+        except WorkerDied as death:
+            await self._fleet.lose(replica, death)
+            return None
 
-    async def _answer(self, call: Coroutine[Any, Any, T], whom: str, silent: list[str]) -> T:
-        """The call's result; ``silent`` loses whoever answered."""
-        with self._waiting_within(whom):
-            result = await call
-        silent.remove(whom)
-        return result
-
-    async def _load(self, replica: RolloutEngine, version: int, *, validate: bool) -> Load:
-        started = now()
-        with self._waiting_within(f"{replica.name} to finish its validation"):
-            await self._state.changed.until(lambda: replica.name not in self._state.validating)
-        validated = now()
-        # Not before that wait: training generation goes on beside a validation, refills included.
-        self._generate.pause()
-        with self._waiting_within(f"{replica.name} to {self._policy}"):
-            paused = await replica.pause(self._policy)
+    async def _swap(self, replica: RolloutEngine, version: int) -> Load:
+        with self._waiting_within(f"{replica.name} to {self._halts.policy}"):
+            halt = await self._halts.halt(replica, "load")
         stopped = now()
         with self._waiting_within(f"{replica.name} to load"):
             seconds = await replica.activate(version)
-        # Marked before the new version opens admission: a wave must not slip in ahead of its version's validation.
-        if validate:
-            self._state.validation(replica.name, running=True)
-        self._state.load(replica.name, version)
-        await replica.resume()
         self._emit(UpdatePhase(time=now(), version=version, phase="load", where=replica.name, seconds=seconds))
-        return Load(validated - started, stall_s=now() - stopped, interrupted=paused.interrupted)
+        # Submitted before the new version opens admission and before the replica goes on: nothing slips in ahead of it.
+        if replica is self._fleet.validator:
+            self._served = version
+            if self._is_due(version):
+                await self.send_output_data(self._due(replica, version))
+        self._fleet.serve(replica, version)
+        await self._halts.release(replica, "load")
+        return Load(halt.validation_s, now() - stopped, halt.interrupted)
 
-    def _report_sent(self, version: int, sent: SendReport, started: float) -> None:
-        span = (started, started + sent.gather_s)
-        self._emit(TrainerBusy(time=now(), what="gather", version=version, span=span))
-        for phase, seconds in (("gather", sent.gather_s), ("send", sent.send_s)):
-            self._emit(
-                UpdatePhase(
-                    time=now(), version=version, phase=phase, where="actor", seconds=seconds, nbytes=sent.nbytes
-                )
-            )
+    def _is_due(self, version: int) -> bool:
+        """Also for the first one served after a version that was due and superseded."""
+        every = self._test_freq
+        return every is not None and every > 0 and version // every > self._validated // every
 
-    def _report_received(self, version: int, replica: str, report: ReceiveReport) -> None:
-        for phase, seconds in (("recv", report.recv_s), ("register", report.register_s)):
-            self._emit(
-                UpdatePhase(
-                    time=now(), version=version, phase=phase, where=replica, seconds=seconds, nbytes=report.nbytes
-                )
-            )
+    def _due(self, replica: RolloutEngine, version: int) -> Validation:
+        self._validated = version
+        self._state.validation(replica.name, running=True)
+        return Validation(version, replica)

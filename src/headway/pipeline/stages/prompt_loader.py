@@ -43,14 +43,23 @@ class PromptLoader(Stage[list[Prompt], Wave]):
         self._sampling = sampling
         self._ended = False
 
+    @property
+    def waiting_for(self) -> str | None:
+        waiting = super().waiting_for
+        return "the end of the run, with all groups admitted" if waiting and self._state.all_admitted else waiting
+
     async def get_input_data(self) -> list[Prompt] | None:
-        await self._state.changed.until(lambda: self._ended or self._room() > 0)
-        if self._ended:
-            return None
-        prompts: list[Prompt] = []
-        while len(prompts) < self._room() and (prompt := self._source.next()) is not None:
-            prompts.append(prompt)
-        return prompts or None
+        while not self._ended:
+            await self._state.changed.until(lambda: self._ended or self._room() > 0)
+            if not self._ended and (prompts := self._next(self._room())):
+                return prompts
+            # The data gave out. What is being generated may yet be lost with its replica, and come back.
+            await self._state.changed.until(
+                lambda: self._ended or bool(self._state.waiting_again) or self._state.unrewarded == 0
+            )
+            if not self._state.waiting_again:
+                return None
+        return None
 
     async def process_data(self, prompts: list[Prompt]) -> AsyncGenerator[Wave, None]:
         yield [
@@ -68,6 +77,18 @@ class PromptLoader(Stage[list[Prompt], Wave]):
         """Admit nothing further."""
         self._ended = True
         self._state.changed.changed()
+
+    def _next(self, count: int) -> list[Prompt]:
+        """At most ``count``; none when the data gave out. What was lost comes first, as a further attempt."""
+        prompts: list[Prompt] = []
+        while len(prompts) < count:
+            if self._state.waiting_again:
+                prompts.append(self._source.again(self._state.waiting_again.popleft()))
+            elif (prompt := self._source.next()) is not None:
+                prompts.append(prompt)
+            else:
+                break
+        return prompts
 
     def _room(self) -> int:
         state = self._state

@@ -51,9 +51,9 @@ class RefLogProb(Stage[list[Group], Group]):
 def forward_samples(groups: Sequence[Group]) -> list[Sample]:
     """Every trajectory of the groups, for a forward pass, in order."""
     return [
-        Sample(tokens=group.tokens, k=k, prompt_length=t.prompt_length, length=t.length)
+        Sample(tokens=at.tokens, k=at.index, prompt_length=t.prompt_length, length=t.length)
         for group in groups
-        for k, t in enumerate(group.trajectories)
+        for at, t in zip(group.responses, group.trajectories, strict=True)
     ]
 
 

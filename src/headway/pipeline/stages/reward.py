@@ -63,7 +63,7 @@ class Reward(Stage[Group, Group]):
 
     async def send_output_data(self, group: Group) -> bool:
         sent = await self._output.send(group)
-        self._state.rewarded()
+        self._state.rewarded(group.number)
         return sent
 
     def close_output(self) -> None:

@@ -1,18 +1,19 @@
 """Rollout: joins what engines return with the prompts that were asked, into groups.
 
-consumes        finished groups from Generate
-waits for       nothing else
+consumes        finished groups, or parts of split ones, from Generate
+waits for       the other parts of a split group
 produces        groups, complete and unrewarded; a group that was aborted ends here as dropped
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 
-from headway.data.types import FinishReason, Group
+from headway.data.types import FinishReason, Group, Prompt, ResponseAt
 from headway.events import TrajectoryFinished
 from headway.interfaces import FinishedGroup
 from headway.pipeline.channel import Channel
+from headway.pipeline.fleet import Fleet
 from headway.pipeline.ledger import Fate
 from headway.pipeline.stage import Stage
 from headway.pipeline.state import RunState, now
@@ -21,22 +22,35 @@ from headway.pipeline.state import RunState, now
 class Rollout(Stage[FinishedGroup, Group]):
     waits_for_input = "Generate"
 
-    def __init__(self, state: RunState, input: Channel[FinishedGroup], output: Channel[Group]) -> None:
+    def __init__(
+        self, state: RunState, input: Channel[FinishedGroup], output: Channel[Group], fleet: Fleet, *, n: int
+    ) -> None:
         super().__init__(state.emit)
         self._state = state
         self._input = input
         self._output = output
+        self._fleet = fleet
+        self._n = n
+        self._parts: dict[int, list[FinishedGroup]] = {}
+        """Of split groups, until all are there."""
 
     async def get_input_data(self) -> FinishedGroup | None:
         return await self._input.get()
 
     async def process_data(self, finished: FinishedGroup) -> AsyncGenerator[Group, None]:
         self._report(finished)
+        number = finished.number
+        if not self._state.ledger.is_open(number):
+            self._parts.pop(number, None)
+            return  # another part of it brought its end
+        parts = self._parts.setdefault(number, [])
+        parts.append(finished)
         if any(t.finish_reason is FinishReason.ABORTED for t in finished.trajectories):
-            self._state.discard(finished.number, Fate.DROPPED, "aborted")
-            return
-        prompt = self._state.ledger.prompt(finished.number)
-        yield Group(finished.number, prompt, finished.trajectories, finished.tokens)
+            del self._parts[number]
+            self._state.discard(number, Fate.DROPPED, self._fleet.reason_of_abort(number))
+        elif sum(len(part.trajectories) for part in parts) == self._n:
+            del self._parts[number]
+            yield joined(parts, self._state.ledger.prompt(number))
 
     async def send_output_data(self, group: Group) -> bool:
         return await self._output.send(group)
@@ -60,3 +74,11 @@ class Rollout(Stage[FinishedGroup, Group]):
                     finished=trajectory.finished,
                 )
             )
+
+
+def joined(parts: Sequence[FinishedGroup], prompt: Prompt) -> Group:
+    """One group from all of its parts, its trajectories in order of k."""
+    pieces = [(t, ResponseAt(part.tokens, i)) for part in parts for i, t in enumerate(part.trajectories)]
+    pieces.sort(key=lambda piece: piece[0].id.k)
+    trajectories, responses = zip(*pieces, strict=True)
+    return Group(parts[0].number, prompt, trajectories, responses)

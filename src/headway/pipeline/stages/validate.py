@@ -14,11 +14,12 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 from headway.data.types import Prompt
-from headway.errors import ScoringFailed
+from headway.errors import ScoringFailed, WorkerDied
 from headway.events import ValidationFinished
 from headway.interfaces import FinishedGroup, GenerateRequest, Priority, RewardFn, RolloutEngine, SamplingParams
 from headway.pipeline.channel import Channel
 from headway.pipeline.concurrently import failing_as_one
+from headway.pipeline.fleet import Fleet
 from headway.pipeline.stage import Stage
 from headway.pipeline.state import RunState, now
 
@@ -36,6 +37,7 @@ class Validate(Stage[Validation, None]):
         self,
         state: RunState,
         input: Channel[Validation],
+        fleet: Fleet,
         prompts: Sequence[Prompt],
         reward: RewardFn,
         *,
@@ -45,6 +47,7 @@ class Validate(Stage[Validation, None]):
         super().__init__(state.emit)
         self._state = state
         self._input = input
+        self._fleet = fleet
         self._prompts = prompts
         self._reward = reward
         self._n = n
@@ -54,35 +57,50 @@ class Validate(Stage[Validation, None]):
         return await self._input.get()
 
     async def process_data(self, validation: Validation) -> AsyncGenerator[None, None]:
-        started = now()
-        requests = [
-            GenerateRequest(i, prompt, self._n, self._sampling, Priority.VALIDATION)
-            for i, prompt in enumerate(self._prompts)
-        ]
-        scoring: list[asyncio.Task[float | None]] = []
-        tokens = 0
-        with failing_as_one():
-            async with asyncio.TaskGroup() as tasks:
-                with self._waiting_within(validation.replica.name):
-                    async for finished in validation.replica.generate(requests):
-                        tokens += sum(t.length for t in finished.trajectories)
-                        scoring.append(tasks.create_task(self._score(finished)))
-                # Nothing decodes for the validation any more: the replica may load again while scores come in.
-                self._state.validation(validation.replica.name, running=False)
-        scores = [task.result() for task in scoring]
+        started, replica = now(), validation.replica
+        while (answers := await self._answers_of(replica)) is None:
+            replica = self._fleet.validator
+            self._state.validation(replica.name, running=True)
+        trajectories = [t for finished, _ in answers for t in finished.trajectories]
+        scores = [score for _, score in answers]
         self._emit(
             ValidationFinished(
                 time=now(),
-                version=validation.version,
+                # Another replica may have taken over, with a version of its own: the tokens know.
+                version=max((v for t in trajectories for _, v in t.version_spans), default=validation.version),
                 accuracy=sum(score or 0.0 for score in scores) / max(1, len(scores)),
                 problems=len(scores),
-                mean_tokens=tokens / max(1, len(scores) * self._n),
+                mean_tokens=sum(t.length for t in trajectories) / max(1, len(trajectories)),
                 failed=sum(score is None for score in scores),
                 span=(started, now()),
             )
         )
         return
         yield
+
+    async def _answers_of(self, replica: RolloutEngine) -> list[tuple[FinishedGroup, float | None]] | None:
+        """Answers to all problems and their scores; None when ``replica`` died over it and others go on."""
+        requests = [
+            GenerateRequest(i, prompt, self._n, self._sampling, Priority.VALIDATION)
+            for i, prompt in enumerate(self._prompts)
+        ]
+        answers: list[FinishedGroup] = []
+        scoring: list[asyncio.Task[float | None]] = []
+        with failing_as_one():
+            async with asyncio.TaskGroup() as tasks:
+                try:
+                    with self._waiting_within(replica.name):
+                        async for finished in replica.generate(requests):
+                            answers.append(finished)
+                            scoring.append(tasks.create_task(self._score(finished)))
+                except WorkerDied as death:
+                    for task in scoring:
+                        task.cancel()
+                    await self._fleet.lose(replica, death)
+                    return None
+                # Nothing decodes for the validation any more: the replica may load again while scores come in.
+                self._state.validation(replica.name, running=False)
+        return [(answer, task.result()) for answer, task in zip(answers, scoring, strict=True)]
 
     async def send_output_data(self, output: None) -> bool:
         return True

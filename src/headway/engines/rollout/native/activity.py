@@ -1,4 +1,4 @@
-"""When the engine computed, and how much of it: the source of idle ratios and slot utilisation."""
+"""When the engine computed, and how much of it: the source of idle ratios, slot utilisation and step times."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from headway.events import Span
+from headway.events import DecodeSteps, Span, StartStep
 from headway.interfaces import EngineStats
 
 
@@ -16,8 +16,12 @@ class Step:
 
     active: int = 0
     """Rows that were given a token."""
+    started_from: int = 0
+    """Tokens of the contexts that rows among them started from, a shared one counted once; 0 if all decoded."""
     prefilled: int = 0
     """Tokens that were prefilled."""
+    cached: int = 0
+    """Tokens in the KV cache."""
 
 
 class Activity:
@@ -30,6 +34,8 @@ class Activity:
         self._slot_seconds = 0.0
         self._generated = 0
         self._prefilled = 0
+        self._decode_steps: dict[int, DecodeSteps] = {}
+        self._start_steps: list[StartStep] = []
 
     @contextmanager
     def step(self) -> Iterator[Step]:
@@ -37,10 +43,12 @@ class Activity:
         step, start = Step(), self._clock()
         yield step
         end = self._clock()
-        self._open = (self._open[0] if self._open else start, end)
+        opened, before = self._open or (start, start)
+        self._open = (opened, end)
         self._slot_seconds += step.active * (end - start)
         self._generated += step.active
         self._prefilled += step.prefilled
+        self._count(step, end - before)
 
     def stop(self) -> None:
         """The engine computes nothing from here to its next step."""
@@ -59,6 +67,16 @@ class Activity:
             running=running,
             waiting=waiting,
             version=version,
+            decode_steps=self._decode_steps,
+            start_steps=self._start_steps,
         )
         self._busy, self._slot_seconds, self._generated, self._prefilled = [], 0.0, 0, 0
+        self._decode_steps, self._start_steps = {}, []
         return stats
+
+    def _count(self, step: Step, seconds: float) -> None:
+        if step.started_from:
+            self._start_steps.append((step.active, step.started_from, seconds, step.cached))
+        else:
+            steps, total, cached = self._decode_steps.get(step.active, (0, 0.0, 0))
+            self._decode_steps[step.active] = (steps + 1, total + seconds, cached + step.cached)

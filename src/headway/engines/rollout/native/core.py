@@ -122,6 +122,11 @@ class EngineCore:
         wanted = set(numbers)
         return self._end(lambda group: group.request.priority is Priority.TRAINING and group.request.number in wanted)
 
+    def older_than(self, version: int) -> list[int]:
+        """Numbers of unfinished training groups with a token of an older version, in order of submission."""
+        groups = (group for group in self._groups if group.request.priority is Priority.TRAINING)
+        return [g.request.number for g in groups if g.oldest_version is not None and g.oldest_version < version]
+
     def forget(self, owner: Hashable) -> None:
         """Stop and drop everything that ``owner`` submitted."""
         self._end(lambda group: group.owner == owner)
@@ -171,10 +176,13 @@ class EngineCore:
             if starting := self._scheduler.take(self._rows.slots - decoding):
                 logits.append(torch.stack(self._start(starting, step)))
             step.active = self._rows.active
+            step.cached = self._rows.cached
             self._sample(logits[0] if len(logits) == 1 else torch.cat(logits))
             now = self._clock()
             for run in starting:
                 run.started = now if run.started is None else run.started
+                if run.group.oldest_version is None:
+                    run.group.oldest_version = self.version
             ended = [(self._remove(row), reason) for row, reason in self._rows.ended()]
             finished = [group for run, reason in ended for group in self._finish(run, reason, now)]
         self._settle()
@@ -187,6 +195,7 @@ class EngineCore:
             self._rows.add(run)
         logits: dict[int, torch.Tensor] = {}
         for share, prefilled in self._prefilled(runs, step):
+            step.started_from += int(self._rows.lengths[first + share.start])
             self._runner.cache.fill(range(first + share.start, first + share.stop), prefilled.kv)
             logits.update(dict.fromkeys(share, prefilled.logits))
         return [logits[index] for index in range(len(runs))]

@@ -188,6 +188,16 @@ class NativeEngine:
         """End these training groups as they are; unknown numbers are ignored."""
         await self._ask(lambda: self._collect(self._core.abort(numbers)))
 
+    async def abort_older_than(self, version: int) -> list[int]:
+        """`abort` the training groups with a token of an older version; their numbers, in order of submission."""
+
+        def abort() -> list[int]:
+            numbers = self._core.older_than(version)
+            self._collect(self._core.abort(numbers))
+            return numbers
+
+        return await self._ask(abort)
+
     async def in_flight(self) -> list[int]:
         """Numbers of unfinished training groups, in order of submission."""
         return await self._ask(self._core.in_flight)

@@ -39,6 +39,11 @@ class Rows:
     def active(self) -> int:
         return len(self.runs)
 
+    @property
+    def cached(self) -> int:
+        """Tokens in the KV cache, of all rows."""
+        return int(self.lengths[: self.active].sum())
+
     def add(self, run: TrajectoryRun) -> None:
         """Occupy the next row; its context is (about to be) in the cache's row of the same number."""
         row, written = self.active, len(run.written.ids)

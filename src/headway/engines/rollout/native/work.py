@@ -85,6 +85,8 @@ class GroupRun:
     """Fresh trajectories that still need the prompt's prefill."""
     prefilled: Prefilled | None = None
     """The prompt's, kept while some of the group's trajectories have yet to start."""
+    oldest_version: int | None = None
+    """Of the weights that sampled its first token, whichever trajectory's that was."""
     _done: dict[int, tuple[Trajectory, ResponseTokens]] = field(default_factory=dict)
 
     @classmethod
@@ -118,10 +120,15 @@ class GroupRun:
                 f"model knows 0 to {vocabulary - 1}; do tokenizer and model belong together?"
             )
         group = cls(request, owner, prompt, unplaced=request.n)
-        for k in range(request.n):
+        for position, k in enumerate(group.ks):
             key = trajectory_key(seed, request.prompt.trajectory_id(k))
-            group.runs.append(TrajectoryRun(group, k, serial + k, key, min(request.sampling.max_tokens, room)))
+            group.runs.append(TrajectoryRun(group, k, serial + position, key, min(request.sampling.max_tokens, room)))
         return group
+
+    @property
+    def ks(self) -> range:
+        """Of its trajectories."""
+        return range(self.request.first, self.request.first + self.request.n)
 
     def place(self, count: int, prefilled: Prefilled) -> None:
         """``count`` fresh trajectories have started from ``prefilled``; keep it if there are more to come."""
@@ -158,7 +165,7 @@ class GroupRun:
         self._done[run.k] = (trajectory, ResponseTokens(written.ids, written.logprobs, written.versions, mask))
         if len(self._done) < self.request.n:
             return None
-        trajectories, responses = zip(*(self._done[k] for k in range(self.request.n)), strict=True)
+        trajectories, responses = zip(*(self._done[k] for k in self.ks), strict=True)
         return FinishedGroup(
             number=self.request.number,
             trajectories=trajectories,

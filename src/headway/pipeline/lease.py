@@ -1,0 +1,69 @@
+"""Devices that training and generation share: who computes there.
+
+    generate ──trainer asks, a whole fetch in hand──▶ validations end ▶ halt(policy) ▶ sleep ──▶ train
+        ▲                                                                                         │
+        └────────────────────────── wake ▶ resume ◀── after each fetch, update or not ────────────┘
+
+On devices of their own (``placement.kind: split``) nobody asks and nothing changes hands.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from headway.errors import WorkerDied
+from headway.events import LeaseChanged
+from headway.interfaces import RolloutEngine
+from headway.pipeline.concurrently import concurrently
+from headway.pipeline.fleet import Fleet
+from headway.pipeline.on_update import Halts
+from headway.pipeline.state import RunState, now
+
+
+class Lease(Protocol):
+    async def to_train(self) -> None:
+        """Returns when nothing else computes on the trainer's devices. Ask with complete input in hand only."""
+
+    async def to_generate(self) -> None:
+        """The trainer is done with them."""
+
+
+class OwnDevices:
+    """Training has devices of its own."""
+
+    async def to_train(self) -> None: ...
+
+    async def to_generate(self) -> None: ...
+
+
+class SharedDevices:
+    """One group of devices, which generation has unless training asks for it."""
+
+    def __init__(self, state: RunState, fleet: Fleet, halts: Halts) -> None:
+        self._state = state
+        self._fleet = fleet
+        self._halts = halts
+
+    async def to_train(self) -> None:
+        asked = now()
+        await concurrently(self._take_from(replica) for replica in self._fleet.serving)
+        self._state.emit(LeaseChanged(time=now(), holder="train", asked=asked))
+
+    async def to_generate(self) -> None:
+        returned = now()
+        await concurrently(self._give_back(replica) for replica in self._fleet.serving)
+        self._state.emit(LeaseChanged(time=now(), holder="generate", asked=returned))
+
+    async def _take_from(self, replica: RolloutEngine) -> None:
+        try:
+            await self._halts.halt(replica, "lease")
+            await replica.sleep()
+        except WorkerDied as death:
+            await self._fleet.lose(replica, death)
+
+    async def _give_back(self, replica: RolloutEngine) -> None:
+        try:
+            await replica.wake()
+            await self._halts.release(replica, "lease")
+        except WorkerDied as death:
+            await self._fleet.lose(replica, death)

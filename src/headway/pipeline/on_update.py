@@ -1,0 +1,98 @@
+"""Stopping replicas and letting them go on: for new weights, and for a trainer that shares their devices.
+
+    halt(replica, why):  wait for its validation ▶ no new requests to it ▶ pause(policy)
+    release(replica, why):  resume ▶ new requests again, once nobody else halts it
+
+``drain`` lets what was submitted finish, ``interrupt`` and ``keep`` cut it; the tokens so far stay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from headway.errors import WorkerDied
+from headway.events import ReplicaHalted
+from headway.interfaces import OnUpdate, RolloutEngine
+from headway.pipeline.fleet import Fleet
+from headway.pipeline.state import RunState, now
+
+
+@dataclass(slots=True)
+class Halt:
+    """A replica that was told to stop."""
+
+    by: list[str] = field(default_factory=list)
+    """For which reasons; the replica goes on when none is left."""
+    stopped: float | None = None
+    """When nothing decoded any more."""
+    interrupted: int = 0
+    validation_s: float = 0.0
+    """How long its validation was waited for."""
+
+
+class Halts:
+    """Which replicas are halted. ``gate`` is told whether any replica takes new requests."""
+
+    def __init__(self, state: RunState, fleet: Fleet, policy: OnUpdate) -> None:
+        self.policy = policy
+        self.gate: Callable[[bool], None] = lambda _: None
+        self._state = state
+        self._fleet = fleet
+        self._halts: dict[str, Halt] = {}
+        self._available = {replica.name: None for replica in fleet.serving}
+        self._turns: dict[str, asyncio.Lock] = {}
+        fleet.changed = self._fleet_changed
+
+    @property
+    def available(self) -> Collection[str]:
+        """Serving replicas that take new requests; all of them when every one is halted, since requests can wait."""
+        return self._available or {replica.name: None for replica in self._fleet.serving}
+
+    async def halt(self, replica: RolloutEngine, why: str) -> Halt:
+        """Returns when nothing decodes on ``replica`` any more, and what that took. Raises `WorkerDied` when it died."""
+        validated_from = now()
+        async with self._turns.setdefault(replica.name, asyncio.Lock()):
+            if (halted := self._halts.get(replica.name)) is not None:
+                halted.by.append(why)
+                return Halt([why], stopped=halted.stopped)
+            await self._state.changed.until(lambda: replica.name not in self._state.validating)
+            # Not before that wait: training generation goes on beside a validation, refills included.
+            halt = self._halts[replica.name] = Halt([why], validation_s=now() - validated_from)
+            self._available.pop(replica.name, None)
+            self.gate(bool(self._available))
+            try:
+                paused = await replica.pause(self.policy)
+            except WorkerDied:
+                del self._halts[replica.name]
+                raise
+            halt.stopped, halt.interrupted = now(), paused.interrupted
+            return halt
+
+    async def release(self, replica: RolloutEngine, why: str) -> None:
+        """``replica`` goes on, unless somebody else halts it, too. Raises `WorkerDied` when it died."""
+        halt = self._halts[replica.name]
+        halt.by.remove(why)
+        if halt.by:
+            return
+        del self._halts[replica.name]
+        await replica.resume()
+        if self._fleet.serves(replica):  # it may have been lost meanwhile
+            self._available[replica.name] = None
+            self.gate(True)
+        stopped = halt.stopped if halt.stopped is not None else now()
+        self._state.emit(
+            ReplicaHalted(
+                time=now(),
+                replica=replica.name,
+                reason=why,
+                span=(stopped, now()),
+                interrupted=halt.interrupted,
+            )
+        )
+
+    def _fleet_changed(self) -> None:
+        names = [replica.name for replica in self._fleet.serving]
+        self._available = {name: None for name in names if name not in self._halts}
+        self.gate(bool(self._available) or not names)
