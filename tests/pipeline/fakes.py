@@ -1,7 +1,8 @@
-"""Scripted machinery behind the pipeline's protocols, on whatever clock the running loop has.
+"""Scripted machinery behind the pipeline's protocols: the simulated engines of `headway.simulate`, and what a test does
+to them.
 
-The fakes keep the protocols' contracts to the letter and fail loudly when the pipeline does not: weights that are
-activated while something decodes, or before they were staged, are assertion errors.
+Durations are powers of two, so that times on the virtual clock are exact: a replica samples one token every
+``SECONDS_PER_TOKEN`` for each trajectory in a slot, however many there are.
 """
 
 from __future__ import annotations
@@ -9,18 +10,17 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.data.types import Column, FinishReason, Group, Prompt, Sample, Trajectory, TrajectoryId
+from headway.data.types import Column, Prompt, Sample, TrajectoryId
 from headway.errors import ScoringFailed
-from headway.events import Event, Span
+from headway.events import Event
 from headway.interfaces import (
-    Capabilities,
     EngineStats,
     FinishedGroup,
     GenerateRequest,
@@ -28,15 +28,23 @@ from headway.interfaces import (
     Paused,
     Priority,
     ReceiveReport,
-    SendReport,
     StepReport,
 )
+from headway.simulate.costs import TrainCost
+from headway.simulate.profile import PhaseProfile, RolloutProfile, UpdateProfile
+from headway.simulate.rollout import SimulatedRollout
+from headway.simulate.trainer import SimulatedTrainer
+from headway.simulate.transport import SimulatedTransport
 
 SECONDS_PER_TOKEN = 0.125
-"""A power of two, so that times on the virtual clock are exact."""
+
+UPDATE = UpdateProfile(nbytes=1000, gather=PhaseProfile(latency_s=0.25), recv=PhaseProfile(latency_s=0.25))
 
 Lengths = Callable[[TrajectoryId], int]
 """Tokens that a trajectory will have."""
+
+Time = tuple[float, float]
+"""From, to."""
 
 
 def now() -> float:
@@ -123,399 +131,170 @@ def fails(why: str) -> Sequence[float]:
     raise ScoringFailed(why)
 
 
-def zero_advantages(groups: Sequence[Group]) -> list[list[NDArray[np.float32]]]:
-    return [[np.zeros(t.length, np.float32) for t in group.trajectories] for group in groups]
-
-
 def without_variance(rewards: NDArray[np.float32]) -> str | None:
     return "zero variance" if rewards.max() == rewards.min() else None
-
-
-# ---------------------------------------------------------------------------------------------- weights
-
-
-class Wire:
-    """Carries weights from the trainer to all replicas: whoever comes waits for everybody else, like a collective."""
-
-    def __init__(self, receivers: int) -> None:
-        self._receivers = receivers
-        self._arrived: dict[int, int] = {}
-        self._complete: dict[int, asyncio.Event] = {}
-
-    async def meet(self, version: int) -> None:
-        complete = self._complete.setdefault(version, asyncio.Event())
-        self._arrived[version] = self._arrived.get(version, 0) + 1
-        if self._arrived[version] == self._receivers + 1:
-            complete.set()
-        await complete.wait()
-
-
-def checksum(version: int) -> int:
-    return 0xC0FFEE + version
 
 
 # ---------------------------------------------------------------------------------------------- rollout
 
 
-@dataclass(slots=True, eq=False)
-class _Decoding:
-    """One trajectory inside the engine."""
-
-    request: GenerateRequest
-    id: TrajectoryId
-    length: int
-    answer: _Answer
-    seq: int
-    tokens: int = 0
-    spans: list[list[int]] = field(default_factory=list)
-    started: float | None = None
-    since: float = 0.0
-    """When the running segment's first step began."""
-    end: float = 0.0
-    """When its last step ends, if nothing comes between."""
-    timer: asyncio.TimerHandle | None = None
-
-    @property
-    def rank(self) -> tuple[bool, int]:
-        """Place in the waiting line: validation first, then order of submission."""
-        return self.request.priority is not Priority.VALIDATION, self.seq
-
-
-@dataclass(slots=True, eq=False)
-class _Answer:
-    """A request's trajectories as they finish; ``outbox`` belongs to the `generate` call that brought the request."""
-
-    request: GenerateRequest
-    outbox: asyncio.Queue[FinishedGroup | BaseException]
-    done: dict[int, Trajectory] = field(default_factory=dict)
-
-
-class FakeRollout:
-    """A replica that samples one token every ``SECONDS_PER_TOKEN`` for each trajectory in a slot."""
+class FakeRollout(SimulatedRollout):
+    """A simulated replica that remembers what was asked of it, and can be told to misbehave."""
 
     def __init__(
         self,
-        name: str = "rollout-0",
+        name: str,
         *,
-        wire: Wire,
+        transport: SimulatedTransport,
         lengths: Lengths,
         slots: int = 8,
-        prefill_s: float = 0.125,
-        recv_s: float = 0.25,
+        prefill_s: float = 0.0,
+        prefill_token_s: float = 0.0,
+        kv_tokens: int | None = None,
         load_s: float = 0.125,
     ) -> None:
-        self.name = name
-        self.slots = slots
-        self.capabilities = Capabilities(frozenset(OnUpdate), reproducible=True)
-        self.version = 0
+        super().__init__(
+            name,
+            profile=RolloutProfile(
+                slots=slots,
+                decode=[(1, SECONDS_PER_TOKEN)],
+                prefill_s=prefill_s,
+                prefill_token_s=prefill_token_s,
+                kv_tokens=kv_tokens,
+            ),
+            lengths=lambda trajectory, number: lengths(trajectory),
+            receive=transport.receive,
+            load_s=load_s,
+        )
         self.cut = 0
         """Trajectories with tokens that a pause stopped, over the whole run."""
-        self.wrong_checksum_at: int | None = None
+        self.hangs = False
+        """Samples nothing for what it is asked from now on."""
+        self.hangs_on_drain = False
+        self.stamps_version_0 = False
+        """On every token, whatever sampled it."""
+        self.paused = False
         self.never_receives = False
         self.hangs_on_stats = False
+        self.died_at: float | None = None
         self.loads: list[tuple[int, float]] = []
         """(version, time) of every activation."""
+        self.received: list[tuple[int, Time]] = []
+        """(version, when) of every transfer that arrived."""
+        self.stood: list[Time] = []
+        """From the end of each pause to what ended it, `resume` or the replica's death."""
+        self.validated: list[Time] = []
+        """From asking for the answers to all held-out problems to having them."""
+        self._stopped: float | None = None
         self.submitted: list[tuple[float, tuple[int, ...], Priority]] = []
         """(time, numbers, priority) of every call of `generate`."""
-        self._wire = wire
-        self._lengths = lengths
-        self._prefill_s = prefill_s
-        self._recv_s = recv_s
-        self._load_s = load_s
-        self._waiting: list[_Decoding] = []
-        self._running: list[_Decoding] = []
-        self._cut: list[_Decoding] = []
-        """Stopped by the pause that holds; they keep their slots."""
-        self._held: list[_Decoding] = []
-        """Submitted after a pause began: they start after `resume`."""
-        self._outboxes: list[asyncio.Queue[FinishedGroup | BaseException]] = []
-        self._pausing: OnUpdate | None = None
-        self._idle = asyncio.Event()
-        self._staged: int | None = None
-        self._seq = 0
-        self._died: BaseException | None = None
-        self._stats = _Activity()
-
-    # ---------------------------------------------------------------- generate
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[FinishedGroup]:
-        self._check_alive()
-        outbox: asyncio.Queue[FinishedGroup | BaseException] = asyncio.Queue()
-        self._outboxes.append(outbox)
         self.submitted.append((now(), tuple(r.number for r in requests), requests[0].priority))
-        line = self._waiting if self._pausing is None else self._held
-        for request in requests:
-            answer = _Answer(request, outbox)
-            for k in range(request.n):
-                id_ = request.prompt.trajectory_id(k)
-                line.append(_Decoding(request, id_, self._lengths(id_), answer, self._seq))
-                self._seq += 1
-        self._fill_slots()
-        for _ in requests:
-            finished = await outbox.get()
-            if isinstance(finished, BaseException):
-                raise finished
+        if self.hangs:
+            await asyncio.Event().wait()
+        asked = now()
+        async for finished in super().generate(requests):
+            if self.stamps_version_0:
+                old = (replace(t, version_spans=[[0, 0]]) for t in finished.trajectories)
+                finished = replace(finished, trajectories=tuple(old))
             yield finished
-
-    def _fill_slots(self) -> None:
-        """Start what waits, as far as slots allow. A drain, too: it lets all that was submitted finish."""
-        if self._pausing in (OnUpdate.INTERRUPT, OnUpdate.KEEP) or self._died:
-            return
-        self._waiting.sort(key=lambda decoding: decoding.rank)
-        while self._waiting and len(self._running) < self.slots:
-            self._start(self._waiting.pop(0), prefill_s=self._prefill_s)
-        if not self._running:
-            self._idle.set()
-
-    def _start(self, decoding: _Decoding, prefill_s: float) -> None:
-        self._idle.clear()
-        self._stats.started(len(self._running))
-        self._running.append(decoding)
-        decoding.since = now() + prefill_s
-        if decoding.tokens == 0:
-            decoding.started = decoding.since + SECONDS_PER_TOKEN
-        decoding.end = decoding.since + (decoding.length - decoding.tokens) * SECONDS_PER_TOKEN
-        decoding.timer = asyncio.get_running_loop().call_at(decoding.end, self._finish, decoding)
-
-    def _stop(self, decoding: _Decoding) -> None:
-        """Out of its slot, between two steps: only whole steps have sampled a token."""
-        assert decoding.timer is not None
-        decoding.timer.cancel()
-        self._running.remove(decoding)
-        left = decoding.length - decoding.tokens
-        steps = left if now() >= decoding.end else max(0, int((now() - decoding.since) / SECONDS_PER_TOKEN))
-        if steps and (not decoding.spans or decoding.spans[-1][1] != self.version):
-            decoding.spans.append([decoding.tokens, self.version])
-        decoding.tokens += steps
-        self._stats.stopped(len(self._running))
-
-    def _finish(self, decoding: _Decoding, reason: FinishReason = FinishReason.STOP) -> None:
-        self._stop(decoding)
-        self._deliver(decoding, reason)
-        self._fill_slots()
-
-    def _deliver(self, decoding: _Decoding, reason: FinishReason) -> None:
-        assert reason is FinishReason.ABORTED or decoding.tokens == decoding.length
-        answer, k = decoding.answer, decoding.id.k
-        answer.done[k] = Trajectory(
-            id=decoding.id,
-            replica=self.name,
-            text=f"answer {k} to {decoding.request.prompt.text}",
-            prompt_length=len(decoding.request.prompt.token_ids),
-            length=decoding.tokens,
-            finish_reason=reason,
-            version_spans=decoding.spans,
-            started=decoding.started if decoding.started is not None else now(),
-            finished=now(),
-        )
-        if len(answer.done) == answer.request.n:
-            trajectories = tuple(answer.done[k] for k in range(answer.request.n))
-            answer.outbox.put_nowait(FinishedGroup(answer.request.number, trajectories, tokens=None))
-
-    async def abort(self, numbers: Sequence[int]) -> None:
-        for line in (self._running, self._cut, self._waiting, self._held):
-            for decoding in [d for d in line if d.request.number in numbers and d.rank[0]]:
-                if line is self._running:
-                    self._stop(decoding)
-                else:
-                    line.remove(decoding)
-                self._deliver(decoding, FinishReason.ABORTED)
-        self._fill_slots()
-
-    async def in_flight(self) -> list[int]:
-        everything = [*self._running, *self._cut, *self._waiting, *self._held]
-        return sorted({d.request.number for d in everything if d.request.priority is Priority.TRAINING})
-
-    # ---------------------------------------------------------------- pause and update
+        if requests[0].priority is Priority.VALIDATION:
+            self.validated.append((asked, now()))
 
     async def pause(self, policy: OnUpdate) -> Paused:
-        self._check_alive()
-        assert self._pausing is None, f"{self.name} was paused twice"
-        self._pausing = policy
-        if policy is OnUpdate.DRAIN:
-            self._fill_slots()
-            await self._idle.wait()
-            self._check_alive()
-            return Paused()
-        cut = list(self._running)
-        for decoding in cut:
-            self._stop(decoding)
-        for decoding in cut:
-            if decoding.tokens == decoding.length:
-                self._deliver(decoding, FinishReason.STOP)
-        self._cut = [decoding for decoding in cut if decoding.tokens < decoding.length]
-        interrupted = sum(decoding.tokens > 0 for decoding in self._cut)
-        self.cut += interrupted
-        return Paused(interrupted)
+        paused = await super().pause(policy)
+        if self.hangs_on_drain and policy is OnUpdate.DRAIN:
+            await asyncio.Event().wait()
+        self.cut += paused.interrupted
+        self.paused = True
+        self._stopped = now()
+        return paused
 
     async def resume(self) -> None:
-        self._check_alive()
-        assert self._pausing is not None, f"{self.name} was resumed without a pause"
-        policy, self._pausing = self._pausing, None
-        # What was cut held slots, and takes them back before anything else.
-        for decoding in self._cut:
-            self._start(decoding, prefill_s=0.0 if policy is OnUpdate.KEEP else self._prefill_s)
-        self._waiting += self._held
-        self._cut, self._held = [], []
-        self._fill_slots()
-
-    async def stage_weights(self, version: int) -> ReceiveReport:
-        self._check_alive()
-        if self.never_receives:
-            await asyncio.Event().wait()
-        await self._wire.meet(version)
-        await asyncio.sleep(self._recv_s)
-        self._check_alive()
-        self._staged = version
-        wrong = version == self.wrong_checksum_at
-        return ReceiveReport(self._recv_s, 0.0, nbytes=1000, checksum=checksum(version) ^ wrong)
-
-    async def activate(self, version: int) -> float:
-        self._check_alive()
-        assert self._staged == version, f"{self.name}: version {version} is not staged, {self._staged} is"
-        assert self._pausing is not None and not self._running, f"{self.name}: loads while it decodes"
-        await asyncio.sleep(self._load_s)
-        self._check_alive()
-        self.version, self._staged = version, None
-        self.loads.append((version, now()))
-        return self._load_s
-
-    # ---------------------------------------------------------------- the rest
+        self.paused = False
+        self._stands_no_more()
+        await super().resume()
 
     def die(self, error: BaseException) -> None:
-        """From now on every call raises ``error``, those under way included."""
-        self._died = error
-        for decoding in list(self._running):
-            self._stop(decoding)
-        self._idle.set()
-        for outbox in self._outboxes:
-            outbox.put_nowait(error)
+        if self.died_at is None:
+            self.died_at = now()
+            self._stands_no_more()
+        super().die(error)
 
-    def _check_alive(self) -> None:
-        if self._died is not None:
-            raise self._died
+    def _stands_no_more(self) -> None:
+        if self._stopped is not None:
+            self.stood.append((self._stopped, now()))
+            self._stopped = None
 
-    async def sleep(self) -> None: ...
+    async def stage_weights(self, version: int) -> ReceiveReport:
+        if self.never_receives:
+            await asyncio.Event().wait()
+        started = now()
+        report = await super().stage_weights(version)
+        self.received.append((version, (started, now())))
+        return report
 
-    async def wake(self) -> None: ...
+    async def activate(self, version: int) -> float:
+        seconds = await super().activate(version)
+        self.loads.append((version, now()))
+        return seconds
 
     async def stats(self) -> EngineStats:
-        self._check_alive()
         if self.hangs_on_stats:
             await asyncio.Event().wait()
-        return self._stats.report(len(self._running), len(self._waiting) + len(self._held), self.version)
-
-    async def close(self) -> None: ...
-
-
-class _Activity:
-    """Busy spans and slot-time since the last report."""
-
-    def __init__(self) -> None:
-        self._busy: list[Span] = []
-        self._slot_seconds = 0.0
-        self._since = 0.0
-        self._running = 0
-
-    def started(self, running_before: int) -> None:
-        self._advance(running_before + 1)
-
-    def stopped(self, running_after: int) -> None:
-        self._advance(running_after)
-
-    def report(self, running: int, waiting: int, version: int) -> EngineStats:
-        self._advance(running)
-        tokens = int(self._slot_seconds / SECONDS_PER_TOKEN)
-        stats = EngineStats(self._busy, self._slot_seconds, tokens, 0, running, waiting, version)
-        self._busy, self._slot_seconds = [], 0.0
-        return stats
-
-    def _advance(self, running: int) -> None:
-        if self._running and now() > self._since:
-            self._busy.append((self._since, now()))
-            self._slot_seconds += self._running * (now() - self._since)
-        self._since, self._running = now(), running
+        return await super().stats()
 
 
 # ---------------------------------------------------------------------------------------------- training
 
 
-class FakeTrainer:
+class FakeTrainer(SimulatedTrainer):
     """Takes ``step_s(step)`` for each optimizer step; ``skips(step)`` says whether it was not finite."""
 
     def __init__(
         self,
-        wire: Wire,
+        transport: SimulatedTransport,
         *,
         step_s: Callable[[int], float] = lambda _: 1.0,
         skips: Callable[[int], bool] = lambda _: False,
         forward_s: float = 0.5,
-        gather_s: float = 0.25,
         save_s: float = 0.5,
     ) -> None:
+        super().__init__(TrainCost(step_s=0.0, token_s=0.0, forward_token_s=0.0), UPDATE, transport, save_s=save_s)
         self.raises_at: dict[int, BaseException] = {}
         """Step → what `train_step` raises there."""
         self.steps: list[list[Sample]] = []
         self.forwards: list[tuple[float, int]] = []
         """(time, samples) of every `forward_logprobs`."""
         self.saved: list[tuple[Path, dict[str, Any]]] = []
-        self._wire = wire
+        self.computed: list[tuple[str, Time]] = []
+        """(what, when) of everything that kept the ranks busy."""
         self._step_s = step_s
         self._skips = skips
         self._forward_s = forward_s
-        self._gather_s = gather_s
-        self._save_s = save_s
-        self._computing = False
 
     async def forward_logprobs(self, samples: Sequence[Sample]) -> list[Column]:
         self.forwards.append((now(), len(samples)))
-        await self._compute(self._forward_s)
+        await self._compute("a forward pass", self._forward_s)
         return [Column(None, index) for index in range(len(samples))]
+
+    async def _compute(self, doing: str, seconds: float) -> None:
+        started = now()
+        await super()._compute(doing, seconds)
+        self.computed.append((doing, (started, now())))
 
     async def train_step(self, samples: Sequence[Sample]) -> StepReport:
         step = len(self.steps)
         self.steps.append(list(samples))
         if step in self.raises_at:
             raise self.raises_at[step]
-        await self._compute(self._step_s(step))
+        await self._compute("an optimizer step", self._step_s(step))
         return StepReport(skipped=self._skips(step), metrics={"loss": 0.0})
 
-    async def send_weights(self, version: int) -> SendReport:
-        await self._compute(self._gather_s)
-        await self._wire.meet(version)
-        return SendReport(self._gather_s, 0.0, nbytes=1000, checksum=checksum(version))
-
     async def save(self, path: Path, driver_state: Mapping[str, Any]) -> None:
-        await self._compute(self._save_s)
+        await super().save(path, driver_state)
         self.saved.append((path, dict(driver_state)))
-
-    async def load(self, path: Path) -> dict[str, Any]:
-        return next(state for saved, state in self.saved if saved == path)
-
-    async def export(self, path: Path) -> None: ...
-
-    async def close(self) -> None: ...
-
-    async def _compute(self, seconds: float) -> None:
-        with self._alone():
-            await asyncio.sleep(seconds)
-
-    def _alone(self) -> _Alone:
-        return _Alone(self)
-
-
-class _Alone:
-    """The trainer's ranks do one thing at a time: two models driven at once would interleave their collectives."""
-
-    def __init__(self, trainer: FakeTrainer) -> None:
-        self._trainer = trainer
-
-    def __enter__(self) -> None:
-        assert not self._trainer._computing, "the trainer's ranks were asked to do two things at once"
-        self._trainer._computing = True
-
-    def __exit__(self, *_: object) -> None:
-        self._trainer._computing = False
 
 
 class FakeReference:

@@ -21,7 +21,11 @@ from headway.events import (
 )
 from headway.pipeline.run import Parts, Pipeline, Status
 from headway.pipeline.stages.reward import GroupFilter
+from headway.simulate.clock import run_virtual
+from headway.simulate.transport import SimulatedTransport
+from headway.simulate.zeros import zero_advantages
 from tests.pipeline.fakes import (
+    UPDATE,
     FakeReference,
     FakeReward,
     FakeRollout,
@@ -29,16 +33,14 @@ from tests.pipeline.fakes import (
     FakeTrainer,
     Lengths,
     Recorder,
-    Wire,
     seeded_lengths,
     validation_prompts,
-    zero_advantages,
 )
-from tests.pipeline.virtual_clock import run_virtual
 
 E = TypeVar("E", bound=Event)
 
 MODES = tuple(PRESETS)
+"""Every mode there is, whether engines can do it for real or not."""
 
 
 @dataclass(slots=True)
@@ -55,6 +57,32 @@ class Run:
     ended: float
     """Virtual seconds."""
     tasks_left: list[str]
+    transport: SimulatedTransport
+    scenario: Scenario
+    recorder: Recorder
+    stopped_at: float | None = None
+    """When `request_stop` was called."""
+    cancelled_at: float | None = None
+    _task: asyncio.Task[Status] | None = None
+
+    def cancel(self) -> None:
+        """The pipeline's task, as by a second Ctrl-C."""
+        assert self._task is not None
+        if not self._task.done():
+            if self.cancelled_at is None:
+                self.cancelled_at = asyncio.get_running_loop().time()
+            self._task.cancel()
+
+    def request_stop(self) -> None:
+        self.stopped_at = asyncio.get_running_loop().time()
+        self.pipeline.request_stop()
+
+    def join(self, name: str) -> FakeRollout:
+        """A late replica, like those that were there at the start."""
+        late = self.scenario.replica(name, self.transport)
+        self.pipeline.join(late)
+        self.rollouts.append(late)
+        return late
 
     def of(self, kind: type[E]) -> list[E]:
         return [event for event in self.events if isinstance(event, kind)]
@@ -158,9 +186,11 @@ class Scenario:
 
     @property
     def config(self) -> Config:
-        prefix = "async_training."
-        of_mode = {k.removeprefix(prefix): v for k, v in PRESETS[self.mode].items() if k.startswith(prefix)}
-        values = {**of_mode, **self.async_training}
+        of_mode: dict[str, dict[str, Any]] = {}
+        for key, value in PRESETS[self.mode].items():
+            section, name = key.split(".")
+            of_mode.setdefault(section, {})[name] = value
+        values = {**of_mode["async_training"], **self.async_training}
         per_version = values["trigger_parameter_sync_step"] * values.get("require_batches", 1) * self.mini_batch
         total = self.total
         if total is None and self.epochs is None:
@@ -168,8 +198,9 @@ class Scenario:
         sections: dict[str, dict[str, Any]] = {
             "run": {"seed": self.seed},
             "rollout": {"n": self.n, "total_rollout_steps": total, "test_freq": self.test_freq},
-            "data": {"epochs": self.epochs},
+            "data": {"epochs": self.epochs, "max_response_length": 100_000},
             "actor": {"ppo_mini_batch_size": self.mini_batch},
+            **of_mode,
             "async_training": values,
         }
         for name, further in self.sections.items():
@@ -180,14 +211,14 @@ class Scenario:
         """``cancelled_at``: the pipeline's task is cancelled at that time, as by a second Ctrl-C."""
         return run_virtual(self._run(cancelled_at))
 
-    async def _run(self, cancelled_at: float | None) -> Run:
-        wire = Wire(self.replicas)
+    def replica(self, name: str, transport: SimulatedTransport) -> FakeRollout:
         lengths = self.lengths or seeded_lengths(self.seed)
-        rollouts = [
-            FakeRollout(f"rollout-{i}", wire=wire, lengths=lengths, slots=self.slots, **self.engine)
-            for i in range(self.replicas)
-        ]
-        trainer = FakeTrainer(wire, **self.trainer)
+        return FakeRollout(name, transport=transport, lengths=lengths, slots=self.slots, **self.engine)
+
+    async def _run(self, cancelled_at: float | None) -> Run:
+        transport = SimulatedTransport(UPDATE)
+        rollouts = [self.replica(f"rollout-{i}", transport) for i in range(self.replicas)]
+        trainer = FakeTrainer(transport, **self.trainer)
         recorder = Recorder()
         run: Run
         source = FakeSource(self.rows, self.epochs)
@@ -204,13 +235,13 @@ class Scenario:
             watch=(lambda: self._watch(run)) if self.watched else None,
         )
         pipeline = Pipeline(self.config, parts, [recorder], Path("checkpoints"))
-        run = Run(None, None, recorder.events, pipeline, source, rollouts, trainer, 0.0, [])
+        run = Run(None, None, recorder.events, pipeline, source, rollouts, trainer, 0.0, [], transport, self, recorder)
         if self.script is not None:
             self.script(run)
         beside = asyncio.ensure_future(self.beside(run)) if self.beside and not self.watched else None
-        running = asyncio.ensure_future(pipeline.run())
+        running = run._task = asyncio.ensure_future(pipeline.run())
         if cancelled_at is not None:
-            asyncio.get_running_loop().call_at(cancelled_at, running.cancel)
+            asyncio.get_running_loop().call_at(cancelled_at, run.cancel)
         await asyncio.wait([running])
         if not running.cancelled():
             run.error = running.exception()

@@ -6,7 +6,7 @@ import pytest
 
 from headway.pipeline.channel import Channel
 from headway.pipeline.signal import Signal
-from tests.pipeline.virtual_clock import Deadlock, run_virtual
+from headway.simulate.clock import Deadlock, run_virtual
 
 
 def test_items_arrive_in_the_order_in_which_they_were_sent():

@@ -214,14 +214,14 @@ def test_shutdown_goes_in_order_admission_pause_books_checkpoint():
         engine = run.rollouts[0]
 
         async def watched_save(path, driver_state) -> None:
-            states.append((len(engine._running), engine._pausing is not None))
+            states.append((len(run.of(GroupAdmitted)), engine.paused))
             await save(path, driver_state)
 
         run.trainer.save = watched_save  # type: ignore[method-assign]
 
     scenario = Scenario("async_partial", script=script, lengths=lambda t: 16 if t.row < 20 else 4000)
     run = interrupted(scenario, 8.0)
-    assert states == [(0, True)]
+    assert states == [(run.groups["admitted"], True)]
     ends = [(e.kind, getattr(e, "fate", "")) for e in run.events if e.kind in ("checkpoint.saved", "group.settled")]
     assert ends[16:] == [("checkpoint.saved", ""), *[("group.settled", "in_flight")] * run.groups["in_flight"]]
     number, *_ = run.trainer.saved[-1][1]["ledger"]["open"][0]

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from headway.errors import LedgerImbalance, StageFailed, StalenessExceeded, StallError, UpdateFailed, WorkerDied
-from headway.events import CheckpointSaved, RunFinished
+from headway.events import CheckpointSaved, GroupAdmitted, GroupSettled, ReplicaLost, RunFinished
 from tests.pipeline.fakes import FakeReference, FakeReward
 from tests.pipeline.scenario import MODES, Run, Scenario
 
@@ -35,11 +35,47 @@ def dies_at(seconds: float, replica: int = 0):
     return beside
 
 
+MOMENTS = (0.0, 0.3, 2.0, 5.125, 8.0, 11.7, 14.0)
+
+
 @pytest.mark.parametrize("mode", MODES)
-def test_a_replica_that_dies_at_any_moment_ends_the_run_with_its_name(mode: str):
-    for seconds in (0.0, 0.3, 2.0, 5.125, 8.0, 11.7, 14.0):
-        run = failed(Scenario(mode, replicas=2, problems=2, beside=dies_at(seconds, 1)), WorkerDied, "rollout-1")
+def test_the_only_replica_that_dies_at_any_moment_ends_the_run_with_its_name(mode: str):
+    for seconds in MOMENTS:
+        run = failed(Scenario(mode, problems=2, beside=dies_at(seconds)), WorkerDied, "rollout-0")
         assert run.ended < seconds + 20, "in bounded time: as soon as anything asks the dead replica"
+
+
+@pytest.mark.parametrize("split_groups", [False, True])
+@pytest.mark.parametrize("replica", [0, 1])
+@pytest.mark.parametrize("mode", MODES)
+def test_one_replica_of_two_may_die_at_any_moment_and_its_prompts_run_again(
+    mode: str, replica: int, split_groups: bool
+):
+    sections = {"rollout": {"split_groups": split_groups}}
+    for seconds in MOMENTS:
+        scenario = Scenario(mode, replicas=2, problems=2, sections=sections, beside=dies_at(seconds, replica))
+        run = scenario.run().assert_completed()
+        lost = {e.number for e in run.of(GroupSettled) if e.reason == f"rollout-{replica} died"}
+        rows = {e.number: (e.row, e.attempt) for e in run.of(GroupAdmitted)}
+        assert {(rows[number][0], rows[number][1] + 1) for number in lost} <= set(rows.values()), "each runs again"
+        assert [e.replica for e in run.of(ReplicaLost)] == [f"rollout-{replica}"]
+        assert run.groups["dropped"] == len(lost)
+
+
+def test_the_prompts_of_a_dead_replica_run_again_though_the_data_has_given_out():
+    for seconds in MOMENTS:
+        run = Scenario("async_partial", rows=20, epochs=1, replicas=2, beside=dies_at(seconds)).run()
+        assert run.assert_completed().groups["trained"] == 20
+
+
+def test_when_all_replicas_die_one_after_another_the_last_one_ends_the_run():
+    async def beside(run: Run) -> None:
+        for replica in run.rollouts:
+            await asyncio.sleep(2.0)
+            replica.die(WorkerDied(f"{replica.name} was killed"))
+
+    run = failed(Scenario("async_partial", replicas=3, beside=beside), WorkerDied, "rollout-2 was killed")
+    assert [event.replica for event in run.of(ReplicaLost)] == ["rollout-0", "rollout-1", "rollout-2"]
 
 
 @pytest.mark.parametrize("policy", ["drain", "interrupt"])
@@ -145,7 +181,7 @@ def test_a_checkpoint_that_cannot_be_saved_fails_the_run():
 
 def test_a_wrong_checksum_fails_the_update_and_the_old_version_is_still_served():
     def script(run: Run) -> None:
-        run.rollouts[1].wrong_checksum_at = 2
+        run.transport.corrupted.add(("rollout-1", 2))
 
     run = failed(Scenario("async_partial", replicas=2, script=script), UpdateFailed, "rollout-1 .*version 2.* checksum")
     assert [rollout.version for rollout in run.rollouts] == [1, 1]
@@ -162,7 +198,7 @@ def test_a_transfer_that_takes_too_long_names_those_who_did_not_answer_and_only_
 
 def test_a_timeout_inside_an_engine_is_not_mistaken_for_the_updates_own():
     def script(run: Run) -> None:
-        async def send(version: int) -> None:
+        async def send(version: int, receivers: list[str]) -> None:
             raise TimeoutError("the store did not answer")
 
         run.trainer.send_weights = send  # type: ignore[assignment]
@@ -175,7 +211,7 @@ def test_a_timeout_inside_an_engine_is_not_mistaken_for_the_updates_own():
 
 def test_a_replica_that_decodes_no_more_is_noticed_and_the_error_says_who_waits_for_whom():
     def script(run: Run) -> None:
-        run.rollouts[0]._start = lambda *_, **__: None  # type: ignore[method-assign]
+        run.rollouts[0].hangs = True
 
     scenario = Scenario("on_policy", script=script, sections={"cluster": {"stall_timeout_s": 20}})
     run = failed(scenario, StallError, r"nothing moved for 20 s \(cluster.stall_timeout_s\)")
@@ -188,15 +224,7 @@ def test_a_replica_that_decodes_no_more_is_noticed_and_the_error_says_who_waits_
 
 def test_a_drain_that_never_ends_is_noticed_and_named():
     def script(run: Run) -> None:
-        run.rollouts[0]._finish_only_first = True
-        deliver = run.rollouts[0]._deliver
-
-        def lose_the_last(decoding, reason) -> None:
-            if decoding.request.number != 23:
-                deliver(decoding, reason)
-
-        run.rollouts[0]._deliver = lose_the_last  # type: ignore[method-assign]
-        run.rollouts[0]._idle.set = lambda: None  # type: ignore[method-assign]
+        run.rollouts[0].hangs_on_drain = True
 
     scenario = Scenario("async_stale", script=script, sections={"cluster": {"stall_timeout_s": 30}})
     run = failed(scenario, StallError, "ParamUpdate waits for rollout-0 to drain")
@@ -206,7 +234,7 @@ def test_a_drain_that_never_ends_is_noticed_and_named():
 def test_a_replica_that_does_not_even_answer_the_monitor_cannot_hide_a_stall():
     def script(run: Run) -> None:
         run.rollouts[0].hangs_on_stats = True
-        run.rollouts[0]._start = lambda *_, **__: None  # type: ignore[method-assign]
+        run.rollouts[0].hangs = True
 
     scenario = Scenario("on_policy", script=script, sections={"cluster": {"stall_timeout_s": 20}})
     failed(scenario, StallError, "Generate waits for rollout-0")
@@ -223,14 +251,7 @@ def test_slow_is_not_stalled():
 
 def test_a_group_older_than_the_bound_fails_the_run_with_every_number():
     def script(run: Run) -> None:
-        activate = run.rollouts[0].activate
-
-        async def stamps_the_wrong_version(version: int) -> float:
-            seconds = await activate(version)
-            run.rollouts[0].version = 0
-            return seconds
-
-        run.rollouts[0].activate = stamps_the_wrong_version  # type: ignore[method-assign]
+        run.rollouts[0].stamps_version_0 = True
 
     run = failed(Scenario("on_policy", script=script), StalenessExceeded, "group 4 has lag 1 .*η=0, B=4, W=1")
     assert run.groups["trained"] == 4

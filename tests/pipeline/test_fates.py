@@ -18,8 +18,7 @@ from tests.pipeline.scenario import MODES, Scenario
 def test_filtering_everything_does_not_stall_but_ends_with_the_filters_statistics(mode: str):
     reward = FakeReward(lambda _: [1.0, 1.0])
     run = Scenario(mode, reward=reward, group_filter=without_variance).run()
-    per_version = 4 if mode in ("on_policy", "one_step_off") else 16
-    discards = 10 * per_version
+    discards = 10 * Scenario(mode).config.groups_per_version
     with pytest.raises(NothingToTrain, match=rf"{discards} groups in a row .*{discards}× filtered: zero variance"):
         raise run.error or AssertionError("no error")
     run.assert_clean()
@@ -75,7 +74,7 @@ def test_discarding_frees_the_place_of_a_group_and_nothing_more():
                 consumed += 1
             case _ if event.kind == "group.admitted":
                 admitted += 1
-        assert admitted - discarded - consumed <= 24, "⌈(1 + η)·B⌉ groups exist behind admission"
+        assert admitted - discarded - consumed <= 24, "⌊(1 + η)·B⌋ groups exist behind admission"
 
 
 # ---------------------------------------------------------------------------------------------- not finite

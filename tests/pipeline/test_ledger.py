@@ -14,8 +14,8 @@ from headway.pipeline.ledger import Fate, Ledger
 from headway.pipeline.message_queue import MessageQueue
 from headway.pipeline.staleness import Staleness
 from headway.pipeline.state import RunState
+from headway.simulate.clock import run_virtual
 from tests.pipeline.fakes import Recorder, prompt
-from tests.pipeline.virtual_clock import run_virtual
 
 
 def run_state(recorder: Recorder | None = None) -> RunState:
@@ -85,7 +85,7 @@ def test_every_change_is_charged_told_and_entered_at_once():
         for row in range(3):
             state.admit(prompt(0, row))
         assert (state.unrewarded, state.staleness.room) == (3, 5)
-        state.rewarded()
+        state.rewarded(0)
         state.discard(1, Fate.FILTERED, "flat")
         state.consume(0, Fate.TRAINED, lag=0)
         assert (state.unrewarded, state.staleness.room, state.consumed) == (1, 6, 1)

@@ -10,8 +10,8 @@ from headway.errors import StallError
 from headway.events import Note, ReplicaActivity
 from headway.interfaces import EngineStats
 from headway.pipeline.monitor import Monitor
+from headway.simulate.clock import run_virtual
 from tests.pipeline.fakes import Recorder
-from tests.pipeline.virtual_clock import run_virtual
 
 
 class Replica:
@@ -25,8 +25,15 @@ class Replica:
         return EngineStats(busy=[(0.0, 1.0)] if active else [], generated_tokens=5 * active, slot_seconds=2.0)
 
 
+class Serving:
+    """A fleet of one."""
+
+    def __init__(self, replica: Replica) -> None:
+        self.serving = [replica]
+
+
 def monitor(replica: Replica, recorder: Recorder, timeout: float = 10.0) -> Monitor:
-    made = Monitor([replica], list, recorder.on_event, stall_timeout_s=timeout)  # type: ignore[list-item]
+    made = Monitor(lambda: Serving(replica), list, recorder.on_event, stall_timeout_s=timeout, interval_s=1.0)  # type: ignore[arg-type,return-value]
     recorder.on = made.on_event
     return made
 

@@ -2,39 +2,84 @@
 
 from __future__ import annotations
 
-from headway.interfaces import GenerateRequest, SamplingParams
+from headway.interfaces import FinishedGroup, GenerateRequest, SamplingParams
 from headway.pipeline.router import Router
 from tests.pipeline.fakes import prompt
+
+THREE = ["a", "b", "c"]
+
+
+def router_of(*names: str, split_groups: bool = False) -> Router:
+    router = Router(split_groups=split_groups)
+    for name in names:
+        router.add(name)
+    return router
 
 
 def request(number: int, n: int = 4) -> GenerateRequest:
     return GenerateRequest(number, prompt(0, number), n, SamplingParams(max_tokens=8))
 
 
-def router(replicas: int) -> Router:
-    return Router([object()] * replicas)  # type: ignore[list-item]
+def finished(number: int, n: int) -> FinishedGroup:
+    return FinishedGroup(number, (None,) * n, tokens=None)  # type: ignore[arg-type]
 
 
-def numbers(shares: list[tuple[int, list[GenerateRequest]]]) -> dict[int, list[int]]:
-    return {index: [request.number for request in share] for index, share in shares}
+def numbers(shares: list[tuple[str, list[GenerateRequest]]]) -> dict[str, list[int]]:
+    return {name: [request.number for request in share] for name, share in shares}
 
 
 def test_a_wave_is_spread_evenly_in_order():
-    assert numbers(router(3).assign([request(i) for i in range(7)])) == {0: [0, 3, 6], 1: [1, 4], 2: [2, 5]}
+    shares = router_of(*THREE).assign([request(i) for i in range(7)], THREE)
+    assert numbers(shares) == {"a": [0, 3, 6], "b": [1, 4], "c": [2, 5]}
 
 
 def test_a_group_goes_to_the_replica_with_the_fewest_trajectories_in_flight():
-    r = router(2)
-    assert numbers(r.assign([request(0, n=8), request(1, n=2), request(2, n=2)])) == {0: [0], 1: [1, 2]}
-    r.finished(0, 8)
-    assert numbers(r.assign([request(3)])) == {0: [3]}
+    router = router_of(*THREE)
+    shares = router.assign([request(0, n=8), request(1, n=2), request(2, n=2)], ["a", "b"])
+    assert numbers(shares) == {"a": [0], "b": [1, 2]}
+    router.finished("a", finished(0, 8))
+    assert numbers(router.assign([request(3)], ["a", "b"])) == {"a": [3]}
 
 
 def test_ties_go_to_the_replica_that_comes_first():
-    r = router(3)
-    assert [numbers(r.assign([request(i)])) for i in range(4)] == [{0: [0]}, {1: [1]}, {2: [2]}, {0: [3]}]
+    router = router_of(*THREE)
+    shares = [numbers(router.assign([request(i)], THREE)) for i in range(4)]
+    assert shares == [{"a": [0]}, {"b": [1]}, {"c": [2]}, {"a": [3]}]
 
 
 def test_a_replica_that_gets_nothing_is_not_called():
-    assert numbers(router(4).assign([request(0)])) == {0: [0]}
-    assert router(4).assign([]) == []
+    assert numbers(router_of(*THREE).assign([request(0)], THREE)) == {"a": [0]}
+    assert router_of(*THREE).assign([], THREE) == []
+
+
+def test_only_the_replicas_named_get_anything():
+    router = router_of(*THREE)
+    router.assign([request(0)], THREE)
+    assert numbers(router.assign([request(1), request(2)], ["a"])) == {"a": [1, 2]}
+
+
+def test_a_split_group_is_spread_as_evenly_as_can_be_and_every_trajectory_is_in_one_part():
+    shares = router_of(*THREE, split_groups=True).assign([request(0, n=8)], THREE)
+    assert [(name, [(part.first, part.n) for part in parts]) for name, parts in shares] == [
+        ("a", [(0, 3)]),
+        ("b", [(3, 3)]),
+        ("c", [(6, 2)]),
+    ]
+
+
+def test_a_group_smaller_than_the_fleet_is_split_into_single_trajectories():
+    shares = router_of(*THREE, split_groups=True).assign([request(0, n=2)], THREE)
+    assert [(name, [(part.first, part.n) for part in parts]) for name, parts in shares] == [
+        ("a", [(0, 1)]),
+        ("b", [(1, 1)]),
+    ]
+
+
+def test_a_forgotten_replica_names_the_groups_that_it_had_not_finished():
+    router = router_of(*THREE)
+    router.assign([request(i) for i in range(4)], ["a", "b"])
+    router.finished("a", finished(0, 4))
+    assert router.forget("a") == [2]
+    assert router.forget("a") == []
+    router.finished("a", finished(2, 4))
+    assert numbers(router.assign([request(9)], ["b", "c"])) == {"c": [9]}

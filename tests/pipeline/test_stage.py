@@ -11,8 +11,8 @@ from headway.errors import ScoringFailed, StageFailed
 from headway.events import StageChanged
 from headway.pipeline.channel import Channel
 from headway.pipeline.stage import Stage, State
+from headway.simulate.clock import run_virtual
 from tests.pipeline.fakes import Recorder
-from tests.pipeline.virtual_clock import run_virtual
 
 Work = Callable[[int], Awaitable[None]]
 
@@ -76,7 +76,8 @@ def test_one_item_at_a_time_goes_through_the_states_in_order():
 
     assert run_virtual(main()) == [2, 4]
     item = ["processing", "waiting_output", "processing"]
-    assert states(recorder) == [*item, "waiting_input", *item, "waiting_input", "draining", "stopped"]
+    waiting = "waiting_input"
+    assert states(recorder) == [waiting, *item, waiting, *item, waiting, "draining", "stopped"]
 
 
 def test_every_transition_says_when_and_what_the_stage_waits_for():
@@ -92,6 +93,7 @@ def test_every_transition_says_when_and_what_the_stage_waits_for():
     run_virtual(main())
     events = [e for e in recorder.events if isinstance(e, StageChanged)]
     assert [(e.time, e.state) for e in events] == [
+        (0, "waiting_input"),
         (1, "processing"),
         (4, "waiting_output"),
         (4, "processing"),
@@ -159,6 +161,7 @@ def test_a_concurrent_stage_tells_how_many_items_are_in_processing_and_drains_at
     run_virtual(main())
     events = [(e.time, e.state, e.active) for e in recorder.events if isinstance(e, StageChanged)]
     assert events == [
+        (0, "waiting_input", 0),
         (0, "draining", 0),
         (0, "processing", 1),
         (0, "processing", 2),

@@ -84,7 +84,7 @@ def test_the_bound_is_the_worst_lag_that_the_inequality_and_the_window_allow(
 ):
     """Taken as late as a window of W lets it: after everything before it and W − 1 younger groups."""
     last = admission_limit(version, eta, b) - 1
-    overtaken_by = (w - 1) if eta else 0
+    overtaken_by = (w - 1) if eta * b >= 1 else 0
     consumed_before_its_fetch = last + overtaken_by
     lag = consumed_before_its_fetch // b - version
     bound = lag_bound(eta, b, w)

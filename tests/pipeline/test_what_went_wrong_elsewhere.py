@@ -12,6 +12,7 @@ from headway.events import (
     GroupAdmitted,
     GroupSettled,
     OptimizerStepped,
+    ReplicaLost,
     TrajectoryFinished,
     UpdateFinished,
     UpdatePhase,
@@ -57,6 +58,21 @@ def test_how_much_is_admitted_does_not_depend_on_the_order_in_which_groups_finis
 @pytest.mark.parametrize("mode", MODES)
 def test_a_receiver_killed_in_the_middle_of_an_update_is_a_named_error_in_bounded_time(mode: str):
     """Also where nothing decodes meanwhile, and no other call could notice the death."""
+    healthy = Scenario(mode).run().assert_completed()
+    loaded = healthy.rollouts[0].loads[1][1]
+
+    async def beside(run: Run) -> None:
+        await asyncio.sleep(loaded - 0.3)
+        run.rollouts[0].die(WorkerDied("rollout-0 was killed"))
+
+    run = Scenario(mode, beside=beside).run()
+    assert isinstance(run.error, WorkerDied)
+    assert run.ended <= loaded
+    assert run.assert_clean().trainer.saved == []
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_receiver_of_several_killed_in_the_middle_of_an_update_is_left_out_and_the_update_completes(mode: str):
     healthy = Scenario(mode, replicas=2).run().assert_completed()
     loaded = healthy.rollouts[1].loads[1][1]
 
@@ -64,10 +80,9 @@ def test_a_receiver_killed_in_the_middle_of_an_update_is_a_named_error_in_bounde
         await asyncio.sleep(loaded - 0.3)
         run.rollouts[1].die(WorkerDied("rollout-1 was killed"))
 
-    run = Scenario(mode, replicas=2, beside=beside).run()
-    assert isinstance(run.error, WorkerDied)
-    assert run.ended <= loaded
-    assert run.assert_clean().trainer.saved == []
+    run = Scenario(mode, replicas=2, beside=beside).run().assert_completed()
+    assert [event.replica for event in run.of(ReplicaLost)] == ["rollout-1"]
+    assert [version for version, _ in run.rollouts[0].loads] == [version for version, _ in healthy.rollouts[0].loads]
 
 
 def test_a_receiver_that_silently_never_answers_is_a_named_error_in_bounded_time():

@@ -39,6 +39,10 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         self._clock_resolution = max(1e-9, math.ulp(self._now))
 
 
+POLL_EVERY = 64
+"""Turns of the loop between two looks at its own socket: a system call costs as much as a whole turn."""
+
+
 class _JumpingSelector(selectors.SelectSelector):
     """Instead of sleeping until the next timer, moves the loop's clock there.
 
@@ -49,9 +53,11 @@ class _JumpingSelector(selectors.SelectSelector):
     def __init__(self, loop: VirtualClockLoop) -> None:
         super().__init__()
         self._loop = loop
+        self._turns = 0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if ready := super().select(0):
+        self._turns += 1
+        if (timeout is None or self._turns % POLL_EVERY == 0) and (ready := super().select(0)):
             return ready
         if timeout is None:
             raise Deadlock(_who_waits(self._loop))

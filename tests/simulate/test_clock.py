@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.pipeline.virtual_clock import Deadlock, run_virtual
+from headway.simulate.clock import Deadlock, run_virtual
 
 
 def test_time_starts_at_zero_and_jumps_from_timer_to_timer():

@@ -1,37 +1,19 @@
-"""The command line. Each command loads what it needs when it runs, so that ``--help`` answers at once.
-
-headway COMMAND CONFIG [a.b=c ...] ─▶ load ─▶ diagnose ─▶ the command's own work
-"""
+"""``headway train`` and ``headway doctor``: settings, checked, and what is done with them."""
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-import headway
-from headway.errors import ConfigError, HeadwayError
+from headway.cli.common import Debug, errors_as_messages
+from headway.errors import ConfigError
 
 if TYPE_CHECKING:
     from headway.config.loading import LoadedConfig
     from headway.config.schema import Config
-
-EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
-
-cli = typer.Typer(
-    name="headway",
-    help="Asynchronous reinforcement learning of language models.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
 
 ConfigFile = Annotated[Path, typer.Argument(help="YAML file of settings, like recipes/demo.yaml.")]
 Overrides = Annotated[
@@ -41,10 +23,8 @@ DryRun = Annotated[
     bool,
     typer.Option("--dry-run", help="Print the resolved settings and their summary, check reward and data, and stop."),
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
-@cli.command()
 def train(config: ConfigFile, overrides: Overrides = None, dry_run: DryRun = False, debug: Debug = False) -> None:
     """Train a model."""
     with errors_as_messages(debug):
@@ -60,7 +40,6 @@ def train(config: ConfigFile, overrides: Overrides = None, dry_run: DryRun = Fal
         raise typer.Exit(run(loaded))
 
 
-@cli.command()
 def doctor(config: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
     """Check settings and say what they amount to."""
     with errors_as_messages(debug):
@@ -69,43 +48,6 @@ def doctor(config: ConfigFile, overrides: Overrides = None, debug: Debug = False
         loaded = load_checked(config, overrides or [])
         check_inputs(loaded.config)
         print_summary(loaded)
-
-
-def print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"headway {headway.__version__}")
-        raise typer.Exit
-
-
-@cli.callback()
-def common_options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and stop.")
-    ] = False,
-) -> None:
-    """Options that come before the command."""
-
-
-@contextmanager
-def errors_as_messages(debug: bool) -> Iterator[None]:
-    """End the command with one message on stderr and the error's exit code, without a traceback unless ``debug``."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
-    except typer.Exit:
-        raise
-    except Exception as error:
-        if debug:
-            traceback.print_exc()
-        if isinstance(error, HeadwayError):
-            typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(error.exit_code) from error
-        typer.echo(f"error: unexpected {type(error).__name__}: {error}", err=True)
-        if not debug:
-            typer.echo("This should not happen. Run again with --debug to see where it did.", err=True)
-        raise typer.Exit(EXIT_FAILED) from error
 
 
 def load_checked(path: Path, overrides: list[str]) -> LoadedConfig:
@@ -171,8 +113,3 @@ def summary(config: Config) -> dict[str, str]:
 def device_range(devices: tuple[int, ...]) -> str:
     """Consecutive device numbers in short: ``device 3`` or ``devices 0-3``."""
     return f"device {devices[0]}" if len(devices) == 1 else f"devices {devices[0]}-{devices[-1]}"
-
-
-def main() -> None:
-    """Entry point of the ``headway`` command."""
-    cli()

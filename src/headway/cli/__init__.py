@@ -1,0 +1,48 @@
+"""The command line. Each command loads what it needs when it runs, so that ``--help`` answers at once.
+
+headway COMMAND CONFIG [a.b=c ...] ─▶ load ─▶ diagnose ─▶ the command's own work
+
+    training.py   train, doctor          planning.py   plan, profile, report
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import headway
+from headway.cli.planning import plan, profile, report
+from headway.cli.training import doctor, train
+
+cli = typer.Typer(
+    name="headway",
+    help="Asynchronous reinforcement learning of language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (train, plan, profile, report, doctor):
+    cli.command()(command)
+
+
+def print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"headway {headway.__version__}")
+        raise typer.Exit
+
+
+@cli.callback()
+def common_options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """Options that come before the command."""
+
+
+def main() -> None:
+    """Entry point of the ``headway`` command."""
+    cli()

@@ -1,0 +1,142 @@
+"""``headway plan``, ``profile`` and ``report``: what a job costs, what to choose for it, and where a run's time went."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headway.cli.common import Debug, errors_as_messages
+from headway.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headway.simulate.planner import Plan, Progress
+    from headway.simulate.profile import Profile
+
+ProfileFile = Annotated[Path | None, typer.Argument(metavar="PROFILE", help="YAML file of what the job costs.")]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")]
+
+
+def plan(
+    profile: ProfileFile = None,
+    from_run: Annotated[
+        Path | None, typer.Option("--from", metavar="RUN", help="Replay what this run recorded, instead of a profile.")
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="Devices altogether; default: the profile's.")] = None,
+    budget: Annotated[float, typer.Option(min=0.1, help="Seconds to spend.")] = 60.0,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="All combinations of preset, split, η and trigger; raise --budget with it.")
+    ] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write every row.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the timeline of a row: the recommended one, or --row.")
+    ] = None,
+    row: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Which row --html shows, counted from the quickest.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Say how to divide devices, and whether asynchrony will help."""
+    with errors_as_messages(debug):
+        from rich.console import Console
+
+        from headway.simulate import planner
+        from headway.simulate.plan_table import print_plan
+
+        if row is not None and html is None:
+            raise ConfigError(f"--row {row} chooses the row that --html shows, and --html is not given")
+        job = _profile(profile, from_run)
+        for path in (json_file, html):
+            _check_writable(path)
+        found = planner.plan(job, devices=gpus, budget_s=budget, sweep=sweep, progress=_progress())
+        print_plan(found, Console(highlight=False))
+        if json_file is not None:
+            json_file.write_text(json.dumps(planner.to_json(found), indent=1, ensure_ascii=False) + "\n")
+            typer.echo(f"rows: {json_file}")
+        if html is not None:
+            _write_timeline(found, row, html)
+
+
+def profile(
+    run: Run,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write it there instead of printing it.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Turn a run's record into a profile for headway plan."""
+    with errors_as_messages(debug):
+        from headway.simulate.load import dump_profile
+        from headway.simulate.profiling import profile_run
+
+        _check_writable(output)
+        text = dump_profile(profile_run(run))
+        if output is None:
+            typer.echo(text, nl=False)
+            return
+        output.write_text(text)
+        typer.echo(f"profile: {output}\nnow: headway plan {output}")
+
+
+def report(
+    run: Run,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Default: timeline.html in RUN.")] = None,
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Default: trace.json in RUN.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Draw where a run's time went: a page, and a trace for ui.perfetto.dev."""
+    with errors_as_messages(debug):
+        from headway.reports.report import report as write
+
+        written = write(run, html, trace)
+        typer.echo(f"page: {written.html}\ntrace, for ui.perfetto.dev: {written.trace}")
+
+
+def _profile(path: Path | None, run: Path | None) -> Profile:
+    if (path is None) == (run is None):
+        given = "neither is given" if path is None else "both are given"
+        raise ConfigError(f"expected either PROFILE, a YAML file, or --from RUN, but {given}")
+    if path is not None:
+        from headway.simulate.load import load_profile
+
+        return load_profile(path)
+    from headway.simulate.profiling import replay_profile
+
+    assert run is not None
+    return replay_profile(run)
+
+
+def _check_writable(path: Path | None) -> None:
+    """Before minutes are spent on what could not be written."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise ConfigError(f"{path} cannot be written; expected a file in a directory that exists")
+
+
+def _progress() -> Progress | None:
+    """One line that changes, on a terminal; nothing elsewhere."""
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        return None
+    from headway.simulate.rows import Row
+
+    def show(row: Row, still_open: int) -> None:
+        text = f"simulated {row.setting}: {row.step_s:.3g} s a version; {still_open} to go"
+        console.print(text[: console.width - 1].ljust(console.width - 1), end="\r")
+
+    return show
+
+
+def _write_timeline(plan: Plan, number: int | None, path: Path) -> None:
+    from headway.simulate.timeline import write_timeline
+
+    if not plan.rows:
+        raise ConfigError("--html: nothing was simulated to the end, so there is no row to show; raise --budget")
+    if number is not None and number > len(plan.rows):
+        raise ConfigError(f"--row: got {number}, expected at most {len(plan.rows)}, the number of rows")
+    row = plan.rows[number - 1] if number is not None else plan.advice.recommended or plan.rows[0]
+    write_timeline(plan.profile, row.setting, path)
+    typer.echo(f"timeline of {row.setting}: {path}")

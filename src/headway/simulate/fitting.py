@@ -1,0 +1,197 @@
+"""Costs from measurements: few numbers that reproduce what many steps took.
+
+A fit must get sums right, not single steps: what a simulation adds up is thousands of them. So every fit here keeps the
+total of the measurements that it uses, and outliers (a machine that was busy with something else) are left out first.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.events import StartStep
+from headway.simulate.costs import DecodeCost
+
+OUTLIER = 3.0
+"""A measurement of more than so many times the median (of its kind, per unit of work) is left out."""
+SIGNIFICANT = 2.0
+"""Standard errors by which a slope must differ from zero, or it is taken for noise."""
+LEAST_SPREAD = 1e-3
+"""Standard deviation of sizes, in tokens, below which they are all the same."""
+DIGITS = 4
+MAX_KNOTS = 16
+KNOT_TOLERANCE = 0.01
+"""Relative error up to which a knot of a curve is left out."""
+
+T = TypeVar("T")
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """``fixed_s + unit_s · size`` seconds."""
+
+    fixed_s: float
+    unit_s: float
+    separated: bool
+    """The sizes differ enough to tell one from the other; if not, all is taken for proportional to size."""
+
+
+def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
+    """The non-negative line that is nearest to the measurements by least squares and keeps their total.
+
+    ``sizes`` are positive; single ``seconds`` may be negative where they are differences. Where the sizes hardly
+    differ, or the slope drowns in noise, the line goes through the origin.
+    """
+    x, y = np.asarray(sizes, float), np.asarray(seconds, float)
+    if y.sum() <= 0:
+        return Line(0.0, 0.0, separated=False)
+    slope, error = _slope(x, y, np.ones_like(x))
+    fixed = float(y.mean() - slope * x.mean())
+    separated = slope > SIGNIFICANT * error
+    if separated and fixed >= 0:
+        return Line(fixed, slope, separated)
+    return Line(0.0, float(y.sum() / x.sum()), separated)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSample:
+    """Decode steps with ``active`` sequences in one stretch of time: their mean seconds, and mean tokens cached."""
+
+    active: int
+    steps: int
+    step_s: float
+    cached: float
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeFit:
+    curve: list[tuple[int, float]]
+    """(active sequences, seconds of a step) that do not fall."""
+    kv_token_s: float
+
+
+def fit_decode(samples: Iterable[DecodeSample]) -> DecodeFit:
+    """One step's seconds as a curve of the active sequences plus a price per cached token.
+
+    The price is what remains between samples of *equal* activity, so that it cannot be confused with the curve.
+    """
+    by_active: dict[int, list[DecodeSample]] = defaultdict(list)
+    for sample in samples:
+        by_active[sample.active].append(sample)
+    usual = [sample for alike in by_active.values() for sample in without_outliers(alike, lambda s: s.step_s)]
+    kv_token_s = _cache_price(usual)
+    counts, weights, levels = _levels(usual, kv_token_s)
+    if min(levels) <= 0:  # nothing would be left for the step itself: the price is an accident
+        kv_token_s = 0.0
+        counts, weights, levels = _levels(usual, kv_token_s)
+    return DecodeFit(few_knots(list(zip(counts, not_falling(levels, weights), strict=True))), kv_token_s)
+
+
+def fit_prefill(steps: Iterable[StartStep], decode: DecodeCost) -> Line:
+    """What it costs to start sequences, against the tokens that they start from: the seconds by which a step that
+    started some took longer than one in which as many decoded.
+
+    The first token comes with the prefill, so that it may cost nothing on top of a plain step. None is an outlier: most
+    sequences begin from a prompt that is prefilled already, and the few that prefill one take many times as long.
+    """
+    tokens, seconds = [], []
+    for active, started_from, step_s, cached in steps:
+        tokens.append(started_from)
+        seconds.append(step_s - decode.step_s(active, cached))
+    return fit_line(tokens, seconds) if tokens else Line(0.0, 0.0, separated=False)
+
+
+def without_outliers(measured: Iterable[T], cost: Callable[[T], float]) -> list[T]:
+    """Those that cost at most `OUTLIER` times the median."""
+    items = list(measured)
+    limit = OUTLIER * median(map(cost, items)) if items else 0.0
+    return [item for item in items if cost(item) <= limit]
+
+
+def not_falling(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """The nearest sequence that does not fall, by weighted least squares (pool adjacent violators)."""
+    blocks: list[tuple[float, float, int]] = []
+    for value, weight in zip(values, weights, strict=True):
+        block = (float(value), float(weight), 1)
+        while blocks and blocks[-1][0] >= block[0]:
+            mean, mass, size = blocks.pop()
+            total = mass + block[1]
+            block = ((mean * mass + block[0] * block[1]) / total, total, size + block[2])
+        blocks.append(block)
+    return [mean for mean, _, size in blocks for _ in range(size)]
+
+
+def few_knots(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """At most `MAX_KNOTS` of the points, between which the others lie on straight lines as nearly as can be."""
+    x, y = np.array([count for count, _ in points], float), np.array([seconds for _, seconds in points])
+    kept = sorted({0, len(points) - 1})
+    while len(kept) < min(MAX_KNOTS, len(points)):
+        off = np.abs(np.interp(x, x[kept], y[kept]) - y) / y
+        worst = int(off.argmax())
+        if off[worst] <= KNOT_TOLERANCE:
+            break
+        kept = sorted({*kept, worst})
+    return [points[index] for index in kept]
+
+
+def service_seconds(arrivals_and_ends: Iterable[tuple[float, float]], workers: int) -> list[float]:
+    """What each item took at one of ``workers`` servers that take items in order of arrival, waiting left out."""
+    items = sorted(arrivals_and_ends, key=lambda item: item[1])
+    return [
+        end - max(arrival, items[index - workers][1] if index >= workers else arrival)
+        for index, (arrival, end) in enumerate(items)
+    ]
+
+
+def rounded(value: float) -> float:
+    """To `DIGITS` significant digits: what a measurement is worth, and what a reader can take in."""
+    return float(f"{value:.{DIGITS}g}")
+
+
+def evenly(count: int, limit: int) -> list[int]:
+    """At most ``limit`` of the indices below ``count``, spread evenly."""
+    return list(range(count)) if count <= limit else [index * count // limit for index in range(limit)]
+
+
+def _levels(samples: Sequence[DecodeSample], kv_token_s: float) -> tuple[list[int], list[int], list[float]]:
+    """Numbers of active sequences, in order; steps with each; their mean seconds without what the cache cost."""
+    totals: dict[int, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
+    for sample in samples:
+        steps, seconds = totals[sample.active]
+        seconds += sample.steps * (sample.step_s - kv_token_s * sample.cached)
+        totals[sample.active] = (steps + sample.steps, seconds)
+    counts = sorted(totals)
+    return counts, [totals[c][0] for c in counts], [totals[c][1] / totals[c][0] for c in counts]
+
+
+def _cache_price(samples: Sequence[DecodeSample]) -> float:
+    """Seconds per cached token: the common slope within samples of equal activity; 0 if it drowns in noise."""
+    active = np.array([sample.active for sample in samples])
+    weights = np.array([sample.steps for sample in samples], float)
+    x = np.array([sample.cached for sample in samples])
+    y = np.array([sample.step_s for sample in samples])
+    for count in np.unique(active):
+        alike = active == count
+        x[alike] -= np.average(x[alike], weights=weights[alike])
+        y[alike] -= np.average(y[alike], weights=weights[alike])
+    slope, error = _slope(x, y, weights, means_removed=len(np.unique(active)))
+    return slope if slope > SIGNIFICANT * error else 0.0
+
+
+def _slope(x: Array, y: Array, weights: Array, *, means_removed: int = 1) -> tuple[float, float]:
+    """Weighted least squares: slope and its standard error (infinite where ``x`` does not vary)."""
+    x, y = x - np.average(x, weights=weights), y - np.average(y, weights=weights)
+    spread = float((weights * x * x).sum())
+    freedom = len(x) - means_removed - 1
+    if freedom < 1 or spread < LEAST_SPREAD**2 * float(weights.sum()):
+        return 0.0, float("inf")
+    slope = float((weights * x * y).sum() / spread)
+    residual = y - slope * x
+    return slope, float(np.sqrt((weights * residual * residual).sum() / freedom / spread))

@@ -1,0 +1,86 @@
+"""A rough guess of each setting's step time, in closed form. It decides what is simulated first, and nothing else.
+
+Training is exact for mean lengths. Generation takes at least
+
+    its work      all tokens, with as many slots full as groups may exist
+    a latency     until the longest answer of a group is done, over the versions' worth of groups that may exist at once
+    the tail      until the longest answer of all is done, where nothing may be in flight at an update
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist, fmean
+
+from headway.simulate.costs import decode_cost, train_cost
+from headway.simulate.grid import Setting
+from headway.simulate.profile import ConstantLengths, EmpiricalLengths, LengthsProfile, Profile
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Seconds per version that each side computes."""
+
+    training: float
+    generation: float
+
+    def step_s(self, setting: Setting) -> float:
+        """Side by side the slower one counts; on shared devices, or in turns, both do."""
+        in_turns = setting.synchronous or setting.split.shared
+        return self.training + self.generation if in_turns else max(self.training, self.generation)
+
+
+def forecast(profile: Profile, setting: Setting) -> Shares:
+    return Shares(_training(profile, setting), _generation(profile, setting))
+
+
+def _training(profile: Profile, setting: Setting) -> float:
+    batch, train = profile.batch, profile.train
+    cost = train_cost(train, setting.split.train_devices)
+    tokens = batch.groups_per_version * batch.n * (mean_length(profile.prompt) + mean_length(profile.response))
+    steps = batch.ppo_epochs * batch.groups_per_version // batch.ppo_mini_batch_size
+    forwards = train.recompute_old_log_probs + train.reference
+    return steps * cost.step_s + (batch.ppo_epochs * cost.token_s + forwards * cost.forward_token_s) * tokens
+
+
+def _generation(profile: Profile, setting: Setting) -> float:
+    batch, rollout, cost = profile.batch, profile.rollout, decode_cost(profile.rollout)
+    prompt, answer = mean_length(profile.prompt), mean_length(profile.response)
+    groups = batch.groups_per_version / (1 - profile.reward.filtered)
+    of_one = groups * batch.n / setting.split.replicas
+    active = max(1, round(min(rollout.slots, of_one * float(1 + setting.eta))))
+    step_s = cost.step_s(active, kv=active * (prompt + answer / 2))
+    work = of_one * (answer / active * step_s + (prompt * rollout.prefill_token_s + rollout.prefill_s) / batch.n)
+    if setting.eta == 0 or setting.values["async_training.on_update"] == "drain":
+        longest = longest_length(profile.response, draws=math.ceil(groups * batch.n))
+        return work + (longest - answer) * cost.step_s(1)
+    latency = longest_length(profile.response, draws=batch.n) * step_s
+    return max(work, latency / float(1 + setting.eta))
+
+
+def mean_length(lengths: LengthsProfile) -> float:
+    """Tokens, on average."""
+    match lengths:
+        case ConstantLengths():
+            return lengths.tokens
+        case EmpiricalLengths():
+            return fmean(length for group in lengths.groups for length in group)
+    if lengths.sigma == 0:
+        return min(lengths.mean, lengths.max)
+    # E[min(X, max)] of a lognormal X.
+    mu, sigma, normal = math.log(lengths.mean) - lengths.sigma**2 / 2, lengths.sigma, NormalDist()
+    cut = (math.log(lengths.max) - mu) / sigma
+    return lengths.mean * normal.cdf(cut - sigma) + lengths.max * (1 - normal.cdf(cut))
+
+
+def longest_length(lengths: LengthsProfile, draws: int) -> float:
+    """Tokens of the longest of ``draws`` independent answers, roughly."""
+    match lengths:
+        case ConstantLengths():
+            return lengths.tokens
+        case EmpiricalLengths():
+            ordered = sorted(length for group in lengths.groups for length in group)
+            return ordered[math.ceil(len(ordered) * draws / (draws + 1)) - 1]
+    mu = math.log(lengths.mean) - lengths.sigma**2 / 2
+    return min(math.exp(mu + lengths.sigma * NormalDist().inv_cdf(draws / (draws + 1))), lengths.max)

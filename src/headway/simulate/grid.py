@@ -1,0 +1,200 @@
+"""Which settings a plan compares: presets × splits of the devices × η × trigger.
+
+    own    each preset at its own η and trigger, over the splits          around   η and trigger varied at one split
+    full   the whole product
+
+Everything is read off the presets' values. The work per version is the same everywhere: B is the profile's, so a
+setting's trigger decides ``require_batches = B / (mini-batch · trigger)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import floor
+from typing import NamedTuple
+
+from headway.config.presets import PRESETS, Values, preset
+from headway.config.schema import Admission, exact_fraction
+from headway.errors import ConfigError
+from headway.simulate.profile import Profile
+
+ETAS = (Fraction(1, 4), Fraction(1, 2), Fraction(1))
+"""Tried beside a preset's own where that is above 0."""
+TRAIN_SHARES = tuple(Fraction(*share) for share in ((1, 8), (1, 4), (3, 8), (1, 2), (5, 8), (3, 4), (7, 8)))
+"""Of the devices: where splits are looked for when there are more than a handful."""
+
+
+class Split(NamedTuple):
+    """Devices of each side; the same ones for both when ``shared``."""
+
+    train_devices: int
+    rollout_devices: int
+    replicas: int
+    shared: bool
+
+    def __str__(self) -> str:
+        return f"{self.train_devices} shared" if self.shared else f"{self.train_devices}:{self.rollout_devices}"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One row of a plan, before it is simulated."""
+
+    preset: str
+    split: Split
+    eta: Fraction
+    trigger: int
+    """Fetches per version."""
+    require_batches: int
+    """Mini-batches per fetch."""
+
+    @property
+    def values(self) -> Values:
+        """The preset's values; this setting's own η and trigger stand over them."""
+        return preset(self.preset)
+
+    @property
+    def waves(self) -> bool:
+        """Groups are admitted a batch at a time."""
+        return bool(self.values["async_training.admission"] == Admission.BATCH)
+
+    @property
+    def synchronous(self) -> bool:
+        """Generate a batch, train on it, and only then the next one."""
+        return self.eta == 0 and self.waves
+
+    def __str__(self) -> str:
+        return f"{self.preset} {self.split} η={float(self.eta):g} trigger={self.trigger}"
+
+
+def splits(profile: Profile, *, shared: bool = False) -> list[Split]:
+    """Ways to divide the profile's devices, most training devices last. Shared devices are divided in one way.
+
+    Raises:
+        ConfigError: none fits.
+    """
+    devices, per_replica, least = profile.devices, profile.rollout.devices, profile.train.min_devices
+    most = devices // per_replica if shared else (devices - least) // per_replica
+    if most < 1 or devices < least:
+        needed = max(per_replica, least) if shared else per_replica + least
+        raise ConfigError(
+            f"devices: got {devices}, but one rollout replica needs {per_replica} (rollout.devices) and training at "
+            f"least {least} (train.min_devices): expected {needed} or more{' to share' if shared else ''}; give more "
+            "devices (--gpus), or a profile in which a replica or the trainer needs fewer"
+        )
+    if shared:
+        return [Split(devices, most * per_replica, most, shared=True)]
+    return [
+        Split(devices - replicas * per_replica, replicas * per_replica, replicas, shared=False)
+        for replicas in sorted(_handful(profile, most), reverse=True)
+    ]
+
+
+def _handful(profile: Profile, most: int) -> set[int]:
+    """Numbers of replicas: all of them when they are few, else those nearest to a few shares of the devices."""
+    if most <= len(TRAIN_SHARES):
+        return set(range(1, most + 1))
+    wanted = (round(profile.devices * (1 - share) / profile.rollout.devices) for share in TRAIN_SHARES)
+    return {min(max(replicas, 1), most) for replicas in wanted}
+
+
+def setting_of(
+    profile: Profile, mode: str, split: Split, *, eta: Fraction | float | str | None = None, trigger: int | None = None
+) -> Setting:
+    """``mode`` on ``split``; η and trigger are the preset's own unless they are given.
+
+    The preset's own trigger becomes the largest that divides the mini-batches of a version.
+
+    Raises:
+        ConfigError: there is no such mode, its placement is not the split's, or the trigger does not divide.
+    """
+    values = preset(mode)
+    if split.shared is not _is_shared(values):
+        raise ConfigError(
+            f"{mode}: got the split {split}, but its placement.kind is {values['placement.kind']}: expected "
+            f"{'all devices for both' if _is_shared(values) else 'devices of their own for training and generation'}"
+        )
+    mini_batches = profile.batch.groups_per_version // profile.batch.ppo_mini_batch_size
+    if trigger is None:
+        trigger = max(t for t in triggers(profile) if t <= values["async_training.trigger_parameter_sync_step"])
+    if trigger not in triggers(profile):
+        raise ConfigError(
+            f"{mode}: got trigger {trigger}, but a version is {mini_batches} mini-batches: expected one of "
+            f"{', '.join(map(str, triggers(profile)))}, so that each fetch has whole ones"
+        )
+    own_eta = values["async_training.staleness_threshold"]
+    return Setting(mode, split, exact_fraction(own_eta if eta is None else eta), trigger, mini_batches // trigger)
+
+
+def split_of(profile: Profile, mode: str, train_devices: int, rollout_devices: int) -> Split:
+    """An explicit split for ``mode``. Raises `ConfigError` when it is not made of whole replicas or does not fit."""
+    shared, per_replica, least = _is_shared(preset(mode)), profile.rollout.devices, profile.train.min_devices
+    used = max(train_devices, rollout_devices) if shared else train_devices + rollout_devices
+    problems = []
+    if used > profile.devices:
+        problems.append(f"together {used} of {profile.devices} devices")
+    if train_devices < least:
+        problems.append(f"{train_devices} for training, expected at least {least} (train.min_devices)")
+    if rollout_devices < per_replica or rollout_devices % per_replica:
+        problems.append(f"{rollout_devices} for generation, expected a multiple of {per_replica} (rollout.devices)")
+    if problems:
+        raise ConfigError(f"{mode} on {train_devices}:{rollout_devices}: {'; '.join(problems)}")
+    return Split(train_devices, rollout_devices, rollout_devices // per_replica, shared)
+
+
+def triggers(profile: Profile) -> list[int]:
+    """Fetches per version that leave whole mini-batches in each fetch."""
+    mini_batches = profile.batch.groups_per_version // profile.batch.ppo_mini_batch_size
+    return [trigger for trigger in range(1, mini_batches + 1) if mini_batches % trigger == 0]
+
+
+def own(profile: Profile) -> list[Setting]:
+    """Each preset at its own η and trigger, on every split. Raises `ConfigError` when no split fits."""
+    return [
+        setting_of(profile, mode, split)
+        for mode in PRESETS
+        for split in splits(profile, shared=_is_shared(PRESETS[mode]))
+    ]
+
+
+def around(profile: Profile, setting: Setting) -> list[Setting]:
+    """``setting`` with another η or the next smaller or larger trigger.
+
+    Neither is varied for a preset that admits whole waves: they are what makes it what it is.
+    """
+    if setting.waves:
+        return []
+    possible = triggers(profile)
+    at = possible.index(setting.trigger)
+    neighbours = [t for t in possible[max(at - 1, 0) : at + 2] if t != setting.trigger]
+    other_etas = [replace(setting, eta=eta) for eta in _etas(profile, setting) if eta != setting.eta]
+    return other_etas + [
+        setting_of(profile, setting.preset, setting.split, eta=setting.eta, trigger=t) for t in neighbours
+    ]
+
+
+def full(profile: Profile) -> list[Setting]:
+    """Presets × splits × η × trigger. Raises `ConfigError` when no split fits."""
+    return list(_product(profile))
+
+
+def _product(profile: Profile) -> Iterator[Setting]:
+    for setting in own(profile):
+        if setting.waves:
+            yield setting
+            continue
+        for eta in _etas(profile, setting):
+            for trigger in triggers(profile):
+                yield setting_of(profile, setting.preset, setting.split, eta=eta, trigger=trigger)
+
+
+def _etas(profile: Profile, setting: Setting) -> list[Fraction]:
+    """The setting's η and, unless it is 0, others that let at least one group run ahead."""
+    others = [eta for eta in ETAS if floor(eta * profile.batch.groups_per_version) > 0] if setting.eta > 0 else []
+    return sorted({setting.eta, *others})
+
+
+def _is_shared(values: Values) -> bool:
+    return bool(values["placement.kind"] == "shared")

@@ -1,0 +1,125 @@
+"""How many tokens a prompt or an answer has: draws that depend on who asks, never on when.
+
+    (seed, epoch, row, attempt) ─mix─▶ the group's key ─▶ what its answers have in common
+                                           └──── k ──mix─▶ the answer's own share
+
+A draw hashes its key instead of advancing a generator, so any order of calls gives the same lengths. The hash is
+SplitMix64's output function (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014).
+"""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+from typing import Protocol
+
+from headway.data.types import TrajectoryId
+from headway.simulate.profile import ConstantLengths, EmpiricalLengths, LengthsProfile, LognormalLengths
+
+_MASK = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+"""The odd number nearest to 2⁶⁴ divided by the golden ratio: what SplitMix64 steps its counter by."""
+
+_inverse_normal = NormalDist().inv_cdf
+
+
+class LengthSampler(Protocol):
+    """Tokens of trajectory ``id`` in group ``number``, at least 1; the same ones however often it is asked.
+
+    A prompt's length is its trajectory 0's. Two samplers of one seed share their draws: two recorded sets of equal size
+    then draw the same recorded group, but distributions that should be independent need seeds of their own.
+    """
+
+    def __call__(self, id: TrajectoryId, number: int) -> int: ...
+
+
+def lengths_of(profile: LengthsProfile, seed: int) -> LengthSampler:
+    """The sampler that ``profile`` describes."""
+    match profile:
+        case ConstantLengths():
+            return _Constant(profile.tokens)
+        case LognormalLengths():
+            return _Lognormal(profile, seed)
+        case EmpiricalLengths(replay=True):
+            return _Replayed(profile.groups)
+        case EmpiricalLengths():
+            return _Drawn(profile.groups, seed)
+
+
+class _Constant:
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+
+    def __call__(self, id: TrajectoryId, number: int) -> int:
+        return self._tokens
+
+
+class _Lognormal:
+    """exp(μ + σ·(√w·g + √(1−w)·e)), rounded and cut: g is the group's, e the answer's own, both standard normal."""
+
+    def __init__(self, profile: LognormalLengths, seed: int) -> None:
+        self._seed = seed
+        self._mu = math.log(profile.mean) - profile.sigma**2 / 2
+        self._common = profile.sigma * math.sqrt(profile.within_group)
+        self._own = profile.sigma * math.sqrt(1 - profile.within_group)
+        self._log_max = math.log(profile.max)
+        self._max = profile.max
+        self._group = (0, 0, 0)
+        self._key, self._location = self._enter(self._group)
+
+    def __call__(self, id: TrajectoryId, number: int) -> int:
+        epoch, row, attempt, k = id
+        if (epoch, row, attempt) != self._group:
+            self._group = epoch, row, attempt
+            self._key, self._location = self._enter(self._group)
+        # −1 is the group's own draw.
+        logarithm = self._location + self._own * _inverse_normal(_uniform(self._key, k))
+        if logarithm >= self._log_max:
+            return self._max
+        return round(math.exp(logarithm)) or 1
+
+    def _enter(self, group: tuple[int, int, int]) -> tuple[int, float]:
+        """The group's key, and where its logarithms lie. Answers are asked for group by group: kept for the last."""
+        key = _group_key(self._seed, *group)
+        return key, self._mu + self._common * _inverse_normal(_uniform(key, -1))
+
+
+class _Drawn:
+    """The lengths of a recorded group that is drawn for each group, the same one for all its answers."""
+
+    def __init__(self, groups: list[list[int]], seed: int) -> None:
+        self._groups = groups
+        self._seed = seed
+
+    def __call__(self, id: TrajectoryId, number: int) -> int:
+        epoch, row, attempt, k = id
+        recorded = self._groups[_group_key(self._seed, epoch, row, attempt) % len(self._groups)]
+        return recorded[k % len(recorded)]
+
+
+class _Replayed:
+    """The recorded groups in the order of their numbers, over and over."""
+
+    def __init__(self, groups: list[list[int]]) -> None:
+        self._groups = groups
+
+    def __call__(self, id: TrajectoryId, number: int) -> int:
+        recorded = self._groups[number % len(self._groups)]
+        return recorded[id.k % len(recorded)]
+
+
+def _group_key(seed: int, epoch: int, row: int, attempt: int) -> int:
+    return _mix(_mix(_mix(_mix(seed) + epoch) + row) + attempt)
+
+
+def _uniform(key: int, index: int) -> float:
+    """In (0, 1), never an end: the top 52 bits, in the middle of their bin."""
+    return ((_mix(key + index) >> 12) + 0.5) * 2.0**-52
+
+
+def _mix(value: int) -> int:
+    """64 bits that look random, from any integer."""
+    value = (value + 1) * _GAMMA & _MASK
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
+    return value ^ value >> 31

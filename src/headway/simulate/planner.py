@@ -1,0 +1,185 @@
+"""``headway plan``: simulates settings until all are known or time is out, and says what to choose.
+
+profile ─▶ settings ─▶ search ─▶ simulate one ─▶ row ─┐
+                         ▲                            ├─▶ Plan: rows, quickest first; advice
+                         └─────── what it took ───────┘
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from headway.errors import ConfigError
+from headway.simulate import grid
+from headway.simulate.advice import Advice, advise
+from headway.simulate.forecast import forecast
+from headway.simulate.grid import Setting
+from headway.simulate.measure import FEWEST_VERSIONS, Measurement, fill_versions, measure
+from headway.simulate.profile import Profile
+from headway.simulate.rows import Row, baseline_of, baseline_preset, row_of
+from headway.simulate.rows import to_json as row_to_json
+from headway.simulate.search import Search
+
+Progress = Callable[[Row, int], None]
+"""Called after each row with it and the number of settings that are still open."""
+
+
+class Measure(Protocol):
+    """`headway.simulate.measure.measure`, or a stand-in for it."""
+
+    def __call__(
+        self, profile: Profile, setting: Setting, *, out_of_time: Callable[[], bool], seed: int
+    ) -> Measurement | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    profile: Profile
+    """With the number of devices that was planned for."""
+    rows: tuple[Row, ...]
+    """Quickest first."""
+    open: tuple[Setting, ...]
+    """Not simulated, as time was out; the most promising first."""
+    baseline: Row | None
+    """What ``speedup`` compares with: colocated synchronous training, or the quickest synchronous row."""
+    advice: Advice
+    trajectories: int
+    """Simulated ones, in all."""
+    wall_s: float
+    """Time that it took."""
+
+    @property
+    def trajectories_per_s(self) -> float:
+        """The simulator's own throughput."""
+        return self.trajectories / self.wall_s if self.wall_s > 0 else 0.0
+
+
+def plan(
+    profile: Profile,
+    *,
+    devices: int | None = None,
+    budget_s: float = 60.0,
+    sweep: bool = False,
+    settings: Sequence[Setting] | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    measure: Measure = measure,
+) -> Plan:
+    """Simulate and compare settings of ``profile``'s job.
+
+    Args:
+        devices: replaces the profile's number.
+        budget_s: seconds of ``clock``; no new row is begun that would probably end after it. The first one always is.
+        sweep: all combinations of preset, split, η and trigger, instead of η and trigger around each preset's best.
+        settings: these and no others.
+
+    Raises:
+        ConfigError: no split of the devices fits, or a setting is impossible.
+    """
+    if devices is not None:
+        if devices < 1:
+            raise ConfigError(f"devices: got {devices}, expected at least 1")
+        profile = profile.model_copy(update={"devices": devices})
+    search = _search(profile, settings, sweep=sweep)
+    budget = _Budget(clock, budget_s, profile)
+    rows: list[Row] = []
+    trajectories = 0
+    while (setting := search.next()) is not None and budget.allows(setting):
+        measured = measure(profile, setting, out_of_time=budget.out_of_time, seed=seed)
+        if measured is None:
+            break
+        budget.spent(measured.trajectories)
+        trajectories += measured.trajectories
+        rows.append(row_of(profile, setting, measured))
+        search.measured(setting, measured)
+        if progress is not None:
+            progress(rows[-1], len(search.open))
+    compared, baseline = _compare(rows)
+    return Plan(
+        profile=profile,
+        rows=compared,
+        open=tuple(search.open),
+        baseline=baseline,
+        advice=advise(compared, profile.assumptions),
+        trajectories=trajectories,
+        wall_s=budget.elapsed,
+    )
+
+
+def to_json(plan: Plan) -> dict[str, Any]:
+    """The whole plan as one JSON object; ``rows`` has each row, quickest first."""
+    advice = plan.advice
+    return {
+        "profile": plan.profile.name,
+        "devices": plan.profile.devices,
+        "groups_per_version": plan.profile.batch.groups_per_version,
+        "rows": [row_to_json(row) for row in plan.rows],
+        "not_simulated": [str(setting) for setting in plan.open],
+        "baseline": None if plan.baseline is None else str(plan.baseline.setting),
+        "recommended": None if advice.recommended is None else row_to_json(advice.recommended),
+        "asynchrony_helps": advice.helps,
+        "sentence": advice.sentence,
+        "assumptions": plan.profile.assumptions,
+        "simulator": {
+            "trajectories": plan.trajectories,
+            "wall_s": plan.wall_s,
+            "trajectories_per_s": plan.trajectories_per_s,
+        },
+    }
+
+
+def _search(profile: Profile, settings: Sequence[Setting] | None, *, sweep: bool) -> Search:
+    adaptive = settings is None and not sweep
+    if settings is None:
+        settings = grid.full(profile) if sweep else grid.own(profile)
+    baseline = baseline_preset()
+    return Search(
+        settings,
+        lambda setting: forecast(profile, setting),
+        first=lambda setting: setting.preset == baseline,
+        around=lambda setting: grid.around(profile, setting) if adaptive else (),
+    )
+
+
+def _compare(rows: Iterable[Row]) -> tuple[tuple[Row, ...], Row | None]:
+    """The rows, quickest first, with their speed-up over the baseline; and the baseline."""
+    ordered = sorted(rows, key=lambda row: row.step_s)
+    baseline = baseline_of(ordered)
+    if baseline is None:
+        return tuple(ordered), None
+    compared = [replace(row, speedup=baseline.step_s / row.step_s) for row in ordered]
+    return tuple(compared), baseline_of(compared)
+
+
+class _Budget:
+    """Wall time, and what a row is likely to cost of it: the simulator's cost is per trajectory."""
+
+    def __init__(self, clock: Callable[[], float], budget_s: float, profile: Profile) -> None:
+        self._clock = clock
+        self._started = clock()
+        self._budget_s = budget_s
+        self._per_version = profile.batch.groups_per_version * profile.batch.n
+        self._trajectories = 0
+
+    @property
+    def elapsed(self) -> float:
+        return self._clock() - self._started
+
+    def out_of_time(self) -> bool:
+        """Whether one more version would probably end too late."""
+        return self._would_end_late(self._per_version)
+
+    def allows(self, setting: Setting) -> bool:
+        """Whether the shortest simulation of ``setting`` would probably end in time."""
+        return not self._would_end_late(self._per_version * (fill_versions(setting.eta) + FEWEST_VERSIONS))
+
+    def spent(self, trajectories: int) -> None:
+        self._trajectories += trajectories
+
+    def _would_end_late(self, trajectories: int) -> bool:
+        per_trajectory = self.elapsed / self._trajectories if self._trajectories else 0.0
+        return self.elapsed + trajectories * per_trajectory > self._budget_s

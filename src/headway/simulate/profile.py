@@ -1,0 +1,215 @@
+"""A profile: what a job costs, in numbers that a simulation can use. One YAML file, written by hand or by a real run.
+
+    lengths ─▶ how many tokens each answer has          train  ─▶ what an optimizer step costs, by number of ranks
+    rollout ─▶ what decoding and prefilling cost        update ─▶ what bringing new weights to a replica costs
+
+Devices are GPUs, or processes on a CPU. All times are seconds, all sizes tokens or bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+
+from headway.config.schema import NonNegative, Positive, Section
+
+Seconds = Annotated[float, Field(ge=0)]
+PositiveSeconds = Annotated[float, Field(gt=0)]
+
+
+class BatchProfile(Section):
+    """How much is trained. B is fixed here, so that every row of a plan does the same work per version."""
+
+    groups_per_version: Positive
+    """B: groups (prompts) that one version trains on."""
+    ppo_mini_batch_size: Positive
+    """Groups of one optimizer step."""
+    n: Positive = 8
+    """Trajectories per group."""
+    ppo_epochs: Positive = 1
+
+    @model_validator(mode="after")
+    def _whole_mini_batches(self) -> BatchProfile:
+        if self.groups_per_version % self.ppo_mini_batch_size:
+            raise ValueError(
+                f"expected groups_per_version ({self.groups_per_version}) to be a multiple of ppo_mini_batch_size "
+                f"({self.ppo_mini_batch_size})"
+            )
+        return self
+
+
+class ConstantLengths(Section):
+    kind: Literal["constant"]
+    tokens: Positive
+
+
+class LognormalLengths(Section):
+    """exp(normal), cut at ``max``: the usual shape of reasoning answers, most short and a few very long."""
+
+    kind: Literal["lognormal"]
+    mean: float = Field(gt=0)
+    """Of the distribution before the cut, in tokens."""
+    sigma: float = Field(ge=0, le=4)
+    """Standard deviation of the logarithm."""
+    max: Positive
+    """Sampling stops here (``data.max_response_length``)."""
+    within_group: float = Field(0.0, ge=0, le=1)
+    """Share of the logarithm's variance that the answers of one group have in common: hard prompts are long for all."""
+
+
+class EmpiricalLengths(Section):
+    """Measured lengths, group by group. A group is drawn whole, so that what its answers have in common stays."""
+
+    kind: Literal["empirical"]
+    groups: list[Annotated[list[Positive], Field(min_length=1)]] = Field(min_length=1)
+    replay: bool = False
+    """Group number i takes ``groups[i mod len(groups)]``, as recorded, instead of a drawn one."""
+
+
+def _kind_of(value: Any) -> Any:
+    return value.get("kind") if isinstance(value, Mapping) else getattr(value, "kind", None)
+
+
+LengthsProfile = Annotated[
+    Annotated[ConstantLengths, Tag("constant")]
+    | Annotated[LognormalLengths, Tag("lognormal")]
+    | Annotated[EmpiricalLengths, Tag("empirical")],
+    Discriminator(_kind_of),
+]
+
+
+class RolloutProfile(Section):
+    """One replica."""
+
+    devices: Positive = 1
+    """That one replica occupies (its tensor-parallel degree)."""
+    slots: Positive = 64
+    """``rollout.max_concurrent``: trajectories that decode at once."""
+    kv_tokens: Positive | None = None
+    """Tokens that its KV cache holds, prompts included; beyond that the youngest sequence is preempted and prefilled
+    again later. Default: no limit."""
+    decode: list[tuple[Positive, PositiveSeconds]] = Field(min_length=1)
+    """(active sequences, seconds of one decode step), linear in between, the last slope beyond the end."""
+    kv_token_s: Seconds = 0.0
+    """Further seconds of one decode step per token in the KV cache: what attention over long contexts costs."""
+    prefill_token_s: Seconds = 0.0
+    """Seconds per prefilled token. Decoding waits while the replica prefills."""
+    prefill_s: Seconds = 0.0
+    """Further seconds per prefill."""
+    threads: NonNegative = 0
+    """Torch threads where it was measured; 0 is unknown."""
+
+    @field_validator("decode")
+    @classmethod
+    def _a_curve(cls, curve: list[tuple[int, float]]) -> list[tuple[int, float]]:
+        counts = [active for active, _ in curve]
+        if counts != sorted(set(counts)):
+            raise ValueError(f"expected numbers of active sequences that grow, but got {counts}")
+        for (fewer, quicker), (more, slower) in pairwise(curve):
+            if slower < quicker:
+                raise ValueError(
+                    f"a step with {more} active sequences ({slower:g} s) is faster than with {fewer} ({quicker:g} s); "
+                    "expected times that do not fall"
+                )
+        return curve
+
+
+class TrainPoint(Section):
+    """The trainer on ``devices`` devices. All seconds are wall time of the whole trainer."""
+
+    devices: Positive
+    step_s: Seconds = 0.0
+    """Per optimizer step, whatever its size."""
+    token_s: Seconds
+    """Per token of an optimizer step (prompt and answer)."""
+    forward_token_s: Seconds = 0.0
+    """Per token of a forward pass for log-probs."""
+
+
+class TrainProfile(Section):
+    points: list[TrainPoint] = Field(min_length=1)
+    """Measured numbers of devices. Between two, seconds are interpolated (log–log); outside, seconds per token scale
+    inversely with devices."""
+    min_devices: Positive = 1
+    """Fewer do not hold the model, its gradients and optimizer."""
+    recompute_old_log_probs: bool = False
+    """One forward pass over each fetch before its first step (``use_rollout_log_probs: false``); colocated synchronous
+    systems usually do, others may take the engine's own log-probs."""
+    reference: bool = False
+    """One more forward pass over each fetch, for the reference policy."""
+    threads: NonNegative = 0
+
+    @field_validator("points")
+    @classmethod
+    def _growing(cls, points: list[TrainPoint]) -> list[TrainPoint]:
+        counts = [point.devices for point in points]
+        if counts != sorted(set(counts)):
+            raise ValueError(f"expected numbers of devices that grow, but got {counts}")
+        return points
+
+
+class PhaseProfile(Section):
+    """One phase of the update takes ``latency_s + nbytes / bytes_per_s``."""
+
+    latency_s: Seconds = 0.0
+    bytes_per_s: float | None = Field(None, gt=0)
+    """Default: bytes cost nothing."""
+
+
+class UpdateProfile(Section):
+    nbytes: NonNegative = 0
+    """One complete set of weights in the served dtype."""
+    gather: PhaseProfile = PhaseProfile()
+    send: PhaseProfile = PhaseProfile()
+    recv: PhaseProfile = PhaseProfile()
+    register_: PhaseProfile = Field(PhaseProfile(), alias="register")
+    load: PhaseProfile = PhaseProfile()
+
+
+class SharedProfile(Section):
+    """Devices that training and generation share."""
+
+    to_train_s: Seconds = 0.0
+    """The engine sleeps, the trainer's state comes back to the device."""
+    to_generate_s: Seconds = 0.0
+    """The trainer's state leaves the device, the engine wakes."""
+
+
+class RewardProfile(Section):
+    seconds: Seconds = 0.0
+    """To score one group."""
+    workers: Positive = 1
+    """Groups that are scored at once."""
+    filtered: float = Field(0.0, ge=0, lt=1)
+    """Share of groups that are filtered, and refilled, because their rewards have no variance."""
+
+
+class ValidationProfile(Section):
+    problems: Positive
+    n: Positive = 1
+    test_freq: Positive = 1
+    """Versions between two validations."""
+
+
+class Profile(Section):
+    """Everything that a plan needs to know about a job."""
+
+    name: str
+    devices: Positive
+    """Altogether (``--gpus`` overrides it)."""
+    batch: BatchProfile
+    prompt: LengthsProfile
+    response: LengthsProfile
+    rollout: RolloutProfile
+    train: TrainProfile
+    update: UpdateProfile = UpdateProfile()
+    shared: SharedProfile = SharedProfile()
+    reward: RewardProfile = RewardProfile()
+    validation: ValidationProfile | None = None
+    assumptions: list[str] = []
+    """What was not measured, and how uncertain it is; shown beside the plan."""
+    measured_on: str | None = None
+    """The machine."""

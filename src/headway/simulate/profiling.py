@@ -1,0 +1,308 @@
+"""From a run to its profile: the costs that a plan needs, measured by the run itself.
+
+RUN/config.yaml  ─▶ who did what, with which batch ─┐
+RUN/events.jsonl ─▶ Recording ─▶ fits ──────────────┴─▶ Profile, with what it had to assume
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import fmean, median
+
+from headway.config.loading import load
+from headway.config.placement import ACTOR, REF, ROLLOUT, needs_reference, resolve_placement
+from headway.errors import ConfigError
+from headway.reports.events_file import read_events
+from headway.reports.run_directory import RunDirectory
+from headway.simulate.costs import decode_cost
+from headway.simulate.fitting import (
+    DecodeFit,
+    Line,
+    evenly,
+    fit_decode,
+    fit_line,
+    fit_prefill,
+    rounded,
+    service_seconds,
+    without_outliers,
+)
+from headway.simulate.profile import (
+    BatchProfile,
+    EmpiricalLengths,
+    PhaseProfile,
+    Profile,
+    RewardProfile,
+    RolloutProfile,
+    TrainPoint,
+    TrainProfile,
+    UpdateProfile,
+    ValidationProfile,
+)
+from headway.simulate.recording import GroupRecord, Recording, UpdateRecord, recording_of
+
+MAX_GROUPS = 4000
+"""Recorded groups that a profile keeps."""
+MIN_VERSIONS = 2
+NOTICEABLE_S = 1e-4
+FORWARD_SHARE = 1 / 3
+"""Of a training step's seconds per token, where no forward pass was measured: the backward pass costs twice as much."""
+
+
+def profile_run(run: Path) -> Profile:
+    """What ``run``, the directory of a run, says about its job's costs.
+
+    Raises:
+        ConfigError: it holds no run, or one that ended too early to say anything; the message tells what is missing.
+        DataError: its events cannot be read.
+    """
+    return _Profiling(run).profile(replay=False)
+
+
+def replay_profile(run: Path) -> Profile:
+    """Like `profile_run`, but a simulation repeats the recorded lengths, group by group in order of admission."""
+    return _Profiling(run).profile(replay=True)
+
+
+class _Profiling:
+    """One run being profiled. `assumptions` fills as its parts are made."""
+
+    def __init__(self, run: Path) -> None:
+        directory = _check_directory(run)
+        self._config = load(directory.config).config
+        mini_batch = self._config.actor.ppo_mini_batch_size
+        self._recording = recording_of(read_events(directory.events), mini_batch=mini_batch)
+        self._assumptions: list[str] = []
+        _check_enough(run, self._recording)
+
+    def profile(self, *, replay: bool) -> Profile:
+        config = self._config
+        placement = resolve_placement(config)
+        self._say_what_was_measured()
+        prompt, response = self._lengths(replay=replay)
+        if needs_reference(config) and not placement.shared(REF, ACTOR):
+            self._assume("the reference policy's own devices are left out: its forward passes delay nothing")
+        if placement.shared(ACTOR, ROLLOUT):
+            self._assume("what it takes to hand shared devices over was not measured, and counts as nothing")
+        return Profile(
+            name=config.run.name,
+            devices=len({*placement.devices[ACTOR], *placement.devices[ROLLOUT]}),
+            batch=BatchProfile(
+                groups_per_version=config.groups_per_version,
+                ppo_mini_batch_size=config.actor.ppo_mini_batch_size,
+                n=config.rollout.n,
+                ppo_epochs=config.actor.ppo_epochs,
+            ),
+            prompt=prompt,
+            response=response,
+            rollout=self._rollout(),
+            train=self._train(len(placement.devices[ACTOR]), reference_inside=placement.shared(REF, ACTOR)),
+            update=self._update(),
+            reward=self._reward(),
+            validation=self._validation(),
+            assumptions=self._assumptions,
+        )
+
+    def _assume(self, text: str) -> None:
+        self._assumptions.append(text)
+
+    def _say_what_was_measured(self) -> None:
+        started, versions = self._recording.started, self._recording.versions
+        mode = started.mode if started else self._config.mode
+        self._assume(
+            f"costs were measured in a run of mode {mode} with {versions} versions; generation and training slow each "
+            "other down no more than they did there"
+        )
+        if (delivery_s := self._recording.delivery_s()) > NOTICEABLE_S:
+            self._assume(
+                f"groups reach the driver at once; in the run they took {delivery_s:.2g} s from their last token"
+            )
+
+    # ------------------------------------------------------------------------------------------ lengths
+
+    def _lengths(self, *, replay: bool) -> tuple[EmpiricalLengths, EmpiricalLengths]:
+        """Of prompts (one per group) and answers, group by group in order of admission."""
+        groups = self._recording.recorded_groups()
+        kept = [groups[index] for index in evenly(len(groups), MAX_GROUPS)]
+        if len(kept) < len(groups):
+            self._assume(f"lengths are those of {len(kept)} of the run's {len(groups)} groups, evenly spread")
+        self._assume("answers stay as long as they were in the run; they change as the policy learns")
+        if lost := sum(group.fate not in (None, "trained", "filtered") for group in self._recording.groups.values()):
+            self._assume(f"{lost} groups that were dropped, failed or unfinished are not among the lengths")
+        return (
+            EmpiricalLengths(kind="empirical", groups=[[max(1, g.prompt_tokens)] for g in kept], replay=replay),
+            EmpiricalLengths(kind="empirical", groups=list(map(_answers, kept)), replay=replay),
+        )
+
+    # ------------------------------------------------------------------------------------------ rollout
+
+    def _rollout(self) -> RolloutProfile:
+        config, recording = self._config.rollout, self._recording
+        slots = max(recording.started.slots.values()) if recording.started else config.max_concurrent
+        decode = fit_decode(recording.decode_samples())
+        profile = RolloutProfile(
+            slots=slots,
+            decode=[(active, rounded(seconds)) for active, seconds in decode.curve],
+            kv_token_s=rounded(decode.kv_token_s),
+            threads=self._threads("rollout", config.threads),
+        )
+        prefill = fit_prefill(recording.start_steps(), decode_cost(profile))
+        self._assume_of_decoding(decode, prefill, slots)
+        return profile.model_copy(
+            update={"prefill_token_s": rounded(prefill.unit_s), "prefill_s": rounded(prefill.fixed_s)}
+        )
+
+    def _assume_of_decoding(self, decode: DecodeFit, prefill: Line, slots: int) -> None:
+        fewest, most = decode.curve[0][0], decode.curve[-1][0]
+        if fewest > 1 or most < slots:
+            self._assume(
+                f"decode steps were seen with {fewest} to {most} active sequences; other numbers, up to {slots} slots, "
+                "are extrapolated"
+            )
+        if not prefill.separated:
+            self._assume("prefills hardly differed in size or in time: their cost is taken as proportional to tokens")
+
+    def _threads(self, role: str, configured: int) -> int:
+        if not configured:
+            self._assume(f"{role}.threads was 0: the threads that it was measured with are not on record")
+        return configured
+
+    # ------------------------------------------------------------------------------------------ training
+
+    def _train(self, ranks: int, *, reference_inside: bool) -> TrainProfile:
+        step = self._step_cost()
+        self._assume(
+            f"training was measured with {ranks} rank(s); with more or fewer, seconds per token scale inversely"
+        )
+        return TrainProfile(
+            points=[
+                TrainPoint(
+                    devices=ranks,
+                    step_s=rounded(step.fixed_s),
+                    token_s=rounded(step.unit_s),
+                    forward_token_s=rounded(self._forward_cost(step)),
+                )
+            ],
+            recompute_old_log_probs=not self._config.async_training.use_rollout_log_probs,
+            reference=needs_reference(self._config) and reference_inside,
+            threads=self._threads("trainer", self._config.trainer.threads),
+        )
+
+    def _step_cost(self) -> Line:
+        steps = without_outliers(
+            (step for step in self._recording.warm(self._recording.steps) if step.tokens > 0),
+            lambda step: step.seconds / step.tokens,
+        )
+        line = fit_line([step.tokens for step in steps], [step.seconds for step in steps])
+        if not line.separated:
+            self._assume(
+                "optimizer steps hardly differed in tokens or in time: their cost is taken as proportional to tokens"
+            )
+        return line
+
+    def _forward_cost(self, step: Line) -> float:
+        """Seconds per token of a forward pass."""
+        forwards = [work for work in self._recording.warm(self._recording.forwards) if work.tokens > 0]
+        if not forwards:
+            self._assume("no forward pass was measured; it is taken as a third of a training step per token")
+            return step.unit_s * FORWARD_SHARE
+        usual = without_outliers(forwards, lambda work: work.seconds / work.tokens)
+        return sum(work.seconds for work in usual) / sum(work.tokens for work in usual)
+
+    # ------------------------------------------------------------------------------------------ update
+
+    def _update(self) -> UpdateProfile:
+        """Each phase's median over updates. What its size would cost cannot be told from one size."""
+        updates = self._recording.warm(self._recording.updates.values())
+        synchronous = self._config.param_update.schedule == "synchronous"
+        return UpdateProfile(
+            nbytes=max(update.nbytes for update in updates),
+            gather=_median_of(update.phases.get("gather", 0.0) for update in updates),
+            send=_median_of(update.phases.get("send", 0.0) for update in updates),
+            recv=_median_of(_recv_s(update, synchronous=synchronous) for update in updates),
+            register=_median_of(update.phases.get("register", 0.0) for update in updates),
+            load=_median_of(max(update.phases.get("load", 0.0), update.halted_s) for update in updates),
+        )
+
+    # ------------------------------------------------------------------------------------------ reward, validation
+
+    def _reward(self) -> RewardProfile:
+        scored = [group for group in self._recording.groups.values() if group.rewarded is not None]
+        workers = self._config.reward.workers
+        times = service_seconds(((g.arrived, g.rewarded) for g in scored if g.rewarded is not None), workers)
+        tokens: dict[str | None, list[int]] = {"trained": [], "filtered": []}
+        for group in self._recording.recorded_groups():
+            tokens[group.fate].append(group.tokens)
+        trained, filtered = tokens["trained"], tokens["filtered"]
+        if filtered:
+            self._assume(
+                "which groups are filtered does not depend on their lengths; in the run those that were trained had "
+                f"{fmean(trained):.0f} tokens each, those that were filtered {fmean(filtered):.0f}"
+            )
+        return RewardProfile(
+            seconds=rounded(median(times)) if times else 0.0,
+            workers=workers,
+            filtered=rounded(len(filtered) / (len(trained) + len(filtered))),
+        )
+
+    def _validation(self) -> ValidationProfile | None:
+        validations, config = self._recording.validations, self._config.rollout
+        if not validations:
+            return None
+        self._assume("validation's answers are as long as those of training")
+        return ValidationProfile(
+            problems=max(validation.problems for validation in validations),
+            n=config.val_n,
+            test_freq=config.test_freq if config.test_freq > 0 else self._recording.versions,
+        )
+
+
+def _answers(group: GroupRecord) -> list[int]:
+    """Tokens of each answer; one that ended at once still took its step."""
+    return [max(1, tokens) for _, tokens in sorted(group.answer_tokens.items())]
+
+
+def _median_of(seconds: Iterable[float]) -> PhaseProfile:
+    return PhaseProfile(latency_s=rounded(median(seconds)))
+
+
+def _recv_s(update: UpdateRecord, *, synchronous: bool) -> float:
+    """A replica says how long it received for, but in a synchronous update that counts its wait for gather, too: there
+    it is what the transfer took after gather and besides register. Sending goes on at the same time."""
+    if not synchronous:
+        return update.phases.get("recv", 0.0)
+    return max(0.0, update.transfer_s - update.phases.get("gather", 0.0) - update.phases.get("register", 0.0))
+
+
+def _check_directory(run: Path) -> RunDirectory:
+    directory = RunDirectory(run)
+    if not run.is_dir():
+        raise ConfigError(f"{run} is not a directory; give the directory of a run, as run.dir named it")
+    for file in (directory.config, directory.events):
+        if not file.is_file():
+            raise ConfigError(
+                f"{run} has no {file.name}, so it is not the directory of a run; give one that headway train made"
+            )
+    return directory
+
+
+def _check_enough(run: Path, recording: Recording) -> None:
+    """Raises `ConfigError` unless everything that a profile must have was measured at least once."""
+    if recording.started is None:
+        raise ConfigError(f"{run} never began to train, so it measured nothing; give a run that did")
+    needed = f"a profile needs a run with at least {MIN_VERSIONS} versions; train for longer, or give another run"
+    if recording.versions < MIN_VERSIONS:
+        raise ConfigError(f"{run} ended after {recording.versions} parameter update(s); {needed}")
+    if not any(step.tokens for step in recording.steps):
+        raise ConfigError(f"{run} made no optimizer step; {needed}")
+    active = {report.replica for report in recording.activity if report.generated_tokens}
+    if silent := sorted(set(recording.started.slots) - active):
+        raise ConfigError(
+            f"{run} says nothing about what {', '.join(silent)} did; a profile needs a run in which every replica "
+            "generated"
+        )
+    if not recording.decode_samples():
+        raise ConfigError(
+            f"{run} does not say how long its decode steps took, so there is no decode curve; give a run of a rollout "
+            "engine that measures them, such as rollout.name=native"
+        )

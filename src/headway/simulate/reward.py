@@ -1,0 +1,51 @@
+"""A reward that takes its time and decides by a hash which groups have a gradient."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.data.types import Prompt
+from headway.simulate.profile import RewardProfile
+
+
+class SimulatedReward:
+    """A `RewardFn`: ``workers`` servers, first come, first served.
+
+    The share ``filtered`` of groups gets rewards that are all 0. Which ones is a function of seed, epoch, row and
+    attempt alone. All others get 0 and 1 in turn.
+    """
+
+    def __init__(self, profile: RewardProfile, seed: int) -> None:
+        self._seconds = profile.seconds
+        self._filtered = profile.filtered
+        self._seed = seed
+        self._workers = asyncio.Semaphore(profile.workers)
+        self._rewards: dict[tuple[int, bool], NDArray[np.float32]] = {}
+
+    async def score(self, prompt: Prompt, responses: Sequence[str]) -> NDArray[np.float32]:
+        if self._seconds > 0:
+            async with self._workers:
+                await asyncio.sleep(self._seconds)
+        return self._shared(len(responses), varied=self._uniform(prompt) >= self._filtered)
+
+    async def close(self) -> None: ...
+
+    def _uniform(self, prompt: Prompt) -> float:
+        """In [0, 1), keyed by the seed and the prompt's epoch, row and attempt."""
+        key = struct.pack("<4q", self._seed, prompt.epoch, prompt.row, prompt.attempt)
+        digest = hashlib.blake2b(key, digest_size=4, person=b"reward").digest()
+        return int.from_bytes(digest, "little") / 2**32
+
+    def _shared(self, n: int, *, varied: bool) -> NDArray[np.float32]:
+        """[n] One array for all groups: it cannot be written to."""
+        if (rewards := self._rewards.get((n, varied))) is None:
+            rewards = np.arange(n, dtype=np.float32) % 2 if varied else np.zeros(n, np.float32)
+            rewards.setflags(write=False)
+            self._rewards[n, varied] = rewards
+        return rewards

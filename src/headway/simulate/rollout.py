@@ -1,0 +1,234 @@
+"""A replica that costs no computation: `RolloutEngine` over a cost model, on whatever clock the loop has.
+
+generate, abort, pause, resume ─▶ Replica      what decodes, and when
+stage_weights ─▶ the transport's end           activate, sleep, wake: only while the replica stands still
+die ─▶ every call, those under way included
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from headway.errors import RunError, UpdateFailed
+from headway.interfaces import (
+    Capabilities,
+    EngineStats,
+    FinishedGroup,
+    GenerateRequest,
+    OnUpdate,
+    Paused,
+    ReceiveReport,
+)
+from headway.simulate.lengths import LengthSampler
+from headway.simulate.profile import RolloutProfile
+from headway.simulate.replica import Replica
+from headway.simulate.work import Outbox
+
+T = TypeVar("T")
+
+Receive = Callable[[str, int], Awaitable[ReceiveReport]]
+"""(replica's name, version) → the transport's report, once that version is staged."""
+
+
+class SimulatedRollout:
+    """One replica.
+
+    Args:
+        name: of the replica, in results and messages.
+        profile: what decoding and prefilling cost, slots and cache.
+        lengths: tokens of each answer; what reaches ``sampling.max_tokens`` is cut there (`FinishReason.LENGTH`).
+        receive: the transport's end.
+        load_s: seconds that `activate` takes.
+        sleep_s: seconds that `sleep` takes.
+        wake_s: seconds that `wake` takes.
+
+    The finished groups' ``tokens`` are None, their texts empty.
+    """
+
+    capabilities = Capabilities(on_update=frozenset(OnUpdate), reproducible=True, sleep=True)
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        profile: RolloutProfile,
+        lengths: LengthSampler,
+        receive: Receive,
+        load_s: float,
+        sleep_s: float = 0.0,
+        wake_s: float = 0.0,
+    ) -> None:
+        self.name = name
+        self.slots = profile.slots
+        self._replica = Replica(name, profile, lengths)
+        self._receive = receive
+        self._load_s = load_s
+        self._sleep_s = sleep_s
+        self._wake_s = wake_s
+        self._staged: int | None = None
+        self._asleep = False
+        self._busy_with: str | None = None
+        """``load``, ``sleep`` or ``wake`` while it is under way."""
+        self._died: BaseException | None = None
+        self._outboxes: dict[Outbox, None] = {}
+        """Of the `generate` calls under way."""
+        self._calls: dict[asyncio.Future[Any], None] = {}
+        """What other calls under way wait for, but for the end of a drain."""
+
+    @property
+    def version(self) -> int:
+        """Of the weights that sample."""
+        return self._replica.version
+
+    # ---------------------------------------------------------------- groups
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[FinishedGroup]:
+        """Submit all requests in one step and yield each group when it is done; leaving early drops the others."""
+        self._check_alive()
+        outbox: Outbox = asyncio.Queue()
+        self._outboxes[outbox] = None
+        missing = len(requests)
+        self._replica.submit(requests, outbox)
+        try:
+            while missing:
+                finished = await outbox.get()
+                if isinstance(finished, BaseException):
+                    raise finished
+                missing -= 1
+                yield finished
+        finally:
+            del self._outboxes[outbox]
+            if missing and self._died is None:
+                self._replica.drop(outbox)
+
+    async def abort(self, numbers: Sequence[int]) -> None:
+        """End these training groups as they are; unknown numbers are ignored."""
+        self._check_alive()
+        self._replica.abort(numbers)
+
+    async def abort_older_than(self, version: int) -> list[int]:
+        """Abort the unfinished training groups with a token of an older version; their numbers, as submitted."""
+        self._check_alive()
+        return self._replica.abort_older_than(version)
+
+    async def in_flight(self) -> list[int]:
+        """Numbers of unfinished training groups, in order of submission."""
+        self._check_alive()
+        return self._replica.in_flight()
+
+    async def stats(self) -> EngineStats:
+        """Activity since the last call."""
+        self._check_alive()
+        return self._replica.stats()
+
+    # ---------------------------------------------------------------- pause and update
+
+    async def pause(self, policy: OnUpdate) -> Paused:
+        """Returns when nothing decodes any more. A later pause may be stricter than the one in force, never weaker."""
+        self._check_alive()
+        interrupted = self._replica.pause(policy)
+        stopped = self._replica.stopped
+        await stopped.wait()
+        self._check_alive()
+        if stopped is not self._replica.stopped:
+            raise RunError(f"rollout engine {self.name} was resumed before it had drained; nothing may be loaded now")
+        return Paused(interrupted)
+
+    async def resume(self) -> None:
+        """Go on: first what was cut, in its slots. Raises `RunError` unless paused, while asleep and while loading."""
+        self._check_alive()
+        if not self._replica.paused:
+            raise RunError(f"rollout engine {self.name} was told to resume, but it is not paused; call pause() first")
+        if self._asleep or self._busy_with:
+            state = f"busy with {self._busy_with}; wait for that" if self._busy_with else "asleep; call wake() first"
+            raise RunError(f"rollout engine {self.name} was told to resume while {state}")
+        self._replica.resume()
+
+    async def stage_weights(self, version: int) -> ReceiveReport:
+        """Receive ``version``, as the transport has it, while decoding goes on."""
+        self._check_alive()
+        report = await self._while_alive(self._receive(self.name, version))
+        self._staged = version
+        return report
+
+    async def activate(self, version: int) -> float:
+        """Swap the staged ``version`` in. Raises `RunError` unless paused and still, `UpdateFailed` if not staged."""
+        self._check_alive()
+        if self._staged != version:
+            raise UpdateFailed(
+                f"rollout engine {self.name} was told to load version {version}, but what is staged is "
+                f"{'nothing' if self._staged is None else f'version {self._staged}'}; call stage_weights first"
+            )
+        with self._standing_still("load"):
+            await self._while_alive(asyncio.sleep(self._load_s))
+            self._replica.version = version
+            if self._staged == version:  # the next one may have arrived meanwhile
+                self._staged = None
+        return self._load_s
+
+    async def sleep(self) -> None:
+        """Free the KV cache; what was cut is prefilled again. Raises `RunError` unless paused and still."""
+        self._check_alive()
+        if self._asleep:
+            return
+        with self._standing_still("sleep"):
+            self._replica.free_cache()
+            self._asleep = True
+            await self._while_alive(asyncio.sleep(self._sleep_s))
+
+    async def wake(self) -> None:
+        """Take the device back; still paused."""
+        self._check_alive()
+        if not self._asleep:
+            return
+        with self._standing_still("wake"):
+            await self._while_alive(asyncio.sleep(self._wake_s))
+            self._asleep = False
+
+    @contextmanager
+    def _standing_still(self, what: str) -> Iterator[None]:
+        if not self._replica.stopped.is_set() or self._busy_with:
+            state = f"is busy with {self._busy_with}" if self._busy_with else "is not paused, or still decodes"
+            raise RunError(f"rollout engine {self.name} was told to {what}, but it {state}; pause it and wait for that")
+        self._busy_with = what
+        try:
+            yield
+        finally:
+            self._busy_with = None
+
+    # ---------------------------------------------------------------- the end
+
+    def die(self, error: BaseException) -> None:
+        """From now on every call raises ``error``, those under way included."""
+        if self._died is None:
+            self._died = error
+            self._replica.pause(OnUpdate.INTERRUPT)
+            for outbox in self._outboxes:
+                outbox.put_nowait(error)
+            for call in self._calls:
+                call.cancel()
+
+    async def close(self) -> None:
+        """Calls that are still waiting, and later ones, raise `RunError`. Closing twice is harmless."""
+        self.die(RunError(f"rollout engine {self.name} is closed"))
+
+    def _check_alive(self) -> None:
+        if self._died is not None:
+            raise self._died
+
+    async def _while_alive(self, awaitable: Awaitable[T]) -> T:
+        """The result of ``awaitable``, or the error that the engine died of meanwhile."""
+        call = asyncio.ensure_future(awaitable)
+        self._calls[call] = None
+        try:
+            return await call
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or not task.cancelling():  # it was the call that was cancelled, by `die`
+                self._check_alive()
+            raise
+        finally:
+            del self._calls[call]

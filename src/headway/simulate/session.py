@@ -1,0 +1,255 @@
+"""One simulated run: the real pipeline, with machinery that only takes time behind every protocol.
+
+profile ─▶ config_for ─▶ Config ─┐
+   └─▶ costs, lengths ───────────┴─▶ Simulation ─▶ Pipeline on the virtual clock ─▶ events
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.algorithms.filters import has_variance
+from headway.config.layers import nest
+from headway.config.placement import needs_reference
+from headway.config.presets import preset
+from headway.config.schema import Config
+from headway.errors import ConfigError
+from headway.events import Observer
+from headway.pipeline.run import Parts, Pipeline, Status
+from headway.simulate.clock import run_virtual
+from headway.simulate.costs import TrainCost, phase_seconds, train_cost
+from headway.simulate.lengths import lengths_of
+from headway.simulate.profile import (
+    ConstantLengths,
+    EmpiricalLengths,
+    LengthsProfile,
+    LognormalLengths,
+    PhaseProfile,
+    Profile,
+    SharedProfile,
+    UpdateProfile,
+)
+from headway.simulate.reward import SimulatedReward
+from headway.simulate.rollout import SimulatedRollout
+from headway.simulate.source import SimulatedSource, held_out_prompts
+from headway.simulate.trainer import SimulatedTrainer
+from headway.simulate.transport import SimulatedTransport
+from headway.simulate.zeros import zero_advantages
+
+FOREVER_S = 1e7
+"""A time-out that no simulated job reaches. A run that cannot go on still ends there, and says who waits for whom."""
+ACTIVITY_INTERVAL_S = 600.0
+"""Seldom, since hundreds of replicas report; busy spans are exact all the same."""
+NOWHERE = Path("checkpoints")
+"""Where a simulated trainer would save; it writes nothing."""
+
+
+class Simulation:
+    """Built once, run once. Its events go to ``observers``, in virtual seconds from 0."""
+
+    def __init__(
+        self, profile: Profile, config: Config, *, seed: int | None = None, observers: Sequence[Observer] = ()
+    ) -> None:
+        """``config`` is resolved: counts of devices, no shares. ``seed`` replaces its ``run.seed``.
+
+        Raises:
+            ConfigError: its length is not ``rollout.total_rollout_steps``.
+        """
+        if config.rollout.total_rollout_steps is None:
+            raise ConfigError(
+                "rollout.total_rollout_steps: got nothing, expected a number of groups: simulated data have no epochs"
+            )
+        if seed is not None:
+            config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
+        self.seconds = 0.0
+        """Virtual time since the start."""
+        costs = _update_costs(profile, config)
+        self.transport = SimulatedTransport(costs)
+        self.trainer = SimulatedTrainer(_train_cost(profile, config), costs, self.transport)
+        self.replicas = _replicas(profile, config, self.transport)
+        parts = _parts(profile, config, self.trainer, self.replicas)
+        self.pipeline = Pipeline(config, parts, observers, NOWHERE)
+
+    def run(self) -> Status:
+        """Raises what the pipeline raises."""
+        with _collecting_garbage_seldom():
+            return run_virtual(self._run())
+
+    async def _run(self) -> Status:
+        try:
+            return await self.pipeline.run()
+        finally:
+            self.seconds = asyncio.get_running_loop().time()
+
+
+@contextmanager
+def _collecting_garbage_seldom() -> Iterator[None]:
+    """Thousands of trajectories live at once; at the usual threshold Python would scan them again and again."""
+    usual = gc.get_threshold()
+    gc.set_threshold(200_000, *usual[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*usual)
+
+
+def _parts(profile: Profile, config: Config, trainer: SimulatedTrainer, replicas: Sequence[SimulatedRollout]) -> Parts:
+    # Recorded prompts go with the recorded answers to them; draws from distributions are independent.
+    seed = config.run.seed
+    prompts = lengths_of(profile.prompt, seed if isinstance(profile.prompt, EmpiricalLengths) else ~seed)
+    return Parts(
+        source=SimulatedSource(prompts),
+        validation=held_out_prompts(profile.validation.problems if profile.validation else 0, prompts),
+        rollouts=replicas,
+        trainer=trainer,
+        reward=SimulatedReward(profile.reward, seed),
+        advantages=zero_advantages,
+        group_filter=_without_variance if config.algorithm.filter_groups.enable else None,
+        reference=trainer if needs_reference(config) else None,
+    )
+
+
+def _train_cost(profile: Profile, config: Config) -> TrainCost:
+    return train_cost(profile.train, config.trainer.nnodes * config.trainer.n_gpus_per_node)
+
+
+def _update_costs(profile: Profile, config: Config) -> UpdateProfile:
+    """``local`` hands weights over inside one process: nothing is sent, received or registered."""
+    if config.param_update.transport != "local":
+        return profile.update
+    free = PhaseProfile()
+    return profile.update.model_copy(update={"send": free, "recv": free, "register_": free})
+
+
+def _replicas(profile: Profile, config: Config, transport: SimulatedTransport) -> list[SimulatedRollout]:
+    shared = profile.shared if config.placement.kind == "shared" else SharedProfile()
+    engine = partial(
+        SimulatedRollout,
+        profile=profile.rollout.model_copy(update={"slots": config.rollout.max_concurrent}),
+        lengths=lengths_of(profile.response, config.run.seed),
+        receive=transport.receive,
+        load_s=phase_seconds(profile.update.load, profile.update.nbytes),
+        sleep_s=shared.to_train_s,
+        wake_s=shared.to_generate_s,
+    )
+    return [engine(f"rollout-{index}") for index in range(config.rollout.nnodes * config.rollout.n_gpus_per_node)]
+
+
+def _without_variance(rewards: NDArray[np.float32]) -> str | None:
+    return None if has_variance(rewards) else "zero variance"
+
+
+def config_for(
+    profile: Profile,
+    mode: str,
+    *,
+    train_devices: int,
+    replicas: int,
+    versions: int,
+    eta: Fraction | float | None = None,
+    trigger: int | None = None,
+    activity_interval_s: float = ACTIVITY_INTERVAL_S,
+) -> Config:
+    """The configuration of ``mode`` for the profile's job, so many ``versions`` long; B is the profile's.
+
+    Raises:
+        ConfigError: there is no such mode, the devices do not suffice, or a fetch would not be whole mini-batches.
+    """
+    values: dict[str, Any] = {"mode": mode, **preset(mode)}
+    if eta is not None:
+        values["async_training.staleness_threshold"] = eta
+    if trigger is not None:
+        values["async_training.trigger_parameter_sync_step"] = trigger
+    _check_devices(profile, train_devices, replicas, shared=values["placement.kind"] == "shared")
+    values["async_training.require_batches"] = _mini_batches_per_fetch(
+        profile, values["async_training.trigger_parameter_sync_step"]
+    )
+    values |= {
+        "trainer.nnodes": 1,
+        "trainer.n_gpus_per_node": train_devices,
+        "rollout.nnodes": 1,
+        "rollout.n_gpus_per_node": replicas,
+        **_job(profile, versions),
+        "cluster.stall_timeout_s": FOREVER_S,
+        "param_update.timeout_s": FOREVER_S,
+        "reports.activity_interval_s": activity_interval_s,
+        "reports.live": "off",
+        "reports.tensorboard": False,
+    }
+    return Config.model_validate(nest(values))
+
+
+def _job(profile: Profile, versions: int) -> dict[str, Any]:
+    """What is the same in every mode."""
+    batch, validation = profile.batch, profile.validation
+    if batch.n == 1 and profile.reward.filtered > 0:
+        raise ConfigError(
+            f"reward.filtered: got {profile.reward.filtered:g} with batch.n=1, expected 0: a single answer has no "
+            "variance, so every group would be filtered"
+        )
+    return {
+        "actor.ppo_mini_batch_size": batch.ppo_mini_batch_size,
+        "actor.ppo_epochs": batch.ppo_epochs,
+        "actor.use_kl_loss": profile.train.reference,
+        "algorithm.filter_groups.enable": profile.reward.filtered > 0,
+        "async_training.use_rollout_log_probs": not profile.train.recompute_old_log_probs,
+        "data.max_prompt_length": longest(profile.prompt),
+        "data.max_response_length": longest(profile.response),
+        "rollout.n": batch.n,
+        "rollout.max_concurrent": profile.rollout.slots,
+        "rollout.total_rollout_steps": versions * batch.groups_per_version,
+        "rollout.val_n": validation.n if validation else 1,
+        "rollout.test_freq": validation.test_freq if validation else -1,
+    }
+
+
+def longest(lengths: LengthsProfile) -> int:
+    """Tokens that no draw exceeds."""
+    match lengths:
+        case ConstantLengths(tokens=tokens):
+            return tokens
+        case LognormalLengths(max=most):
+            return most
+        case EmpiricalLengths(groups=groups):
+            return max(map(max, groups))
+
+
+def _mini_batches_per_fetch(profile: Profile, trigger: int) -> int:
+    mini_batches = profile.batch.groups_per_version // profile.batch.ppo_mini_batch_size
+    if trigger < 1 or mini_batches % trigger:
+        possible = ", ".join(str(t) for t in range(1, mini_batches + 1) if mini_batches % t == 0)
+        raise ConfigError(
+            f"async_training.trigger_parameter_sync_step: got {trigger}, but B = {profile.batch.groups_per_version} "
+            f"groups are {mini_batches} mini-batches of {profile.batch.ppo_mini_batch_size}, which {trigger} fetches "
+            f"cannot share evenly; expected one of {possible}"
+        )
+    return mini_batches // trigger
+
+
+def _check_devices(profile: Profile, train_devices: int, replicas: int, *, shared: bool) -> None:
+    rollout_devices = replicas * profile.rollout.devices
+    needed = max(train_devices, rollout_devices) if shared else train_devices + rollout_devices
+    problems = []
+    if replicas < 1:
+        problems.append(f"{replicas} replicas, expected at least 1")
+    if train_devices < profile.train.min_devices:
+        problems.append(
+            f"{train_devices} for training, expected at least {profile.train.min_devices} (train.min_devices)"
+        )
+    if needed > profile.devices:
+        problems.append(
+            f"{train_devices} for training and {replicas} × {profile.rollout.devices} for generation, "
+            f"expected at most {profile.devices} {'each' if shared else 'together'}"
+        )
+    if problems:
+        raise ConfigError(f"devices: {'; '.join(problems)}")

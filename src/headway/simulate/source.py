@@ -1,0 +1,56 @@
+"""Prompts that have a length and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from headway.data.types import Prompt, TrajectoryId
+from headway.simulate.lengths import LengthSampler
+from headway.simulate.zeros import zero_ids
+
+HELD_OUT = -1
+"""The epoch of held-out prompts: one that training never reaches."""
+
+
+class SimulatedSource:
+    """A `PromptSource`: ``rows`` prompts an epoch, in order; without ``rows`` one epoch that never ends.
+
+    A row's length is the same in every epoch; where recorded lengths are replayed, it follows the order of admission
+    instead.
+    """
+
+    def __init__(self, lengths: LengthSampler, *, rows: int | None = None, epochs: int | None = None) -> None:
+        self._lengths = lengths
+        self._rows = rows
+        self._epochs = epochs
+        self._given = 0
+        self._repeated = 0
+
+    def next(self) -> Prompt | None:
+        epoch, row = (0, self._given) if self._rows is None else divmod(self._given, self._rows)
+        if self._epochs is not None and epoch >= self._epochs:
+            return None
+        length = self._lengths(TrajectoryId(0, row, 0, 0), self._given + self._repeated)
+        self._given += 1
+        return _prompt(epoch, row, length)
+
+    def again(self, prompt: Prompt) -> Prompt:
+        self._repeated += 1
+        return replace(prompt, attempt=prompt.attempt + 1)
+
+    def state(self) -> dict[str, Any]:
+        return {"given": self._given, "repeated": self._repeated}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._given, self._repeated = state["given"], state["repeated"]
+
+
+def held_out_prompts(count: int, lengths: LengthSampler) -> list[Prompt]:
+    """For validation."""
+    return [_prompt(HELD_OUT, row, lengths(TrajectoryId(HELD_OUT, row, 0, 0), row)) for row in range(count)]
+
+
+def _prompt(epoch: int, row: int, length: int) -> Prompt:
+    return Prompt(epoch, row, 0, source="simulated", text="", token_ids=zero_ids(length))

@@ -1,0 +1,111 @@
+"""A trainer that takes the time of a real one. Nothing is computed: a step is a wait of known length.
+
+ranks      train_step | forward_logprobs | gather | save        one at a time
+beside     send_gathered to any number of replicas, from the copy that gather made
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from headway.data.types import Column, Sample
+from headway.errors import RunError
+from headway.interfaces import GatherReport, SendReport, StepReport
+from headway.simulate.costs import TrainCost, phase_seconds
+from headway.simulate.profile import UpdateProfile
+from headway.simulate.transport import SimulatedTransport, checksum
+
+_STEP = StepReport(skipped=False, metrics={})
+_COLUMN = Column(handle=None, index=0)
+"""Log-probs that nobody reads."""
+
+
+class SimulatedTrainer:
+    """An `OverlappingTrainEngine`. Asked for two things at once, its ranks raise `RunError`; real ones would hang."""
+
+    def __init__(
+        self, cost: TrainCost, update: UpdateProfile, transport: SimulatedTransport, *, save_s: float = 0.0
+    ) -> None:
+        self._cost = cost
+        self._nbytes = update.nbytes
+        self._gather_s = phase_seconds(update.gather, update.nbytes)
+        self._transport = transport
+        self._save_s = save_s
+        self._doing: str | None = None
+        self._copy: int | None = None
+        """The version that the copy in host memory holds; None while it is being written, or before."""
+        self._sending = 0
+        """Transfers of the copy that are under way."""
+        self._saved: tuple[Path, dict[str, Any]] | None = None
+
+    async def forward_logprobs(self, samples: Sequence[Sample]) -> list[Column]:
+        await self._compute("a forward pass", self._cost.forward_token_s * _tokens(samples))
+        return [_COLUMN] * len(samples)
+
+    async def train_step(self, samples: Sequence[Sample]) -> StepReport:
+        await self._compute("an optimizer step", self._cost.step_s + self._cost.token_s * _tokens(samples))
+        return _STEP
+
+    async def send_weights(self, version: int, receivers: Sequence[str]) -> SendReport:
+        await self._compute("gather", self._gather_s)
+        with self._ranks("send"):
+            send_s = await self._transport.send(version, receivers)
+        return SendReport(self._gather_s, send_s, self._nbytes, checksum(version))
+
+    async def gather_weights(self, version: int) -> GatherReport:
+        if self._sending:
+            raise RunError(
+                f"gather of version {version} would overwrite version {self._copy}, which is being sent to "
+                f"{self._sending} replica(s); wait for them first"
+            )
+        self._copy = None
+        await self._compute("gather", self._gather_s)
+        self._copy = version
+        return GatherReport(self._gather_s, self._nbytes)
+
+    async def send_gathered(self, version: int, receiver: str) -> SendReport:
+        if version != self._copy:
+            raise RunError(f"version {version} cannot be sent to {receiver}: the copy holds version {self._copy}")
+        self._sending += 1
+        try:
+            send_s = await self._transport.send(version, [receiver])
+        finally:
+            self._sending -= 1
+        return SendReport(0.0, send_s, self._nbytes, checksum(version))
+
+    async def save(self, path: Path, driver_state: Mapping[str, Any]) -> None:
+        """Takes its time and writes nothing. The latest ``driver_state`` is kept, for `load`."""
+        await self._compute("a checkpoint", self._save_s)
+        self._saved = (path, dict(driver_state))
+
+    async def load(self, path: Path) -> dict[str, Any]:
+        if self._saved is None or self._saved[0] != path:
+            raise RunError(f"{path}: the simulated trainer saved no such checkpoint last")
+        return self._saved[1]
+
+    async def export(self, path: Path) -> None:
+        """There are no weights to write."""
+
+    async def close(self) -> None: ...
+
+    async def _compute(self, doing: str, seconds: float) -> None:
+        with self._ranks(doing):
+            await asyncio.sleep(seconds)
+
+    @contextmanager
+    def _ranks(self, doing: str) -> Iterator[None]:
+        if self._doing is not None:
+            raise RunError(f"the trainer's ranks were asked for {doing} during {self._doing}; they do one at a time")
+        self._doing = doing
+        try:
+            yield
+        finally:
+            self._doing = None
+
+
+def _tokens(samples: Sequence[Sample]) -> int:
+    return sum(sample.prompt_length + sample.length for sample in samples)

@@ -1,0 +1,100 @@
+"""What a plan looks like on a terminal."""
+
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from headway.config.presets import PRESETS
+from headway.simulate.advice import advise
+from headway.simulate.plan_table import LINES_SHOWN, lines_of, print_plan
+from headway.simulate.planner import Plan
+from headway.simulate.rows import Row
+from tests.simulate.planning import profile_of, row, setting
+
+ASSUMPTIONS = [
+    "answers are lognormal",
+    "a replica is one device of 16 slots, which nobody has ever tried on this machine",
+]
+
+
+def plan_of(rows: list[Row], *, open: int = 0, assumptions: tuple[str, ...] = ()) -> Plan:
+    ordered = tuple(sorted(rows, key=lambda each: each.step_s))
+    return Plan(
+        profile=profile_of(assumptions=list(assumptions)),
+        rows=ordered,
+        open=tuple(setting("async_partial", train, 8 - train) for train in range(1, open + 1)),
+        baseline=next((each for each in ordered if each.setting.preset == "colocate_sync"), None),
+        advice=advise(ordered, assumptions),
+        trajectories=123_456,
+        wall_s=12.0,
+    )
+
+
+def shown(plan: Plan, width: int) -> list[str]:
+    console = Console(width=width, force_terminal=False, color_system=None)
+    with console.capture() as capture:
+        print_plan(plan, console)
+    return [line.rstrip() for line in capture.get().splitlines()]
+
+
+def every_preset() -> list[Row]:
+    return [replace(row(preset, 1000.0 + place), speedup=1.25) for place, preset in enumerate(PRESETS)]
+
+
+@pytest.mark.parametrize(("width", "widest"), [(80, 80), (100, 100), (200, 100)])
+def test_a_plan_fits_the_terminal_and_a_hundred_columns(width, widest):
+    lines = shown(plan_of(every_preset(), open=5, assumptions=tuple(ASSUMPTIONS)), width)
+    assert max(map(len, lines)) <= widest
+    for preset in PRESETS:
+        assert any(f" {preset} " in line for line in lines), preset
+    assert not any("…" in line for line in lines[:14])
+
+
+def test_narrow_terminals_are_spared_the_less_important_columns():
+    narrow, wide = (" ".join(shown(plan_of(every_preset()), width)) for width in (80, 100))
+    assert "±" in wide
+    assert "±" not in narrow
+
+
+def test_the_recommended_row_is_marked_and_said():
+    lines = shown(plan_of([row("colocate_sync", 10.0), row("async_partial", 5.0, train=3, rollout=5)]), 100)
+    (marked,) = [line for line in lines if line.startswith("→")]
+    assert "async_partial" in marked
+    text = " ".join(lines)
+    assert "Recommended: async_partial, 3 devices train, 5 generate (5 replicas): mode=async_partial" in text
+    assert "async_training.staleness_threshold=0.5" in text
+    assert "Asynchrony helps here" in text
+
+
+def test_rows_that_look_the_same_share_a_line():
+    rows = [row("async_partial", 5.0, eta=eta) for eta in (0.25, 0.5)] + [row("async_partial", 6.0, eta=1)]
+    assert [len(line) for line in lines_of(rows)] == [2, 1]
+    assert any("0.25, 0.5" in line for line in shown(plan_of(rows), 100))
+
+
+def test_of_many_rows_the_quickest_are_shown_and_each_presets_best_and_the_rest_counted():
+    many = [row("async_partial", 5.0 + i / 10) for i in range(LINES_SHOWN + 10)]
+    lines = shown(plan_of([*many, row("on_policy", 50.0), row("colocate_sync", 60.0)]), 100)
+    assert sum("async_partial" in line and ":4" in line and "on 4:4" not in line for line in lines) == LINES_SHOWN
+    assert any("on_policy" in line for line in lines)
+    assert any("colocate_sync" in line for line in lines)
+    assert "10 more rows are not shown; --json writes them all." in lines
+
+
+def test_what_was_not_simulated_or_not_precisely_is_said():
+    text = " ".join(shown(plan_of([row("colocate_sync", 10.0, error=0.1)], open=4), 100))
+    assert "4 settings were not simulated, as time was out (--budget): async_partial 1:7" in text
+    assert "Not known within 2%: 1 row." in text
+
+
+def test_assumptions_and_the_simulators_throughput_are_shown():
+    text = " ".join(" ".join(shown(plan_of(every_preset(), assumptions=tuple(ASSUMPTIONS)), 80)).split())
+    assert "rests on 2 assumptions" in text
+    assert all(f"- {assumption}" in text for assumption in ASSUMPTIONS)
+    assert "Simulated 8 rows with 123,456 trajectories in 12s: 10,288 a second." in text
+
+
+def test_a_plan_without_rows_says_what_to_do():
+    text = " ".join(shown(plan_of([], open=1), 80))
+    assert "Nothing was simulated to the end" in text

@@ -1,0 +1,125 @@
+"""From simulated runs, whose costs are known, back to these costs: the pipeline's own events, in its own order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from headway.config.schema import Config
+from headway.events import DecodeSteps, Event, OptimizerStepped, ReplicaActivity
+from headway.reports.events_file import EventsFile
+from headway.reports.run_directory import RunDirectory
+from headway.simulate.costs import decode_cost
+from headway.simulate.profile import Profile
+from headway.simulate.profiling import profile_run, replay_profile
+from headway.simulate.session import Simulation, config_for
+
+MODES = ("on_policy", "one_step_off", "stream_off_policy", "async_stale", "async_partial", "overlapped")
+VERSIONS = 6
+
+TRUE = Profile.model_validate(
+    {
+        "name": "known",
+        "devices": 4,
+        "batch": {"groups_per_version": 16, "ppo_mini_batch_size": 4, "n": 4},
+        "prompt": {"kind": "lognormal", "mean": 40, "sigma": 0.5, "max": 200},
+        "response": {"kind": "lognormal", "mean": 120, "sigma": 0.9, "max": 800, "within_group": 0.4},
+        "rollout": {"slots": 16, "decode": [[1, 0.01], [4, 0.012], [16, 0.03]]},
+        "train": {
+            "points": [{"devices": 2, "step_s": 0.4, "token_s": 5e-4, "forward_token_s": 1e-4}],
+            "recompute_old_log_probs": True,
+        },
+        "update": {
+            "nbytes": 1000,
+            "gather": {"latency_s": 0.2},
+            "send": {"latency_s": 0.3},
+            "recv": {"latency_s": 0.5},
+            "register": {"latency_s": 0.1},
+            "load": {"latency_s": 0.05},
+        },
+        "reward": {"seconds": 0.25, "workers": 2, "filtered": 0.2},
+        "validation": {"problems": 8, "n": 2, "test_freq": 3},
+    }
+)
+
+
+class Collector:
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def on_event(self, event: Event) -> None:
+        self.events.append(event)
+
+    def close(self) -> None: ...
+
+
+def simulate(profile: Profile, config: Config) -> list[Event]:
+    collector = Collector()
+    Simulation(profile, config, observers=[collector]).run()
+    return collector.events
+
+
+def configured(profile: Profile, mode: str) -> Config:
+    config = config_for(profile, mode, train_devices=2, replicas=2, versions=VERSIONS)
+    workers = config.reward.model_copy(update={"workers": profile.reward.workers})
+    return config.model_copy(update={"reward": workers})
+
+
+def measured(event: Event) -> Event:
+    """A simulated replica reports when it decoded, but not its steps: they are told here, ten for each activity."""
+    if not isinstance(event, ReplicaActivity):
+        return event
+    cost = decode_cost(TRUE.rollout)
+    steps: dict[int, DecodeSteps] = {active: (10, 10 * cost.step_s(active), 0) for active in range(1, 17)}
+    return replace(event, decode_steps=steps)
+
+
+def seconds_per_version(events: Sequence[Event]) -> float:
+    """Between the last optimizer steps of each version, the first version left out."""
+    ends = {event.version: event.time for event in events if isinstance(event, OptimizerStepped)}
+    return fmean(later - earlier for earlier, later in pairwise(ends.values()))
+
+
+def record(directory: Path, mode: str) -> list[Event]:
+    config = configured(TRUE, mode)
+    run = RunDirectory.create(directory, config)
+    events = simulate(TRUE, config)
+    file = EventsFile(run.events, pytest.fail)
+    for event in events:
+        file.on_event(measured(event))
+    file.close()
+    return events
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_costs_of_a_simulated_run_are_found_again(tmp_path: Path, mode: str) -> None:
+    record(tmp_path / "run", mode)
+    found = profile_run(tmp_path / "run")
+    assert found.batch == TRUE.batch
+    (point,), (true,) = found.train.points, TRUE.train.points
+    assert (point.devices, point.step_s, point.token_s) == (
+        2,
+        pytest.approx(0.4, rel=0.01),
+        pytest.approx(5e-4, rel=0.01),
+    )
+    assert point.forward_token_s == pytest.approx(true.forward_token_s, rel=0.01)
+    assert found.train.recompute_old_log_probs
+    assert found.update == TRUE.update
+    assert found.reward.seconds == pytest.approx(0.25, rel=0.02) and found.reward.workers == 2
+    assert found.validation == TRUE.validation
+    for active in (1, 2, 4, 10, 16):
+        assert decode_cost(found.rollout).step_s(active) == pytest.approx(
+            decode_cost(TRUE.rollout).step_s(active), 0.01
+        )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_replay_of_a_simulated_run_takes_as_long_as_it_did(tmp_path: Path, mode: str) -> None:
+    true = seconds_per_version(record(tmp_path / "run", mode))
+    found = replay_profile(tmp_path / "run")
+    assert seconds_per_version(simulate(found, configured(found, mode))) == pytest.approx(true, rel=0.02)

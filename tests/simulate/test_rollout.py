@@ -1,0 +1,267 @@
+"""What a simulated replica generates when: schedules that can be computed by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+
+from headway.data.types import FinishReason
+from headway.interfaces import OnUpdate, Priority
+from headway.simulate.clock import run_virtual
+from headway.simulate.work import GroupRun, TrajectoryRun
+from tests.simulate.replica import generate, paused, replica, request, submit, trajectories
+
+# ---------------------------------------------------------------------------------------------- decoding
+
+
+def test_two_answers_share_the_step_until_the_shorter_one_ends():
+    async def main() -> list[tuple[int, float, float]]:
+        engine = replica(lambda row, k: (4, 10)[k], decode=[(1, 1.0), (2, 3.0)])
+        done = trajectories(await generate(engine, request(0, n=2)))
+        return [(t.length, t.started, t.finished) for t in done]
+
+    assert run_virtual(main()) == [(4, 3.0, 12.0), (10, 3.0, 18.0)], "4 steps of 3 s, then 6 of 1 s"
+
+
+def test_whoever_joins_between_two_steps_slows_the_others_from_then_on():
+    async def main() -> list[tuple[float, float]]:
+        engine = replica(lambda row, k: (4, 2)[row], decode=[(1, 1.0), (2, 2.0)])
+        first = submit(engine, request(0))
+        await asyncio.sleep(1.5)
+        second = submit(engine, request(1))
+        return [(t.started, t.finished) for t in trajectories([*await first, *await second])]
+
+    # 1.5 tokens alone, then two tokens of both in 4 s, then the last half token alone.
+    assert run_virtual(main()) == [(1.0, 6.0), (3.5, 5.5)]
+
+
+def test_every_cached_token_makes_the_step_longer():
+    async def main() -> tuple[float, float]:
+        engine = replica(3, slots=1, step_s=1.0, kv_token_s=0.25)
+        (done,) = trajectories(await generate(engine, request(0, prompt_tokens=4)))
+        return done.started, done.finished
+
+    assert run_virtual(main()) == (2.0, 3 * 1.0 + 0.25 * (4 + 5 + 6))
+
+
+def test_slots_bound_what_decodes_at_once():
+    async def main() -> list[tuple[int, float, float]]:
+        done = await generate(replica(prefill_s=0.5), *(request(i) for i in range(3)))
+        return [(g.number, t.started, t.finished) for g in done for t in g.trajectories]
+
+    assert run_virtual(main()) == [(0, 0.625, 2.5), (1, 0.625, 2.5), (2, 3.125, 5.0)]
+
+
+def test_an_answer_is_cut_at_the_most_tokens_that_were_asked_for():
+    async def main() -> list[tuple[int, FinishReason]]:
+        engine = replica(lambda row, k: (5, 6, 7)[k], slots=3)
+        return [(t.length, t.finish_reason) for t in trajectories(await generate(engine, request(0, 3, max_tokens=6)))]
+
+    assert run_virtual(main()) == [(5, "stop"), (6, "length"), (6, "length")]
+
+
+def test_a_finished_group_says_who_made_it_of_what():
+    async def main() -> None:
+        (group,) = await generate(replica(slots=4), request(7, n=2, first=3, prompt_tokens=5))
+        assert (group.number, group.tokens) == (7, None)
+        assert [t.id for t in group.trajectories] == [(0, 7, 0, 3), (0, 7, 0, 4)], "the second part of a split group"
+        for t in group.trajectories:
+            assert (t.replica, t.text, t.prompt_length, t.version_spans) == ("rollout-0", "", 5, [[0, 0]])
+
+    run_virtual(main())
+
+
+def test_groups_are_yielded_as_they_finish_and_a_wave_starts_together():
+    async def main() -> tuple[list[int], set[float]]:
+        done = await generate(replica(lambda row, k: 9 - row, slots=8), *(request(i) for i in range(3)))
+        return [group.number for group in done], {t.started for t in trajectories(done)}
+
+    assert run_virtual(main()) == ([2, 1, 0], {0.125})
+
+
+# ---------------------------------------------------------------------------------------------- prefill
+
+
+def test_a_prompt_is_prefilled_once_for_the_answers_that_start_together():
+    async def main() -> tuple[list[float], int]:
+        engine = replica(8, slots=2, prefill_s=1.0, prefill_token_s=0.25)
+        done = trajectories(await generate(engine, request(0, n=3, prompt_tokens=4)))
+        return [t.started - 0.125 for t in done], (await engine.stats()).prefilled_tokens
+
+    # 1 s and 4 tokens for two of them, one second of decoding, and the same prefill again for the third.
+    assert run_virtual(main()) == ([2.0, 2.0, 5.0], 8)
+
+
+def test_decoding_waits_while_the_replica_prefills():
+    async def main() -> list[float]:
+        engine = replica(8, prefill_s=1.0)
+        first = submit(engine, request(0))
+        await asyncio.sleep(1.5)
+        second = submit(engine, request(1))
+        return [t.finished for t in trajectories([*await first, *await second])]
+
+    assert run_virtual(main()) == [3.0, 3.5]
+
+
+def test_what_comes_during_a_prefill_is_prefilled_after_it():
+    async def main() -> list[float]:
+        engine = replica(8, slots=3, prefill_s=1.0)
+        first = submit(engine, request(0))
+        await asyncio.sleep(0.25)
+        later = [submit(engine, request(number)) for number in (1, 2)]
+        await asyncio.gather(first, *later)
+        return [t.finished for task in (first, *later) for t in trajectories(await task)]
+
+    assert run_virtual(main()) == [3.0, 3.0, 3.0], "two prefills, then a second of decoding for all"
+
+
+def test_a_prefill_for_nobody_is_broken_off():
+    async def main() -> float:
+        engine = replica(8, slots=1, prefill_s=1.0)
+        aborted, other = submit(engine, request(0)), submit(engine, request(1))
+        await asyncio.sleep(0.5)
+        await engine.abort([0])
+        await aborted
+        (done,) = trajectories(await other)
+        return done.finished
+
+    assert run_virtual(main()) == 2.5
+
+
+# ---------------------------------------------------------------------------------------------- the cache's limit
+
+
+def test_the_youngest_gives_way_when_the_cache_is_full_and_keeps_its_tokens():
+    async def main() -> tuple[list[tuple[int, float, list[list[int]]]], int]:
+        engine = replica(10, slots=3, step_s=1.0, kv_tokens=20, prefill_token_s=0.5)
+        done = trajectories(await generate(engine, request(0), request(1)))
+        return [(t.length, t.finished, t.version_spans) for t in done], (await engine.stats()).prefilled_tokens
+
+    # 4 s of prefill; six steps fill the cache (2·(4 + 6) = 20); the older one decodes its last four alone, and then the
+    # other's 4 + 6 tokens are prefilled for 5 s, before its last four.
+    assert run_virtual(main()) == ([(10, 14.0, [[0, 0]]), (10, 23.0, [[0, 0]])], 8 + 10)
+
+
+def test_a_preempted_answer_is_the_next_to_start():
+    async def main() -> list[float]:
+        engine = replica(10, slots=2, step_s=1.0, kv_tokens=20)
+        return [t.finished for t in trajectories(await generate(engine, *(request(i) for i in range(3))))]
+
+    # 0 and 1 fill the cache at 6; 1 waits until 0 ends at 10; then 1 (10 tokens) and 2 (4) fill it again after 3 steps,
+    # and 2 waits for 1 to end at 14.
+    assert run_virtual(main()) == [10.0, 14.0, 21.0]
+
+
+def test_one_answer_alone_may_be_larger_than_the_cache():
+    async def main() -> list[float]:
+        engine = replica(10, slots=2, step_s=1.0, kv_tokens=6)
+        return [t.finished for t in trajectories(await generate(engine, request(0), request(1)))]
+
+    assert run_virtual(main()) == [10.0, 20.0]
+
+
+def test_validation_makes_training_give_way_and_not_itself():
+    async def main() -> tuple[float, float]:
+        engine = replica(10, slots=2, step_s=1.0, kv_tokens=20)
+        training = submit(engine, request(0))
+        await asyncio.sleep(2)
+        validation = submit(engine, request(0, priority=Priority.VALIDATION))
+        return trajectories(await validation)[0].finished, trajectories(await training)[0].finished
+
+    # At 2 they have 6 and 4 tokens; at 7, 11 and 9, and no step fits; training goes on at 12.
+    assert run_virtual(main()) == (12.0, 15.0)
+
+
+def test_validation_starts_before_waiting_training_requests():
+    async def main() -> list[float]:
+        engine = replica(slots=1, prefill_s=0.5)
+        training = submit(engine, request(0), request(1))
+        await asyncio.sleep(1)
+        (held_out,) = await generate(engine, request(0, priority=Priority.VALIDATION))
+        return [t.finished for t in trajectories([*await training, held_out])]
+
+    assert run_virtual(main()) == [2.5, 5.0, 7.5]
+
+
+# ---------------------------------------------------------------------------------------------- accounting
+
+
+def test_busy_spans_and_slot_time_are_those_since_the_last_report():
+    async def main() -> None:
+        engine = replica(lambda row, k: (4, 8)[k], step_s=0.25, prefill_s=0.5)
+        await asyncio.sleep(1)
+        generating = submit(engine, request(0, n=2))
+        await asyncio.sleep(1)
+        first = await engine.stats()
+        assert (first.busy, first.slot_seconds, first.running, first.waiting) == ([(1.0, 2.0)], 2.0, 2, 0)
+        assert (first.generated_tokens, first.prefilled_tokens) == (4, 4)
+        await generating
+        await asyncio.sleep(1)
+        await generate(engine, request(1))
+        second = await engine.stats()
+        assert second.busy == [(2.0, 3.5), (4.5, 6.0)]
+        assert second.slot_seconds == 2 * 0.5 + 1.0 + 1.5
+        assert (second.generated_tokens, second.prefilled_tokens) == (2 + 2 + 4 + 4, 4)
+        assert (second.running, second.waiting, second.version) == (0, 0, 0)
+
+    run_virtual(main())
+
+
+def test_a_report_in_the_middle_of_a_step_counts_no_token_twice():
+    async def main() -> list[int]:
+        engine = replica(6, slots=3, step_s=1.0)
+        generating = submit(engine, request(0, n=3))
+        counts = []
+        for _ in range(5):
+            await asyncio.sleep(0.6)
+            counts.append((await engine.stats()).generated_tokens)
+        async with paused(engine, OnUpdate.KEEP):  # at 3.0, with three tokens each
+            await asyncio.sleep(1)
+        await asyncio.sleep(0.9)
+        counts.append((await engine.stats()).generated_tokens)
+        async with paused(engine, OnUpdate.KEEP):  # nine tenths of a step are lost
+            counts.append((await engine.stats()).generated_tokens)
+        await generating
+        return [*counts, (await engine.stats()).generated_tokens]
+
+    counts = run_virtual(main())
+    assert sum(counts) == 18
+    assert min(counts) >= 0
+
+
+def test_a_pause_is_not_busy_time():
+    async def main() -> list[tuple[float, float]]:
+        engine = replica()
+        generating = submit(engine, request(0))
+        await asyncio.sleep(1)
+        async with paused(engine, OnUpdate.KEEP):
+            await asyncio.sleep(1)
+        await generating
+        return (await engine.stats()).busy
+
+    assert run_virtual(main()) == [(0.0, 1.0), (2.0, 3.0)]
+
+
+def test_the_memory_of_finished_groups_is_freed_without_the_garbage_collector():
+    async def main() -> int:
+        engine = replica(slots=4)
+        gc.disable()
+        try:
+            await generate(engine, *(request(i, n=4) for i in range(8)))
+            return sum(isinstance(thing, TrajectoryRun | GroupRun) for thing in gc.get_objects())
+        finally:
+            gc.enable()
+
+    gc.collect()
+    assert run_virtual(main()) == 0
+
+
+def test_it_runs_on_the_walls_clock_too():
+    async def main() -> tuple[float, float]:
+        began = asyncio.get_running_loop().time()
+        (done,) = trajectories(await generate(replica(10, step_s=1e-3, prefill_s=1e-3), request(0)))
+        return done.started - began, done.finished - done.started
+
+    first, rest = asyncio.run(main())
+    assert first >= 2e-3
+    assert rest >= 9e-3 - 1e-6
