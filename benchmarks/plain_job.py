@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.plain_loop import PlainLoop, PlainSettings
-from headway.cluster.plan import available_cores
+from headway.cluster.hardware import available_cores
 from headway.config.loading import load
 from headway.data.sources import build_sources
 from headway.data.tasks import make_task

@@ -12,18 +12,19 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
+from dataclasses import asdict
 from math import ceil
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.cluster.plan import available_cores
+from headway.cluster.hardware import available_cores
 from headway.cluster.process import math_environment
 from headway.config.loading import LoadedConfig
 from headway.config.schema import Config
 from headway.data.sources import Rows, build_sources
-from headway.events import Note, RunFinished
+from headway.events import Note, RunFinished, WorkerDescribed
 from headway.interfaces import AdvantageFn
 from headway.pipeline.ledger import Ledger
 from headway.pipeline.run import Parts, Pipeline, Status
@@ -166,6 +167,8 @@ class _Run:
                 total_optimizer_steps=_optimizer_steps(config, data.rows),
             )
             stack.push_async_callback(workers.close)
+            for name, hardware in workers.hardware.items():
+                reports.emit(WorkerDescribed(time=time.monotonic(), worker=name, **asdict(hardware)))
             parts = Parts(
                 source=data.train,
                 validation=data.val,

@@ -16,10 +16,9 @@ DecodeSteps = tuple[int, float, int]
 """(steps, seconds, cached) of decode steps with the same number of active sequences, added up. ``seconds`` is wall time
 from one step's end to the next one's; ``cached`` counts the tokens in the KV cache, once for each step."""
 
-StartStep = tuple[int, int, float, int]
-"""(active, tokens, seconds, cached) of one step in which sequences started, or went on after a cut. ``active`` counts
-them, too; ``tokens`` are those of the contexts that they began from, one that they share counted once, whether it was
-prefilled in this step or before. The rest is as in `DecodeSteps`."""
+PrefillStep = tuple[int, int, float, int]
+"""(active, tokens, seconds, cached) of one step that prefilled ``tokens``, beside decoding. ``active`` counts all that
+were given a token, those that began from these contexts included. The rest is as in `DecodeSteps`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +46,20 @@ class RunStarted(Event):
     """Trajectories that each replica can decode at once."""
     on_update: str = ""
     """What happens to trajectories in flight when new weights arrive: ``drain``, ``interrupt`` or ``keep``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerDescribed(Event):
+    """A worker of the run is up. ``cpu`` and ``gpu`` are models; ``cores`` are those of ``host`` that it may use."""
+
+    kind: ClassVar[str] = "worker.described"
+    worker: str
+    host: str
+    cpu: str
+    cores: int
+    gpu: str | None
+    threads: int
+    """Of torch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,11 +237,13 @@ class ReplicaLost(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseChanged(Event):
-    """Shared devices went to ``holder``, ``train`` or ``generate``, which had asked for them at ``asked``."""
+    """Shared devices went to ``holder``, ``train`` or ``generate``. The hand-over began at ``asked``."""
 
     kind: ClassVar[str] = "lease.changed"
     holder: str
     asked: float
+    validation_s: float = 0.0
+    """The part of it in which the trainer waited for a validation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,8 +257,8 @@ class ReplicaActivity(Event):
     generated_tokens: int
     prefilled_tokens: int
     decode_steps: dict[int, DecodeSteps] = field(default_factory=dict)
-    """Active sequences → the steps in which all of them decoded and none started; empty if the engine does not say."""
-    start_steps: list[StartStep] = field(default_factory=list)
+    """Active sequences → the steps that prefilled nothing; empty if the engine does not say."""
+    prefill_steps: list[PrefillStep] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.data.types import Column, Group, GroupTokens, Handle, Prompt, Sample, Trajectory
-from headway.events import DecodeSteps, Span, StartStep
+from headway.events import DecodeSteps, PrefillStep, Span
 
 if TYPE_CHECKING:
     import torch
@@ -135,8 +135,8 @@ class EngineStats:
     waiting: int = 0
     version: int = 0
     decode_steps: dict[int, DecodeSteps] = field(default_factory=dict)
-    """Active sequences → the steps in which all of them decoded and none started. Empty where it is not measured."""
-    start_steps: list[StartStep] = field(default_factory=list)
+    """Active sequences → the steps that prefilled nothing. Empty where it is not measured."""
+    prefill_steps: list[PrefillStep] = field(default_factory=list)
     """All other steps."""
 
 

@@ -8,8 +8,9 @@ from typing import Any, cast
 import pytest
 
 from headway.cluster.engines import clock_offset
+from headway.cluster.hardware import available_cores
 from headway.cluster.inline import InlineCluster
-from headway.cluster.plan import ClusterPlan, available_cores, plan_cluster
+from headway.cluster.plan import ClusterPlan, plan_cluster
 from headway.cluster.ray_cluster import MIN_OBJECT_STORE, check_answers, object_store_bytes
 from headway.cluster.worker_group import Worker
 from headway.config.placement import resolve_placement

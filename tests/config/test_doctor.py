@@ -74,7 +74,7 @@ def test_what_passed_once_passes_again_from_its_dump(
         (("mode=colocate_async", "async_training.on_update=keep"), "an engine that sleeps frees the KV cache"),
         (
             ("mode=async_stale", "async_training.order=ready", "async_training.max_lag=0"),
-            "expected at least ⌊1+η−1/B⌋ = 1, a smaller η, or on_overdue=drop",
+            "expected at least ⌊1+η−1/B⌋ = 1, a smaller η",
         ),
         # what is missing, or there twice
         (("model.make=null",), "model: give model.path"),

@@ -121,8 +121,12 @@ class FakeReward:
 
     async def score(self, prompt: Prompt, responses: Sequence[str]) -> NDArray[np.float32]:
         await asyncio.sleep(self._seconds(prompt))
-        rewards = self._rewards(prompt) if self._rewards else [float(k % 2) for k in range(len(responses))]
-        return np.resize(np.asarray(rewards, np.float32), len(responses))
+        return self.rewards(prompt, len(responses))
+
+    def rewards(self, prompt: Prompt, n: int) -> NDArray[np.float32]:
+        """[n]"""
+        rewards = self._rewards(prompt) if self._rewards else [float(k % 2) for k in range(n)]
+        return np.resize(np.asarray(rewards, np.float32), n)
 
     async def close(self) -> None: ...
 
@@ -185,7 +189,13 @@ class FakeRollout(SimulatedRollout):
         """From the end of each pause to what ended it, `resume` or the replica's death."""
         self.validated: list[Time] = []
         """From asking for the answers to all held-out problems to having them."""
-        self._stopped: float | None = None
+        self.work: list[tuple[float, int]] = []
+        """(time, change) of the number of trajectories that it has to sample and may."""
+        self.stopped: float | None = None
+        """When the pause that holds had stopped it."""
+        self._pausing = False
+        self._held = 0
+        """Trajectories that were asked for since a pause began: they wait for `resume`."""
         self.submitted: list[tuple[float, tuple[int, ...], Priority]] = []
         """(time, numbers, priority) of every call of `generate`."""
 
@@ -194,7 +204,9 @@ class FakeRollout(SimulatedRollout):
         if self.hangs:
             await asyncio.Event().wait()
         asked = now()
+        self._takes(sum(request.n for request in requests))
         async for finished in super().generate(requests):
+            self.work += [(t.finished, -1) for t in finished.trajectories]
             if self.stamps_version_0:
                 old = (replace(t, version_spans=[[0, 0]]) for t in finished.trajectories)
                 finished = replace(finished, trajectories=tuple(old))
@@ -202,18 +214,27 @@ class FakeRollout(SimulatedRollout):
         if requests[0].priority is Priority.VALIDATION:
             self.validated.append((asked, now()))
 
+    def _takes(self, trajectories: int) -> None:
+        if self._pausing:
+            self._held += trajectories
+        else:
+            self.work.append((now(), trajectories))
+
     async def pause(self, policy: OnUpdate) -> Paused:
+        self._pausing = True
         paused = await super().pause(policy)
         if self.hangs_on_drain and policy is OnUpdate.DRAIN:
             await asyncio.Event().wait()
         self.cut += paused.interrupted
         self.paused = True
-        self._stopped = now()
+        self.stopped = now()
         return paused
 
     async def resume(self) -> None:
         self.paused = False
         self._stands_no_more()
+        self._pausing, held, self._held = False, self._held, 0
+        self._takes(held)
         await super().resume()
 
     def die(self, error: BaseException) -> None:
@@ -223,9 +244,9 @@ class FakeRollout(SimulatedRollout):
         super().die(error)
 
     def _stands_no_more(self) -> None:
-        if self._stopped is not None:
-            self.stood.append((self._stopped, now()))
-            self._stopped = None
+        if self.stopped is not None:
+            self.stood.append((self.stopped, now()))
+            self.stopped = None
 
     async def stage_weights(self, version: int) -> ReceiveReport:
         if self.never_receives:
@@ -260,8 +281,9 @@ class FakeTrainer(SimulatedTrainer):
         skips: Callable[[int], bool] = lambda _: False,
         forward_s: float = 0.5,
         save_s: float = 0.5,
+        update: UpdateProfile = UPDATE,
     ) -> None:
-        super().__init__(TrainCost(step_s=0.0, token_s=0.0, forward_token_s=0.0), UPDATE, transport, save_s=save_s)
+        super().__init__(TrainCost(step_s=0.0, token_s=0.0, forward_token_s=0.0), update, transport, save_s=save_s)
         self.raises_at: dict[int, BaseException] = {}
         """Step → what `train_step` raises there."""
         self.steps: list[list[Sample]] = []

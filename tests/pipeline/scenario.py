@@ -22,6 +22,7 @@ from headway.events import (
 from headway.pipeline.run import Parts, Pipeline, Status
 from headway.pipeline.stages.reward import GroupFilter
 from headway.simulate.clock import run_virtual
+from headway.simulate.profile import UpdateProfile
 from headway.simulate.transport import SimulatedTransport
 from headway.simulate.zeros import zero_advantages
 from tests.pipeline.fakes import (
@@ -61,7 +62,7 @@ class Run:
     scenario: Scenario
     recorder: Recorder
     stopped_at: float | None = None
-    """When `request_stop` was called."""
+    """When a stop was first asked for."""
     cancelled_at: float | None = None
     _task: asyncio.Task[Status] | None = None
 
@@ -74,7 +75,8 @@ class Run:
             self._task.cancel()
 
     def request_stop(self) -> None:
-        self.stopped_at = asyncio.get_running_loop().time()
+        if self.stopped_at is None:
+            self.stopped_at = asyncio.get_running_loop().time()
         self.pipeline.request_stop()
 
     def join(self, name: str) -> FakeRollout:
@@ -174,6 +176,8 @@ class Scenario:
     """Arguments of `FakeTrainer`."""
     engine: dict[str, Any] = field(default_factory=dict)
     """Arguments of `FakeRollout`."""
+    update: UpdateProfile = UPDATE
+    """What the phases of an update take, but for load."""
     reference: FakeReference | None = None
     """On ranks of its own."""
     reference_inside_fetch: bool = False
@@ -209,23 +213,24 @@ class Scenario:
 
     def run(self, cancelled_at: float | None = None) -> Run:
         """``cancelled_at``: the pipeline's task is cancelled at that time, as by a second Ctrl-C."""
-        return run_virtual(self._run(cancelled_at))
+        return run_virtual(self.running(cancelled_at))
 
     def replica(self, name: str, transport: SimulatedTransport) -> FakeRollout:
         lengths = self.lengths or seeded_lengths(self.seed)
         return FakeRollout(name, transport=transport, lengths=lengths, slots=self.slots, **self.engine)
 
-    async def _run(self, cancelled_at: float | None) -> Run:
-        transport = SimulatedTransport(UPDATE)
+    async def running(self, cancelled_at: float | None = None) -> Run:
+        """`run`, on whatever loop there is."""
+        transport = SimulatedTransport(self.update)
         rollouts = [self.replica(f"rollout-{i}", transport) for i in range(self.replicas)]
-        trainer = FakeTrainer(transport, **self.trainer)
+        trainer = FakeTrainer(transport, update=self.update, **self.trainer)
         recorder = Recorder()
         run: Run
         source = FakeSource(self.rows, self.epochs)
         parts = Parts(
             source=source,
             validation=validation_prompts(self.problems),
-            rollouts=rollouts,
+            rollouts=list(rollouts),
             trainer=trainer,
             reward=self.reward,
             advantages=zero_advantages,

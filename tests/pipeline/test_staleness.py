@@ -179,7 +179,7 @@ def test_a_token_from_the_future_is_an_error_too():
 
 @pytest.mark.parametrize("room", [0, 1, 5])
 def test_admission_by_group_takes_one_as_soon_as_there_is_room(room: int):
-    size = wave_size(Admission.GROUP, room=room, unrewarded=3, engine_is_taken=True, groups_per_version=4)
+    size = wave_size(Admission.GROUP, room=room, unrewarded=3, validation_runs=True, groups_per_version=4)
     assert size == min(room, 1)
 
 
@@ -190,7 +190,7 @@ def test_admission_by_group_takes_one_as_soon_as_there_is_room(room: int):
 def test_admission_by_batch_takes_a_wave_of_at_most_b_when_everything_is_rewarded(
     room: int, unrewarded: int, taken: bool, size: int
 ):
-    waved = wave_size(Admission.BATCH, room=room, unrewarded=unrewarded, engine_is_taken=taken, groups_per_version=4)
+    waved = wave_size(Admission.BATCH, room=room, unrewarded=unrewarded, validation_runs=taken, groups_per_version=4)
     assert waved == size
 
 

@@ -36,7 +36,7 @@ RICH: dict[str, Any] = {
     },
     "train": {
         "points": [{"devices": 1, "step_s": 0.1, "token_s": 1e-3, "forward_token_s": 3e-4}],
-        "recompute_old_log_probs": True,
+        "recompute_old_log_probs": "always",
         "reference": True,
     },
     "update": {

@@ -22,11 +22,11 @@ from headway.events import (
     GroupRewarded,
     GroupSettled,
     OptimizerStepped,
+    PrefillStep,
     ReplicaActivity,
     RunFinished,
     RunStarted,
     Span,
-    StartStep,
     TrainerBusy,
     TrajectoryFinished,
     UpdateFinished,
@@ -157,19 +157,21 @@ class RecordedRun:
             tokens[run.number] += run.prompt + run.length
         decoding: list[Decoding] = []
         decode: dict[int, DecodeSteps] = {}
-        starts: list[StartStep] = []
+        prefills: list[PrefillStep] = []
         began, rewards_free, slot_seconds = self._now, self._now, 0.0
         left = dict.fromkeys(admitted, self.n)
+        kept: set[int] = set()
         while waiting or decoding:
             free = self.slots - len(decoding)
             starting, waiting = waiting[:free], waiting[free:]
             decoding += starting
             cached = sum(run.prompt + run.tokens for run in decoding)
             seconds = self.step_curve(len(decoding)) + self.kv_token_s * cached
-            if starting:
-                started_from = sum({run.number: run.prompt for run in starting}.values())
-                seconds = self._spend(seconds + self.prefill_s + self.prefill_token_s * started_from)
-                starts.append((len(decoding), started_from, seconds, cached))
+            prefilled = sum({run.number: run.prompt for run in starting if run.number not in kept}.values())
+            kept.update(run.number for run in starting)
+            if prefilled:
+                seconds = self._spend(seconds + self.prefill_s + self.prefill_token_s * prefilled)
+                prefills.append((len(decoding), prefilled, seconds, cached))
             else:
                 seconds = self._spend(seconds)
                 steps, total, before = decode.get(len(decoding), (0, 0.0, 0))
@@ -188,7 +190,7 @@ class RecordedRun:
                     self._emit(GroupRewarded, at=rewards_free, number=run.number, rewards=[0.0] * self.n)
                     if run.number in dropped:
                         self._emit(GroupSettled, at=rewards_free, number=run.number, fate="filtered", reason="equal")
-        self._report(decode, starts, (began, self._now), slot_seconds)
+        self._report(decode, prefills, (began, self._now), slot_seconds)
         self._now = rewards_free
         return [(number, tokens[number]) for number in admitted if number not in dropped]
 
@@ -224,7 +226,9 @@ class RecordedRun:
             finished=self._now,
         )
 
-    def _report(self, decode: dict[int, DecodeSteps], starts: list[StartStep], busy: Span, slot_seconds: float) -> None:
+    def _report(
+        self, decode: dict[int, DecodeSteps], prefills: list[PrefillStep], busy: Span, slot_seconds: float
+    ) -> None:
         self._emit(
             ReplicaActivity,
             replica=REPLICA,
@@ -233,7 +237,7 @@ class RecordedRun:
             generated_tokens=1000,
             prefilled_tokens=100,
             decode_steps=decode,
-            start_steps=starts,
+            prefill_steps=prefills,
         )
 
     def _train(self, groups: list[tuple[int, int]]) -> None:

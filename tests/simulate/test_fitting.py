@@ -119,13 +119,17 @@ def test_a_start_costs_what_its_step_took_longer_than_a_plain_one() -> None:
     assert (line.fixed_s, line.unit_s) == (pytest.approx(0.003), pytest.approx(2e-5))
 
 
-def test_the_few_starts_that_prefill_count_beside_the_many_that_share_a_prompt() -> None:
-    shared, prefilled = (8, 10, 0.0102, 0), (8, 10, 0.060, 0)
-    line = fit_prefill([*[shared] * 7, prefilled] * 20, DecodeCost((0.01,) * 9, kv_token_s=0.0))
-    assert line.fixed_s + 10 * line.unit_s == pytest.approx((7 * 0.0002 + 0.050) / 8)
+def test_a_long_prompt_is_no_outlier_but_one_that_took_too_long_for_its_length_is() -> None:
+    def step(tokens: int, slower: float = 1.0) -> tuple[int, int, float, int]:
+        return 8, tokens, slower * (0.01 + 0.004 + 1e-4 * tokens), 0
+
+    cost = DecodeCost((0.01,) * 9, kv_token_s=0.0)
+    usual = [step(tokens) for tokens in (10, 12, 15, 20, 1000)] * 20
+    line = fit_prefill([*usual, step(10, slower=40.0)], cost)
+    assert (line.fixed_s, line.unit_s) == (pytest.approx(0.004), pytest.approx(1e-4))
 
 
-def test_starts_that_are_cheaper_than_a_plain_step_cost_nothing() -> None:
+def test_prefills_that_are_cheaper_than_a_plain_step_cost_nothing() -> None:
     line = fit_prefill([(1, 10, 0.005, 0)] * 4, DecodeCost((0.0, 0.01), kv_token_s=0.0))
     assert (line.fixed_s, line.unit_s) == (0.0, 0.0)
     assert fit_prefill([], DecodeCost((0.0, 0.01), kv_token_s=0.0)) == line

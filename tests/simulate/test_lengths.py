@@ -10,7 +10,7 @@ from statistics import NormalDist, correlation, fmean, quantiles
 import pytest
 
 from headway.data.types import TrajectoryId
-from headway.simulate.lengths import LengthSampler, lengths_of
+from headway.simulate.lengths import LengthSampler, filtered_of, lengths_of
 from headway.simulate.profile import ConstantLengths, EmpiricalLengths, LognormalLengths
 
 
@@ -48,6 +48,24 @@ def test_each_part_of_an_id_and_the_seed_change_the_draw():
     others = [TrajectoryId(1, 0, 0, 0), TrajectoryId(0, 1, 0, 0), TrajectoryId(0, 0, 1, 0), TrajectoryId(0, 0, 0, 1)]
     drawn = [lengths_of(profile, 0)(id_, 0) for id_ in [home, *others]] + [lengths_of(profile, 1)(home, 0)]
     assert len(set(drawn)) == len(drawn)
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_a_group_is_filtered_if_the_recorded_one_was_whose_lengths_it_takes(replay: bool):
+    groups = [[10], [20], [30], [40]]
+    recorded = EmpiricalLengths(kind="empirical", groups=groups, replay=replay, filtered=[1, 3])
+    lengths, filtered = lengths_of(recorded, seed=5), filtered_of(recorded, seed=5)
+    assert filtered is not None
+    fates = {}
+    for number in range(40):
+        id_ = TrajectoryId(0, number, 0, 0)
+        fates.setdefault(lengths(id_, number), set()).add(filtered(id_, number))
+    assert fates == {10: {False}, 20: {True}, 30: {False}, 40: {True}}
+
+
+def test_nothing_is_known_of_fates_that_are_not_on_record():
+    assert filtered_of(empirical([[1]]), seed=0) is None
+    assert filtered_of(lognormal(), seed=0) is None
 
 
 def test_constant_lengths_are_constant():

@@ -22,6 +22,8 @@ rollout:
 train: {points: [{devices: 1, token_s: 1e-5}]}
 update: {nbytes: 15e9, register: {latency_s: 2, bytes_per_s: 1E+9}}
 """
+PROMPT = "{kind: constant, tokens: 3}"
+RESPONSE = "{kind: lognormal, mean: 10, sigma: 1, max: 40}"
 
 
 @pytest.fixture
@@ -174,6 +176,18 @@ def test_what_is_wrong_is_named_by_its_key_with_what_was_expected(
         ("[[1, 1e-1], [4, 0.2]]", "[[4, 0.1], [1, 0.2]]", "rollout.decode: got [[4, 0.1], [1, 0.2]], expected"),
         ("[[1, 1e-1], [4, 0.2]]", "[[1, 0.3], [4, 0.2]]", "rollout.decode: got [[1, 0.3], [4, 0.2]], expected"),
         ("groups_per_version: 4", "groups_per_version: 5", "batch: got "),
+        (RESPONSE, "{kind: empirical, groups: [[1], [2]], filtered: [2]}", "response.filtered: got [2], expected ind"),
+        (
+            RESPONSE,
+            "{kind: empirical, groups: [[1], [2]], filtered: [1, 0]}",
+            "response.filtered: got [1, 0], expected",
+        ),
+        (
+            RESPONSE,
+            "{kind: empirical, groups: [[1], [2]], filtered: [1]}\nreward: {filtered: 0.25}",
+            "reward: got {'filtered': 0.25}, expected filtered: 0.5, as response.filtered names 1 of 2 groups",
+        ),
+        (PROMPT, "{kind: empirical, groups: [[1]], filtered: [0]}", "prompt: got {'kind': 'empirical', "),
     ],
 )
 def test_values_that_contradict_each_other_are_refused(file: Path, old: str, new: str, start: str) -> None:

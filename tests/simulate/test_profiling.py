@@ -11,7 +11,16 @@ from statistics import fmean
 import pytest
 
 from headway.errors import ConfigError, DataError
-from headway.events import Event, GroupSettled, ReplicaActivity, RunFinished, TrajectoryFinished, UpdateFinished
+from headway.events import (
+    Event,
+    GroupRewarded,
+    GroupSettled,
+    ReplicaActivity,
+    RunFinished,
+    TrajectoryFinished,
+    UpdateFinished,
+    WorkerDescribed,
+)
 from headway.reports.events_file import read_events, to_json_line
 from headway.simulate import profiling
 from headway.simulate.costs import decode_cost
@@ -60,7 +69,7 @@ def test_an_optimizer_step_costs_what_it_cost_prompts_included(profile: Profile)
     assert (point.devices, point.step_s) == (1, pytest.approx(0.3, rel=CLOSE))
     assert point.token_s == pytest.approx(2e-4, rel=CLOSE)
     assert point.forward_token_s == pytest.approx(5e-5, rel=CLOSE)
-    assert profile.train.recompute_old_log_probs and not profile.train.reference
+    assert profile.train.recompute_old_log_probs == "always" and not profile.train.reference
 
 
 def test_the_phases_of_an_update_add_up_to_its_time(profile: Profile) -> None:
@@ -125,7 +134,7 @@ def test_under_noise_the_costs_still_add_up_to_the_time_that_was_spent(tmp_path:
     run = RecordedRun(versions=12, noise=0.2)
     profile = profile_run(run.write(tmp_path / "run"))
     (point,) = profile.train.points
-    steps = recording_of(run.events(), mini_batch=run.mini_batch).steps[2:]
+    steps = recording_of(run.events(), mini_batch=run.mini_batch).training.steps[2:]
     predicted = [point.step_s + point.token_s * step.tokens for step in steps]
     assert sum(predicted) == pytest.approx(sum(step.seconds for step in steps), rel=CLOSE)
     assert decode_cost(profile.rollout).step_s(8, 300) == pytest.approx(two_slopes(8) + 2e-6 * 300, rel=0.02)
@@ -133,7 +142,7 @@ def test_under_noise_the_costs_still_add_up_to_the_time_that_was_spent(tmp_path:
 
 def test_each_epoch_goes_through_the_mini_batches_of_the_fetch_again() -> None:
     run = RecordedRun(versions=1, epochs=2)
-    steps = recording_of(run.events(), mini_batch=run.mini_batch).steps
+    steps = recording_of(run.events(), mini_batch=run.mini_batch).training.steps
     assert [step.tokens for step in steps[:2]] == [step.tokens for step in steps[2:]]
     assert all(step.seconds == pytest.approx(0.3 + 2e-4 * step.tokens) for step in steps)
 
@@ -168,17 +177,56 @@ def test_what_was_not_measured_is_said(tmp_path: Path) -> None:
     assert "no forward pass was measured" in said
     assert "rollout.threads was 0" in said and "trainer.threads was 0" in said
     assert "1 rank(s)" in said
-    assert "which groups are filtered does not depend on their lengths" in said
-    assert "reach the driver at once" not in said  # as they did here
+    assert "training and generation slow down beside the other side could not be told" in said
+    assert "computed for 0% of the time" in said
+    assert "no replica was seen idle and then given groups" in said
     assert profile.train.points[0].forward_token_s == pytest.approx(2e-4 / 3, rel=CLOSE)
 
 
-def test_the_way_from_the_engine_to_the_driver_is_said_where_it_took_time(tmp_path: Path) -> None:
-    def late(event: Event) -> Event:
-        return replace(event, finished=event.finished - 0.03) if isinstance(event, TrajectoryFinished) else event
+def test_workers_that_were_described_say_how_many_threads_they_had_and_on_what(tmp_path: Path) -> None:
+    overrides = {"rollout.threads": 0, "trainer.threads": 0}
+    run = RecordedRun(versions=2, overrides=overrides).write(tmp_path / "run")
+    assert profile_run(run).measured_on is None
+    described = {"actor-0": ("a", None, 6), "rollout-0": ("b", "Big GPU", 2), "rollout-1": ("b", "Big GPU", 2)}
+    describe(run, described)
+    profile = profile_run(run)
+    assert (profile.train.threads, profile.rollout.threads) == (6, 2)
+    assert profile.measured_on == "2 worker(s) with a Big GPU each; 2 machine(s) with 8 cores of Some CPU"
+    assert not any("threads" in text for text in profile.assumptions)
 
-    profile = profile_run(rewrite(RecordedRun(versions=2).write(tmp_path / "run"), late))
-    assert any("they took 0.03 s from their last token" in text for text in profile.assumptions)
+
+def test_the_way_of_a_group_is_measured_in_both_directions(tmp_path: Path) -> None:
+    def late(event: Event) -> Event:
+        match event:
+            case TrajectoryFinished() | GroupRewarded():
+                return replace(event, time=event.time + 0.03)
+            case ReplicaActivity(busy=[(start, end)]):
+                return replace(event, busy=[(start + 0.02, end)])
+        return event
+
+    run = RecordedRun(versions=3)
+    profile = profile_run(rewrite(run.write(tmp_path / "run"), late))
+    assert profile.latency.group_s == pytest.approx(0.03 + 0.02, rel=CLOSE)
+    assert (profile.latency.fetch_s, profile.latency.update_s) == (0.0, 0.0)
+
+
+def test_which_groups_were_filtered_goes_with_the_lengths(profile: Profile) -> None:
+    assert isinstance(profile.response, EmpiricalLengths) and profile.response.filtered is not None
+    fates = {e.number: e.fate for e in RecordedRun().events() if isinstance(e, GroupSettled)}
+    assert profile.response.filtered == sorted(number for number, fate in fates.items() if fate == "filtered")
+    assert profile.reward.filtered == pytest.approx(len(profile.response.filtered) / len(fates), abs=1e-4)
+
+
+def test_a_replay_filters_the_very_groups_that_the_run_has_filtered(tmp_path: Path) -> None:
+    run = RecordedRun(versions=4, overrides={"rollout.test_freq": -1})
+    profile = replay_profile(run.write(tmp_path / "run"))
+    fates = Fates()
+    config = config_for(profile, "on_policy", train_devices=1, replicas=1, versions=run.versions)
+    Simulation(profile, config, observers=[fates]).run()
+    assert isinstance(profile.response, EmpiricalLengths)
+    filtered = {number for number, fate in fates.of.items() if fate == "filtered"}
+    assert filtered and filtered <= set(profile.response.filtered or ())
+    assert set(fates.of) - filtered == set(fates.of) - set(profile.response.filtered or ())
 
 
 def test_optimizer_steps_of_one_size_are_taken_as_proportional_and_that_is_said(tmp_path: Path) -> None:
@@ -256,7 +304,7 @@ def test_an_engine_that_does_not_measure_its_steps_is_told_from_one_that_was_sil
     def unmeasured(event: Event) -> Event:
         if not isinstance(event, ReplicaActivity):
             return event
-        return replace(event, decode_steps={}, start_steps=[])
+        return replace(event, decode_steps={}, prefill_steps=[])
 
     run = RecordedRun(versions=2).write(tmp_path / "run")
     with pytest.raises(ConfigError, match=r"no decode curve.*rollout\.name=native"):
@@ -295,6 +343,33 @@ class Served:
             self.ends.append(event.time)
 
     def close(self) -> None: ...
+
+
+class Fates:
+    """Observer: what became of each group."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, str] = {}
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, GroupSettled):
+            self.of[event.number] = event.fate
+
+    def close(self) -> None: ...
+
+
+def describe(run: Path, workers: dict[str, tuple[str, str | None, int]]) -> None:
+    """Put (host, GPU, threads) of the workers on record, as a start does."""
+    events = run / "events.jsonl"
+    lines = [
+        to_json_line(
+            WorkerDescribed(
+                time=0.0, worker=name, host=host, cpu="Some CPU", cores=8, gpu=gpu, threads=threads
+            ).to_json()
+        )
+        for name, (host, gpu, threads) in workers.items()
+    ]
+    events.write_text("\n".join([*lines, events.read_text()]))
 
 
 def per_version(ends: list[float]) -> float:

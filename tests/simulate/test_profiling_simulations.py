@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -11,7 +10,7 @@ from statistics import fmean
 import pytest
 
 from headway.config.schema import Config
-from headway.events import DecodeSteps, Event, OptimizerStepped, ReplicaActivity
+from headway.events import Event, OptimizerStepped
 from headway.reports.events_file import EventsFile
 from headway.reports.run_directory import RunDirectory
 from headway.simulate.costs import decode_cost
@@ -29,10 +28,15 @@ TRUE = Profile.model_validate(
         "batch": {"groups_per_version": 16, "ppo_mini_batch_size": 4, "n": 4},
         "prompt": {"kind": "lognormal", "mean": 40, "sigma": 0.5, "max": 200},
         "response": {"kind": "lognormal", "mean": 120, "sigma": 0.9, "max": 800, "within_group": 0.4},
-        "rollout": {"slots": 16, "decode": [[1, 0.01], [4, 0.012], [16, 0.03]]},
+        "rollout": {
+            "slots": 16,
+            "decode": [[1, 0.01], [4, 0.012], [16, 0.03]],
+            "prefill_s": 0.02,
+            "prefill_token_s": 1e-3,
+        },
         "train": {
             "points": [{"devices": 2, "step_s": 0.4, "token_s": 5e-4, "forward_token_s": 1e-4}],
-            "recompute_old_log_probs": True,
+            "recompute_old_log_probs": "always",
         },
         "update": {
             "nbytes": 1000,
@@ -44,6 +48,7 @@ TRUE = Profile.model_validate(
         },
         "reward": {"seconds": 0.25, "workers": 2, "filtered": 0.2},
         "validation": {"problems": 8, "n": 2, "test_freq": 3},
+        "latency": {"group_s": 0.04, "update_s": 0.03},
     }
 )
 
@@ -64,19 +69,12 @@ def simulate(profile: Profile, config: Config) -> list[Event]:
     return collector.events
 
 
-def configured(profile: Profile, mode: str) -> Config:
-    config = config_for(profile, mode, train_devices=2, replicas=2, versions=VERSIONS)
+def configured(profile: Profile, mode: str, report_every_s: float = 600.0) -> Config:
+    config = config_for(
+        profile, mode, train_devices=2, replicas=2, versions=VERSIONS, activity_interval_s=report_every_s
+    )
     workers = config.reward.model_copy(update={"workers": profile.reward.workers})
     return config.model_copy(update={"reward": workers})
-
-
-def measured(event: Event) -> Event:
-    """A simulated replica reports when it decoded, but not its steps: they are told here, ten for each activity."""
-    if not isinstance(event, ReplicaActivity):
-        return event
-    cost = decode_cost(TRUE.rollout)
-    steps: dict[int, DecodeSteps] = {active: (10, 10 * cost.step_s(active), 0) for active in range(1, 17)}
-    return replace(event, decode_steps=steps)
 
 
 def seconds_per_version(events: Sequence[Event]) -> float:
@@ -85,13 +83,13 @@ def seconds_per_version(events: Sequence[Event]) -> float:
     return fmean(later - earlier for earlier, later in pairwise(ends.values()))
 
 
-def record(directory: Path, mode: str) -> list[Event]:
-    config = configured(TRUE, mode)
+def record(directory: Path, mode: str, profile: Profile = TRUE, *, report_every_s: float = 600.0) -> list[Event]:
+    config = configured(profile, mode, report_every_s)
     run = RunDirectory.create(directory, config)
-    events = simulate(TRUE, config)
+    events = simulate(profile, config)
     file = EventsFile(run.events, pytest.fail)
     for event in events:
-        file.on_event(measured(event))
+        file.on_event(event)
     file.close()
     return events
 
@@ -108,10 +106,13 @@ def test_the_costs_of_a_simulated_run_are_found_again(tmp_path: Path, mode: str)
         pytest.approx(5e-4, rel=0.01),
     )
     assert point.forward_token_s == pytest.approx(true.forward_token_s, rel=0.01)
-    assert found.train.recompute_old_log_probs
+    assert found.train.recompute_old_log_probs == "always"
     assert found.update == TRUE.update
     assert found.reward.seconds == pytest.approx(0.25, rel=0.02) and found.reward.workers == 2
     assert found.validation == TRUE.validation
+    assert found.latency == TRUE.latency
+    assert found.rollout.prefill_s == pytest.approx(0.02, rel=0.01)
+    assert found.rollout.prefill_token_s == pytest.approx(1e-3, rel=0.01)
     for active in (1, 2, 4, 10, 16):
         assert decode_cost(found.rollout).step_s(active) == pytest.approx(
             decode_cost(TRUE.rollout).step_s(active), 0.01
@@ -120,6 +121,7 @@ def test_the_costs_of_a_simulated_run_are_found_again(tmp_path: Path, mode: str)
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_replay_of_a_simulated_run_takes_as_long_as_it_did(tmp_path: Path, mode: str) -> None:
-    true = seconds_per_version(record(tmp_path / "run", mode))
+    # Without a validation, whose answers are not on record.
+    true = seconds_per_version(record(tmp_path / "run", mode, TRUE.model_copy(update={"validation": None})))
     found = replay_profile(tmp_path / "run")
     assert seconds_per_version(simulate(found, configured(found, mode))) == pytest.approx(true, rel=0.02)

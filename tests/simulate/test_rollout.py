@@ -82,14 +82,14 @@ def test_groups_are_yielded_as_they_finish_and_a_wave_starts_together():
 # ---------------------------------------------------------------------------------------------- prefill
 
 
-def test_a_prompt_is_prefilled_once_for_the_answers_that_start_together():
+def test_a_prompt_is_prefilled_once_for_all_answers_also_for_those_that_start_later():
     async def main() -> tuple[list[float], int]:
         engine = replica(8, slots=2, prefill_s=1.0, prefill_token_s=0.25)
         done = trajectories(await generate(engine, request(0, n=3, prompt_tokens=4)))
         return [t.started - 0.125 for t in done], (await engine.stats()).prefilled_tokens
 
-    # 1 s and 4 tokens for two of them, one second of decoding, and the same prefill again for the third.
-    assert run_virtual(main()) == ([2.0, 2.0, 5.0], 8)
+    # 1 s and 4 tokens for two of them, one second of decoding, and then the third, at once.
+    assert run_virtual(main()) == ([2.0, 2.0, 3.0], 4)
 
 
 def test_decoding_waits_while_the_replica_prefills():
@@ -183,6 +183,19 @@ def test_validation_starts_before_waiting_training_requests():
     assert run_virtual(main()) == [2.5, 5.0, 7.5]
 
 
+def test_validation_that_does_not_fit_is_not_overtaken_by_training_that_would():
+    async def main() -> tuple[float, float]:
+        engine = replica(10, slots=3, step_s=1.0, kv_tokens=40)
+        running = submit(engine, request(0, prompt_tokens=4))
+        await asyncio.sleep(1)
+        validation = submit(engine, request(0, priority=Priority.VALIDATION, prompt_tokens=36))
+        training = submit(engine, request(1, prompt_tokens=4))
+        await running
+        return trajectories(await validation)[0].started, trajectories(await training)[0].started
+
+    assert run_virtual(main()) == (11.0, 21.0)
+
+
 # ---------------------------------------------------------------------------------------------- accounting
 
 
@@ -227,6 +240,16 @@ def test_a_report_in_the_middle_of_a_step_counts_no_token_twice():
     counts = run_virtual(main())
     assert sum(counts) == 18
     assert min(counts) >= 0
+
+
+def test_work_that_follows_at_once_makes_one_busy_span():
+    async def main() -> list[tuple[float, float]]:
+        engine = replica()
+        for number in range(3):
+            await generate(engine, request(number))
+        return (await engine.stats()).busy
+
+    assert run_virtual(main()) == [(0.0, 6.0)]
 
 
 def test_a_pause_is_not_busy_time():

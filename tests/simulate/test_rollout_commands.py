@@ -346,6 +346,21 @@ def test_only_groups_with_a_token_of_an_older_version_are_overdue():
     )
 
 
+def test_the_tokens_that_are_being_sampled_count_when_the_oldest_version_is_asked_for():
+    async def main() -> list[int]:
+        engine = replica(slots=3, step_s=1.0)
+        generating = [submit(engine, request(0))]
+        await asyncio.sleep(1.5)
+        generating.append(submit(engine, request(1)))
+        await asyncio.sleep(0.9)  # not yet a whole token
+        overdue = await engine.abort_older_than(1)
+        for task in generating:
+            await task
+        return overdue
+
+    assert run_virtual(main()) == [0]
+
+
 def test_leaving_early_drops_what_was_not_yielded_and_frees_its_slot():
     async def main() -> tuple[float, list[int]]:
         engine = replica(slots=1)

@@ -124,10 +124,20 @@ def test_more_training_devices_and_more_replicas_take_less_time() -> None:
 
 def test_old_log_probs_and_a_reference_each_cost_a_forward_pass_over_the_fetch() -> None:
     point = {"devices": 1, "token_s": 1e-3, "forward_token_s": 5e-4}
-    job = profile(train={"points": [point], "recompute_old_log_probs": True, "reference": True})
+    job = profile(train={"points": [point], "recompute_old_log_probs": "always", "reference": True})
     run = simulated(job, "on_policy")
     assert step_times(run) == pytest.approx([2.0 + 2 * 0.22 + 0.44] * 3)
     assert [busy.what for busy in run.of(TrainerBusy)][:3] == ["forward", "forward", "step"]
+
+
+@pytest.mark.parametrize(
+    ("where", "modes"),
+    [("never", []), ("shared", ["colocate_sync", "colocate_async"]), ("always", list(PRESETS))],
+)
+def test_a_profile_says_where_old_log_probs_are_recomputed(where: str, modes: list[str]) -> None:
+    job = profile(batch={"groups_per_version": 8}, train={"recompute_old_log_probs": where})
+    with_forwards = [m for m in PRESETS if any(busy.what == "forward" for busy in simulated(job, m).of(TrainerBusy))]
+    assert with_forwards == modes
 
 
 # ---------------------------------------------------------------------------------------------- whole runs

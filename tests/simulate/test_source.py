@@ -56,6 +56,15 @@ def test_replayed_lengths_follow_the_order_of_admission() -> None:
     assert [len(p.token_ids) for p in [*first, *given(source, 1)]] == [10, 11, 13]
 
 
+def test_a_prompt_carries_what_is_known_of_its_group() -> None:
+    source = SimulatedSource(by_row, filtered=lambda id, number: number == 2 or id.attempt == 1)
+    first, second = given(source, 2)
+    assert (first.answer, second.answer) == (False, False)
+    assert given(source, 1)[0].answer is True
+    assert source.again(first).answer is True
+    assert given(SimulatedSource(by_row), 1)[0].answer is None
+
+
 def test_a_restored_source_goes_on_where_the_other_stood() -> None:
     source, other = SimulatedSource(by_number, rows=3), SimulatedSource(by_number, rows=3)
     source.again(given(source, 4)[0])
@@ -97,6 +106,15 @@ def test_the_share_of_groups_without_variance_is_the_one_asked_for() -> None:
     assert not any(filtered(0, 0.0, 500))
     # 5000 draws: four standard deviations are 0.026.
     assert np.mean(filtered(0, 0.3, 5000)) == pytest.approx(0.3, abs=0.026)
+
+
+def test_what_is_known_of_a_group_decides_instead_of_the_share() -> None:
+    async def main() -> list[bool]:
+        reward = SimulatedReward(RewardProfile(filtered=0.5), seed=0)
+        source = SimulatedSource(by_row, filtered=lambda id, number: number % 3 == 0)
+        return [has_variance(await reward.score(prompt, [""] * 4)) for prompt in given(source, 9)]
+
+    assert run_virtual(main()) == [False, True, True] * 3
 
 
 def test_which_groups_are_filtered_depends_on_the_seed_and_a_further_attempt_is_another_draw() -> None:

@@ -1,4 +1,4 @@
-"""``headway plan``, ``profile`` and ``report``: what a job costs, what to choose for it, and where a run's time went."""
+"""``headway plan``, ``profile`` and ``report``: what a job costs, what to choose for it, where a run's time went."""
 
 from __future__ import annotations
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from headway.cluster.engines import ReferenceGroup, TrainGroup
+from headway.cluster.hardware import Hardware
 from headway.cluster.startup import Cluster, Startup
 from headway.cluster.worker_group import Worker
 from headway.config.schema import Config
@@ -31,6 +32,8 @@ class Workers:
     """True when the reference shares the trainer's ranks."""
     members: Sequence[Worker]
     """Every worker, for supervision."""
+    hardware: Mapping[str, Hardware]
+    """Worker → what it computes on."""
     undo: AsyncExitStack
 
     async def watch(self) -> NoReturn:
@@ -78,6 +81,7 @@ async def start_backend(config: Config, *, model_path: str, run_dir: Path, total
             ref=ReferenceGroup(started.ref) if started.ref is not None else None,
             ref_inside_fetch=started.ref_inside_fetch,
             members=started.workers,
+            hardware=started.hardware,
             undo=stack.pop_all(),
         )
 

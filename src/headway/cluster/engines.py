@@ -41,8 +41,8 @@ class TrainGroup:
     async def send_weights(self, version: int, receivers: Sequence[str]) -> SendReport:
         if self._receivers != set(receivers):
             raise UpdateFailed(
-                f"version {version} was to go to {', '.join(receivers)}, but the group that carries weights was made for "
-                f"{', '.join(sorted(self._receivers))}, and reaches all of them or none"
+                f"version {version} was to go to {', '.join(receivers)}, but the group that carries weights was made "
+                f"for {', '.join(sorted(self._receivers))}, and reaches all of them or none"
             )
         return cast(SendReport, await self._ranks.send_weights(version))
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from headway.cluster.hardware import available_cores
 from headway.cluster.roles import ActorRole, RefRole, Role, RolloutRole
 from headway.config.placement import ACTOR, REF, ROLLOUT, Placement
 from headway.config.schema import Config
@@ -82,8 +82,3 @@ def plan_cluster(
         ),
         ref_inside_fetch=inside,
     )
-
-
-def available_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

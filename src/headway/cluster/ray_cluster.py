@@ -11,7 +11,8 @@ from typing import Any
 
 import ray
 
-from headway.cluster.plan import ClusterPlan, WorkerSpec, available_cores
+from headway.cluster.hardware import available_cores
+from headway.cluster.plan import ClusterPlan, WorkerSpec
 from headway.cluster.process import ProcessSettings
 from headway.cluster.processes import Family
 from headway.cluster.ray_worker import RayWorker

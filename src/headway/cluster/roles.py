@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.cluster.hardware import Hardware, hardware_here
 from headway.cluster.worker_group import Collect, Dispatch, register
 from headway.config.schema import Config
 from headway.data.collate import Row, resolve
@@ -68,6 +69,10 @@ class Role:
         self._threads = threads
         self._fetch = fetch
         self._host = host
+
+    def hardware(self) -> Hardware:
+        """What this rank computes on; ask once it is built."""
+        return hardware_here(self._device)
 
     def _rows(self, samples: Sequence[Sample]) -> list[Row]:
         """The samples with their arrays; everything that they point to is fetched at once, and only once."""

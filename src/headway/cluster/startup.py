@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from headway.cluster.engines import RolloutReplica, clock_offset
+from headway.cluster.hardware import Hardware
 from headway.cluster.plan import ClusterPlan, WorkerSpec, plan_cluster
 from headway.cluster.worker_group import Worker, WorkerGroup
 from headway.config.placement import resolve_placement
@@ -58,6 +59,8 @@ class Started:
     """The ranks that compute the reference's log-probs: its own, or the trainer's. None without a reference."""
     ref_inside_fetch: bool
     workers: tuple[Worker, ...]
+    hardware: dict[str, Hardware]
+    """Worker → what it computes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,9 @@ class Startup:
         if self._cluster.separate_processes:
             store = await self._wait("actor-0 to open a store", _result(groups.actor.open_store))
         manifest = await self._build(groups, store)
+        hardware = await concurrently(
+            self._wait(f"{name} to describe its machine", worker.call("hardware")) for name, worker in workers.items()
+        )
         await self._join_weights(groups, transport, store, device)
         rollouts = await concurrently(self._serve(group, manifest) for group in groups.rollouts)
         return Started(
@@ -108,6 +114,7 @@ class Startup:
             ref=groups.actor if plan.ref_inside_fetch else groups.ref,
             ref_inside_fetch=plan.ref_inside_fetch,
             workers=tuple(workers.values()),
+            hardware=dict(zip(workers, hardware, strict=True)),
         )
 
     def _transport(self) -> str:

@@ -124,8 +124,8 @@ def _asynchrony(config: Config) -> Iterator[str]:
     if settings.max_lag is not None and settings.on_overdue == "wait" and settings.max_lag < needed:
         yield (
             f"async_training.max_lag={settings.max_lag} with on_overdue=wait: with η={float(eta):g} and B={b} more "
-            f"groups than one version trains can fall due at once; expected at least ⌊1+η−1/B⌋ = {needed}, a smaller η, or "
-            "on_overdue=drop"
+            f"groups than one version trains can fall due at once; expected at least ⌊1+η−1/B⌋ = {needed}, a smaller "
+            "η, or on_overdue=drop"
         )
     if overlapped and floor(eta * b) == 0:
         yield (
@@ -163,7 +163,7 @@ def _devices(config: Config) -> Iterator[str]:
 
 
 def _backend(config: Config) -> Iterator[str]:
-    yield from _simulated_only(config)
+    yield from simulated_only(config)
     transport = config.param_update.transport
     if config.cluster.backend == "ray":
         if transport == "local" and config.placement.kind == "split":
@@ -177,8 +177,8 @@ def _backend(config: Config) -> Iterator[str]:
         yield f"cluster.backend=inline has one process, so one training rank; trainer.* asks for {ranks}"
 
 
-def _simulated_only(config: Config) -> Iterator[str]:
-    """What the pipeline can do and no engine or transport can do for real."""
+def simulated_only(config: Config) -> Iterator[str]:
+    """Why ``headway train`` refuses what ``headway plan`` can simulate: no engine or transport does it for real."""
     if config.param_update.schedule == "overlapped":
         yield (
             "param_update.schedule=overlapped: no transport sends weights beside training; headway plan simulates it, "

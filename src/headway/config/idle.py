@@ -106,7 +106,8 @@ def _asynchrony(config: Config) -> Iterator[Idle]:
             "async_training.staleness_threshold",
             f"η·B < 1 lets no group run ahead (η = {float(eta):g}, B = {b}); raise η or B, or set η to 0",
         )
-    for key in ("on_update", "partial_rollout", "max_lag", "on_overdue"):
+    takes_turns = config.placement.kind == "shared" and settings.trigger_parameter_sync_step > 1
+    for key in ("max_lag", "on_overdue") if takes_turns else ("on_update", "partial_rollout", "max_lag", "on_overdue"):
         yield f"async_training.{key}", "nothing runs ahead (η·B < 1), so nothing is in flight when weights arrive"
 
 

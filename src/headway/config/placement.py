@@ -55,8 +55,13 @@ def _by_counts(config: Config) -> Placement:
     generate = config.rollout.nnodes * config.rollout.n_gpus_per_node
     ref = config.ref.nnodes * config.ref.n_gpus_per_node if needs_reference(config) else 0
     if generate == 0:
-        raise ConfigError("rollout.nnodes: got 0, expected at least 1: generation runs on devices of its own")
+        raise ConfigError("rollout.nnodes: got 0, expected at least 1: somebody has to generate")
     shared = config.placement.kind == "shared"
+    if shared and generate > train:
+        raise ConfigError(
+            f"placement.kind=shared: {generate} devices generate and {train} train, but they are the same ones; "
+            "expected at most as many of rollout.nnodes × rollout.n_gpus_per_node as of trainer.nnodes × trainer.n_gpus_per_node"
+        )
     split_at = 0 if shared else train
     used = max(train, split_at + generate)
     devices = {ACTOR: _devices(0, train), ROLLOUT: _devices(split_at, generate)}
@@ -66,6 +71,11 @@ def _by_counts(config: Config) -> Placement:
 
 
 def _by_shares(config: Config, ratios: tuple[Fraction, ...]) -> Placement:
+    if config.placement.kind == "shared":
+        raise ConfigError(
+            "trainer.use_nodes_ratios divides the devices, and placement.kind=shared gives all of them to both sides; "
+            "drop one of the two"
+        )
     total = config.trainer.nnodes * config.trainer.n_gpus_per_node
     train, logp, ref, generate = _whole_devices(ratios, total)
     _check_shares(train, logp, ref, generate, total, with_reference=needs_reference(config))

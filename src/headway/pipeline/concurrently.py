@@ -23,8 +23,8 @@ def _first_failure(failures: BaseExceptionGroup[Any]) -> BaseException:
 def failing_as_one() -> Iterator[None]:
     """Around a TaskGroup: it raises what it failed for as it is, not in a group.
 
-    For failures that end the run. Python 3.11's TaskGroup forgets a cancellation that comes while it ends for a failure:
-    whoever handles a failure and goes on uses `concurrently`.
+    For failures that end the run. Python 3.11's TaskGroup forgets a cancellation that comes while it ends for a
+    failure: whoever handles a failure and goes on uses `concurrently`.
     """
     try:
         yield
@@ -61,6 +61,9 @@ async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
             await asyncio.wait(running)
         except asyncio.CancelledError as error:
             cancelled = error
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # looked at: only one failure can be raised, and asyncio would complain about the others
     if cancelled is not None:
         raise cancelled
 

@@ -20,7 +20,7 @@ from headway.pipeline.state import RunState, now
 
 class Fleet:
     def __init__(self, replicas: Sequence[RolloutEngine], state: RunState, router: Router) -> None:
-        self.changed: Callable[[], None] = lambda: None
+        self.on_change: Callable[[], None] = lambda: None
         """Called when a replica joined the serving ones, or left them."""
         self._state = state
         self._router = router
@@ -29,7 +29,6 @@ class Fleet:
             router.add(replica.name)
         self._joining: dict[str, RolloutEngine] = {}
         self._gone: set[str] = set()
-        self._overdue: set[int] = set()
 
     @property
     def serving(self) -> list[RolloutEngine]:
@@ -45,10 +44,6 @@ class Fleet:
     def validator(self) -> RolloutEngine:
         """The replica that validates."""
         return next(iter(self._serving.values()))
-
-    def __len__(self) -> int:
-        """How many serve."""
-        return len(self._serving)
 
     def __getitem__(self, name: str) -> RolloutEngine:
         """A serving replica."""
@@ -77,7 +72,7 @@ class Fleet:
         self._state.load(replica.name, version)
         if joins:
             self._state.emit(ReplicaJoined(time=now(), replica=replica.name, version=version, slots=replica.slots))
-            self.changed()
+            self.on_change()
 
     async def generate(
         self, replica: RolloutEngine, requests: Sequence[GenerateRequest]
@@ -92,20 +87,20 @@ class Fleet:
 
     async def lose(self, replica: RolloutEngine, death: WorkerDied) -> None:
         """``replica`` died. Raises ``death`` when nobody serves any more."""
-        joining = self._joining.pop(replica.name, None)
-        serving = self._serving.pop(replica.name, None)
-        if joining is not None or serving is not None:
+        if replica.name not in self._gone:
             self._gone.add(replica.name)
             self._state.emit(ReplicaLost(time=now(), replica=replica.name, reason=str(death)))
-        if not self._serving:
-            raise death
-        if serving is None:
+        self._joining.pop(replica.name, None)
+        if not self.serves(replica):
             return  # it served nothing, or is known to be dead
+        if len(self._serving) == 1:
+            raise death  # and it stays: whoever asks it next learns of its death, not of an empty fleet
+        del self._serving[replica.name]
         self._state.unload(replica.name)
         lost = self._router.forget(replica.name)
         for number in lost:
             self._state.run_again(number, f"{replica.name} died")
-        self.changed()
+        self.on_change()
         await self.abort(lost)  # what other replicas generate of a split group is of no use
 
     async def abort(self, numbers: Sequence[int]) -> None:
@@ -116,13 +111,8 @@ class Fleet:
     async def drop_older_than(self, version: int) -> None:
         """End the groups that are being generated and have a token of an older version."""
         older = await concurrently(self._older_at(replica, version) for replica in self.serving)
-        numbers = sorted({number for found in older for number in found})
-        self._overdue.update(numbers)
-        if len(self._serving) > 1:
-            await self.abort(numbers)
-
-    def reason_of_abort(self, number: int) -> str:
-        return "overdue" if number in self._overdue else "aborted"
+        if len(self._serving) > 1:  # other parts of split groups
+            await self.abort(sorted({number for found in older for number in found}))
 
     async def _abort_at(self, replica: RolloutEngine, numbers: Sequence[int]) -> None:
         try:

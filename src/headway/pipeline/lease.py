@@ -46,20 +46,23 @@ class SharedDevices:
 
     async def to_train(self) -> None:
         asked = now()
-        await concurrently(self._take_from(replica) for replica in self._fleet.serving)
-        self._state.emit(LeaseChanged(time=now(), holder="train", asked=asked))
+        waited = await concurrently(self._take_from(replica) for replica in self._fleet.serving)
+        self._state.emit(LeaseChanged(time=now(), holder="train", asked=asked, validation_s=max(waited)))
 
     async def to_generate(self) -> None:
         returned = now()
         await concurrently(self._give_back(replica) for replica in self._fleet.serving)
         self._state.emit(LeaseChanged(time=now(), holder="generate", asked=returned))
 
-    async def _take_from(self, replica: RolloutEngine) -> None:
+    async def _take_from(self, replica: RolloutEngine) -> float:
+        """Seconds that its validation was waited for."""
         try:
-            await self._halts.halt(replica, "lease")
+            halt = await self._halts.halt(replica, "lease")
             await replica.sleep()
         except WorkerDied as death:
             await self._fleet.lose(replica, death)
+            return 0.0
+        return halt.validation_s
 
     async def _give_back(self, replica: RolloutEngine) -> None:
         try:

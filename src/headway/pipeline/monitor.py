@@ -75,7 +75,7 @@ class Monitor:
     def who_waits(self) -> str:
         """``ActorTrain waits for groups from the message queue; Generate waits for rollout-0 (12 items); …``"""
         waits = [describe(stage) for stage in self._stages() if stage.state is not State.STOPPED]
-        return "; ".join(waits) or "all stages have stopped, and replicas do not say what they did"
+        return "; ".join(waits) or "all stages have stopped; the replicas' last report or the checkpoint does not end"
 
 
 def describe(stage: Stage[Any, Any]) -> str:
@@ -96,5 +96,5 @@ def activity(replica: str, stats: EngineStats) -> ReplicaActivity:
         generated_tokens=stats.generated_tokens,
         prefilled_tokens=stats.prefilled_tokens,
         decode_steps=stats.decode_steps,
-        start_steps=stats.start_steps,
+        prefill_steps=stats.prefill_steps,
     )

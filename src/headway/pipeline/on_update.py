@@ -37,13 +37,12 @@ class Halts:
 
     def __init__(self, state: RunState, fleet: Fleet, policy: OnUpdate) -> None:
         self.policy = policy
-        self.gate: Callable[[bool], None] = lambda _: None
+        self.gate: Callable[[bool], None] = lambda is_open: None
         self._state = state
         self._fleet = fleet
         self._halts: dict[str, Halt] = {}
         self._available = {replica.name: None for replica in fleet.serving}
         self._turns: dict[str, asyncio.Lock] = {}
-        fleet.changed = self._fleet_changed
 
     @property
     def available(self) -> Collection[str]:
@@ -51,15 +50,15 @@ class Halts:
         return self._available or {replica.name: None for replica in self._fleet.serving}
 
     async def halt(self, replica: RolloutEngine, why: str) -> Halt:
-        """Returns when nothing decodes on ``replica`` any more, and what that took. Raises `WorkerDied` when it died."""
-        validated_from = now()
+        """Returns what it took when nothing decodes on ``replica`` any more. Raises `WorkerDied` when it died."""
         async with self._turns.setdefault(replica.name, asyncio.Lock()):
             if (halted := self._halts.get(replica.name)) is not None:
                 halted.by.append(why)
                 return Halt([why], stopped=halted.stopped)
+            asked = now()
             await self._state.changed.until(lambda: replica.name not in self._state.validating)
             # Not before that wait: training generation goes on beside a validation, refills included.
-            halt = self._halts[replica.name] = Halt([why], validation_s=now() - validated_from)
+            halt = self._halts[replica.name] = Halt([why], validation_s=now() - asked)
             self._available.pop(replica.name, None)
             self.gate(bool(self._available))
             try:
@@ -78,7 +77,7 @@ class Halts:
             return
         del self._halts[replica.name]
         await replica.resume()
-        if self._fleet.serves(replica):  # it may have been lost meanwhile
+        if self._fleet.serves(replica) and replica.name not in self._halts:  # lost, or halted again, meanwhile
             self._available[replica.name] = None
             self.gate(True)
         stopped = halt.stopped if halt.stopped is not None else now()
@@ -92,7 +91,8 @@ class Halts:
             )
         )
 
-    def _fleet_changed(self) -> None:
+    def fleet_changed(self) -> None:
+        """Replicas joined or left."""
         names = [replica.name for replica in self._fleet.serving]
         self._available = {name: None for name in names if name not in self._halts}
         self.gate(bool(self._available) or not names)

@@ -1,4 +1,4 @@
-"""Which replica generates which group. A group stays on one, so that its prompt is prefilled once, unless it is split."""
+"""Which replica generates which group. A group stays on one, so that its prompt is prefilled once, or is split."""
 
 from __future__ import annotations
 
@@ -37,8 +37,10 @@ class Router:
         """Split a wave: for each of ``replicas`` that gets something, its name and its requests, in order."""
         shares: dict[str, list[GenerateRequest]] = {}
         for request in requests:
+            used: set[str] = set()
             for part in self._parts(request, len(replicas)):
-                lightest = self._lightest(replicas)
+                lightest = self._lightest(replicas, used)
+                used.add(lightest)
                 shares.setdefault(lightest, []).append(part)
                 flying = self._in_flight[lightest]
                 flying[part.number] = flying.get(part.number, 0) + part.n
@@ -66,12 +68,13 @@ class Router:
         if len(self._heap) > 8 * len(self._places) + 8:
             self._heap = sorted((load, self._places[name], name) for name, load in self._load.items())
 
-    def _lightest(self, replicas: Collection[str]) -> str:
+    def _lightest(self, replicas: Collection[str], used: Collection[str]) -> str:
+        """Of ``replicas`` less ``used``, those that have a part of the group already."""
         aside = []
         while True:
             load, _, name = self._heap[0]
             if self._load.get(name) == load:
-                if name in replicas:
+                if name in replicas and name not in used:
                     break
                 aside.append(self._heap[0])
             heappop(self._heap)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 
 from headway.config.schema import Config
 from headway.data.types import Group, Prompt
+from headway.errors import WorkerDied
 from headway.events import CheckpointSaved, Emit, Observer, RunFinished, RunStarted, fan_out
 from headway.interfaces import (
     AdvantageFn,
@@ -124,16 +126,20 @@ class Pipeline:
         self._emit_started()
         try:
             await self._run_stages()
-            await self._checkpoint(self._state.version)
         except (asyncio.CancelledError, KeyboardInterrupt):
             self._emit_finished(Status.INTERRUPTED, "left at once")
             raise
         except BaseException as failure:
             self._emit_finished(Status.FAILED, f"{type(failure).__name__}: {failure}")
             raise
-        status = Status.INTERRUPTED if self._stopping else Status.COMPLETED
+        status = Status.INTERRUPTED if self._stopping and not self._trained_all else Status.COMPLETED
         self._emit_finished(status, None)
         return status
+
+    @property
+    def _trained_all(self) -> bool:
+        total = self.config.rollout.total_rollout_steps
+        return total is not None and self._state.consumed >= total
 
     def join(self, replica: RolloutEngine) -> None:
         """A late replica: it receives the next version with the others, and serves from then on.
@@ -170,11 +176,13 @@ class Pipeline:
             sampling=self._sampling(config.rollout.temperature, config.rollout.top_p, config.rollout.top_k),
         )
         fleet, halts = self._fleet, Halts(state, self._fleet, OnUpdate(config.async_training.on_update))
+        generate = Generate(state, waves, finished, fleet, halts, self._router)
+        fleet.on_change, halts.gate = halts.fleet_changed, generate.gate
         shared = config.placement.kind == "shared"
         self._upstream: list[Stage[Any, Any]] = [
             self._loader,
-            Generate(state, waves, finished, fleet, halts, self._router),
-            Rollout(state, finished, unrewarded, fleet, n=config.rollout.n),
+            generate,
+            Rollout(state, finished, unrewarded, n=config.rollout.n),
             Reward(state, unrewarded, rewarded, parts.reward, parts.group_filter),
         ]
         if parts.reference is not None and isinstance(rewarded, Channel):
@@ -199,7 +207,7 @@ class Pipeline:
                 fleet,
                 halts,
                 overlapped=config.param_update.schedule == "overlapped",
-                test_freq=config.rollout.test_freq if parts.validation else None,
+                test_freq=config.rollout.test_freq if parts.validation else -1,
                 timeout_s=config.param_update.timeout_s,
             ),
             Validate(
@@ -240,13 +248,22 @@ class Pipeline:
                 await concurrently(stage.run() for stage in self._downstream)
                 self._loader.end()
                 if self._state.ledger.open_numbers:
-                    await concurrently(replica.pause(OnUpdate.INTERRUPT) for replica in self._fleet.serving)
+                    await concurrently(self._interrupt(replica) for replica in self._fleet.serving)
                     for task in upstream:
                         task.cancel()
                 await asyncio.wait(upstream)
-                await self._monitor.report()
+                with suppress(WorkerDied):  # nothing more is needed from replicas
+                    await self._monitor.report()
+                await self._checkpoint(self._state.version)
                 for watcher in watchers:
                     watcher.cancel()
+
+    async def _interrupt(self, replica: RolloutEngine) -> None:
+        try:
+            await replica.pause(OnUpdate.INTERRUPT)
+        except WorkerDied as death:
+            with suppress(WorkerDied):  # the last one, too, is not needed any more
+                await self._fleet.lose(replica, death)
 
     async def _validate_first_version(self) -> None:
         """Marked before anything is admitted, like every other validation."""

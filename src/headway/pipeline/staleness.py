@@ -122,24 +122,24 @@ class Staleness:
             raise StalenessExceeded(
                 f"group {number} has lag {lag} (trained at version {trained_at}, oldest token of version "
                 f"{oldest_version}), outside [0, {self.bound}] for η={self.eta}, B={self.groups_per_version}, "
-                f"W={self.window}, max_lag={self.max_lag}; admitted {self.admitted}, discarded {self.discarded}, loaded "
-                f"{self.loaded}. "
+                f"W={self.window}, max_lag={self.max_lag}; admitted {self.admitted}, discarded {self.discarded}, "
+                f"loaded {self.loaded}. "
                 "This is a defect of Headway: please report it with the run's events.jsonl"
             )
         return lag
 
 
-def wave_size(policy: Admission, *, room: int, unrewarded: int, engine_is_taken: bool, groups_per_version: int) -> int:
+def wave_size(policy: Admission, *, room: int, unrewarded: int, validation_runs: bool, groups_per_version: int) -> int:
     """How many groups to admit together now; 0 means wait.
 
     ``group`` admits one at a time as soon as there is room. ``batch`` admits one wave, at most B, and only when every
-    admitted group has passed Reward and the engine is free: so all of a wave starts together.
+    admitted group has passed Reward and no validation runs that matters: so all of a wave starts together.
     """
     match policy:
         case Admission.GROUP:
             return min(room, 1)
         case Admission.BATCH:
-            return 0 if unrewarded or engine_is_taken else min(room, groups_per_version)
+            return 0 if unrewarded or validation_runs else min(room, groups_per_version)
 
 
 def takeable(finished: Iterable[int], head: int, window: int | None) -> list[int]:

@@ -28,7 +28,9 @@ WaitingFor = Callable[[str], AbstractContextManager[None]]
 """Says whom the stage waits for while it is open."""
 
 
-class _ReceiverDied(Exception):
+class ReceiverDied(Exception):
+    """A replica died in a transfer: the trainer did not."""
+
     def __init__(self, replica: RolloutEngine, death: WorkerDied) -> None:
         super().__init__(replica.name)
         self.replica = replica
@@ -46,19 +48,19 @@ class Transfer:
         self._sending = 0
         self._sent = Signal()
 
-    async def together(self, trainer: TrainEngine, version: int) -> float:
-        """To all receivers at once. Returns the seconds that the trainer gathered."""
+    async def together(self, trainer: TrainEngine, version: int) -> tuple[float, list[RolloutEngine]]:
+        """To all receivers at once. Returns the seconds that the trainer gathered, and who holds the version now."""
         while True:
             started, replicas = now(), self._fleet.receivers
             names = [replica.name for replica in replicas]
             try:
                 sent, received = await self._attempt(version, replicas, trainer.send_weights(version, names))
-            except _ReceiverDied as lost:
+            except ReceiverDied as lost:
                 await self._fleet.lose(lost.replica, lost.death)
                 continue
             self._report_gathered(version, started, sent.gather_s, sent.nbytes)
             self._accept(version, "actor", replicas, sent, received)
-            return sent.gather_s
+            return sent.gather_s, replicas
 
     async def gather(self, trainer: OverlappingTrainEngine, version: int) -> float:
         """Into the trainer's copy, as soon as the one in it is not being sent any more. Returns the seconds it took."""
@@ -71,13 +73,11 @@ class Transfer:
         return gathered.gather_s
 
     async def apart(self, trainer: OverlappingTrainEngine, version: int, replica: RolloutEngine) -> None:
-        """The copy, which holds ``version``, to one replica. Raises `WorkerDied` when that died."""
+        """The copy, which holds ``version``, to one replica. Raises `ReceiverDied` when that died."""
         self._sending += 1
         try:
             sent, received = await self._attempt(version, [replica], trainer.send_gathered(version, replica.name))
             self._accept(version, replica.name, [replica], sent, received)
-        except _ReceiverDied as lost:
-            raise lost.death from None
         finally:
             self._sending -= 1
             self._sent.changed()
@@ -107,7 +107,7 @@ class Transfer:
         try:
             return await self._answer(replica.stage_weights(version), whom, silent)
         except WorkerDied as death:
-            raise _ReceiverDied(replica, death) from death
+            raise ReceiverDied(replica, death) from death
 
     async def _answer(self, call: Coroutine[Any, Any, T], whom: str, silent: list[str]) -> T:
         """The call's result; ``silent`` loses whoever answered."""

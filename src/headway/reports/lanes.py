@@ -98,6 +98,10 @@ class Lane:
         return sum(self.idle_by_reason(window).values())
 
 
+ROUNDING_S = 1e-9
+"""Gaps this short are no time, but the rounding of times that were added up in different orders."""
+
+
 def idle(span: Span, reason: str, label: str | None = None, kind: Kind = Kind.IDLE) -> LaneSpan:
     """A claim: during ``span`` nothing was done, for ``reason``."""
     return LaneSpan(*span, kind, reason if label is None else label, reason)
@@ -114,7 +118,8 @@ def lay_out(work: Iterable[LaneSpan], claims: Sequence[Iterable[LaneSpan]], life
         fitting = _fit(layer, free)
         if fitting:
             placed += fitting
-            free = complement((span.span for span in placed), life)
+            gaps = complement((span.span for span in placed), life)
+            free = [gap for gap in gaps if gap[1] - gap[0] > ROUNDING_S]
     placed += [idle(gap, NOTHING_REPORTED) for gap in free]
     return joined(sorted(placed, key=lambda span: span.start))
 

@@ -21,6 +21,7 @@ from headway.events import (
     GroupAdmitted,
     GroupRewarded,
     GroupSettled,
+    LeaseChanged,
     Note,
     OptimizerStepped,
     ReplicaActivity,
@@ -104,6 +105,8 @@ class RunMetrics:
         self.totals = Totals()
         self.updates: list[tuple[UpdateFinished, PhaseTimes]] = []
         """Updates that finished after the first admission: what was published before it cost the run nothing."""
+        self.lease_validation_s = 0.0
+        """Time in which the trainer waited for validations before it got shared devices."""
         self._sinks = sinks
         self._rows: dict[int, VersionRow] = {}
         self._closed_below = 0
@@ -143,6 +146,8 @@ class RunMetrics:
                 self._on_phase(event)
             case UpdateFinished():
                 self._on_update(event)
+            case LeaseChanged():
+                self.lease_validation_s += event.validation_s
             case ValidationFinished():
                 self._on_validation(event)
             case RunStarted():

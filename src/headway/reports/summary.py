@@ -124,7 +124,7 @@ def _stalls(metrics: RunMetrics, until: float = math.inf) -> Stalls:
     return Stalls(
         trainer=sum(event.trainer_stall_s for event, _ in updates),
         rollout=sum(event.rollout_stall_s for event, _ in updates),
-        validation=sum(event.validation_stall_s for event, _ in updates),
+        validation=sum(event.validation_stall_s for event, _ in updates) + metrics.lease_validation_s,
         moving_weights=sum(phases.critical_path_s() for _, phases in updates),
     )
 

@@ -1,18 +1,28 @@
-"""When a simulated replica computed, and how much of it."""
+"""When a simulated replica computed, how much of it, and in which steps."""
 
 from __future__ import annotations
 
-from headway.events import Span
+from headway.events import DecodeSteps, PrefillStep, Span
+
+ROUNDING = 1e-6
+"""Of a step."""
 
 
 class Activity:
-    """Busy spans, slot-time and prefilled tokens since the last report."""
+    """Busy spans, slot-time, prefilled tokens and steps since the last report.
+
+    Decoding is continuous here, so steps come in parts: what is left of a whole step is kept for the next report. A
+    prefill and the step after it are one, as in an engine that does both in one go.
+    """
 
     def __init__(self) -> None:
         self.slot_seconds = 0.0
         self.prefilled_tokens = 0
         self._busy: list[Span] = []
         self._since: float | None = None
+        self._decoded: dict[int, list[float]] = {}
+        """Active sequences → [steps, seconds, cached]. Below zero where a prefill has taken a step still to come."""
+        self._prefilled: list[PrefillStep] = []
 
     def computes(self, now: float, busy: bool) -> None:
         """From ``now`` on the replica computes, or does not. Spans that touch are one."""
@@ -26,6 +36,19 @@ class Activity:
         else:
             self._since = now
 
+    def decoded(self, active: int, steps: float, seconds: float, cached: float) -> None:
+        """``cached`` tokens before the first of these ``steps``; each adds ``active``."""
+        total = self._decoded.setdefault(active, [0.0, 0.0, 0.0])
+        total[0] += steps
+        total[1] += seconds
+        total[2] += steps * (cached + active * (steps - 1) / 2)
+
+    def prefilled(self, active: int, tokens: int, prefill_s: float, step_s: float, cached: float) -> None:
+        """A prefill of ``tokens`` ended. The step that follows, which `decoded` will count, belongs to it."""
+        self.prefilled_tokens += tokens
+        self._prefilled.append((active, tokens, prefill_s + step_s, round(cached)))
+        self.decoded(active, -1.0, -step_s, cached + active)  # the last term: a step back from there
+
     def take(self, now: float) -> tuple[list[Span], float, int]:
         """(busy spans, slot-seconds, prefilled tokens) up to ``now``, which starts the next report."""
         if self._since is not None:
@@ -34,6 +57,18 @@ class Activity:
         report = self._busy, self.slot_seconds, self.prefilled_tokens
         self._busy, self.slot_seconds, self.prefilled_tokens = [], 0.0, 0
         return report
+
+    def take_steps(self) -> tuple[dict[int, DecodeSteps], list[PrefillStep]]:
+        """(decode steps, steps with a prefill), whole ones."""
+        decode: dict[int, DecodeSteps] = {}
+        for active, total in self._decoded.items():
+            steps = int(total[0] + ROUNDING)
+            if steps > 0:
+                share = steps / total[0]
+                decode[active] = (steps, total[1] * share, round(total[2] * share))
+                total[:] = [value * (1 - share) for value in total]
+        prefilled, self._prefilled = self._prefilled, []
+        return decode, prefilled
 
     def _close(self, now: float) -> None:
         if self._since is not None and now > self._since:

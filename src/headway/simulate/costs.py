@@ -33,6 +33,10 @@ class DecodeCost:
         """One step with ``kv`` tokens cached before it."""
         return self.curve[active] + self.kv_token_s * kv
 
+    def slower(self, factor: float) -> DecodeCost:
+        """Everything takes ``factor`` times as long."""
+        return DecodeCost(tuple(seconds * factor for seconds in self.curve), self.kv_token_s * factor)
+
     def seconds(self, active: int, kv: float, steps: float) -> float:
         """T(steps), with ``kv`` ≥ ``active`` tokens cached before."""
         growth = self.kv_token_s * active / 2

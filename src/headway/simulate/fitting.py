@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.events import StartStep
+from headway.events import PrefillStep
 from headway.simulate.costs import DecodeCost
 
 OUTLIER = 3.0
@@ -24,6 +24,9 @@ SIGNIFICANT = 2.0
 """Standard errors by which a slope must differ from zero, or it is taken for noise."""
 LEAST_SPREAD = 1e-3
 """Standard deviation of sizes, in tokens, below which they are all the same."""
+LEAST_SPREAD_OF_SHARES = 0.15
+"""Standard deviation of shares, below which what was slowed down cannot be told from what was not."""
+FEWEST_FOR_SLOWDOWN = 10
 DIGITS = 4
 MAX_KNOTS = 16
 KNOT_TOLERANCE = 0.01
@@ -94,18 +97,21 @@ def fit_decode(samples: Iterable[DecodeSample]) -> DecodeFit:
     return DecodeFit(few_knots(list(zip(counts, not_falling(levels, weights), strict=True))), kv_token_s)
 
 
-def fit_prefill(steps: Iterable[StartStep], decode: DecodeCost) -> Line:
-    """What it costs to start sequences, against the tokens that they start from: the seconds by which a step that
-    started some took longer than one in which as many decoded.
+def fit_prefill(steps: Iterable[PrefillStep], decode: DecodeCost) -> Line:
+    """What it costs to prefill tokens: the seconds by which a step that prefilled some took longer than one in which as
+    many decoded."""
+    every = [(tokens, step_s, decode.step_s(active, cached)) for active, tokens, step_s, cached in steps]
+    line = _line_beside(every)
+    # Prompts differ so much in length that an outlier is only what is one for its length.
+    usual = [step for step in every if step[1] <= OUTLIER * (step[2] + line.fixed_s + line.unit_s * step[0])]
+    return _line_beside(usual)
 
-    The first token comes with the prefill, so that it may cost nothing on top of a plain step. None is an outlier: most
-    sequences begin from a prompt that is prefilled already, and the few that prefill one take many times as long.
-    """
-    tokens, seconds = [], []
-    for active, started_from, step_s, cached in steps:
-        tokens.append(started_from)
-        seconds.append(step_s - decode.step_s(active, cached))
-    return fit_line(tokens, seconds) if tokens else Line(0.0, 0.0, separated=False)
+
+def _line_beside(steps: Sequence[tuple[int, float, float]]) -> Line:
+    """Of (tokens, seconds, seconds that decoding alone would have taken)."""
+    if not steps:
+        return Line(0.0, 0.0, separated=False)
+    return fit_line([tokens for tokens, _, _ in steps], [step_s - decode_s for _, step_s, decode_s in steps])
 
 
 def without_outliers(measured: Iterable[T], cost: Callable[[T], float]) -> list[T]:
@@ -113,6 +119,47 @@ def without_outliers(measured: Iterable[T], cost: Callable[[T], float]) -> list[
     items = list(measured)
     limit = OUTLIER * median(map(cost, items)) if items else 0.0
     return [item for item in items if cost(item) <= limit]
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Work of one kind that took ``seconds``, in a ``share`` of which the other side computed."""
+
+    share: float
+    seconds: float
+    size: float
+    """In tokens: the seconds depend on it, too."""
+    weight: float
+
+
+def fit_slowdown(measured: Iterable[Beside]) -> float | None:
+    """How many times as long work takes while the other side computes: at least 1, and 1 if it drowns in noise. None
+    where the shares are too much alike to tell.
+
+    By weighted least squares of seconds on share and size together, since large work may well have other shares.
+    """
+    usual = without_outliers(measured, lambda item: item.seconds)
+    shares = np.array([item.share for item in usual])
+    if len(usual) < FEWEST_FOR_SLOWDOWN or shares.std() < LEAST_SPREAD_OF_SHARES:
+        return None
+    weights = np.sqrt([item.weight for item in usual])
+    seconds = np.array([item.seconds for item in usual])
+    sizes = np.array([item.size for item in usual])
+    columns = np.column_stack([np.ones_like(shares), shares, sizes - sizes.mean()][: 3 if sizes.std() > 0 else 2])
+    weighted = columns * weights[:, None]
+    inverse = np.linalg.pinv(weighted.T @ weighted)
+    solution = inverse @ weighted.T @ (seconds * weights)
+    residual = (seconds - columns @ solution) * weights
+    variance = float(residual @ residual) / (len(usual) - columns.shape[1])
+    alone, slope = float(solution[0]), float(solution[1])
+    significant = slope > SIGNIFICANT * float(np.sqrt(variance * inverse[1, 1]))
+    return 1 + slope / alone if significant and alone > 0 else 1.0
+
+
+def usual_mean(seconds: Iterable[float]) -> float:
+    """Without outliers; 0 if there is nothing."""
+    usual = without_outliers(seconds, lambda value: value)
+    return fmean(usual) if usual else 0.0
 
 
 def not_falling(values: Sequence[float], weights: Sequence[float]) -> list[float]:

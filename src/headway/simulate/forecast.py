@@ -26,9 +26,13 @@ class Shares:
     generation: float
 
     def step_s(self, setting: Setting) -> float:
-        """Side by side the slower one counts; on shared devices, or in turns, both do."""
-        in_turns = setting.synchronous or setting.split.shared
-        return self.training + self.generation if in_turns else max(self.training, self.generation)
+        """Side by side the slower one counts; on shared devices, or in turns, both do. With η = 0 the last fetch of a
+        version is trained on while nothing is generated."""
+        if setting.synchronous or setting.split.shared:
+            return self.training + self.generation
+        if setting.eta == 0:
+            return max(self.training, self.generation + self.training / setting.trigger)
+        return max(self.training, self.generation)
 
 
 def forecast(profile: Profile, setting: Setting) -> Shares:
@@ -38,15 +42,19 @@ def forecast(profile: Profile, setting: Setting) -> Shares:
 def _training(profile: Profile, setting: Setting) -> float:
     batch, train = profile.batch, profile.train
     cost = train_cost(train, setting.split.train_devices)
-    tokens = batch.groups_per_version * batch.n * (mean_length(profile.prompt) + mean_length(profile.response))
+    tokens = (
+        batch.groups_per_version
+        * batch.n
+        * (mean_length(profile.prompt) + mean_length(profile.response, answers=batch.n))
+    )
     steps = batch.ppo_epochs * batch.groups_per_version // batch.ppo_mini_batch_size
-    forwards = train.recompute_old_log_probs + train.reference
+    forwards = train.recomputes_old_log_probs(shared=setting.split.shared) + train.reference
     return steps * cost.step_s + (batch.ppo_epochs * cost.token_s + forwards * cost.forward_token_s) * tokens
 
 
 def _generation(profile: Profile, setting: Setting) -> float:
     batch, rollout, cost = profile.batch, profile.rollout, decode_cost(profile.rollout)
-    prompt, answer = mean_length(profile.prompt), mean_length(profile.response)
+    prompt, answer = mean_length(profile.prompt), mean_length(profile.response, answers=batch.n)
     groups = batch.groups_per_version / (1 - profile.reward.filtered)
     of_one = groups * batch.n / setting.split.replicas
     active = max(1, round(min(rollout.slots, of_one * float(1 + setting.eta))))
@@ -59,13 +67,13 @@ def _generation(profile: Profile, setting: Setting) -> float:
     return max(work, latency / float(1 + setting.eta))
 
 
-def mean_length(lengths: LengthsProfile) -> float:
-    """Tokens, on average."""
+def mean_length(lengths: LengthsProfile, *, answers: int = 1) -> float:
+    """Tokens, on average, of the first ``answers`` of a group."""
     match lengths:
         case ConstantLengths():
             return lengths.tokens
         case EmpiricalLengths():
-            return fmean(length for group in lengths.groups for length in group)
+            return fmean(group[k % len(group)] for group in lengths.groups for k in range(answers))
     if lengths.sigma == 0:
         return min(lengths.mean, lengths.max)
     # E[min(X, max)] of a lognormal X.

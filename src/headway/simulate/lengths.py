@@ -10,6 +10,7 @@ SplitMix64's output function (Steele, Lea and Flood, "Fast splittable pseudorand
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from statistics import NormalDist
 from typing import Protocol
 
@@ -21,6 +22,9 @@ _GAMMA = 0x9E3779B97F4A7C15
 """The odd number nearest to 2⁶⁴ divided by the golden ratio: what SplitMix64 steps its counter by."""
 
 _inverse_normal = NormalDist().inv_cdf
+
+Recorded = Callable[[TrajectoryId, int], int]
+"""(a trajectory's id, its group's number) → the index of a recorded group."""
 
 
 class LengthSampler(Protocol):
@@ -40,10 +44,20 @@ def lengths_of(profile: LengthsProfile, seed: int) -> LengthSampler:
             return _Constant(profile.tokens)
         case LognormalLengths():
             return _Lognormal(profile, seed)
-        case EmpiricalLengths(replay=True):
-            return _Replayed(profile.groups)
         case EmpiricalLengths():
-            return _Drawn(profile.groups, seed)
+            return _Recorded(profile.groups, _recorded(profile, seed))
+
+
+FilterSampler = Callable[[TrajectoryId, int], bool]
+"""(a trajectory's id, its group's number) → whether the recorded group that its lengths are from was filtered."""
+
+
+def filtered_of(profile: LengthsProfile, seed: int) -> FilterSampler | None:
+    """The recorded fates that go with the lengths of `lengths_of`, if they are known: of ``response.filtered``."""
+    if not isinstance(profile, EmpiricalLengths) or profile.filtered is None:
+        return None
+    filtered, recorded = frozenset(profile.filtered), _recorded(profile, seed)
+    return lambda id, number: recorded(id, number) in filtered
 
 
 class _Constant:
@@ -84,28 +98,24 @@ class _Lognormal:
         return key, self._mu + self._common * _inverse_normal(_uniform(key, -1))
 
 
-class _Drawn:
-    """The lengths of a recorded group that is drawn for each group, the same one for all its answers."""
+class _Recorded:
+    """The lengths of a recorded group, the same one for all answers of a group."""
 
-    def __init__(self, groups: list[list[int]], seed: int) -> None:
+    def __init__(self, groups: list[list[int]], recorded: Recorded) -> None:
         self._groups = groups
-        self._seed = seed
+        self._recorded = recorded
 
     def __call__(self, id: TrajectoryId, number: int) -> int:
-        epoch, row, attempt, k = id
-        recorded = self._groups[_group_key(self._seed, epoch, row, attempt) % len(self._groups)]
-        return recorded[k % len(recorded)]
+        lengths = self._groups[self._recorded(id, number)]
+        return lengths[id.k % len(lengths)]
 
 
-class _Replayed:
-    """The recorded groups in the order of their numbers, over and over."""
-
-    def __init__(self, groups: list[list[int]]) -> None:
-        self._groups = groups
-
-    def __call__(self, id: TrajectoryId, number: int) -> int:
-        recorded = self._groups[number % len(self._groups)]
-        return recorded[id.k % len(recorded)]
+def _recorded(profile: EmpiricalLengths, seed: int) -> Recorded:
+    """Which recorded group a group takes: the one of its number, over and over, or one that is drawn for it."""
+    count = len(profile.groups)
+    if profile.replay:
+        return lambda id, number: number % count
+    return lambda id, number: _group_key(seed, id.epoch, id.row, id.attempt) % count
 
 
 def _group_key(seed: int, epoch: int, row: int, attempt: int) -> int:

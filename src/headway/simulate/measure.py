@@ -4,19 +4,18 @@
               filling    │ measured, window of all shares  stops at n ≥ 4 and known within 2%, or n = 30
               pipeline   │
 
-A version ends with its last optimizer step. The error is estimated by batch means, as times of consecutive versions are
-not independent: with η > 0 a quick version leaves little behind for the next, so short and long ones alternate, and a
-batch is an even number of them.
+A version ends with its last optimizer step. The error is estimated by batch means (`headway.simulate.estimate`), as
+times of consecutive versions are not independent: with η > 0 a quick version leaves little behind for the next, so
+short and long ones alternate, and a batch is an even number of them.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 from headway.config.schema import Config
@@ -31,6 +30,8 @@ from headway.events import (
     UpdateFinished,
 )
 from headway.reports.occupancy import Occupancy
+from headway.simulate.controls import AnswerControls
+from headway.simulate.estimate import Estimate, estimate
 from headway.simulate.forecast import forecast
 from headway.simulate.grid import Setting
 from headway.simulate.profile import Profile
@@ -39,9 +40,6 @@ from headway.simulate.session import Simulation, config_for
 PRECISION = 0.02
 """Half-width of the 95% confidence interval over the mean at which a row is known."""
 FEWEST_VERSIONS, MOST_VERSIONS = 4, 30
-MOST_BATCHES = 15
-T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145)
-"""Student's t, two-sided 95%, for 1 … 14 degrees of freedom."""
 REPORTS_PER_VERSION = 4
 """Of each replica's activity, roughly."""
 
@@ -51,7 +49,7 @@ class Measurement:
     """One row at steady state. Shares are of the measured window."""
 
     step_s: float
-    """Seconds per version: B trained groups."""
+    """Seconds per version, B trained groups, for answers that are as long as they are on average."""
     half_width: float
     """Of the 95% confidence interval of ``step_s``, in seconds."""
     versions: int
@@ -72,20 +70,6 @@ class Measurement:
     """All that were simulated, the fill included."""
 
 
-def half_width(times: list[float], *, multiple: int = 1) -> float:
-    """Of the 95% confidence interval of the mean of ``times``, by batch means; infinite for fewer than two batches.
-
-    ``multiple`` divides the size of a batch.
-    """
-    size = multiple * ceil(len(times) / (multiple * MOST_BATCHES))
-    count = len(times) // max(size, 1)
-    if count < 2:
-        return math.inf
-    recent = times[len(times) - count * size :]
-    means = [fmean(recent[i : i + size]) for i in range(0, len(recent), size)]
-    return T_QUANTILES[count - 2] * stdev(means) / math.sqrt(count)
-
-
 def fill_versions(eta: Fraction) -> int:
     """Versions to leave out: until the pipeline is as full as it stays, and a little longer.
 
@@ -98,14 +82,25 @@ class StepMeter:
     """An observer. Keeps counters and busy spans, no events."""
 
     def __init__(
-        self, *, eta: Fraction, steps_per_version: int, stop: Callable[[], None], out_of_time: Callable[[], bool]
+        self,
+        *,
+        eta: Fraction,
+        steps_per_version: int,
+        stop: Callable[[], None],
+        out_of_time: Callable[[int], bool],
+        answers: AnswerControls | None = None,
     ) -> None:
-        """``stop`` is called once, at the end of a version; ``out_of_time`` is asked there."""
+        """``stop`` is called once, at the end of a version; ``out_of_time`` is asked there, and
+        told how many were measured.
+
+        ``answers`` is told of all, and makes the error smaller.
+        """
         self._fill = fill_versions(eta)
-        self._multiple = 1 if eta == 0 else 2
+        self._batches_of = (1,) if eta == 0 else (1, 2)
         self._steps_per_version = steps_per_version
         self._stop = stop
         self._out_of_time = out_of_time
+        self._answers = answers
         self._occupancy = Occupancy()
         self._steps = 0
         self._ends: list[float] = []
@@ -140,15 +135,17 @@ class StepMeter:
         if len(times) < 2:
             return None
         window = (self._ends[0], self._ends[-1])
+        found = self._estimate(times)
+        per_version = found.mean / (window[1] - window[0])
         return Measurement(
-            step_s=fmean(times),
-            half_width=half_width(times, multiple=self._multiple),
+            step_s=found.mean,
+            half_width=found.half_width,
             versions=len(times),
             trainer_idle=self._occupancy.trainer_idle(window) or 0.0,
             rollouter_idle=self._occupancy.rollouter_idle(window) or 0.0,
             slot_utilization=self._occupancy.slot_utilization(window) or 0.0,
-            trainer_waited_s=self._trainer_waited_s / len(times),
-            update_stall_s=self._update_stall_s / len(times),
+            trainer_waited_s=self._trainer_waited_s * per_version,
+            update_stall_s=self._update_stall_s * per_version,
             lag_mean=fmean(self._lags),
             lag_max=max(self._lags),
             lag_bound=self._lag_bound,
@@ -169,6 +166,8 @@ class StepMeter:
 
     def _trajectory(self, event: TrajectoryFinished) -> None:
         self._trajectories += 1
+        if self._answers is not None:
+            self._answers.answer_ended(event)
         if self._measuring:
             self._counted += 1
             self._partial += len(event.version_spans) > 1
@@ -194,15 +193,22 @@ class StepMeter:
     def _version_ended(self, time: float) -> None:
         if self._steps // self._steps_per_version >= self._fill:
             self._ends.append(time)
+        if self._answers is not None:
+            self._answers.version_ended()
         times = self._times()
-        if self._out_of_time() or len(times) >= MOST_VERSIONS or self._known(times):
+        if self._out_of_time(len(times)) or len(times) >= MOST_VERSIONS or self._known(times):
             self._stopped = True
             self._stop()
 
     def _known(self, times: list[float]) -> bool:
-        if len(times) < FEWEST_VERSIONS or len(times) % self._multiple:
+        if len(times) < FEWEST_VERSIONS or len(times) % self._batches_of[-1]:
             return False
-        return half_width(times, multiple=self._multiple) <= PRECISION * fmean(times)
+        found = self._estimate(times)
+        return found.half_width <= PRECISION * found.mean
+
+    def _estimate(self, times: list[float]) -> Estimate:
+        controls = self._answers.of(self._fill, len(times)) if self._answers is not None else []
+        return estimate(times, controls, batches_of=self._batches_of)
 
 
 def config_of(profile: Profile, setting: Setting, versions: int) -> Config:
@@ -221,7 +227,7 @@ def config_of(profile: Profile, setting: Setting, versions: int) -> Config:
 
 
 def measure(
-    profile: Profile, setting: Setting, *, out_of_time: Callable[[], bool] = lambda: False, seed: int = 0
+    profile: Profile, setting: Setting, *, out_of_time: Callable[[int], bool] = lambda versions: False, seed: int = 0
 ) -> Measurement | None:
     """Simulate ``setting`` until its step time is known, or time is out; None when that is too soon to tell."""
     batch = profile.batch
@@ -232,6 +238,7 @@ def measure(
         steps_per_version=batch.ppo_epochs * batch.groups_per_version // batch.ppo_mini_batch_size,
         stop=lambda: simulation.pipeline.request_stop(),  # noqa: PLW0108 - bound below: the meter observes it
         out_of_time=out_of_time,
+        answers=AnswerControls(profile, setting.eta),
     )
     simulation = Simulation(profile, config, seed=seed, observers=(meter,))
     simulation.run()

@@ -13,13 +13,15 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.reports import human
+from headway.simulate.grid import Setting
 from headway.simulate.measure import PRECISION
 from headway.simulate.planner import Plan
 from headway.simulate.rows import Row
 
 LINES_SHOWN = 16
 """Of the table, from the top; the recommended row, the baseline and each preset's best are shown in any case."""
-OPEN_SHOWN = 2
+NAMED = 2
+"""Settings that were not simulated."""
 WIDEST = 100
 WIDE_FROM = 96
 """Columns from which on the less important figures are shown, too."""
@@ -69,6 +71,8 @@ def render(plan: Plan, width: int) -> RenderableType:
         parts += [_table(plan, width), *_notes(plan)]
     if advice.recommended is not None:
         parts += [Text(), _recommendation(advice.recommended)]
+    if advice.recommended is not None and not advice.recommended.trains:
+        parts += [_to_train(advice.recommended, advice.trains)]
     parts += [Text(), Text(advice.sentence, style="bold")]
     if advice.caveat is not None:
         parts += [Text(), Text(advice.caveat, style="yellow"), _bullets(plan.profile.assumptions)]
@@ -97,7 +101,7 @@ def _title(plan: Plan) -> Text:
 def _table(plan: Plan, width: int) -> Table:
     columns = [column for column in COLUMNS if width >= WIDE_FROM or not column.wide]
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bright_black")
-    table.add_column("")
+    table.add_column("row", justify="right", no_wrap=True)
     for column in columns:
         several = column.title == "η"
         table.add_column(
@@ -106,10 +110,11 @@ def _table(plan: Plan, width: int) -> Table:
             no_wrap=not several,
             min_width=4 if several else None,
         )
-    for line in _shown(plan):
+    for number, line in _shown(plan):
         chosen = plan.advice.recommended in line
         cells = (column.cell(line[0]) if column.figure else _each(column, line) for column in columns)
-        table.add_row(RECOMMENDED if chosen else "", *cells, style="bold green" if chosen else None)
+        label = f"{number}-{number + len(line) - 1}" if len(line) > 1 else str(number)
+        table.add_row(f"{RECOMMENDED} {label}" if chosen else label, *cells, style="bold green" if chosen else None)
     return table
 
 
@@ -117,15 +122,17 @@ def _each(column: Column, line: Line) -> str:
     return ", ".join(dict.fromkeys(column.cell(row) for row in line))
 
 
-def _shown(plan: Plan) -> list[Line]:
-    lines = lines_of(plan.rows)
+def _shown(plan: Plan) -> list[tuple[int, Line]]:
+    """Each line with its first row's number, as ``--row`` counts them."""
     seen: set[str] = set()
-    shown = []
-    for place, line in enumerate(lines):
+    always = [plan.baseline, plan.advice.recommended, plan.advice.trains]
+    shown, number = [], 1
+    for place, line in enumerate(lines_of(plan.rows)):
         best_of_preset = line[0].setting.preset not in seen
         seen.add(line[0].setting.preset)
-        if place < LINES_SHOWN or best_of_preset or plan.baseline in line or plan.advice.recommended in line:
-            shown.append(line)
+        if place < LINES_SHOWN or best_of_preset or any(row in line for row in always):
+            shown.append((number, line))
+        number += len(line)
     return shown
 
 
@@ -133,20 +140,36 @@ def _notes(plan: Plan) -> list[Text]:
     notes = []
     if plan.baseline is not None:
         notes.append(f"Speed-up over {plan.baseline.setting.preset} on {plan.baseline.setting.split}.")
-    if hidden := len(plan.rows) - sum(map(len, _shown(plan))):
+    if hidden := len(plan.rows) - sum(len(line) for _, line in _shown(plan)):
         notes.append(f"{human.count(hidden)} more rows are not shown; --json writes them all.")
     if rough := sum(row.relative_error > PRECISION for row in plan.rows):
         notes.append(f"Not known within {human.share(PRECISION)}: {_rows(rough)}.")
     if plan.open:
-        names = "; ".join(map(str, plan.open[:OPEN_SHOWN]))
-        more = "; …" if len(plan.open) > OPEN_SHOWN else ""
-        notes.append(
-            f"{human.count(len(plan.open))} settings were not simulated, as time was out (--budget): {names}{more}"
-        )
+        notes.append(f"Not simulated, as time was out (--budget): {_settings(plan.open)}.")
+    if plan.skipped:
+        notes.append(f"Not simulated, as others are expected to be quicker (--sweep): {_settings(plan.skipped)}.")
     return [Text(note, style="bright_black") for note in notes]
 
 
+def _settings(settings: Sequence[Setting]) -> str:
+    more = f" and {human.count(len(settings) - NAMED)} more" if len(settings) > NAMED else ""
+    return "; ".join(map(str, settings[:NAMED])) + more
+
+
 def _recommendation(row: Row) -> Text:
+    return Text.assemble(("Recommended: ", "bold"), *_in_words(row))
+
+
+def _to_train(recommended: Row, trains: Row | None) -> Text:
+    if trains is None:
+        return Text("headway train refuses it for now, like every other row here.", style="yellow")
+    slower = human.share(max(0.0, trains.step_s / recommended.step_s - 1))
+    return Text.assemble(
+        (f"headway train refuses it for now; the best it accepts ({slower} slower): ", "yellow"), *_in_words(trains)
+    )
+
+
+def _in_words(row: Row) -> tuple[str | tuple[str, str], ...]:
     setting, split = row.setting, row.setting.split
     where = (
         f"all {human.count(split.train_devices)} devices for both, {_replicas(split.replicas)}"
@@ -154,8 +177,7 @@ def _recommendation(row: Row) -> Text:
         else f"{human.count(split.train_devices)} devices train, {human.count(split.rollout_devices)} generate "
         f"({_replicas(split.replicas)})"
     )
-    return Text.assemble(
-        ("Recommended: ", "bold"),
+    return (
         (setting.preset, "bold green"),
         f", {where}: mode={setting.preset} async_training.staleness_threshold={float(setting.eta):g} "
         f"async_training.trigger_parameter_sync_step={setting.trigger} "

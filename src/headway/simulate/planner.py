@@ -2,7 +2,9 @@
 
 profile ─▶ settings ─▶ search ─▶ simulate one ─▶ row ─┐
                          ▲                            ├─▶ Plan: rows, quickest first; advice
-                         └─────── what it took ───────┘
+                         └──── what was measured ─────┘
+
+A row is simulated until it is known, or has had its share of the time: what is left, over the rows still to come.
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ from headway.simulate.measure import FEWEST_VERSIONS, Measurement, fill_versions
 from headway.simulate.profile import Profile
 from headway.simulate.rows import Row, baseline_of, baseline_preset, row_of
 from headway.simulate.rows import to_json as row_to_json
-from headway.simulate.search import Search
+from headway.simulate.search import Climb, Everything, Guess
+
+ROUGHLY_KNOWN = 6
+"""Versions that a row is given, however small its share of the time."""
 
 Progress = Callable[[Row, int], None]
 """Called after each row with it and the number of settings that are still open."""
@@ -31,7 +36,7 @@ class Measure(Protocol):
     """`headway.simulate.measure.measure`, or a stand-in for it."""
 
     def __call__(
-        self, profile: Profile, setting: Setting, *, out_of_time: Callable[[], bool], seed: int
+        self, profile: Profile, setting: Setting, *, out_of_time: Callable[[int], bool], seed: int
     ) -> Measurement | None: ...
 
 
@@ -43,6 +48,8 @@ class Plan:
     """Quickest first."""
     open: tuple[Setting, ...]
     """Not simulated, as time was out; the most promising first."""
+    skipped: tuple[Setting, ...]
+    """Not simulated, as they are expected to be slower than others."""
     baseline: Row | None
     """What ``speedup`` compares with: colocated synchronous training, or the quickest synchronous row."""
     advice: Advice
@@ -74,7 +81,7 @@ def plan(
     Args:
         devices: replaces the profile's number.
         budget_s: seconds of ``clock``; no new row is begun that would probably end after it. The first one always is.
-        sweep: all combinations of preset, split, η and trigger, instead of η and trigger around each preset's best.
+        sweep: all combinations of preset, split, η and trigger, instead of those that may be the quickest.
         settings: these and no others.
 
     Raises:
@@ -88,7 +95,9 @@ def plan(
     budget = _Budget(clock, budget_s, profile)
     rows: list[Row] = []
     trajectories = 0
-    while (setting := search.next()) is not None and budget.allows(setting):
+    while (still_open := search.open) and budget.allows(still_open[0]):
+        setting = still_open[0]
+        budget.share(search.to_come)
         measured = measure(profile, setting, out_of_time=budget.out_of_time, seed=seed)
         if measured is None:
             break
@@ -103,6 +112,7 @@ def plan(
         profile=profile,
         rows=compared,
         open=tuple(search.open),
+        skipped=tuple(search.skipped),
         baseline=baseline,
         advice=advise(compared, profile.assumptions),
         trajectories=trajectories,
@@ -119,8 +129,10 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "groups_per_version": plan.profile.batch.groups_per_version,
         "rows": [row_to_json(row) for row in plan.rows],
         "not_simulated": [str(setting) for setting in plan.open],
+        "expected_slower": [str(setting) for setting in plan.skipped],
         "baseline": None if plan.baseline is None else str(plan.baseline.setting),
         "recommended": None if advice.recommended is None else row_to_json(advice.recommended),
+        "recommended_to_train": None if advice.trains is None else row_to_json(advice.trains),
         "asynchrony_helps": advice.helps,
         "sentence": advice.sentence,
         "assumptions": plan.profile.assumptions,
@@ -132,17 +144,11 @@ def to_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _search(profile: Profile, settings: Sequence[Setting] | None, *, sweep: bool) -> Search:
-    adaptive = settings is None and not sweep
-    if settings is None:
-        settings = grid.full(profile) if sweep else grid.own(profile)
-    baseline = baseline_preset()
-    return Search(
-        settings,
-        lambda setting: forecast(profile, setting),
-        first=lambda setting: setting.preset == baseline,
-        around=lambda setting: grid.around(profile, setting) if adaptive else (),
-    )
+def _search(profile: Profile, settings: Sequence[Setting] | None, *, sweep: bool) -> Everything:
+    guess, baseline = Guess(lambda setting: forecast(profile, setting)), baseline_preset()
+    if settings is not None or sweep:
+        return Everything(grid.full(profile) if settings is None else settings, guess, baseline=baseline)
+    return Climb(grid.own(profile), guess, baseline=baseline, around=lambda setting: grid.around(profile, setting))
 
 
 def _compare(rows: Iterable[Row]) -> tuple[tuple[Row, ...], Row | None]:
@@ -164,22 +170,29 @@ class _Budget:
         self._budget_s = budget_s
         self._per_version = profile.batch.groups_per_version * profile.batch.n
         self._trajectories = 0
+        self._share_ends = budget_s
 
     @property
     def elapsed(self) -> float:
         return self._clock() - self._started
 
-    def out_of_time(self) -> bool:
-        """Whether one more version would probably end too late."""
-        return self._would_end_late(self._per_version)
+    def share(self, rows: int) -> None:
+        """The next one of so many rows begins."""
+        self._share_ends = self.elapsed + (self._budget_s - self.elapsed) / rows
+
+    def out_of_time(self, versions: int) -> bool:
+        """Whether one more version than the measured ones would probably end too late, for the plan or for the row."""
+        ends = self._share_ends if versions >= ROUGHLY_KNOWN else self._budget_s
+        return self._would_end_late(self._per_version, ends)
 
     def allows(self, setting: Setting) -> bool:
         """Whether the shortest simulation of ``setting`` would probably end in time."""
-        return not self._would_end_late(self._per_version * (fill_versions(setting.eta) + FEWEST_VERSIONS))
+        shortest = fill_versions(setting.eta) + FEWEST_VERSIONS
+        return not self._would_end_late(self._per_version * shortest, self._budget_s)
 
     def spent(self, trajectories: int) -> None:
         self._trajectories += trajectories
 
-    def _would_end_late(self, trajectories: int) -> bool:
+    def _would_end_late(self, trajectories: int, ends: float) -> bool:
         per_trajectory = self.elapsed / self._trajectories if self._trajectories else 0.0
-        return self.elapsed + trajectories * per_trajectory > self._budget_s
+        return self.elapsed + trajectories * per_trajectory > ends

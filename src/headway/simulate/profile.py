@@ -12,12 +12,15 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
 from headway.config.schema import NonNegative, Positive, Section
 
 Seconds = Annotated[float, Field(ge=0)]
 PositiveSeconds = Annotated[float, Field(gt=0)]
+
+SHARE_TOLERANCE = 1e-3
+"""By which two statements of one share may differ: they were rounded."""
 
 
 class BatchProfile(Section):
@@ -67,6 +70,19 @@ class EmpiricalLengths(Section):
     groups: list[Annotated[list[Positive], Field(min_length=1)]] = Field(min_length=1)
     replay: bool = False
     """Group number i takes ``groups[i mod len(groups)]``, as recorded, instead of a drawn one."""
+    filtered: list[NonNegative] | None = None
+    """Of answers: which of ``groups`` were filtered, by index. Whoever takes the lengths of one of them is filtered,
+    too: easy and hard prompts have answers of other lengths. Default: nobody knows."""
+
+    @field_validator("filtered")
+    @classmethod
+    def _of_these_groups(cls, filtered: list[int] | None, info: ValidationInfo) -> list[int] | None:
+        groups = info.data.get("groups")
+        if filtered is None or groups is None:
+            return filtered
+        if sorted(set(filtered)) != filtered or (filtered and filtered[-1] >= len(groups)):
+            raise ValueError(f"expected indices of the {len(groups)} groups, each once, in order")
+        return filtered
 
 
 def _kind_of(value: Any) -> Any:
@@ -135,12 +151,17 @@ class TrainProfile(Section):
     inversely with devices."""
     min_devices: Positive = 1
     """Fewer do not hold the model, its gradients and optimizer."""
-    recompute_old_log_probs: bool = False
-    """One forward pass over each fetch before its first step (``use_rollout_log_probs: false``); colocated synchronous
-    systems usually do, others may take the engine's own log-probs."""
+    recompute_old_log_probs: Literal["never", "shared", "always"] = "never"
+    """Where one forward pass over each fetch precedes its first step (``use_rollout_log_probs: false``), instead of
+    taking the engine's own log-probs. ``shared``: only where training and generation share devices, as colocated
+    synchronous systems usually do."""
     reference: bool = False
     """One more forward pass over each fetch, for the reference policy."""
     threads: NonNegative = 0
+
+    def recomputes_old_log_probs(self, *, shared: bool) -> bool:
+        """Whether a row does, that shares its devices or not."""
+        return self.recompute_old_log_probs == "always" or (shared and self.recompute_old_log_probs == "shared")
 
     @field_validator("points")
     @classmethod
@@ -184,7 +205,8 @@ class RewardProfile(Section):
     workers: Positive = 1
     """Groups that are scored at once."""
     filtered: float = Field(0.0, ge=0, lt=1)
-    """Share of groups that are filtered, and refilled, because their rewards have no variance."""
+    """Share of groups that are filtered, and refilled, because their rewards have no variance. Which ones is drawn,
+    unless ``response.filtered`` says it."""
 
 
 class ValidationProfile(Section):
@@ -192,6 +214,29 @@ class ValidationProfile(Section):
     n: Positive = 1
     test_freq: Positive = 1
     """Versions between two validations."""
+
+
+class ContentionProfile(Section):
+    """How many times longer a side's work takes while the other one computes: where training and generation have
+    devices of their own, but cores or memory in common. All costs are those of a side that computes alone."""
+
+    train: float = Field(1.0, ge=1)
+    """While any replica computes."""
+    rollout: float = Field(1.0, ge=1)
+    """While the trainer computes."""
+
+
+class LatencyProfile(Section):
+    """What passes while nothing is computed: messages under way, and the driver's own work between two parts."""
+
+    group_s: Seconds = 0.0
+    """A group's way to its replica and back, from admission to its first step and from its last token to the reward.
+    It holds no slot."""
+    fetch_s: Seconds = 0.0
+    """Of each fetch: advantages, and the driver's work before, between and after its optimizer steps. A simulation counts
+    it as part of the fetch's first step."""
+    update_s: Seconds = 0.0
+    """Of each parameter update, beside its phases: the trainer is held for so much longer, decoding is not."""
 
 
 class Profile(Section):
@@ -207,9 +252,31 @@ class Profile(Section):
     train: TrainProfile
     update: UpdateProfile = UpdateProfile()
     shared: SharedProfile = SharedProfile()
-    reward: RewardProfile = RewardProfile()
+    reward: RewardProfile = Field(RewardProfile(), validate_default=True)
     validation: ValidationProfile | None = None
+    latency: LatencyProfile = LatencyProfile()
+    contention: ContentionProfile = ContentionProfile()
     assumptions: list[str] = []
     """What was not measured, and how uncertain it is; shown beside the plan."""
     measured_on: str | None = None
     """The machine."""
+
+    @field_validator("prompt")
+    @classmethod
+    def _fates_are_the_answers(cls, prompt: LengthsProfile) -> LengthsProfile:
+        if isinstance(prompt, EmpiricalLengths) and prompt.filtered is not None:
+            raise ValueError("expected no filtered here, where it has no effect; it belongs to response")
+        return prompt
+
+    @field_validator("reward")
+    @classmethod
+    def _one_share_of_filtered_groups(cls, reward: RewardProfile, info: ValidationInfo) -> RewardProfile:
+        lengths = info.data.get("response")
+        if isinstance(lengths, EmpiricalLengths) and lengths.filtered is not None:
+            share = len(lengths.filtered) / len(lengths.groups)
+            if abs(share - reward.filtered) > SHARE_TOLERANCE:
+                raise ValueError(
+                    f"expected filtered: {share:.4g}, as response.filtered names {len(lengths.filtered)} of "
+                    f"{len(lengths.groups)} groups; or no response.filtered"
+                )
+        return reward

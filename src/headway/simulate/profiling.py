@@ -6,13 +6,15 @@ RUN/events.jsonl ─▶ Recording ─▶ fits ───────────�
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
 from headway.config.loading import load
 from headway.config.placement import ACTOR, REF, ROLLOUT, needs_reference, resolve_placement
 from headway.errors import ConfigError
+from headway.events import WorkerDescribed
 from headway.reports.events_file import read_events
 from headway.reports.run_directory import RunDirectory
 from headway.simulate.costs import decode_cost
@@ -25,26 +27,30 @@ from headway.simulate.fitting import (
     fit_prefill,
     rounded,
     service_seconds,
+    usual_mean,
     without_outliers,
 )
+from headway.simulate.overlap import Overlap
 from headway.simulate.profile import (
     BatchProfile,
+    ContentionProfile,
     EmpiricalLengths,
+    LatencyProfile,
     PhaseProfile,
     Profile,
     RewardProfile,
     RolloutProfile,
+    SharedProfile,
     TrainPoint,
     TrainProfile,
     UpdateProfile,
     ValidationProfile,
 )
-from headway.simulate.recording import GroupRecord, Recording, UpdateRecord, recording_of
+from headway.simulate.recording import GroupRecord, Recording, recording_of
 
 MAX_GROUPS = 4000
 """Recorded groups that a profile keeps."""
 MIN_VERSIONS = 2
-NOTICEABLE_S = 1e-4
 FORWARD_SHARE = 1 / 3
 """Of a training step's seconds per token, where no forward pass was measured: the backward pass costs twice as much."""
 
@@ -72,8 +78,9 @@ class _Profiling:
         self._config = load(directory.config).config
         mini_batch = self._config.actor.ppo_mini_batch_size
         self._recording = recording_of(read_events(directory.events), mini_batch=mini_batch)
-        self._assumptions: list[str] = []
         _check_enough(run, self._recording)
+        self._overlap = Overlap(self._recording)
+        self._assumptions: list[str] = []
 
     def profile(self, *, replay: bool) -> Profile:
         config = self._config
@@ -82,8 +89,8 @@ class _Profiling:
         prompt, response = self._lengths(replay=replay)
         if needs_reference(config) and not placement.shared(REF, ACTOR):
             self._assume("the reference policy's own devices are left out: its forward passes delay nothing")
-        if placement.shared(ACTOR, ROLLOUT):
-            self._assume("what it takes to hand shared devices over was not measured, and counts as nothing")
+        if not placement.shared(ACTOR, ROLLOUT):
+            self._assume("training and generation had their own devices: what it takes to share some counts as nothing")
         return Profile(
             name=config.run.name,
             devices=len({*placement.devices[ACTOR], *placement.devices[ROLLOUT]}),
@@ -98,8 +105,12 @@ class _Profiling:
             rollout=self._rollout(),
             train=self._train(len(placement.devices[ACTOR]), reference_inside=placement.shared(REF, ACTOR)),
             update=self._update(),
-            reward=self._reward(),
+            reward=self._reward(response),
             validation=self._validation(),
+            latency=self._latency(),
+            contention=self._contention(),
+            shared=self._shared(),
+            measured_on=measured_on(self._recording.workers),
             assumptions=self._assumptions,
         )
 
@@ -109,14 +120,7 @@ class _Profiling:
     def _say_what_was_measured(self) -> None:
         started, versions = self._recording.started, self._recording.versions
         mode = started.mode if started else self._config.mode
-        self._assume(
-            f"costs were measured in a run of mode {mode} with {versions} versions; generation and training slow each "
-            "other down no more than they did there"
-        )
-        if (delivery_s := self._recording.delivery_s()) > NOTICEABLE_S:
-            self._assume(
-                f"groups reach the driver at once; in the run they took {delivery_s:.2g} s from their last token"
-            )
+        self._assume(f"costs were measured in a run of mode {mode} with {versions} versions")
 
     # ------------------------------------------------------------------------------------------ lengths
 
@@ -127,11 +131,14 @@ class _Profiling:
         if len(kept) < len(groups):
             self._assume(f"lengths are those of {len(kept)} of the run's {len(groups)} groups, evenly spread")
         self._assume("answers stay as long as they were in the run; they change as the policy learns")
+        filtered = [index for index, group in enumerate(kept) if group.fate == "filtered"]
         if lost := sum(group.fate not in (None, "trained", "filtered") for group in self._recording.groups.values()):
             self._assume(f"{lost} groups that were dropped, failed or unfinished are not among the lengths")
         return (
             EmpiricalLengths(kind="empirical", groups=[[max(1, g.prompt_tokens)] for g in kept], replay=replay),
-            EmpiricalLengths(kind="empirical", groups=list(map(_answers, kept)), replay=replay),
+            EmpiricalLengths(
+                kind="empirical", groups=list(map(_answers, kept)), replay=replay, filtered=filtered or None
+            ),
         )
 
     # ------------------------------------------------------------------------------------------ rollout
@@ -139,14 +146,14 @@ class _Profiling:
     def _rollout(self) -> RolloutProfile:
         config, recording = self._config.rollout, self._recording
         slots = max(recording.started.slots.values()) if recording.started else config.max_concurrent
-        decode = fit_decode(recording.decode_samples())
+        decode = fit_decode(self._overlap.decode_samples())
         profile = RolloutProfile(
             slots=slots,
             decode=[(active, rounded(seconds)) for active, seconds in decode.curve],
             kv_token_s=rounded(decode.kv_token_s),
-            threads=self._threads("rollout", config.threads),
+            threads=self._threads("rollout", ROLLOUT, config.threads),
         )
-        prefill = fit_prefill(recording.start_steps(), decode_cost(profile))
+        prefill = fit_prefill(self._overlap.prefill_steps(), decode_cost(profile))
         self._assume_of_decoding(decode, prefill, slots)
         return profile.model_copy(
             update={"prefill_token_s": rounded(prefill.unit_s), "prefill_s": rounded(prefill.fixed_s)}
@@ -162,10 +169,12 @@ class _Profiling:
         if not prefill.separated:
             self._assume("prefills hardly differed in size or in time: their cost is taken as proportional to tokens")
 
-    def _threads(self, role: str, configured: int) -> int:
-        if not configured:
-            self._assume(f"{role}.threads was 0: the threads that it was measured with are not on record")
-        return configured
+    def _threads(self, section: str, role: str, configured: int) -> int:
+        """Of torch in each of the role's workers."""
+        described = [worker.threads for worker in self._recording.workers if worker.worker.startswith(f"{role}-")]
+        if not described and not configured:
+            self._assume(f"{section}.threads was 0: the threads that it was measured with are not on record")
+        return max(described, default=configured)
 
     # ------------------------------------------------------------------------------------------ training
 
@@ -183,14 +192,14 @@ class _Profiling:
                     forward_token_s=rounded(self._forward_cost(step)),
                 )
             ],
-            recompute_old_log_probs=not self._config.async_training.use_rollout_log_probs,
+            recompute_old_log_probs="never" if self._config.async_training.use_rollout_log_probs else "always",
             reference=needs_reference(self._config) and reference_inside,
-            threads=self._threads("trainer", self._config.trainer.threads),
+            threads=self._threads("trainer", ACTOR, self._config.trainer.threads),
         )
 
     def _step_cost(self) -> Line:
         steps = without_outliers(
-            (step for step in self._recording.warm(self._recording.steps) if step.tokens > 0),
+            (step for step in self._overlap.steps() if step.tokens > 0),
             lambda step: step.seconds / step.tokens,
         )
         line = fit_line([step.tokens for step in steps], [step.seconds for step in steps])
@@ -202,7 +211,7 @@ class _Profiling:
 
     def _forward_cost(self, step: Line) -> float:
         """Seconds per token of a forward pass."""
-        forwards = [work for work in self._recording.warm(self._recording.forwards) if work.tokens > 0]
+        forwards = [work for work in self._overlap.forwards() if work.tokens > 0]
         if not forwards:
             self._assume("no forward pass was measured; it is taken as a third of a training step per token")
             return step.unit_s * FORWARD_SHARE
@@ -213,36 +222,70 @@ class _Profiling:
 
     def _update(self) -> UpdateProfile:
         """Each phase's median over updates. What its size would cost cannot be told from one size."""
-        updates = self._recording.warm(self._recording.updates.values())
-        synchronous = self._config.param_update.schedule == "synchronous"
+        updates = self._recording.warm(self._recording.updates.updates.values())
+        synchronous = self._synchronous
         return UpdateProfile(
             nbytes=max(update.nbytes for update in updates),
             gather=_median_of(update.phases.get("gather", 0.0) for update in updates),
             send=_median_of(update.phases.get("send", 0.0) for update in updates),
-            recv=_median_of(_recv_s(update, synchronous=synchronous) for update in updates),
+            recv=_median_of(update.recv_s(synchronous=synchronous) for update in updates),
             register=_median_of(update.phases.get("register", 0.0) for update in updates),
-            load=_median_of(max(update.phases.get("load", 0.0), update.halted_s) for update in updates),
+            load=_median_of(update.load_s for update in updates),
+        )
+
+    @property
+    def _synchronous(self) -> bool:
+        return self._config.param_update.schedule == "synchronous"
+
+    def _shared(self) -> SharedProfile:
+        """Each way's median."""
+        updates = self._recording.updates
+        if not updates.to_train_s:
+            return SharedProfile()
+        return SharedProfile(
+            to_train_s=rounded(median(updates.to_train_s)), to_generate_s=rounded(median(updates.to_generate_s))
+        )
+
+    def _contention(self) -> ContentionProfile:
+        overlap = self._overlap
+        unknown = [
+            name
+            for name, slowdown in (("training", overlap.training), ("generation", overlap.generation))
+            if slowdown is None
+        ]
+        if unknown:
+            self._assume(
+                f"how much {' and '.join(unknown)} slow down beside the other side could not be told from a run in "
+                f"which the trainer computed for {overlap.share():.0%} of the time that was spent on generating; it "
+                "counts as nothing, and costs are as they were there (a run of mode stream_off_policy measures it)"
+            )
+        return ContentionProfile(train=rounded(overlap.training or 1.0), rollout=rounded(overlap.generation or 1.0))
+
+    def _latency(self) -> LatencyProfile:
+        """What passes between the parts, usually: outliers left out, on average, as it adds up over a run."""
+        recording = self._recording
+        deliveries = [group.delivery_s for group in recording.warm(recording.recorded_groups())]
+        updates = recording.warm(recording.updates.updates.values())
+        in_updates = [u.latency_s(recording.busy_within, synchronous=self._synchronous) for u in updates]
+        submission_s = usual_mean(recording.submissions_s())
+        if not submission_s:
+            self._assume("no replica was seen idle and then given groups: what sending them takes counts as nothing")
+        return LatencyProfile(
+            group_s=rounded(usual_mean(deliveries) + submission_s),
+            fetch_s=rounded(usual_mean(fetch.latency_s for fetch in recording.warm(recording.training.fetches))),
+            update_s=rounded(usual_mean(seconds for seconds in in_updates if seconds is not None)),
         )
 
     # ------------------------------------------------------------------------------------------ reward, validation
 
-    def _reward(self) -> RewardProfile:
+    def _reward(self, response: EmpiricalLengths) -> RewardProfile:
         scored = [group for group in self._recording.groups.values() if group.rewarded is not None]
         workers = self._config.reward.workers
         times = service_seconds(((g.arrived, g.rewarded) for g in scored if g.rewarded is not None), workers)
-        tokens: dict[str | None, list[int]] = {"trained": [], "filtered": []}
-        for group in self._recording.recorded_groups():
-            tokens[group.fate].append(group.tokens)
-        trained, filtered = tokens["trained"], tokens["filtered"]
-        if filtered:
-            self._assume(
-                "which groups are filtered does not depend on their lengths; in the run those that were trained had "
-                f"{fmean(trained):.0f} tokens each, those that were filtered {fmean(filtered):.0f}"
-            )
         return RewardProfile(
             seconds=rounded(median(times)) if times else 0.0,
             workers=workers,
-            filtered=rounded(len(filtered) / (len(trained) + len(filtered))),
+            filtered=rounded(len(response.filtered or ()) / len(response.groups)),
         )
 
     def _validation(self) -> ValidationProfile | None:
@@ -266,12 +309,15 @@ def _median_of(seconds: Iterable[float]) -> PhaseProfile:
     return PhaseProfile(latency_s=rounded(median(seconds)))
 
 
-def _recv_s(update: UpdateRecord, *, synchronous: bool) -> float:
-    """A replica says how long it received for, but in a synchronous update that counts its wait for gather, too: there
-    it is what the transfer took after gather and besides register. Sending goes on at the same time."""
-    if not synchronous:
-        return update.phases.get("recv", 0.0)
-    return max(0.0, update.transfer_s - update.phases.get("gather", 0.0) - update.phases.get("register", 0.0))
+def measured_on(workers: Sequence[WorkerDescribed]) -> str | None:
+    """The machines of a run, in a line: GPUs if it had any, then cores. None where they are not on record."""
+    if not workers:
+        return None
+    gpus = Counter(worker.gpu for worker in workers if worker.gpu is not None)
+    hosts = Counter((worker.cores, worker.cpu) for worker in {worker.host: worker for worker in workers}.values())
+    parts = [f"{count} worker(s) with a {gpu} each" for gpu, count in sorted(gpus.items())]
+    parts += [f"{count} machine(s) with {cores} cores of {cpu}" for (cores, cpu), count in sorted(hosts.items())]
+    return "; ".join(parts)
 
 
 def _check_directory(run: Path) -> RunDirectory:
@@ -293,7 +339,7 @@ def _check_enough(run: Path, recording: Recording) -> None:
     needed = f"a profile needs a run with at least {MIN_VERSIONS} versions; train for longer, or give another run"
     if recording.versions < MIN_VERSIONS:
         raise ConfigError(f"{run} ended after {recording.versions} parameter update(s); {needed}")
-    if not any(step.tokens for step in recording.steps):
+    if not any(step.tokens for step in recording.training.steps):
         raise ConfigError(f"{run} made no optimizer step; {needed}")
     active = {report.replica for report in recording.activity if report.generated_tokens}
     if silent := sorted(set(recording.started.slots) - active):
@@ -301,7 +347,7 @@ def _check_enough(run: Path, recording: Recording) -> None:
             f"{run} says nothing about what {', '.join(silent)} did; a profile needs a run in which every replica "
             "generated"
         )
-    if not recording.decode_samples():
+    if not recording.warm_activity("decode_steps"):
         raise ConfigError(
             f"{run} does not say how long its decode steps took, so there is no decode curve; give a run of a rollout "
             "engine that measures them, such as rollout.name=native"

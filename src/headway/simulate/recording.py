@@ -1,9 +1,9 @@
 """What a run's events say about costs, in one pass over them.
 
-    TrajectoryFinished, GroupRewarded, GroupSettled ─▶ groups
-    FetchTaken, TrainerBusy, OptimizerStepped ─▶ training
-    ReplicaActivity ─▶ decode and start steps
-    TrainerBusy, UpdatePhase, UpdateFinished ─▶ updates
+    GroupAdmitted, TrajectoryFinished, GroupRewarded, GroupSettled ─▶ groups
+    ReplicaActivity ─▶ decode and prefill steps, busy spans
+    everything that the trainer does ─▶ `TrainingRecord`
+    everything about updates and shared devices ─▶ `UpdatesRecord`
 
 Everything before the run's first parameter update is warm-up (caches, memory, compilation): it is left out of the costs
 wherever something was measured after it.
@@ -11,29 +11,30 @@ wherever something was measured after it.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from itertools import pairwise
 from typing import Protocol, TypeVar
 
 from headway.events import (
     Event,
-    FetchTaken,
+    GroupAdmitted,
     GroupRewarded,
     GroupSettled,
-    OptimizerStepped,
     ReplicaActivity,
-    RunFinished,
+    ReplicaHalted,
     RunStarted,
-    StartStep,
-    TrainerBusy,
+    Span,
     TrajectoryFinished,
-    UpdateFinished,
-    UpdatePhase,
     ValidationFinished,
+    WorkerDescribed,
 )
-from headway.simulate.fitting import DecodeSample
+from headway.reports.intervals import IntervalUnion
+from headway.simulate.record_training import TrainingRecord
+from headway.simulate.record_updates import UpdatesRecord
 
 KEPT_FATES = frozenset({"trained", "filtered"})
 
@@ -50,6 +51,9 @@ K = TypeVar("K", bound=Timed)
 class GroupRecord:
     """One admitted group, as far as it got."""
 
+    admitted: float = 0.0
+    replica: str = ""
+    """That finished its last trajectory."""
     prompt_tokens: int = 0
     answer_tokens: dict[int, int] = field(default_factory=dict)
     """k → tokens."""
@@ -69,136 +73,101 @@ class GroupRecord:
         """Prompt and answer of every trajectory: what a training step runs over."""
         return len(self.answer_tokens) * self.prompt_tokens + sum(self.answer_tokens.values())
 
-
-@dataclass(frozen=True, slots=True)
-class TrainerWork:
-    """A forward pass over a fetch, or one optimizer step."""
-
-    began: float
-    seconds: float
-    tokens: int
+    @property
+    def delivery_s(self) -> float:
+        """From its last token until the driver had it."""
+        return self.arrived - self.sampled
 
 
-@dataclass(slots=True)
-class UpdateRecord:
-    """One parameter update. Seconds of each phase: the slowest replica's, where several had it."""
-
-    began: float = 0.0
-    transfer_s: float = 0.0
-    """From the begin of gather until every replica had received; known for synchronous updates."""
-    phases: dict[str, float] = field(default_factory=dict)
-    nbytes: int = 0
-    halted_s: float = 0.0
-    """A replica decoded nothing for so long; the mean over replicas."""
-
-
-@dataclass(slots=True)
 class Recording:
     """Everything that a profile needs. Fill it with `recording_of`."""
 
-    mini_batch: int
-    started: RunStarted | None = None
-    finished: RunFinished | None = None
-    groups: defaultdict[int, GroupRecord] = field(default_factory=lambda: defaultdict(GroupRecord))
-    steps: list[TrainerWork] = field(default_factory=list)
-    forwards: list[TrainerWork] = field(default_factory=list)
-    updates: defaultdict[int, UpdateRecord] = field(default_factory=lambda: defaultdict(UpdateRecord))
-    activity: list[ReplicaActivity] = field(default_factory=list)
-    validations: list[ValidationFinished] = field(default_factory=list)
-    versions: int = 0
-    """Parameter updates that finished."""
-    warm_at: float = float("inf")
-    """When the first of them did."""
-    _fetch: list[int] = field(default_factory=list)
-    _steps_of_fetch: int = 0
-    _busy: TrainerBusy | None = None
+    def __init__(self, mini_batch: int) -> None:
+        self.workers: list[WorkerDescribed] = []
+        self.started: RunStarted | None = None
+        self.groups: defaultdict[int, GroupRecord] = defaultdict(GroupRecord)
+        self.activity: list[ReplicaActivity] = []
+        self.validations: list[ValidationFinished] = []
+        self.training = TrainingRecord(mini_batch, lambda number: self.groups[number].tokens)
+        self.updates = UpdatesRecord()
+        self._busy: defaultdict[str, IntervalUnion] = defaultdict(IntervalUnion)
+        self._resumed: defaultdict[str, list[float]] = defaultdict(list)
+        """When each replica went on after a halt, in order."""
+
+    @property
+    def versions(self) -> int:
+        """Parameter updates that finished."""
+        return self.updates.versions
 
     def add(self, event: Event) -> None:
         match event:
+            case WorkerDescribed():
+                self.workers.append(event)
             case RunStarted():
                 self.started = event
+            case GroupAdmitted():
+                self.groups[event.number].admitted = event.time
             case TrajectoryFinished():
-                group = self.groups[event.number]
-                group.prompt_tokens = event.prompt_tokens
-                group.answer_tokens[event.k] = event.tokens
-                group.sampled, group.arrived = max(group.sampled, event.finished), event.time
+                self._trajectory(event)
             case GroupRewarded():
                 self.groups[event.number].rewarded = event.time
             case GroupSettled():
                 self.groups[event.number].fate = event.fate
-            case FetchTaken():
-                self._fetch, self._steps_of_fetch = event.numbers, 0
-            case TrainerBusy():
-                self._trainer_busy(event)
-            case OptimizerStepped():
-                self._stepped()
-            case UpdatePhase():
-                update = self.updates[event.version]
-                update.phases[event.phase] = max(update.phases.get(event.phase, 0.0), event.seconds)
-                update.nbytes = max(update.nbytes, event.nbytes)
-            case UpdateFinished():
-                self.versions += 1
-                self.warm_at = min(self.warm_at, event.time)
-                self.updates[event.version].halted_s = event.rollout_stall_s
             case ReplicaActivity():
                 self.activity.append(event)
+                for span in event.busy:
+                    self._busy[event.replica].add(span)
             case ValidationFinished():
                 self.validations.append(event)
-            case RunFinished():
-                self.finished = event
+            case ReplicaHalted():
+                self._resumed[event.replica].append(event.span[1])
+                self.updates.add(event)
+            case _:
+                self.training.add(event)
+                self.updates.add(event)
 
     def warm(self, measured: Iterable[K]) -> list[K]:
         """What began after the warm-up; everything if nothing did."""
         items = list(measured)
-        return [item for item in items if item.began >= self.warm_at] or items
+        return [item for item in items if item.began >= self.updates.warm_at] or items
 
     def recorded_groups(self) -> list[GroupRecord]:
         """Those that were trained or filtered, in order of admission: their answers are as long as they would be."""
         return [group for _, group in sorted(self.groups.items()) if group.fate in KEPT_FATES and group.answer_tokens]
 
-    def delivery_s(self) -> float:
-        """Seconds from a group's last token until the driver had it: the median over groups."""
-        return median(group.arrived - group.sampled for group in self.groups.values() if group.answer_tokens)
+    @property
+    def replicas(self) -> list[str]:
+        """That ever computed."""
+        return list(self._busy)
 
-    def decode_samples(self) -> list[DecodeSample]:
-        """One for each report of a replica and number of active sequences."""
+    def busy_within(self, replica: str, window: Span) -> float:
+        """Seconds of ``window`` in which ``replica`` computed."""
+        return self._busy[replica].within(window)
+
+    def submissions_s(self) -> list[float]:
+        """For each time that an idle replica was given groups: from the first one's admission until it computed.
+
+        A replica that was halted then takes none before it goes on: from that moment.
+        """
+        admissions: defaultdict[str, list[float]] = defaultdict(list)
+        for group in self.warm(self.groups.values()):
+            admissions[group.replica].append(group.admitted)
         return [
-            DecodeSample(active, steps, seconds / steps, cached / steps)
-            for report in self._warm_activity("decode_steps")
-            for active, (steps, seconds, cached) in report.decode_steps.items()
+            seconds
+            for replica, times in admissions.items()
+            for seconds in _until_busy(sorted(times), self._resumed[replica], self._busy[replica].spans)
         ]
 
-    def start_steps(self) -> list[StartStep]:
-        return [step for report in self._warm_activity("start_steps") for step in report.start_steps]
-
-    def _warm_activity(self, name: str) -> list[ReplicaActivity]:
+    def warm_activity(self, name: str) -> list[ReplicaActivity]:
+        """Reports in which ``name`` is not empty."""
         reports = [report for report in self.activity if getattr(report, name)]
-        return [report for report in reports if report.busy and report.busy[0][0] >= self.warm_at] or reports
+        return [report for report in reports if report.busy and report.busy[0][0] >= self.updates.warm_at] or reports
 
-    def _trainer_busy(self, event: TrainerBusy) -> None:
-        start, end = event.span
-        if event.what == "forward":
-            self.forwards.append(TrainerWork(start, end - start, self._tokens(self._fetch)))
-        elif event.what == "gather":
-            update = self.updates[event.version]
-            update.began, update.transfer_s = start, event.time - start
-        elif event.what == "step":
-            self._busy = event
-
-    def _stepped(self) -> None:
-        """The step that `TrainerBusy` told before. A fetch is split by group into mini-batches, epoch after epoch."""
-        if self._busy is None:
-            return
-        start, end = self._busy.span
-        self._busy = None
-        batches = [self._fetch[i : i + self.mini_batch] for i in range(0, len(self._fetch), self.mini_batch)]
-        numbers = batches[self._steps_of_fetch % len(batches)] if batches else []
-        self._steps_of_fetch += 1
-        self.steps.append(TrainerWork(start, end - start, self._tokens(numbers)))
-
-    def _tokens(self, numbers: Iterable[int]) -> int:
-        groups: Mapping[int, GroupRecord] = self.groups
-        return sum(groups[number].tokens for number in numbers)
+    def _trajectory(self, event: TrajectoryFinished) -> None:
+        group = self.groups[event.number]
+        group.replica, group.prompt_tokens = event.replica, event.prompt_tokens
+        group.answer_tokens[event.k] = event.tokens
+        group.sampled, group.arrived = max(group.sampled, event.finished), event.time
 
 
 def recording_of(events: Iterable[Event], *, mini_batch: int) -> Recording:
@@ -207,3 +176,13 @@ def recording_of(events: Iterable[Event], *, mini_batch: int) -> Recording:
     for event in events:
         recording.add(event)
     return recording
+
+
+def _until_busy(admissions: Sequence[float], resumed: Sequence[float], busy: Sequence[Span]) -> Iterator[float]:
+    """From the first admission of each gap between busy spans, or the last time in it that the replica went on, until
+    the gap's end. All in order of time."""
+    for (_, idle_from), (start, _) in pairwise(busy):
+        first = bisect_right(admissions, idle_from)
+        if first < len(admissions) and admissions[first] < start:
+            last = bisect_right(resumed, start)
+            yield start - max(admissions[first], resumed[last - 1] if last else -math.inf)

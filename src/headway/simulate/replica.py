@@ -15,11 +15,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from headway.data.types import FinishReason
 from headway.interfaces import EngineStats, GenerateRequest, OnUpdate
 from headway.simulate.activity import Activity
+from headway.simulate.contention import Contention
 from headway.simulate.costs import decode_cost
 from headway.simulate.lengths import LengthSampler
 from headway.simulate.profile import RolloutProfile
@@ -30,12 +31,13 @@ from headway.simulate.work import GroupRun, Outbox, TrajectoryRun, prefill_token
 class Replica:
     """What one replica decodes, and when. Runs on the loop that its commands are called from.
 
-    Prefill is serial and stops decoding; what starts together is prefilled together, a prompt that answers of one group
-    begin from only once. A pause breaks a prefill off, and it starts over; an abort lets it go on while anything is in
+    Prefill is serial and stops decoding; what starts together is prefilled together, the prompt of a group only once. A pause breaks a prefill off, and it starts over; an abort lets it go on while anything is in
     a slot. In the KV cache every trajectory has its prompt to itself.
     """
 
-    def __init__(self, name: str, profile: RolloutProfile, lengths: LengthSampler) -> None:
+    def __init__(
+        self, name: str, profile: RolloutProfile, lengths: LengthSampler, contention: Contention | None = None
+    ) -> None:
         self.version = 0
         """Stamped on every token that is sampled from now on; only to be changed while `stopped`."""
         self.stopped = asyncio.Event()
@@ -55,11 +57,15 @@ class Replica:
         """Submitted since a pause began: they wait for `resume`."""
         self._cut: list[TrajectoryRun] = []
         """Stopped by the pause that holds: they keep their slots."""
-        self._sharing = ProcessorSharing(decode_cost(profile), profile.kv_tokens)
+        self._cost = decode_cost(profile)
+        self._slower = 1.0
+        """So many times longer than the profile says everything takes at present."""
+        self._sharing = ProcessorSharing(self._cost, profile.kv_tokens)
         """All that is in a slot; it stands still while the replica prefills."""
         self._prefilling: list[TrajectoryRun] = []
         """In their slots, but not in the cache before `_prefill_ends`."""
         self._prefill_tokens = 0
+        self._prefill_began = 0.0
         self._prefill_ends = 0.0
         self._prefill_matters = False
         """The timer is set for the end of the prefill: something waits that could start then."""
@@ -69,6 +75,9 @@ class Replica:
         self._settled = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._activity = Activity()
+        self._contention = contention
+        if contention is not None:
+            contention.add_replica(self.slow_down)
         self._reported_tokens = 0
 
     # ---------------------------------------------------------------- commands
@@ -125,9 +134,11 @@ class Replica:
         return sum(run.tokens > 0 for run in cut)
 
     def free_cache(self) -> None:
-        """What a pause has cut is prefilled again."""
+        """What a pause has cut is prefilled again, and so is every prompt that was kept."""
         for run in self._cut:
             run.cached = False
+        for group in self._groups.values():
+            group.prefilled_by = None
 
     def resume(self) -> None:
         """Go on: first what was cut, in its slots."""
@@ -140,6 +151,15 @@ class Replica:
         self._held = []
         self._go_on(now)
 
+    def slow_down(self, factor: float) -> None:
+        """From now on everything takes ``factor`` times as long as the profile says."""
+        now = self._settle()
+        if self._prefilling:
+            self._prefill_ends = now + (self._prefill_ends - now) * factor / self._slower
+        self._slower = factor
+        self._sharing.cost = self._cost if factor == 1.0 else self._cost.slower(factor)
+        self._go_on(now)
+
     def stats(self) -> EngineStats:
         """Activity since the last call."""
         now = self._settle()
@@ -149,7 +169,18 @@ class Replica:
         sampled = max(self._reported_tokens, int(self._sharing.sampled + ROUNDING))
         generated, self._reported_tokens = sampled - self._reported_tokens, sampled
         waiting = len(self._validation) + len(self._training) + len(self._held) + len(self._cut)
-        return EngineStats(busy, slot_seconds, generated, prefilled, self._sharing.active, waiting, self.version)
+        decode_steps, prefill_steps = self._activity.take_steps()
+        return EngineStats(
+            busy,
+            slot_seconds,
+            generated,
+            prefilled,
+            self._sharing.active,
+            waiting,
+            self.version,
+            decode_steps,
+            prefill_steps,
+        )
 
     # ---------------------------------------------------------------- who is where
 
@@ -193,7 +224,7 @@ class Replica:
         """Take everything out of its slot, which stays reserved for it."""
         cut = self._sharing.leave_all(self.version)
         for run in self._prefilling:
-            run.cached = False
+            run.cached, run.group.prefilled_by = False, None
         self._prefilling = []
         self._cut += cut
         return cut
@@ -206,9 +237,16 @@ class Replica:
         if now > self._settled:
             since = self._elapse(now)
             if now > since:
-                self._sharing.decode(since, now)
+                self._decode(self._sharing.decode, since, now)
             self._finish_complete(now)
         return now
+
+    def _decode(self, move: Callable[[float, float], None], since: float, now: float) -> None:
+        sharing = self._sharing
+        active, cached, sampled = sharing.active, sharing.cached, sharing.sampled
+        move(since, now)
+        if active:
+            self._activity.decoded(active, (sharing.sampled - sampled) / active, now - since, cached)
 
     def _elapse(self, now: float) -> float:
         """Account for the time up to ``now``; returns from when on it was decoding, and not prefilling."""
@@ -217,8 +255,7 @@ class Replica:
         if self._prefilling:
             since = self._prefill_ends
             if now >= since:
-                self._prefilling = []
-                self._activity.prefilled_tokens += self._prefill_tokens
+                self._prefilled()
         return since
 
     def _go_on(self, now: float) -> None:
@@ -234,6 +271,8 @@ class Replica:
             when = self._prefill_ends
         self._set_timer(when)
         self._activity.computes(now, computing)
+        if self._contention is not None:
+            self._contention.replica_computes(self._name, computing)
         if self.paused and not computing:
             self.stopped.set()
 
@@ -251,7 +290,7 @@ class Replica:
             self._prefill_ends = min(self._prefill_ends, now)  # a loop may call a rounding error early
             self._elapse(now)
         else:
-            self._sharing.decode_to_next(self._elapse(now), now)
+            self._decode(self._sharing.decode_to_next, self._elapse(now), now)
             self._finish_complete(now)
             for run in self._sharing.preempt(self.version):
                 self._line(run.group).appendleft(run)
@@ -273,17 +312,24 @@ class Replica:
             if line:
                 break
         if starting:
-            self._prefill([run for run in starting if not run.cached], now)
+            fresh = [run for run in starting if not run.cached]
             self._sharing.join(starting)
+            self._prefill(fresh, now)
 
     def _prefill(self, runs: list[TrajectoryRun], now: float) -> None:
         """Prefill ``runs`` from now on. Nothing decodes before it ends, those that join with them included."""
-        if runs:
-            tokens = prefill_tokens(runs)
-            self._prefilling, self._prefill_tokens = runs, tokens
-            self._prefill_ends = now + self._profile.prefill_s + self._profile.prefill_token_s * tokens
+        if tokens := prefill_tokens(runs, self.version):
+            self._prefilling, self._prefill_tokens, self._prefill_began = runs, tokens, now
+            seconds = self._profile.prefill_s + self._profile.prefill_token_s * tokens
+            self._prefill_ends = now + seconds * self._slower
             if self._prefill_ends == now:
                 self._elapse(now)
+
+    def _prefilled(self) -> None:
+        self._prefilling = []
+        sharing, seconds = self._sharing, self._prefill_ends - self._prefill_began
+        step_s = sharing.cost.step_s(sharing.active, sharing.cached)
+        self._activity.prefilled(sharing.active, self._prefill_tokens, seconds, step_s, sharing.cached)
 
     def _finish_complete(self, now: float) -> None:
         for run in self._sharing.complete(self.version):

@@ -1,4 +1,4 @@
-"""A reward that takes its time and decides by a hash which groups have a gradient."""
+"""A reward that takes its time. Which groups have no gradient is on record, or decided by a hash."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from headway.simulate.profile import RewardProfile
 class SimulatedReward:
     """A `RewardFn`: ``workers`` servers, first come, first served.
 
-    The share ``filtered`` of groups gets rewards that are all 0. Which ones is a function of seed, epoch, row and
-    attempt alone. All others get 0 and 1 in turn.
+    Groups to be filtered get rewards that are all 0, all others 0 and 1 in turn. A prompt's ``answer`` says which ones
+    these are; where it is None, the share ``filtered`` of them, by seed, epoch, row and attempt alone.
     """
 
     def __init__(self, profile: RewardProfile, seed: int) -> None:
@@ -32,7 +32,8 @@ class SimulatedReward:
         if self._seconds > 0:
             async with self._workers:
                 await asyncio.sleep(self._seconds)
-        return self._shared(len(responses), varied=self._uniform(prompt) >= self._filtered)
+        filtered = self._uniform(prompt) < self._filtered if prompt.answer is None else bool(prompt.answer)
+        return self._shared(len(responses), varied=not filtered)
 
     async def close(self) -> None: ...
 

@@ -22,6 +22,7 @@ from headway.interfaces import (
     Paused,
     ReceiveReport,
 )
+from headway.simulate.contention import Contention
 from headway.simulate.lengths import LengthSampler
 from headway.simulate.profile import RolloutProfile
 from headway.simulate.replica import Replica
@@ -44,6 +45,9 @@ class SimulatedRollout:
         load_s: seconds that `activate` takes.
         sleep_s: seconds that `sleep` takes.
         wake_s: seconds that `wake` takes.
+        delivery_s: seconds that a finished group is under way; its slots are free meanwhile.
+        contention: with the trainer, where it slows this replica down.
+        resume_s: seconds until `resume` returns after a load; decoding goes on at once.
 
     The finished groups' ``tokens`` are None, their texts empty.
     """
@@ -60,14 +64,21 @@ class SimulatedRollout:
         load_s: float,
         sleep_s: float = 0.0,
         wake_s: float = 0.0,
+        delivery_s: float = 0.0,
+        resume_s: float = 0.0,
+        contention: Contention | None = None,
     ) -> None:
         self.name = name
         self.slots = profile.slots
-        self._replica = Replica(name, profile, lengths)
+        self._replica = Replica(name, profile, lengths, contention)
         self._receive = receive
         self._load_s = load_s
         self._sleep_s = sleep_s
         self._wake_s = wake_s
+        self._delivery_s = delivery_s
+        self._resume_s = resume_s
+        self._loaded = False
+        """Since the last `resume`."""
         self._staged: int | None = None
         self._asleep = False
         self._busy_with: str | None = None
@@ -97,6 +108,8 @@ class SimulatedRollout:
                 finished = await outbox.get()
                 if isinstance(finished, BaseException):
                     raise finished
+                if self._delivery_s:
+                    await self._until(max(t.finished for t in finished.trajectories) + self._delivery_s)
                 missing -= 1
                 yield finished
         finally:
@@ -146,6 +159,9 @@ class SimulatedRollout:
             state = f"busy with {self._busy_with}; wait for that" if self._busy_with else "asleep; call wake() first"
             raise RunError(f"rollout engine {self.name} was told to resume while {state}")
         self._replica.resume()
+        if self._loaded:
+            self._loaded = False
+            await self._while_alive(asyncio.sleep(self._resume_s))
 
     async def stage_weights(self, version: int) -> ReceiveReport:
         """Receive ``version``, as the transport has it, while decoding goes on."""
@@ -165,6 +181,7 @@ class SimulatedRollout:
         with self._standing_still("load"):
             await self._while_alive(asyncio.sleep(self._load_s))
             self._replica.version = version
+            self._loaded = True
             if self._staged == version:  # the next one may have arrived meanwhile
                 self._staged = None
         return self._load_s
@@ -218,6 +235,10 @@ class SimulatedRollout:
     def _check_alive(self) -> None:
         if self._died is not None:
             raise self._died
+
+    @staticmethod
+    async def _until(time: float) -> None:
+        await asyncio.sleep(time - asyncio.get_running_loop().time())
 
     async def _while_alive(self, awaitable: Awaitable[T]) -> T:
         """The result of ``awaitable``, or the error that the engine died of meanwhile."""

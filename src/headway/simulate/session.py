@@ -23,14 +23,17 @@ from headway.config.layers import nest
 from headway.config.placement import needs_reference
 from headway.config.presets import preset
 from headway.config.schema import Config
+from headway.data.types import Group
 from headway.errors import ConfigError
 from headway.events import Observer
 from headway.pipeline.run import Parts, Pipeline, Status
 from headway.simulate.clock import run_virtual
+from headway.simulate.contention import Contention
 from headway.simulate.costs import TrainCost, phase_seconds, train_cost
-from headway.simulate.lengths import lengths_of
+from headway.simulate.lengths import filtered_of, lengths_of
 from headway.simulate.profile import (
     ConstantLengths,
+    ContentionProfile,
     EmpiricalLengths,
     LengthsProfile,
     LognormalLengths,
@@ -75,8 +78,15 @@ class Simulation:
         """Virtual time since the start."""
         costs = _update_costs(profile, config)
         self.transport = SimulatedTransport(costs)
-        self.trainer = SimulatedTrainer(_train_cost(profile, config), costs, self.transport)
-        self.replicas = _replicas(profile, config, self.transport)
+        contention = _contention(profile, config)
+        self.trainer = SimulatedTrainer(
+            _train_cost(profile, config),
+            costs,
+            self.transport,
+            fetch_s=profile.latency.fetch_s,
+            contention=contention,
+        )
+        self.replicas = _replicas(profile, config, self.transport, contention)
         parts = _parts(profile, config, self.trainer, self.replicas)
         self.pipeline = Pipeline(config, parts, observers, NOWHERE)
 
@@ -108,15 +118,21 @@ def _parts(profile: Profile, config: Config, trainer: SimulatedTrainer, replicas
     seed = config.run.seed
     prompts = lengths_of(profile.prompt, seed if isinstance(profile.prompt, EmpiricalLengths) else ~seed)
     return Parts(
-        source=SimulatedSource(prompts),
+        source=SimulatedSource(prompts, filtered=filtered_of(profile.response, seed)),
         validation=held_out_prompts(profile.validation.problems if profile.validation else 0, prompts),
         rollouts=replicas,
         trainer=trainer,
         reward=SimulatedReward(profile.reward, seed),
-        advantages=zero_advantages,
+        advantages=partial(_advantages, trainer),
         group_filter=_without_variance if config.algorithm.filter_groups.enable else None,
         reference=trainer if needs_reference(config) else None,
     )
+
+
+def _advantages(trainer: SimulatedTrainer, groups: Sequence[Group]) -> list[list[NDArray[np.float32]]]:
+    """Computed once for each fetch, before its steps."""
+    trainer.fetch_prepared()
+    return zero_advantages(groups)
 
 
 def _train_cost(profile: Profile, config: Config) -> TrainCost:
@@ -131,7 +147,16 @@ def _update_costs(profile: Profile, config: Config) -> UpdateProfile:
     return profile.update.model_copy(update={"send": free, "recv": free, "register_": free})
 
 
-def _replicas(profile: Profile, config: Config, transport: SimulatedTransport) -> list[SimulatedRollout]:
+def _contention(profile: Profile, config: Config) -> Contention | None:
+    """On shared devices only one side computes at a time."""
+    if config.placement.kind == "shared" or profile.contention == ContentionProfile():
+        return None
+    return Contention(profile.contention)
+
+
+def _replicas(
+    profile: Profile, config: Config, transport: SimulatedTransport, contention: Contention | None
+) -> list[SimulatedRollout]:
     shared = profile.shared if config.placement.kind == "shared" else SharedProfile()
     engine = partial(
         SimulatedRollout,
@@ -141,6 +166,9 @@ def _replicas(profile: Profile, config: Config, transport: SimulatedTransport) -
         load_s=phase_seconds(profile.update.load, profile.update.nbytes),
         sleep_s=shared.to_train_s,
         wake_s=shared.to_generate_s,
+        delivery_s=profile.latency.group_s,
+        resume_s=profile.latency.update_s,
+        contention=contention,
     )
     return [engine(f"rollout-{index}") for index in range(config.rollout.nnodes * config.rollout.n_gpus_per_node)]
 
@@ -170,7 +198,8 @@ def config_for(
         values["async_training.staleness_threshold"] = eta
     if trigger is not None:
         values["async_training.trigger_parameter_sync_step"] = trigger
-    _check_devices(profile, train_devices, replicas, shared=values["placement.kind"] == "shared")
+    shared = values["placement.kind"] == "shared"
+    _check_devices(profile, train_devices, replicas, shared=shared)
     values["async_training.require_batches"] = _mini_batches_per_fetch(
         profile, values["async_training.trigger_parameter_sync_step"]
     )
@@ -180,6 +209,7 @@ def config_for(
         "rollout.nnodes": 1,
         "rollout.n_gpus_per_node": replicas,
         **_job(profile, versions),
+        "async_training.use_rollout_log_probs": not profile.train.recomputes_old_log_probs(shared=shared),
         "cluster.stall_timeout_s": FOREVER_S,
         "param_update.timeout_s": FOREVER_S,
         "reports.activity_interval_s": activity_interval_s,
@@ -202,7 +232,6 @@ def _job(profile: Profile, versions: int) -> dict[str, Any]:
         "actor.ppo_epochs": batch.ppo_epochs,
         "actor.use_kl_loss": profile.train.reference,
         "algorithm.filter_groups.enable": profile.reward.filtered > 0,
-        "async_training.use_rollout_log_probs": not profile.train.recompute_old_log_probs,
         "data.max_prompt_length": longest(profile.prompt),
         "data.max_response_length": longest(profile.response),
         "rollout.n": batch.n,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from headway.simulate.costs import DecodeCost
 from headway.simulate.work import TrajectoryRun
@@ -32,7 +32,8 @@ class ProcessorSharing:
         self.active = 0
         self.sampled = 0.0
         """Tokens altogether; parts of a token count until their trajectory stops."""
-        self._cost = cost
+        self.cost = cost
+        """Of what is decoded from now on."""
         self._limit = kv_tokens
         self._service = 0.0
         self._kv = 0.0
@@ -79,7 +80,8 @@ class ProcessorSharing:
 
     def leave_all(self, version: int) -> list[TrajectoryRun]:
         """Everything stops; in order of submission."""
-        runs = sorted((run for *_, run in self._valid(self._ends)), key=lambda run: run.serial)
+        decoding = (run for _, _, segment, run in self._ends if run.segment == segment)
+        runs = sorted(decoding, key=lambda run: run.serial)
         for run in runs:
             self.leave(run, version)
         return runs
@@ -87,6 +89,11 @@ class ProcessorSharing:
     def gained(self, run: TrajectoryRun) -> int:
         """Whole tokens of the stretch that ``run`` is in."""
         return int(self._service - run.joined + ROUNDING) if run.segment else 0
+
+    @property
+    def cached(self) -> float:
+        """Tokens in the KV cache."""
+        return self._kv
 
     # ---------------------------------------------------------------- time
 
@@ -101,12 +108,12 @@ class ProcessorSharing:
         if self._limit is not None:
             target = max(min(target, self._full_at()), self._service)
         self._target = target
-        return self._cost.seconds(self.active, self._kv, target - self._service)
+        return self.cost.seconds(self.active, self._kv, target - self._service)
 
     def decode(self, since: float, now: float) -> None:
         """Decode from ``since`` to ``now``, before the next event."""
         if self.active:
-            steps = self._cost.steps(self.active, self._kv, now - since)
+            steps = self.cost.steps(self.active, self._kv, now - since)
             self._move(min(self._service + steps, self._target), since, now)
 
     def decode_to_next(self, since: float, now: float) -> None:
@@ -142,7 +149,7 @@ class ProcessorSharing:
         untouched = self._untouched
         while untouched and untouched[0][0] <= service + ROUNDING:
             first, segment, runs = untouched.popleft()
-            started = min(now, since + self._cost.seconds(self.active, self._kv, first - self._service))
+            started = min(now, since + self.cost.seconds(self.active, self._kv, first - self._service))
             for run in runs:
                 if run.segment == segment:
                     run.started = started
@@ -174,9 +181,3 @@ class ProcessorSharing:
         joined = youngest[0][3].joined
         full = self._service + (self._limit - self._kv) / self.active
         return joined + math.floor(full - joined + ROUNDING)
-
-    @staticmethod
-    def _valid(
-        entries: Sequence[tuple[float, int, int, TrajectoryRun]],
-    ) -> Iterator[tuple[float, int, int, TrajectoryRun]]:
-        return (entry for entry in entries if entry[3].segment == entry[2])

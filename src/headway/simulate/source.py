@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from headway.data.types import Prompt, TrajectoryId
-from headway.simulate.lengths import LengthSampler
+from headway.simulate.lengths import FilterSampler, LengthSampler
 from headway.simulate.zeros import zero_ids
 
 HELD_OUT = -1
@@ -19,10 +19,20 @@ class SimulatedSource:
 
     A row's length is the same in every epoch; where recorded lengths are replayed, it follows the order of admission
     instead.
+
+    A prompt's ``answer`` is what ``filtered`` says of its group: True, False, or None where nothing is known.
     """
 
-    def __init__(self, lengths: LengthSampler, *, rows: int | None = None, epochs: int | None = None) -> None:
+    def __init__(
+        self,
+        lengths: LengthSampler,
+        *,
+        filtered: FilterSampler | None = None,
+        rows: int | None = None,
+        epochs: int | None = None,
+    ) -> None:
         self._lengths = lengths
+        self._filtered = filtered
         self._rows = rows
         self._epochs = epochs
         self._given = 0
@@ -32,19 +42,30 @@ class SimulatedSource:
         epoch, row = (0, self._given) if self._rows is None else divmod(self._given, self._rows)
         if self._epochs is not None and epoch >= self._epochs:
             return None
-        length = self._lengths(TrajectoryId(0, row, 0, 0), self._given + self._repeated)
+        prompt = self._with_fate(_prompt(epoch, row, self._lengths(TrajectoryId(0, row, 0, 0), self._number)))
         self._given += 1
-        return _prompt(epoch, row, length)
+        return prompt
 
     def again(self, prompt: Prompt) -> Prompt:
+        prompt = self._with_fate(replace(prompt, attempt=prompt.attempt + 1))
         self._repeated += 1
-        return replace(prompt, attempt=prompt.attempt + 1)
+        return prompt
 
     def state(self) -> dict[str, Any]:
         return {"given": self._given, "repeated": self._repeated}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._given, self._repeated = state["given"], state["repeated"]
+
+    @property
+    def _number(self) -> int:
+        """Of the group that the next prompt is for: what is given is admitted, in this order."""
+        return self._given + self._repeated
+
+    def _with_fate(self, prompt: Prompt) -> Prompt:
+        if self._filtered is None:
+            return prompt
+        return replace(prompt, answer=self._filtered(prompt.trajectory_id(0), self._number))
 
 
 def held_out_prompts(count: int, lengths: LengthSampler) -> list[Prompt]:

@@ -2,6 +2,8 @@
 
 ranks      train_step | forward_logprobs | gather | save        one at a time
 beside     send_gathered to any number of replicas, from the copy that gather made
+
+What the driver does for a fetch beside these passes within the first step after its advantages.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any
 from headway.data.types import Column, Sample
 from headway.errors import RunError
 from headway.interfaces import GatherReport, SendReport, StepReport
+from headway.simulate.contention import Contention
 from headway.simulate.costs import TrainCost, phase_seconds
 from headway.simulate.profile import UpdateProfile
 from headway.simulate.transport import SimulatedTransport, checksum
@@ -28,13 +31,24 @@ class SimulatedTrainer:
     """An `OverlappingTrainEngine`. Asked for two things at once, its ranks raise `RunError`; real ones would hang."""
 
     def __init__(
-        self, cost: TrainCost, update: UpdateProfile, transport: SimulatedTransport, *, save_s: float = 0.0
+        self,
+        cost: TrainCost,
+        update: UpdateProfile,
+        transport: SimulatedTransport,
+        *,
+        fetch_s: float = 0.0,
+        save_s: float = 0.0,
+        contention: Contention | None = None,
     ) -> None:
         self._cost = cost
         self._nbytes = update.nbytes
         self._gather_s = phase_seconds(update.gather, update.nbytes)
         self._transport = transport
+        self._fetch_s = fetch_s
+        self._owed_s = 0.0
+        """The latency of a fetch whose first step is still to come."""
         self._save_s = save_s
+        self._contention = contention
         self._doing: str | None = None
         self._copy: int | None = None
         """The version that the copy in host memory holds; None while it is being written, or before."""
@@ -42,12 +56,17 @@ class SimulatedTrainer:
         """Transfers of the copy that are under way."""
         self._saved: tuple[Path, dict[str, Any]] | None = None
 
+    def fetch_prepared(self) -> None:
+        """Its advantages were computed: the next step is the first one of a fetch."""
+        self._owed_s = self._fetch_s
+
     async def forward_logprobs(self, samples: Sequence[Sample]) -> list[Column]:
-        await self._compute("a forward pass", self._cost.forward_token_s * _tokens(samples))
+        await self._work("a forward pass", self._cost.forward_token_s * _tokens(samples))
         return [_COLUMN] * len(samples)
 
     async def train_step(self, samples: Sequence[Sample]) -> StepReport:
-        await self._compute("an optimizer step", self._cost.step_s + self._cost.token_s * _tokens(samples))
+        latency_s, self._owed_s = self._owed_s, 0.0
+        await self._work("an optimizer step", latency_s + self._cost.step_s + self._cost.token_s * _tokens(samples))
         return _STEP
 
     async def send_weights(self, version: int, receivers: Sequence[str]) -> SendReport:
@@ -91,6 +110,14 @@ class SimulatedTrainer:
         """There are no weights to write."""
 
     async def close(self) -> None: ...
+
+    async def _work(self, doing: str, seconds: float) -> None:
+        """What engines that compute beside it slow down."""
+        if self._contention is None:
+            await self._compute(doing, seconds)
+        else:
+            with self._ranks(doing):
+                await self._contention.train(seconds)
 
     async def _compute(self, doing: str, seconds: float) -> None:
         with self._ranks(doing):

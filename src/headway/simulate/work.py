@@ -16,7 +16,18 @@ Outbox = asyncio.Queue[FinishedGroup | BaseException]
 class GroupRun:
     """One request inside the engine."""
 
-    __slots__ = ("done", "max_tokens", "missing", "outbox", "prompt_length", "request", "runs", "serial", "training")
+    __slots__ = (
+        "done",
+        "max_tokens",
+        "missing",
+        "outbox",
+        "prefilled_by",
+        "prompt_length",
+        "request",
+        "runs",
+        "serial",
+        "training",
+    )
 
     def __init__(self, request: GenerateRequest, outbox: Outbox, lengths: LengthSampler, serial: int) -> None:
         self.request = request
@@ -27,6 +38,8 @@ class GroupRun:
         self.prompt_length = len(request.prompt.token_ids)
         self.max_tokens = request.sampling.max_tokens
         self.missing = request.n
+        self.prefilled_by: int | None = None
+        """The version whose prefill of the prompt is kept."""
         self.done: list[Trajectory | None] = [None] * request.n
         ids = map(request.prompt.trajectory_id, range(request.first, request.first + request.n))
         self.runs = [
@@ -107,13 +120,15 @@ class TrajectoryRun:
             self.context += tokens
 
 
-def prefill_tokens(runs: Sequence[TrajectoryRun]) -> int:
-    """Of ``runs`` that start together; a prompt that answers of one group begin from counts once."""
-    tokens, shared = 0, None
+def prefill_tokens(runs: Sequence[TrajectoryRun], version: int) -> int:
+    """What ``version`` has to prefill for ``runs`` to start. A group's prompt is prefilled once, and then kept for the
+    answers that start later under the same version."""
+    tokens = 0
     for run in runs:
+        group = run.group
         if run.tokens:
             tokens += run.context
-        elif run.group is not shared:
+        elif group.prefilled_by != version:
             tokens += run.context
-            shared = run.group
+            group.prefilled_by = version
     return tokens

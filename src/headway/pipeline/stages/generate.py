@@ -44,7 +44,13 @@ class Generate(Stage[Share, FinishedGroup]):
         self._halts = halts
         self._router = router
         self._shares: deque[Share] = deque()
-        halts.gate = lambda is_open: self.resume() if is_open else self.pause()
+
+    def gate(self, is_open: bool) -> None:
+        """Closed while every replica is halted."""
+        if is_open:
+            self.resume()
+        else:
+            self.pause()
 
     async def get_input_data(self) -> Share | None:
         if not self._shares:

@@ -11,8 +11,8 @@
 trainer goes on after gather; each replica receives and loads at its own pace, and skips a version that a newer one
 overtook before its transfer began. The halt comes last, so that a replica stops for the swap alone.
 
-A validation is due every ``test_freq`` versions, and for the last one. Which one is the last is known only when no more
-updates come: a stop may be asked for, or the data end, while a version is already being served.
+A validation is due every ``test_freq`` versions. It is handed on as soon as its replica has loaded, while others still
+do.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ from headway.pipeline.channel import Channel
 from headway.pipeline.concurrently import concurrently
 from headway.pipeline.fleet import Fleet
 from headway.pipeline.on_update import Halts
-from headway.pipeline.signal import Signal
 from headway.pipeline.stage import Stage
 from headway.pipeline.stages.actor_train import Update
 from headway.pipeline.stages.validate import Validation
 from headway.pipeline.state import RunState, now
-from headway.pipeline.transfer import Transfer
+from headway.pipeline.transfer import ReceiverDied, Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +69,8 @@ class Synchronous(Schedule):
         self._fleet = fleet
 
     async def publish(self, update: Update, load: Deliver) -> tuple[float, list[Load | None]]:
-        gather_s = await self._transfer.together(self._trainer, update.version)
-        loads = await concurrently(load(replica, update.version) for replica in self._fleet.receivers)
+        gather_s, receivers = await self._transfer.together(self._trainer, update.version)
+        loads = await concurrently(load(replica, update.version) for replica in receivers)
         update.release()
         return gather_s, loads
 
@@ -100,13 +99,13 @@ class Overlapped(Schedule):
                 return None
             try:
                 await self._transfer.apart(self._trainer, version, replica)
-            except WorkerDied as death:
-                await self._fleet.lose(replica, death)
+            except ReceiverDied as lost:
+                await self._fleet.lose(replica, lost.death)
                 return None
             return await load(replica, version)
 
 
-class ParamUpdate(Stage[Update | Validation, Validation]):
+class ParamUpdate(Stage[Update, Validation]):
     concurrency = None
     waits_for_input = "ActorTrain"
 
@@ -120,10 +119,10 @@ class ParamUpdate(Stage[Update | Validation, Validation]):
         halts: Halts,
         *,
         overlapped: bool,
-        test_freq: int | None,
+        test_freq: int,
         timeout_s: float,
     ) -> None:
-        """``test_freq`` counts versions between two validations; -1 validates the last alone, None never."""
+        """``test_freq`` counts versions between two validations; -1: none is due here."""
         super().__init__(state.emit)
         self._state = state
         self._input = input
@@ -132,10 +131,7 @@ class ParamUpdate(Stage[Update | Validation, Validation]):
         self._halts = halts
         self._test_freq = test_freq
         self._validated = 0
-        """The newest version that was handed on to validation."""
-        self._served = 0
-        """The newest version that the validating replica has loaded."""
-        self._finished = Signal()
+        """The newest version whose validation was due and ordered."""
         transfer = Transfer(state, fleet, self._waiting_within, timeout_s)
         self._schedule: Schedule
         if overlapped:
@@ -145,44 +141,33 @@ class ParamUpdate(Stage[Update | Validation, Validation]):
         else:
             self._schedule = Synchronous(trainer, transfer, fleet)
 
-    async def get_input_data(self) -> Update | Validation | None:
-        if (update := await self._input.get()) is not None:
-            return update
-        with self._waiting_within("updates to reach every replica"):
-            await self._finished.until(lambda: self.active == 0)
-        if self._test_freq is None or self._validated == self._served:
-            return None
-        return self._due(self._fleet.validator, self._served)
+    async def get_input_data(self) -> Update | None:
+        return await self._input.get()
 
-    async def process_data(self, item: Update | Validation) -> AsyncGenerator[Validation, None]:
-        if isinstance(item, Validation):
-            yield item
-        else:
-            await self._publish(item)
-        # Whoever waits looks again only after this item is out of processing: nothing is awaited between.
-        self._finished.changed()
+    async def process_data(self, update: Update) -> AsyncGenerator[Validation, None]:
+        started = now()
+        gather_s, loads = await self._schedule.publish(update, self._load)
+        released = update.released_at if update.released_at is not None else now()
+        done = [load for load in loads if load is not None]
+        stall_s = released - started - gather_s
+        self._emit(
+            UpdateFinished(
+                time=now(),
+                version=update.version,
+                trainer_stall_s=stall_s,
+                rollout_stall_s=sum(load.stall_s for load in done) / max(1, len(done)),
+                validation_stall_s=min(stall_s, max((load.validation_s for load in done), default=0.0)),
+                interrupted=sum(load.interrupted for load in done),
+            )
+        )
+        return
+        yield
 
     async def send_output_data(self, validation: Validation) -> bool:
         return await self._output.send(validation)
 
     def close_output(self) -> None:
         self._output.close()
-
-    async def _publish(self, update: Update) -> None:
-        started = now()
-        gather_s, loads = await self._schedule.publish(update, self._load)
-        released = update.released_at if update.released_at is not None else now()
-        done = [load for load in loads if load is not None]
-        self._emit(
-            UpdateFinished(
-                time=now(),
-                version=update.version,
-                trainer_stall_s=released - started - gather_s,
-                rollout_stall_s=sum(load.stall_s for load in done) / max(1, len(done)),
-                validation_stall_s=max((load.validation_s for load in done), default=0.0),
-                interrupted=sum(load.interrupted for load in done),
-            )
-        )
 
     async def _load(self, replica: RolloutEngine, version: int) -> Load | None:
         """Swap the staged ``version`` in. None when ``replica`` died."""
@@ -199,21 +184,17 @@ class ParamUpdate(Stage[Update | Validation, Validation]):
         with self._waiting_within(f"{replica.name} to load"):
             seconds = await replica.activate(version)
         self._emit(UpdatePhase(time=now(), version=version, phase="load", where=replica.name, seconds=seconds))
-        # Submitted before the new version opens admission and before the replica goes on: nothing slips in ahead of it.
-        if replica is self._fleet.validator:
-            self._served = version
-            if self._is_due(version):
-                await self.send_output_data(self._due(replica, version))
+        # Marked before the new version opens admission: no wave may slip in ahead of its version's validation.
+        if replica is self._fleet.validator and self._is_due(version):
+            self._validated = version
+            # Else one that another replica died over waits behind this halt already, and will be this version's.
+            if replica.name not in self._state.validating:
+                self._state.validation(replica.name, running=True)
+                await self.send_output_data(Validation(version, replica))
         self._fleet.serve(replica, version)
         await self._halts.release(replica, "load")
         return Load(halt.validation_s, now() - stopped, halt.interrupted)
 
     def _is_due(self, version: int) -> bool:
         """Also for the first one served after a version that was due and superseded."""
-        every = self._test_freq
-        return every is not None and every > 0 and version // every > self._validated // every
-
-    def _due(self, replica: RolloutEngine, version: int) -> Validation:
-        self._validated = version
-        self._state.validation(replica.name, running=True)
-        return Validation(version, replica)
+        return self._test_freq > 0 and version // self._test_freq > self._validated // self._test_freq

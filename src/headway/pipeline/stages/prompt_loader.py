@@ -98,6 +98,6 @@ class PromptLoader(Stage[list[Prompt], Wave]):
             unrewarded=state.unrewarded,
             # Strictly on-policy, a wave also waits for its version's validation: what shares a batch with it must be
             # the same in every run. With η > 0 generation goes on beside validation.
-            engine_is_taken=state.staleness.eta == 0 and bool(state.validating),
+            validation_runs=state.staleness.eta == 0 and bool(state.validating),
             groups_per_version=state.staleness.groups_per_version,
         )

@@ -13,7 +13,6 @@ from headway.data.types import FinishReason, Group, Prompt, ResponseAt
 from headway.events import TrajectoryFinished
 from headway.interfaces import FinishedGroup
 from headway.pipeline.channel import Channel
-from headway.pipeline.fleet import Fleet
 from headway.pipeline.ledger import Fate
 from headway.pipeline.stage import Stage
 from headway.pipeline.state import RunState, now
@@ -22,17 +21,16 @@ from headway.pipeline.state import RunState, now
 class Rollout(Stage[FinishedGroup, Group]):
     waits_for_input = "Generate"
 
-    def __init__(
-        self, state: RunState, input: Channel[FinishedGroup], output: Channel[Group], fleet: Fleet, *, n: int
-    ) -> None:
+    def __init__(self, state: RunState, input: Channel[FinishedGroup], output: Channel[Group], *, n: int) -> None:
         super().__init__(state.emit)
         self._state = state
         self._input = input
         self._output = output
-        self._fleet = fleet
         self._n = n
         self._parts: dict[int, list[FinishedGroup]] = {}
         """Of split groups, until all are there."""
+        self._discarded = 0
+        """Groups discarded when parts of such were last looked for."""
 
     async def get_input_data(self) -> FinishedGroup | None:
         return await self._input.get()
@@ -40,14 +38,14 @@ class Rollout(Stage[FinishedGroup, Group]):
     async def process_data(self, finished: FinishedGroup) -> AsyncGenerator[Group, None]:
         self._report(finished)
         number = finished.number
+        self._forget_parts_of_discarded()
         if not self._state.ledger.is_open(number):
-            self._parts.pop(number, None)
             return  # another part of it brought its end
         parts = self._parts.setdefault(number, [])
         parts.append(finished)
         if any(t.finish_reason is FinishReason.ABORTED for t in finished.trajectories):
             del self._parts[number]
-            self._state.discard(number, Fate.DROPPED, self._fleet.reason_of_abort(number))
+            self._state.discard(number, Fate.DROPPED, "overdue" if self._state.staleness.drops_overdue else "aborted")
         elif sum(len(part.trajectories) for part in parts) == self._n:
             del self._parts[number]
             yield joined(parts, self._state.ledger.prompt(number))
@@ -57,6 +55,12 @@ class Rollout(Stage[FinishedGroup, Group]):
 
     def close_output(self) -> None:
         self._output.close()
+
+    def _forget_parts_of_discarded(self) -> None:
+        """A group may be lost with a replica that had the rest of it."""
+        if self._parts and self._discarded != self._state.staleness.discarded:
+            self._discarded = self._state.staleness.discarded
+            self._parts = {n: parts for n, parts in self._parts.items() if self._state.ledger.is_open(n)}
 
     def _report(self, finished: FinishedGroup) -> None:
         for trajectory in finished.trajectories:

@@ -1,10 +1,12 @@
 """Validate: held-out accuracy of a version, beside training.
 
-    consumes        validations that are due
-    waits for       its replica, which loads nothing newer until it is done
-    produces        nothing but the event
+    consumes        validations that are due, and the last version's, which nobody orders: which one is the last
+                    is known only when no more updates come
+    waits for       its replica, which loads nothing newer until it is done; the scores of its answers
+    produces        nothing but the event, in order of versions
 
-Outside the inequality: validation generates with first priority and trains nothing.
+Outside the inequality: validation generates with first priority and trains nothing. Answers of one version are scored
+while the next one's are being generated.
 """
 
 from __future__ import annotations
@@ -13,13 +15,14 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
-from headway.data.types import Prompt
+from headway.data.types import Prompt, Trajectory
 from headway.errors import ScoringFailed, WorkerDied
 from headway.events import ValidationFinished
 from headway.interfaces import FinishedGroup, GenerateRequest, Priority, RewardFn, RolloutEngine, SamplingParams
 from headway.pipeline.channel import Channel
 from headway.pipeline.concurrently import failing_as_one
 from headway.pipeline.fleet import Fleet
+from headway.pipeline.signal import Signal
 from headway.pipeline.stage import Stage
 from headway.pipeline.state import RunState, now
 
@@ -31,6 +34,7 @@ class Validation:
 
 
 class Validate(Stage[Validation, None]):
+    concurrency = None
     waits_for_input = "ParamUpdate"
 
     def __init__(
@@ -52,22 +56,56 @@ class Validate(Stage[Validation, None]):
         self._reward = reward
         self._n = n
         self._sampling = sampling
+        self._newest: int | None = None
+        """The newest version whose answers are there."""
+        self._reported = asyncio.Event()
+        """Of the validation that came last."""
+        self._reported.set()
+        self._open = 0
+        """Validations that came and have not been reported."""
+        self._finished = Signal()
+        self._input_ended_before = False
 
     async def get_input_data(self) -> Validation | None:
-        return await self._input.get()
+        if (validation := await self._input.get()) is not None:
+            self._open += 1
+            return validation
+        if self._input_ended_before:
+            return None
+        self._input_ended_before = True
+        with self._waiting_within("the validations before the last one"):
+            await self._finished.until(lambda: self._open == 0)
+        if not self._prompts or self._newest == self._state.version:
+            return None
+        replica = self._fleet.validator
+        self._state.validation(replica.name, running=True)
+        self._open += 1
+        return Validation(self._state.version, replica)
 
     async def process_data(self, validation: Validation) -> AsyncGenerator[None, None]:
+        before, self._reported = self._reported, asyncio.Event()
+        reported = self._reported
+        try:
+            await self._validate(validation, before)
+        finally:
+            reported.set()
+            self._open -= 1
+            self._finished.changed()
+        return
+        yield
+
+    async def _validate(self, validation: Validation, before: asyncio.Event) -> None:
         started, replica = now(), validation.replica
         while (answers := await self._answers_of(replica)) is None:
             replica = self._fleet.validator
             self._state.validation(replica.name, running=True)
         trajectories = [t for finished, _ in answers for t in finished.trajectories]
         scores = [score for _, score in answers]
+        await before.wait()
         self._emit(
             ValidationFinished(
                 time=now(),
-                # Another replica may have taken over, with a version of its own: the tokens know.
-                version=max((v for t in trajectories for _, v in t.version_spans), default=validation.version),
+                version=_version_of(trajectories, validation.version),
                 accuracy=sum(score or 0.0 for score in scores) / max(1, len(scores)),
                 problems=len(scores),
                 mean_tokens=sum(t.length for t in trajectories) / max(1, len(trajectories)),
@@ -75,8 +113,6 @@ class Validate(Stage[Validation, None]):
                 span=(started, now()),
             )
         )
-        return
-        yield
 
     async def _answers_of(self, replica: RolloutEngine) -> list[tuple[FinishedGroup, float | None]] | None:
         """Answers to all problems and their scores; None when ``replica`` died over it and others go on."""
@@ -98,6 +134,8 @@ class Validate(Stage[Validation, None]):
                         task.cancel()
                     await self._fleet.lose(replica, death)
                     return None
+                trajectories = [t for answer in answers for t in answer.trajectories]
+                self._newest = _version_of(trajectories, self._state.staleness.loaded[replica.name])
                 # Nothing decodes for the validation any more: the replica may load again while scores come in.
                 self._state.validation(replica.name, running=False)
         return [(answer, task.result()) for answer, task in zip(answers, scoring, strict=True)]
@@ -113,3 +151,8 @@ class Validate(Stage[Validation, None]):
         except ScoringFailed:
             return None
         return float(scores.mean())
+
+
+def _version_of(trajectories: Sequence[Trajectory], otherwise: int) -> int:
+    """The version that answered: another replica may have taken over with a version of its own. The tokens know."""
+    return max((version for t in trajectories for _, version in t.version_spans), default=otherwise)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from headway.events import DecodeSteps, Span, StartStep
+from headway.events import DecodeSteps, PrefillStep, Span
 from headway.interfaces import EngineStats
 
 
@@ -16,8 +16,6 @@ class Step:
 
     active: int = 0
     """Rows that were given a token."""
-    started_from: int = 0
-    """Tokens of the contexts that rows among them started from, a shared one counted once; 0 if all decoded."""
     prefilled: int = 0
     """Tokens that were prefilled."""
     cached: int = 0
@@ -35,7 +33,7 @@ class Activity:
         self._generated = 0
         self._prefilled = 0
         self._decode_steps: dict[int, DecodeSteps] = {}
-        self._start_steps: list[StartStep] = []
+        self._prefill_steps: list[PrefillStep] = []
 
     @contextmanager
     def step(self) -> Iterator[Step]:
@@ -68,15 +66,15 @@ class Activity:
             waiting=waiting,
             version=version,
             decode_steps=self._decode_steps,
-            start_steps=self._start_steps,
+            prefill_steps=self._prefill_steps,
         )
         self._busy, self._slot_seconds, self._generated, self._prefilled = [], 0.0, 0, 0
-        self._decode_steps, self._start_steps = {}, []
+        self._decode_steps, self._prefill_steps = {}, []
         return stats
 
     def _count(self, step: Step, seconds: float) -> None:
-        if step.started_from:
-            self._start_steps.append((step.active, step.started_from, seconds, step.cached))
+        if step.prefilled:
+            self._prefill_steps.append((step.active, step.prefilled, seconds, step.cached))
         else:
             steps, total, cached = self._decode_steps.get(step.active, (0, 0.0, 0))
             self._decode_steps[step.active] = (steps + 1, total + seconds, cached + step.cached)

@@ -195,7 +195,6 @@ class EngineCore:
             self._rows.add(run)
         logits: dict[int, torch.Tensor] = {}
         for share, prefilled in self._prefilled(runs, step):
-            step.started_from += int(self._rows.lengths[first + share.start])
             self._runner.cache.fill(range(first + share.start, first + share.stop), prefilled.kv)
             logits.update(dict.fromkeys(share, prefilled.logits))
         return [logits[index] for index in range(len(runs))]

@@ -1,0 +1,200 @@
+"""``python -m benchmarks.predict``: what the simulator says of the demo, against what the demo takes.
+
+Each round runs the synchronous mode for real, profiles that run, predicts every other mode of the same split from the
+profile, and runs those modes, too. A neighbour that slows one round slows all of it, the profile included; the figures
+are medians over rounds, the error the median of the rounds' own.
+
+All modes train B groups a version, and start from the same warmed-up model. The pipeline's filling and the run's end
+are left out of both sides, by the planner's own meter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.table import report
+from headway.config.doctor import diagnose
+from headway.config.loading import load
+from headway.config.presets import PRESETS
+from headway.errors import ConfigError
+from headway.events import Event, OptimizerStepped
+from headway.reports.events_file import read_events
+from headway.simulate.grid import Setting, setting_of, split_of
+from headway.simulate.measure import Measurement, StepMeter, measure
+from headway.simulate.profile import Profile
+from headway.simulate.profiling import profile_run
+
+RECIPE = Path("recipes/demo.yaml")
+PROFILED = "on_policy"
+MINI_BATCH, FETCHES = 16, 4
+B = MINI_BATCH * FETCHES
+WARMED_UP = 64
+TIMEOUT_S = 900
+COMMON = (
+    f"actor.ppo_mini_batch_size={MINI_BATCH}",
+    "algorithm.filter_groups.enable=false",  # the share that is filtered changes as the policy learns
+    "rollout.test_freq=-1",
+    "data.task.val_size=16",
+    "cluster.start_timeout_s=300",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """A mode on the demo's split, with B groups a version."""
+
+    setting: Setting
+
+    @property
+    def name(self) -> str:
+        return self.setting.preset
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        return (
+            f"mode={self.name}",
+            f"async_training.trigger_parameter_sync_step={self.setting.trigger}",
+            f"async_training.require_batches={self.setting.require_batches}",
+            *COMMON,
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.predict", description="Predicted against measured.")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--versions", type=int, default=16, help="of each run; a version is 64 groups")
+    chosen = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="headway-bench-") as scratch:
+        model = _warmed_up_model(Path(scratch))
+        rounds = [_Round(Path(scratch) / str(n), model, chosen.versions).run() for n in range(chosen.rounds)]
+    report("predict", f"Seconds per B = {B} groups, medians of {chosen.rounds} rounds", _rows(rounds))
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One mode in one round."""
+
+    mode: str
+    measured: Measurement
+    predicted: Measurement
+
+    @property
+    def error(self) -> float:
+        return self.predicted.step_s / self.measured.step_s - 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    directory: Path
+    model: Path
+    versions: int
+
+    def run(self) -> list[Compared]:
+        """The profiled mode first, then the others in the order of the presets."""
+        profiled = self._run((f"mode={PROFILED}", f"async_training.require_batches={FETCHES}", *COMMON), PROFILED)
+        profile = profile_run(profiled)
+        compared = []
+        for mode in trainable_modes(profile):
+            directory = profiled if mode.name == PROFILED else self._run(mode.settings, mode.name)
+            measured = _metered(read_events(directory / "events.jsonl"), mode.setting, self.versions)
+            predicted = measure(profile, mode.setting)
+            if measured is None or predicted is None:
+                sys.exit(f"{mode.name}: {self.versions} versions are too few to measure; give more (--versions)")
+            compared.append(Compared(mode.name, measured, predicted))
+        return compared
+
+    def _run(self, settings: Iterable[str], name: str) -> Path:
+        directory = self.directory / name
+        _train(directory, *settings, f"model.path={self.model}", f"rollout.total_rollout_steps={self.versions * B}")
+        return directory
+
+
+def trainable_modes(profile: Profile) -> Iterator[Mode]:
+    """Presets that train on devices of their own, as the doctor sees it; the profiled one first."""
+    for name in sorted(PRESETS, key=lambda name: name != PROFILED):
+        if PRESETS[name]["placement.kind"] != "split":
+            continue
+        train_devices = profile.train.points[0].devices
+        split = split_of(profile, name, train_devices, profile.devices - train_devices)
+        mode = Mode(setting_of(profile, name, split))
+        try:
+            diagnose(load(RECIPE, [*mode.settings, f"rollout.total_rollout_steps={B}"]))
+        except ConfigError:
+            continue
+        yield mode
+
+
+def _metered(events: Iterable[Event], setting: Setting, versions: int) -> Measurement | None:
+    """The planner's meter on a run's events. At its end a run admits less and less: the last versions are left out."""
+    last = versions - 1 - ceil(setting.eta)
+    meter = StepMeter(eta=setting.eta, steps_per_version=FETCHES, stop=lambda: None, out_of_time=lambda: False)
+    for event in _until_version(events, last):
+        meter.on_event(event)
+    return meter.measurement()
+
+
+def _until_version(events: Iterable[Event], version: int) -> Iterator[Event]:
+    steps = 0
+    for event in events:
+        if isinstance(event, OptimizerStepped):
+            steps += 1
+            if steps > version * FETCHES:
+                continue
+        yield event
+
+
+def _rows(rounds: Sequence[Sequence[Compared]]) -> list[dict[str, Any]]:
+    rows = []
+    for same in zip(*rounds, strict=True):
+
+        def middle(value: Callable[[Compared], float], same: Sequence[Compared] = same) -> float:
+            return median(map(value, same))
+
+        rows.append(
+            {
+                "mode": same[0].mode,
+                "measured s": middle(lambda c: c.measured.step_s),
+                "predicted s": middle(lambda c: c.predicted.step_s),
+                "error": middle(lambda c: c.error),
+                "least error": min(c.error for c in same),
+                "largest error": max(c.error for c in same),
+                "train idle": middle(lambda c: c.measured.trainer_idle),
+                "predicted": middle(lambda c: c.predicted.trainer_idle),
+                "rollout idle": middle(lambda c: c.measured.rollouter_idle),
+                "predicted ": middle(lambda c: c.predicted.rollouter_idle),
+                "lag": middle(lambda c: c.measured.lag_mean),
+                "predicted  ": middle(lambda c: c.predicted.lag_mean),
+            }
+        )
+    return rows
+
+
+def _warmed_up_model(scratch: Path) -> Path:
+    """The recipe's model after warm-up, made once for all runs."""
+    directory = scratch / "model-run"
+    _train(directory, *COMMON, f"rollout.total_rollout_steps={WARMED_UP}")
+    return Path(shutil.copytree(directory / "initial_model", scratch / "model"))
+
+
+def _train(directory: Path, *settings: str) -> None:
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}  # as Headway's own processes have it
+    command = [sys.executable, "-m", "headway", "train", str(RECIPE), *settings, f"run.dir={directory}"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Training and generation on one machine: each side computes more slowly while the other one does.
+
+trainer begins or ends ─▶ every replica's steps get longer or shorter, from that moment on
+first replica begins, last one ends ─▶ so does what is left of the trainer's work
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from headway.simulate.profile import ContentionProfile
+
+
+class Contention:
+    """Who computes. It changes between two moments only, so that work is a sum of stretches at constant speed."""
+
+    def __init__(self, profile: ContentionProfile) -> None:
+        self._profile = profile
+        self._slow_replicas: list[Callable[[float], None]] = []
+        self._computing: set[str] = set()
+        """Replicas."""
+        self._changed = asyncio.Event()
+        """Another side's computing began or ended: whoever waits looks again. Replaced each time."""
+
+    def add_replica(self, slow_down: Callable[[float], None]) -> None:
+        """``slow_down`` is told how many times longer everything takes from now on."""
+        self._slow_replicas.append(slow_down)
+
+    def replica_computes(self, name: str, computing: bool) -> None:
+        """``name`` begins or ends to compute."""
+        before = bool(self._computing)
+        if computing:
+            self._computing.add(name)
+        else:
+            self._computing.discard(name)
+        if bool(self._computing) != before:
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    async def train(self, seconds: float) -> None:
+        """Returns when the trainer has done what would take it ``seconds`` alone."""
+        loop = asyncio.get_running_loop()
+        self._slow_down(self._profile.rollout)
+        try:
+            while True:
+                factor = self._profile.train if self._computing else 1.0
+                began, changed = loop.time(), self._changed
+                try:
+                    async with asyncio.timeout(seconds * factor):
+                        await changed.wait()
+                except TimeoutError:
+                    return
+                seconds -= (loop.time() - began) / factor
+        finally:
+            self._slow_down(1.0)
+
+    def _slow_down(self, factor: float) -> None:
+        for slow_down in self._slow_replicas:
+            slow_down(factor)

@@ -1,0 +1,88 @@
+"""The mean of a row's step times, and how well it is known: batch means, adjusted by what is known of the answers.
+
+    times of versions ───▶ batch means ─────────────────────────────▶ mean ± half-width
+                                │                                        the narrowest
+    control of versions ─▶ batch means ─▶ regression at its known mean ─▶ mean ± half-width
+
+A version that happens to get long answers takes long. How long answers are on average is known exactly, so the part of
+the error that they explain can be taken out again: control variates, their coefficients estimated from the row itself
+(Lavenberg and Welch, "A perspective on the use of control variables to increase the efficiency of Monte Carlo
+simulations", Management Science 27, 1981).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from statistics import fmean, stdev
+
+import numpy as np
+
+MOST_BATCHES = 15
+FEWEST_FREE = 3
+"""Degrees of freedom that are left for the error when coefficients are estimated."""
+T_QUANTILES = (21.205, 5.643, 3.896, 3.298, 3.003, 2.829, 2.715, 2.634, 2.574, 2.527, 2.491, 2.461, 2.436, 2.415)
+"""Student's t, two-sided 97%, for 1 … 14 degrees of freedom. 95% are left of them: looking after each version whether
+it is enough, and taking the narrowest interval, cost the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    mean: float
+    half_width: float
+    """Of the 95% confidence interval; infinite for fewer than two batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """What varies along with the times, by version, and what it is on average."""
+
+    values: Sequence[float]
+    expected: float
+
+
+def estimate(times: Sequence[float], controls: Sequence[Control] = (), *, batches_of: Sequence[int] = (1,)) -> Estimate:
+    """Of the times of consecutive versions, at least one.
+
+    ``controls``, the most useful first, have a value for each time. Of all ways to use as many of them as there are,
+    over batches whose size is a multiple of one in ``batches_of``, it is the one whose interval is narrowest.
+    """
+    candidates = []
+    for multiple in batches_of:
+        means = _batch_means(times, multiple)
+        candidates.append(_plain(times, means))
+        used = [(_batch_means(each.values, multiple), each.expected) for each in controls]
+        adjusted = (_adjusted(means, used[: count + 1]) for count in range(len(used)))
+        candidates += [each for each in adjusted if each is not None]
+    return min(candidates, key=lambda each: each.half_width)
+
+
+def _plain(times: Sequence[float], means: Sequence[float]) -> Estimate:
+    count = len(means)
+    error = T_QUANTILES[count - 2] * stdev(means) / math.sqrt(count) if count > 1 else math.inf
+    return Estimate(fmean(times), error)
+
+
+def _adjusted(means: Sequence[float], controls: Sequence[tuple[Sequence[float], float]]) -> Estimate | None:
+    """The mean where ``controls``, (means of batches, expected), are as expected; None if that cannot be told."""
+    free = len(means) - len(controls) - 1
+    if free < FEWEST_FREE:
+        return None
+    columns = [np.asarray(values) / expected - 1 for values, expected in controls]
+    design = np.column_stack([np.ones(len(means)), *columns])
+    coefficients, _, rank, _ = np.linalg.lstsq(design, np.asarray(means), rcond=None)
+    if rank < len(controls) + 1:
+        return None
+    residuals = means - design @ coefficients
+    variance = float(residuals @ residuals) / free * float(np.linalg.inv(design.T @ design)[0, 0])
+    return Estimate(float(coefficients[0]), T_QUANTILES[free - 1] * math.sqrt(variance))
+
+
+def _batch_means(values: Sequence[float], multiple: int) -> list[float]:
+    """At most `MOST_BATCHES`, of equal size, of the last values: what is too little for another batch is left out."""
+    size = multiple * ceil(len(values) / (multiple * MOST_BATCHES))
+    count = len(values) // size
+    recent = values[len(values) - count * size :]
+    return [fmean(recent[i : i + size]) for i in range(0, len(recent), size)]

@@ -1,0 +1,101 @@
+"""What work took beside the other side's, and what it would have taken alone.
+
+    cost of a step = cost alone · (1 + (slowdown − 1) · share of its time in which the other side computed)
+
+Both shares must occur in a run for its slowdown to be known: a synchronous run, in which sides take turns, measures
+costs alone, and one in which both always compute measures costs that contain the slowdown.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+
+from headway.events import PrefillStep, ReplicaActivity
+from headway.reports.intervals import IntervalUnion
+from headway.simulate.fitting import Beside, DecodeSample, fit_slowdown
+from headway.simulate.record_training import TrainerWork
+from headway.simulate.recording import Recording
+
+
+class Overlap:
+    """A recording's measurements, as if each side had computed alone, where that is known."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        self._trainer = IntervalUnion()
+        for work in (*recording.training.steps, *recording.training.forwards):
+            self._trainer.add((work.began, work.began + work.seconds))
+        self.training = self._training_slowdown()
+        """How many times as long training takes while a replica computes; None if it cannot be told."""
+        self.generation = self._generation_slowdown()
+        """The same for generation while the trainer computes."""
+
+    def share(self) -> float:
+        """Of the time that replicas computed: in which the trainer did so, too."""
+        busy = [span for report in self._recording.activity for span in report.busy]
+        return self._share_of(busy)
+
+    def steps(self) -> list[TrainerWork]:
+        """Optimizer steps."""
+        return self._alone(self._recording.training.steps)
+
+    def forwards(self) -> list[TrainerWork]:
+        """Forward passes."""
+        return self._alone(self._recording.training.forwards)
+
+    def decode_samples(self) -> list[DecodeSample]:
+        """One for each report of a replica and number of active sequences."""
+        return [replace(sample, step_s=sample.step_s / self._slowed(report)) for report, sample in self._samples()]
+
+    def prefill_steps(self) -> list[PrefillStep]:
+        return [
+            (active, tokens, seconds / self._slowed(report), cached)
+            for report in self._recording.warm_activity("prefill_steps")
+            for active, tokens, seconds, cached in report.prefill_steps
+        ]
+
+    def _samples(self) -> Iterable[tuple[ReplicaActivity, DecodeSample]]:
+        for report in self._recording.warm_activity("decode_steps"):
+            for active, (steps, seconds, cached) in report.decode_steps.items():
+                yield report, DecodeSample(active, steps, seconds / steps, cached / steps)
+
+    def _alone(self, works: Iterable[TrainerWork]) -> list[TrainerWork]:
+        slowdown = self.training or 1.0
+        return [
+            replace(work, seconds=work.seconds / (1 + (slowdown - 1) * self._beside_generation(work)))
+            for work in self._recording.warm(works)
+        ]
+
+    def _slowed(self, report: ReplicaActivity) -> float:
+        return 1 + ((self.generation or 1.0) - 1) * self._share_of(report.busy)
+
+    def _training_slowdown(self) -> float | None:
+        steps = [step for step in self._recording.warm(self._recording.training.steps) if step.tokens]
+        return fit_slowdown(
+            Beside(self._beside_generation(step), step.seconds, step.tokens, weight=1.0) for step in steps
+        )
+
+    def _generation_slowdown(self) -> float | None:
+        """From steps with the same number of active sequences, the one that most reports have."""
+        samples = list(self._samples())
+        counts = Counter(sample.active for _, sample in samples)
+        most = max(counts, key=lambda active: (counts[active], active), default=0)
+        return fit_slowdown(
+            Beside(self._share_of(report.busy), sample.step_s, sample.cached, weight=sample.steps)
+            for report, sample in samples
+            if sample.active == most
+        )
+
+    def _beside_generation(self, work: TrainerWork) -> float:
+        """Share of its time in which the busiest replica computed."""
+        window = (work.began, work.began + work.seconds)
+        busy = (self._recording.busy_within(replica, window) for replica in self._recording.replicas)
+        return max(busy, default=0.0) / work.seconds if work.seconds > 0 else 0.0
+
+    def _share_of(self, busy: Iterable[tuple[float, float]]) -> float:
+        """Of these spans: in which the trainer computed."""
+        spans = list(busy)
+        seconds = sum(end - start for start, end in spans)
+        return sum(map(self._trainer.within, spans)) / seconds if seconds > 0 else 0.0

@@ -1,0 +1,96 @@
+"""What a run's trainer did, fetch by fetch: its work, and what passed between.
+
+    FetchTaken ──▶ forward ──▶ step ──▶ step ──▶ gather, or the next FetchTaken's wait
+          └─ gap ─┘      └ gap ┘  └ gap ┘  └ gap ┘           gaps: the driver's own work, the fetch's latency
+
+On shared devices a fetch is first waited with until the trainer has them: its latency counts from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from headway.events import Event, FetchTaken, LeaseChanged, OptimizerStepped, TrainerBusy
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerWork:
+    """A forward pass over a fetch, or one optimizer step."""
+
+    began: float
+    seconds: float
+    tokens: int
+
+
+@dataclass(slots=True)
+class FetchRecord:
+    began: float
+    latency_s: float = 0.0
+    """In which the trainer neither computed nor waited for groups, devices or an update."""
+
+
+@dataclass(slots=True)
+class TrainingRecord:
+    """Feed it every event, in order."""
+
+    mini_batch: int
+    tokens_of: Callable[[int], int]
+    """Of a group, by number: prompt and answer of every trajectory."""
+    steps: list[TrainerWork] = field(default_factory=list)
+    forwards: list[TrainerWork] = field(default_factory=list)
+    fetches: list[FetchRecord] = field(default_factory=list)
+    """Those that ended."""
+    _numbers: list[int] = field(default_factory=list)
+    _fetch: FetchRecord | None = None
+    _reached: float = 0.0
+    """Up to here the fetch's time is accounted for."""
+    _steps_of_fetch: int = 0
+    _step: TrainerBusy | None = None
+    """Until its `OptimizerStepped` tells that it was one."""
+
+    def add(self, event: Event) -> None:
+        match event:
+            case FetchTaken(waited=(asked, _)):
+                self._end_fetch(asked)
+                self._numbers, self._steps_of_fetch = event.numbers, 0
+                self._fetch, self._reached = FetchRecord(event.time), event.time
+            case LeaseChanged(holder="train"):
+                self._reached = event.time
+            case TrainerBusy(what="forward", span=(start, end)):
+                self._pass_to(start, end)
+                self.forwards.append(TrainerWork(start, end - start, self._tokens(self._numbers)))
+            case TrainerBusy(what="step", span=(start, end)):
+                self._pass_to(start, end)
+                self._step = event
+            case TrainerBusy(what="gather", span=(start, _)):
+                self._end_fetch(start)
+            case OptimizerStepped():
+                self._stepped()
+
+    def _pass_to(self, start: float, end: float) -> None:
+        if self._fetch is not None:
+            self._fetch.latency_s += start - self._reached
+        self._reached = end
+
+    def _end_fetch(self, at: float) -> None:
+        """Nobody tells of its end: the next thing that the trainer does or waits for begins at ``at``."""
+        if self._fetch is not None and self._steps_of_fetch:
+            self._pass_to(at, at)
+            self.fetches.append(self._fetch)
+        self._fetch = None
+
+    def _stepped(self) -> None:
+        """A fetch is split by group into mini-batches, epoch after epoch."""
+        if self._step is None:
+            return
+        start, end = self._step.span
+        self._step = None
+        size = self.mini_batch
+        batches = [self._numbers[i : i + size] for i in range(0, len(self._numbers), size)]
+        numbers = batches[self._steps_of_fetch % len(batches)] if batches else []
+        self._steps_of_fetch += 1
+        self.steps.append(TrainerWork(start, end - start, self._tokens(numbers)))
+
+    def _tokens(self, numbers: Iterable[int]) -> int:
+        return sum(map(self.tokens_of, numbers))

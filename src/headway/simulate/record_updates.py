@@ -1,0 +1,130 @@
+"""What a run's parameter updates took, phase by phase, and what it took to hand shared devices over.
+
+gather ▶ send ║ recv ▶ register ─▶ pause: what is in flight drains ─▶ load ─▶ resume ─▶ finished
+└──────── transfer ─────────────┘  └ latency ┘     └ not a cost ┘             └ latency ┘
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from headway.events import (
+    Event,
+    LeaseChanged,
+    ReplicaHalted,
+    Span,
+    TrainerBusy,
+    UpdateFinished,
+    UpdatePhase,
+    UpdateSuperseded,
+)
+
+BusyWithin = Callable[[str, Span], float]
+"""(replica, window) → seconds of the window in which the replica computed."""
+
+
+@dataclass(slots=True)
+class UpdateRecord:
+    """One parameter update. Seconds of each phase: the slowest replica's, where several had it."""
+
+    began: float = 0.0
+    transfer_s: float = 0.0
+    """From the begin of gather until every replica had received; known for synchronous updates."""
+    phases: dict[str, float] = field(default_factory=dict)
+    nbytes: int = 0
+    halted_s: float = 0.0
+    """A replica decoded nothing for so long; the mean over replicas."""
+    finished: float | None = None
+    superseded: bool = False
+    loads: dict[str, Span] = field(default_factory=dict)
+    """Replica → from when it stood still until it had loaded."""
+
+    def recv_s(self, *, synchronous: bool) -> float:
+        """A replica says how long it received for, but in a synchronous update that counts its wait for gather, too:
+        there it is what the transfer took after gather and besides register. Sending goes on at the same time."""
+        if not synchronous:
+            return self.phases.get("recv", 0.0)
+        return max(0.0, self.transfer_s - self.phases.get("gather", 0.0) - self.phases.get("register", 0.0))
+
+    @property
+    def load_s(self) -> float:
+        """The load phase, with the way to the replica and back where that is known."""
+        if not self.loads:
+            return max(self.phases.get("load", 0.0), self.halted_s)
+        return max(loaded - stopped for stopped, loaded in self.loads.values())
+
+    def latency_s(self, busy: BusyWithin, *, synchronous: bool) -> float | None:
+        """What passed beside the phases and until replicas stood still that had something to finish; None where other
+        updates were under way, or it is not known when replicas stood still."""
+        if self.finished is None or self.superseded or not self.loads:
+            return None
+        name, (stopped, loaded) = max(self.loads.items(), key=lambda load: load[1][1])
+        gather_s, register_s = self.phases.get("gather", 0.0), self.phases.get("register", 0.0)
+        transferred = self.began + gather_s + self.recv_s(synchronous=synchronous) + register_s
+        drained = busy(name, (transferred, stopped))
+        return max(0.0, stopped - transferred - drained) + self.finished - loaded
+
+
+@dataclass(slots=True)
+class UpdatesRecord:
+    """Feed it every event, in order."""
+
+    updates: defaultdict[int, UpdateRecord] = field(default_factory=lambda: defaultdict(UpdateRecord))
+    versions: int = 0
+    """Updates that finished."""
+    warm_at: float = float("inf")
+    """When the first of them did."""
+    to_train_s: list[float] = field(default_factory=list)
+    """From when replicas stood still until the trainer had their devices."""
+    to_generate_s: list[float] = field(default_factory=list)
+    _loaded: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Replica → the version that it loaded while it is still halted, and when."""
+    _leased: float = 0.0
+    """When the trainer was given the devices that it has, or had last."""
+    _stood: list[float] = field(default_factory=list)
+    """When the replicas stood still that went on since."""
+
+    def add(self, event: Event) -> None:
+        match event:
+            case TrainerBusy(what="gather", span=(start, _)):
+                update = self.updates[event.version]
+                update.began, update.transfer_s = start, event.time - start
+            case UpdatePhase():
+                self._phase(event)
+            case ReplicaHalted():
+                self._halted(event)
+            case UpdateSuperseded():
+                self.updates[event.version].superseded = True
+            case UpdateFinished():
+                self.versions += 1
+                self.warm_at = min(self.warm_at, event.time)
+                update = self.updates[event.version]
+                update.halted_s, update.finished = event.rollout_stall_s, event.time
+            case LeaseChanged(holder="train"):
+                self._leased = event.time
+            case LeaseChanged(holder="generate"):
+                self._handed_over(event)
+
+    def _phase(self, event: UpdatePhase) -> None:
+        update = self.updates[event.version]
+        update.phases[event.phase] = max(update.phases.get(event.phase, 0.0), event.seconds)
+        update.nbytes = max(update.nbytes, event.nbytes)
+        if event.phase == "load":
+            self._loaded[event.where] = event.version, event.time
+
+    def _halted(self, event: ReplicaHalted) -> None:
+        """Told when the replica goes on."""
+        loaded = self._loaded.pop(event.replica, None)
+        if event.reason == "load" and loaded is not None:
+            version, at = loaded
+            self.updates[version].loads[event.replica] = event.span[0], at
+        elif event.reason == "lease":
+            self._stood.append(event.span[0])
+
+    def _handed_over(self, event: LeaseChanged) -> None:
+        if self._stood:
+            self.to_train_s.append(self._leased - max(self._stood))
+            self.to_generate_s.append(event.time - event.asked)
+        self._stood = []

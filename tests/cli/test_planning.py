@@ -1,0 +1,133 @@
+"""``headway plan``, ``profile`` and ``report``, as they are typed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import headway
+from headway.cli import cli
+
+PROFILE = """\
+name: small
+devices: 4
+batch: {groups_per_version: 8, ppo_mini_batch_size: 2, n: 4}
+prompt: {kind: constant, tokens: 20}
+response: {kind: lognormal, mean: 200, sigma: 1, max: 2000}
+rollout: {slots: 16, decode: [[1, 0.01], [16, 0.02]]}
+train: {points: [{devices: 1, step_s: 0.1, token_s: 1.0e-4}]}
+"""
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, arguments)
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    path = tmp_path / "job.yaml"
+    path.write_text(PROFILE)
+    return path
+
+
+def test_a_plan_names_what_to_choose_and_whether_asynchrony_helps(profile: Path) -> None:
+    done = run("plan", str(profile), "--budget", "2")
+    assert done.exit_code == 0, done.output
+    assert "Recommended" in done.output
+    assert "synchron" in done.output.split("Recommended")[1]
+    assert "trajectories in" in done.output
+
+
+def test_json_has_every_row_and_html_is_one_page(profile: Path, tmp_path: Path) -> None:
+    rows, page = tmp_path / "rows.json", tmp_path / "page.html"
+    done = run("plan", str(profile), "--budget", "2", "--json", str(rows), "--html", str(page), "--row", "1")
+    assert done.exit_code == 0, done.output
+    written = json.loads(rows.read_text())["rows"]
+    wanted = {"preset", "split", "eta", "trigger", "require_batches", "step_s", "samples_per_s", "lag_mean", "lag_max"}
+    assert all(wanted <= set(row) for row in written)
+    assert [row["step_s"] for row in written] == sorted(row["step_s"] for row in written)
+    assert written[0]["preset"] in page.read_text()
+
+
+def test_a_plan_loads_neither_torch_nor_ray(profile: Path) -> None:
+    code = f"""
+import sys
+from headway.cli import cli
+try:
+    cli(["plan", {str(profile)!r}, "--budget", "0.2"])
+except SystemExit as end:
+    assert end.code == 0, end.code
+heavy = {{"torch", "transformers", "ray"}} & set(sys.modules)
+assert not heavy, heavy
+"""
+    environment = os.environ | {"PYTHONPATH": str(Path(headway.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("rollout: {slots: 16, decode: [[1, -0.01]]}", "rollout.decode"),
+        ("rollout: {slots: 16, decode: []}", "rollout.decode"),
+        ("rollout: {slots: 16, decode: [[8, 0.1], [1, 0.2]]}", "numbers of active sequences that grow"),
+        ("response: {kind: empirical, groups: []}", "response.groups"),
+        ("response: {kind: empirical, groups: [[]]}", "response.groups[0]"),
+        ("response: {kind: gaussian, mean: 3}", "response"),
+        ("train: {points: [{devices: 1, token_s: -1}]}", "train.points[0].token_s"),
+        ("train: {points: [{devices: 1, token_s: 1.0e-4}], min_devices: 9}", "at least 9 (train.min_devices)"),
+        ("rollout: {devices: 4, decode: [[1, 0.1]]}", "one rollout replica needs 4 (rollout.devices)"),
+        ("devices: 0", "devices: got 0"),
+        ("batch: {groups_per_version: 9, ppo_mini_batch_size: 2}", "multiple of ppo_mini_batch_size"),
+        ("gpus: 4", "gpus: unknown key"),
+    ],
+)
+def test_a_bad_profile_is_refused_with_what_is_wrong(profile: Path, line: str, message: str) -> None:
+    key = line.partition(":")[0]
+    kept = [other for other in PROFILE.splitlines() if other.partition(":")[0] != key]
+    profile.write_text("\n".join([*kept, line]))
+    done = run("plan", str(profile), "--budget", "1")
+    assert done.exit_code == 2, done.output
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "neither is given"),
+        (["{profile}", "--from", "{dir}"], "both are given"),
+        (["missing.yaml"], "missing.yaml: there is no such file"),
+        (["{dir}"], "Is a directory"),
+        (["{profile}", "--row", "2"], "--html is not given"),
+        (["{profile}", "--json", "{dir}/none/rows.json"], "cannot be written"),
+        (["--from", "{dir}"], "{dir}"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_is_simulated(
+    profile: Path, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    names = {"profile": profile, "dir": tmp_path}
+    done = run("plan", *(argument.format(**names) for argument in arguments))
+    assert done.exit_code == 2, done.output
+    assert message.format(**names) in done.stderr
+
+
+def test_devices_that_do_not_suffice_are_counted(profile: Path) -> None:
+    done = run("plan", str(profile), "--gpus", "1")
+    assert done.exit_code == 2
+    assert "devices: got 1" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["profile", "report"])
+def test_what_is_no_run_is_refused(command: str, tmp_path: Path) -> None:
+    for given in (tmp_path / "nowhere", tmp_path):
+        done = run(command, str(given))
+        assert done.exit_code == 2, done.output
+        assert str(given) in done.stderr

@@ -1,0 +1,250 @@
+"""A run's figures by brute force: time as a row of ticks that are painted one by one, groups counted one by one.
+
+Every time in a random run is a multiple of `TICK` (see cases.py), so a tick is wholly busy or wholly idle, and sums of
+ticks are exact.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.events import (
+    FetchTaken,
+    GroupAdmitted,
+    GroupSettled,
+    OptimizerStepped,
+    ReplicaActivity,
+    ReplicaLost,
+    RunFinished,
+    Span,
+    TrainerBusy,
+    TrajectoryFinished,
+    UpdateFinished,
+)
+from headway.pipeline.run import Status
+from headway.reports.metrics import RunMetrics
+from headway.reports.summary import summary
+from tests.pipeline.cases import TICK
+from tests.pipeline.fakes import FakeRollout
+from tests.pipeline.scenario import Run
+
+Ticks = NDArray[np.float64]
+
+
+class Rows:
+    """Keeps the rows of ``metrics.jsonl``."""
+
+    def __init__(self) -> None:
+        self.events = 0
+        """That were seen so far."""
+        self.rows: list[tuple[int, dict[str, Any]]] = []
+        """(events that were seen when it was complete, row)"""
+
+    def on_row(self, row: dict[str, Any]) -> None:
+        self.rows.append((self.events, row))
+
+    def close(self) -> None: ...
+
+
+def tick(time: float) -> int:
+    ticks = time / TICK
+    assert ticks == int(ticks), f"{time} s is no multiple of {TICK} s"
+    return int(ticks)
+
+
+def paint(run: Run, spans: Iterable[Span]) -> Ticks:
+    """[ticks of the run] 1 where any span lies, else 0."""
+    ticks = np.zeros(tick(run.ended))
+    for start, end in spans:
+        ticks[tick(start) : tick(end)] = 1
+    return ticks
+
+
+def busy(run: Run, replica: str) -> Ticks:
+    return paint(run, (span for event in run.of(ReplicaActivity) if event.replica == replica for span in event.busy))
+
+
+def trainer(run: Run) -> Ticks:
+    return paint(run, (event.span for event in run.of(TrainerBusy)))
+
+
+def in_slots(run: Run, replica: FakeRollout) -> Ticks:
+    """[ticks of the run] How many slots it uses, from what was asked of it: all that it can, whenever it does not stand.
+
+    Without a limit on the cache. Where it prefills nothing starts, so that then only whether there is any is exact.
+    """
+    work = np.zeros(tick(run.ended) + 1)
+    for time, change in replica.work:
+        work[tick(time)] += change
+    used = np.minimum(np.cumsum(work)[:-1], replica.slots)
+    for start, end in [*replica.stood, *([(replica.stopped, run.ended)] if replica.stopped is not None else [])]:
+        used[tick(start) : tick(end)] = 0
+    return used
+
+
+def window(run: Run) -> slice | None:
+    """From the first admission to the last optimizer step."""
+    admitted, steps = run.of(GroupAdmitted), run.of(OptimizerStepped)
+    if not steps or steps[-1].time <= admitted[0].time:
+        return None
+    return slice(tick(admitted[0].time), tick(steps[-1].time))
+
+
+def replay(run: Run) -> tuple[RunMetrics, list[tuple[int, dict[str, Any]]]]:
+    rows = Rows()
+    metrics = RunMetrics([rows])
+    for rows.events, event in enumerate(run.events, start=1):
+        metrics.on_event(event)
+    return metrics, rows.rows
+
+
+def near(told: float, counted: float) -> bool:
+    return abs(told - counted) < 1e-9
+
+
+def check_figures(run: Run) -> None:
+    metrics, rows = replay(run)
+    told = summary(metrics)
+    check_counts(run, told)
+    check_rows(run, [row for _, row in rows], told)
+    if not run.of(ReplicaLost) and all(replica.name.startswith("rollout-") for replica in run.rollouts):
+        check_replicas_in_rows(run, rows)
+    if (inside := window(run)) is not None:
+        check_occupancy(run, told, inside)
+
+
+def check_occupancy(run: Run, told: dict[str, Any], inside: slice) -> None:
+    wall = inside.stop - inside.start
+    assert told["wall_s"] == wall * TICK
+    assert near(told["trainer/idle_ratio"], 1 - trainer(run)[inside].sum() / wall)
+    names = [replica.name for replica in run.rollouts if replica.name.startswith("rollout-")]
+    if len(names) < len(run.rollouts):
+        return  # late replicas have a window of their own
+    shares = [busy(run, name)[inside].sum() / wall for name in names]
+    assert near(told["rollouter/idle_ratio"], 1 - sum(shares) / len(shares))
+    slots = sum(replica.slots for replica in run.rollouts) * wall * TICK
+    assert near(told["rollouter/slot_utilization"], min(1.0, sum(map(inside_window(inside), run.of(ReplicaActivity))) / slots))
+    if not run.of(ReplicaLost) and run.status is Status.COMPLETED and run.scenario.engine.get("kv_tokens") is None:
+        check_engines(run, told["rollouter/slot_utilization"], inside)
+
+
+def inside_window(inside: slice):  # noqa: ANN201 - a function of an event
+    """The slot time of a report, as far as it lies in the window: a report that straddles an edge counts in part."""
+
+    def slot_seconds(event: ReplicaActivity) -> float:
+        if not event.busy:
+            return 0.0
+        start, end = event.busy[0][0], event.busy[-1][1]
+        common = min(end, inside.stop * TICK) - max(start, inside.start * TICK)
+        return event.slot_seconds * max(0.0, common) / (end - start)
+
+    return slot_seconds
+
+
+def check_engines(run: Run, utilization: float, inside: slice) -> None:
+    """What replicas reported is what they were asked to do."""
+    exact = straddling = 0.0
+    engine = run.scenario.engine
+    if engine.get("prefill_s") or engine.get("prefill_token_s"):
+        for replica in run.rollouts:
+            assert np.array_equal(in_slots(run, replica) > 0, busy(run, replica.name) > 0), "busy is not what it had to do"
+        return
+    for replica in run.rollouts:
+        used = in_slots(run, replica)
+        assert np.array_equal(used > 0, busy(run, replica.name) > 0), "busy is not what it had to do"
+        reports = [event for event in run.of(ReplicaActivity) if event.replica == replica.name]
+        assert sum(event.slot_seconds for event in reports) == used.sum() * TICK
+        exact += used[inside].sum()
+        straddling += replica.slots * run.pipeline.config.reports.activity_interval_s / TICK
+    slots = sum(replica.slots for replica in run.rollouts) * (inside.stop - inside.start)
+    assert abs(utilization - exact / slots) <= straddling / slots
+
+
+def check_counts(run: Run, told: dict[str, Any]) -> None:
+    trained = {event.number: event.lag for event in run.of(GroupSettled) if event.fate == "trained"}
+    taken_at = {number: event.version for event in run.of(FetchTaken) for number in event.numbers}
+    trajectories = run.of(TrajectoryFinished)
+    spans = [max(vs) - min(vs) for t in trajectories if (vs := [v for _, v in t.version_spans])]
+    lags = Counter(trained.values())
+    assert told["balanced"] is True
+    assert told["groups"] == run.of(RunFinished)[0].groups
+    assert told["lag"]["histogram"] == {str(lag): lags[lag] for lag in sorted(lags)}
+    assert told["lag"]["max"] == max(lags, default=None)
+    assert told["lag"]["mean"] is None or near(told["lag"]["mean"], sum(trained.values()) / len(trained))
+    partial = sum(span > 0 for span in spans)
+    assert told["partial"] == {
+        "total_partial_num": partial,
+        "partial_ratio": partial / len(trajectories) if trajectories else 0.0,
+        "max_partial_span": max(spans, default=0),
+    }
+    stale = [
+        t for t in trajectories if t.number in trained and min(v for _, v in t.version_spans) < taken_at[t.number]
+    ]
+    assert told["stale"] == {
+        "samples_processed": sum(lag > 0 for lag in trained.values()),
+        "trajectory_processed": len(stale),
+    }
+    assert told["trajectories"] == len(trajectories)
+    assert told["tokens"]["generated"] == sum(t.tokens for t in trajectories)
+    assert told["tokens"]["trained"] == sum(t.tokens for t in trajectories if t.number in trained)
+    assert told["fetches"] == sum(bool(event.numbers) for event in run.of(FetchTaken))
+    steps = run.of(OptimizerStepped)
+    assert (told["optimizer_steps"], told["skipped_steps"]) == (
+        sum(not step.skipped for step in steps),
+        sum(step.skipped for step in steps),
+    )
+
+
+def check_rows(run: Run, rows: list[dict[str, Any]], told: dict[str, Any]) -> None:
+    """Rows tile the run: added up they are the summary, and each one's time is from the last one's end to its own."""
+    lags: Counter[str] = Counter()
+    for row in rows:
+        lags.update(row.get("lag/histogram", {}))
+    assert lags == told["lag"]["histogram"]
+    for name, total in (("total_partial_num", sum), ("max_partial_span", max)):
+        values = [row[f"fully_async/partial/{name}"] for row in rows if f"fully_async/partial/{name}" in row]
+        assert (total(values) if values else 0) == told["partial"][name]
+    if not run.of(GroupAdmitted):
+        return
+    works, opened = trainer(run), run.of(GroupAdmitted)[0].time
+    overlapped = run.scenario.config.param_update.schedule == "overlapped"
+    closes = [event.time for event in run.of(UpdateFinished)] + [run.of(RunFinished)[0].time]
+    for row in rows:
+        if (seconds := row.get("time/seconds")) is None:
+            continue
+        until = opened + seconds
+        assert until in closes
+        if "trainer/idle_ratio" in row and not overlapped:  # else a step may be under way, of which nothing is known yet
+            share = works[tick(opened) : tick(until)].sum() * TICK / seconds
+            assert near(row["trainer/idle_ratio"], 1 - share)
+        opened = until
+
+
+def check_replicas_in_rows(run: Run, rows: list[tuple[int, dict[str, Any]]]) -> None:
+    """A row says how idle replicas were since the last row that said it, as far as each of them had reported by then."""
+    if not run.of(GroupAdmitted):
+        return
+    opened = known_until = run.of(GroupAdmitted)[0].time
+    for seen, row in rows:
+        if (seconds := row.get("time/seconds")) is None:
+            continue
+        opened += seconds
+        reports = [event for event in run.events[:seen] if isinstance(event, ReplicaActivity)]
+        reported = {event.replica: event.time for event in reports}
+        until = min(opened, *(reported.get(replica.name, 0.0) for replica in run.rollouts))
+        told = row.get("rollouter/idle_ratio")
+        assert (told is not None) == (until > known_until and "trainer/idle_ratio" in row)
+        if told is None:
+            continue
+        idle = []
+        for replica in run.rollouts:
+            spans = [span for event in reports if event.replica == replica.name for span in event.busy]
+            inside = paint(run, spans)[tick(known_until) : tick(until)]
+            idle.append(1 - inside.sum() / len(inside))
+        assert near(told, sum(idle) / len(idle))
+        known_until = until

@@ -1,0 +1,76 @@
+"""Random runs in which replicas die, join late, hang, or a stop is asked for, at random moments: nothing else may break.
+
+What must hold is what test_random_runs.py asks of undisturbed runs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from headway.errors import NothingToTrain, StallError, WorkerDied
+from headway.events import ReplicaJoined, ReplicaLost
+from headway.pipeline.run import Status
+from tests.pipeline.cases import SCHEDULES, Case, faulty, for_each
+from tests.pipeline.invariants import check_everything, run_and_check
+
+
+def test_a_stop_at_any_moment_ends_a_run_with_its_books_balanced():
+    ends: Counter[Status | None] = Counter()
+
+    def check(case: Case) -> None:
+        ends[run_and_check(case).status] += 1
+
+    for_each(faulty("stop"), SCHEDULES["stopped"], check)
+    assert ends[Status.INTERRUPTED] > sum(ends.values()) / 2
+
+
+def test_replicas_may_die_at_any_moment():
+    happened: Counter[str] = Counter()
+
+    def check(case: Case) -> None:
+        run = run_and_check(case)
+        happened["lost"] += len(run.of(ReplicaLost))
+        happened["went on"] += bool(run.of(ReplicaLost)) and run.status is Status.COMPLETED
+        happened["ended by it"] += isinstance(run.error, WorkerDied)
+
+    for_each(faulty("dies"), SCHEDULES["deaths"], check)
+    assert happened["went on"] > 50 and happened["ended by it"] > 50
+
+
+def test_replicas_may_join_at_any_moment():
+    joined = 0
+
+    def check(case: Case) -> None:
+        nonlocal joined
+        run = run_and_check(case)
+        joined += len(run.of(ReplicaJoined))
+
+    for_each(faulty("joins"), SCHEDULES["joins"], check)
+    assert joined > 100
+
+
+def test_all_of_it_may_happen_in_one_run():
+    for_each(faulty("dies", "joins", "stop", most=6), SCHEDULES["everything"], lambda case: run_and_check(case) and None)
+
+
+def test_a_replica_that_hangs_is_named_in_bounded_time_and_never_deadlocks_a_run():
+    """Each wait has an end. Whoever hangs without being asked for anything does no harm."""
+    stalls = 0
+
+    def check(case: Case) -> None:
+        nonlocal stalls
+        run = case.scenario().run()
+        if isinstance(run.error, StallError):
+            stalls += 1
+            victims = {run.rollouts[fault.replica % len(run.rollouts)].name for fault in case.faults}
+            assert any(name in str(run.error) for name in victims), run.error
+            moved = [event.time for event in run.events if event.kind != "replica.activity" and event.time < run.ended]
+            assert run.ended - moved[-1] <= run.pipeline.config.cluster.stall_timeout_s + 20
+            run.assert_clean()
+        elif run.error is None:
+            check_everything(run)
+        elif not isinstance(run.error, NothingToTrain):
+            raise run.error
+
+    for_each(faulty("hangs", "never_receives", "hangs_on_drain", most=2), SCHEDULES["hangs"], check)
+    assert stalls > SCHEDULES["hangs"] / 3

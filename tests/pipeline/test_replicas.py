@@ -1,0 +1,232 @@
+"""Several replicas: who gets what, late ones, split groups, and those that are halted or gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from headway.errors import WorkerDied
+from headway.events import (
+    Event,
+    GroupAdmitted,
+    GroupSettled,
+    ReplicaJoined,
+    ReplicaLost,
+    TrajectoryFinished,
+    UpdateFinished,
+    UpdatePhase,
+)
+from headway.pipeline.run import Status
+from tests.pipeline.invariants import check_everything
+from tests.pipeline.scenario import MODES, Run, Scenario
+
+SPLIT = [mode for mode in MODES if not mode.startswith("colocate")]
+"""Modes in which a replica may join."""
+
+
+def at(seconds: float, what: Callable[[Run], object]):
+    async def beside(run: Run) -> None:
+        await asyncio.sleep(seconds)
+        what(run)
+
+    return beside
+
+
+def joins(run: Run) -> None:
+    run.join("late")
+
+
+# ---------------------------------------------------------------------------------------------- joining
+
+
+@pytest.mark.parametrize("mode", SPLIT)
+def test_a_late_replica_serves_nothing_before_it_has_the_current_version(mode: str):
+    run = check_everything(Scenario(mode, problems=1, beside=at(1.0, joins)).run().assert_completed())
+    (joined,) = run.of(ReplicaJoined)
+    late = run.rollouts[-1]
+    assert joined.replica == "late" and joined.slots == late.slots
+    assert (joined.version, joined.time) == late.loads[0]
+    assert late.submitted and min(time for time, *_ in late.submitted) >= joined.time
+    assert {version for t in run.of(TrajectoryFinished) if t.replica == "late" for _, version in t.version_spans} <= set(
+        dict(late.loads)
+    )
+
+
+@pytest.mark.parametrize("mode", SPLIT)
+def test_a_replica_may_join_at_any_moment_of_an_update(mode: str):
+    """Before it begins, while weights are gathered, sent, registered and loaded, and after it: every eighth of a second."""
+    healthy = Scenario(mode).run().assert_completed()
+    first = min(phase.time for phase in healthy.of(UpdatePhase) if phase.version == 2) - 0.5
+    for eighth in range(12):
+        run = Scenario(mode, beside=at(first + eighth / 8, joins)).run().assert_completed()
+        (joined,) = check_everything(run).of(ReplicaJoined)
+        assert joined.version in (2, 3)
+
+
+def test_a_replica_that_joins_after_the_last_update_serves_nothing_and_harms_nothing():
+    ends = Scenario("async_stale").run().assert_completed().ended
+    run = check_everything(Scenario("async_stale", beside=at(ends - 0.25, joins)).run().assert_completed())
+    assert run.of(ReplicaJoined) == [] and run.rollouts[-1].submitted == []
+
+
+def test_a_replica_that_dies_before_it_joined_costs_nothing():
+    def joins_and_dies(run: Run) -> None:
+        run.join("late").die(WorkerDied("late was killed"))
+
+    run = check_everything(Scenario("async_partial", beside=at(1.0, joins_and_dies)).run().assert_completed())
+    assert [event.replica for event in run.of(ReplicaLost)] == ["late"]
+    assert run.groups["dropped"] == 0
+
+
+def test_a_late_replica_may_take_over_when_the_first_one_dies():
+    async def beside(run: Run) -> None:
+        run.join("late")
+        await asyncio.sleep(20.0)
+        run.rollouts[0].die(WorkerDied("rollout-0 was killed"))
+
+    run = check_everything(Scenario("async_partial", problems=2, beside=beside).run().assert_completed())
+    assert run.groups["trained"] == 96
+    assert run.validated()[-1] == 6
+
+
+@pytest.mark.parametrize("name", ["rollout-0", "late", "gone"])
+def test_a_name_is_given_once(name: str):
+    def script(run: Run) -> None:
+        run.join("late")
+
+    async def beside(run: Run) -> None:
+        run.join("gone").die(WorkerDied("gone was killed"))
+        await asyncio.sleep(10.0)
+        with pytest.raises(ValueError, match=f"named '{name}' is or was part of this run"):
+            run.join(name)
+
+    Scenario("async_partial", script=script, beside=beside).run().assert_completed()
+
+
+def test_nobody_joins_where_all_devices_are_shared():
+    def refused(run: Run) -> None:
+        with pytest.raises(ValueError, match="every device is in use"):
+            run.join("late")
+
+    Scenario("colocate_async", beside=at(1.0, refused)).run().assert_completed()
+
+
+# ---------------------------------------------------------------------------------------------- who gets what
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_group_stays_on_one_replica(mode: str):
+    run = check_everything(Scenario(mode, replicas=3, n=4).run().assert_completed())
+    where: dict[int, set[str]] = {}
+    for t in run.of(TrajectoryFinished):
+        where.setdefault(t.number, set()).add(t.replica)
+    assert all(len(replicas) == 1 for replicas in where.values())
+    assert len(set().union(*where.values())) == 3
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 7])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_split_group_is_spread_as_evenly_as_can_be_and_joined_in_order(mode: str, n: int):
+    scenario = Scenario(mode, replicas=3, n=n, sections={"rollout": {"split_groups": True}}, slots=64)
+    run = check_everything(scenario.run().assert_completed())
+    for number in range(run.groups["admitted"]):
+        parts = Counter(t.replica for t in run.of(TrajectoryFinished) if t.number == number)
+        assert sum(parts.values()) == n
+        assert max(parts.values()) - min(parts.values()) <= 1 or len(parts) < min(n, 3)
+    # What is trained is checked sample by sample against trajectories in order of k, by `check_everything`.
+
+
+def test_a_wave_is_spread_by_load():
+    """Sixteen groups at once, on four replicas: four each."""
+    run = Scenario("one_step_off", mini_batch=16, replicas=4, slots=64, total=32).run().assert_completed()
+    first = Counter(t.replica for t in run.of(TrajectoryFinished) if t.number < 16)
+    assert first == {f"rollout-{i}": 8 for i in range(4)}
+
+
+def test_the_replica_with_the_least_in_flight_gets_the_next_group():
+    """Replica 0 has the one long answer: of the short ones that follow, the other gets most."""
+    lengths = lambda t: 400 if t.row == 0 else 8  # noqa: E731
+    values = {"staleness_threshold": 0.5, "order": "ready", "window": None}
+    run = Scenario("async_partial", async_training=values, replicas=2, n=4, slots=4, lengths=lengths).run()
+    run.assert_completed()
+    long = next(t for t in run.of(TrajectoryFinished) if t.number == 0)
+    beside = Counter(t.replica for t in run.of(TrajectoryFinished) if 6 < t.finished < long.finished)
+    assert long.replica == "rollout-0"
+    assert beside["rollout-1"] > beside["rollout-0"]
+
+
+# ---------------------------------------------------------------------------------------------- dying
+
+
+@pytest.mark.parametrize("split_groups", [False, True])
+def test_what_a_dead_replica_was_generating_runs_again_under_a_new_number_and_attempt(split_groups: bool):
+    def dies(run: Run) -> None:
+        run.rollouts[1].die(WorkerDied("rollout-1 was killed"))
+
+    scenario = Scenario("async_partial", replicas=2, sections={"rollout": {"split_groups": split_groups}})
+    scenario.beside = at(1.0, dies)
+    run = check_everything(scenario.run().assert_completed())
+    lost = [event.number for event in run.of(GroupSettled) if event.reason == "rollout-1 died"]
+    admissions = {event.number: event for event in run.of(GroupAdmitted)}
+    again = [event for event in admissions.values() if event.attempt == 1]
+    assert lost and [event.row for event in again] == [admissions[number].row for number in lost]
+    assert all(event.time == 1.0 for event in again), "their places are free at once"
+
+
+def test_the_death_of_the_replica_that_lags_behind_opens_admission():
+    """Overlapped, and replica 0 still has version 0, for which the others wait; then it is gone."""
+    values = {"staleness_threshold": 1}
+    lengths = lambda t: 200 if t.epoch == -1 else 8  # noqa: E731
+
+    def dies(run: Run) -> None:
+        run.rollouts[0].die(WorkerDied("rollout-0 was killed"))
+
+    scenario = Scenario("overlapped", async_training=values, replicas=2, problems=1, slots=64, lengths=lengths)
+    scenario.beside = at(15.0, dies)
+    run = check_everything(scenario.run().assert_completed())
+    versions = [(event.time, event.version) for event in run.of(GroupAdmitted)]
+    assert max(version for time, version in versions if time < 15.0) == 0
+    assert next(version for time, version in versions if time == 15.0) == 2
+
+
+def test_a_stop_succeeds_though_a_replica_has_died_unnoticed():
+    """At the same moment: the shutdown is the first to ask the dead one for anything."""
+
+    def stops(run: Run) -> None:
+        run.rollouts[1].die(WorkerDied("rollout-1 was killed"))
+        run.request_stop()
+
+    scenario = Scenario("async_partial", replicas=2, lengths=lambda _: 4000, beside=at(2.0, stops))
+    run = scenario.run()
+    assert run.error is None and run.status is Status.INTERRUPTED
+    assert [event.replica for event in check_everything(run).of(ReplicaLost)] == ["rollout-1"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_last_replicas_death_is_the_error_whatever_notices_it_first(mode: str):
+    """Also when a wave is on its way to it at that moment."""
+    for k in range(20, 400, 19):
+
+        def script(run: Run, k: int = k) -> None:
+            def on(_: Event) -> None:
+                if len(run.events) == k:
+                    asyncio.get_running_loop().call_soon(run.rollouts[0].die, WorkerDied("rollout-0 was killed"))
+
+            run.recorder.on = on
+
+        run = Scenario(mode, script=script, problems=1, lengths=lambda _: 1).run()
+        assert isinstance(run.error, WorkerDied | None), run.error
+        run.assert_clean()
+
+
+def test_two_replicas_that_die_at_once_are_both_lost():
+    def both_die(run: Run) -> None:
+        for replica in run.rollouts[1:]:
+            replica.die(WorkerDied(f"{replica.name} was killed"))
+
+    run = check_everything(Scenario("async_partial", replicas=3, beside=at(2.0, both_die)).run().assert_completed())
+    assert {event.replica for event in run.of(ReplicaLost)} == {"rollout-1", "rollout-2"}
+    assert [update.version for update in run.of(UpdateFinished)] == [1, 2, 3, 4, 5, 6]
