@@ -1,8 +1,8 @@
 """``python -m benchmarks.predict``: what the simulator says of the demo, against what the demo takes.
 
-Each round runs the synchronous mode for real, profiles that run, predicts every other mode of the same split from the
-profile, and runs those modes, too. A neighbour that slows one round slows all of it, the profile included; the figures
-are medians over rounds, the error the median of the rounds' own.
+Each round runs one mode for real (the synchronous one, unless told otherwise), profiles that run, predicts every other
+mode of the same split from the profile, and runs those modes, too. A neighbour that slows one round slows all of it,
+the profile included; the figures are medians over rounds, the error the median of the rounds' own.
 
 All modes train B groups a version, and start from the same warmed-up model. The pipeline's filling and the run's end
 are left out of both sides, by the planner's own meter.
@@ -27,18 +27,20 @@ from benchmarks.table import report
 from headway.config.doctor import diagnose
 from headway.config.loading import load
 from headway.config.presets import PRESETS
+from headway.config.schema import exact_fraction
 from headway.errors import ConfigError
 from headway.events import Event, OptimizerStepped
 from headway.reports.events_file import read_events
-from headway.simulate.grid import Setting, setting_of, split_of
+from headway.simulate.grid import Setting, Split
 from headway.simulate.measure import Measurement, StepMeter, measure
-from headway.simulate.profile import Profile
 from headway.simulate.profiling import profile_run
 
 RECIPE = Path("recipes/demo.yaml")
 PROFILED = "on_policy"
-MINI_BATCH, FETCHES = 16, 4
-B = MINI_BATCH * FETCHES
+MINI_BATCH, MINI_BATCHES = 16, 4
+B = MINI_BATCH * MINI_BATCHES
+SPLIT = Split(train_devices=1, rollout_devices=1, replicas=1, shared=False)
+"""The recipe's: one process trains, one generates."""
 WARMED_UP = 64
 TIMEOUT_S = 900
 COMMON = (
@@ -73,12 +75,17 @@ class Mode:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.predict", description="Predicted against measured.")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--versions", type=int, default=16, help="of each run; a version is 64 groups")
+    parser.add_argument("--versions", type=int, default=16, help=f"of each run; a version is {B} groups")
+    parser.add_argument("--profiled", default=PROFILED, help="the mode whose run is profiled; default: %(default)s")
     chosen = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="headway-bench-") as scratch:
         model = _warmed_up_model(Path(scratch))
-        rounds = [_Round(Path(scratch) / str(n), model, chosen.versions).run() for n in range(chosen.rounds)]
-    report("predict", f"Seconds per B = {B} groups, medians of {chosen.rounds} rounds", _rows(rounds))
+        rounds = [
+            _Round(Path(scratch) / str(number), model, chosen.versions, chosen.profiled).run()
+            for number in range(chosen.rounds)
+        ]
+    title = f"Seconds per B = {B} groups, predicted from {chosen.profiled}; medians of {chosen.rounds} rounds"
+    report("predict", title, _rows(rounds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +106,15 @@ class _Round:
     directory: Path
     model: Path
     versions: int
+    profiled: str
 
     def run(self) -> list[Compared]:
         """The profiled mode first, then the others in the order of the presets."""
-        profiled = self._run((f"mode={PROFILED}", f"async_training.require_batches={FETCHES}", *COMMON), PROFILED)
-        profile = profile_run(profiled)
+        first, *others = trainable_modes(first=self.profiled)
+        profile = profile_run(self._run(first))
         compared = []
-        for mode in trainable_modes(profile):
-            directory = profiled if mode.name == PROFILED else self._run(mode.settings, mode.name)
+        for mode in (first, *others):
+            directory = self._directory(mode) if mode is first else self._run(mode)
             measured = _metered(read_events(directory / "events.jsonl"), mode.setting, self.versions)
             predicted = measure(profile, mode.setting)
             if measured is None or predicted is None:
@@ -114,31 +122,49 @@ class _Round:
             compared.append(Compared(mode.name, measured, predicted))
         return compared
 
-    def _run(self, settings: Iterable[str], name: str) -> Path:
-        directory = self.directory / name
-        _train(directory, *settings, f"model.path={self.model}", f"rollout.total_rollout_steps={self.versions * B}")
-        return directory
+    def _directory(self, mode: Mode) -> Path:
+        return self.directory / mode.name
+
+    def _run(self, mode: Mode) -> Path:
+        print(f"running {mode.name}", file=sys.stderr)
+        settings = (*mode.settings, f"model.path={self.model}", f"rollout.total_rollout_steps={self.versions * B}")
+        return _train(self._directory(mode), *settings)
 
 
-def trainable_modes(profile: Profile) -> Iterator[Mode]:
-    """Presets that train on devices of their own, as the doctor sees it; the profiled one first."""
-    for name in sorted(PRESETS, key=lambda name: name != PROFILED):
-        if PRESETS[name]["placement.kind"] != "split":
-            continue
-        train_devices = profile.train.points[0].devices
-        split = split_of(profile, name, train_devices, profile.devices - train_devices)
-        mode = Mode(setting_of(profile, name, split))
-        try:
-            diagnose(load(RECIPE, [*mode.settings, f"rollout.total_rollout_steps={B}"]))
-        except ConfigError:
-            continue
-        yield mode
+def trainable_modes(*, first: str) -> list[Mode]:
+    """Presets that train on devices of their own, as the doctor sees it.
+
+    Raises:
+        SystemExit: ``first`` is none of them.
+    """
+    split = (name for name, values in PRESETS.items() if values["placement.kind"] == "split")
+    trainable = [mode for mode in map(_mode, split) if _passes(mode)]
+    if first not in (names := [mode.name for mode in trainable]):
+        sys.exit(f"{first} cannot be profiled here; choose one of {', '.join(names)}")
+    return sorted(trainable, key=lambda mode: mode.name != first)
+
+
+def _mode(name: str) -> Mode:
+    values = PRESETS[name]
+    trigger = values["async_training.trigger_parameter_sync_step"]
+    eta = exact_fraction(values["async_training.staleness_threshold"])
+    return Mode(Setting(name, SPLIT, eta, trigger, require_batches=MINI_BATCHES // trigger))
+
+
+def _passes(mode: Mode) -> bool:
+    try:
+        diagnose(load(RECIPE, [*mode.settings, f"rollout.total_rollout_steps={B}"]))
+    except ConfigError:
+        return False
+    return True
 
 
 def _metered(events: Iterable[Event], setting: Setting, versions: int) -> Measurement | None:
     """The planner's meter on a run's events. At its end a run admits less and less: the last versions are left out."""
     last = versions - 1 - ceil(setting.eta)
-    meter = StepMeter(eta=setting.eta, steps_per_version=FETCHES, stop=lambda: None, out_of_time=lambda: False)
+    meter = StepMeter(
+        eta=setting.eta, steps_per_version=MINI_BATCHES, stop=lambda: None, out_of_time=lambda versions: False
+    )
     for event in _until_version(events, last):
         meter.on_event(event)
     return meter.measurement()
@@ -149,7 +175,7 @@ def _until_version(events: Iterable[Event], version: int) -> Iterator[Event]:
     for event in events:
         if isinstance(event, OptimizerStepped):
             steps += 1
-            if steps > version * FETCHES:
+            if steps > version * MINI_BATCHES:
                 continue
         yield event
 
@@ -187,13 +213,14 @@ def _warmed_up_model(scratch: Path) -> Path:
     return Path(shutil.copytree(directory / "initial_model", scratch / "model"))
 
 
-def _train(directory: Path, *settings: str) -> None:
+def _train(directory: Path, *settings: str) -> Path:
     directory.parent.mkdir(parents=True, exist_ok=True)
     environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}  # as Headway's own processes have it
     command = [sys.executable, "-m", "headway", "train", str(RECIPE), *settings, f"run.dir={directory}"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+    return directory
 
 
 if __name__ == "__main__":

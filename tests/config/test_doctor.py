@@ -8,7 +8,6 @@ from headway.errors import ConfigError
 
 from .conftest import Load, Write
 
-
 TRAINABLE = ["on_policy", "one_step_off", "stream_off_policy", "async_stale", "async_partial"]
 """The modes that engines and transports can do for real."""
 

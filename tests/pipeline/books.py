@@ -62,16 +62,14 @@ class Rules:
         values = config.async_training
         fetch = values.require_batches * scenario.mini_batch
         b = values.trigger_parameter_sync_step * fetch
-        windows = {"fifo": 1, "ready": None, "window": b if values.window == "B" else values.window}
-        window = windows[values.order.value]
-        assert window != "B"
+        windows = {"fifo": 1, "ready": None, "window": values.window if isinstance(values.window, int) else b}
         return cls(
             eta=values.staleness_threshold,
             b=b,
             mini_batch=scenario.mini_batch,
             fetch=fetch,
             ppo_epochs=config.actor.ppo_epochs,
-            window=window,
+            window=windows[values.order.value],
             max_lag=values.max_lag,
             drops=values.on_overdue == "drop",
             waves=values.admission.value == "batch",
@@ -303,7 +301,7 @@ class Books:
     def _discarded(self, event: GroupSettled) -> None:
         if event.fate != "dropped":
             assert event.fate == self._expected(event.number)
-        elif event.reason in ("overdue", "aborted"):  # FIXME
+        elif event.reason == "overdue":
             assert self.rules.drops and self.rules.max_lag is not None
             assert self.version - self._oldest(event.number) > self.rules.max_lag
         else:
@@ -345,7 +343,10 @@ class Books:
         finished = run.of(RunFinished)[0]
         assert sorted(self.fates) == list(range(len(self.admissions)))
         counts = Counter(self.fates.values())
-        assert finished.groups == {"admitted": len(self.admissions), **{f: counts[f] for f in finished.groups if f != "admitted"}}
+        assert finished.groups == {
+            "admitted": len(self.admissions),
+            **{f: counts[f] for f in finished.groups if f != "admitted"},
+        }
         assert sum(counts.values()) == len(self.admissions)
         self._each_prompt_once_and_again_only_if_it_was_lost()
         if rules.window is None and rules.max_lag is None:

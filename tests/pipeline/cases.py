@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from math import floor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -22,6 +22,8 @@ from headway.errors import WorkerDied
 from headway.simulate.profile import PhaseProfile, UpdateProfile
 from tests.pipeline.fakes import FakeReference, FakeReward, fails, seeded_lengths, without_variance
 from tests.pipeline.scenario import Run, Scenario
+
+T = TypeVar("T")
 
 TICK = 1 / 64
 """Seconds. Every time in these runs is a multiple of it."""
@@ -46,8 +48,8 @@ SCHEDULES = {
 SHAPES = [(1, 1, 1), (1, 1, 3), (2, 1, 2), (1, 2, 2), (4, 1, 1), (3, 1, 2), (2, 2, 2), (1, 1, 8), (5, 1, 2), (3, 1, 3)]
 """Fetches per version, mini-batches per fetch, groups per mini-batch."""
 ETAS = [
-    *(Fraction(eta) for eta in ("0", "0", "0", "0.1", "0.25", "0.3", "1/3", "0.5", "0.5", "2/3", "1", "1", "4/3", "1.5")),
-    *(Fraction(eta) for eta in ("2", "3")),
+    Fraction(eta)
+    for eta in ["0", "0", "0", "0.1", "0.25", "0.3", "1/3", "0.5", "0.5", "2/3", "1", "1", "4/3", "1.5", "2", "3"]
 ]
 """Fractions for which ⌊·⌋ is unforgiving among them: 3/10 of B = 10, 4/3 of B = 9."""
 
@@ -61,7 +63,8 @@ class Fault(NamedTuple):
     at: float
     """Seconds; or, negative, minus the number of events after which it happens at once."""
     what: str
-    """``dies``, ``joins``, ``stop``, or what `FakeRollout` can be told: ``hangs``, ``hangs_on_drain``, ``never_receives``."""
+    """``dies``, ``joins``, ``stop``, or what `FakeRollout` can be told to do: ``hangs``, ``hangs_on_drain``,
+    ``never_receives``."""
     replica: int = 0
 
     def happen(self, run: Run) -> None:
@@ -223,7 +226,7 @@ moments = st.one_of(
 
 
 @st.composite
-def cases(draw: st.DrawFn, **fixed: Any) -> Case:
+def cases(draw: st.DrawFn, /, **fixed: Any) -> Case:
     """``fixed`` gives fields of `Case` that are not drawn; what depends on them follows."""
 
     def pick(name: str, values: list[Any]) -> Any:
@@ -286,21 +289,22 @@ def cases(draw: st.DrawFn, **fixed: Any) -> Case:
 
 
 @st.composite
-def faulty(draw: st.DrawFn, *whats: str, most: int = 3, **fixed: Any) -> Case:
+def faulty(draw: st.DrawFn, /, *whats: str, most: int = 3, **fixed: Any) -> Case:
     """Cases in which up to ``most`` things happen at random moments, of the kinds in ``whats``."""
     fault = st.builds(Fault, moments, st.sampled_from(whats), st.integers(0, 4))
     faults = draw(st.lists(fault, min_size=1, max_size=most))
     shared = "joins" not in {fault.what for fault in faults} and draw(st.booleans())
-    return draw(cases(**{"shared": shared, "overlapped": not shared and draw(st.booleans()), **fixed, "faults": tuple(faults)}))
+    overlapped = not shared and draw(st.booleans())
+    return draw(cases(**{"shared": shared, "overlapped": overlapped, **fixed, "faults": tuple(faults)}))
 
 
-def for_each(strategy: st.SearchStrategy[Case], schedules: int, check: Callable[[Case], None]) -> None:
-    """``check`` that many random cases, always the same ones."""
+def for_each(strategy: st.SearchStrategy[T], schedules: int, check: Callable[[T], object]) -> None:
+    """Check that many random cases, always the same ones."""
     seen = 0
 
-    @settings(max_examples=schedules, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=schedules, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     @given(strategy)
-    def each(case: Case) -> None:
+    def each(case: T) -> None:
         nonlocal seen
         seen += 1
         check(case)

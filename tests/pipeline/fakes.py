@@ -207,10 +207,7 @@ class FakeRollout(SimulatedRollout):
         self._takes(sum(request.n for request in requests))
         async for finished in super().generate(requests):
             self.work += [(t.finished, -1) for t in finished.trajectories]
-            if self.stamps_version_0:
-                old = (replace(t, version_spans=[[0, 0]]) for t in finished.trajectories)
-                finished = replace(finished, trajectories=tuple(old))
-            yield finished
+            yield _of_version_0(finished) if self.stamps_version_0 else finished
         if requests[0].priority is Priority.VALIDATION:
             self.validated.append((asked, now()))
 
@@ -265,6 +262,10 @@ class FakeRollout(SimulatedRollout):
         if self.hangs_on_stats:
             await asyncio.Event().wait()
         return await super().stats()
+
+
+def _of_version_0(finished: FinishedGroup) -> FinishedGroup:
+    return replace(finished, trajectories=tuple(replace(t, version_spans=[[0, 0]]) for t in finished.trajectories))
 
 
 # ---------------------------------------------------------------------------------------------- training

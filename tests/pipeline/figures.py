@@ -31,6 +31,7 @@ from headway.reports.metrics import RunMetrics
 from headway.reports.summary import summary
 from tests.pipeline.cases import TICK
 from tests.pipeline.fakes import FakeRollout
+from tests.pipeline.machines import is_late
 from tests.pipeline.scenario import Run
 
 Ticks = NDArray[np.float64]
@@ -74,7 +75,7 @@ def trainer(run: Run) -> Ticks:
 
 
 def in_slots(run: Run, replica: FakeRollout) -> Ticks:
-    """[ticks of the run] How many slots it uses, from what was asked of it: all that it can, whenever it does not stand.
+    """[ticks of the run] How many slots it uses, from what was asked of it: all that it can, unless it stands.
 
     Without a limit on the cache. Where it prefills nothing starts, so that then only whether there is any is exact.
     """
@@ -112,7 +113,7 @@ def check_figures(run: Run) -> None:
     told = summary(metrics)
     check_counts(run, told)
     check_rows(run, [row for _, row in rows], told)
-    if not run.of(ReplicaLost) and all(replica.name.startswith("rollout-") for replica in run.rollouts):
+    if not run.of(ReplicaLost) and not any(is_late(replica) for replica in run.rollouts):
         check_replicas_in_rows(run, rows)
     if (inside := window(run)) is not None:
         check_occupancy(run, told, inside)
@@ -122,51 +123,46 @@ def check_occupancy(run: Run, told: dict[str, Any], inside: slice) -> None:
     wall = inside.stop - inside.start
     assert told["wall_s"] == wall * TICK
     assert near(told["trainer/idle_ratio"], 1 - trainer(run)[inside].sum() / wall)
-    names = [replica.name for replica in run.rollouts if replica.name.startswith("rollout-")]
-    if len(names) < len(run.rollouts):
-        return  # late replicas have a window of their own
-    shares = [busy(run, name)[inside].sum() / wall for name in names]
+    if any(is_late(replica) for replica in run.rollouts):
+        return  # they have a window of their own
+    shares = [busy(run, replica.name)[inside].sum() / wall for replica in run.rollouts]
     assert near(told["rollouter/idle_ratio"], 1 - sum(shares) / len(shares))
     slots = sum(replica.slots for replica in run.rollouts) * wall * TICK
-    assert near(told["rollouter/slot_utilization"], min(1.0, sum(map(inside_window(inside), run.of(ReplicaActivity))) / slots))
+    used = sum(slot_seconds(event, inside) for event in run.of(ReplicaActivity))
+    assert near(told["rollouter/slot_utilization"], min(1.0, used / slots))
     if not run.of(ReplicaLost) and run.status is Status.COMPLETED and run.scenario.engine.get("kv_tokens") is None:
         check_engines(run, told["rollouter/slot_utilization"], inside)
 
 
-def inside_window(inside: slice):  # noqa: ANN201 - a function of an event
+def slot_seconds(event: ReplicaActivity, inside: slice) -> float:
     """The slot time of a report, as far as it lies in the window: a report that straddles an edge counts in part."""
-
-    def slot_seconds(event: ReplicaActivity) -> float:
-        if not event.busy:
-            return 0.0
-        start, end = event.busy[0][0], event.busy[-1][1]
-        common = min(end, inside.stop * TICK) - max(start, inside.start * TICK)
-        return event.slot_seconds * max(0.0, common) / (end - start)
-
-    return slot_seconds
+    if not event.busy:
+        return 0.0
+    start, end = event.busy[0][0], event.busy[-1][1]
+    common = min(end, inside.stop * TICK) - max(start, inside.start * TICK)
+    return float(event.slot_seconds * max(0.0, common) / (end - start))
 
 
 def check_engines(run: Run, utilization: float, inside: slice) -> None:
     """What replicas reported is what they were asked to do."""
-    exact = straddling = 0.0
     engine = run.scenario.engine
-    if engine.get("prefill_s") or engine.get("prefill_token_s"):
-        for replica in run.rollouts:
-            assert np.array_equal(in_slots(run, replica) > 0, busy(run, replica.name) > 0), "busy is not what it had to do"
-        return
+    prefills = engine.get("prefill_s") or engine.get("prefill_token_s")
+    exact = straddling = 0.0
     for replica in run.rollouts:
         used = in_slots(run, replica)
         assert np.array_equal(used > 0, busy(run, replica.name) > 0), "busy is not what it had to do"
+        if prefills:
+            continue
         reports = [event for event in run.of(ReplicaActivity) if event.replica == replica.name]
         assert sum(event.slot_seconds for event in reports) == used.sum() * TICK
         exact += used[inside].sum()
         straddling += replica.slots * run.pipeline.config.reports.activity_interval_s / TICK
     slots = sum(replica.slots for replica in run.rollouts) * (inside.stop - inside.start)
-    assert abs(utilization - exact / slots) <= straddling / slots
+    assert prefills or abs(utilization - exact / slots) <= straddling / slots
 
 
 def check_counts(run: Run, told: dict[str, Any]) -> None:
-    trained = {event.number: event.lag for event in run.of(GroupSettled) if event.fate == "trained"}
+    trained = {event.number: event.lag for event in run.of(GroupSettled) if event.lag is not None}
     taken_at = {number: event.version for event in run.of(FetchTaken) for number in event.numbers}
     trajectories = run.of(TrajectoryFinished)
     spans = [max(vs) - min(vs) for t in trajectories if (vs := [v for _, v in t.version_spans])]
@@ -182,9 +178,7 @@ def check_counts(run: Run, told: dict[str, Any]) -> None:
         "partial_ratio": partial / len(trajectories) if trajectories else 0.0,
         "max_partial_span": max(spans, default=0),
     }
-    stale = [
-        t for t in trajectories if t.number in trained and min(v for _, v in t.version_spans) < taken_at[t.number]
-    ]
+    stale = [t for t in trajectories if t.number in trained and min(v for _, v in t.version_spans) < taken_at[t.number]]
     assert told["stale"] == {
         "samples_processed": sum(lag > 0 for lag in trained.values()),
         "trajectory_processed": len(stale),
@@ -219,14 +213,16 @@ def check_rows(run: Run, rows: list[dict[str, Any]], told: dict[str, Any]) -> No
             continue
         until = opened + seconds
         assert until in closes
-        if "trainer/idle_ratio" in row and not overlapped:  # else a step may be under way, of which nothing is known yet
+        if (
+            "trainer/idle_ratio" in row and not overlapped
+        ):  # else a step may be under way, of which nothing is known yet
             share = works[tick(opened) : tick(until)].sum() * TICK / seconds
             assert near(row["trainer/idle_ratio"], 1 - share)
         opened = until
 
 
 def check_replicas_in_rows(run: Run, rows: list[tuple[int, dict[str, Any]]]) -> None:
-    """A row says how idle replicas were since the last row that said it, as far as each of them had reported by then."""
+    """A row says how idle replicas were since the last row that said it, as far as all of them had reported by then."""
     if not run.of(GroupAdmitted):
         return
     opened = known_until = run.of(GroupAdmitted)[0].time

@@ -4,7 +4,7 @@ lease, validations. The fakes keep records of their own; nothing here asks the p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 from headway.events import (
@@ -59,18 +59,21 @@ def died(run: Run) -> bool:
 # ---------------------------------------------------------------------------------------------- tokens
 
 
-def serving(run: Run, replica: FakeRollout) -> Iterator[tuple[int, Span]]:
+def is_late(replica: FakeRollout) -> bool:
+    return not replica.name.startswith("rollout-")
+
+
+def versions_had(run: Run, replica: FakeRollout) -> dict[int, Span]:
     """Each version that ``replica`` had, and when it could sample under it."""
     load_s = run.scenario.engine.get("load_s", 0.125)
-    late = not replica.name.startswith("rollout-")
-    loads = [*([] if late else [(0, 0.0)]), *replica.loads]
-    ends = [time - load_s for _, time in loads[1:]] + [FOREVER]
-    yield from ((version, (since, until)) for (version, since), until in zip(loads, ends, strict=len(loads) > 0))
+    loads = replica.loads if is_late(replica) else [(0, 0.0), *replica.loads]
+    ends = [time - load_s for _, time in loads[1:]]
+    return {version: (since, until) for (version, since), until in zip(loads, [*ends, FOREVER], strict=False)}
 
 
 def check_tokens(run: Run, replica: FakeRollout) -> None:
     """Every token carries a version that its replica had just then, and there was time to sample so many under it."""
-    had = dict(serving(run, replica))
+    had = versions_had(run, replica)
     joined = next((event.time for event in run.of(ReplicaJoined) if event.replica == replica.name), None)
     for time, _, _ in replica.submitted:
         assert joined is None or time >= joined, "it was asked before it served"
@@ -174,7 +177,7 @@ def check_superseding(run: Run) -> None:
         skipped = [event.version for event in superseded if event.replica == replica.name]
         first = min(versions + skipped)
         assert sorted(versions + skipped) == list(range(first, run.version + 1)), "neither loaded nor superseded"
-        assert first == 1 or not replica.name.startswith("rollout-")
+        assert first == 1 or is_late(replica)
     for event in superseded:
         assert any(t.version > event.version and t.phase == "gather" for t in run.of(UpdatePhase)) or lost
 

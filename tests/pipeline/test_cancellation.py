@@ -1,4 +1,4 @@
-"""Cancelled at any moment, a run is over at that moment: nothing runs on, every group has its one fate, and it says so once.
+"""Cancelled at any moment, a run is over at that moment: nothing runs on, each group has its one fate, it says so once.
 
 Every await is a place where a cancellation may arrive. A loop that counts what is put on it cancels before the k-th
 callback; for single waits all k are tried, for whole runs many.
@@ -55,7 +55,7 @@ def cancelled_after(scenario: Scenario, *events: int) -> Run:
 
 
 def small(mode: str) -> Scenario:
-    return Scenario(mode, problems=2, replicas=2, total=32 if "a" in mode else 16, slots=4, sections={"trainer": {"save_freq": 1}})
+    return Scenario(mode, problems=2, replicas=2, total=32, slots=4, sections={"trainer": {"save_freq": 1}})
 
 
 @pytest.mark.parametrize("mode", MODES)

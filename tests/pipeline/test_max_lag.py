@@ -63,7 +63,7 @@ def test_wait_keeps_the_largest_lag_and_drops_nothing(eta: float, more: int):
 
 
 def test_the_fetch_waits_for_a_group_that_would_become_overdue_although_others_are_ready():
-    """Group 3 ends at 15 s. With η = 1 and max_lag 1 it may be trained at version 1, not later: that fetch waits for it."""
+    """Group 3 takes 15 s. With η = 1 and max_lag 1 it may be trained at version 1, not later: that fetch waits."""
     run = ready("wait", 1, lengths=lambda t: 120 if t.row == 3 else 8, trainer={"step_s": lambda _: 0.5}).run()
     run.assert_completed()
     taken = {fetch.version: fetch for fetch in run.of(FetchTaken)}

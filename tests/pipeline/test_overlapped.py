@@ -1,4 +1,4 @@
-"""Overlapped updates: the trainer waits for a copy of its weights and for nothing else; replicas follow at their own pace."""
+"""Overlapped updates: the trainer waits for a copy of its weights and for nothing else; replicas follow as they can."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from headway.events import (
 )
 from headway.simulate.profile import PhaseProfile, UpdateProfile
 from tests.pipeline.cases import SCHEDULES, Case, cases, for_each
-from tests.pipeline.invariants import check_everything, run_and_check
 from tests.pipeline.fakes import FakeReward, fails
+from tests.pipeline.invariants import check_everything, run_and_check
 from tests.pipeline.scenario import Run, Scenario
 
 
@@ -69,7 +69,8 @@ def test_there_is_one_copy_and_gather_waits_until_it_was_sent():
     """A transfer takes eight seconds, a version one: the next gather begins when the last byte has arrived."""
     run = check_everything(overlapped(eta=2, recv_s=8.0, replicas=3, slots=32).run().assert_completed())
     arrived = [
-        max(end for replica in run.rollouts for v, (_, end) in replica.received if v == version) for version in range(1, 7)
+        max(end for replica in run.rollouts for received, (_, end) in replica.received if received == version)
+        for version in range(1, 7)
     ]
     waited = [gather[0] - arrival for gather, arrival in zip(gathers(run)[1:], arrived, strict=False)]
     assert waited.count(0) >= 3 and min(waited) == 0
@@ -77,7 +78,7 @@ def test_there_is_one_copy_and_gather_waits_until_it_was_sent():
 
 
 def far_behind(**more: object) -> Scenario:
-    """A replica loads for thirty seconds, and three versions' worth of groups are there: versions overtake each other."""
+    """A replica loads for thirty seconds; four versions' worth of groups are there: versions overtake each other."""
     return overlapped(eta=3, load_s=30.0, slots=64, lengths=lambda _: 8, **more)
 
 
@@ -155,7 +156,7 @@ def test_a_replica_that_dies_while_it_receives_holds_nobody_up():
 
 
 def test_the_last_version_is_validated_though_the_validating_replica_died_before_it_had_it():
-    """Replica 1 has loaded version 4 long ago when replica 0, which validated version 0 until then, dies over its load."""
+    """Replica 1 has version 4 for long when replica 0, which validated version 0 until then, dies over its load."""
 
     async def beside(run: Run) -> None:
         await asyncio.sleep(26.0)

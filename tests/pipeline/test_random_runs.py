@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
-from hypothesis import strategies as st
 
 from headway.events import FetchTaken, GroupAdmitted, OptimizerStepped, TrajectoryFinished
 from headway.pipeline.run import Status
@@ -20,6 +20,9 @@ from tests.pipeline.books import Rules
 from tests.pipeline.cases import SCHEDULES, Case, cases, faulty, for_each
 from tests.pipeline.invariants import check_everything, run_and_check
 from tests.pipeline.scenario import MODES, Run, Scenario
+
+pytestmark = pytest.mark.timeout(600)
+"""Quick as they are: a case that fails is run many times more, until it is as small as can be."""
 
 
 def test_everything_holds_in_every_run():
@@ -58,6 +61,22 @@ def test_the_same_seed_gives_the_same_event_log_byte_for_byte():
     for_each(faulty("joins", "stop", discards=(0.0, 0.0)), 60, check)
 
 
+@pytest.mark.xfail(
+    reason="A run that fails ends its stages through asyncio.TaskGroup, which cancels them in the order of a set: what "
+    "they say at their end comes in another order each time",
+    strict=False,
+)
+def test_the_same_seed_gives_the_same_event_log_although_the_run_fails():
+    different = 0
+
+    def check(case: Case) -> None:
+        nonlocal different
+        different += log(case.scenario().run()) != log(case.scenario().run())
+
+    for_each(faulty("dies"), 60, check)
+    assert different == 0
+
+
 def test_on_policy_batches_do_not_depend_on_timing():
     """η = 0, waves, in order: durations may change, what is trained on in which step may not."""
     in_order = {"eta": Fraction(0), "admission": "batch", "order": "fifo", "nonfinite": 0.0}
@@ -79,7 +98,7 @@ def test_how_much_is_admitted_under_a_version_depends_on_nothing_but_the_version
         run = run_and_check(case)
         rules, admitted = Rules.of(run.scenario), run.of(GroupAdmitted)
         assert rules.total is not None
-        for event, following in zip(admitted, admitted[1:], strict=False):
+        for event, following in pairwise(admitted):
             if event.version < following.version:
                 assert event.admitted == min(rules.total, rules.limit(event.version))
         assert len(admitted) == rules.total

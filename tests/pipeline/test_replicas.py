@@ -50,14 +50,14 @@ def test_a_late_replica_serves_nothing_before_it_has_the_current_version(mode: s
     assert joined.replica == "late" and joined.slots == late.slots
     assert (joined.version, joined.time) == late.loads[0]
     assert late.submitted and min(time for time, *_ in late.submitted) >= joined.time
-    assert {version for t in run.of(TrajectoryFinished) if t.replica == "late" for _, version in t.version_spans} <= set(
-        dict(late.loads)
-    )
+    assert {
+        version for t in run.of(TrajectoryFinished) if t.replica == "late" for _, version in t.version_spans
+    } <= set(dict(late.loads))
 
 
 @pytest.mark.parametrize("mode", SPLIT)
 def test_a_replica_may_join_at_any_moment_of_an_update(mode: str):
-    """Before it begins, while weights are gathered, sent, registered and loaded, and after it: every eighth of a second."""
+    """Before it begins, while weights are gathered, sent, registered and loaded, and after it: every 1/8 s."""
     healthy = Scenario(mode).run().assert_completed()
     first = min(phase.time for phase in healthy.of(UpdatePhase) if phase.version == 2) - 0.5
     for eighth in range(12):

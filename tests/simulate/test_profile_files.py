@@ -60,15 +60,15 @@ def test_a_dumped_profile_loads_back_to_an_equal_one(values: dict[str, Any], fil
     assert load_profile(file) == profile(values)
 
 
-def test_what_equals_the_default_is_left_out_and_lists_are_on_one_line() -> None:
+def test_what_equals_the_default_is_left_out_lengths_come_last_and_lists_are_on_one_line() -> None:
     assert dump_profile(profile()) == (
         "name: plain\n"
         "devices: 8\n"
         "batch:\n  groups_per_version: 2\n  ppo_mini_batch_size: 2\n  n: 2\n"
-        "prompt:\n  kind: constant\n  tokens: 10\n"
-        "response:\n  kind: constant\n  tokens: 100\n"
         "rollout:\n  slots: 8\n  decode: [[1, 0.01], [4, 0.02]]\n"
         "train:\n  points: [{devices: 1, token_s: 0.001}]\n"
+        "prompt:\n  kind: constant\n  tokens: 10\n"
+        "response:\n  kind: constant\n  tokens: 100\n"
     )
 
 

@@ -67,8 +67,9 @@ def test_a_long_tail_gains_from_running_ahead_and_the_plan_says_so() -> None:
 # ---------------------------------------------------------------------------------------------- the published record
 
 
-def test_the_fitted_profile_is_what_the_calibration_writes() -> None:
-    assert PAPER.read_text() == calibrate.recipe(calibrate.shipped())
+def test_the_fitted_profile_is_what_the_calibration_writes(tmp_path: Path) -> None:
+    (written := tmp_path / "written.yaml").write_text(calibrate.recipe(calibrate.shipped()))
+    assert load_profile(PAPER) == load_profile(written)
 
 
 def test_the_fitted_profile_repeats_the_published_training_and_comes_close_to_the_steps() -> None:
@@ -121,8 +122,7 @@ def test_the_search_finds_the_bottom_of_a_bowl() -> None:
 
 
 def test_the_modes_that_are_compared_with_reality_train_on_the_same_number_of_groups() -> None:
-    job = profile(batch={"groups_per_version": 64, "ppo_mini_batch_size": 16}, devices=2)
-    modes = list(trainable_modes(job))
+    modes = trainable_modes(first="on_policy")
     assert modes[0].name == "on_policy"
     assert {"one_step_off", "async_partial"} <= {mode.name for mode in modes} <= set(PRESETS)
     for mode in modes:

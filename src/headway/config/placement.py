@@ -60,7 +60,8 @@ def _by_counts(config: Config) -> Placement:
     if shared and generate > train:
         raise ConfigError(
             f"placement.kind=shared: {generate} devices generate and {train} train, but they are the same ones; "
-            "expected at most as many of rollout.nnodes × rollout.n_gpus_per_node as of trainer.nnodes × trainer.n_gpus_per_node"
+            "expected at most as many of rollout.nnodes × rollout.n_gpus_per_node as of trainer.nnodes × "
+            "trainer.n_gpus_per_node"
         )
     split_at = 0 if shared else train
     used = max(train, split_at + generate)

@@ -9,6 +9,8 @@ On devices of their own (``placement.kind: split``) nobody asks and nothing chan
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from headway.errors import WorkerDied
@@ -20,20 +22,24 @@ from headway.pipeline.on_update import Halts
 from headway.pipeline.state import RunState, now
 
 
+WaitingFor = Callable[[str], AbstractContextManager[None]]
+"""Says whom the stage that asks waits for, while it is open."""
+
+
 class Lease(Protocol):
-    async def to_train(self) -> None:
+    async def to_train(self, waiting_for: WaitingFor) -> None:
         """Returns when nothing else computes on the trainer's devices. Ask with complete input in hand only."""
 
-    async def to_generate(self) -> None:
+    async def to_generate(self, waiting_for: WaitingFor) -> None:
         """The trainer is done with them."""
 
 
 class OwnDevices:
     """Training has devices of its own."""
 
-    async def to_train(self) -> None: ...
+    async def to_train(self, waiting_for: WaitingFor) -> None: ...
 
-    async def to_generate(self) -> None: ...
+    async def to_generate(self, waiting_for: WaitingFor) -> None: ...
 
 
 class SharedDevices:
@@ -44,29 +50,31 @@ class SharedDevices:
         self._fleet = fleet
         self._halts = halts
 
-    async def to_train(self) -> None:
+    async def to_train(self, waiting_for: WaitingFor) -> None:
         asked = now()
-        waited = await concurrently(self._take_from(replica) for replica in self._fleet.serving)
+        waited = await concurrently(self._take_from(replica, waiting_for) for replica in self._fleet.serving)
         self._state.emit(LeaseChanged(time=now(), holder="train", asked=asked, validation_s=max(waited)))
 
-    async def to_generate(self) -> None:
+    async def to_generate(self, waiting_for: WaitingFor) -> None:
         returned = now()
-        await concurrently(self._give_back(replica) for replica in self._fleet.serving)
+        await concurrently(self._give_back(replica, waiting_for) for replica in self._fleet.serving)
         self._state.emit(LeaseChanged(time=now(), holder="generate", asked=returned))
 
-    async def _take_from(self, replica: RolloutEngine) -> float:
+    async def _take_from(self, replica: RolloutEngine, waiting_for: WaitingFor) -> float:
         """Seconds that its validation was waited for."""
         try:
-            halt = await self._halts.halt(replica, "lease")
-            await replica.sleep()
+            with waiting_for(f"{replica.name} to {self._halts.policy} and give the devices back"):
+                halt = await self._halts.halt(replica, "lease")
+                await replica.sleep()
         except WorkerDied as death:
             await self._fleet.lose(replica, death)
             return 0.0
         return halt.validation_s
 
-    async def _give_back(self, replica: RolloutEngine) -> None:
+    async def _give_back(self, replica: RolloutEngine, waiting_for: WaitingFor) -> None:
         try:
-            await replica.wake()
-            await self._halts.release(replica, "lease")
+            with waiting_for(f"{replica.name} to wake up"):
+                await replica.wake()
+                await self._halts.release(replica, "lease")
         except WorkerDied as death:
             await self._fleet.lose(replica, death)

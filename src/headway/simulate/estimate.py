@@ -21,8 +21,8 @@ from statistics import fmean, stdev
 import numpy as np
 
 MOST_BATCHES = 15
-FEWEST_FREE = 3
-"""Degrees of freedom that are left for the error when coefficients are estimated."""
+FEWEST_FREE = 5
+"""Degrees of freedom that are left for the error where coefficients are estimated."""
 T_QUANTILES = (21.205, 5.643, 3.896, 3.298, 3.003, 2.829, 2.715, 2.634, 2.574, 2.527, 2.491, 2.461, 2.436, 2.415)
 """Student's t, two-sided 97%, for 1 … 14 degrees of freedom. 95% are left of them: looking after each version whether
 it is enough, and taking the narrowest interval, cost the rest."""
@@ -43,19 +43,18 @@ class Control:
     expected: float
 
 
-def estimate(times: Sequence[float], controls: Sequence[Control] = (), *, batches_of: Sequence[int] = (1,)) -> Estimate:
+def estimate(times: Sequence[float], controls: Sequence[Control] = (), *, multiple: int = 1) -> Estimate:
     """Of the times of consecutive versions, at least one.
 
-    ``controls``, the most useful first, have a value for each time. Of all ways to use as many of them as there are,
-    over batches whose size is a multiple of one in ``batches_of``, it is the one whose interval is narrowest.
+    ``multiple`` divides the size of a batch. ``controls``, the most useful first, have a value for each time; as many
+    of them are used as make the interval narrowest.
     """
-    candidates = []
-    for multiple in batches_of:
-        means = _batch_means(times, multiple)
-        candidates.append(_plain(times, means))
-        used = [(_batch_means(each.values, multiple), each.expected) for each in controls]
-        adjusted = (_adjusted(means, used[: count + 1]) for count in range(len(used)))
-        candidates += [each for each in adjusted if each is not None]
+    means = _batch_means(times, multiple)
+    candidates = [_plain(times, means)]
+    used = [(_batch_means(each.values, multiple), each.expected) for each in controls]
+    for count in range(1, len(used) + 1):
+        if (adjusted := _adjusted(means, used[:count])) is not None:
+            candidates.append(adjusted)
     return min(candidates, key=lambda each: each.half_width)
 
 

@@ -19,6 +19,7 @@ from headway.simulate.profile import Profile
 
 if TYPE_CHECKING:
     from yaml import SafeDumper, SafeLoader
+    from yaml.nodes import SequenceNode
 else:
     SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     SafeDumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
@@ -43,7 +44,7 @@ def dump_profile(profile: Profile) -> str:
     """YAML that loads back to an equal profile. What equals its default is left out; lists are on one line."""
     values = profile.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     text: str = yaml.dump(
-        values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120
+        _lengths_last(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120
     )
     return text
 
@@ -93,9 +94,18 @@ _Loader.add_implicit_resolver(
 
 
 class _Dumper(SafeDumper):
-    """Sections as blocks, lists on one line."""
+    """Sections as blocks, lists on one line, but lists of text."""
 
 
-_Dumper.add_representer(
-    list, lambda dumper, data: dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
-)
+def _represent_list(dumper: SafeDumper, data: list[Any]) -> SequenceNode:
+    of_text = bool(data) and all(isinstance(item, str) for item in data)
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=not of_text)
+
+
+_Dumper.add_representer(list, _represent_list)
+
+
+def _lengths_last(values: dict[str, Any]) -> dict[str, Any]:
+    """Recorded lengths are pages long: what a reader looks for should stand above them."""
+    lengths = ("prompt", "response")
+    return {k: v for k, v in values.items() if k not in lengths} | {k: values[k] for k in lengths}

@@ -96,7 +96,7 @@ class StepMeter:
         ``answers`` is told of all, and makes the error smaller.
         """
         self._fill = fill_versions(eta)
-        self._batches_of = (1,) if eta == 0 else (1, 2)
+        self._multiple = 1 if eta == 0 else 2
         self._steps_per_version = steps_per_version
         self._stop = stop
         self._out_of_time = out_of_time
@@ -201,14 +201,14 @@ class StepMeter:
             self._stop()
 
     def _known(self, times: list[float]) -> bool:
-        if len(times) < FEWEST_VERSIONS or len(times) % self._batches_of[-1]:
+        if len(times) < FEWEST_VERSIONS or len(times) % self._multiple:
             return False
         found = self._estimate(times)
         return found.half_width <= PRECISION * found.mean
 
     def _estimate(self, times: list[float]) -> Estimate:
         controls = self._answers.of(self._fill, len(times)) if self._answers is not None else []
-        return estimate(times, controls, batches_of=self._batches_of)
+        return estimate(times, controls, multiple=self._multiple)
 
 
 def config_of(profile: Profile, setting: Setting, versions: int) -> Config:

@@ -233,7 +233,7 @@ class LatencyProfile(Section):
     """A group's way to its replica and back, from admission to its first step and from its last token to the reward.
     It holds no slot."""
     fetch_s: Seconds = 0.0
-    """Of each fetch: advantages, and the driver's work before, between and after its optimizer steps. A simulation counts
+    """Of each fetch: advantages, the driver's work before, between and after its optimizer steps. A simulation counts
     it as part of the fetch's first step."""
     update_s: Seconds = 0.0
     """Of each parameter update, beside its phases: the trainer is held for so much longer, decoding is not."""
@@ -256,7 +256,7 @@ class Profile(Section):
     validation: ValidationProfile | None = None
     latency: LatencyProfile = LatencyProfile()
     contention: ContentionProfile = ContentionProfile()
-    assumptions: list[str] = []
+    assumptions: list[str] = Field(default_factory=list)
     """What was not measured, and how uncertain it is; shown beside the plan."""
     measured_on: str | None = None
     """The machine."""

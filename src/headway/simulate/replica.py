@@ -31,8 +31,9 @@ from headway.simulate.work import GroupRun, Outbox, TrajectoryRun, prefill_token
 class Replica:
     """What one replica decodes, and when. Runs on the loop that its commands are called from.
 
-    Prefill is serial and stops decoding; what starts together is prefilled together, the prompt of a group only once. A pause breaks a prefill off, and it starts over; an abort lets it go on while anything is in
-    a slot. In the KV cache every trajectory has its prompt to itself.
+    Prefill is serial and stops decoding; what starts together is prefilled together, the prompt of a group only once. A
+    pause breaks a prefill off, and it starts over; an abort lets it go on while anything is in a slot. In the KV cache
+    every trajectory has its prompt to itself.
     """
 
     def __init__(

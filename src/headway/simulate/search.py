@@ -1,15 +1,14 @@
 """In which order settings are simulated, and which of them are not worth it, by what is known so far.
 
-    nearest measured setting of the preset ─▶ its training, generation and rest, in seconds
-                                                   │ × how the forecast of each changes
-                                                   ▼
-                                             guess of a setting
+nearest measured setting of the preset ─▶ its training, generation and rest, in seconds
+                                               │ × how the forecast of each changes
+                                               ▼
+                                         guess of a setting
 
-    Everything   all settings, the best guess first
-    Climb        of each preset one split; its neighbours as long as they may be quicker; then η and trigger at the best
-                 splits of the best presets that run ahead
-
-The baseline comes first in both, then one setting of each preset.
+Everything   all settings: the baseline, then one of each preset, then the best guess
+Climb        the baseline; the splits of one preset, from the best guess on to either side as long as they get no
+             slower; the others, from the split that was best there; at last η and trigger at the best splits of the
+             best presets that run ahead
 """
 
 from __future__ import annotations
@@ -25,6 +24,8 @@ from headway.simulate.measure import Measurement
 
 MUCH_SLOWER = 1.25
 """A guess of so many times the best known step time is not worth a simulation."""
+MAY_BE_QUICKER = 1.03
+"""A guess of less than so many times the best step time may turn out to be less than that."""
 VARIED = 3
 """Presets whose η and trigger are varied."""
 
@@ -38,12 +39,30 @@ class Guess:
         self.measured: dict[Setting, Measurement] = {}
 
     def __call__(self, setting: Setting) -> float:
-        expected = self._of(setting)
-        alike = (other for other in self.measured if other.preset == setting.preset)
-        near = min(alike, key=lambda other: _distance(setting, other), default=None)
-        if near is None:
-            return expected.step_s(setting)
-        known, forecast = self.measured[near], self._of(near)
+        alike = [other for other in self.measured if other.preset == setting.preset]
+        if not alike:
+            return self.forecast(setting)
+        near = min(alike, key=lambda other: _distance(setting, other))
+        elsewhere = self._ratio_elsewhere(setting, near)
+        return self._scaled(setting, near) if elsewhere is None else self.measured[near].step_s * elsewhere
+
+    def forecast(self, setting: Setting) -> float:
+        """What nothing but the profile says."""
+        return self._of(setting).step_s(setting)
+
+    def _ratio_elsewhere(self, setting: Setting, near: Setting) -> float | None:
+        """What the change of split from ``near`` to ``setting`` did for another preset of its kind."""
+        if (setting.eta, setting.trigger) != (near.eta, near.trigger):
+            return None
+        by_place = {(other.preset, other.eta, other.trigger, other.split): other for other in self.measured}
+        for other in self.measured:
+            before = by_place.get((other.preset, other.eta, other.trigger, near.split))
+            if before is not None and other.split == setting.split and other.synchronous == setting.synchronous:
+                return self.measured[other].step_s / self.measured[before].step_s
+        return None
+
+    def _scaled(self, setting: Setting, near: Setting) -> float:
+        known, forecast, expected = self.measured[near], self._of(near), self._of(setting)
         shares = Shares((1 - known.trainer_idle) * known.step_s, (1 - known.rollouter_idle) * known.step_s)
         rest = max(0.0, known.step_s - shares.step_s(near))
         scaled = Shares(
@@ -119,41 +138,59 @@ class Climb(Everything):
     @property
     def to_come(self) -> int:
         begun = {setting.preset for setting in self._guess.measured}
-        neighbours = sum(2 for preset, splits in self._splits.items() if preset not in begun and len(splits) > 1)
-        variations = 0 if begun == {*self._splits} else VARIED * 2
-        return len(self.open) + neighbours + variations
+        splits = sum(min(len(splits), 3) for preset, splits in self._splits.items() if preset not in begun)
+        return max(len(self.open), splits) + (VARIED * 2 if splits else 0)
 
     def _candidates(self) -> Iterator[Setting]:
         best = {preset: self._best(splits) for preset, splits in self._splits.items()}
-        climbing = set()
-        for preset, top in best.items():
-            if top is None:
-                yield min(self._splits[preset], key=self._guess)
-                climbing.add(preset)
-                continue
-            for neighbour in self._neighbours(self._splits[preset], top):
-                yield neighbour
-                climbing.add(preset)
+        climbing = {preset: list(self._next_splits(preset, top)) for preset, top in best.items()}
+        for preset, following in climbing.items():
+            # Whoever comes later knows more: what a split does for one preset it does for the others, roughly.
+            leader = self._leader(preset)
+            if best[preset] is not None or preset == leader or not climbing[leader]:
+                yield from following
         if None in best.values():
             return
         ahead = [top for top in best.values() if top is not None and top.eta > 0 and self._worth(top)]
         for top in sorted(ahead, key=self._step_s)[:VARIED]:
-            if top.preset not in climbing:
+            if not climbing[top.preset]:
                 yield from (each for each in self._around(top) if self._unknown(each) and self._worth(each))
+
+    def _next_splits(self, preset: str, top: Setting | None) -> Iterator[Setting]:
+        splits, leader = self._splits[preset], self._leader(preset)
+        if top is not None:
+            yield from self._neighbours(splits, top, leads=preset == leader)
+        elif (known := self._best(self._splits[leader])) is not None:
+            yield next(each for each in splits if each.split == known.split)
+        else:
+            yield min(splits, key=self._guess)
+
+    def _leader(self, preset: str) -> str:
+        """The preset of the same kind, with the same splits, that has the best forecast."""
+        places, kind = {each.split for each in self._splits[preset]}, self._splits[preset][0].synchronous
+        alike = [
+            other
+            for other, splits in self._splits.items()
+            if {each.split for each in splits} == places and splits[0].synchronous == kind
+        ]
+        return min(alike, key=lambda other: min(map(self._guess.forecast, self._splits[other])))
 
     def _best(self, settings: Iterable[Setting]) -> Setting | None:
         known = (setting for setting in settings if setting in self._guess.measured)
         return min(known, key=self._step_s, default=None)
 
-    def _neighbours(self, splits: Sequence[Setting], top: Setting) -> Iterator[Setting]:
-        """On either side of the best split the next one; behind splits that may be as good, if it looks quicker."""
+    def _neighbours(self, splits: Sequence[Setting], top: Setting, *, leads: bool) -> Iterator[Setting]:
+        """On either side the split behind those that may be as good as the best; of a leader's best the next in any
+        case, others only where they look as good."""
         at = splits.index(top)
         for side in (splits[at + 1 :], splits[:at][::-1]):
             passed = list(takewhile(lambda each: self._may_be_as_good(each, top), side))
             for following in side[len(passed) : len(passed) + 1]:
-                looks_quicker = self._guess(following) < self._step_s(top)
-                if self._unknown(following) and self._worth(following) and (looks_quicker or not passed):
+                if self._unknown(following) and ((leads and not passed) or self._promises(following, top)):
                     yield following
+
+    def _promises(self, setting: Setting, top: Setting) -> bool:
+        return self._guess(setting) < MAY_BE_QUICKER * self._step_s(top) and self._worth(setting)
 
     def _may_be_as_good(self, setting: Setting, top: Setting) -> bool:
         known = self._guess.measured

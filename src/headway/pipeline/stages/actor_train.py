@@ -110,8 +110,7 @@ class ActorTrain(Stage[list[Group], Update]):
 
     async def process_data(self, groups: list[Group]) -> AsyncGenerator[Update, None]:
         # Only now, with a whole fetch in hand: generation could not make the rest of one without its devices.
-        with self._waiting_within("the devices that generation has"):
-            await self._lease.to_train()
+        await self._lease.to_train(self._waiting_within)
         if groups:
             await self._train(groups)
         # With a number of groups as the run's length every fetch is full; a short one means that the data gave out.
@@ -123,7 +122,7 @@ class ActorTrain(Stage[list[Group], Update]):
             if self._settings.save_freq > 0 and version % self._settings.save_freq == 0 and self._state.trains_more:
                 await self._checkpoint(version)
         # Not in a finally: a trainer that failed ends the run, and no engine must wake up on its devices.
-        await self._lease.to_generate()
+        await self._lease.to_generate(self._waiting_within)
 
     async def send_output_data(self, update: Update) -> bool:
         if not await self._output.send(update):
