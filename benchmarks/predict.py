@@ -32,7 +32,7 @@ from headway.errors import ConfigError
 from headway.events import Event, OptimizerStepped
 from headway.reports.events_file import read_events
 from headway.simulate.grid import Setting, Split
-from headway.simulate.measure import Measurement, StepMeter, measure
+from headway.simulate.measure import Measurement, StepMeter, fill_versions, measure
 from headway.simulate.profiling import profile_run
 
 RECIPE = Path("recipes/demo.yaml")
@@ -78,11 +78,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--versions", type=int, default=16, help=f"of each run; a version is {B} groups")
     parser.add_argument("--profiled", default=PROFILED, help="the mode whose run is profiled; default: %(default)s")
     chosen = parser.parse_args(arguments)
+    modes = trainable_modes(first=chosen.profiled)
+    if chosen.versions < (fewest := max(map(_fewest_versions, modes))):
+        parser.error(f"--versions: got {chosen.versions}, expected at least {fewest}, so that two can be measured")
     with tempfile.TemporaryDirectory(prefix="headway-bench-") as scratch:
         model = _warmed_up_model(Path(scratch))
         rounds = [
-            _Round(Path(scratch) / str(number), model, chosen.versions, chosen.profiled).run()
-            for number in range(chosen.rounds)
+            _Round(Path(scratch) / str(number), model, chosen.versions, modes).run() for number in range(chosen.rounds)
         ]
     title = f"Seconds per B = {B} groups, predicted from {chosen.profiled}; medians of {chosen.rounds} rounds"
     report("predict", title, _rows(rounds))
@@ -106,11 +108,11 @@ class _Round:
     directory: Path
     model: Path
     versions: int
-    profiled: str
+    modes: Sequence[Mode]
 
     def run(self) -> list[Compared]:
-        """The profiled mode first, then the others in the order of the presets."""
-        first, *others = trainable_modes(first=self.profiled)
+        """The first mode is profiled."""
+        first, *others = self.modes
         profile = profile_run(self._run(first))
         compared = []
         for mode in (first, *others):
@@ -161,13 +163,21 @@ def _passes(mode: Mode) -> bool:
 
 def _metered(events: Iterable[Event], setting: Setting, versions: int) -> Measurement | None:
     """The planner's meter on a run's events. At its end a run admits less and less: the last versions are left out."""
-    last = versions - 1 - ceil(setting.eta)
+    last = versions - _at_the_end(setting)
     meter = StepMeter(
         eta=setting.eta, steps_per_version=MINI_BATCHES, stop=lambda: None, out_of_time=lambda versions: False
     )
     for event in _until_version(events, last):
         meter.on_event(event)
     return meter.measurement()
+
+
+def _at_the_end(setting: Setting) -> int:
+    return 1 + ceil(setting.eta)
+
+
+def _fewest_versions(mode: Mode) -> int:
+    return fill_versions(mode.setting.eta) + 2 + _at_the_end(mode.setting)
 
 
 def _until_version(events: Iterable[Event], version: int) -> Iterator[Event]:

@@ -94,7 +94,7 @@ def check_tokens(run: Run, replica: FakeRollout) -> None:
 
 
 def check_activity(run: Run, replica: FakeRollout) -> None:
-    """It computes whenever it has work and does not stand, and at no other time."""
+    """It computes nothing while it stands, and no time is reported twice. When it must compute is in figures.py."""
     spans = [span for event in run.of(ReplicaActivity) if event.replica == replica.name for span in event.busy]
     assert all(start < end for start, end in spans) and all(a[1] <= b[0] for a, b in pairwise(spans))
     for busy in spans:

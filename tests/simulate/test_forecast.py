@@ -30,6 +30,12 @@ def test_lengths_that_do_not_vary_are_their_own_mean_and_longest():
         assert longest_length(lengths, draws=50) == pytest.approx(70)
 
 
+def test_of_recorded_groups_the_mean_is_of_the_answers_that_are_taken_from_them():
+    lengths = EmpiricalLengths(kind="empirical", groups=[[1, 9, 9], [4]])
+    assert mean_length(lengths) == pytest.approx((1 + 4) / 2)
+    assert mean_length(lengths, answers=4) == pytest.approx(((1 + 9 + 9 + 1) + 4 * 4) / 8)
+
+
 def test_the_longest_of_many_is_the_cut_and_of_recorded_ones_the_longest():
     assert longest_length(LognormalLengths(kind="lognormal", mean=50, sigma=1, max=100), draws=10_000) == 100
     assert longest_length(EmpiricalLengths(kind="empirical", groups=[[1, 9], [5]]), draws=1000) == 9

@@ -18,12 +18,13 @@ ASSUMPTIONS = [
 ]
 
 
-def plan_of(rows: list[Row], *, open: int = 0, assumptions: tuple[str, ...] = ()) -> Plan:
+def plan_of(rows: list[Row], *, open: int = 0, skipped: int = 0, assumptions: tuple[str, ...] = ()) -> Plan:
     ordered = tuple(sorted(rows, key=lambda each: each.step_s))
     return Plan(
         profile=profile_of(assumptions=list(assumptions)),
         rows=ordered,
         open=tuple(setting("async_partial", train, 8 - train) for train in range(1, open + 1)),
+        skipped=tuple(setting("overlapped", train, 8 - train) for train in range(1, skipped + 1)),
         baseline=next((each for each in ordered if each.setting.preset == "colocate_sync"), None),
         advice=advise(ordered, assumptions),
         trajectories=123_456,
@@ -59,8 +60,8 @@ def test_narrow_terminals_are_spared_the_less_important_columns():
 
 def test_the_recommended_row_is_marked_and_said():
     lines = shown(plan_of([row("colocate_sync", 10.0), row("async_partial", 5.0, train=3, rollout=5)]), 100)
-    (marked,) = [line for line in lines if line.startswith("→")]
-    assert "async_partial" in marked
+    (marked,) = [line for line in lines if "→" in line]
+    assert marked.split()[:3][:2] == ["→1", "async_partial"]
     text = " ".join(lines)
     assert "Recommended: async_partial, 3 devices train, 5 generate (5 replicas): mode=async_partial" in text
     assert "async_training.staleness_threshold=0.5" in text
@@ -70,7 +71,10 @@ def test_the_recommended_row_is_marked_and_said():
 def test_rows_that_look_the_same_share_a_line():
     rows = [row("async_partial", 5.0, eta=eta) for eta in (0.25, 0.5)] + [row("async_partial", 6.0, eta=1)]
     assert [len(line) for line in lines_of(rows)] == [2, 1]
-    assert any("0.25, 0.5" in line for line in shown(plan_of(rows), 100))
+    lines = shown(plan_of([*rows, row("colocate_sync", 9.0)]), 100)
+    (both,) = [line for line in lines if "0.25, 0.5" in line]
+    assert both.split()[:2] == ["→1-2", "async_partial"]
+    assert [line.split()[0] for line in lines if " 4:4 " in line or " shared " in line] == ["→1-2", "3", "4"]
 
 
 def test_of_many_rows_the_quickest_are_shown_and_each_presets_best_and_the_rest_counted():
@@ -82,10 +86,29 @@ def test_of_many_rows_the_quickest_are_shown_and_each_presets_best_and_the_rest_
     assert "10 more rows are not shown; --json writes them all." in lines
 
 
+def test_a_rows_number_counts_rows_that_are_not_shown_too():
+    many = [row("async_partial", 5.0 + i / 10) for i in range(LINES_SHOWN + 10)]
+    (last, *_) = [line for line in shown(plan_of([*many, row("on_policy", 50.0)]), 100) if "on_policy" in line]
+    assert last.split()[0] == str(LINES_SHOWN + 11)
+
+
 def test_what_was_not_simulated_or_not_precisely_is_said():
-    text = " ".join(shown(plan_of([row("colocate_sync", 10.0, error=0.1)], open=4), 100))
-    assert "4 settings were not simulated, as time was out (--budget): async_partial 1:7" in text
-    assert "Not known within 2%: 1 row." in text
+    rows = [row("colocate_sync", 10.0, error=0.1), row("on_policy", 11.0, error=0.1, versions=30)]
+    text = " ".join(shown(plan_of(rows, open=4, skipped=1), 100))
+    assert "Not known within 2%: 2 rows, 1 of them for want of time (--budget)." in text
+    assert "Not simulated, as time was out (--budget): async_partial 1:7 η=0.5 trigger=4; async_partial" in text
+    assert "and 2 more." in text
+    assert "as others are expected to be quicker (--sweep): overlapped 1:7 η=1 trigger=1." in " ".join(text.split())
+
+
+def test_what_cannot_be_trained_with_is_said_and_the_best_that_can():
+    rows = [replace(row("overlapped", 5.0), trains=False), row("colocate_sync", 10.0), row("async_partial", 5.5)]
+    text = " ".join(" ".join(shown(plan_of(rows), 100)).split())
+    assert "Recommended: overlapped" in text
+    assert "headway train refuses it for now; the best it accepts (10% slower): async_partial, 4 devices train" in text
+    assert "refuses" not in " ".join(shown(plan_of(rows[1:]), 100))
+    alone = " ".join(shown(plan_of(rows[:1]), 100))
+    assert "headway train refuses it for now, like every other row here." in alone
 
 
 def test_assumptions_and_the_simulators_throughput_are_shown():

@@ -21,7 +21,6 @@ from headway.pipeline.fleet import Fleet
 from headway.pipeline.on_update import Halts
 from headway.pipeline.state import RunState, now
 
-
 WaitingFor = Callable[[str], AbstractContextManager[None]]
 """Says whom the stage that asks waits for, while it is open."""
 

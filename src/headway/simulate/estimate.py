@@ -50,11 +50,9 @@ def estimate(times: Sequence[float], controls: Sequence[Control] = (), *, multip
     of them are used as make the interval narrowest.
     """
     means = _batch_means(times, multiple)
-    candidates = [_plain(times, means)]
     used = [(_batch_means(each.values, multiple), each.expected) for each in controls]
-    for count in range(1, len(used) + 1):
-        if (adjusted := _adjusted(means, used[:count])) is not None:
-            candidates.append(adjusted)
+    adjusted = [_adjusted(means, used[:count]) for count in range(1, len(used) + 1)]
+    candidates = [_plain(times, means), *(each for each in adjusted if each is not None)]
     return min(candidates, key=lambda each: each.half_width)
 
 

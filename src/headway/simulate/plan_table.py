@@ -43,9 +43,7 @@ class Column:
 
 COLUMNS = (
     Column("preset", lambda row: row.setting.preset, figure=False),
-    Column(
-        "train\n:rollout", lambda row: "shared" if row.setting.split.shared else str(row.setting.split), figure=False
-    ),
+    Column("train:\nroll.", lambda row: "shared" if row.setting.split.shared else str(row.setting.split), figure=False),
     Column("η", lambda row: f"{float(row.setting.eta):g}", figure=False),
     Column("trig\nger", lambda row: str(row.setting.trigger), figure=False),
     Column("step\ns", lambda row: human.number(row.step_s)),
@@ -114,7 +112,7 @@ def _table(plan: Plan, width: int) -> Table:
         chosen = plan.advice.recommended in line
         cells = (column.cell(line[0]) if column.figure else _each(column, line) for column in columns)
         label = f"{number}-{number + len(line) - 1}" if len(line) > 1 else str(number)
-        table.add_row(f"{RECOMMENDED} {label}" if chosen else label, *cells, style="bold green" if chosen else None)
+        table.add_row(f"{RECOMMENDED}{label}" if chosen else label, *cells, style="bold green" if chosen else None)
     return table
 
 
@@ -143,7 +141,9 @@ def _notes(plan: Plan) -> list[Text]:
     if hidden := len(plan.rows) - sum(len(line) for _, line in _shown(plan)):
         notes.append(f"{human.count(hidden)} more rows are not shown; --json writes them all.")
     if rough := sum(row.relative_error > PRECISION for row in plan.rows):
-        notes.append(f"Not known within {human.share(PRECISION)}: {_rows(rough)}.")
+        hurried = sum(not row.complete for row in plan.rows)
+        why = f", {human.count(hurried)} of them for want of time (--budget)" if hurried else ""
+        notes.append(f"Not known within {human.share(PRECISION)}: {_rows(rough)}{why}.")
     if plan.open:
         notes.append(f"Not simulated, as time was out (--budget): {_settings(plan.open)}.")
     if plan.skipped:

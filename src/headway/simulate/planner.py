@@ -29,7 +29,7 @@ ROUGHLY_KNOWN = 6
 """Versions that a row is given, however small its share of the time."""
 
 Progress = Callable[[Row, int], None]
-"""Called after each row with it and the number of settings that are still open."""
+"""Called after each row with it and the number of settings that are to come, roughly."""
 
 
 class Measure(Protocol):
@@ -95,8 +95,7 @@ def plan(
     budget = _Budget(clock, budget_s, profile)
     rows: list[Row] = []
     trajectories = 0
-    while (still_open := search.open) and budget.allows(still_open[0]):
-        setting = still_open[0]
+    while (setting := search.next()) is not None and budget.allows(setting):
         budget.share(search.to_come)
         measured = measure(profile, setting, out_of_time=budget.out_of_time, seed=seed)
         if measured is None:
@@ -106,7 +105,7 @@ def plan(
         rows.append(row_of(profile, setting, measured))
         search.measured(setting, measured)
         if progress is not None:
-            progress(rows[-1], len(search.open))
+            progress(rows[-1], search.to_come)
     compared, baseline = _compare(rows)
     return Plan(
         profile=profile,

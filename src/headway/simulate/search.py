@@ -19,13 +19,13 @@ from fractions import Fraction
 from itertools import takewhile
 
 from headway.simulate.forecast import Shares
-from headway.simulate.grid import Setting
+from headway.simulate.grid import Setting, Split
 from headway.simulate.measure import Measurement
 
 MUCH_SLOWER = 1.25
 """A guess of so many times the best known step time is not worth a simulation."""
 MAY_BE_QUICKER = 1.03
-"""A guess of less than so many times the best step time may turn out to be less than that."""
+"""A split beside the best one whose guess is less than so many times its step time may turn out to be quicker."""
 VARIED = 3
 """Presets whose η and trigger are varied."""
 
@@ -37,10 +37,18 @@ class Guess:
         self._forecast = forecast
         self._forecasts: dict[Setting, Shares] = {}
         self.measured: dict[Setting, Measurement] = {}
+        self._by_preset: dict[str, list[Setting]] = {}
+        self._by_split: dict[tuple[str, Fraction, int], dict[Split, Setting]] = {}
+        """Measured settings that differ in nothing else."""
+
+    def add(self, setting: Setting, measurement: Measurement) -> None:
+        self.measured[setting] = measurement
+        self._by_preset.setdefault(setting.preset, []).append(setting)
+        self._by_split.setdefault((setting.preset, setting.eta, setting.trigger), {})[setting.split] = setting
 
     def __call__(self, setting: Setting) -> float:
-        alike = [other for other in self.measured if other.preset == setting.preset]
-        if not alike:
+        alike = self._by_preset.get(setting.preset)
+        if alike is None:
             return self.forecast(setting)
         near = min(alike, key=lambda other: _distance(setting, other))
         elsewhere = self._ratio_elsewhere(setting, near)
@@ -54,11 +62,10 @@ class Guess:
         """What the change of split from ``near`` to ``setting`` did for another preset of its kind."""
         if (setting.eta, setting.trigger) != (near.eta, near.trigger):
             return None
-        by_place = {(other.preset, other.eta, other.trigger, other.split): other for other in self.measured}
-        for other in self.measured:
-            before = by_place.get((other.preset, other.eta, other.trigger, near.split))
-            if before is not None and other.split == setting.split and other.synchronous == setting.synchronous:
-                return self.measured[other].step_s / self.measured[before].step_s
+        for splits in self._by_split.values():
+            before, after = splits.get(near.split), splits.get(setting.split)
+            if before is not None and after is not None and after.synchronous == setting.synchronous:
+                return self.measured[after].step_s / self.measured[before].step_s
         return None
 
     def _scaled(self, setting: Setting, near: Setting) -> float:
@@ -86,14 +93,14 @@ class Everything:
         self._guess = guess
         self._baseline = baseline
 
+    def next(self) -> Setting | None:
+        """The setting to simulate now; None when there is no other."""
+        return min(self._candidates(), key=self._rank, default=None)
+
     @property
     def open(self) -> list[Setting]:
         """Settings to simulate, as far as that can be said now; the next one first."""
-        known = {setting.preset for setting in self._guess.measured}
-        return sorted(
-            self._candidates(),
-            key=lambda each: (each.preset != self._baseline, each.preset in known, self._guess(each)),
-        )
+        return sorted(self._candidates(), key=self._rank)
 
     @property
     def skipped(self) -> list[Setting]:
@@ -103,10 +110,17 @@ class Everything:
     @property
     def to_come(self) -> int:
         """How many settings will be simulated still, roughly."""
-        return len(self.open)
+        return sum(1 for _ in self._candidates())
 
     def measured(self, setting: Setting, measurement: Measurement) -> None:
-        self._guess.measured[setting] = measurement
+        self._guess.add(setting, measurement)
+
+    def _rank(self, setting: Setting) -> tuple[object, ...]:
+        return setting.preset != self._baseline, setting.preset in self._begun, self._guess(setting)
+
+    @property
+    def _begun(self) -> set[str]:
+        return {setting.preset for setting in self._guess.measured}
 
     def _candidates(self) -> Iterator[Setting]:
         return (setting for setting in self._settings if setting not in self._guess.measured)
@@ -129,36 +143,41 @@ class Climb(Everything):
         self._splits: dict[str, list[Setting]] = {}
         for setting in sorted(self._settings, key=lambda each: each.split):
             self._splits.setdefault(setting.preset, []).append(setting)
+        self._leaders = {preset: self._leader(preset) for preset in self._splits}
 
     @property
     def skipped(self) -> list[Setting]:
-        passed = {*self._settings} - {*self._guess.measured, *self._candidates()}
-        return sorted(passed, key=self._guess)
+        candidates, begun = {*self._candidates()}, self._begun
+        passed = (each for each in self._settings if each.preset in begun and self._unknown(each))
+        return sorted((each for each in passed if each not in candidates), key=self._guess)
 
     @property
     def to_come(self) -> int:
-        begun = {setting.preset for setting in self._guess.measured}
-        splits = sum(min(len(splits), 3) for preset, splits in self._splits.items() if preset not in begun)
-        return max(len(self.open), splits) + (VARIED * 2 if splits else 0)
+        ahead = sum(min(len(splits), 3) for preset, splits in self._splits.items() if preset not in self._begun)
+        return max(super().to_come, ahead) + (VARIED * 2 if ahead else 0)
+
+    def _rank(self, setting: Setting) -> tuple[object, ...]:
+        # Whoever comes later knows more: what a split does for one preset it does for others of its kind, roughly.
+        leader = self._leaders[setting.preset]
+        waits = leader != setting.preset and setting.preset not in self._begun and any(self._next_splits(leader))
+        baseline, *rest = super()._rank(setting)
+        return (baseline, waits, *rest)
 
     def _candidates(self) -> Iterator[Setting]:
-        best = {preset: self._best(splits) for preset, splits in self._splits.items()}
-        climbing = {preset: list(self._next_splits(preset, top)) for preset, top in best.items()}
-        for preset, following in climbing.items():
-            # Whoever comes later knows more: what a split does for one preset it does for the others, roughly.
-            leader = self._leader(preset)
-            if best[preset] is not None or preset == leader or not climbing[leader]:
-                yield from following
-        if None in best.values():
+        following = {preset: list(self._next_splits(preset)) for preset in self._splits}
+        for splits in following.values():
+            yield from splits
+        best = [self._best(splits) for splits in self._splits.values()]
+        if None in best:
             return
-        ahead = [top for top in best.values() if top is not None and top.eta > 0 and self._worth(top)]
+        ahead = [top for top in best if top is not None and top.eta > 0 and self._worth(top)]
         for top in sorted(ahead, key=self._step_s)[:VARIED]:
-            if not climbing[top.preset]:
+            if not following[top.preset]:
                 yield from (each for each in self._around(top) if self._unknown(each) and self._worth(each))
 
-    def _next_splits(self, preset: str, top: Setting | None) -> Iterator[Setting]:
-        splits, leader = self._splits[preset], self._leader(preset)
-        if top is not None:
+    def _next_splits(self, preset: str) -> Iterator[Setting]:
+        splits, leader = self._splits[preset], self._leaders[preset]
+        if (top := self._best(splits)) is not None:
             yield from self._neighbours(splits, top, leads=preset == leader)
         elif (known := self._best(self._splits[leader])) is not None:
             yield next(each for each in splits if each.split == known.split)
@@ -180,17 +199,16 @@ class Climb(Everything):
         return min(known, key=self._step_s, default=None)
 
     def _neighbours(self, splits: Sequence[Setting], top: Setting, *, leads: bool) -> Iterator[Setting]:
-        """On either side the split behind those that may be as good as the best; of a leader's best the next in any
-        case, others only where they look as good."""
+        """On either side of the best split the next one, where that may be quicker, and of a leader's in any case; behind
+        splits that may be as good the next one, where it looks quicker."""
         at = splits.index(top)
         for side in (splits[at + 1 :], splits[:at][::-1]):
             passed = list(takewhile(lambda each: self._may_be_as_good(each, top), side))
             for following in side[len(passed) : len(passed) + 1]:
-                if self._unknown(following) and ((leads and not passed) or self._promises(following, top)):
+                limit = self._step_s(top) * (1 if passed else MAY_BE_QUICKER)
+                promising = self._guess(following) < limit and self._worth(following)
+                if self._unknown(following) and (promising or (leads and not passed)):
                     yield following
-
-    def _promises(self, setting: Setting, top: Setting) -> bool:
-        return self._guess(setting) < MAY_BE_QUICKER * self._step_s(top) and self._worth(setting)
 
     def _may_be_as_good(self, setting: Setting, top: Setting) -> bool:
         known = self._guess.measured
