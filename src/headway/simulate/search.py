@@ -199,8 +199,8 @@ class Climb(Everything):
         return min(known, key=self._step_s, default=None)
 
     def _neighbours(self, splits: Sequence[Setting], top: Setting, *, leads: bool) -> Iterator[Setting]:
-        """On either side of the best split the next one, where that may be quicker, and of a leader's in any case; behind
-        splits that may be as good the next one, where it looks quicker."""
+        """On either side of the best split the next one: a leader's in any case, others where it may be quicker. Behind
+        splits that may be as good as the best, the next one where it looks quicker."""
         at = splits.index(top)
         for side in (splits[at + 1 :], splits[:at][::-1]):
             passed = list(takewhile(lambda each: self._may_be_as_good(each, top), side))
