@@ -20,7 +20,11 @@ from headway.events import (
     GroupSettled,
     OptimizerStepped,
     ReplicaActivity,
+    ReplicaJoined,
+    ReplicaLost,
     RunStarted,
+    Span,
+    StageChanged,
     TrainerBusy,
     TrajectoryFinished,
     UpdateFinished,
@@ -341,12 +345,13 @@ def test_what_was_published_before_the_first_admission_is_no_cost_of_the_run() -
     assert summary(metrics)["param_update"]["count"] == 0
 
 
-def test_a_late_report_of_a_replica_is_counted_in_a_later_row() -> None:
-    def active(time: float, *busy: tuple[float, float]) -> ReplicaActivity:
-        return ReplicaActivity(
-            time=time, replica=REPLICA, busy=list(busy), slot_seconds=0.0, generated_tokens=0, prefilled_tokens=0
-        )
+def active(time: float, *busy: Span, replica: str = REPLICA) -> ReplicaActivity:
+    return ReplicaActivity(
+        time=time, replica=replica, busy=list(busy), slot_seconds=0.0, generated_tokens=0, prefilled_tokens=0
+    )
 
+
+def test_a_late_report_of_a_replica_is_counted_in_a_later_row() -> None:
     _, rows = observe(
         [
             started(),
@@ -361,6 +366,78 @@ def test_a_late_report_of_a_replica_is_counted_in_a_later_row() -> None:
     )
     assert rows[0]["rollouter/idle_ratio"] == pytest.approx(0.0)
     assert rows[1]["rollouter/idle_ratio"] == pytest.approx(0.5)
+
+
+def test_rows_count_a_replica_from_its_join_to_its_loss() -> None:
+    metrics, rows = observe(
+        [
+            started({"a": 1}),
+            admitted(0, 0.0),
+            active(4.0, (0.0, 4.0), replica="a"),
+            stepped(4.0, 0),
+            updated(4.0, 1),
+            ReplicaJoined(time=6.0, replica="late", version=1, slots=1),
+            ReplicaLost(time=7.0, replica="a", reason="died"),  # 3 s of which it told nothing
+            ReplicaLost(time=7.5, replica="never joined", reason="died"),
+            active(8.0, (7.0, 8.0), replica="late"),
+            stepped(8.0, 1),
+            updated(8.0, 2),
+        ]
+    )
+    assert rows[0]["rollouter/idle_ratio"] == 0
+    assert rows[1]["rollouter/idle_ratio"] == pytest.approx((3 + 1) / (3 + 2))
+    assert summary(metrics)["rollouter/idle_ratio"] == pytest.approx((3 + 1) / (7 + 2))
+    assert metrics.served == {"late": 1}
+
+
+def trainer_stage(time: float, state: str) -> StageChanged:
+    return StageChanged(time=time, stage="ActorTrain", state=state)
+
+
+def worked(what: str, *span: float) -> TrainerBusy:
+    start, end = span
+    return TrainerBusy(time=end, what=what, version=0, span=(start, end))
+
+
+def test_a_row_that_is_complete_in_the_middle_of_a_step_is_told_at_the_steps_end() -> None:
+    """With the part of the step until then; the rest is the next row's."""
+    rows = Rows()
+    metrics = RunMetrics([rows])
+
+    def see(*events: Event) -> list[int]:
+        for event in events:
+            metrics.on_event(event)
+        return [row["version"] for row in rows]
+
+    see(started(), admitted(0, 0.0), trainer_stage(0.0, "processing"), worked("step", 0.0, 2.0), stepped(2.0, 0))
+    see(trainer_stage(2.0, "waiting_output"), worked("gather", 3.0, 4.0), trainer_stage(4.0, "processing"))
+    assert see(updated(6.0, 1)) == []
+    early = ValidationFinished(time=7.0, version=0, accuracy=1, problems=1, mean_tokens=1, failed=0, span=(6.0, 7.0))
+    assert see(early) == [], "it stays behind the row of its version"
+    assert see(worked("step", 5.0, 8.0)) == [0, 0]
+    assert rows[0]["trainer/idle_ratio"] == pytest.approx(1 - (2 + 1 + 1) / 6)
+    see(stepped(8.0, 1), trainer_stage(8.0, "waiting_output"), worked("gather", 8.0, 9.0))
+    assert see(updated(10.0, 2)) == [0, 0, 1], "the trainer stands after its gather"
+    assert rows[2]["trainer/idle_ratio"] == pytest.approx(1 - (2 + 1) / 4)
+
+
+def test_a_row_is_told_at_once_while_the_trainer_waits_for_groups_and_later_while_it_may_gather() -> None:
+    rows = Rows()
+    metrics = RunMetrics([rows])
+    for event in [started(), admitted(0, 0.0), stepped(1.0, 0), trainer_stage(1.0, "waiting_input"), updated(2.0, 1)]:
+        metrics.on_event(event)
+    assert len(rows) == 1
+    for event in [stepped(3.0, 1), trainer_stage(3.0, "waiting_output"), updated(4.0, 2)]:
+        metrics.on_event(event)
+    assert len(rows) == 1
+    metrics.on_event(worked("gather", 3.5, 5.0))
+    assert len(rows) == 2
+    assert rows[1]["trainer/idle_ratio"] == pytest.approx(1 - 0.5 / 2)
+
+
+def test_what_was_under_way_when_the_record_ends_delays_no_row() -> None:
+    _, rows = observe([started(), admitted(0, 0.0), stepped(1.0, 0), trainer_stage(1.0, "processing"), updated(2.0, 1)])
+    assert len(rows) == 1
 
 
 def test_lengths_lost_on_the_way_to_training_show_as_a_bias() -> None:

@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.events import FetchTaken, ReplicaActivity, Span, StageChanged, TrainerBusy
+from headway.events import (
+    FetchTaken,
+    ReplicaActivity,
+    ReplicaJoined,
+    ReplicaLost,
+    Span,
+    StageChanged,
+    TrainerBusy,
+)
 from headway.reports.occupancy import Occupancy
 
 times = st.floats(0, 100)
@@ -55,6 +63,39 @@ def test_the_rollouters_idle_ratio_averages_replicas_also_those_that_never_repor
     occupancy.declare({"a": 4, "b": 4})
     occupancy.replica_active(active("a", (0.0, 10.0)))
     assert occupancy.rollouter_idle((0.0, 10.0)) == pytest.approx(0.5)
+
+
+def test_a_replica_counts_from_its_join_to_its_loss_with_the_weight_of_that_time() -> None:
+    occupancy = Occupancy()
+    occupancy.declare({"a": 2})
+    occupancy.replica_active(active("a", (0.0, 4.0), slot_seconds=4.0))
+    occupancy.lose(ReplicaLost(time=4.0, replica="a", reason="died"))
+    occupancy.join(ReplicaJoined(time=2.0, replica="late", version=1, slots=6))
+    occupancy.replica_active(active("late", (5.0, 10.0), slot_seconds=30.0))
+    assert occupancy.rollouter_idle((0.0, 10.0)) == pytest.approx((0 + 3) / (4 + 8))
+    assert occupancy.slot_utilization((0.0, 10.0)) == pytest.approx((4 + 30) / (2 * 4 + 6 * 8))
+    assert occupancy.rollouter_idle((2.0, 5.0)) == pytest.approx(3 / (2 + 3))
+    assert occupancy.rollouter_idle((0.0, 1.0)) == 0
+
+
+def test_while_no_replica_is_part_of_the_run_there_is_no_ratio() -> None:
+    occupancy = Occupancy()
+    occupancy.declare({"a": 2})
+    occupancy.lose(ReplicaLost(time=4.0, replica="a", reason="died"))
+    assert occupancy.rollouter_idle((4.0, 10.0)) is None
+    assert occupancy.slot_utilization((4.0, 10.0)) is None
+
+
+def test_neither_a_replica_that_just_joined_nor_a_lost_one_keeps_the_others_reports_back() -> None:
+    occupancy = Occupancy()
+    occupancy.declare({"a": 1, "b": 1})
+    occupancy.replica_active(active("a", time=3.0))
+    occupancy.replica_active(active("b", time=8.0))
+    assert occupancy.reported_until() == 3.0
+    occupancy.lose(ReplicaLost(time=8.0, replica="a", reason="died"))
+    assert occupancy.reported_until() == 8.0
+    occupancy.join(ReplicaJoined(time=9.0, replica="late", version=1, slots=1))
+    assert occupancy.reported_until() == 8.0
 
 
 def test_slot_utilization_is_busy_slot_time_over_slots_times_wall() -> None:

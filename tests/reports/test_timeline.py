@@ -14,6 +14,7 @@ from headway.events import (
     GroupRewarded,
     GroupSettled,
     LeaseChanged,
+    OptimizerStepped,
     ReplicaActivity,
     ReplicaHalted,
     ReplicaJoined,
@@ -28,6 +29,7 @@ from headway.events import (
 from headway.reports.counters import Counter
 from headway.reports.device_lanes import REPLICAS, TRAINER
 from headway.reports.lanes import Kind, Lane
+from headway.reports.page_data import busy_share
 from headway.reports.timeline import MarkKind, Timeline, build_timeline, idle_reasons
 from tests.reports.scripted_run import ScriptedRun
 from tests.reports.timelines import cut_short, failed, simulated, simulated_events, started
@@ -233,7 +235,7 @@ def test_handing_shared_devices_over_is_the_trainers_wait() -> None:
     assert told(lane(timeline, "shared devices")) == held
 
 
-def test_replicas_that_join_late_or_die_are_absent_before_and_after_and_leave_marks() -> None:
+def test_a_replica_has_a_lane_from_its_join_to_its_loss_and_both_leave_marks() -> None:
     events = [
         started(),
         ReplicaJoined(time=5, replica="late", version=1, slots=4),
@@ -243,14 +245,33 @@ def test_replicas_that_join_late_or_die_are_absent_before_and_after_and_leave_ma
         active([(5, 10)], time=10, replica="late"),
     ]
     timeline = build_timeline(events)
-    absent = "not part of the run: it joins later, or was lost"
-    assert told(lane(timeline, "rollout-0", REPLICAS)) == [(0, 8, "decodes"), (8, 10, absent)]
-    assert told(lane(timeline, "late")) == [(0, 5, absent), (5, 10, "decodes")]
+    assert told(lane(timeline, "rollout-0", REPLICAS)) == [(0, 8, "decodes")]
+    assert told(lane(timeline, "late")) == [(5, 10, "decodes")]
     assert [(mark.kind, mark.label) for mark in timeline.marks] == [
         (MarkKind.JOINED, "late joins with v1"),
         (MarkKind.SUPERSEDED, "late never gets v2: newer was ready"),
         (MarkKind.LOST, "rollout-0 is lost: out of memory"),
     ]
+
+
+def test_idle_time_adds_up_to_the_ratio_when_replicas_join_late_or_die() -> None:
+    timeline = build_timeline(
+        [
+            started(),
+            GroupAdmitted(time=2, number=0, epoch=0, row=0, attempt=0, version=0, admitted=1, discarded=0, limit=1),
+            ReplicaJoined(time=6, replica="late", version=1, slots=4),
+            active([(3, 4)], time=9),
+            ReplicaLost(time=9, replica="rollout-0", reason="out of memory"),
+            active([(7, 11)], time=12, replica="late"),
+            OptimizerStepped(time=12, step=0, fetch=0, version=0, skipped=False, tokens=1, trajectories=1, lags=[0]),
+        ]
+    )
+    idle = [found for found in idle_reasons(timeline) if found.who == REPLICAS]
+    assert sum(found.share for found in idle) == pytest.approx(timeline.summary["rollouter/idle_ratio"])
+    assert timeline.summary["rollouter/idle_ratio"] == pytest.approx((6 + 2) / (7 + 6))
+    assert sum(found.seconds for found in idle) == pytest.approx(10 * (6 + 2) / (7 + 6))
+    assert busy_share(lane(timeline, "rollout-0", REPLICAS), timeline) == pytest.approx(1 / 7)
+    assert busy_share(lane(timeline, "late"), timeline) == pytest.approx(4 / 6)
 
 
 # ------------------------------------------------------------------------------------------ counters

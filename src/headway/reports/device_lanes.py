@@ -21,7 +21,7 @@ from headway.events import (
     TrainerBusy,
     UpdateFinished,
 )
-from headway.reports.intervals import intersection, union
+from headway.reports.intervals import complement, intersection, union
 from headway.reports.lanes import Kind, Lane, LaneSpan, clipped, idle, lay_out
 from headway.reports.occupancy import TRAINER_WORK
 from headway.reports.stage_lanes import ENDED, PAUSED, PROCESSING, WAITING_INPUT, WAITING_OUTPUT, StageLog
@@ -41,7 +41,6 @@ SAVES = "saves a checkpoint"
 NO_ROOM = "no requests: the staleness limit is reached"
 NONE_ADMITTED = "no requests: all groups of the run are admitted"
 NONE_FOR_IT = "no requests for this replica"
-ABSENT = "not part of the run: it joins later, or was lost"
 NO_MORE = "nothing left to do"
 PREPARES = "prepares a fetch or an update"
 HALTED = {"load": "halted: loads new weights", "lease": "halted: training has the shared devices"}
@@ -119,7 +118,10 @@ def _validation_wait(event: UpdateFinished, updates: Updates) -> LaneSpan:
 
 @dataclass(slots=True)
 class Replicas:
-    """Accumulates what the replicas did. Time before one joined and after it was lost is idle time, as in the ratio."""
+    """Accumulates what the replicas did. A lane begins with its replica's join and ends with its loss.
+
+    Time in which a replica was no part of the run is not idle time, neither here nor in the ratio.
+    """
 
     names: list[str] = field(default_factory=list)
     _busy: dict[str, list[Span]] = field(default_factory=lambda: defaultdict(list))
@@ -143,8 +145,8 @@ class Replicas:
         """``shared`` are the claims that hold for every replica, from `Admission`."""
         work = [LaneSpan(*span, Kind.DECODE, "decodes") for span in union(self._busy[replica])]
         halts = [_halt(event, updates) for event in self._halts[replica]]
-        absent = [idle(span, ABSENT) for span in updates.absent(replica, life)]
-        return Lane(REPLICAS, replica, lay_out(work, [halts, absent, *shared], life))
+        present = complement(updates.absent(replica, life), life)
+        return Lane(REPLICAS, replica, tuple(s for part in present for s in lay_out(work, [halts, *shared], part)))
 
 
 @dataclass(slots=True)

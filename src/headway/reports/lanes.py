@@ -85,6 +85,10 @@ class Lane:
     annotates: bool = False
     """It says something about the lane above it, and nothing about work."""
 
+    def seconds(self, window: Span) -> float:
+        """Seconds of ``window`` of which it tells anything."""
+        return sum(max(min(span.end, window[1]) - max(span.start, window[0]), 0.0) for span in self.spans)
+
     def idle_by_reason(self, window: Span) -> dict[str, float]:
         """Seconds of ``window`` in which nothing was done, by reason."""
         totals: dict[str, float] = {}

@@ -5,12 +5,14 @@
            ─▶ VersionRow  (what was trained, the update after it)   └─▶ summary(): summary.json, the final report
 
 The row of version v is closed by the update to v+1, which it includes, so rows tile the run; the last one is closed by
-the end of the run. Nothing here reads a clock: replaying a run's ``events.jsonl`` gives the same figures.
+the end of the run. A closed row is handed out when all is known that the trainer did until then: an overlapped update
+may finish in the middle of an optimizer step, which is reported at its end. Nothing here reads a clock: replaying a
+run's ``events.jsonl`` gives the same figures.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -25,6 +27,8 @@ from headway.events import (
     Note,
     OptimizerStepped,
     ReplicaActivity,
+    ReplicaJoined,
+    ReplicaLost,
     RunFinished,
     RunStarted,
     Span,
@@ -87,6 +91,14 @@ class Totals:
     """Groups that have ended, trained or lost. Not the filtered ones: those are left out of training on purpose."""
 
 
+@dataclass(frozen=True, slots=True)
+class ClosedRow:
+    """What a row had when it was closed; ``window`` is the time of which it will say how idle it was, if any."""
+
+    values: dict[str, Any]
+    window: Span | None = None
+
+
 class RunMetrics:
     """Observer that accumulates a run. Complete rows go to ``sinks``."""
 
@@ -109,6 +121,8 @@ class RunMetrics:
         """Time in which the trainer waited for validations before it got shared devices."""
         self._sinks = sinks
         self._rows: dict[int, VersionRow] = {}
+        self._closed: deque[ClosedRow] = deque()
+        """Not handed out yet, in order."""
         self._closed_below = 0
         self._row_opened = 0.0
         self._rollouter_cut = 0.0
@@ -122,6 +136,7 @@ class RunMetrics:
         match event:
             case StageChanged():
                 self.occupancy.stage_changed(event)
+                self._hand_out_known()
             case TrajectoryFinished():
                 self._on_trajectory(event)
             case GroupAdmitted():
@@ -134,8 +149,15 @@ class RunMetrics:
             case ReplicaActivity():
                 self.occupancy.replica_active(event)
                 self.totals.prefilled_tokens += event.prefilled_tokens
+            case ReplicaJoined():
+                self.occupancy.join(event)
+                self.served[event.replica] = event.version
+            case ReplicaLost():
+                self.occupancy.lose(event)
+                self.served.pop(event.replica, None)
             case TrainerBusy():
                 self.occupancy.trainer_busy(event)
+                self._hand_out_known()
             case FetchTaken():
                 self.totals.fetches += bool(event.numbers)
                 self.tally.take(event)
@@ -157,12 +179,14 @@ class RunMetrics:
             case RunFinished():
                 self.finished = event
                 self._close_rows(event.time, below=None)
+                self._hand_out_all()
             case Note(level="warning") if len(self.warnings) < KEPT_WARNINGS:
                 self.warnings.append(event.text)
 
     def close(self) -> None:
         """Hands out the rows of a run that did not get to its end."""
         self._close_rows(self._last_step, below=None)
+        self._hand_out_all()
 
     def _on_admitted(self, event: GroupAdmitted) -> None:
         self.tally.admit(event)
@@ -202,8 +226,9 @@ class RunMetrics:
             self._last_step = event.time
 
     def _on_phase(self, event: UpdatePhase) -> None:
-        self._row(event.version - 1).phases.add(event)
-        if event.phase == "load" and event.where in self.occupancy.replicas:
+        # A probe on shared devices may come when its update's row is closed: it then counts in the next one.
+        self._row(max(event.version - 1, self._closed_below)).phases.add(event)
+        if event.phase == "load" and event.where in self.served:
             self.served[event.where] = event.version
 
     def _on_update(self, event: UpdateFinished) -> None:
@@ -213,12 +238,14 @@ class RunMetrics:
         if self._first_admission is not None:
             self.updates.append((event, row.phases))
         self._close_rows(event.time, below=event.version)
+        self._hand_out_known()
 
     def _on_validation(self, event: ValidationFinished) -> None:
         """Scores that come in after the next version was loaded find their row closed, and are a row of their own."""
         self.evaluations[event.version] = event
         if event.version < self._closed_below:
-            self._hand_out({"version": event.version, **validation_values(event)})
+            self._closed.append(ClosedRow({"version": event.version, **validation_values(event)}))
+            self._hand_out_known()
         else:
             self._row(event.version).validation = event
 
@@ -235,15 +262,29 @@ class RunMetrics:
             if row.is_empty:
                 continue
             values = row.values() | self._cumulative()
+            window = None
             if until is not None and until > self._row_opened:
-                values |= self._rates(row, (self._row_opened, until))
-                self._row_opened = until
-            self._hand_out(values)
+                covered, self._row_opened = (self._row_opened, until), until
+                values |= self._rates(row, covered)
+                window = covered if row.trained else None
+            self._closed.append(ClosedRow(values, window))
         self._closed_below = max(self._closed_below, below or 0)
 
-    def _hand_out(self, row: dict[str, Any]) -> None:
+    def _hand_out_known(self) -> None:
+        """In order, and only when the trainer has told all about a row's time."""
+        known = self.occupancy.trainer_known_until
+        while self._closed and ((window := self._closed[0].window) is None or window[1] <= known):
+            self._hand_out(self._closed.popleft())
+
+    def _hand_out_all(self) -> None:
+        """What was under way has ended, or will never be told."""
+        while self._closed:
+            self._hand_out(self._closed.popleft())
+
+    def _hand_out(self, closed: ClosedRow) -> None:
+        idle = {} if closed.window is None else self._idle(closed.window)
         for sink in self._sinks:
-            sink.on_row(row)
+            sink.on_row(closed.values | idle)
 
     def _cumulative(self) -> dict[str, Any]:
         return {
@@ -259,14 +300,15 @@ class RunMetrics:
         values: dict[str, Any] = {"time/seconds": seconds}
         if self.started is not None:
             values["time/since_start"] = window[1] - self.started.time
-        if row.optimizer_steps or row.skipped_steps:
-            values["trainer/idle_ratio"] = self.occupancy.trainer_idle(window)
+        if row.trained:
             values["throughput/samples_per_s"] = sum(row.lags.values()) / seconds
             values["throughput/trajectories_per_s"] = row.trained_trajectories / seconds
             values["throughput/trained_tokens_per_s"] = row.trained_tokens / seconds
             values["throughput/generated_tokens_per_s"] = row.generated_tokens / seconds
-            values |= self._rollouter_rates(window[1])
         return values
+
+    def _idle(self, window: Span) -> dict[str, Any]:
+        return {"trainer/idle_ratio": self.occupancy.trainer_idle(window), **self._rollouter_rates(window[1])}
 
     def _rollouter_rates(self, until: float) -> dict[str, Any]:
         """Idle ratio and slot utilization since the last row, as far as every replica has reported."""

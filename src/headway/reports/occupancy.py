@@ -6,40 +6,91 @@
     StageChanged ─────┘        (clipped to a window) └─▶ who waited for whom, for how long
 
 The run's window reaches from the first admission to the last optimizer step. Time in which a party reported nothing is
-idle time: a paused or loading replica decodes nothing and therefore reports nothing.
+idle time: a paused or loading replica decodes nothing and therefore reports nothing. A replica's time, busy or idle, is
+counted from its join to its loss: before and after, it is no part of the run.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from statistics import fmean
+from math import inf
 
-from headway.events import FetchTaken, ReplicaActivity, Span, StageChanged, TrainerBusy
+from headway.events import (
+    FetchTaken,
+    ReplicaActivity,
+    ReplicaJoined,
+    ReplicaLost,
+    Span,
+    StageChanged,
+    TrainerBusy,
+)
 from headway.reports.intervals import IntervalUnion, complement, intersection, length
 
+TRAINER_STAGE = "ActorTrain"
 TRAINER_WORK = frozenset({"forward", "step", "gather"})
 """What counts as the trainer's own work; saving a checkpoint does not."""
 
 
 @dataclass(slots=True)
 class ReplicaTime:
-    """One replica's activity."""
+    """One replica's activity while it was part of the run, ``joined`` to ``lost``."""
 
     slots: int
+    joined: float = -inf
+    lost: float = inf
     busy: IntervalUnion = field(default_factory=IntervalUnion)
     reports: list[tuple[float, float, float]] = field(default_factory=list)
     """(start, end, slot_seconds): each report's busy extent and the slot time inside it."""
-    reported_until: float = 0.0
+    last_report: float = 0.0
+
+    @property
+    def reported_until(self) -> float:
+        """The instant up to which its activity is known: before it joined and after its loss there is none."""
+        return max(self.joined, self.last_report) if self.lost == inf else inf
+
+    def presence(self, window: Span) -> Span:
+        """The part of ``window`` in which it was part of the run; may be empty."""
+        return max(self.joined, window[0]), min(self.lost, window[1])
+
+    def seconds(self, window: Span) -> float:
+        start, end = self.presence(window)
+        return max(end - start, 0.0)
+
+    def busy_seconds(self, window: Span) -> float:
+        return self.busy.within(self.presence(window))
 
     def slot_seconds(self, window: Span) -> float:
         """Slot time inside ``window``; a report that straddles its edge counts by the part that lies inside."""
+        present = self.presence(window)
         total = 0.0
         for start, end, slot_seconds in self.reports:
-            inside = min(end, window[1]) - max(start, window[0])
+            inside = min(end, present[1]) - max(start, present[0])
             if inside > 0:
                 total += slot_seconds * inside / (end - start)
         return total
+
+
+@dataclass(slots=True)
+class TrainerTime:
+    """The trainer's work. A span of it is reported at its end, so what is under way is not known yet.
+
+    It computes forwards and steps while its stage is processing. While its stage waits for an update it gathers, once.
+    Else it computes nothing.
+    """
+
+    busy: IntervalUnion = field(default_factory=IntervalUnion)
+    known_until: float = inf
+    """The instant up to which its work is known: infinite while it computes nothing."""
+
+    def stage_changed(self, event: StageChanged) -> None:
+        self.known_until = event.time if event.state in ("processing", "waiting_output") else inf
+
+    def report(self, event: TrainerBusy) -> None:
+        if event.what in TRAINER_WORK:
+            self.busy.add(event.span)
+        if self.known_until < inf:
+            self.known_until = inf if event.what == "gather" else event.time
 
 
 @dataclass(slots=True)
@@ -59,7 +110,7 @@ class Occupancy:
     def __init__(self) -> None:
         self.replicas: dict[str, ReplicaTime] = {}
         self.stages: dict[str, StageView] = {}
-        self._trainer = IntervalUnion()
+        self._trainer = TrainerTime()
         self._trainer_waits = IntervalUnion()
         self._stage_waits: dict[tuple[str, str], IntervalUnion] = defaultdict(IntervalUnion)
         self._stage_work: dict[str, IntervalUnion] = defaultdict(IntervalUnion)
@@ -69,16 +120,23 @@ class Occupancy:
         for name, count in slots.items():
             self.replicas.setdefault(name, ReplicaTime(count)).slots = count
 
+    def join(self, event: ReplicaJoined) -> None:
+        self.replicas[event.replica] = ReplicaTime(event.slots, joined=event.time)
+
+    def lose(self, event: ReplicaLost) -> None:
+        """One that never joined was no part of the run."""
+        if (replica := self.replicas.get(event.replica)) is not None:
+            replica.lost = event.time
+
     def trainer_busy(self, event: TrainerBusy) -> None:
-        if event.what in TRAINER_WORK:
-            self._trainer.add(event.span)
+        self._trainer.report(event)
 
     def fetch_taken(self, event: FetchTaken) -> None:
         self._trainer_waits.add(event.waited)
 
     def replica_active(self, event: ReplicaActivity) -> None:
         replica = self.replicas.setdefault(event.replica, ReplicaTime(0))
-        replica.reported_until = max(replica.reported_until, event.time)
+        replica.last_report = max(replica.last_report, event.time)
         for span in event.busy:
             replica.busy.add(span)
         if event.busy and event.slot_seconds > 0:
@@ -87,6 +145,8 @@ class Occupancy:
                 replica.reports.append((start, end, event.slot_seconds))
 
     def stage_changed(self, event: StageChanged) -> None:
+        if event.stage == TRAINER_STAGE:
+            self._trainer.stage_changed(event)
         before = self.stages.get(event.stage)
         since = event.time
         if before is not None:
@@ -104,23 +164,33 @@ class Occupancy:
 
     def trainer_idle(self, window: Span) -> float | None:
         """Share of ``window`` outside any forward, optimizer step or gather; None for an empty window."""
-        return _idle_share(self._trainer, window)
+        wall = window[1] - window[0]
+        return None if wall <= 0 else 1.0 - self._trainer.busy.within(window) / wall
+
+    @property
+    def trainer_known_until(self) -> float:
+        """The instant up to which the trainer's work is known; infinite while none is under way."""
+        return self._trainer.known_until
 
     def rollouter_idle(self, window: Span) -> float | None:
-        """Share of ``window`` in which a replica had no sequence prefilling or decoding, averaged over replicas."""
-        shares = [_idle_share(replica.busy, window) for replica in self.replicas.values()]
-        known = [share for share in shares if share is not None]
-        return fmean(known) if known else None
+        """Share of the replicas' time in ``window`` in which one had no sequence prefilling or decoding.
+
+        The mean over replicas, each with the weight of the time that it was part of the run. None when none was.
+        """
+        present = sum(replica.seconds(window) for replica in self.replicas.values())
+        if present <= 0:
+            return None
+        return 1.0 - sum(replica.busy_seconds(window) for replica in self.replicas.values()) / present
 
     def slot_utilization(self, window: Span) -> float | None:
-        """Busy slot time over slots × window; None when no slots were declared or the window is empty."""
-        capacity = sum(replica.slots for replica in self.replicas.values()) * (window[1] - window[0])
+        """Busy slot time over slot time; None when no slots were declared or the window is empty."""
+        capacity = sum(replica.slots * replica.seconds(window) for replica in self.replicas.values())
         if capacity <= 0:
             return None
         return min(sum(replica.slot_seconds(window) for replica in self.replicas.values()) / capacity, 1.0)
 
     def reported_until(self) -> float | None:
-        """The instant up to which every replica's activity is known."""
+        """The instant up to which every replica's activity is known; infinite when all are lost."""
         return min((replica.reported_until for replica in self.replicas.values()), default=None)
 
     def trainer_waited(self, window: Span) -> float:
@@ -141,8 +211,3 @@ class Occupancy:
             if (seconds := union.within(window)) > 0:
                 waits[stage][other] = seconds
         return dict(waits)
-
-
-def _idle_share(busy: IntervalUnion, window: Span) -> float | None:
-    wall = window[1] - window[0]
-    return None if wall <= 0 else 1.0 - busy.within(window) / wall

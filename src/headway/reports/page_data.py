@@ -45,7 +45,7 @@ ROWS = {
 }
 """Marks with a row of their own."""
 TIMED = (TRAINER, REPLICAS, STAGES)
-"""Groups whose lanes tell of every instant, so that what is not idle is busy."""
+"""Groups whose lanes tell of every instant from their beginning to their end: what is not idle is busy."""
 IDLE = frozenset({Kind.IDLE, Kind.HALTED})
 
 
@@ -159,13 +159,11 @@ def _told(span: LaneSpan) -> str:
 
 
 def busy_share(lane: Lane, timeline: Timeline) -> float | None:
-    """Of the wall time that the figures refer to; of the whole run where nothing was trained."""
+    """Of what the lane tells of the wall time that the figures refer to; of the whole run where nothing was trained."""
     window = timeline.measured or timeline.window
-    wall = window[1] - window[0]
-    if lane.group not in TIMED or lane.annotates or wall <= 0:
+    if lane.group not in TIMED or lane.annotates or (told := lane.seconds(window)) <= 0:
         return None
-    busy = sum(max(min(s.end, window[1]) - max(s.start, window[0]), 0.0) for s in lane.spans if s.reason is None)
-    return min(busy / wall, 1.0)
+    return max(1.0 - lane.idle_seconds(window) / told, 0.0)
 
 
 def _has(timeline: Timeline, kind: MarkKind) -> bool:

@@ -98,7 +98,10 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class IdleReason:
-    """``share`` of the wall time that ``who`` did nothing for ``reason``; of replicas the mean."""
+    """``share`` of the wall time, ``seconds``, that ``who`` did nothing for ``reason``.
+
+    Of replicas the mean, each with the weight of the time that it was part of the run.
+    """
 
     who: str
     reason: str
@@ -123,11 +126,12 @@ def idle_reasons(timeline: Timeline) -> list[IdleReason]:
     reasons: list[IdleReason] = []
     for group in (TRAINER, REPLICAS):
         lanes = [lane for lane in timeline.lanes if lane.group == group and not lane.annotates]
+        present = sum(lane.seconds(window) for lane in lanes)
         totals: dict[str, float] = {}
         for lane in lanes:
             for reason, seconds in lane.idle_by_reason(window).items():
-                totals[reason] = totals.get(reason, 0.0) + seconds / len(lanes)
-        reasons += [IdleReason(group, reason, seconds, seconds / wall) for reason, seconds in totals.items()]
+                totals[reason] = totals.get(reason, 0.0) + seconds / present
+        reasons += [IdleReason(group, reason, share * wall, share) for reason, share in totals.items()]
     return sorted(reasons, key=lambda found: -found.seconds)
 
 
@@ -163,12 +167,9 @@ class _Builder:
         for log in self.stages.values():
             log.close(life[1])
         self.admission.close(life[1])
-        lanes = [self._trainer_lane(life), *self._replica_lanes(life), *self.updates.lanes(), *self._lease_lanes(life)]
         return Timeline(
             window=life,
-            lanes=(*lanes, *self._run_lanes(), *stage_lanes(self.stages.values(), life))
-            if self.first is not None
-            else (),
+            lanes=() if self.first is None else tuple(self._lanes(life)),
             marks=tuple(sorted(self.marks, key=lambda mark: mark.time)),
             counters=self.counters.all(),
             summary=summary(self.metrics),

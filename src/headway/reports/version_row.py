@@ -19,9 +19,17 @@ class PhaseTimes:
     """Seconds of each phase of an update. Receivers work side by side: the slowest one counts."""
 
     seconds: dict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
+    sent_nbytes: int | None = None
+    """To one receiver, or to all together; the most where they differ."""
+    probe_difference: float | None = None
+    """The largest one."""
 
     def add(self, event: UpdatePhase) -> None:
         self.seconds[event.phase, event.where] += event.seconds
+        if event.phase == "send":
+            self.sent_nbytes = max(event.nbytes, self.sent_nbytes or 0)
+        if event.probe_difference is not None:
+            self.probe_difference = max(event.probe_difference, self.probe_difference or 0.0)
 
     def totals(self) -> dict[str, float]:
         return {
@@ -65,7 +73,12 @@ class VersionRow:
 
     @property
     def is_empty(self) -> bool:
-        return not (self.optimizer_steps or self.skipped_steps or self.lags or self.finished or self.validation)
+        return not (self.trained or self.lags or self.finished or self.validation)
+
+    @property
+    def trained(self) -> bool:
+        """The trainer made a step, even if that was skipped."""
+        return self.optimizer_steps + self.skipped_steps > 0
 
     def add_trained(self, group: GroupRecord, lag: int | None) -> None:
         self.rewards += group.rewards or []
@@ -148,10 +161,23 @@ class VersionRow:
             "param_update/rollout_stall_s": self.update.rollout_stall_s,
             "param_update/interrupted": self.update.interrupted,
             "validation/stall_s": self.update.validation_stall_s,
+            **_sent(self.phases, self.update),
         }
 
     def _validation(self) -> dict[str, Any]:
         return {} if self.validation is None else validation_values(self.validation)
+
+
+def _sent(phases: PhaseTimes, update: UpdateFinished) -> dict[str, Any]:
+    """How much was sent, how much that saved, and how much had changed, as far as that is known."""
+    sent, full = phases.sent_nbytes, update.full_nbytes
+    values = {
+        "param_update/bytes": sent,
+        "param_update/bytes_saved": 1 - sent / full if sent is not None and full else None,
+        "param_update/changed_ratio": update.changed,
+        "param_update/probe_difference": phases.probe_difference,
+    }
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def validation_values(event: ValidationFinished) -> dict[str, Any]:

@@ -101,7 +101,7 @@ function nameOf({ row, index }) {
     const busy = document.createElement("span");
     busy.className = "busy";
     busy.textContent = share(row.lane.busy);
-    busy.title = "busy, of the whole run";
+    busy.title = "busy, of its time in the run";
     element.append(busy);
   }
   return element;
