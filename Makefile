@@ -1,6 +1,7 @@
 # make demo     train the demonstration model        (ARGS="run.seed=1 mode=one_step_off" to change settings)
 # make test     lint, types, layers and tests        (ARGS="tests/pipeline -x" to run some of the tests)
 # make bench    benchmarks, into build/bench/        (ARGS=... is passed on)
+# make bench-update   what updates of the weights cost, about 25 minutes   (ARGS="--models 1m --only broadcast")
 # make format   rewrite the sources in the house style
 # make clean    remove everything that is made here, .venv included
 
@@ -15,7 +16,7 @@ STAMP := .venv/.installed
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types layers pytest bench format clean
+.PHONY: help setup demo test lint types layers pytest bench bench-update format clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -52,6 +53,9 @@ pytest: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks $(ARGS)
+
+bench-update: setup
+	$(BIN)/python -m benchmarks.update $(ARGS)
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -11,9 +11,6 @@ are left out of both sides, by the planner's own meter.
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.demo_runs import RECIPE, train, warmed_up_model
 from benchmarks.table import report
 from headway.config.doctor import diagnose
 from headway.config.loading import load
@@ -35,14 +33,11 @@ from headway.simulate.grid import Setting, Split
 from headway.simulate.measure import Measurement, StepMeter, fill_versions, measure
 from headway.simulate.profiling import profile_run
 
-RECIPE = Path("recipes/demo.yaml")
 PROFILED = "on_policy"
 MINI_BATCH, MINI_BATCHES = 16, 4
 B = MINI_BATCH * MINI_BATCHES
 SPLIT = Split(train_devices=1, rollout_devices=1, replicas=1, shared=False)
 """The recipe's: one process trains, one generates."""
-WARMED_UP = 64
-TIMEOUT_S = 900
 COMMON = (
     f"actor.ppo_mini_batch_size={MINI_BATCH}",
     "algorithm.filter_groups.enable=false",  # the share that is filtered changes as the policy learns
@@ -82,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if chosen.versions < (fewest := max(map(_fewest_versions, modes))):
         parser.error(f"--versions: got {chosen.versions}, expected at least {fewest}, so that two can be measured")
     with tempfile.TemporaryDirectory(prefix="headway-bench-") as scratch:
-        model = _warmed_up_model(Path(scratch))
+        model = warmed_up_model(Path(scratch), *COMMON)
         rounds = [
             _Round(Path(scratch) / str(number), model, chosen.versions, modes).run() for number in range(chosen.rounds)
         ]
@@ -130,7 +125,7 @@ class _Round:
     def _run(self, mode: Mode) -> Path:
         print(f"running {mode.name}", file=sys.stderr)
         settings = (*mode.settings, f"model.path={self.model}", f"rollout.total_rollout_steps={self.versions * B}")
-        return _train(self._directory(mode), *settings)
+        return train(self._directory(mode), *settings)
 
 
 def trainable_modes(*, first: str) -> list[Mode]:
@@ -214,23 +209,6 @@ def _rows(rounds: Sequence[Sequence[Compared]]) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def _warmed_up_model(scratch: Path) -> Path:
-    """The recipe's model after warm-up, made once for all runs."""
-    directory = scratch / "model-run"
-    _train(directory, *COMMON, f"rollout.total_rollout_steps={WARMED_UP}")
-    return Path(shutil.copytree(directory / "initial_model", scratch / "model"))
-
-
-def _train(directory: Path, *settings: str) -> Path:
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}  # as Headway's own processes have it
-    command = [sys.executable, "-m", "headway", "train", str(RECIPE), *settings, f"run.dir={directory}"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
-    return directory
 
 
 if __name__ == "__main__":

@@ -181,6 +181,8 @@ class _Run:
                 reference_inside_fetch=workers.ref_inside_fetch,
                 stop_token_ids=stop_token_ids(self._model_path, tokenizer),
                 watch=workers.watch,
+                watch_replica=workers.watch_replica,
+                probe_tolerance=workers.probe_tolerance,
             )
             pipeline = Pipeline(config, parts, [reports], reports.directory.checkpoints)
             with _graceful_interrupts(pipeline, reports):

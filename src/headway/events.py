@@ -173,6 +173,9 @@ class UpdatePhase(Event):
     where: str
     seconds: float
     nbytes: int = 0
+    probe_difference: float | None = None
+    """Of load: the largest difference (nats) between log-probs that ``where`` serves and the trainer's; None where
+    nobody looked. On shared devices a replica can tell only when it is awake again: then in a load event of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,6 +193,20 @@ class UpdateFinished(Event):
     """Trajectories that were cut and go on under the new version."""
     validation_stall_s: float = 0.0
     """The part of ``trainer_stall_s`` in which the update waited for a validation before it paused the replicas."""
+    full_nbytes: int | None = None
+    """Of the complete weights, where less could be sent; None where everything was."""
+    changed: float | None = None
+    """Share of 16-bit units that differ from the version before; None where nobody looked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateRetried(Event):
+    """A transfer of ``version`` failed, and is tried again to ``receivers``, which serve what they served."""
+
+    kind: ClassVar[str] = "update.retried"
+    version: int
+    receivers: list[str]
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +245,7 @@ class ReplicaJoined(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLost(Event):
-    """A replica died and the others go on; what it was generating is run again."""
+    """A replica died, or was fenced off, and the others go on; what it was generating is run again."""
 
     kind: ClassVar[str] = "replica.lost"
     replica: str

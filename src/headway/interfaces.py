@@ -2,7 +2,7 @@
 
                  RewardFn          LogProbEngine
                     ▲                   ▲
-    PromptSource ─▶ pipeline ─▶ RolloutEngine ◀══ WeightSender/WeightReceiver ══ TrainEngine
+    PromptSource ─▶ pipeline ─▶ RolloutEngine ◀════════ weights ════════ TrainEngine
                     └──────────────────────────────────────────────────────────────▲
 
 Everything the pipeline calls is asynchronous and returns plain data. Implementations raise the errors of
@@ -11,20 +11,17 @@ Everything the pipeline calls is asynchronous and returns plain data. Implementa
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headway.data.types import Column, Group, GroupTokens, Handle, Prompt, Sample, Trajectory
 from headway.events import DecodeSteps, PrefillStep, Span
-
-if TYPE_CHECKING:
-    import torch
 
 # ---------------------------------------------------------------------------------------------- data
 
@@ -148,6 +145,8 @@ class Capabilities:
     reproducible: bool
     """A sampled token depends on (seed, trajectory id, position, weights) alone, given the same batch shapes."""
     sleep: bool = False
+    double_buffered: bool = True
+    """It receives weights while it decodes. False: `stage_weights` writes over what is served, and wants it paused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,10 +154,34 @@ class ReceiveReport:
     recv_s: float
     register_s: float
     nbytes: int
+    """That came: the weights', or fewer where only changes were sent."""
     checksum: int
 
 
-class RolloutEngine(Protocol):
+class PolicyReceiver(Protocol):
+    """Whoever holds a copy of the policy: a rollout replica, or a role that recomputes log-probs."""
+
+    name: str
+
+    async def stage_weights(self, version: int) -> ReceiveReport:
+        """recv and register: ``version`` is there, complete and checksummed, and not served yet.
+
+        The matching `TrainEngine.send_weights` must run at the same time. All-or-nothing: on an error nothing is
+        staged and, with a second buffer, the old version is still served; without one nothing is served any more once
+        it was written over in part, until a whole version has come. Raises `UpdateFailed`.
+        """
+
+    async def activate(self, version: int) -> float:
+        """load: serve the staged ``version`` from now on. Returns the seconds it took."""
+
+    async def probe(self) -> NDArray[np.float32] | None:
+        """The log-probs [N] of a few fixed sequences under what it serves; None where it cannot tell.
+
+        Only while nothing decodes.
+        """
+
+
+class RolloutEngine(PolicyReceiver, Protocol):
     """One replica. Tokens in, tokens out.
 
     Contract: each sampled token carries its log-prob under the distribution that it was sampled from and the version
@@ -167,7 +190,6 @@ class RolloutEngine(Protocol):
     version only if a token was sampled under it.
     """
 
-    name: str
     capabilities: Capabilities
     slots: int
     """Trajectories that decode at once (``rollout.max_concurrent``); more wait inside the engine."""
@@ -185,16 +207,6 @@ class RolloutEngine(Protocol):
 
     async def resume(self) -> None: ...
 
-    async def stage_weights(self, version: int) -> ReceiveReport:
-        """recv and register: the back buffer holds ``version``, complete and checksummed. Decoding goes on meanwhile.
-
-        The matching `TrainEngine.send_weights` must run at the same time. All-or-nothing: on an error the old version
-        is still served and nothing is staged.
-        """
-
-    async def activate(self, version: int) -> float:
-        """load: swap the staged ``version`` in between two steps. Returns the seconds it took."""
-
     async def abort(self, numbers: Sequence[int]) -> None:
         """End these groups' trajectories as they are; their `generate` yields them with ``aborted``."""
 
@@ -210,10 +222,11 @@ class RolloutEngine(Protocol):
         A finished one is not among them, even while it waits to be taken from its `generate`.
         """
 
-    async def sleep(self) -> None:
-        """Free the KV cache (and weights where the engine can). Only when paused; what was cut is prefilled again.
+    async def sleep(self, *, keep_weights: bool = True) -> None:
+        """Free the KV cache on the device, and the weights: kept elsewhere or, without ``keep_weights``, lost.
 
-        Asleep, an engine still takes requests and weights (`stage_weights`, `activate`), and computes nothing.
+        Only when paused; what was cut is prefilled again. Asleep, an engine still takes requests and weights
+        (`stage_weights`, `activate`), and computes nothing. Without weights it cannot resume before it has new ones.
         """
 
     async def wake(self) -> None:
@@ -239,6 +252,11 @@ class StepReport:
 class GatherReport:
     gather_s: float
     nbytes: int
+    """Of the complete weights, in the served dtype."""
+    changed: float | None = None
+    """Share of 16-bit units that differ from the version before; None where nobody looked."""
+    probe: NDArray[np.float32] | None = None
+    """The log-probs [N] of the probe's sequences under these weights, for `PolicyReceiver.probe` to match."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,8 +264,16 @@ class SendReport:
     gather_s: float
     send_s: float
     nbytes: int
+    """That were sent: the weights', or fewer where only changes were."""
     checksum: int
-    """Of all bytes, in order; equals every receiver's."""
+    """Of all weights, in order; equals every receiver's …"""
+    checksums: Mapping[str, int] = field(default_factory=dict)
+    """… but those named here, which hold the weights in another dtype."""
+    full_nbytes: int | None = None
+    """Of the complete weights, in the served dtype; None: ``nbytes``."""
+    changed: float | None = None
+    probe: NDArray[np.float32] | None = None
+    """Both as in `GatherReport`; None after `send_gathered`."""
 
 
 class LogProbEngine(Protocol):
@@ -263,10 +289,17 @@ class TrainEngine(LogProbEngine, Protocol):
     async def train_step(self, samples: Sequence[Sample]) -> StepReport:
         """One optimizer step on a mini-batch. The gradient does not depend on how it is split."""
 
-    async def send_weights(self, version: int, receivers: Sequence[str]) -> SendReport:
-        """gather and send, bucket by bucket, to the replicas named, whose `stage_weights` must run at the same time.
+    async def reach(self, receivers: Sequence[str]) -> None:
+        """Make sure that the next version can be sent to just these, none of whom is receiving.
 
-        Raises `UpdateFailed` when it cannot reach just these (a transport's group is made for all replicas at once).
+        Before every transfer; quick when nothing changed. After a failure, or a receiver's death or join, a transport
+        whose members depend on each other meets anew here. Raises `UpdateFailed` when somebody does not come.
+        """
+
+    async def send_weights(self, version: int, receivers: Sequence[str]) -> SendReport:
+        """gather and send, bucket by bucket, to the receivers named, whose `stage_weights` must run at the same time.
+
+        They are those of the last `reach`. Raises `UpdateFailed` when one of them does not answer or gives up.
         """
 
     async def save(self, path: Path, driver_state: Mapping[str, Any]) -> None:
@@ -302,55 +335,3 @@ class AdvantageFn(Protocol):
     """Advantages of one fetch, computed once: for each group, one [T] float32 array per trajectory."""
 
     def __call__(self, groups: Sequence[Group]) -> list[list[NDArray[np.float32]]]: ...
-
-
-# ---------------------------------------------------------------------------------------------- weights
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSlot:
-    """Where one tensor lies in its bucket: ``offset`` and ``nbytes`` into the bucket's bytes."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    """As torch spells it, without the prefix: ``float32``, ``bfloat16``."""
-    bucket: int
-    offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """The layout of one complete set of weights; fixed for a run, exchanged once. Tied weights appear once."""
-
-    slots: tuple[TensorSlot, ...]
-    bucket_nbytes: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(self.bucket_nbytes)
-
-
-class WeightSender(Protocol):
-    """The trainer's end of a transport (on its rank zero). Blocking; runs on a worker's own thread."""
-
-    def send(self, version: int, buckets: Iterable[torch.Tensor]) -> None:
-        """Each bucket is a flat uint8 CPU or device tensor, valid until the next one is drawn.
-
-        Raises `UpdateFailed` within the transport's timeout when a receiver does not answer.
-        """
-
-    def close(self) -> None: ...
-
-
-class WeightReceiver(Protocol):
-    """A replica's end of a transport. Blocking; runs on a worker's own thread, never on the decoding one."""
-
-    def receive(self, version: int) -> Iterator[torch.Tensor]:
-        """The buckets of ``version`` in the manifest's order; each is valid until the next one is drawn.
-
-        Raises `UpdateFailed` within the transport's timeout when the sender does not answer.
-        """
-
-    def close(self) -> None: ...

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.cluster.plan import WorkerSpec
-from headway.cluster.roles import Role
+from headway.cluster.roles.role import Role
 from headway.cluster.worker_group import Collect, Dispatch, register
 from headway.data.types import Column, GroupTokens, ResponseTokens, Sample
 from headway.errors import UpdateFailed

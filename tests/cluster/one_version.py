@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headway.cluster.backend import Workers
 from headway.config.schema import Config
@@ -43,6 +44,8 @@ class Outcome:
     metrics: dict[str, float]
     sent: SendReport
     received: ReceiveReport
+    probe_difference: float
+    """Between the trainer and what is served."""
 
 
 async def generate(workers: Workers, rows: range) -> list[FinishedGroup]:
@@ -50,9 +53,25 @@ async def generate(workers: Workers, rows: range) -> list[FinishedGroup]:
     return sorted(groups, key=lambda group: group.number)
 
 
+async def update(workers: Workers, version: int) -> tuple[SendReport, ReceiveReport, NDArray[np.float32] | None]:
+    """To all replicas. The reports, and what the first replica answers to the probe."""
+    names = [replica.name for replica in workers.rollouts]
+    await workers.train.reach(names)
+    for replica in workers.rollouts:
+        await replica.pause(OnUpdate.INTERRUPT)
+    sent, *received = await asyncio.gather(
+        workers.train.send_weights(version, names), *(replica.stage_weights(version) for replica in workers.rollouts)
+    )
+    for replica in workers.rollouts:
+        await replica.activate(version)
+    served = await workers.rollouts[0].probe()
+    for replica in workers.rollouts:
+        await replica.resume()
+    return sent, received[0], served
+
+
 async def one_version(workers: Workers) -> Outcome:
     """Raises whatever an engine raises."""
-    replica = workers.rollouts[0]
     groups = await generate(workers, range(2))
     samples = [
         Sample(group.tokens, t.id.k, t.prompt_length, t.length, np.full(t.length, t.id.k - 1.5, np.float32))
@@ -68,10 +87,7 @@ async def one_version(workers: Workers) -> Outcome:
             for sample, ref, prox in zip(samples, reference, proximal, strict=True)
         ]
     )
-    sent, received = await asyncio.gather(workers.train.send_weights(1, [replica.name]), replica.stage_weights(1))
-    await replica.pause(OnUpdate.INTERRUPT)
-    await replica.activate(1)
-    await replica.resume()
+    sent, received, served = await update(workers, 1)
     after = await generate(workers, range(2, 4))
     return Outcome(
         before=[t.text for group in groups for t in group.trajectories],
@@ -80,4 +96,5 @@ async def one_version(workers: Workers) -> Outcome:
         metrics=step.metrics,
         sent=sent,
         received=received,
+        probe_difference=float(np.abs(served - sent.probe).max()) if served is not None else np.inf,
     )

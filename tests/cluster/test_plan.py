@@ -25,41 +25,58 @@ def plan(machines: int = 1, **sections: Any) -> ClusterPlan:
 
 def test_each_rank_and_replica_is_a_worker_on_a_device_of_its_own() -> None:
     planned = plan(trainer={"n_gpus_per_node": 2}, rollout={"n_gpus_per_node": 3})
-    assert [(s.name, s.device) for s in planned] == [
+    assert [(s.name, s.device) for s in planned.workers] == [
         ("actor-0", 0),
         ("actor-1", 1),
         ("rollout-0", 2),
         ("rollout-1", 3),
         ("rollout-2", 4),
     ]
-    assert [s.arguments["rank"] for s in planned.actor] == [0, 1]
-    assert {s.arguments["world_size"] for s in planned.actor} == {2}
+    assert [s.arguments["rank"] for s in planned.workers[:2]] == [0, 1]
+    assert {s.arguments["world_size"] for s in planned.workers[:2]} == {2}
 
 
 def test_threads_divide_the_cores_of_a_machine_and_are_never_none() -> None:
     share = available_cores() // 2
-    assert {s.threads for s in plan()} == {max(1, share)}
-    assert {s.threads for s in plan(rollout={"n_gpus_per_node": 200})} == {1}
-    assert {s.threads for s in plan(machines=2)} == {max(1, share * 2)}
+    assert {s.threads for s in plan().workers} == {max(1, share)}
+    assert {s.threads for s in plan(rollout={"n_gpus_per_node": 200}).workers} == {1}
+    assert {s.threads for s in plan(machines=2).workers} == {max(1, share * 2)}
 
 
 def test_threads_that_the_user_sets_are_kept() -> None:
     planned = plan(trainer={"threads": 3}, rollout={"threads": 5})
-    assert (planned.actor[0].threads, planned.rollout[0].threads) == (3, 5)
+    assert [s.threads for s in planned.workers] == [3, 5]
 
 
 def test_a_reference_without_ranks_of_its_own_runs_on_the_trainers() -> None:
     planned = plan(actor={"use_kl_loss": True})
     assert planned.ref_inside_fetch
     assert planned.ref == ()
-    assert planned.actor[0].arguments["with_reference"] is True
+    assert planned.workers[0].arguments["with_reference"] is True
 
 
 def test_a_reference_with_ranks_of_its_own_is_a_group_of_its_own() -> None:
     planned = plan(actor={"use_kl_loss": True}, ref={"nnodes": 1, "n_gpus_per_node": 2})
     assert not planned.ref_inside_fetch
     assert [s.name for s in planned.ref] == ["ref-0", "ref-1"]
-    assert planned.actor[0].arguments["with_reference"] is False
+    assert planned.workers[0].arguments["with_reference"] is False
+
+
+def test_on_shared_devices_actor_and_rollout_are_parts_of_one_worker() -> None:
+    planned = plan(placement={"kind": "shared"}, trainer={"n_gpus_per_node": 3}, rollout={"n_gpus_per_node": 2})
+    assert [(s.name, s.role.__name__, s.device) for s in planned.workers] == [
+        ("actor-0", "FusedRole", 0),
+        ("actor-1", "FusedRole", 1),
+        ("actor-2", "ActorRole", 2),
+    ]
+    assert [(rank.name, rank.worker, rank.part) for rank in (*planned.actor, *planned.rollout)] == [
+        ("actor-0", "actor-0", "actor"),
+        ("actor-1", "actor-1", "actor"),
+        ("actor-2", "actor-2", None),
+        ("rollout-0", "actor-0", "rollout"),
+        ("rollout-1", "actor-1", "rollout"),
+    ]
+    assert planned.shared
 
 
 def test_without_a_kl_loss_there_is_no_reference() -> None:

@@ -6,7 +6,9 @@ import asyncio
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import ray
 
@@ -15,7 +17,7 @@ from headway.cluster.processes import Family, descendants
 from headway.cluster.ray_cluster import RayCluster
 from headway.cluster.ray_worker import RayWorker
 from headway.errors import UpdateFailed, WorkerDied
-from tests.cluster.one_version import one_version, tiny_config
+from tests.cluster.one_version import one_version, tiny_config, update
 
 pytestmark = pytest.mark.usefixtures("workers_can_import_tests")
 
@@ -40,10 +42,11 @@ async def test_a_version_equals_one_process_bit_for_bit_and_a_killed_replica_end
         assert outcome.sent.checksum == outcome.received.checksum == expected.sent.checksum
         assert outcome.versions_after == {1}
 
-        watch = asyncio.create_task(workers.watch())
+        death = asyncio.create_task(workers.rollouts[0].died())
+        await workers.train.reach(["rollout-0"])
         staging = asyncio.create_task(workers.rollouts[0].stage_weights(2))
         await workers.rollouts[0].in_flight()
-        replica = next(worker for worker in workers.members if worker.name == "rollout-0")
+        replica = workers.rollouts[0]._worker
         assert isinstance(replica, RayWorker)
         assert replica.pid is not None
         os.kill(replica.pid, signal.SIGKILL)
@@ -51,7 +54,7 @@ async def test_a_version_equals_one_process_bit_for_bit_and_a_killed_replica_end
             with pytest.raises(WorkerDied, match=r"worker rollout-0 died.*rollout-0\.log"):
                 await staging
             with pytest.raises(WorkerDied, match="worker rollout-0 died"):
-                await watch
+                await death
             with pytest.raises(UpdateFailed, match=r"version 2: .*rollout-0 did not answer"):
                 await workers.train.send_weights(2, ["rollout-0"])
     finally:
@@ -59,6 +62,37 @@ async def test_a_version_equals_one_process_bit_for_bit_and_a_killed_replica_end
     assert set(family.left_after(0)) <= others
     assert not ray.is_initialized()
     assert {path.name for path in (tmp_path / "logs").iterdir()} == {"actor-0.log", "rollout-0.log"}
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"param_update": {"transport": "object_store", "encoding": "delta"}},
+        {"param_update": {"encoding": "delta"}},
+        {"param_update": {"transport": "disk"}, "trainer": {"n_gpus_per_node": 2}},
+        {"placement": {"kind": "shared"}, "trainer": {"n_gpus_per_node": 2}, "rollout": {"n_gpus_per_node": 2}},
+    ],
+    ids=str,
+)
+async def test_versions_arrive_whichever_way_they_take(
+    tiny_model: str, tmp_path: Path, sections: dict[str, Any]
+) -> None:
+    """Small buckets, so that tensors are split; with two ranks each has half of every tensor."""
+    sections["rollout"] = {"param_update_preduce_bucket_size_mb": 0.01, **sections.get("rollout", {})}
+    config = tiny_config("ray", **sections)
+    workers = await start_backend(config, model_path=tiny_model, run_dir=tmp_path, total_optimizer_steps=4)
+    try:
+        outcome = await one_version(workers)
+        assert outcome.sent.checksum == outcome.received.checksum
+        assert outcome.probe_difference < 1e-5
+        again, received, served = await update(workers, 2)
+        assert again.checksum == received.checksum == outcome.sent.checksum, "nothing was trained in between"
+        assert np.array_equal(served, again.probe) or np.abs(served - again.probe).max() < 1e-5
+        if config.param_update.encoding == "delta":
+            assert again.changed == 0
+            assert again.nbytes < 0.01 * outcome.sent.nbytes
+    finally:
+        await workers.close()
 
 
 async def test_a_node_that_was_killed_leaves_no_process_though_nobody_stops_the_others(tmp_path: Path) -> None:

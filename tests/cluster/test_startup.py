@@ -13,7 +13,8 @@ from headway.cluster import backend
 from headway.cluster.backend import start_backend
 from headway.cluster.plan import ClusterPlan, WorkerSpec
 from headway.errors import ConfigError, ModelError, StallError, WorkerDied
-from headway.interfaces import Capabilities, Manifest, OnUpdate
+from headway.interfaces import Capabilities, OnUpdate
+from headway.weights.layout import Manifest
 from tests.cluster.one_version import tiny_config
 
 
@@ -45,7 +46,6 @@ class PlannedWorker:
 
 
 class PlannedCluster:
-    transports: tuple[str, ...] = ("local",)
     separate_processes = False
     machines = 1
     on_update = frozenset(OnUpdate)
@@ -62,11 +62,13 @@ class PlannedCluster:
         if failure := self._failures.get(f"{name}.{method}"):
             raise failure
         answers = {
-            "build": Manifest(slots=(), bucket_nbytes=()),
+            "layout": Manifest(slots=()),
+            "served_dtype": "float32",
+            "compute_dtype": "float32",
             "monotonic": asyncio.get_running_loop().time(),
             "serve": Capabilities(on_update=self.on_update, reproducible=True),
         }
-        return answers.get(method)
+        return answers.get(method.removeprefix("rollout."))
 
     async def connect(self) -> str:
         return "cpu"
@@ -92,7 +94,7 @@ async def start(
     model_path: str = "m",
     **sections: Any,
 ) -> backend.Workers:
-    monkeypatch.setattr(backend, "make_cluster", lambda config, run_dir: cluster)
+    monkeypatch.setattr(backend, "make_cluster", lambda config, run_dir, model_path: cluster)
     config = tiny_config("inline", cluster={"start_timeout_s": timeout_s}, **sections)
     return await start_backend(config, model_path=model_path, run_dir=Path("run"), total_optimizer_steps=1)
 
@@ -102,7 +104,7 @@ async def start(
     [
         ({"rollout-0.up"}, "rollout-0 to start"),
         ({"actor-0.build"}, "actor-0 to load the model"),
-        ({"actor-0.connect", "rollout-0.connect"}, "actor-0 to join .*; rollout-0 to join"),
+        ({"actor-0.connect", "rollout-0.connect"}, "rollout-0 to meet actor-0 for weights"),
         ({"rollout-0.serve"}, "rollout-0 to start its engine"),
     ],
 )
@@ -129,11 +131,22 @@ async def test_a_wait_that_runs_out_during_a_start_is_told_in_its_own_words(monk
         await start(cluster, monkeypatch)
 
 
-async def test_watching_raises_as_soon_as_any_worker_dies(monkeypatch: pytest.MonkeyPatch) -> None:
-    workers = await start(PlannedCluster(frozenset({"actor-0.died"})), monkeypatch)
+async def test_watching_raises_when_a_worker_dies_that_is_needed_and_replicas_tell_of_themselves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    workers = await start(PlannedCluster(), monkeypatch)
     async with asyncio.timeout(5):
-        with pytest.raises(WorkerDied, match="worker rollout-0 died"):
+        with pytest.raises(WorkerDied, match="worker actor-0 died"):
             await workers.watch()
+        with pytest.raises(WorkerDied, match="worker rollout-0 died"):
+            await workers.rollouts[0].died()
+
+
+async def test_an_engine_that_cannot_sleep_cannot_share_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = PlannedCluster()
+    with pytest.raises(ConfigError, match=r"placement.kind=shared: the rollout engine of rollout-0 cannot give"):
+        await start(cluster, monkeypatch, placement={"kind": "shared"})
+    assert set(cluster.log) == {"reserved", "actor-0 killed", "stopped"}
 
 
 async def test_workers_get_a_models_folder_as_an_absolute_path_and_a_name_as_it_is(

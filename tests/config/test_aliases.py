@@ -12,7 +12,6 @@ FIXED = [
     ("rollout.calculate_log_probs", ["True"], ["False", "1"]),
     ("actor.strategy", ["fsdp2", "fsdp"], ["megatron"]),
     ("actor.use_dynamic_bsz", ["True"], ["False"]),
-    ("rollout.enable_dual_buffer", ["False"], ["True"]),
     ("hybrid_engine", ["False"], ["True"]),
     ("data.return_raw_chat", ["True"], ["False"]),
     ("data.train_batch_size", ["0"], ["64", "False"]),

@@ -23,6 +23,8 @@ from headway.engines.train.fsdp import FsdpEngine
 from headway.interfaces import GenerateRequest, SamplingParams
 from headway.models.loading import load_model, load_tokenizer
 from headway.user_code import load_function
+from headway.weights.outgoing import Stream
+from headway.weights.protocols import WeightSink
 
 
 async def plain_loop(config_path: Path, out: Path, overrides: list[str]) -> None:
@@ -32,7 +34,15 @@ async def plain_loop(config_path: Path, out: Path, overrides: list[str]) -> None
     score = load_function(config.reward.function)
     prompts = build_sources(config, tokenizer).train
     trainer = FsdpEngine(model_path=path, config=config, total_optimizer_steps=steps, device=torch.device("cpu"))
-    manifest = trainer.manifest(bucket_bytes=2**20)
+    manifest = trainer.manifest(torch.float32)
+
+    def receive(version: int, sink: WeightSink) -> None:
+        weights = Stream(manifest, trainer.gather(manifest, 2**20))
+        for chunk in weights:
+            sink.room(chunk.header).copy_(chunk.payload)
+            sink.filled(chunk.header)
+        sink.ended(weights.digests)
+
     engine = NativeEngine(
         model,
         name="plain",
@@ -42,7 +52,7 @@ async def plain_loop(config_path: Path, out: Path, overrides: list[str]) -> None
         max_batched_tokens=config.rollout.max_batched_tokens,
         pad_token_id=tokenizer.pad_token_id,
         decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
-        receive=lambda version: trainer.gather_buckets(manifest),
+        receive=receive,
         manifest=manifest,
     )
     sampling = SamplingParams(config.data.max_response_length, stop_token_ids=(tokenizer.eos_token_id,))

@@ -7,10 +7,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from headway.cluster.process import math_environment
+from headway.cluster.processes import descendants
 from headway.config.schema import MakeModelConfig
 from headway.models.make import make_model
 
@@ -86,3 +88,40 @@ def summary(run_dir: Path) -> dict[str, Any]:
 def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     lines = (json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines())
     return [event for event in lines if event["kind"] == kind]
+
+
+def start_long_run(recipe: Path, run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
+    """A run that would take minutes; returns once it has trained."""
+    process = start(
+        "-m", "headway", "train", str(recipe), "mode=async_partial", "rollout.total_rollout_steps=65536",
+        "rollout.test_freq=-1", f"run.dir={run_dir}", *overrides,
+    )  # fmt: skip
+    wait_for("fetch.taken" if "require_batches" not in "".join(overrides) else "group.rewarded", process, run_dir)
+    return process
+
+
+def wait_for(wanted: str, process: subprocess.Popen[str], run_dir: Path, times: int = 1) -> None:
+    """Until the run's events have ``wanted`` in them, so many times."""
+    deadline = time.monotonic() + 90
+    log = run_dir / "events.jsonl"
+    while not (log.exists() and log.read_text().count(wanted) >= times):
+        assert process.poll() is None, finish(process)
+        assert time.monotonic() < deadline, f"not {times} {wanted} within 90 s"
+        time.sleep(0.1)
+
+
+def pid_of_worker(parent: int, worker: str) -> int:
+    """The descendant whose output goes to the worker's log file."""
+    (pid,) = (pid for pid in descendants(parent) if _output(pid).endswith(f"logs/{worker}.log"))
+    return pid
+
+
+def _output(pid: int) -> str:
+    try:
+        return str(Path(f"/proc/{pid}/fd/1").readlink())
+    except OSError:
+        return ""
+
+
+def alive(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes()]

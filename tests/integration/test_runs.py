@@ -3,17 +3,25 @@
 import os
 import shutil
 import signal
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headway.cluster.processes import descendants
-from tests.integration.support import events, finish, make_job, start, summary, train
-
-MODES = ["on_policy", "one_step_off", "stream_off_policy", "async_stale", "async_partial"]
+from headway.config.presets import PRESETS
+from tests.integration.support import (
+    alive,
+    events,
+    finish,
+    make_job,
+    pid_of_worker,
+    start,
+    start_long_run,
+    summary,
+    train,
+    wait_for,
+)
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +29,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_job(tmp_path_factory.mktemp("runs"))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", PRESETS)
 def test_every_mode_runs_by_switching_its_name_alone(recipe: Path, tmp_path: Path, mode: str) -> None:
     result = train(recipe, tmp_path / "run", f"mode={mode}", "cluster.backend=inline", "rollout.total_rollout_steps=32")
     groups, lag = result["groups"], result["lag"]
@@ -89,7 +97,7 @@ def test_a_second_interrupt_leaves_at_once(recipe: Path, tmp_path: Path) -> None
     assert alive(started) == []
 
 
-@pytest.mark.parametrize("worker", ["actor-0", "rollout-0"])
+@pytest.mark.parametrize("worker", ["actor-0", "rollout-0"], ids=["the trainer", "the only replica"])
 def test_a_killed_worker_ends_the_run_with_its_name_and_leaves_no_process(
     recipe: Path, tmp_path: Path, worker: str
 ) -> None:
@@ -102,43 +110,6 @@ def test_a_killed_worker_ends_the_run_with_its_name_and_leaves_no_process(
     assert "Traceback" not in output
     assert summary(tmp_path / "run")["status"] == "failed"
     assert alive(started) == []
-
-
-def start_long_run(recipe: Path, run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
-    """A run that would take minutes; returns once it has trained."""
-    process = start(
-        "-m", "headway", "train", str(recipe), "mode=async_partial", "rollout.total_rollout_steps=65536",
-        "rollout.test_freq=-1", f"run.dir={run_dir}", *overrides,
-    )  # fmt: skip
-    wait_for("fetch.taken" if "require_batches" not in "".join(overrides) else "group.rewarded", process, run_dir)
-    return process
-
-
-def wait_for(wanted: str, process: subprocess.Popen[str], run_dir: Path) -> None:
-    """Until the run's events have ``wanted`` in them."""
-    deadline = time.monotonic() + 90
-    log = run_dir / "events.jsonl"
-    while not (log.exists() and wanted in log.read_text()):
-        assert process.poll() is None, finish(process)
-        assert time.monotonic() < deadline, f"no {wanted} within 90 s"
-        time.sleep(0.1)
-
-
-def pid_of_worker(parent: int, worker: str) -> int:
-    """The descendant whose output goes to the worker's log file."""
-    (pid,) = (pid for pid in descendants(parent) if _output(pid).endswith(f"logs/{worker}.log"))
-    return pid
-
-
-def _output(pid: int) -> str:
-    try:
-        return str(Path(f"/proc/{pid}/fd/1").readlink())
-    except OSError:
-        return ""
-
-
-def alive(pids: list[int]) -> list[int]:
-    return [pid for pid in pids if Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def test_a_run_that_fails_before_training_says_so_in_its_summary(recipe: Path, tmp_path: Path) -> None:

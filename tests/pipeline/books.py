@@ -305,7 +305,7 @@ class Books:
             assert self.rules.drops and self.rules.max_lag is not None
             assert self.version - self._oldest(event.number) > self.rules.max_lag
         else:
-            assert event.reason is not None and event.reason.endswith(" died")
+            assert event.reason is not None and event.reason.endswith((" died", " was fenced off"))
             return  # through no fault of its own
         self.in_a_row += 1
 
@@ -371,7 +371,7 @@ class Books:
         lost = {
             self._id(event.number, 0)[:3]
             for event in self.run.of(GroupSettled)
-            if event.fate == "dropped" and event.reason is not None and event.reason.endswith(" died")
+            if event.fate == "dropped" and (event.reason or "").endswith((" died", " was fenced off"))
         }
         again = {self._id(event.number, 0)[:3] for event in self.admissions if event.attempt > 0}
         assert again <= {(epoch, row, attempt + 1) for epoch, row, attempt in lost}

@@ -18,9 +18,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headway.data.types import Prompt
-from headway.errors import WorkerDied
+from headway.errors import UpdateFailed, WorkerDied
 from headway.simulate.profile import PhaseProfile, UpdateProfile
-from tests.pipeline.fakes import FakeReference, FakeReward, fails, seeded_lengths, without_variance
+from tests.pipeline.fake_policies import FakeReference
+from tests.pipeline.fakes import FakeReward, fails, seeded_lengths, without_variance
 from tests.pipeline.scenario import Run, Scenario
 
 T = TypeVar("T")
@@ -41,6 +42,8 @@ SCHEDULES = {
     "joins": 200,
     "everything": 300,
     "hangs": 100,
+    "silence": 200,
+    "one buffer": 150,
     "cancelled": 200,
 }
 """Random runs that the test of that name makes, at the least."""
@@ -64,7 +67,7 @@ class Fault(NamedTuple):
     """Seconds; or, negative, minus the number of events after which it happens at once."""
     what: str
     """``dies``, ``joins``, ``stop``, or what `FakeRollout` can be told to do: ``hangs``, ``hangs_on_drain``,
-    ``never_receives``."""
+    ``never_receives``, ``receives corrupted``, ``silent on …``."""
     replica: int = 0
 
     def happen(self, run: Run) -> None:
@@ -78,6 +81,10 @@ class Fault(NamedTuple):
                 victim.hangs_on_drain = True
             case "never_receives":
                 victim.never_receives = True
+            case "receives corrupted":
+                victim.fails_to_receive.append(UpdateFailed(f"what {victim.name} received is corrupted"))
+            case what if what.startswith("silent on "):
+                victim.silent_on.add(what.removeprefix("silent on "))
             case "joins":
                 run.join(f"late-{len(run.rollouts)}")
             case "stop":
@@ -128,6 +135,9 @@ class Case:
     reference: str
     use_rollout_log_probs: bool
     faults: tuple[Fault, ...] = ()
+    double_buffered: bool = True
+    update_timeout_s: float = 1000.0
+    stall_timeout_s: float = 100.0
 
     @property
     def per_version(self) -> int:
@@ -154,11 +164,14 @@ class Case:
             },
             sections={
                 "placement": {"kind": "shared" if self.shared else "split"},
-                "param_update": {"schedule": "overlapped" if self.overlapped else "synchronous", "timeout_s": 1000},
+                "param_update": {
+                    "schedule": "overlapped" if self.overlapped else "synchronous",
+                    "timeout_s": self.update_timeout_s,
+                },
                 "rollout": {"split_groups": self.split_groups},
                 "actor": {"ppo_epochs": self.ppo_epochs},
                 "trainer": {"save_freq": self.save_freq, "max_nonfinite_steps": 1000},
-                "cluster": {"stall_timeout_s": 100},
+                "cluster": {"stall_timeout_s": self.stall_timeout_s},
             },
             mini_batch=self.mini_batch,
             n=self.n,
@@ -179,6 +192,7 @@ class Case:
                 "prefill_s": self.prefill_s,
                 "prefill_token_s": self.prefill_token_s,
                 "load_s": self.load_s,
+                "double_buffered": self.double_buffered,
             },
             update=UpdateProfile(gather=PhaseProfile(latency_s=0.25), recv=PhaseProfile(latency_s=self.recv_s)),
             reference=FakeReference() if self.reference == "own ranks" else None,
@@ -285,6 +299,9 @@ def cases(draw: st.DrawFn, /, **fixed: Any) -> Case:
         reference=pick("reference", ["none", "none", "own ranks", "inside the fetch"]),
         use_rollout_log_probs=pick("use_rollout_log_probs", [True, False]),
         faults=fixed.get("faults", ()),
+        double_buffered=fixed.get("double_buffered", True),
+        update_timeout_s=fixed.get("update_timeout_s", 1000.0),
+        stall_timeout_s=fixed.get("stall_timeout_s", 100.0),
     )
 
 

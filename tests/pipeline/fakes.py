@@ -11,14 +11,13 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.data.types import Column, Prompt, Sample, TrajectoryId
-from headway.errors import ScoringFailed
+from headway.data.types import Prompt, TrajectoryId
+from headway.errors import RunError, ScoringFailed, UpdateFailed
 from headway.events import Event
 from headway.interfaces import (
     EngineStats,
@@ -28,12 +27,9 @@ from headway.interfaces import (
     Paused,
     Priority,
     ReceiveReport,
-    StepReport,
 )
-from headway.simulate.costs import TrainCost
 from headway.simulate.profile import PhaseProfile, RolloutProfile, UpdateProfile
 from headway.simulate.rollout import SimulatedRollout
-from headway.simulate.trainer import SimulatedTrainer
 from headway.simulate.transport import SimulatedTransport
 
 SECONDS_PER_TOKEN = 0.125
@@ -42,6 +38,9 @@ UPDATE = UpdateProfile(nbytes=1000, gather=PhaseProfile(latency_s=0.25), recv=Ph
 
 Lengths = Callable[[TrajectoryId], int]
 """Tokens that a trajectory will have."""
+
+Probe = Callable[[int], NDArray[np.float32]]
+"""Log-probs of the probe's sequences under a version."""
 
 Time = tuple[float, float]
 """From, to."""
@@ -156,6 +155,7 @@ class FakeRollout(SimulatedRollout):
         prefill_token_s: float = 0.0,
         kv_tokens: int | None = None,
         load_s: float = 0.125,
+        double_buffered: bool = True,
     ) -> None:
         super().__init__(
             name,
@@ -170,6 +170,7 @@ class FakeRollout(SimulatedRollout):
             receive=transport.receive,
             load_s=load_s,
         )
+        self.capabilities = replace(self.capabilities, double_buffered=double_buffered)
         self.cut = 0
         """Trajectories with tokens that a pause stopped, over the whole run."""
         self.hangs = False
@@ -180,6 +181,17 @@ class FakeRollout(SimulatedRollout):
         self.paused = False
         self.never_receives = False
         self.hangs_on_stats = False
+        self.silent_on: set[str] = set()
+        """Calls that it never answers: ``pause``, ``resume``, ``activate``, ``probe``."""
+        self.fails_to_receive: list[UpdateFailed] = []
+        """What the next calls of `stage_weights` raise, after they have received."""
+        self.serves: Probe | None = None
+        """What its probe finds under a version."""
+        self.torn = False
+        """Without a second buffer: a part of a version came over the one that it served."""
+        self.slept: list[tuple[float, bool]] = []
+        """(time, whether it kept its weights) of every `sleep`."""
+        self._ended = asyncio.Event()
         self.died_at: float | None = None
         self.loads: list[tuple[int, float]] = []
         """(version, time) of every activation."""
@@ -219,6 +231,7 @@ class FakeRollout(SimulatedRollout):
 
     async def pause(self, policy: OnUpdate) -> Paused:
         self._pausing = True
+        await self._unless_silent("pause")
         paused = await super().pause(policy)
         if self.hangs_on_drain and policy is OnUpdate.DRAIN:
             await asyncio.Event().wait()
@@ -228,6 +241,9 @@ class FakeRollout(SimulatedRollout):
         return paused
 
     async def resume(self) -> None:
+        await self._unless_silent("resume")
+        if self.torn:
+            raise RunError(f"{self.name} was told to resume with torn weights")
         self.paused = False
         self._stands_no_more()
         self._pausing, held, self._held = False, self._held, 0
@@ -238,7 +254,13 @@ class FakeRollout(SimulatedRollout):
         if self.died_at is None:
             self.died_at = now()
             self._stands_no_more()
+            self._ended.set()
         super().die(error)
+
+    async def died(self) -> None:
+        """What supervision of its process would tell."""
+        await self._ended.wait()
+        self._check_alive()
 
     def _stands_no_more(self) -> None:
         if self.stopped is not None:
@@ -249,14 +271,36 @@ class FakeRollout(SimulatedRollout):
         if self.never_receives:
             await asyncio.Event().wait()
         started = now()
+        if not self.capabilities.double_buffered:
+            if not self.paused:
+                raise RunError(f"{self.name} receives over the weights that it decodes with")
+            self.torn = True
         report = await super().stage_weights(version)
+        if self.fails_to_receive:
+            raise self.fails_to_receive.pop(0)
+        self.torn = False
         self.received.append((version, (started, now())))
         return report
 
     async def activate(self, version: int) -> float:
+        await self._unless_silent("activate")
         seconds = await super().activate(version)
         self.loads.append((version, now()))
         return seconds
+
+    async def probe(self) -> NDArray[np.float32] | None:  # type: ignore[override]
+        await self._unless_silent("probe")
+        if not self.paused or self._asleep:
+            raise RunError(f"{self.name} was asked for its probe while it was not just paused")
+        return self.serves(self.version) if self.serves else None
+
+    async def sleep(self, *, keep_weights: bool = True) -> None:
+        self.slept.append((now(), keep_weights))
+        await super().sleep(keep_weights=keep_weights)
+
+    async def _unless_silent(self, call: str) -> None:
+        if call in self.silent_on:
+            await asyncio.Event().wait()
 
     async def stats(self) -> EngineStats:
         if self.hangs_on_stats:
@@ -266,68 +310,3 @@ class FakeRollout(SimulatedRollout):
 
 def _of_version_0(finished: FinishedGroup) -> FinishedGroup:
     return replace(finished, trajectories=tuple(replace(t, version_spans=[[0, 0]]) for t in finished.trajectories))
-
-
-# ---------------------------------------------------------------------------------------------- training
-
-
-class FakeTrainer(SimulatedTrainer):
-    """Takes ``step_s(step)`` for each optimizer step; ``skips(step)`` says whether it was not finite."""
-
-    def __init__(
-        self,
-        transport: SimulatedTransport,
-        *,
-        step_s: Callable[[int], float] = lambda _: 1.0,
-        skips: Callable[[int], bool] = lambda _: False,
-        forward_s: float = 0.5,
-        save_s: float = 0.5,
-        update: UpdateProfile = UPDATE,
-    ) -> None:
-        super().__init__(TrainCost(step_s=0.0, token_s=0.0, forward_token_s=0.0), update, transport, save_s=save_s)
-        self.raises_at: dict[int, BaseException] = {}
-        """Step → what `train_step` raises there."""
-        self.steps: list[list[Sample]] = []
-        self.forwards: list[tuple[float, int]] = []
-        """(time, samples) of every `forward_logprobs`."""
-        self.saved: list[tuple[Path, dict[str, Any]]] = []
-        self.computed: list[tuple[str, Time]] = []
-        """(what, when) of everything that kept the ranks busy."""
-        self._step_s = step_s
-        self._skips = skips
-        self._forward_s = forward_s
-
-    async def forward_logprobs(self, samples: Sequence[Sample]) -> list[Column]:
-        self.forwards.append((now(), len(samples)))
-        await self._compute("a forward pass", self._forward_s)
-        return [Column(None, index) for index in range(len(samples))]
-
-    async def _compute(self, doing: str, seconds: float) -> None:
-        started = now()
-        await super()._compute(doing, seconds)
-        self.computed.append((doing, (started, now())))
-
-    async def train_step(self, samples: Sequence[Sample]) -> StepReport:
-        step = len(self.steps)
-        self.steps.append(list(samples))
-        if step in self.raises_at:
-            raise self.raises_at[step]
-        await self._compute("an optimizer step", self._step_s(step))
-        return StepReport(skipped=self._skips(step), metrics={"loss": 0.0})
-
-    async def save(self, path: Path, driver_state: Mapping[str, Any]) -> None:
-        await super().save(path, driver_state)
-        self.saved.append((path, dict(driver_state)))
-
-
-class FakeReference:
-    """A reference policy with ranks of its own."""
-
-    def __init__(self, seconds: float = 0.5) -> None:
-        self._seconds = seconds
-        self.batches: list[int] = []
-
-    async def forward_logprobs(self, samples: Sequence[Sample]) -> list[Column]:
-        self.batches.append(len(samples))
-        await asyncio.sleep(self._seconds)
-        return [Column(None, index) for index in range(len(samples))]

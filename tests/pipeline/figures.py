@@ -7,18 +7,20 @@ ticks are exact.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headway.events import (
+    Event,
     FetchTaken,
     GroupAdmitted,
     GroupSettled,
     OptimizerStepped,
     ReplicaActivity,
+    ReplicaJoined,
     ReplicaLost,
     RunFinished,
     Span,
@@ -74,6 +76,29 @@ def trainer(run: Run) -> Ticks:
     return paint(run, (event.span for event in run.of(TrainerBusy)))
 
 
+def present(run: Run, events: Sequence[Event]) -> dict[str, Ticks]:
+    """[ticks of the run] for each replica that took part: 1 from its join to its loss, as far as ``events`` tell."""
+    lives = {replica.name: [0.0, run.ended] for replica in run.rollouts if not is_late(replica)}
+    for event in events:
+        match event:
+            case ReplicaJoined():
+                lives[event.replica] = [event.time, run.ended]
+            case ReplicaLost() if event.replica in lives:
+                lives[event.replica][1] = event.time
+    return {name: paint(run, [(joined, lost)]) for name, (joined, lost) in lives.items()}
+
+
+def idle_share(run: Run, there: dict[str, Ticks], events: Sequence[Event], inside: slice) -> float | None:
+    """Of the ticks in ``inside`` that each replica was there: it reported no work in them. None without any."""
+    ticks = idle = 0.0
+    for name, life in there.items():
+        reports = [event for event in events if isinstance(event, ReplicaActivity) and event.replica == name]
+        busy = paint(run, (span for event in reports for span in event.busy))
+        ticks += life[inside].sum()
+        idle += (life * (1 - busy))[inside].sum()
+    return idle / ticks if ticks else None
+
+
 def in_slots(run: Run, replica: FakeRollout) -> Ticks:
     """[ticks of the run] How many slots it uses, from what was asked of it: all that it can, unless it stands.
 
@@ -113,8 +138,7 @@ def check_figures(run: Run) -> None:
     told = summary(metrics)
     check_counts(run, told)
     check_rows(run, [row for _, row in rows], told)
-    if not run.of(ReplicaLost) and not any(is_late(replica) for replica in run.rollouts):
-        check_replicas_in_rows(run, rows)
+    check_replicas_in_rows(run, rows)
     if (inside := window(run)) is not None:
         check_occupancy(run, told, inside)
 
@@ -123,27 +147,25 @@ def check_occupancy(run: Run, told: dict[str, Any], inside: slice) -> None:
     wall = inside.stop - inside.start
     assert told["wall_s"] == wall * TICK
     assert near(told["trainer/idle_ratio"], 1 - trainer(run)[inside].sum() / wall)
-    if any(is_late(replica) for replica in run.rollouts):
-        return  # they have a window of their own
-    shares = [busy(run, replica.name)[inside].sum() / wall for replica in run.rollouts]
-    assert near(told["rollouter/idle_ratio"], 1 - sum(shares) / len(shares))
-    slots = sum(replica.slots for replica in run.rollouts) * wall * TICK
-    used = sum(slot_seconds(event, inside) for event in run.of(ReplicaActivity))
+    there = present(run, run.events)
+    idle = idle_share(run, there, run.events, inside)
+    assert told["rollouter/idle_ratio"] is None if idle is None else near(told["rollouter/idle_ratio"], idle)
+    slots = sum(replica.slots * there[replica.name][inside].sum() for replica in run.rollouts if replica.name in there)
+    used = sum(slot_ticks(run, event, there[event.replica], inside) for event in run.of(ReplicaActivity))
     assert near(told["rollouter/slot_utilization"], min(1.0, used / slots))
     if not run.of(ReplicaLost) and run.status is Status.COMPLETED and run.scenario.engine.get("kv_tokens") is None:
-        check_engines(run, told["rollouter/slot_utilization"], inside)
+        check_engines(run, told["rollouter/slot_utilization"], float(slots), inside)
 
 
-def slot_seconds(event: ReplicaActivity, inside: slice) -> float:
-    """The slot time of a report, as far as it lies in the window: a report that straddles an edge counts in part."""
+def slot_ticks(run: Run, event: ReplicaActivity, there: Ticks, inside: slice) -> float:
+    """The slot time of a report, spread evenly over its extent: what lies in the window and in the replica's time."""
     if not event.busy:
         return 0.0
-    start, end = event.busy[0][0], event.busy[-1][1]
-    common = min(end, inside.stop * TICK) - max(start, inside.start * TICK)
-    return float(event.slot_seconds * max(0.0, common) / (end - start))
+    extent = paint(run, [(event.busy[0][0], event.busy[-1][1])])
+    return float(event.slot_seconds / TICK * (extent * there)[inside].sum() / extent.sum())
 
 
-def check_engines(run: Run, utilization: float, inside: slice) -> None:
+def check_engines(run: Run, utilization: float, slots: float, inside: slice) -> None:
     """What replicas reported is what they were asked to do."""
     engine = run.scenario.engine
     prefills = engine.get("prefill_s") or engine.get("prefill_token_s")
@@ -157,7 +179,6 @@ def check_engines(run: Run, utilization: float, inside: slice) -> None:
         assert sum(event.slot_seconds for event in reports) == used.sum() * TICK
         exact += used[inside].sum()
         straddling += replica.slots * run.pipeline.config.reports.activity_interval_s / TICK
-    slots = sum(replica.slots for replica in run.rollouts) * (inside.stop - inside.start)
     assert prefills or abs(utilization - exact / slots) <= straddling / slots
 
 
@@ -206,16 +227,13 @@ def check_rows(run: Run, rows: list[dict[str, Any]], told: dict[str, Any]) -> No
     if not run.of(GroupAdmitted):
         return
     works, opened = trainer(run), run.of(GroupAdmitted)[0].time
-    overlapped = run.scenario.config.param_update.schedule == "overlapped"
     closes = [event.time for event in run.of(UpdateFinished)] + [run.of(RunFinished)[0].time]
     for row in rows:
         if (seconds := row.get("time/seconds")) is None:
             continue
         until = opened + seconds
         assert until in closes
-        if (
-            "trainer/idle_ratio" in row and not overlapped
-        ):  # else a step may be under way, of which nothing is known yet
+        if "trainer/idle_ratio" in row:
             share = works[tick(opened) : tick(until)].sum() * TICK / seconds
             assert near(row["trainer/idle_ratio"], 1 - share)
         opened = until
@@ -230,17 +248,25 @@ def check_replicas_in_rows(run: Run, rows: list[tuple[int, dict[str, Any]]]) -> 
         if (seconds := row.get("time/seconds")) is None:
             continue
         opened += seconds
-        reports = [event for event in run.events[:seen] if isinstance(event, ReplicaActivity)]
-        reported = {event.replica: event.time for event in reports}
-        until = min(opened, *(reported.get(replica.name, 0.0) for replica in run.rollouts))
-        told = row.get("rollouter/idle_ratio")
-        assert (told is not None) == (until > known_until and "trainer/idle_ratio" in row)
-        if told is None:
+        if "trainer/idle_ratio" not in row:
+            assert "rollouter/idle_ratio" not in row
             continue
-        idle = []
-        for replica in run.rollouts:
-            spans = [span for event in reports if event.replica == replica.name for span in event.busy]
-            inside = paint(run, spans)[tick(known_until) : tick(until)]
-            idle.append(1 - inside.sum() / len(inside))
-        assert near(told, sum(idle) / len(idle))
-        known_until = until
+        there = present(run, run.events[:seen])
+        until = min([opened, *reported_until(run, run.events[:seen])])
+        inside = slice(tick(known_until), max(tick(known_until), tick(until)))
+        idle = idle_share(run, there, run.events[:seen], inside)
+        told = row.get("rollouter/idle_ratio")
+        assert told is None if idle is None else near(told, idle)
+        known_until = max(known_until, until)
+
+
+def reported_until(run: Run, events: Sequence[Event]) -> list[float]:
+    """For each replica that takes part, the time of its last report, or of its join."""
+    reported = {replica.name: 0.0 for replica in run.rollouts if not is_late(replica)}
+    for event in events:
+        match event:
+            case ReplicaActivity() | ReplicaJoined():
+                reported[event.replica] = event.time
+            case ReplicaLost():
+                reported.pop(event.replica, None)
+    return list(reported.values())

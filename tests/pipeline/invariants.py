@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from headway.errors import NothingToTrain, WorkerDied
+from headway.errors import NothingToTrain, UpdateFailed, WorkerDied
 from tests.pipeline.books import Books
 from tests.pipeline.cases import Case
 from tests.pipeline.figures import check_figures
-from tests.pipeline.machines import check_machines
+from tests.pipeline.machines import check_machines, is_gone
 from tests.pipeline.scenario import Run
 
 
@@ -26,8 +26,8 @@ def run_and_check(case: Case) -> Run:
             pass
         case NothingToTrain():
             assert Books(run).check().in_a_row == 10 * case.per_version
-        case WorkerDied():
-            assert all(replica.died_at is not None for replica in run.rollouts if replica.submitted), run.error
+        case WorkerDied() | UpdateFailed():
+            assert all(is_gone(run, replica) for replica in run.rollouts if replica.submitted), run.error
         case error:
             raise error
     return check_everything(run)

@@ -20,6 +20,7 @@ from headway.events import (
     TrajectoryFinished,
     UpdateFinished,
     UpdatePhase,
+    UpdateRetried,
     UpdateSuperseded,
     ValidationFinished,
 )
@@ -53,7 +54,12 @@ def check_machines(run: Run) -> None:
 
 
 def died(run: Run) -> bool:
-    return any(replica.died_at is not None for replica in run.rollouts)
+    """Any replica, or it was fenced off, or a transfer had to be tried again for another reason."""
+    return bool(run.of(UpdateRetried)) or any(is_gone(run, replica) for replica in run.rollouts)
+
+
+def is_gone(run: Run, replica: FakeRollout) -> bool:
+    return replica.died_at is not None or any(event.replica == replica.name for event in run.of(ReplicaLost))
 
 
 # ---------------------------------------------------------------------------------------------- tokens
@@ -106,11 +112,14 @@ def check_activity(run: Run, replica: FakeRollout) -> None:
 
 def check_loads(run: Run, replica: FakeRollout) -> None:
     told = [(e.version, e.time) for e in run.of(UpdatePhase) if e.phase == "load" and e.where == replica.name]
-    assert told == replica.loads[: len(told)] and len(replica.loads) - len(told) <= (run.status is None)
+    assert told == replica.loads[: len(told)] and len(replica.loads) - len(told) <= (
+        run.status is None or is_gone(run, replica)
+    )
     versions = [version for version, _ in replica.loads]
     assert versions == sorted(set(versions)), "versions only grow"
     received = dict(replica.received)
-    assert len(received) == len(replica.received), "a version was sent twice"
+    if not run.of(UpdateRetried):
+        assert len(received) == len(replica.received), "a version was sent twice"
     for version, time in replica.loads:
         assert received[version][1] <= time
     skipped = {e.version for e in run.of(UpdateSuperseded) if e.replica == replica.name}
@@ -120,7 +129,7 @@ def check_loads(run: Run, replica: FakeRollout) -> None:
 def check_halts(run: Run, replica: FakeRollout) -> None:
     halts = [event for event in run.of(ReplicaHalted) if event.replica == replica.name]
     assert [halt.span for halt in halts] == replica.stood[: len(halts)]
-    if run.status is Status.COMPLETED and replica.died_at is None:
+    if run.status is Status.COMPLETED and not is_gone(run, replica):
         assert len(halts) == len(replica.stood)
         assert sum(halt.interrupted for halt in halts) == replica.cut
     for start, end in [] if died(run) else replica.validated:  # it may stand when it takes over from one that died
@@ -172,7 +181,7 @@ def check_superseding(run: Run) -> None:
     lost = {event.replica for event in run.of(ReplicaLost)}
     for replica in run.rollouts:
         versions = [version for version, _ in replica.loads]
-        if replica.name in lost or replica.died_at is not None or not versions:
+        if is_gone(run, replica) or not versions:
             continue
         skipped = [event.version for event in superseded if event.replica == replica.name]
         first = min(versions + skipped)

@@ -25,13 +25,12 @@ from headway.simulate.clock import run_virtual
 from headway.simulate.profile import UpdateProfile
 from headway.simulate.transport import SimulatedTransport
 from headway.simulate.zeros import zero_advantages
+from tests.pipeline.fake_policies import FakeReceiver, FakeReference, FakeTrainer
 from tests.pipeline.fakes import (
     UPDATE,
-    FakeReference,
     FakeReward,
     FakeRollout,
     FakeSource,
-    FakeTrainer,
     Lengths,
     Recorder,
     seeded_lengths,
@@ -61,6 +60,8 @@ class Run:
     transport: SimulatedTransport
     scenario: Scenario
     recorder: Recorder
+    others: list[FakeReceiver] = field(default_factory=list)
+    """Receivers that generate nothing."""
     stopped_at: float | None = None
     """When a stop was first asked for."""
     cancelled_at: float | None = None
@@ -185,6 +186,10 @@ class Scenario:
     """Called before the run starts, to arrange what will happen."""
     beside: Callable[[Run], Coroutine[Any, Any, None]] | None = None
     """Runs beside the pipeline until it ends."""
+    receivers: tuple[str, ...] = ()
+    """Names of roles that hold a copy of the policy and generate nothing."""
+    supervised: bool = False
+    """The pipeline is told at once when a replica dies, whether anybody asks it for anything or not."""
     watched: bool = False
     """`beside` is given to the pipeline as its watch, so that what it raises is the pipeline's affair."""
 
@@ -227,6 +232,7 @@ class Scenario:
         recorder = Recorder()
         run: Run
         source = FakeSource(self.rows, self.epochs)
+        others = [FakeReceiver(name, transport) for name in self.receivers]
         parts = Parts(
             source=source,
             validation=validation_prompts(self.problems),
@@ -237,10 +243,13 @@ class Scenario:
             group_filter=self.group_filter,
             reference=trainer if self.reference_inside_fetch else self.reference,
             reference_inside_fetch=self.reference_inside_fetch,
+            receivers=others,
+            watch_replica=(lambda replica: replica.died()) if self.supervised else None,  # type: ignore[attr-defined]
             watch=(lambda: self._watch(run)) if self.watched else None,
         )
         pipeline = Pipeline(self.config, parts, [recorder], Path("checkpoints"))
         run = Run(None, None, recorder.events, pipeline, source, rollouts, trainer, 0.0, [], transport, self, recorder)
+        run.others = others
         if self.script is not None:
             self.script(run)
         beside = asyncio.ensure_future(self.beside(run)) if self.beside and not self.watched else None

@@ -21,6 +21,7 @@ from headway.events import (
     ReplicaActivity,
     ReplicaHalted,
     ReplicaJoined,
+    ReplicaLost,
     RunStarted,
     Span,
     StageChanged,
@@ -134,11 +135,28 @@ def test_without_a_step_there_is_no_window_and_no_ratio():
     assert figures["rollouter/slot_utilization"] is None
 
 
-@pytest.mark.xfail(reason="RunMetrics does not look at ReplicaJoined: a late replica has no slots", strict=True)
 def test_the_slots_of_a_late_replica_count_from_its_join():
     joined = ReplicaJoined(time=32, replica="late", version=1, slots=6)
     figures = told(run_of(0, TICKS, joined, activity("late", [(32.0, 64.0)], 192.0)))
     assert figures["rollouter/slot_utilization"] == 192 / (6 * 64 + 6 * 32)
+
+
+@settings(max_examples=150)
+@given(windows, times, times, st.lists(spans, max_size=4), st.lists(spans, max_size=4))
+def test_the_ticks_of_a_replica_count_from_its_join_to_its_loss(window, join, loss, early, late):
+    """One is lost, another joins; a third, which is there all the time, does nothing."""
+    first, last = window
+    events = [
+        ReplicaJoined(time=join, replica="late", version=1, slots=6),
+        activity("a", early),
+        activity("late", late),
+        ReplicaLost(time=loss, replica="a", reason="died"),
+        ReplicaLost(time=loss, replica="never joined", reason="died"),
+    ]
+    figures = told(run_of(first, last, *events))
+    of_a, of_late = ticks(early)[first : min(loss, last)], ticks(late)[max(join, first) : last]
+    idle = of_a.count(False) + of_late.count(False) + (last - first)
+    assert near(figures["rollouter/idle_ratio"], idle / (len(of_a) + len(of_late) + last - first))
 
 
 # ---------------------------------------------------------------------------------------------- whole runs
@@ -179,10 +197,6 @@ def test_reports_in_any_rhythm_give_the_same_figures(mode: str):
     assert often["rollouter/slot_utilization"] == pytest.approx(seldom["rollouter/slot_utilization"], rel=0.05)
 
 
-@pytest.mark.xfail(
-    reason="Under overlapped updates a step is under way when a row is complete; its part until then is in no row",
-    strict=True,
-)
 def test_the_trainers_idle_time_in_all_rows_together_is_that_of_the_run():
     run = Scenario("overlapped", replicas=2, slots=4, trainer={"step_s": lambda _: 5.0}).run().assert_completed()
     _, rows = replay(run)

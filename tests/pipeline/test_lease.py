@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headway.data.types import TrajectoryId
-from headway.errors import WorkerDied
+from headway.errors import UpdateFailed, WorkerDied
 from headway.events import (
     FetchTaken,
     LeaseChanged,
@@ -20,6 +20,7 @@ from headway.events import (
     TrainerBusy,
     TrajectoryFinished,
     UpdateFinished,
+    UpdateRetried,
     ValidationFinished,
 )
 from tests.pipeline.invariants import check_everything
@@ -163,3 +164,70 @@ def test_a_trainer_that_fails_wakes_nobody_on_its_devices():
     run.assert_clean()
     assert [change.holder for change in run.of(LeaseChanged)][-1] == "train"
     assert run.rollouts[0].paused
+
+
+# ---------------------------------------------------------------------------------------------- giving weights up
+
+
+def test_a_replica_gives_its_weights_up_only_where_new_ones_come_before_it_wakes():
+    """Four fetches a version: three turns out of four bring no new weights."""
+    run = check_everything(several_fetches(replicas=2, lengths=long_or_short).run().assert_completed())
+    for replica in run.rollouts:
+        assert [keeps for _, keeps in replica.slept] == [True, True, True, False] * 2
+
+
+def test_with_one_fetch_a_version_the_weights_are_always_given_up():
+    run = check_everything(Scenario("colocate_sync").run().assert_completed())
+    assert [keeps for _, keeps in run.rollouts[0].slept] == [False] * 6
+
+
+def test_a_last_fetch_that_the_data_left_short_brings_new_weights_too():
+    values = {"trigger_parameter_sync_step": 4, "staleness_threshold": 0.5}
+    for rows in (21, 22, 24):
+        run = Scenario("colocate_async", async_training=values, rows=rows, epochs=1, slots=4).run().assert_completed()
+        woke = [time for time, holder in changes(run) if holder == "generate"]
+        for (slept, keeps), awake in zip(run.rollouts[0].slept, woke, strict=True):
+            loaded = [time for _, time in run.rollouts[0].loads if slept <= time <= awake]
+            assert keeps == (not loaded)
+
+
+def changes(run: Run) -> list[tuple[float, str]]:
+    return [(change.time, change.holder) for change in run.of(LeaseChanged)]
+
+
+@pytest.mark.parametrize("mode", SHARED)
+def test_new_weights_come_while_it_sleeps_and_before_it_wakes(mode: str):
+    run = check_everything(Scenario(mode, replicas=2).run().assert_completed())
+    for replica in run.rollouts:
+        for (_, loaded), (start, end) in zip(replica.loads, turns(run), strict=True):
+            assert start < loaded <= end
+
+
+@pytest.mark.parametrize("double_buffered", [False, True])
+@pytest.mark.parametrize("mode", SHARED)
+def test_a_replica_without_weights_never_goes_on_when_the_transfer_fails_for_good(mode: str, double_buffered: bool):
+    def script(run: Run) -> None:
+        run.transport.corrupted.add(("rollout-0", 1))
+
+    run = Scenario(mode, script=script, engine={"double_buffered": double_buffered}).run()
+    assert isinstance(run.error, UpdateFailed)
+    run.assert_clean()
+    assert run.rollouts[0].paused and [change.holder for change in run.of(LeaseChanged)] == ["train"]
+
+
+def test_a_transfer_to_sleeping_replicas_that_fails_once_is_tried_again():
+    def script(run: Run) -> None:
+        run.rollouts[1].fails_to_receive = [UpdateFailed("corrupted")]
+
+    run = check_everything(Scenario("colocate_async", replicas=2, script=script).run().assert_completed())
+    assert len(run.of(UpdateRetried)) == 1 and run.of(ReplicaLost) == []
+
+
+@pytest.mark.parametrize("call", ["activate", "resume"])
+def test_one_of_several_that_stops_answering_asleep_is_fenced_off(call: str):
+    def script(run: Run) -> None:
+        run.rollouts[1].silent_on.add(call)
+
+    sections = {"param_update": {"timeout_s": 7}}
+    run = Scenario("colocate_async", replicas=2, script=script, sections=sections).run().assert_completed()
+    assert [event.replica for event in run.of(ReplicaLost)] == ["rollout-1"]

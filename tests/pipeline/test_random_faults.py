@@ -9,8 +9,8 @@ from collections import Counter
 
 import pytest
 
-from headway.errors import NothingToTrain, StallError, WorkerDied
-from headway.events import ReplicaJoined, ReplicaLost
+from headway.errors import NothingToTrain, StallError, UpdateFailed, WorkerDied
+from headway.events import ReplicaJoined, ReplicaLost, UpdateRetried
 from headway.pipeline.run import Status
 from tests.pipeline.cases import SCHEDULES, Case, faulty, for_each
 from tests.pipeline.invariants import check_everything, run_and_check
@@ -56,6 +56,33 @@ def test_replicas_may_join_at_any_moment():
 
 def test_all_of_it_may_happen_in_one_run():
     for_each(faulty("dies", "joins", "stop", most=6), SCHEDULES["everything"], run_and_check)
+
+
+SILENT = ["never_receives", "silent on activate", "silent on resume", "silent on pause"]
+
+
+def test_replicas_may_stop_answering_or_receive_corrupted_weights_at_any_moment():
+    """Whoever stops answering is fenced off; everything else holds as before."""
+    happened: Counter[str] = Counter()
+
+    def check(case: Case) -> None:
+        run = run_and_check(case)
+        happened["lost"] += len(run.of(ReplicaLost))
+        happened["tried again"] += len(run.of(UpdateRetried))
+        happened["went on"] += bool(run.of(ReplicaLost)) and run.status is Status.COMPLETED
+        happened["ended by it"] += isinstance(run.error, UpdateFailed)
+
+    silent = faulty(
+        *SILENT,
+        "receives corrupted",
+        "dies",
+        "joins",
+        on_update="interrupt",
+        update_timeout_s=16.0,
+        stall_timeout_s=1e6,
+    )
+    for_each(silent, SCHEDULES["silence"], check)
+    assert happened["went on"] > 30 and happened["ended by it"] > 10 and happened["tried again"] > 30, happened
 
 
 def test_a_replica_that_hangs_is_named_in_bounded_time_and_never_deadlocks_a_run():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headway.events import OptimizerStepped, StageChanged, TrainerBusy
-from tests.pipeline.fakes import FakeReference
+from tests.pipeline.fake_policies import FakeReference
 from tests.pipeline.scenario import MODES, Run, Scenario
 
 

@@ -90,7 +90,10 @@ def test_a_receiver_that_silently_never_answers_is_a_named_error_in_bounded_time
         run.rollouts[0].never_receives = True
 
     run = Scenario("on_policy", script=script, sections={"param_update": {"timeout_s": 5}}).run()
-    with pytest.raises(UpdateFailed, match="waited for the trainer to send, rollout-0 to receive"):
+    with pytest.raises(
+        UpdateFailed,
+        match=r"rollout-0 did not answer within param_update.timeout_s = 5 s while it was receiving version 1",
+    ):
         raise run.error or AssertionError("no error")
     assert run.ended < 20
 

@@ -1,7 +1,6 @@
 """The recommendation, and the one sentence, on rows made by hand."""
 
 import math
-from dataclasses import replace
 
 from headway.simulate.advice import advise, recommend
 from tests.simulate.planning import row
@@ -124,15 +123,3 @@ def test_assumptions_are_a_caveat():
     assert advise(rows).caveat is None
     assert "an assumption" in (advise(rows, ["one"]).caveat or "")
     assert "2 assumptions" in (advise(rows, ["one", "two"]).caveat or "")
-
-
-def test_when_train_refuses_the_best_row_the_best_that_it_accepts_is_named_too():
-    refused, slow, quick = (
-        replace(row("overlapped", 5.0), trains=False),
-        row("colocate_sync", 10.0),
-        row("async_partial", 6.0),
-    )
-    assert advise([refused, slow, quick]).recommended is refused
-    assert advise([refused, slow, quick]).trains is quick
-    assert advise([slow, quick]).trains is None
-    assert advise([refused]).trains is None

@@ -101,16 +101,6 @@ def test_what_was_not_simulated_or_not_precisely_is_said():
     assert "as others are expected to be quicker (--sweep): overlapped 1:7 η=1 trigger=1." in " ".join(text.split())
 
 
-def test_what_cannot_be_trained_with_is_said_and_the_best_that_can():
-    rows = [replace(row("overlapped", 5.0), trains=False), row("colocate_sync", 10.0), row("async_partial", 5.5)]
-    text = " ".join(" ".join(shown(plan_of(rows), 100)).split())
-    assert "Recommended: overlapped" in text
-    assert "headway train refuses it for now; the best it accepts (10% slower): async_partial, 4 devices train" in text
-    assert "refuses" not in " ".join(shown(plan_of(rows[1:]), 100))
-    alone = " ".join(shown(plan_of(rows[:1]), 100))
-    assert "headway train refuses it for now, like every other row here." in alone
-
-
 def test_assumptions_and_the_simulators_throughput_are_shown():
     text = " ".join(" ".join(shown(plan_of(every_preset(), assumptions=tuple(ASSUMPTIONS)), 80)).split())
     assert "rests on 2 assumptions" in text

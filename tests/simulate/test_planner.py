@@ -231,18 +231,6 @@ def test_a_long_tail_is_told_that_asynchrony_helps():
     assert (found.advice.recommended.speedup or 0) > 1.3
 
 
-def test_rows_that_train_refuses_are_told_from_those_that_it_accepts():
-    found = Stand().plan(profile_of())
-    assert {row.setting.preset for row in found.rows if not row.trains} == {
-        mode
-        for mode, values in PRESETS.items()
-        if values["placement.kind"] == "shared" or values["param_update.schedule"] == "overlapped"
-    }
-    told = to_json(found)
-    accepted = told["recommended"] if told["recommended"]["trains"] else told["recommended_to_train"]
-    assert accepted["trains"]
-
-
 def test_the_same_profile_gives_the_same_rows():
     job = {"response": {"kind": "lognormal", "mean": 30, "sigma": 1, "max": 200}}
     assert small_plan(**job).rows == small_plan(**job).rows

@@ -171,6 +171,46 @@ def test_after_sleep_everything_that_was_cut_is_prefilled_again(policy: OnUpdate
     assert run_virtual(main()) == 4 + 12
 
 
+def test_a_replica_that_gave_its_weights_up_cannot_go_on_before_it_has_new_ones():
+    async def main() -> list[int]:
+        engine = replica()
+        generating = submit(engine, request(0))
+        await asyncio.sleep(1)
+        await engine.pause(OnUpdate.INTERRUPT)
+        await engine.sleep(keep_weights=False)
+        await engine.wake()
+        with pytest.raises(RunError, match="resume without weights"):
+            await engine.resume()
+        await load(engine, 1)
+        await engine.resume()
+        (done,) = trajectories(await generating)
+        return [version for _, version in done.version_spans]
+
+    assert run_virtual(main()) == [0, 1]
+
+
+def test_a_replica_that_kept_its_weights_goes_on_with_them():
+    async def main() -> list[list[int]]:
+        engine = replica()
+        generating = submit(engine, request(0))
+        await asyncio.sleep(1)
+        async with paused(engine, OnUpdate.INTERRUPT):
+            await engine.sleep(keep_weights=True)
+            await engine.wake()
+        (done,) = trajectories(await generating)
+        return done.version_spans
+
+    assert run_virtual(main()) == [[0, 0]]
+
+
+def test_there_is_nothing_to_probe():
+    assert run_virtual(replica_probe()) is None
+
+
+async def replica_probe() -> None:
+    return await replica().probe()
+
+
 def test_sleeping_and_waking_take_their_time_and_twice_is_once():
     async def main() -> list[float]:
         engine = replica(sleep_s=0.5, wake_s=0.25)

@@ -4,160 +4,245 @@ import multiprocessing as mp
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from threading import Barrier
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from headway.errors import ConfigError, UpdateFailed
-from headway.weights.buckets import BackBuffer, build_manifest, pack
-from headway.weights.transports.broadcast import BroadcastReceiver, BroadcastSender
-from headway.weights.transports.links import BroadcastLink, make_link
+from headway.errors import UpdateFailed
+from headway.interfaces import ReceiveReport
+from headway.weights.digests import combined
+from headway.weights.incoming import BackBuffer
+from headway.weights.layout import build_manifest
+from headway.weights.protocols import Chunk, Outgoing, WeightSink
+from headway.weights.transports.broadcast import BroadcastLink
+from headway.weights.transports.group import open_store
+from headway.weights.transports.links import Here, Link, open_receiver, open_sender
+from tests.weights.ends import HOST, Site
+from tests.weights.versions import MANIFEST, GivesUp, assert_same, stream, weights
 
-MANIFEST = build_manifest([(f"w{i}", (1000,), torch.float32) for i in range(8)], bucket_bytes=8192)
-
-
-def weights(version: int) -> Iterator[torch.Tensor]:
-    return pack(MANIFEST, lambda name: torch.arange(1000) + float(version * 100 + int(name[1:])))
-
-
-@pytest.fixture
-def store() -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+HERE = Here(HOST)
 
 
-def link_to(store: dist.TCPStore, *receivers: str, timeout_s: float = 20.0) -> BroadcastLink:
-    return BroadcastLink(("127.0.0.1", store.port), "trainer", receivers, timeout_s)
+def process(target: Callable[..., None], *args: Any) -> BaseProcess:
+    started = mp.get_context("spawn").Process(target=target, args=args, daemon=True)
+    started.start()
+    return started
 
 
-def join(link: BroadcastLink, pool: ThreadPoolExecutor) -> tuple[BroadcastSender, list[BroadcastReceiver]]:
-    receivers = [pool.submit(BroadcastReceiver, link, i, "127.0.0.1") for i in range(len(link.receivers))]
-    return BroadcastSender(link, "127.0.0.1"), [receiver.result() for receiver in receivers]
+def fill(link: Link, name: str, version: int, back: BackBuffer) -> ReceiveReport:
+    receiver = open_receiver(link, name, HERE)
+    try:
+        return back.fill(version, lambda sink: receiver.receive(version, sink, None))
+    finally:
+        receiver.close()
 
 
-def receive_versions(link: BroadcastLink, index: int, versions: list[int], results: Connection) -> None:
-    receiver = BroadcastReceiver(link, index, "127.0.0.1")
+@dataclass(frozen=True)
+class DoneBefore:
+    """An `Outgoing` that calls ``action`` before its second chunk."""
+
+    inner: Outgoing
+    action: Callable[[], object]
+
+    def __iter__(self) -> Iterator[Chunk]:
+        for index, chunk in enumerate(self.inner):
+            if index == 1:
+                self.action()
+            yield chunk
+
+    @property
+    def digests(self) -> tuple[int, ...]:
+        return self.inner.digests
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def receive_versions(link: Link, name: str, versions: list[int], results: Connection) -> None:
+    receiver = open_receiver(link, name, HERE)
     back = BackBuffer(MANIFEST)
     for version in versions:
-        report = back.fill(version, receiver.receive(version))
-        results.send((version, report.checksum, {name: float(t[7]) for name, t in back.items()}))
+        report = back.fill(version, lambda sink, version=version: receiver.receive(version, sink, None))  # type: ignore[misc]
+        assert_same(dict(back.items()), weights(version))
+        results.send((version, report.checksum))
     results.send(dist.is_initialized())
     receiver.close()
 
 
-def receive_and_die(link: BroadcastLink, index: int) -> None:
-    next(BroadcastReceiver(link, index, "127.0.0.1").receive(1))
-    os.kill(os.getpid(), signal.SIGKILL)
+def receive_and_die(link: Link, name: str) -> None:
+    class Deadly(BackBuffer):
+        def fill(self, version: int, receive: Callable[[WeightSink], None]) -> ReceiveReport:
+            return super().fill(version, lambda sink: receive(_DiesAtTheSecond(sink)))
+
+    fill(link, name, 1, Deadly(MANIFEST))
 
 
-def test_two_processes_receive_the_same_bytes_and_the_default_group_is_untouched(store: dist.TCPStore) -> None:
-    link = link_to(store, "rollout-0", "rollout-1")
-    context = mp.get_context("spawn")
-    pipes = [context.Pipe(duplex=False) for _ in range(2)]
+@dataclass
+class _DiesAtTheSecond:
+    sink: WeightSink
+
+    def room(self, header: Any) -> torch.Tensor:
+        if header.index == 1:
+            die()
+        return self.sink.room(header)
+
+    def filled(self, header: Any) -> None:
+        self.sink.filled(header)
+
+    def ended(self, digests: Any) -> None:
+        self.sink.ended(digests)
+
+
+def host_send_and_die(told: Connection) -> None:
+    """The trainer's process: it hosts the store, and is killed in the middle of a version."""
+    _store, port = open_store(HOST, 20.0)
+    link = Link("broadcast", BroadcastLink((HOST, port), "trainer", ("a", "b"), 20.0))
+    told.send(link)
+    open_sender(link, HERE).send(1, DoneBefore(stream(1), die))
+
+
+def test_two_processes_receive_the_same_bytes_and_the_default_group_is_untouched(site: Site) -> None:
+    link = site.link("broadcast", "a", "b", timeout_s=60)
+    pipes = [mp.get_context("spawn").Pipe(duplex=False) for _ in range(2)]
     processes = [
-        context.Process(target=receive_versions, args=(link, i, [1, 2], pipes[i][1]), daemon=True) for i in range(2)
+        process(receive_versions, link, name, [1, 2], told) for name, (_, told) in zip("ab", pipes, strict=True)
     ]
-    for process in processes:
-        process.start()
-    sender = BroadcastSender(link, "127.0.0.1")
-    sent = BackBuffer(MANIFEST)
+    sender = open_sender(link, HERE)
     for version in (1, 2):
-        sender.send(version, weights(version))
-        checksum = sent.fill(version, weights(version)).checksum
+        outgoing = stream(version)
+        sender.send(version, outgoing)
         for results, _ in pipes:
-            expected = {f"w{i}": 7.0 + version * 100 + i for i in range(8)}
             assert results.poll(20)
-            assert results.recv() == (version, checksum, expected)
-    for (results, _), process in zip(pipes, processes, strict=True):
+            assert results.recv() == (version, combined(outgoing.digests))
+    for (results, _), ended in zip(pipes, processes, strict=True):
         assert results.poll(20)
         assert results.recv() is False
-        process.join(20)
-        assert process.exitcode == 0
+        ended.join(20)
+        assert ended.exitcode == 0
     assert not dist.is_initialized()
     sender.close()
 
 
-def test_a_receiver_killed_in_the_middle_of_an_update_is_named_in_bounded_time(store: dist.TCPStore) -> None:
-    link = link_to(store, "rollout-0")
-    process = mp.get_context("spawn").Process(target=receive_and_die, args=(link, 0), daemon=True)
-    process.start()
-    sender = BroadcastSender(link, "127.0.0.1")
+def test_a_receiver_killed_in_recv_is_named_in_bounded_time_and_the_rest_go_on_in_a_new_generation(site: Site) -> None:
+    link = site.link("broadcast", "a", "b", timeout_s=30)
+    dying = process(receive_and_die, link, "b")
+    survivor = BackBuffer(MANIFEST)
+    cut_short = site.pool.submit(fill, link, "a", 1, survivor)
+    sender = open_sender(link, HERE)
     started = time.monotonic()
-    with pytest.raises(UpdateFailed, match=r"version 1: .*rollout-0 did not answer"):
-        sender.send(1, weights(1))
-    assert time.monotonic() - started < 25
-    process.join(20)
+    with pytest.raises(UpdateFailed, match=r"version 1: .*b did not answer"):
+        sender.send(1, stream(1))
+    with pytest.raises(UpdateFailed, match=r"version 1: a waited for bucket \d+ from trainer"):
+        cut_short.result(40)
+    assert time.monotonic() - started < 35
+    assert survivor.version is None
+    dying.join(20)
     with pytest.raises(UpdateFailed, match="connect a new generation"):
-        sender.send(2, weights(2))
+        sender.send(2, stream(2))
+
+    fewer = site.meet("broadcast", "a")
+    outcome = fewer.update(2, stream(2), {"a": survivor})
+    assert outcome.sent is None and not outcome.errors
+    assert_same(dict(survivor.items()), weights(2))
 
 
-def test_a_receiver_that_never_joins_is_named(store: dist.TCPStore) -> None:
-    with pytest.raises(UpdateFailed, match=r"trainer waited 1 s for rollout-0 to join"):
-        BroadcastSender(link_to(store, "rollout-0", timeout_s=1.0), "127.0.0.1")
+def test_a_sender_killed_in_send_is_named_by_every_receiver_in_bounded_time_and_the_next_one_works(site: Site) -> None:
+    hears, told = mp.get_context("spawn").Pipe(duplex=False)
+    dying = process(host_send_and_die, told)
+    assert hears.poll(60)
+    link = hears.recv()
+    targets = {"a": BackBuffer(MANIFEST), "b": BackBuffer(MANIFEST)}
+    started = time.monotonic()
+    fills = [site.pool.submit(fill, link, name, 1, back) for name, back in targets.items()]
+    for name, cut_short in zip(targets, fills, strict=True):
+        with pytest.raises(UpdateFailed, match=rf"version 1: {name} waited for bucket [01] from trainer"):
+            cut_short.result(40)
+        assert targets[name].version is None
+    assert time.monotonic() - started < 30
+    dying.join(20)
+
+    outcome = site.meet("broadcast", "a", "b").update(2, stream(2), targets)
+    assert outcome.sent is None and not outcome.errors
+
+
+def test_a_receiver_that_never_joins_is_named(site: Site) -> None:
+    link = site.link("broadcast", "a", timeout_s=1.0)
+    with pytest.raises(UpdateFailed, match=r"trainer waited 1 s for a to join"):
+        open_sender(link, HERE)
 
 
 def test_a_store_that_does_not_answer_is_named() -> None:
-    link = BroadcastLink(("127.0.0.1", 1), "trainer", ("rollout-0",), timeout_s=1.0)
-    with pytest.raises(UpdateFailed, match=r"rollout-0 cannot reach the store at 127\.0\.0\.1:1"):
-        BroadcastReceiver(link, 0, "127.0.0.1")
+    link = Link("broadcast", BroadcastLink((HOST, 1), "trainer", ("a",), timeout_s=1.0))
+    with pytest.raises(UpdateFailed, match=r"a cannot reach the store at 127\.0\.0\.1:1"):
+        open_receiver(link, "a", HERE)
 
 
-def test_when_the_sender_gives_up_receivers_fail_at_once_and_the_group_stays_good(store: dist.TCPStore) -> None:
-    def broken() -> Iterator[torch.Tensor]:
-        yield next(weights(1))
-        raise ValueError("no memory")
-
-    with ThreadPoolExecutor(2) as pool:
-        sender, (receiver,) = join(link_to(store, "rollout-0"), pool)
-        back = BackBuffer(MANIFEST)
-        filled = pool.submit(lambda: back.fill(1, receiver.receive(1)))
-        with pytest.raises(ValueError, match="no memory"):
-            sender.send(1, broken())
-        with pytest.raises(UpdateFailed, match="trainer gave up at bucket 1"):
-            filled.result()
-        assert back.version is None
-        filled = pool.submit(lambda: back.fill(2, receiver.receive(2)))
-        sender.send(2, weights(2))
-        filled.result()
-        assert back.version == 2
+def test_who_was_fenced_off_cannot_join_the_new_generation(site: Site) -> None:
+    with pytest.raises(UpdateFailed, match="b is not among those that this link reaches: a"):
+        open_receiver(site.link("broadcast", "a"), "b", HERE)
 
 
-def test_after_a_receiver_gave_up_a_new_generation_works(store: dist.TCPStore) -> None:
-    wrong = BackBuffer(build_manifest([("other", (1,), torch.float32)], bucket_bytes=64))
-    with ThreadPoolExecutor(2) as pool:
-        sender, (receiver,) = join(link_to(store, "rollout-0"), pool)
-        filled = pool.submit(lambda: wrong.fill(1, receiver.receive(1)))
-        started = time.monotonic()
-        with pytest.raises(UpdateFailed, match="version 1"):
-            sender.send(1, weights(1))
-        assert time.monotonic() - started < 10
-        with pytest.raises(UpdateFailed, match="bucket 0 of version 1"):
-            filled.result()
-
-        again = pool.submit(receiver.reconnect, 1)
-        sender.reconnect(1)
-        again.result()
-        back = BackBuffer(MANIFEST)
-        refilled = pool.submit(lambda: back.fill(2, receiver.receive(2)))
-        sender.send(2, weights(2))
-        refilled.result()
-        assert back.version == 2
+def test_when_the_sender_gives_up_the_group_stays_good(site: Site) -> None:
+    ends = site.meet("broadcast", "a", timeout_s=60)
+    back = BackBuffer(MANIFEST)
+    outcome = ends.update(1, GivesUp(stream(1), ValueError("no memory")), {"a": back})
+    assert isinstance(outcome.sent, ValueError)
+    with pytest.raises(UpdateFailed, match="trainer gave up at bucket 1"):
+        raise outcome.errors["a"]
+    assert not ends.update(2, stream(2), {"a": back}).errors
+    assert back.version == 2
 
 
-def test_a_receiver_that_asks_for_another_version_ends_the_update_on_both_sides(store: dist.TCPStore) -> None:
-    with ThreadPoolExecutor(2) as pool:
-        sender, (receiver,) = join(link_to(store, "rollout-0"), pool)
-        taken = pool.submit(lambda: list(receiver.receive(9)))
-        with pytest.raises(UpdateFailed, match="version 8"):
-            sender.send(8, weights(8))
-        with pytest.raises(UpdateFailed, match=r"asked for bucket 0 of version 9.*version 8"):
-            taken.result()
+def test_after_a_receiver_gave_up_a_new_generation_works(site: Site) -> None:
+    ends = site.meet("broadcast", "a", timeout_s=60)
+    wrong = BackBuffer(build_manifest([("other", (1,), torch.float32)]))
+    started = time.monotonic()
+    outcome = ends.update(1, stream(1), {"a": wrong})
+    with pytest.raises(UpdateFailed, match="version 1"):
+        raise outcome.sent or AssertionError
+    assert "bucket 0 has 512 bytes" in str(outcome.errors["a"])
+    assert time.monotonic() - started < 30
+    with pytest.raises(UpdateFailed, match="connect a new generation"):
+        ends.fill("a", 2, BackBuffer(MANIFEST), None).result(20)
+    back = BackBuffer(MANIFEST)
+    assert not site.meet("broadcast", "a").update(2, stream(2), {"a": back}).errors
+    assert back.version == 2
 
 
-def test_broadcast_needs_the_address_of_a_store() -> None:
-    with pytest.raises(ConfigError, match="needs the address"):
-        make_link("broadcast", receivers=("rollout-0",), timeout_s=1)
+def test_groups_of_one_receiver_each_carry_different_versions_at_the_same_time(site: Site) -> None:
+    """Each sender waits, in the middle of its version, until the other is there, too."""
+    both = Barrier(2)
+    links = {name: site.link("broadcast", name, same=True) for name in ("a", "b")}
+    versions = {"a": 1, "b": 2}
+    targets = {name: BackBuffer(MANIFEST) for name in links}
+
+    def send(name: str) -> None:
+        sender = open_sender(links[name], HERE)
+        sender.send(versions[name], DoneBefore(stream(versions[name]), lambda: both.wait(20)))
+        sender.close()
+
+    with ThreadPoolExecutor(2) as senders:
+        fills = [site.pool.submit(fill, links[name], name, versions[name], targets[name]) for name in links]
+        for sent in [senders.submit(send, name) for name in links]:
+            sent.result(60)
+        for filled in fills:
+            filled.result(60)
+    for name, back in targets.items():
+        assert_same(dict(back.items()), weights(versions[name]))
+
+
+def test_every_meeting_of_a_run_has_keys_of_its_own() -> None:
+    def prefix(*receivers: str, generation: int = 0) -> str:
+        return BroadcastLink((HOST, 1), "trainer", receivers, 1.0, generation).prefix
+
+    meetings = [prefix("a", "b"), prefix("a"), prefix("b"), prefix("a", "b", generation=1), prefix("a", generation=1)]
+    assert len(set(meetings)) == len(meetings)

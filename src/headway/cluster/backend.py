@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from headway.cluster.engines import ReferenceGroup, TrainGroup
+from headway.cluster.engines import ReferenceGroup, RolloutReplica, TrainGroup
 from headway.cluster.hardware import Hardware
 from headway.cluster.startup import Cluster, Startup
 from headway.cluster.worker_group import Worker
@@ -19,27 +19,36 @@ from headway.interfaces import LogProbEngine, RolloutEngine, TrainEngine
 from headway.pipeline.concurrently import concurrently
 from headway.user_code import names_a_file, resolve_spec
 
+PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3}
+"""By dtype, in nats: well above what rounding makes of equal weights. The coarser side's counts."""
+
 
 @dataclass(slots=True)
 class Workers:
     """Everything that runs for a run. `watch` tells when a part of it dies; `close` ends it."""
 
     train: TrainEngine
-    rollouts: list[RolloutEngine]
+    rollouts: Sequence[RolloutReplica]
     ref: LogProbEngine | None
     """The reference policy, where the algorithm asks for one."""
     ref_inside_fetch: bool
     """True when the reference shares the trainer's ranks."""
-    members: Sequence[Worker]
-    """Every worker, for supervision."""
+    needed: Sequence[Worker]
+    """Those without any of which the run cannot go on, for supervision."""
+    probe_tolerance: float
+    """Nats by which what a replica serves may differ from the trainer."""
     hardware: Mapping[str, Hardware]
     """Worker → what it computes on."""
     undo: AsyncExitStack
 
     async def watch(self) -> NoReturn:
-        """Wait until any worker's process ends, also while nobody calls it, and raise `WorkerDied`."""
-        await concurrently(worker.died() for worker in self.members)
+        """Wait until any worker ends that is needed, also while nobody calls it, and raise `WorkerDied`."""
+        await concurrently(worker.died() for worker in self.needed)
         raise AssertionError("unreachable: died() never returns")
+
+    async def watch_replica(self, replica: RolloutEngine) -> NoReturn:
+        """Wait until the replica's process ends, and raise `WorkerDied`."""
+        await next(own for own in self.rollouts if own.name == replica.name).died()
 
     async def close(self) -> None:
         """End all workers and leave the cluster; returns when no process is left. A second call does nothing."""
@@ -56,12 +65,14 @@ async def start_backend(config: Config, *, model_path: str, run_dir: Path, total
         ModelError: the model at ``model_path`` cannot be opened.
         StallError: not everything was up within ``cluster.start_timeout_s``; the message says what was waited for.
     """
-    cluster = make_cluster(config, run_dir)
+    model_path = _for_any_directory(model_path)
+    cluster = make_cluster(config, run_dir, model_path)
     startup = Startup(
         _with_absolute_files(config),
         cluster,
-        model_path=_for_any_directory(model_path),
+        model_path=model_path,
         total_optimizer_steps=total_optimizer_steps,
+        run_dir=run_dir,
     )
     timeout_s = config.cluster.start_timeout_s
     async with AsyncExitStack() as stack:
@@ -76,11 +87,12 @@ async def start_backend(config: Config, *, model_path: str, run_dir: Path, total
                 f"{startup.waiting_for}. Worker logs are in {run_dir / 'logs'}"
             ) from None
         return Workers(
-            train=TrainGroup(started.actor, [replica.name for replica in started.rollouts]),
-            rollouts=list(started.rollouts),
+            train=TrainGroup(started.actor, started.paths, verify=config.param_update.verify),
+            rollouts=started.rollouts,
             ref=ReferenceGroup(started.ref) if started.ref is not None else None,
             ref_inside_fetch=started.ref_inside_fetch,
-            members=started.workers,
+            needed=started.needed,
+            probe_tolerance=max(PROBE_TOLERANCE[dtype] for dtype in started.dtypes),
             hardware=started.hardware,
             undo=stack.pop_all(),
         )
@@ -110,13 +122,20 @@ def _with_absolute_files(config: Config) -> Config:
     return config.model_copy(update={"algorithm": algorithm.model_copy(update=changes)})
 
 
-def make_cluster(config: Config, run_dir: Path) -> Cluster:
+def _weights_bytes(config: Config, model_path: str) -> int:
+    """What a version takes in the object store; 0 where versions go another way, or the model is not a folder here."""
+    if config.param_update.transport != "object_store":
+        return 0
+    return sum(file.stat().st_size for file in Path(model_path).glob("*.safetensors"))
+
+
+def make_cluster(config: Config, run_dir: Path, model_path: str) -> Cluster:
     """The cluster of ``cluster.backend``. Ray is imported only where it is asked for."""
     match config.cluster.backend:
         case "ray":
             from headway.cluster.ray_cluster import RayCluster
 
-            return RayCluster(config, run_dir)
+            return RayCluster(config, run_dir, _weights_bytes(config, model_path))
         case "inline":
             from headway.cluster.inline import InlineCluster
 

@@ -7,15 +7,19 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.cluster.exchange import WeightPaths
 from headway.cluster.worker_group import Worker, WorkerGroup
 from headway.data.types import Column, Sample
-from headway.errors import UpdateFailed
 from headway.interfaces import (
     Capabilities,
     EngineStats,
     FinishedGroup,
+    GatherReport,
     GenerateRequest,
     OnUpdate,
     Paused,
@@ -26,11 +30,16 @@ from headway.interfaces import (
 
 
 class TrainGroup:
-    """`TrainEngine` over the ranks of `ActorRole`. Paths are sent absolute: workers may run in another directory."""
+    """`OverlappingTrainEngine` over the ranks of `ActorRole`.
 
-    def __init__(self, ranks: WorkerGroup, receivers: Sequence[str]) -> None:
+    Paths of files are sent absolute: workers may run in another directory.
+    """
+
+    def __init__(self, ranks: WorkerGroup, paths: WeightPaths, *, verify: bool) -> None:
+        """``verify``: with each version's weights comes what they answer to the probe."""
         self._ranks = ranks
-        self._receivers = frozenset(receivers)
+        self._paths = paths
+        self._verify = verify
 
     async def forward_logprobs(self, samples: Sequence[Sample]) -> list[Column]:
         return cast(list[Column], await self._ranks.forward_logprobs(samples))
@@ -38,13 +47,22 @@ class TrainGroup:
     async def train_step(self, samples: Sequence[Sample]) -> StepReport:
         return cast(StepReport, await self._ranks.train_step(samples))
 
+    async def reach(self, receivers: Sequence[str]) -> None:
+        await self._paths.reach(receivers)
+
     async def send_weights(self, version: int, receivers: Sequence[str]) -> SendReport:
-        if self._receivers != set(receivers):
-            raise UpdateFailed(
-                f"version {version} was to go to {', '.join(receivers)}, but the group that carries weights was made "
-                f"for {', '.join(sorted(self._receivers))}, and reaches all of them or none"
-            )
-        return cast(SendReport, await self._ranks.send_weights(version))
+        sent = await self._paths.send(version, receivers)
+        return replace(sent, probe=await self._probe())
+
+    async def gather_weights(self, version: int) -> GatherReport:
+        gathered = await self._paths.gather(version)
+        return replace(gathered, probe=await self._probe())
+
+    async def send_gathered(self, version: int, receiver: str) -> SendReport:
+        return await self._paths.send_gathered(version, receiver)
+
+    async def _probe(self) -> NDArray[np.float32] | None:
+        return cast(NDArray[np.float32], await self._ranks.probe()) if self._verify else None
 
     async def save(self, path: Path, driver_state: Mapping[str, Any]) -> None:
         await self._ranks.save(_everywhere(path), dict(driver_state))
@@ -72,8 +90,12 @@ class ReferenceGroup:
 class RolloutReplica:
     """`RolloutEngine` over one worker that runs a `RolloutRole`. Groups' tokens are passed on unread."""
 
-    def __init__(self, worker: Worker, capabilities: Capabilities, slots: int) -> None:
+    def __init__(
+        self, worker: Worker, capabilities: Capabilities, slots: int, paths: WeightPaths, verify: bool
+    ) -> None:
         self.name = worker.name
+        self._paths = paths
+        self._verify = verify
         self.capabilities = capabilities
         self.slots = slots
         self._worker = worker
@@ -90,10 +112,13 @@ class RolloutReplica:
         await self._worker.call("engine.resume")
 
     async def stage_weights(self, version: int) -> ReceiveReport:
-        return cast(ReceiveReport, await self._worker.call("engine.stage_weights", version))
+        return await self._paths.stage(self.name, version)
 
     async def activate(self, version: int) -> float:
         return cast(float, await self._worker.call("engine.activate", version))
+
+    async def probe(self) -> NDArray[np.float32] | None:
+        return cast(NDArray[np.float32], await self._worker.call("engine.probe")) if self._verify else None
 
     async def abort(self, numbers: Sequence[int]) -> None:
         await self._worker.call("engine.abort", list(numbers))
@@ -104,11 +129,15 @@ class RolloutReplica:
     async def in_flight(self) -> list[int]:
         return cast(list[int], await self._worker.call("engine.in_flight"))
 
-    async def sleep(self) -> None:
-        await self._worker.call("engine.sleep")
+    async def sleep(self, *, keep_weights: bool = True) -> None:
+        await self._worker.call("sleep", keep_weights)
 
     async def wake(self) -> None:
         await self._worker.call("engine.wake")
+
+    async def died(self) -> NoReturn:
+        """Wait until the replica's process ends, and raise `WorkerDied`."""
+        await self._worker.died()
 
     async def stats(self) -> EngineStats:
         return cast(EngineStats, await self._worker.call("engine.stats"))

@@ -19,12 +19,18 @@ def _themselves(handles: Sequence[Handle[Any]]) -> list[Any]:
     return list(handles)
 
 
+def _itself(value: Any) -> Handle[Any]:
+    return value
+
+
 class InlineWorker:
     """A `Worker` in this process: handles are the objects themselves."""
 
     def __init__(self, spec: WorkerSpec, device: str, threads: int) -> None:
         self.name = spec.name
-        role = spec.role(**spec.arguments, name=spec.name, device=device, threads=threads, fetch=_themselves)
+        role = spec.role(
+            **spec.arguments, name=spec.name, device=device, threads=threads, fetch=_themselves, put=_itself
+        )
         self._host = RoleHost(role, spec.name)
 
     async def up(self) -> None:
@@ -51,7 +57,6 @@ class InlineWorker:
 class InlineCluster:
     """The `Cluster` of one process."""
 
-    transports: tuple[str, ...] = ("local",)
     separate_processes = False
     machines = 1
 
@@ -76,14 +81,14 @@ class InlineCluster:
 
         Raises `ConfigError` for what one process cannot do.
         """
-        for specs, role, setting in ((plan.actor, "training", "trainer"), (plan.ref, "reference", "ref")):
-            if len(specs) > 1:
+        for ranks, role, setting in ((plan.actor, "training", "trainer"), (plan.ref, "reference", "ref")):
+            if len(ranks) > 1:
                 raise ConfigError(
-                    f"cluster.backend=inline has one {role} rank, not {len(specs)}: one process is one rank. "
+                    f"cluster.backend=inline has one {role} rank, not {len(ranks)}: one process is one rank. "
                     f"Set {setting}.nnodes=1 and {setting}.n_gpus_per_node=1, or cluster.backend=ray"
                 )
         self._make_group()
-        self._threads = max(spec.threads for spec in plan)
+        self._threads = max(spec.threads for spec in plan.workers)
         for variable, value in math_environment(self._threads).items():
             os.environ.setdefault(variable, value)
 

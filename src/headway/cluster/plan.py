@@ -1,13 +1,18 @@
-"""Which workers a run has, before any of them is started: names, roles, devices, threads."""
+"""Which workers a run has, before any of them is started: names, roles, devices, threads.
+
+A worker is a process and has one role, or, on a device that actor and rollout share, both of them (`FusedRole`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from headway.cluster.hardware import available_cores
-from headway.cluster.roles import ActorRole, RefRole, Role, RolloutRole
+from headway.cluster.roles.actor import ActorRole
+from headway.cluster.roles.fused import FusedRole
+from headway.cluster.roles.ref import RefRole
+from headway.cluster.roles.rollout import RolloutRole
 from headway.config.placement import ACTOR, REF, ROLLOUT, Placement
 from headway.config.schema import Config
 
@@ -17,7 +22,7 @@ class WorkerSpec:
     """One worker: ``role(**arguments, **what the backend adds)``."""
 
     name: str
-    role: type[Role]
+    role: type[Any]
     device: int
     """Index in the placement."""
     threads: int
@@ -25,17 +30,26 @@ class WorkerSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterPlan:
-    """All workers of a run."""
+class Rank:
+    """One rank of a role, or one replica: a worker of its own, or a part of one."""
 
-    actor: tuple[WorkerSpec, ...]
-    rollout: tuple[WorkerSpec, ...]
-    ref: tuple[WorkerSpec, ...]
+    name: str
+    worker: str
+    part: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPlan:
+    """All workers of a run, and what runs on them."""
+
+    workers: tuple[WorkerSpec, ...]
+    actor: tuple[Rank, ...]
+    rollout: tuple[Rank, ...]
+    ref: tuple[Rank, ...]
     """Empty when the run has no reference, or it shares the trainer's ranks."""
     ref_inside_fetch: bool
-
-    def __iter__(self) -> Iterator[WorkerSpec]:
-        yield from (*self.actor, *self.rollout, *self.ref)
+    shared: bool
+    """Each replica is on a device, and in the process, of a training rank."""
 
 
 def plan_cluster(
@@ -47,38 +61,49 @@ def plan_cluster(
     divide a machine's cores among its workers, at least one each.
     """
     train, generate = placement.devices[ACTOR], placement.devices[ROLLOUT]
-    inside = placement.shared(REF, ACTOR)
+    inside, shared = placement.shared(REF, ACTOR), placement.shared(ACTOR, ROLLOUT)
     ref = () if inside else placement.devices.get(REF, ())
-    workers = len(train) + len(generate) + len(ref)
-    share = max(1, available_cores() * machines // workers)
-    train_threads = config.trainer.threads or share
+    processes = len(train) + (0 if shared else len(generate)) + len(ref)
+    share = max(1, available_cores() * machines // processes)
+    train_threads, rollout_threads = config.trainer.threads or share, config.rollout.threads or share
     common = {"config": config, "model_path": model_path}
 
-    def spec(role: type[Role], kind: str, index: int, device: int, threads: int, **more: Any) -> WorkerSpec:
-        return WorkerSpec(f"{kind}-{index}", role, device, threads, {**common, **more})
+    def actor(rank: int) -> dict[str, Any]:
+        return {
+            "rank": rank,
+            "world_size": len(train),
+            "total_optimizer_steps": total_optimizer_steps,
+            "with_reference": inside,
+        }
 
+    workers: list[WorkerSpec] = []
+    for rank, device in enumerate(train):
+        name = f"{ACTOR}-{rank}"
+        if shared and device in generate:
+            parts = {"actor": actor(rank), "rollout": {"name": f"{ROLLOUT}-{generate.index(device)}"}}
+            # They take turns, so each may have all that the process has.
+            threads = max(train_threads, rollout_threads)
+            workers.append(WorkerSpec(name, FusedRole, device, threads, {**common, **parts}))
+        else:
+            workers.append(WorkerSpec(name, ActorRole, device, train_threads, {**common, **actor(rank)}))
+    if not shared:
+        for index, device in enumerate(generate):
+            workers.append(WorkerSpec(f"{ROLLOUT}-{index}", RolloutRole, device, rollout_threads, common))
+    for rank, device in enumerate(ref):
+        ranks = {"rank": rank, "world_size": len(ref)}
+        workers.append(WorkerSpec(f"{REF}-{rank}", RefRole, device, train_threads, {**common, **ranks}))
+    hosts = {spec.device: spec.name for spec in workers if spec.role is FusedRole}
     return ClusterPlan(
+        workers=tuple(workers),
         actor=tuple(
-            spec(
-                ActorRole,
-                ACTOR,
-                rank,
-                device,
-                train_threads,
-                rank=rank,
-                world_size=len(train),
-                total_optimizer_steps=total_optimizer_steps,
-                with_reference=inside,
-            )
+            Rank(f"{ACTOR}-{rank}", f"{ACTOR}-{rank}", "actor" if device in hosts else None)
             for rank, device in enumerate(train)
         ),
         rollout=tuple(
-            spec(RolloutRole, ROLLOUT, index, device, config.rollout.threads or share)
+            Rank(f"{ROLLOUT}-{index}", hosts.get(device, f"{ROLLOUT}-{index}"), "rollout" if device in hosts else None)
             for index, device in enumerate(generate)
         ),
-        ref=tuple(
-            spec(RefRole, REF, rank, device, train_threads, rank=rank, world_size=len(ref))
-            for rank, device in enumerate(ref)
-        ),
+        ref=tuple(Rank(f"{REF}-{rank}", f"{REF}-{rank}") for rank in range(len(ref))),
         ref_inside_fetch=inside,
+        shared=shared,
     )

@@ -21,6 +21,8 @@ from headway.config.schema import Config
 from headway.errors import ConfigError, RunError, boundary
 
 MIN_OBJECT_STORE = 256 * 2**20
+VERSIONS_STORED = 3
+"""The one that is being sent, the one before, which the driver still holds, and room to breathe."""
 RESERVING_SHARE = 0.95
 """Of the time that the start has left: what is lacking must be said before the start as a whole runs out of time."""
 
@@ -28,12 +30,13 @@ RESERVING_SHARE = 0.95
 class RayCluster:
     """The `Cluster` on Ray."""
 
-    transports: tuple[str, ...] = ("broadcast",)
     separate_processes = True
 
-    def __init__(self, config: Config, run_dir: Path) -> None:
+    def __init__(self, config: Config, run_dir: Path, weights_bytes: int = 0) -> None:
+        """``weights_bytes``: of one version, where versions go through the object store."""
         self._config = config
         self._run_dir = run_dir
+        self._weights_bytes = weights_bytes
         self._entered = False
         self._processes: Family | None = None
         """Of the Ray that was started here; None where it was joined."""
@@ -60,7 +63,7 @@ class RayCluster:
         return self._device
 
     async def reserve(self, plan: ClusterPlan) -> None:
-        self._devices = sorted({spec.device for spec in plan})
+        self._devices = sorted({spec.device for spec in plan.workers})
         self._check_enough_gpus(plan)
         if self._deadline is None:
             raise RunError("devices can be reserved only after the cluster has answered")
@@ -114,7 +117,7 @@ class RayCluster:
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
-                object_store_memory=object_store_bytes(self._config),
+                object_store_memory=object_store_bytes(self._config) + VERSIONS_STORED * self._weights_bytes,
             )
         # The name of Ray's session stands in the command line of all that this process started for it.
         self._processes = Family(Path(context.address_info["session_dir"]).name)
@@ -124,8 +127,8 @@ class RayCluster:
         needed, there = len(self._devices), _gpus()
         if self._device == "cuda" and self._config.cluster.address is None and needed > there:
             raise ConfigError(
-                f"the run needs {needed} GPUs, for {', '.join(spec.name for spec in plan)}, and this machine has "
-                f"{there:g}. Set cluster.device=cpu, or ask for fewer "
+                f"the run needs {needed} GPUs, for {', '.join(spec.name for spec in plan.workers)}, and this machine "
+                f"has {there:g}. Set cluster.device=cpu, or ask for fewer "
                 "(trainer.n_gpus_per_node, rollout.n_gpus_per_node)"
             )
 

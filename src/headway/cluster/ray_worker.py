@@ -16,11 +16,12 @@ from typing import Any, NoReturn
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from headway.cluster.exchange import transport_timeout
 from headway.cluster.plan import WorkerSpec
 from headway.cluster.process import ProcessSettings, set_up_process
 from headway.cluster.role_host import RoleHost
 from headway.data.types import Handle
-from headway.errors import HeadwayError, RunError, WorkerDied
+from headway.errors import HeadwayError, RunError, StallError, WorkerDied
 
 MAX_CALLS = 100_000
 """At once, on one actor: every admitted group is a call that waits for its tokens, and a pause must get through."""
@@ -40,9 +41,11 @@ class WorkerActor:
             device=device,
             threads=spec.threads,
             fetch=self._fetch,
+            put=ray.put,
             host=ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
         )
         self._host = RoleHost(role, spec.name)
+        self._fetch_timeout_s = transport_timeout(spec.arguments["config"])
 
     async def pid(self) -> int:
         """Process id; the first call that is answered, so it also says that the worker is up."""
@@ -72,7 +75,14 @@ class WorkerActor:
         async def fetch() -> list[Any]:
             return await asyncio.gather(*handles)
 
-        return asyncio.run_coroutine_threadsafe(fetch(), self._loop).result()
+        fetching = asyncio.run_coroutine_threadsafe(fetch(), self._loop)
+        try:
+            return fetching.result(self._fetch_timeout_s)
+        except TimeoutError:
+            fetching.cancel()
+            raise StallError(
+                f"{len(handles)} objects did not come from Ray's object store within {self._fetch_timeout_s:g} s"
+            ) from None
 
 
 class RayWorker:

@@ -36,5 +36,8 @@ class RoleHost:
 
     async def close(self) -> None:
         """Close the role behind whatever it is doing, and end its thread."""
-        await self.call("close")
-        self._thread.shutdown(wait=False)
+        await asyncio.get_running_loop().run_in_executor(self._thread, lambda: None)
+        try:
+            await self.call("close")
+        finally:
+            self._thread.shutdown(wait=False)

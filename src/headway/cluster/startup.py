@@ -1,6 +1,6 @@
 """From a configuration to running engines, step by step, the same on every backend.
 
-connect ─▶ plan ─▶ reserve ─▶ launch all ─▶ up ─▶ build (models load side by side) ─▶ join weights ─▶ serve
+connect ─▶ plan ─▶ reserve ─▶ launch all ─▶ up ─▶ build (models load side by side) ─▶ meet for weights ─▶ serve
 """
 
 from __future__ import annotations
@@ -8,27 +8,35 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol, TypeVar
 
 from headway.cluster.engines import RolloutReplica, clock_offset
+from headway.cluster.exchange import Exchange, WeightPaths, WithinProcesses, exchange_settings, transport_timeout
 from headway.cluster.hardware import Hardware
-from headway.cluster.plan import ClusterPlan, WorkerSpec, plan_cluster
-from headway.cluster.worker_group import Worker, WorkerGroup
+from headway.cluster.plan import ClusterPlan, Rank, WorkerSpec, plan_cluster
+from headway.cluster.roles.actor import ActorRole
+from headway.cluster.roles.ref import RefRole
+from headway.cluster.roles.rollout import RolloutRole
+from headway.cluster.worker_group import PartOf, Worker, WorkerGroup
 from headway.config.placement import resolve_placement
 from headway.config.schema import Config
+from headway.config.transports import transport_of
 from headway.errors import ConfigError
-from headway.interfaces import Capabilities, Manifest, OnUpdate
+from headway.interfaces import Capabilities, OnUpdate
 from headway.pipeline.concurrently import concurrently
-from headway.weights.transports.links import Address, make_link
+from headway.weights.layout import Manifest
+from headway.weights.transports.links import Address
 
 T = TypeVar("T")
+
+SHARED_MEMORY = "/dev/shm"
+"""A file system in memory, on Linux."""
 
 
 class Cluster(Protocol):
     """A place where workers run."""
-
-    transports: tuple[str, ...]
-    """Values of ``param_update.transport`` that work here; ``auto`` is the first."""
 
     separate_processes: bool
     """Whether ranks are processes, which meet at a store."""
@@ -58,7 +66,11 @@ class Started:
     ref: WorkerGroup | None
     """The ranks that compute the reference's log-probs: its own, or the trainer's. None without a reference."""
     ref_inside_fetch: bool
-    workers: tuple[Worker, ...]
+    paths: WeightPaths
+    dtypes: tuple[str, str]
+    """Of the served weights, and of the trainer's matrix products."""
+    needed: tuple[Worker, ...]
+    """Workers without any of which the run cannot go on."""
     hardware: dict[str, Hardware]
     """Worker → what it computes on."""
 
@@ -73,11 +85,14 @@ class _Groups:
 class Startup:
     """One start. `waiting_for` says, at any moment, who has not answered yet."""
 
-    def __init__(self, config: Config, cluster: Cluster, *, model_path: str, total_optimizer_steps: int) -> None:
+    def __init__(
+        self, config: Config, cluster: Cluster, *, model_path: str, total_optimizer_steps: int, run_dir: Path
+    ) -> None:
         self._config = config
         self._cluster = cluster
         self._model_path = model_path
         self._total_optimizer_steps = total_optimizer_steps
+        self._run_dir = run_dir
         self._pending: dict[str, None] = {}
 
     @property
@@ -86,7 +101,6 @@ class Startup:
 
     async def run(self, stack: AsyncExitStack) -> Started:
         """Start everything. What has to be undone is left on ``stack``, also when this raises."""
-        transport = self._transport()
         stack.push_async_callback(self._cluster.stop)
         device = await self._wait("the cluster to answer", self._cluster.connect())
         plan = plan_cluster(
@@ -97,35 +111,47 @@ class Startup:
             machines=self._cluster.machines,
         )
         await self._wait("devices to be free", self._cluster.reserve(plan))
+        directory = self._directory(stack)  # before the workers: it is removed when they have ended
         workers = await self._launch(stack, plan)
         groups = _group(plan, workers)
         store = None
         if self._cluster.separate_processes:
             store = await self._wait("actor-0 to open a store", _result(groups.actor.open_store))
-        manifest = await self._build(groups, store)
+        await self._build(groups, store)
         hardware = await concurrently(
             self._wait(f"{name} to describe its machine", worker.call("hardware")) for name, worker in workers.items()
         )
-        await self._join_weights(groups, transport, store, device)
-        rollouts = await concurrently(self._serve(group, manifest) for group in groups.rollouts)
+        dtype = await self._wait("rollout-0 to say its dtype", _result(groups.rollouts[0].served_dtype))
+        computed = await self._wait("actor-0 to say its dtype", _result(groups.actor.compute_dtype))
+        manifest = await self._wait("actor-0 to lay weights out", _result(groups.actor.layout, dtype))
+        await self._wait(f"{groups.actor.name} to prepare updates", _result(groups.actor.open_route, dtype))
+        replicas = {group.name: group.workers[0] for group in groups.rollouts}
+        paths: WeightPaths
+        if plan.shared:
+            await self._join_within(plan, workers, dtype)
+            paths = WithinProcesses(groups.actor, replicas, dtype)
+        else:
+            settings = exchange_settings(self._config, store, device, directory)
+            exchange = Exchange(groups.actor, settings, {dtype: manifest})
+            for worker in replicas.values():
+                exchange.add(worker, dtype)
+            # Not only at the first update: what cannot meet has to be known before anything is generated.
+            await self._wait(
+                f"{', '.join(replicas)} to meet {groups.actor.name} for weights", exchange.reach([*replicas])
+            )
+            paths = exchange
+        rollouts = await concurrently(self._serve(group, manifest, paths) for group in groups.rollouts)
+        alone = {rank.worker for rank in plan.rollout if rank.part is None}
         return Started(
             actor=groups.actor,
             rollouts=tuple(rollouts),
             ref=groups.actor if plan.ref_inside_fetch else groups.ref,
             ref_inside_fetch=plan.ref_inside_fetch,
-            workers=tuple(workers.values()),
+            paths=paths,
+            dtypes=(dtype, computed),
+            needed=tuple(worker for name, worker in workers.items() if name not in alone),
             hardware=dict(zip(workers, hardware, strict=True)),
         )
-
-    def _transport(self) -> str:
-        asked = self._config.param_update.transport
-        known = self._cluster.transports
-        if asked != "auto" and asked not in known:
-            raise ConfigError(
-                f"param_update.transport={asked} does not work with cluster.backend={self._config.cluster.backend}; "
-                f"set it to {' or '.join(known)}, or to auto"
-            )
-        return known[0] if asked == "auto" else asked
 
     async def _launch(self, stack: AsyncExitStack, plan: ClusterPlan) -> dict[str, Worker]:
         started: dict[str, Worker] = {}
@@ -134,42 +160,52 @@ class Startup:
             await concurrently(worker.kill() for worker in started.values())
 
         stack.push_async_callback(kill_all)
-        for spec in plan:
+        for spec in plan.workers:
             started[spec.name] = self._cluster.launch(spec)
         await concurrently(self._wait(f"{name} to start", worker.up()) for name, worker in started.items())
         return started
 
-    async def _build(self, groups: _Groups, store: Address | None) -> Manifest:
-        """Load all models side by side. Returns the layout in which the trainer will send weights."""
+    async def _build(self, groups: _Groups, store: Address | None) -> None:
+        """Load all models side by side."""
         everyone = [groups.actor, *groups.rollouts, *([groups.ref] if groups.ref is not None else [])]
-        results = await concurrently(
+        await concurrently(
             self._wait(f"{group.name} to load the model", _result(group.build, store)) for group in everyone
         )
-        manifest: Manifest = results[0]
-        return manifest
 
-    async def _join_weights(self, groups: _Groups, transport: str, store: Address | None, device: str) -> None:
-        """Open both ends of the transport; with ``broadcast`` each end waits for all others."""
-        receivers = tuple(group.name for group in groups.rollouts)
-        link = make_link(
-            transport,
-            receivers=receivers,
-            timeout_s=self._config.param_update.timeout_s,
-            sender=groups.actor.workers[0].name,
-            address=store,
-            device=device,
-        )
+    async def _join_within(self, plan: ClusterPlan, workers: dict[str, Worker], dtype: str) -> None:
+        """Let each replica receive from the rank that it shares its process with."""
+        timeout_s = transport_timeout(self._config)
         await concurrently(
-            self._wait(f"{group.name} to join the transport of weights", _result(group.connect, link))
-            for group in (groups.actor, *groups.rollouts)
+            self._wait(
+                f"{rank.name} to meet {rank.worker}", workers[rank.worker].call("connect_within", dtype, timeout_s)
+            )
+            for rank in plan.rollout
         )
 
-    async def _serve(self, group: WorkerGroup, manifest: Manifest) -> RolloutReplica:
+    def _directory(self, stack: AsyncExitStack) -> Path | None:
+        """Where a transport that uses files leaves them; gone at the end where that is memory."""
+        update, shared = self._config.param_update, self._config.placement.kind == "shared"
+        match transport_of(update.transport, backend=self._config.cluster.backend, shared=shared):
+            case "disk":
+                return (update.directory or self._run_dir / "weights").absolute()
+            case "shared_memory":
+                if not Path(SHARED_MEMORY).is_dir():
+                    raise ConfigError(
+                        f"param_update.transport=shared_memory: this system has no {SHARED_MEMORY}; choose another"
+                    )
+                memory = TemporaryDirectory(prefix="headway-", dir=SHARED_MEMORY, ignore_cleanup_errors=True)
+                return Path(stack.enter_context(memory))
+            case _:
+                return None
+
+    async def _serve(self, group: WorkerGroup, manifest: Manifest, paths: WeightPaths) -> RolloutReplica:
         (worker,) = group.workers
         offset = await clock_offset(worker)
         capabilities = await self._wait(f"{worker.name} to start its engine", _result(group.serve, manifest, offset))
         self._check_can(worker.name, capabilities)
-        return RolloutReplica(worker, capabilities, self._config.rollout.max_concurrent)
+        return RolloutReplica(
+            worker, capabilities, self._config.rollout.max_concurrent, paths, self._config.param_update.verify
+        )
 
     def _check_can(self, name: str, capabilities: Capabilities) -> None:
         asked = OnUpdate(self._config.async_training.on_update)
@@ -178,6 +214,11 @@ class Startup:
             raise ConfigError(
                 f"async_training.on_update={asked}: the rollout engine of {name} cannot do that; it can do {known}. "
                 "Set async_training.on_update (or mode) to one that it can do"
+            )
+        if self._config.placement.kind == "shared" and not capabilities.sleep:
+            raise ConfigError(
+                f"placement.kind=shared: the rollout engine of {name} cannot give its device back to the trainer; set "
+                "placement.kind=split (or another mode)"
             )
 
     async def _wait(self, what: str, answer: Coroutine[Any, Any, T]) -> T:
@@ -188,13 +229,17 @@ class Startup:
 
 
 def _group(plan: ClusterPlan, workers: dict[str, Worker]) -> _Groups:
-    def group(specs: Sequence[WorkerSpec]) -> WorkerGroup:
-        return WorkerGroup(specs[0].role, [workers[spec.name] for spec in specs])
+    def worker(rank: Rank) -> Worker:
+        hosting = workers[rank.worker]
+        return hosting if rank.part is None else PartOf(hosting, rank.part, rank.name)
+
+    def group(role: type, ranks: Sequence[Rank]) -> WorkerGroup:
+        return WorkerGroup(role, [worker(rank) for rank in ranks])
 
     return _Groups(
-        actor=group(plan.actor),
-        rollouts=tuple(group([spec]) for spec in plan.rollout),
-        ref=group(plan.ref) if plan.ref else None,
+        actor=group(ActorRole, plan.actor),
+        rollouts=tuple(group(RolloutRole, [rank]) for rank in plan.rollout),
+        ref=group(RefRole, plan.ref) if plan.ref else None,
     )
 
 

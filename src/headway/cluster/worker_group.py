@@ -93,6 +93,33 @@ class Worker(Protocol):
         """End the worker whatever it is doing, and return when it is gone. Pending calls fail."""
 
 
+class PartOf:
+    """One of the roles of a worker that runs several (``part``), as a worker of its own."""
+
+    def __init__(self, worker: Worker, part: str, name: str) -> None:
+        self.name = name
+        self._worker = worker
+        self._part = part
+
+    async def up(self) -> None:
+        await self._worker.up()
+
+    async def call(self, method: str, *args: Any) -> Any:
+        return await self._worker.call(f"{self._part}.{method}", *args)
+
+    async def keep(self, method: str, *args: Any) -> Handle[Any]:
+        return await self._worker.keep(f"{self._part}.{method}", *args)
+
+    def stream(self, method: str, *args: Any) -> AsyncGenerator[tuple[Any, Handle[Any]], None]:
+        return self._worker.stream(f"{self._part}.{method}", *args)
+
+    async def died(self) -> NoReturn:
+        await self._worker.died()
+
+    async def kill(self) -> None:
+        await self._worker.kill()
+
+
 class WorkerGroup:
     """The ranks of one role. Each registered method is an attribute here; calling it starts the work on the ranks at
     once and gives a task: await it to block, or keep it as a future. The first rank that fails fails the call.

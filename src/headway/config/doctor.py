@@ -11,6 +11,7 @@ from headway.config.loading import LoadedConfig, mode_config
 from headway.config.placement import resolve_placement
 from headway.config.presets import preset
 from headway.config.schema import Config, Order
+from headway.config.transports import TRANSPORTS, transport_of
 from headway.errors import ConfigError
 
 
@@ -30,6 +31,7 @@ def diagnose(loaded: LoadedConfig) -> list[str]:
         _patience,
         _devices,
         _backend,
+        _update,
     )
     problems = [problem for check in checks for problem in check(loaded.config)]
     idle = without_effect(loaded.config)
@@ -153,6 +155,11 @@ def _patience(config: Config) -> Iterator[str]:
             f"reward.timeout_s={reward.timeout_s:g} × {1 + reward.retries} tries lets one reward take {slowest:g} s, "
             f"but cluster.stall_timeout_s={stall:g} would end the run first; raise it above that"
         )
+    if config.param_update.timeout_s >= stall:
+        yield (
+            f"param_update.timeout_s={config.param_update.timeout_s:g}: a replica that does not answer would be waited "
+            f"for until cluster.stall_timeout_s={stall:g} ends the run; lower the first, or raise the second above it"
+        )
 
 
 def _devices(config: Config) -> Iterator[str]:
@@ -163,31 +170,46 @@ def _devices(config: Config) -> Iterator[str]:
 
 
 def _backend(config: Config) -> Iterator[str]:
-    yield from simulated_only(config)
-    transport = config.param_update.transport
     if config.cluster.backend == "ray":
-        if transport == "local" and config.placement.kind == "split":
-            yield "param_update.transport=local copies inside one process, which cluster.backend=ray does not have"
         return
-    if transport == "broadcast":
-        yield "param_update.transport=broadcast needs processes of their own; cluster.backend=inline copies: local"
     if config.trainer.use_nodes_ratios is not None:
         yield "trainer.use_nodes_ratios divides devices among processes; cluster.backend=inline has one process"
     elif (ranks := config.trainer.nnodes * config.trainer.n_gpus_per_node) > 1:
         yield f"cluster.backend=inline has one process, so one training rank; trainer.* asks for {ranks}"
 
 
-def simulated_only(config: Config) -> Iterator[str]:
-    """Why ``headway train`` refuses what ``headway plan`` can simulate: no engine or transport does it for real."""
-    if config.param_update.schedule == "overlapped":
+def _update(config: Config) -> Iterator[str]:
+    update, backend, shared = config.param_update, config.cluster.backend, config.placement.kind == "shared"
+    transport = transport_of(update.transport, backend=backend, shared=shared)
+    facts = TRANSPORTS[transport]
+    if shared and transport != "local":
         yield (
-            "param_update.schedule=overlapped: no transport sends weights beside training; headway plan simulates it, "
-            "to train use param_update.schedule=synchronous"
+            f"param_update.transport={transport} with placement.kind=shared: trainer and engine are one process, which "
+            "hands weights over by local; drop the transport"
         )
-    if config.placement.kind == "shared":
+    if not shared and backend not in facts.backends:
+        able = [name for name, other in TRANSPORTS.items() if backend in other.backends]
         yield (
-            "placement.kind=shared: no engine gives its device back to the trainer; headway plan simulates it, to "
-            "train use placement.kind=split"
+            f"param_update.transport={transport} does not work with cluster.backend={backend}; "
+            f"set it to {', '.join(able)}, or auto"
+        )
+    if update.encoding == "delta" and not facts.carries_delta:
+        able = [name for name, other in TRANSPORTS.items() if other.carries_delta and backend in other.backends]
+        reason = "its files are whole versions" if transport == "disk" else "inside one process nothing has to be sent"
+        way_out = "" if shared else f", or the transport to {' or '.join(able)}"
+        yield (
+            f"param_update.encoding=delta with param_update.transport={transport}: {reason}; "
+            f"set the encoding to full{way_out}"
+        )
+    if update.encoding == "delta" and not config.rollout.enable_dual_buffer:
+        yield (
+            "param_update.encoding=delta with rollout.enable_dual_buffer=false: a delta is applied to a copy that a "
+            "second buffer keeps; set one of them to its other value"
+        )
+    if update.backend == "nccl" and update.schedule == "overlapped":
+        yield (
+            "param_update.backend=nccl with param_update.schedule=overlapped: NCCL's kernels and communicators would "
+            "compete with training for the GPUs; set param_update.backend=gloo, which sends from host memory"
         )
 
 

@@ -10,6 +10,7 @@ from math import floor
 
 from headway.config.placement import needs_reference
 from headway.config.schema import Config, Order
+from headway.config.transports import transport_of
 
 Idle = tuple[str, str]
 """A dotted key and why it has no effect."""
@@ -82,10 +83,15 @@ def _algorithm(config: Config) -> Iterator[Idle]:
 
 
 def _update(config: Config) -> Iterator[Idle]:
-    if config.rollout.name == "native":
+    if config.param_update.transport != "disk":
+        yield "param_update.directory", "only param_update.transport=disk writes files"
+    shared = config.placement.kind == "shared"
+    if transport_of(config.param_update.transport, backend=config.cluster.backend, shared=shared) != "broadcast":
+        yield "param_update.backend", "only param_update.transport=broadcast has a choice of backends"
+    if shared:
         yield (
-            "rollout.param_update_consume_bucket_size_mb",
-            "the native engine loads from a complete copy in host memory, tensor by tensor",
+            "rollout.enable_dual_buffer",
+            "with placement.kind=shared nothing decodes while weights arrive, so they are written in place",
         )
 
 

@@ -245,6 +245,8 @@ class RolloutConfig(Section):
     """Length of the run in *trained* groups; a multiple of B. Exactly one of this and ``data.epochs`` is given."""
     test_freq: Every = 1
     """Versions between two validations; the first and the last version are always validated. -1: only those two."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the served weights; ``auto`` is that of ``model.dtype``."""
     max_concurrent: Positive = 64
     """Trajectories that one replica decodes at once. Bounds memory, not staleness."""
     max_batched_tokens: Positive = 4096
@@ -262,6 +264,9 @@ class RolloutConfig(Section):
     """Answers per held-out problem."""
     val_temperature: float = Field(0.0, ge=0)
     """0 is greedy."""
+    enable_dual_buffer: bool = True
+    """Receive new weights into a second copy, in host memory, while decoding goes on. Off: decoding is paused first,
+    and they are written over the ones that were served."""
     param_update_preduce_bucket_size_mb: float = Field(64, gt=0)
     """Bucket in which the trainer assembles full tensors."""
     param_update_consume_bucket_size_mb: float = Field(64, gt=0)
@@ -388,10 +393,23 @@ class ParamUpdateConfig(Section):
     schedule: Literal["synchronous", "overlapped"] = "synchronous"
     """``synchronous``: the trainer waits until every replica has loaded. ``overlapped``: it waits for gather alone, and
     trains on while replicas receive and load, each at its own pace."""
-    transport: Literal["auto", "local", "broadcast"] = "auto"
-    """``local`` copies inside one process, ``broadcast`` uses a process group of its own; ``auto`` picks by backend."""
-    timeout_s: float = Field(300.0, gt=0)
-    """For one update; on expiry the run ends with an error that names who did not answer."""
+    transport: Literal["auto", "local", "broadcast", "object_store", "shared_memory", "disk"] = "auto"
+    """``broadcast`` uses a process group of its own, ``object_store`` Ray's, ``shared_memory`` is for one machine,
+    ``disk`` leaves safetensors files, ``local`` copies inside one process; ``auto`` is ``local`` where there is only
+    one, else ``broadcast``."""
+    encoding: Literal["full", "delta"] = "full"
+    """``delta`` sends only what changed in the served dtype; the trainer then keeps a copy of it in host memory."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """Of ``broadcast``: ``nccl`` from GPU to GPU, ``gloo`` through host memory; ``auto`` is ``nccl`` where there are
+    GPUs and the trainer waits for the update."""
+    directory: Path | None = None
+    """Of the files of ``disk``, which every worker must reach. Default: ``weights`` in the run's directory."""
+    verify: bool = True
+    """After each update, compare what each replica serves with the trainer on a few fixed sequences. Checksums of what
+    was received are always compared."""
+    timeout_s: float = Field(120.0, gt=0)
+    """For one update. A replica that has not answered by then is left out, and its prompts run again elsewhere; the run
+    ends when it was the last."""
 
 
 class PlacementConfig(Section):

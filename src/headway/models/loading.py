@@ -28,14 +28,17 @@ LOADING = threading.Lock()
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """Of matrix products and of served weights: ``model.dtype``; ``auto`` is bfloat16 on GPUs, float32 on CPUs."""
-    match config.model.dtype:
-        case "auto":
-            return torch.bfloat16 if device.type == "cuda" else torch.float32
-        case "float32":
-            return torch.float32
-        case "bfloat16":
-            return torch.bfloat16
+    """Of the trainer's matrix products: ``model.dtype``; ``auto`` is bfloat16 on GPUs, float32 on CPUs."""
+    return _dtype(config.model.dtype, torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+
+def served_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """Of the weights that rollouts are served from: ``rollout.dtype``; ``auto`` is the trainer's."""
+    return _dtype(config.rollout.dtype, compute_dtype(config, device))
+
+
+def _dtype(name: str, auto: torch.dtype) -> torch.dtype:
+    return {"auto": auto, "float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
 def load_model(

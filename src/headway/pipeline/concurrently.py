@@ -1,36 +1,67 @@
-"""Running things side by side and failing as one."""
+"""Running things side by side and failing as one.
+
+    concurrently(coroutines)   all of them are known at the start
+    failing_as_one(main)       ``main`` starts others on its way
+
+What is cancelled is cancelled in the order in which it was started, so that a run that fails ends the same way each
+time; `asyncio.TaskGroup` cancels in the order of a set. Nor can a cancellation from outside get lost here in a failure
+that comes at the same time, as it can there: nothing but what was started is ever cancelled.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 U = TypeVar("U")
 
 
-def _first_failure(failures: BaseExceptionGroup[Any]) -> BaseException:
-    """The exception that a TaskGroup failed for: the others were cancelled because of it."""
-    failure: BaseException = failures
-    while isinstance(failure, BaseExceptionGroup):
-        failure = failure.exceptions[0]
-    return failure
+class Tasks:
+    """What `failing_as_one` waits for: tasks that are running, in the order in which they were started."""
+
+    def __init__(self) -> None:
+        self._running: dict[asyncio.Task[Any], None] = {}
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when all have ended, or with the first failure."""
+
+    def start(self, coroutine: Coroutine[Any, Any, T], *, name: str | None = None) -> asyncio.Task[T]:
+        """One that is cancelled alone ends quietly; its failure is everybody's."""
+        task = asyncio.get_running_loop().create_task(coroutine, name=name)
+        self._running[task] = None
+        task.add_done_callback(self._ended)
+        return task
+
+    async def ended(self) -> None:
+        """Until all have. The first failure, or a cancellation of this wait, cancels the rest, and is raised then."""
+        try:
+            await self._over
+        finally:
+            while running := [task for task in self._running if not task.done()]:
+                await _end(running)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        del self._running[task]
+        failure = None if task.cancelled() else task.exception()
+        if self._over.done():
+            return
+        if failure is not None:
+            self._over.set_exception(failure)
+        elif not self._running:
+            self._over.set_result(None)
 
 
-@contextmanager
-def failing_as_one() -> Iterator[None]:
-    """Around a TaskGroup: it raises what it failed for as it is, not in a group.
+async def failing_as_one(main: Callable[[Tasks], Coroutine[Any, Any, T]]) -> T:
+    """The result of ``main``, when all that it has started has ended, too.
 
-    For failures that end the run. Python 3.11's TaskGroup forgets a cancellation that comes while it ends for a
-    failure: whoever handles a failure and goes on uses `concurrently`.
+    The first failure of any of them cancels the others, ``main`` first, and is raised as it is, when all have ended. So
+    does a cancellation from outside, which is never taken for a failure of theirs.
     """
-    try:
-        yield
-    except BaseExceptionGroup as failures:
-        failure = _first_failure(failures)
-        raise failure from failure.__cause__  # keeps its own cause, and leaves the group out of the traceback
+    tasks = Tasks()
+    result = tasks.start(main(tasks))
+    await tasks.ended()
+    return result.result()
 
 
 async def concurrently(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -1,9 +1,10 @@
-"""The rollout replicas of a run: who serves, who waits to join, and what happens when one dies.
+"""The rollout replicas of a run: who serves, who waits to join, and what happens when one is gone.
 
     join() ──▶ JOINING ──serve(version)──▶ SERVING ──lose()──▶ gone; its groups are dropped and their prompts run again
 
-A replica serves nothing before it has loaded the current version. While at least one other serves, a replica's death is
-not the run's: the run ends with the last one.
+A replica serves nothing before it has loaded the current version. It is gone when it died, and when it was fenced off:
+it did not answer, or keeps failing, and nothing that it still does counts. While at least one other serves, that is not
+the run's end: the run ends with the last one. Other receivers of the policy cannot be replaced.
 """
 
 from __future__ import annotations
@@ -12,53 +13,72 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from headway.errors import WorkerDied
 from headway.events import ReplicaJoined, ReplicaLost
-from headway.interfaces import FinishedGroup, GenerateRequest, RolloutEngine
+from headway.interfaces import FinishedGroup, GenerateRequest, PolicyReceiver, RolloutEngine
 from headway.pipeline.concurrently import concurrently
+from headway.pipeline.receiver import Gone, Receiver, Replica
 from headway.pipeline.router import Router
 from headway.pipeline.state import RunState, now
 
 
 class Fleet:
-    def __init__(self, replicas: Sequence[RolloutEngine], state: RunState, router: Router) -> None:
+    def __init__(
+        self,
+        replicas: Sequence[RolloutEngine],
+        others: Sequence[PolicyReceiver],
+        state: RunState,
+        router: Router,
+        *,
+        timeout_s: float,
+    ) -> None:
+        """``others`` hold a copy of the policy and generate nothing. Quick answers may take ``timeout_s``."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when a replica joined the serving ones, or left them."""
         self._state = state
         self._router = router
-        self._serving = {replica.name: replica for replica in replicas}
-        for replica in replicas:
-            router.add(replica.name)
-        self._joining: dict[str, RolloutEngine] = {}
+        self._timeout_s = timeout_s
+        self._serving = {engine.name: Replica(engine, timeout_s) for engine in replicas}
+        for engine in replicas:
+            router.add(engine.name)
+        self._others = [Receiver(other, timeout_s) for other in others]
+        self._joining: dict[str, Replica] = {}
         self._gone: set[str] = set()
 
     @property
-    def serving(self) -> list[RolloutEngine]:
+    def serving(self) -> list[Replica]:
         """In the order in which they came."""
         return list(self._serving.values())
 
     @property
-    def receivers(self) -> list[RolloutEngine]:
-        """Who gets the next version: those that serve, and those that wait to."""
+    def replicas(self) -> list[Replica]:
+        """Those that serve, and those that wait to."""
         return [*self._serving.values(), *self._joining.values()]
 
     @property
-    def validator(self) -> RolloutEngine:
+    def receivers(self) -> list[Receiver]:
+        """Who gets the next version."""
+        return [*self.replicas, *self._others]
+
+    @property
+    def validator(self) -> Replica:
         """The replica that validates."""
         return next(iter(self._serving.values()))
 
-    def __getitem__(self, name: str) -> RolloutEngine:
+    def __getitem__(self, name: str) -> Replica:
         """A serving replica."""
         return self._serving[name]
 
-    def serves(self, replica: RolloutEngine) -> bool:
+    def serves(self, replica: Replica) -> bool:
         return replica.name in self._serving
 
-    def join(self, replica: RolloutEngine) -> None:
+    def join(self, engine: RolloutEngine) -> Replica:
         """A replica that was not there at the start; it serves from the next update on."""
-        if replica.name in self._serving or replica.name in self._joining or replica.name in self._gone:
-            raise ValueError(f"a replica named {replica.name!r} is or was part of this run; give it a name of its own")
-        self._joining[replica.name] = replica
+        name = engine.name
+        if name in self._gone or any(name == receiver.name for receiver in self.receivers):
+            raise ValueError(f"a replica named {name!r} is or was part of this run; give it a name of its own")
+        self._joining[name] = Replica(engine, self._timeout_s)
+        return self._joining[name]
 
-    def serve(self, replica: RolloutEngine, version: int) -> None:
+    def serve(self, replica: Replica, version: int) -> None:
         """``replica`` has loaded ``version``. A late one that was overtaken meanwhile waits for the next version.
 
         The oldest version served must never go back: groups were admitted under it.
@@ -74,32 +94,35 @@ class Fleet:
             self._state.emit(ReplicaJoined(time=now(), replica=replica.name, version=version, slots=replica.slots))
             self.on_change()
 
-    async def generate(
-        self, replica: RolloutEngine, requests: Sequence[GenerateRequest]
-    ) -> AsyncIterator[FinishedGroup]:
-        """`RolloutEngine.generate`, which ends early, and raises nothing, when the replica dies and others go on."""
+    async def generate(self, replica: Replica, requests: Sequence[GenerateRequest]) -> AsyncIterator[FinishedGroup]:
+        """`RolloutEngine.generate`, which ends early, and raises nothing, when the replica is gone and others go on."""
         try:
             async for finished in replica.generate(requests):
                 self._router.finished(replica.name, finished)
                 yield finished
-        except WorkerDied as death:
-            await self.lose(replica, death)
+        except Gone as gone:
+            await self.lose(gone)
 
-    async def lose(self, replica: RolloutEngine, death: WorkerDied) -> None:
-        """``replica`` died. Raises ``death`` when nobody serves any more."""
+    async def lose(self, gone: Gone) -> None:
+        """Go on without it. Raises why it is gone when that cannot be: it was the last to serve, or is no replica."""
+        replica = gone.receiver
+        replica.leave(gone.why)
+        if not isinstance(replica, Replica):
+            raise gone.why
         if replica.name not in self._gone:
             self._gone.add(replica.name)
-            self._state.emit(ReplicaLost(time=now(), replica=replica.name, reason=str(death)))
+            self._state.emit(ReplicaLost(time=now(), replica=replica.name, reason=str(gone.why)))
         self._joining.pop(replica.name, None)
         if not self.serves(replica):
-            return  # it served nothing, or is known to be dead
+            return  # it served nothing, or is known to be gone
         if len(self._serving) == 1:
-            raise death  # and it stays: whoever asks it next learns of its death, not of an empty fleet
+            raise gone.why  # and it stays: whoever asks it next learns that it is gone, not of an empty fleet
         del self._serving[replica.name]
         self._state.unload(replica.name)
         lost = self._router.forget(replica.name)
+        what = "died" if isinstance(gone.why, WorkerDied) else "was fenced off"
         for number in lost:
-            self._state.run_again(number, f"{replica.name} died")
+            self._state.run_again(number, f"{replica.name} {what}")
         self.on_change()
         await self.abort(lost)  # what other replicas generate of a split group is of no use
 
@@ -114,15 +137,15 @@ class Fleet:
         if len(self._serving) > 1:  # other parts of split groups
             await self.abort(sorted({number for found in older for number in found}))
 
-    async def _abort_at(self, replica: RolloutEngine, numbers: Sequence[int]) -> None:
+    async def _abort_at(self, replica: Replica, numbers: Sequence[int]) -> None:
         try:
             await replica.abort(numbers)
-        except WorkerDied as death:
-            await self.lose(replica, death)
+        except Gone as gone:
+            await self.lose(gone)
 
-    async def _older_at(self, replica: RolloutEngine, version: int) -> list[int]:
+    async def _older_at(self, replica: Replica, version: int) -> list[int]:
         try:
             return await replica.abort_older_than(version)
-        except WorkerDied as death:
-            await self.lose(replica, death)
+        except Gone as gone:
+            await self.lose(gone)
             return []

@@ -3,6 +3,9 @@
     generate ──trainer asks, a whole fetch in hand──▶ validations end ▶ halt(policy) ▶ sleep ──▶ train
         ▲                                                                                         │
         └────────────────────────── wake ▶ resume ◀── after each fetch, update or not ────────────┘
+                                                        update: stage ▶ load, while they sleep
+
+A replica gives its copy of the weights up where new ones will come before it wakes, and keeps it otherwise.
 
 On devices of their own (``placement.kind: split``) nobody asks and nothing changes hands.
 """
@@ -13,12 +16,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from headway.errors import WorkerDied
 from headway.events import LeaseChanged
-from headway.interfaces import RolloutEngine
 from headway.pipeline.concurrently import concurrently
 from headway.pipeline.fleet import Fleet
 from headway.pipeline.on_update import Halts
+from headway.pipeline.receiver import Gone, Replica
 from headway.pipeline.state import RunState, now
 
 WaitingFor = Callable[[str], AbstractContextManager[None]]
@@ -26,8 +28,11 @@ WaitingFor = Callable[[str], AbstractContextManager[None]]
 
 
 class Lease(Protocol):
-    async def to_train(self, waiting_for: WaitingFor) -> None:
-        """Returns when nothing else computes on the trainer's devices. Ask with complete input in hand only."""
+    async def to_train(self, waiting_for: WaitingFor, *, new_weights: bool) -> None:
+        """Returns when nothing else computes on the trainer's devices. Ask with complete input in hand only.
+
+        ``new_weights``: every replica will have loaded a new version before `to_generate` is called.
+        """
 
     async def to_generate(self, waiting_for: WaitingFor) -> None:
         """The trainer is done with them."""
@@ -36,7 +41,7 @@ class Lease(Protocol):
 class OwnDevices:
     """Training has devices of its own."""
 
-    async def to_train(self, waiting_for: WaitingFor) -> None: ...
+    async def to_train(self, waiting_for: WaitingFor, *, new_weights: bool) -> None: ...
 
     async def to_generate(self, waiting_for: WaitingFor) -> None: ...
 
@@ -49,9 +54,10 @@ class SharedDevices:
         self._fleet = fleet
         self._halts = halts
 
-    async def to_train(self, waiting_for: WaitingFor) -> None:
+    async def to_train(self, waiting_for: WaitingFor, *, new_weights: bool) -> None:
         asked = now()
-        waited = await concurrently(self._take_from(replica, waiting_for) for replica in self._fleet.serving)
+        keep = not new_weights
+        waited = await concurrently(self._take_from(replica, waiting_for, keep) for replica in self._fleet.serving)
         self._state.emit(LeaseChanged(time=now(), holder="train", asked=asked, validation_s=max(waited)))
 
     async def to_generate(self, waiting_for: WaitingFor) -> None:
@@ -59,21 +65,21 @@ class SharedDevices:
         await concurrently(self._give_back(replica, waiting_for) for replica in self._fleet.serving)
         self._state.emit(LeaseChanged(time=now(), holder="generate", asked=returned))
 
-    async def _take_from(self, replica: RolloutEngine, waiting_for: WaitingFor) -> float:
+    async def _take_from(self, replica: Replica, waiting_for: WaitingFor, keep_weights: bool) -> float:
         """Seconds that its validation was waited for."""
         try:
             with waiting_for(f"{replica.name} to {self._halts.policy} and give the devices back"):
                 halt = await self._halts.halt(replica, "lease")
-                await replica.sleep()
-        except WorkerDied as death:
-            await self._fleet.lose(replica, death)
+                await replica.sleep(keep_weights=keep_weights)
+        except Gone as gone:
+            await self._fleet.lose(gone)
             return 0.0
         return halt.validation_s
 
-    async def _give_back(self, replica: RolloutEngine, waiting_for: WaitingFor) -> None:
+    async def _give_back(self, replica: Replica, waiting_for: WaitingFor) -> None:
         try:
             with waiting_for(f"{replica.name} to wake up"):
                 await replica.wake()
                 await self._halts.release(replica, "lease")
-        except WorkerDied as death:
-            await self._fleet.lose(replica, death)
+        except Gone as gone:
+            await self._fleet.lose(gone)

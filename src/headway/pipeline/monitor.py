@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from headway.errors import StallError, WorkerDied
+from headway.errors import StallError
 from headway.events import Emit, Event, ReplicaActivity
 from headway.interfaces import EngineStats
 from headway.pipeline.concurrently import concurrently
 from headway.pipeline.fleet import Fleet
+from headway.pipeline.receiver import Gone
 from headway.pipeline.stage import Stage, State
 from headway.pipeline.state import now
 
@@ -67,8 +68,8 @@ class Monitor:
         for replica in fleet.serving:
             try:
                 stats = await replica.stats()
-            except WorkerDied as death:
-                await fleet.lose(replica, death)
+            except Gone as gone:
+                await fleet.lose(gone)
             else:
                 self._emit(activity(replica.name, stats))
 

@@ -1,7 +1,7 @@
 """Stopping replicas and letting them go on: for new weights, and for a trainer that shares their devices.
 
     halt(replica, why):  wait for its validation ▶ no new requests to it ▶ pause(policy)
-    release(replica, why):  resume ▶ new requests again, once nobody else halts it
+    release(replica, why):  what was to be checked first ▶ resume ▶ new requests again, once nobody else halts it
 
 ``drain`` lets what was submitted finish, ``interrupt`` and ``keep`` cut it; the tokens so far stay.
 """
@@ -9,13 +9,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 
-from headway.errors import WorkerDied
 from headway.events import ReplicaHalted
-from headway.interfaces import OnUpdate, RolloutEngine
+from headway.interfaces import OnUpdate
 from headway.pipeline.fleet import Fleet
+from headway.pipeline.receiver import Gone, Replica
 from headway.pipeline.state import RunState, now
 
 
@@ -30,6 +30,8 @@ class Halt:
     interrupted: int = 0
     validation_s: float = 0.0
     """How long its validation was waited for."""
+    check: Callable[[], Awaitable[object]] | None = None
+    """Must pass before the replica goes on."""
 
 
 class Halts:
@@ -49,8 +51,8 @@ class Halts:
         """Serving replicas that take new requests; all of them when every one is halted, since requests can wait."""
         return self._available or {replica.name: None for replica in self._fleet.serving}
 
-    async def halt(self, replica: RolloutEngine, why: str) -> Halt:
-        """Returns what it took when nothing decodes on ``replica`` any more. Raises `WorkerDied` when it died."""
+    async def halt(self, replica: Replica, why: str) -> Halt:
+        """Returns what it took when nothing decodes on ``replica`` any more. Raises `Gone`."""
         async with self._turns.setdefault(replica.name, asyncio.Lock()):
             if (halted := self._halts.get(replica.name)) is not None:
                 halted.by.append(why)
@@ -63,15 +65,18 @@ class Halts:
             self.gate(bool(self._available))
             try:
                 paused = await replica.pause(self.policy)
-            except WorkerDied:
+            except Gone:
                 del self._halts[replica.name]
                 raise
             halt.stopped, halt.interrupted = now(), paused.interrupted
             return halt
 
-    async def release(self, replica: RolloutEngine, why: str) -> None:
-        """``replica`` goes on, unless somebody else halts it, too. Raises `WorkerDied` when it died."""
+    async def release(self, replica: Replica, why: str) -> None:
+        """``replica`` goes on, unless somebody else halts it, too. Raises `Gone`."""
         halt = self._halts[replica.name]
+        if halt.by == [why] and halt.check is not None:
+            check, halt.check = halt.check, None
+            await check()  # halted as before: whoever wants it halted meanwhile is heard below
         halt.by.remove(why)
         if halt.by:
             return
@@ -90,6 +95,14 @@ class Halts:
                 interrupted=halt.interrupted,
             )
         )
+
+    def others_halt(self, replica: Replica, why: str) -> bool:
+        """``replica`` is halted for something else than ``why``, too."""
+        return self._halts[replica.name].by != [why]
+
+    def check_before_release(self, replica: Replica, check: Callable[[], Awaitable[object]]) -> None:
+        """Whatever lets ``replica`` go on runs ``check`` first; what that raises, it raises."""
+        self._halts[replica.name].check = check
 
     def fleet_changed(self) -> None:
         """Replicas joined or left."""

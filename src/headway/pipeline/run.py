@@ -21,13 +21,14 @@ from typing import Any
 
 from headway.config.schema import Config
 from headway.data.types import Group, Prompt
-from headway.errors import WorkerDied
+from headway.errors import UpdateFailed, WorkerDied
 from headway.events import CheckpointSaved, Emit, Observer, RunFinished, RunStarted, fan_out
 from headway.interfaces import (
     AdvantageFn,
     FinishedGroup,
     LogProbEngine,
     OnUpdate,
+    PolicyReceiver,
     PromptSource,
     RewardFn,
     RolloutEngine,
@@ -35,13 +36,14 @@ from headway.interfaces import (
     TrainEngine,
 )
 from headway.pipeline.channel import Channel
-from headway.pipeline.concurrently import concurrently, failing_as_one
+from headway.pipeline.concurrently import Tasks, concurrently, failing_as_one
 from headway.pipeline.fleet import Fleet
 from headway.pipeline.lease import OwnDevices, SharedDevices
 from headway.pipeline.ledger import Ledger
 from headway.pipeline.message_queue import MessageQueue
 from headway.pipeline.monitor import Monitor
 from headway.pipeline.on_update import Halts
+from headway.pipeline.receiver import Gone, Replica
 from headway.pipeline.router import Router
 from headway.pipeline.stage import Stage
 from headway.pipeline.stages.actor_train import ActorTrain, TrainSettings, Update
@@ -54,6 +56,7 @@ from headway.pipeline.stages.rollout import Rollout
 from headway.pipeline.stages.validate import Validate, Validation
 from headway.pipeline.staleness import Staleness
 from headway.pipeline.state import RunState, now
+from headway.pipeline.supervision import Supervision, Watch
 
 
 class Status(StrEnum):
@@ -78,7 +81,13 @@ class Parts:
     """The reference shares the trainer's ranks."""
     stop_token_ids: tuple[int, ...] = ()
     watch: Callable[[], Coroutine[Any, Any, None]] | None = None
-    """Runs until cancelled; raises `WorkerDied` as soon as any worker process ends."""
+    """Runs until cancelled; raises `WorkerDied` as soon as a worker ends that the run cannot go on without."""
+    watch_replica: Watch | None = None
+    """Runs until cancelled; raises `WorkerDied` as soon as this replica's process ends. Others may go on."""
+    receivers: Sequence[PolicyReceiver] = ()
+    """Roles that hold a copy of the policy and generate nothing. They serve each version before its update is over."""
+    probe_tolerance: float = 1e-3
+    """Nats by which a receiver's log-probs may differ from the trainer's, in the dtype that it serves."""
 
 
 class Pipeline:
@@ -109,7 +118,10 @@ class Pipeline:
         )
         self._state = RunState(staleness, Ledger(), MessageQueue(staleness), self._emit)
         self._router = Router(split_groups=config.rollout.split_groups)
-        self._fleet = Fleet(parts.rollouts, self._state, self._router)
+        self._fleet = Fleet(
+            parts.rollouts, parts.receivers, self._state, self._router, timeout_s=config.param_update.timeout_s
+        )
+        self._supervision = Supervision(self._fleet, parts.watch_replica)
         self._stopping = False
         self._saved_version: int | None = None
         self._wire()
@@ -148,7 +160,7 @@ class Pipeline:
         """
         if self.config.placement.kind == "shared":
             raise ValueError("placement.kind=shared: every device is in use, a replica cannot join")
-        self._fleet.join(replica)
+        self._supervision.add(self._fleet.join(replica))
 
     def request_stop(self) -> None:
         """Finish the current version, save, and return from `run`."""
@@ -209,6 +221,7 @@ class Pipeline:
                 overlapped=config.param_update.schedule == "overlapped",
                 test_freq=config.rollout.test_freq if parts.validation else -1,
                 timeout_s=config.param_update.timeout_s,
+                probe_tolerance=parts.probe_tolerance,
             ),
             Validate(
                 state,
@@ -239,31 +252,34 @@ class Pipeline:
     # ------------------------------------------------------------------------------------------ running
 
     async def _run_stages(self) -> None:
-        """Downstream decides when a run is over; then admission stops and upstream runs dry, or is interrupted."""
         await self._validate_first_version()
-        with failing_as_one():
-            async with asyncio.TaskGroup() as tasks:
-                watchers = [tasks.create_task(watch()) for watch in (self._monitor.run, self._parts.watch) if watch]
-                upstream = [tasks.create_task(stage.run(), name=stage.name) for stage in self._upstream]
-                await concurrently(stage.run() for stage in self._downstream)
-                self._loader.end()
-                if self._state.ledger.open_numbers:
-                    await concurrently(self._interrupt(replica) for replica in self._fleet.serving)
-                    for task in upstream:
-                        task.cancel()
-                await asyncio.wait(upstream)
-                with suppress(WorkerDied):  # nothing more is needed from replicas
-                    await self._monitor.report()
-                await self._checkpoint(self._state.version)
-                for watcher in watchers:
-                    watcher.cancel()
+        await failing_as_one(self._run_to_the_end)
 
-    async def _interrupt(self, replica: RolloutEngine) -> None:
+    async def _run_to_the_end(self, tasks: Tasks) -> None:
+        """Downstream decides when a run is over; then admission stops and upstream runs dry, or is interrupted."""
+        watchers = [tasks.start(watch()) for watch in (self._monitor.run, self._parts.watch) if watch]
+        self._supervision.start(tasks)
+        upstream = [tasks.start(stage.run(), name=stage.name) for stage in self._upstream]
+        await concurrently(stage.run() for stage in self._downstream)
+        self._loader.end()
+        self._supervision.stop()
+        if self._state.ledger.open_numbers:
+            await concurrently(self._interrupt(replica) for replica in self._fleet.serving)
+            for task in upstream:
+                task.cancel()
+        await asyncio.wait(upstream)
+        with suppress(WorkerDied, UpdateFailed):  # nothing more is needed from replicas
+            await self._monitor.report()
+        await self._checkpoint(self._state.version)
+        for watcher in watchers:
+            watcher.cancel()
+
+    async def _interrupt(self, replica: Replica) -> None:
         try:
             await replica.pause(OnUpdate.INTERRUPT)
-        except WorkerDied as death:
-            with suppress(WorkerDied):  # the last one, too, is not needed any more
-                await self._fleet.lose(replica, death)
+        except Gone as gone:
+            with suppress(WorkerDied, UpdateFailed):  # the last one, too, is not needed any more
+                await self._fleet.lose(gone)
 
     async def _validate_first_version(self) -> None:
         """Marked before anything is admitted, like every other validation."""

@@ -21,7 +21,7 @@ from typing import Generic, TypeVar
 
 from headway.errors import StageFailed, boundary
 from headway.events import Emit, StageChanged
-from headway.pipeline.concurrently import failing_as_one
+from headway.pipeline.concurrently import Tasks, failing_as_one
 from headway.pipeline.signal import Signal
 
 In = TypeVar("In")
@@ -122,16 +122,19 @@ class Stage(ABC, Generic[In, Out]):
         self._enter(State.DRAINING)
 
     async def _run_concurrently(self) -> None:
+        with suppress(_ConsumerClosed):
+            await failing_as_one(self._take_on)
+
+    async def _take_on(self, tasks: Tasks) -> None:
+        """Each item is a task of its own, begun as soon as there is room."""
         room = asyncio.Semaphore(self.concurrency) if self.concurrency else None
-        with suppress(_ConsumerClosed), failing_as_one():
-            async with asyncio.TaskGroup() as tasks:
-                while (item := await self._get()) is not None:
-                    if room is not None:
-                        await room.acquire()
-                    task = tasks.create_task(self._work_or_end(item))
-                    if room is not None:
-                        task.add_done_callback(lambda _: room.release())
-                self._enter(State.DRAINING)
+        while (item := await self._get()) is not None:
+            if room is not None:
+                await room.acquire()
+            task = tasks.start(self._work_or_end(item))
+            if room is not None:
+                task.add_done_callback(lambda _: room.release())
+        self._enter(State.DRAINING)
 
     async def _work_or_end(self, item: In) -> None:
         """Ends the whole stage, what else is in processing included, when nobody takes its output any more."""

@@ -1,40 +1,60 @@
-"""Bringing one version's weights from the trainer into replicas' back buffers; nobody serves them yet.
+"""Bringing one version's weights from the trainer to its receivers; nobody serves them yet.
 
     together   gather ▶ send ║ recv ▶ register      one collective, bucket by bucket; the trainer is taken all the while
-    apart      gather │ send ║ recv ▶ register      a complete copy first; then each replica by itself, the trainer free
+    apart      gather │ send ║ recv ▶ register      a complete copy first; then each receiver alone, the trainer free
 
-All-or-nothing: a transfer that fails leaves every replica serving what it served. A replica that dies in it is left
-out, and the transfer begins again for the rest.
+All-or-nothing: a receiver with a second buffer serves what it served until it has all of the version. Each attempt ends
+within ``param_update.timeout_s``, whoever answers or not; `attempt.judge` says what follows from a failed one.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
-from headway.errors import UpdateFailed, WorkerDied
-from headway.events import TrainerBusy, UpdatePhase
-from headway.interfaces import OverlappingTrainEngine, ReceiveReport, RolloutEngine, SendReport, TrainEngine
-from headway.pipeline.concurrently import both, concurrently
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.errors import UpdateFailed
+from headway.events import TrainerBusy, UpdatePhase, UpdateRetried
+from headway.interfaces import GatherReport, OverlappingTrainEngine, ReceiveReport, SendReport, TrainEngine
+from headway.pipeline.attempt import Attempt, Audience, judge
+from headway.pipeline.concurrently import concurrently
 from headway.pipeline.fleet import Fleet
+from headway.pipeline.receiver import Gone, Receiver
 from headway.pipeline.signal import Signal
 from headway.pipeline.state import RunState, now
 
-T = TypeVar("T")
+SETTLE_S = 5.0
+"""Once a receiver is gone, the others have so long to notice it themselves. They are tried again after that, and should
+not be receiving then."""
 
 WaitingFor = Callable[[str], AbstractContextManager[None]]
 """Says whom the stage waits for while it is open."""
 
+Send = Callable[[Sequence[str]], Coroutine[Any, Any, SendReport]]
+"""Sends a version to the receivers named."""
 
-class ReceiverDied(Exception):
-    """A replica died in a transfer: the trainer did not."""
 
-    def __init__(self, replica: RolloutEngine, death: WorkerDied) -> None:
-        super().__init__(replica.name)
-        self.replica = replica
-        self.death = death
+@dataclass(slots=True)
+class Delivered:
+    """A version that arrived, and what is known of it."""
+
+    receivers: list[Receiver] = field(default_factory=list)
+    """Who holds it now; whoever is not among them is gone."""
+    gather_s: float = 0.0
+    probe: NDArray[np.float32] | None = None
+    full_nbytes: int | None = None
+    changed: float | None = None
+
+    def add(self, sent: SendReport, receivers: Sequence[Receiver]) -> None:
+        self.receivers += receivers
+        self.gather_s += sent.gather_s
+        self.probe, self.full_nbytes, self.changed = sent.probe, sent.full_nbytes, sent.changed
 
 
 class Transfer:
@@ -48,97 +68,123 @@ class Transfer:
         self._sending = 0
         self._sent = Signal()
 
-    async def together(self, trainer: TrainEngine, version: int) -> tuple[float, list[RolloutEngine]]:
-        """To all receivers at once. Returns the seconds that the trainer gathered, and who holds the version now."""
-        while True:
-            started, replicas = now(), self._fleet.receivers
-            names = [replica.name for replica in replicas]
-            try:
-                sent, received = await self._attempt(version, replicas, trainer.send_weights(version, names))
-            except ReceiverDied as lost:
-                await self._fleet.lose(lost.replica, lost.death)
-                continue
-            self._report_gathered(version, started, sent.gather_s, sent.nbytes)
-            self._accept(version, "actor", replicas, sent, received)
-            return sent.gather_s, replicas
+    async def together(self, trainer: TrainEngine, version: int, receivers: Sequence[Receiver]) -> Delivered:
+        """To all ``receivers`` at once."""
 
-    async def gather(self, trainer: OverlappingTrainEngine, version: int) -> float:
-        """Into the trainer's copy, as soon as the one in it is not being sent any more. Returns the seconds it took."""
+        async def send(names: Sequence[str]) -> SendReport:
+            return await trainer.send_weights(version, names)
+
+        return await self._deliver(trainer, version, receivers, send, where="actor")
+
+    async def gather(self, trainer: OverlappingTrainEngine, version: int) -> GatherReport:
+        """Into the trainer's copy, as soon as the one in it is not being sent any more."""
         with self._waiting_for("replicas to receive the version before"):
             await self._sent.until(lambda: self._sending == 0)
         started = now()
         with self._waiting_for("the trainer to gather"):
             gathered = await trainer.gather_weights(version)
         self._report_gathered(version, started, gathered.gather_s, gathered.nbytes)
-        return gathered.gather_s
+        return gathered
 
-    async def apart(self, trainer: OverlappingTrainEngine, version: int, replica: RolloutEngine) -> None:
-        """The copy, which holds ``version``, to one replica. Raises `ReceiverDied` when that died."""
+    async def apart(self, trainer: OverlappingTrainEngine, version: int, receiver: Receiver) -> Delivered:
+        """The copy, which holds ``version``, to one receiver."""
+
+        async def send(names: Sequence[str]) -> SendReport:
+            return await trainer.send_gathered(version, names[0])
+
         self._sending += 1
         try:
-            sent, received = await self._attempt(version, [replica], trainer.send_gathered(version, replica.name))
-            self._accept(version, replica.name, [replica], sent, received)
+            return await self._deliver(trainer, version, [receiver], send, where=receiver.name)
         finally:
             self._sending -= 1
             self._sent.changed()
 
-    async def _attempt(
-        self, version: int, replicas: Sequence[RolloutEngine], sending: Coroutine[Any, Any, SendReport]
-    ) -> tuple[SendReport, list[ReceiveReport]]:
-        silent = ["the trainer to send", *(f"{replica.name} to receive" for replica in replicas)]
+    async def _deliver(
+        self, trainer: TrainEngine, version: int, receivers: Sequence[Receiver], send: Send, *, where: str
+    ) -> Delivered:
+        """Attempt until everybody who is not gone holds ``version``. Raises `UpdateFailed` when that cannot be."""
+        delivered = Delivered()
+        due = deque([Audience(receivers)])
+        while due:
+            audience = due.popleft().still_there()
+            if not audience.receivers:
+                continue
+            attempt = Attempt(version, audience, self._timeout_s)
+            await self._make(attempt, trainer, send)
+            verdict = judge(attempt)
+            again = {receiver for audience in verdict.again for receiver in audience.receivers}
+            self._accept(attempt, [one for one in attempt.holding if one not in again], delivered, where)
+            for gone in verdict.lost:
+                await self._fleet.lose(gone)
+            if verdict.again:
+                self._report_retry(version, verdict.again, verdict.reason)
+            due.extendleft(reversed(verdict.again))
+        return delivered
+
+    async def _make(self, attempt: Attempt, trainer: TrainEngine, send: Send) -> None:
+        """Everybody's answer, as far as there is one in time."""
+        names = [receiver.name for receiver in attempt.audience.receivers]
         try:
             async with asyncio.timeout(self._timeout_s) as limit:
-                return await both(
-                    self._answer(sending, silent[0], silent),
-                    concurrently(
-                        self._receive(replica, version, whom, silent)
-                        for replica, whom in zip(replicas, silent[1:], strict=True)
-                    ),
-                )
+                if not await self._reach(attempt, trainer, names):
+                    return
+                attempt.began = now()
+                receiving = (self._receive(attempt, receiver, limit) for receiver in attempt.audience.receivers)
+                await concurrently([self._send(attempt, send(names)), *receiving])
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise UpdateFailed(
-                f"the weights of version {version} did not arrive within param_update.timeout_s={self._timeout_s:g} s: "
-                f"ParamUpdate waited for {', '.join(silent)}; replicas still serve the version before"
-            ) from None
 
-    async def _receive(self, replica: RolloutEngine, version: int, whom: str, silent: list[str]) -> ReceiveReport:
-        try:
-            return await self._answer(replica.stage_weights(version), whom, silent)
-        except WorkerDied as death:
-            raise ReceiverDied(replica, death) from death
+    async def _reach(self, attempt: Attempt, trainer: TrainEngine, names: Sequence[str]) -> bool:
+        with self._waiting_for(f"the trainer to reach {', '.join(names)}"):
+            try:
+                await trainer.reach(names)
+            except UpdateFailed as failure:
+                attempt.sent = failure
+        return attempt.sent is None
 
-    async def _answer(self, call: Coroutine[Any, Any, T], whom: str, silent: list[str]) -> T:
-        """The call's result; ``silent`` loses whoever answered."""
-        with self._waiting_for(whom):
-            result = await call
-        silent.remove(whom)
-        return result
+    async def _send(self, attempt: Attempt, sending: Coroutine[Any, Any, SendReport]) -> None:
+        with self._waiting_for("the trainer to send"):
+            try:
+                attempt.sent = await sending
+            except UpdateFailed as failure:
+                attempt.sent = failure
 
-    def _accept(
-        self,
-        version: int,
-        where: str,
-        replicas: Sequence[RolloutEngine],
-        sent: SendReport,
-        received: Sequence[ReceiveReport],
-    ) -> None:
-        """Raises `UpdateFailed` when a replica holds anything but what was sent."""
+    async def _receive(self, attempt: Attempt, receiver: Receiver, limit: asyncio.Timeout) -> None:
+        with self._waiting_for(f"{receiver.name} to receive"):
+            try:
+                attempt.received[receiver.name] = await receiver.stage_weights(attempt.version)
+            except UpdateFailed as failure:
+                attempt.received[receiver.name] = failure
+            except Gone as gone:
+                attempt.received[receiver.name] = gone
+                end = now() + SETTLE_S
+                if not limit.expired() and (limit.when() or end) > end:
+                    limit.reschedule(end)
+
+    def _accept(self, attempt: Attempt, receivers: Sequence[Receiver], delivered: Delivered, where: str) -> None:
+        sent, version = attempt.sent, attempt.version
+        if not receivers or not isinstance(sent, SendReport):
+            return
+        delivered.add(sent, receivers)
+        if where == "actor":
+            self._report_gathered(version, attempt.began, sent.gather_s, sent.full_nbytes or sent.nbytes)
         self._report_phase(version, "send", where, sent.send_s, sent.nbytes)
-        for replica, report in zip(replicas, received, strict=True):
-            self._report_phase(version, "recv", replica.name, report.recv_s, report.nbytes)
-            self._report_phase(version, "register", replica.name, report.register_s, report.nbytes)
-            if report.checksum != sent.checksum:
-                raise UpdateFailed(
-                    f"{replica.name} received weights of version {version} with checksum {report.checksum:08x}, the "
-                    f"trainer sent {sent.checksum:08x}; replicas still serve the version before"
-                )
+        for receiver in receivers:
+            self._report_received(version, receiver, attempt.holding[receiver])
+
+    def _report_retry(self, version: int, again: Sequence[Audience], reason: str) -> None:
+        names = [receiver.name for audience in again for receiver in audience.receivers]
+        self._state.emit(UpdateRetried(time=now(), version=version, receivers=names, reason=reason))
 
     def _report_gathered(self, version: int, started: float, seconds: float, nbytes: int) -> None:
         span = (started, started + seconds)
         self._state.emit(TrainerBusy(time=now(), what="gather", version=version, span=span))
         self._report_phase(version, "gather", "actor", seconds, nbytes)
+
+    def _report_received(self, version: int, receiver: Receiver, report: ReceiveReport) -> None:
+        self._report_phase(version, "recv", receiver.name, report.recv_s, report.nbytes)
+        self._report_phase(version, "register", receiver.name, report.register_s, report.nbytes)
 
     def _report_phase(self, version: int, phase: str, where: str, seconds: float, nbytes: int) -> None:
         self._state.emit(

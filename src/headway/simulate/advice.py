@@ -33,8 +33,6 @@ class Advice:
     helps: bool | None
     """Whether running ahead (η > 0) does; None when there was nothing to compare."""
     sentence: str
-    trains: Row | None = None
-    """The best row that ``headway train`` accepts, too, when it refuses the recommended one."""
     caveat: str | None = None
     """How far the numbers can be trusted."""
 
@@ -44,9 +42,7 @@ def advise(rows: Sequence[Row], assumptions: Sequence[str] = ()) -> Advice:
     if not rows:
         return Advice(None, None, "Nothing was simulated to the end: give the plan more time (--budget).")
     helps, sentence = _whether(rows)
-    best, accepted = recommend(rows), [row for row in rows if row.trains]
-    trains = recommend(accepted) if accepted and not best.trains else None
-    return Advice(best, helps, sentence, trains, _caveat(assumptions))
+    return Advice(recommend(rows), helps, sentence, _caveat(assumptions))
 
 
 def recommend(rows: Sequence[Row]) -> Row:

@@ -69,8 +69,6 @@ def render(plan: Plan, width: int) -> RenderableType:
         parts += [_table(plan, width), *_notes(plan)]
     if advice.recommended is not None:
         parts += [Text(), _recommendation(advice.recommended)]
-    if advice.recommended is not None and not advice.recommended.trains:
-        parts += [_to_train(advice.recommended, advice.trains)]
     parts += [Text(), Text(advice.sentence, style="bold")]
     if advice.caveat is not None:
         parts += [Text(), Text(advice.caveat, style="yellow"), _bullets(plan.profile.assumptions)]
@@ -123,7 +121,7 @@ def _each(column: Column, line: Line) -> str:
 def _shown(plan: Plan) -> list[tuple[int, Line]]:
     """Each line with its first row's number, as ``--row`` counts them."""
     seen: set[str] = set()
-    always = [plan.baseline, plan.advice.recommended, plan.advice.trains]
+    always = [plan.baseline, plan.advice.recommended]
     shown, number = [], 1
     for place, line in enumerate(lines_of(plan.rows)):
         best_of_preset = line[0].setting.preset not in seen
@@ -158,15 +156,6 @@ def _settings(settings: Sequence[Setting]) -> str:
 
 def _recommendation(row: Row) -> Text:
     return Text.assemble(("Recommended: ", "bold"), *_in_words(row))
-
-
-def _to_train(recommended: Row, trains: Row | None) -> Text:
-    if trains is None:
-        return Text("headway train refuses it for now, like every other row here.", style="yellow")
-    slower = human.share(max(0.0, trains.step_s / recommended.step_s - 1))
-    return Text.assemble(
-        (f"headway train refuses it for now; the best it accepts ({slower} slower): ", "yellow"), *_in_words(trains)
-    )
 
 
 def _in_words(row: Row) -> tuple[str | tuple[str, str], ...]:

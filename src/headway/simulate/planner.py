@@ -131,7 +131,6 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "expected_slower": [str(setting) for setting in plan.skipped],
         "baseline": None if plan.baseline is None else str(plan.baseline.setting),
         "recommended": None if advice.recommended is None else row_to_json(advice.recommended),
-        "recommended_to_train": None if advice.trains is None else row_to_json(advice.trains),
         "asynchrony_helps": advice.helps,
         "sentence": advice.sentence,
         "assumptions": plan.profile.assumptions,

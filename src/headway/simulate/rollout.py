@@ -81,6 +81,8 @@ class SimulatedRollout:
         """Since the last `resume`."""
         self._staged: int | None = None
         self._asleep = False
+        self._whole = True
+        """It holds a complete version."""
         self._busy_with: str | None = None
         """``load``, ``sleep`` or ``wake`` while it is under way."""
         self._died: BaseException | None = None
@@ -158,6 +160,8 @@ class SimulatedRollout:
         if self._asleep or self._busy_with:
             state = f"busy with {self._busy_with}; wait for that" if self._busy_with else "asleep; call wake() first"
             raise RunError(f"rollout engine {self.name} was told to resume while {state}")
+        if not self._whole:
+            raise RunError(f"rollout engine {self.name} was told to resume without weights; it gave them up to sleep")
         self._replica.resume()
         if self._loaded:
             self._loaded = False
@@ -181,19 +185,26 @@ class SimulatedRollout:
         with self._standing_still("load"):
             await self._while_alive(asyncio.sleep(self._load_s))
             self._replica.version = version
-            self._loaded = True
+            self._loaded = self._whole = True
             if self._staged == version:  # the next one may have arrived meanwhile
                 self._staged = None
         return self._load_s
 
-    async def sleep(self) -> None:
-        """Free the KV cache; what was cut is prefilled again. Raises `RunError` unless paused and still."""
+    async def probe(self) -> None:
+        """There are no weights to compute with."""
+
+    async def sleep(self, *, keep_weights: bool = True) -> None:
+        """Free the KV cache; what was cut is prefilled again. Raises `RunError` unless paused and still.
+
+        Without ``keep_weights`` it cannot `resume` before it has loaded a version.
+        """
         self._check_alive()
         if self._asleep:
             return
         with self._standing_still("sleep"):
             self._replica.free_cache()
             self._asleep = True
+            self._whole = keep_weights
             await self._while_alive(asyncio.sleep(self._sleep_s))
 
     async def wake(self) -> None:

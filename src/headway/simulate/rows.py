@@ -7,11 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from headway.config.doctor import simulated_only
 from headway.config.presets import PRESETS
 from headway.config.schema import shortest_spelling
 from headway.simulate.grid import Setting
-from headway.simulate.measure import MOST_VERSIONS, PRECISION, Measurement, config_of
+from headway.simulate.measure import MOST_VERSIONS, PRECISION, Measurement
 from headway.simulate.profile import Profile
 
 
@@ -27,8 +26,6 @@ class Row:
     """Of a synchronous row: of the slots that a batch could fill, the share that is empty while training waits."""
     speedup: float | None = None
     """The baseline's step time over this one's; None without a baseline."""
-    trains: bool = True
-    """``headway train`` accepts it, too."""
 
     @property
     def step_s(self) -> float:
@@ -58,7 +55,6 @@ def row_of(profile: Profile, setting: Setting, measured: Measurement) -> Row:
         measured=measured,
         samples_per_s=profile.batch.groups_per_version / measured.step_s,
         tail=_tail(profile, setting, measured) if setting.synchronous else None,
-        trains=next(simulated_only(config_of(profile, setting, versions=1)), None) is None,
     )
 
 
@@ -107,7 +103,6 @@ def to_json(row: Row) -> dict[str, Any]:
         "versions": measured.versions,
         "samples_per_s": row.samples_per_s,
         "speedup": row.speedup,
-        "trains": row.trains,
         "trainer_idle_ratio": measured.trainer_idle,
         "rollouter_idle_ratio": measured.rollouter_idle,
         "slot_utilization": measured.slot_utilization,

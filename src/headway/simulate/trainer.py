@@ -69,6 +69,9 @@ class SimulatedTrainer:
         await self._work("an optimizer step", latency_s + self._cost.step_s + self._cost.token_s * _tokens(samples))
         return _STEP
 
+    async def reach(self, receivers: Sequence[str]) -> None:
+        """Everybody can be reached at any time."""
+
     async def send_weights(self, version: int, receivers: Sequence[str]) -> SendReport:
         await self._compute("gather", self._gather_s)
         with self._ranks("send"):

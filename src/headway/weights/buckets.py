@@ -1,197 +1,122 @@
-"""Weights as flat buckets of bytes: laid out, packed, checked, and held back until the engine swaps them in.
+"""Weights as flat bytes: taken apart into buckets on one side, put together again on the other.
 
-    tensors ─▶ build_manifest ─▶ Manifest                       (once; both sides know it)
-    gather  ─▶ pack ─▶ bucket, bucket, … ─▶ transport ─▶ BackBuffer.fill ─▶ items ─▶ the engine's own tensors
+    the trainer's shards ─gather─▶ bucket ─▶ Stream ─────────────────▶ transport ─▶ BackBuffer ─load─▶ Tensors.write
+                                      └────▶ Staged (a complete copy) ─▶ …        └─▶ InPlace ────────▶ Tensors.write
 
-A bucket is a one-dimensional uint8 tensor. Slots start on multiples of `ALIGNMENT` bytes, so a view of any dtype is
-valid; the bytes between two slots are zero, so equal weights always have equal checksums.
+A bucket is a one-dimensional uint8 tensor. Extra memory: on the trainer one bucket (`Stream`), or one complete copy in
+host memory (`Staged`: what ``schedule: overlapped`` and ``encoding: delta`` cost); on a replica one complete copy in
+host memory (`BackBuffer`: ``rollout.enable_dual_buffer``), or one bucket (`InPlace`).
 """
 
 from __future__ import annotations
 
-import time
-import zlib
-from collections.abc import Callable, Generator, Iterable, Iterator
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 
 from headway.errors import UpdateFailed
-from headway.interfaces import Manifest, ReceiveReport, TensorSlot
-
-ALIGNMENT = 64
-"""Bytes; a multiple of every dtype's size and of a cache line."""
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def build_manifest(tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]], bucket_bytes: int) -> Manifest:
-    """Lay tensors out in buckets of at most ``bucket_bytes``, in the order given, which is that of gathering.
-
-    A tensor goes into the open bucket if it fits there, else it opens the next one; a tensor larger than
-    ``bucket_bytes`` has a bucket of its own size to itself.
-    """
-    if bucket_bytes <= 0:
-        raise ValueError(f"bucket_bytes is {bucket_bytes}; it must be positive")
-    slots: list[TensorSlot] = []
-    buckets: list[int] = []
-    for name, shape, dtype in tensors:
-        nbytes = torch.Size(shape).numel() * dtype.itemsize
-        if not buckets or (buckets[-1] > 0 and buckets[-1] + _aligned(nbytes) > bucket_bytes):
-            buckets.append(0)
-        slots.append(
-            TensorSlot(
-                name=name,
-                shape=tuple(shape),
-                dtype=str(dtype).removeprefix("torch."),
-                bucket=len(buckets) - 1,
-                offset=buckets[-1],
-                nbytes=nbytes,
-            )
-        )
-        buckets[-1] += _aligned(nbytes)
-    return Manifest(slots=tuple(slots), bucket_nbytes=tuple(buckets))
+from headway.weights.layout import Manifest, TensorSlot, slots_in
 
 
 def slot_dtype(slot: TensorSlot) -> torch.dtype:
     """The slot's dtype as torch has it."""
     dtype = getattr(torch, slot.dtype, None)
     if not isinstance(dtype, torch.dtype):
-        raise UpdateFailed(f"tensor {slot.name!r} has dtype {slot.dtype!r} in the manifest, which torch does not know")
+        raise UpdateFailed(f"tensor {slot.name!r} has dtype {slot.dtype!r} in the layout, which torch does not know")
     return dtype
 
 
-def view(slot: TensorSlot, bucket: torch.Tensor) -> torch.Tensor:
-    """The slot's tensor as a view into ``bucket`` ([bucket bytes] uint8, any device)."""
-    return bucket[slot.offset : slot.offset + slot.nbytes].view(slot_dtype(slot)).view(slot.shape)
+def view(slot: TensorSlot, flat: torch.Tensor) -> torch.Tensor:
+    """The slot's tensor as a view into ``flat`` ([all bytes] uint8, any device)."""
+    return flat[slot.offset : slot.end].view(slot_dtype(slot)).view(slot.shape)
+
+
+class Tensors:
+    """Named tensors that flat bytes are written into, whatever the buckets."""
+
+    def __init__(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        """``tensors`` has every name of the layout, in the layout's shapes; their dtypes may differ: values are cast.
+
+        Raises `UpdateFailed` for a tensor that is not there, or has another shape.
+        """
+        for slot in manifest.slots:
+            if slot.name not in tensors:
+                raise UpdateFailed(f"there is no tensor {slot.name!r}, which the layout of the weights has")
+            if tuple(tensors[slot.name].shape) != slot.shape:
+                raise UpdateFailed(
+                    f"tensor {slot.name!r} has shape {tuple(tensors[slot.name].shape)}; the layout says {slot.shape}"
+                )
+        self._slots = manifest.slots
+        self._tensors = tensors
+
+    @torch.no_grad()
+    def write(self, offset: int, data: torch.Tensor) -> None:
+        """Copy ``data`` [n] uint8, the flat bytes from ``offset`` on, into the tensors that they belong to."""
+        for slot, first, last in slots_in(self._slots, offset, offset + data.numel()):
+            at = slot.offset + first - offset
+            values = data[at : at + last - first].view(slot_dtype(slot))
+            elements = first // slot.itemsize
+            target = self._tensors[slot.name].detach()
+            # A tensor that is not contiguous (one of several that an engine fused) is written whole rows at a time.
+            if target.is_contiguous():
+                target.view(-1)[elements : elements + values.numel()].copy_(values)
+            else:
+                _write_strided(target, elements, values)
+
+
+def _write_strided(target: torch.Tensor, first: int, values: torch.Tensor) -> None:
+    """Elements ``first …`` of ``target`` in row-major order: whole rows as blocks, the ends of rows one by one."""
+    while target.ndim > 1 and target.shape[0] == 1:
+        target = target[0]
+    if target.ndim <= 1:
+        target[first : first + values.numel()].copy_(values)
+        return
+    row = target[0].numel()
+    while values.numel():
+        index, within = divmod(first, row)
+        whole = values.numel() // row if within == 0 else 0
+        count = whole * row or min(row - within, values.numel())
+        if whole:
+            target[index : index + whole].copy_(values[:count].view(whole, *target.shape[1:]))
+        else:
+            _write_strided(target[index], within, values[:count])
+        first, values = first + count, values[count:]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A stretch of a tensor's elements, in row-major order."""
+
+    first: int
+    values: torch.Tensor
+    """[n], of any dtype, on any device."""
 
 
 def pack(
-    manifest: Manifest, get: Callable[[str], torch.Tensor], device: torch.device | str = "cpu"
-) -> Iterator[torch.Tensor]:
-    """The manifest's buckets on ``device``, in order; ``get`` is called once for each slot, in order.
+    manifest: Manifest,
+    shards: Mapping[str, Shard],
+    spans: Iterable[tuple[int, int]],
+    device: torch.device | str = "cpu",
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """``(offset, bucket)`` for each of ``spans``: the bytes of ``shards``, cast to the layout's dtypes; else zeros.
 
-    All buckets share one buffer, so each is valid only until the next one is drawn. Values are cast to the slot's
-    dtype. Raises `UpdateFailed` when a tensor has another shape than the manifest says.
+    All buckets share one buffer on ``device``, so each is valid only until the next one is drawn. Nothing else of their
+    size is allocated.
     """
-    buffer = torch.zeros(max(manifest.bucket_nbytes, default=0), dtype=torch.uint8, device=device)
-    for index, slots in groupby(manifest.slots, key=lambda slot: slot.bucket):
-        bucket = buffer[: manifest.bucket_nbytes[index]]
-        for slot in slots:
-            tensor = get(slot.name)
-            if tuple(tensor.shape) != slot.shape:
-                raise UpdateFailed(
-                    f"tensor {slot.name!r} has shape {tuple(tensor.shape)}, but the manifest says {slot.shape}"
-                )
-            view(slot, bucket).copy_(tensor.detach())
-            end = slot.offset + slot.nbytes
-            bucket[end : _aligned(end)].zero_()
-        yield bucket
-
-
-def checksum(bucket: torch.Tensor, running: int = 0) -> int:
-    """CRC-32 of the bucket's bytes, continuing from ``running``. A device tensor is copied to the host first."""
-    return zlib.crc32(bucket.detach().cpu().contiguous().numpy().data, running)
-
-
-class BackBuffer:
-    """One complete copy of the weights in host memory, filled beside the engine and swapped in at a safe point.
-
-        empty ──fill──▶ filling ──all buckets there, checked──▶ staged (version) ──clear or fill──▶ …
-                           └──────────────any error───────────▶ empty
-
-    Not thread-safe: whoever swaps waits for `fill` to return.
-    """
-
-    def __init__(self, manifest: Manifest) -> None:
-        self.manifest = manifest
-        self._buckets = [torch.empty(nbytes, dtype=torch.uint8) for nbytes in manifest.bucket_nbytes]
-        self._version: int | None = None
-
-    @property
-    def version(self) -> int | None:
-        """The version that is staged, complete and checked; None while there is none."""
-        return self._version
-
-    def fill(self, version: int, buckets: Iterable[torch.Tensor]) -> ReceiveReport:
-        """Copy every bucket in, check number and sizes, and stage ``version``: all of it or nothing.
-
-        ``recv_s`` is the time spent waiting for buckets and copying them, ``register_s`` the time spent on checks.
-        Raises `UpdateFailed` that says which bucket is wrong; errors of ``buckets`` itself pass through. A generator is
-        closed on every way out, so that its transport learns at once when nobody takes the rest.
-        """
-        self._version = None
-        try:
-            report = self._copy(version, buckets)
-        finally:
-            if isinstance(buckets, Generator):
-                buckets.close()
-        self._version = version
-        return report
-
-    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """``(name, tensor)`` of the staged version in the manifest's order: views into the buffer, on the CPU."""
-        if self._version is None:
-            raise UpdateFailed("no version is staged: fill the buffer before its weights are read")
-        for slot in self.manifest.slots:
-            yield slot.name, view(slot, self._buckets[slot.bucket])
-
-    def clear(self) -> None:
-        """Forget the staged version; the memory is kept for the next one."""
-        self._version = None
-
-    def _copy(self, version: int, buckets: Iterable[torch.Tensor]) -> ReceiveReport:
-        started = time.perf_counter()
-        register_s, crc, count = 0.0, 0, 0
-        for bucket in buckets:
-            self._check(version, count, bucket)
-            self._buckets[count].copy_(bucket)
-            checking = time.perf_counter()
-            crc = checksum(self._buckets[count], crc)
-            register_s += time.perf_counter() - checking
-            count += 1
-        if count != len(self._buckets):
-            raise UpdateFailed(
-                f"version {version} ended after {count} buckets; the manifest says {len(self._buckets)}. "
-                "The old version is still served."
-            )
-        total = time.perf_counter() - started
-        return ReceiveReport(
-            recv_s=total - register_s, register_s=register_s, nbytes=self.manifest.nbytes, checksum=crc
-        )
-
-    def _check(self, version: int, index: int, bucket: torch.Tensor) -> None:
-        if index >= len(self._buckets):
-            raise UpdateFailed(
-                f"version {version} has more buckets than the {len(self._buckets)} of the manifest. "
-                "The old version is still served."
-            )
-        expected = self.manifest.bucket_nbytes[index]
-        if bucket.dtype != torch.uint8 or bucket.ndim != 1 or bucket.numel() != expected:
-            raise UpdateFailed(
-                f"bucket {index} of version {version} is {tuple(bucket.shape)} {bucket.dtype}; "
-                f"the manifest says ({expected},) torch.uint8. The old version is still served."
-            )
-
-
-class GatheredBuckets:
-    """Passes buckets on to a sender, and afterwards knows their gathering time, size and checksum."""
-
-    def __init__(self, buckets: Iterator[torch.Tensor]) -> None:
-        self._buckets = buckets
-        self.gather_s = 0.0
-        self.nbytes = 0
-        self.checksum = 0
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return self
-
-    def __next__(self) -> torch.Tensor:
-        started = time.perf_counter()
-        bucket = next(self._buckets)
-        self.gather_s += time.perf_counter() - started
-        self.nbytes += bucket.numel()
-        self.checksum = checksum(bucket, self.checksum)
-        return bucket
+    spans = list(spans)
+    whole = all(shards[slot.name].values.numel() * slot.itemsize >= slot.nbytes for slot in manifest.slots)
+    buffer = torch.zeros(max((stop - start for start, stop in spans), default=0), dtype=torch.uint8, device=device)
+    for start, stop in spans:
+        bucket = buffer[: stop - start]
+        if not whole:
+            bucket.zero_()
+        for slot, first, last in slots_in(manifest.slots, start, stop):
+            shard, size = shards[slot.name], slot.itemsize
+            low = max(first // size, shard.first)
+            high = min(last // size, shard.first + shard.values.numel())
+            if low < high:
+                at = slot.offset + low * size - start
+                room = bucket[at : at + (high - low) * size].view(slot_dtype(slot))
+                room.copy_(shard.values[low - shard.first : high - shard.first])
+        yield start, bucket

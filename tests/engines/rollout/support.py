@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,11 +21,14 @@ from transformers import (
 
 from headway.data.types import Prompt
 from headway.engines.rollout.native.core import EngineCore
+from headway.engines.rollout.native.served import Contents
 from headway.interfaces import FinishedGroup, GenerateRequest, Priority, SamplingParams
 
 VOCABULARY = 40
 CONTEXT = 64
 STOP = 1
+TOLERANCE = 1e-5
+"""Of log-probs in float32."""
 FAMILIES = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 12}),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
@@ -91,6 +94,19 @@ def make_request(
     return GenerateRequest(number, prompt, n, params, priority)
 
 
+def activate(core: EngineCore, version: int, model: PreTrainedModel) -> None:
+    """Serve another model's weights from now on."""
+
+    def load() -> None:
+        core.weights.memory.allocate()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                core.weights._tensors[name].copy_(parameter)
+        core.weights.set(Contents.SERVED, version)
+
+    core.activate(version, load)
+
+
 def finish(core: EngineCore) -> list[FinishedGroup]:
     """Step until there is nothing to do."""
     groups: list[FinishedGroup] = []
@@ -118,3 +134,14 @@ def reference_logprobs(model: PreTrainedModel, group: FinishedGroup, k: int) -> 
         logprobs = torch.log_softmax(model(input_ids=ids[None]).logits[0].float(), -1)
     chosen = logprobs[len(prompt) - 1 : -1].gather(1, ids[len(prompt) :, None])
     return chosen.squeeze(1).numpy()
+
+
+def assert_logprobs(groups: Sequence[FinishedGroup], model_of: Mapping[int, PreTrainedModel]) -> None:
+    """Every token's log-prob is that of its version's model, over the whole sequence; no other version sampled."""
+    for group in groups:
+        for k, response in enumerate(group.tokens.responses):
+            assert set(response.versions.tolist()) <= set(model_of)
+            for version in np.unique(response.versions):
+                mine = response.versions == version
+                expected = reference_logprobs(model_of[int(version)], group, k)
+                np.testing.assert_allclose(response.logprobs[mine], expected[mine], atol=TOLERANCE, rtol=0)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +18,7 @@ from tests.engines.rollout.support import (
     CONTEXT,
     STOP,
     VOCABULARY,
+    activate,
     finish,
     make_core,
     make_model,
@@ -194,7 +198,9 @@ def test_activity_is_a_union_of_spans_in_which_something_decoded() -> None:
 
 def test_logits_that_are_not_finite_are_an_error_and_not_a_token() -> None:
     core = make_core(MODEL)
-    core.activate(1, [("model.norm.weight", MODEL.model.norm.weight * float("nan"))])
+    diverged = copy.deepcopy(MODEL)
+    torch.nn.init.constant_(diverged.model.norm.weight, float("nan"))
+    activate(core, 1, diverged)
     core.submit([make_request(0)], "owner")
     with pytest.raises(NonFinite, match="under version 1"):
         finish(core)

@@ -15,11 +15,14 @@ from headway.engines.rollout.native import fused
 from headway.engines.rollout.native.forward import ModuleForward
 from headway.engines.rollout.native.fused import FusedForward, best_forward
 from headway.errors import ModelError
-from headway.interfaces import FinishedGroup, OnUpdate
+from headway.interfaces import OnUpdate
 from tests.engines.rollout.support import (
     CONTEXT,
     FAMILIES,
+    TOLERANCE,
     VOCABULARY,
+    activate,
+    assert_logprobs,
     finish,
     make_core,
     make_model,
@@ -28,19 +31,8 @@ from tests.engines.rollout.support import (
     steps,
 )
 
-TOLERANCE = 1e-5
 every_family = pytest.mark.parametrize("family", FAMILIES)
 either_head = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-
-
-def assert_logprobs(groups: list[FinishedGroup], model_of: dict[int, PreTrainedModel]) -> None:
-    """Every token's log-prob is that of the model of its version, over the whole sequence."""
-    for group in groups:
-        for k, response in enumerate(group.tokens.responses):
-            for version, model in model_of.items():
-                mine = response.versions == version
-                expected = reference_logprobs(model, group, k)
-                np.testing.assert_allclose(response.logprobs[mine], expected[mine], atol=TOLERANCE, rtol=0)
 
 
 def updated(model: PreTrainedModel, seed: int = 1) -> PreTrainedModel:
@@ -61,7 +53,7 @@ def test_log_probs_equal_a_plain_forward_before_and_after_an_update(family: str,
     core = make_core(old)
     core.submit([make_request(i) for i in range(5)], "owner")
     assert_logprobs(finish(core), {0: old})
-    core.activate(1, new.named_parameters())
+    activate(core, 1, new)
     core.submit([make_request(i, attempt=1) for i in range(5)], "owner")
     groups = finish(core)
     assert {span for g in groups for t in g.trajectories for span in map(tuple, t.version_spans)} == {(0, 1)}
@@ -77,7 +69,7 @@ def test_log_probs_are_exact_across_an_interrupt(family: str, tied: bool) -> Non
     core.submit([make_request(i, stop_token_ids=()) for i in range(4)], "owner")
     done = steps(core, 5)
     assert core.pause(OnUpdate.INTERRUPT).interrupted == 8
-    core.activate(1, new.named_parameters())
+    activate(core, 1, new)
     core.resume()
     done += finish(core)
 
@@ -94,7 +86,7 @@ def test_keep_goes_on_with_the_old_keys_and_values_under_the_new_weights() -> No
     core.submit([make_request(0, stop_token_ids=(), length=6)], "owner")
     steps(core, 4)
     assert core.pause(OnUpdate.KEEP).interrupted == 0
-    core.activate(1, new.named_parameters())
+    activate(core, 1, new)
     core.resume()
     (group,) = finish(core)
     for response in group.tokens.responses:
@@ -115,9 +107,9 @@ def test_an_update_without_a_pause_happens_between_two_tokens() -> None:
     core = make_core(old)
     core.submit([make_request(0, stop_token_ids=())], "owner")
     steps(core, 3)
-    core.activate(1, updated(old).named_parameters())
+    activate(core, 1, updated(old))
     steps(core, 2)
-    core.activate(5, updated(old, seed=2).named_parameters())
+    activate(core, 5, updated(old, seed=2))
     (group,) = finish(core)
     assert all(r.versions.tolist() == [0] * 3 + [1] * 2 + [5] * 11 for r in group.tokens.responses)
     assert group.trajectories[0].version_spans == [[0, 0], [3, 1], [5, 5]]
@@ -130,7 +122,7 @@ def test_a_version_without_a_sampled_token_is_not_counted() -> None:
     steps(core, 3)
     for version in (1, 2):
         core.pause(OnUpdate.INTERRUPT)
-        core.activate(version, model.named_parameters())
+        activate(core, version, model)
     core.resume()
     (group,) = finish(core)
     assert {tuple(map(tuple, t.version_spans)) for t in group.trajectories} == {((0, 0), (3, 2))}
@@ -142,7 +134,7 @@ def test_trajectories_that_start_after_an_update_do_not_see_the_old_prompt() -> 
     core = make_core(old, slots=2)
     core.submit([make_request(0, n=6)], "owner")
     steps(core, 1)  # the prompt's prefill is kept for four more
-    core.activate(1, new.named_parameters())
+    activate(core, 1, new)
     (group,) = finish(core)
     for k in range(2, 6):
         response = group.tokens.responses[k]

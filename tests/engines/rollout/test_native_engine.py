@@ -3,81 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import threading
-from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from contextlib import AsyncExitStack
 
-import numpy as np
 import pytest
 import torch
 
 from headway.data.types import FinishReason
-from headway.engines.rollout.native import NativeEngine
 from headway.errors import DataError, ModelError, RunError, UpdateFailed, WorkerDied
-from headway.interfaces import FinishedGroup, GenerateRequest, Manifest, OnUpdate, Priority
-from headway.weights.buckets import build_manifest, pack
-from tests.engines.rollout.support import CONTEXT, make_model, make_request, reference_logprobs, tokens_of
-
-MODEL = make_model()
-WAIT_S = 20.0
-"""No wait of these tests comes near it."""
-
-
-def manifest_of(model: torch.nn.Module) -> Manifest:
-    return build_manifest(((n, tuple(p.shape), p.dtype) for n, p in model.named_parameters()), 4096)
-
-
-class Transport:
-    """A receiver's end that hands out one model's weights, and can be held back or broken half-way."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.model = model
-        self.manifest = manifest_of(model)
-        self.go = threading.Event()
-        self.go.set()
-        self.entered = threading.Event()
-        self.break_after: int | None = None
-
-    def receive(self, version: int) -> Iterator[torch.Tensor]:
-        self.entered.set()
-        assert self.go.wait(WAIT_S)
-        for index, bucket in enumerate(pack(self.manifest, dict(self.model.named_parameters()).__getitem__)):
-            if index == self.break_after:
-                raise ConnectionError("the sender is gone")
-            yield bucket
-
-
-@asynccontextmanager
-async def serving(transport: Transport | None = None, **changes: Any) -> AsyncIterator[NativeEngine]:
-    settings: dict[str, Any] = {
-        "name": "replica",
-        "seed": 7,
-        "slots": 8,
-        "max_context": CONTEXT,
-        "max_batched_tokens": 64,
-        "pad_token_id": 0,
-        "decode": lambda ids: " ".join(map(str, ids)),
-        "receive": transport.receive if transport else None,
-        "manifest": transport.manifest if transport else None,
-    }
-    engine = NativeEngine(copy.deepcopy(MODEL), **{**settings, **changes})
-    try:
-        yield engine
-    finally:
-        await engine.close()
-
-
-async def collect(engine: NativeEngine, requests: list[GenerateRequest]) -> list[FinishedGroup]:
-    async with asyncio.timeout(WAIT_S):
-        return [group async for group in engine.generate(requests)]
-
-
-def endless(number: int, **changes: Any) -> GenerateRequest:
-    """As long as the context allows."""
-    return make_request(number, max_tokens=CONTEXT, stop_token_ids=(), **changes)
+from headway.interfaces import GenerateRequest, OnUpdate, Priority
+from headway.weights.protocols import WeightSink
+from tests.engines.rollout.serving import MODEL, WAIT_S, Source, collect, endless, serving
+from tests.engines.rollout.support import CONTEXT, assert_logprobs, make_model, make_request, tokens_of
 
 
 async def test_groups_are_yielded_as_they_finish() -> None:
@@ -114,54 +52,49 @@ async def test_a_request_that_cannot_be_served_fails_its_own_call_only() -> None
 
 async def test_an_update_is_staged_while_decoding_and_activated_between_two_tokens() -> None:
     new = make_model(seed=3)
-    transport = Transport(new)
-    async with serving(transport) as engine:
+    source = Source(new)
+    async with serving(source) as engine:
         generating = asyncio.create_task(collect(engine, [endless(0), endless(1)]))
         report = await engine.stage_weights(1)
-        assert report.nbytes == transport.manifest.nbytes
+        assert report.nbytes == source.manifest.nbytes
         assert (await engine.pause(OnUpdate.INTERRUPT)).interrupted in range(9)
         assert await engine.activate(1) >= 0
         await engine.resume()
         (after,) = await collect(engine, [make_request(2)])
-        for group in (*await generating, after):
-            for k, response in enumerate(group.tokens.responses):
-                for version, model in ((0, MODEL), (1, new)):
-                    mine = response.versions == version
-                    expected = reference_logprobs(model, group, k)
-                    np.testing.assert_allclose(response.logprobs[mine], expected[mine], atol=1e-5, rtol=0)
+        assert_logprobs([*await generating, after], {0: MODEL, 1: new})
         assert all((r.versions == 1).all() for r in after.tokens.responses)
         assert (await engine.stats()).version == 1
 
 
 async def test_decoding_goes_on_while_weights_are_received() -> None:
-    transport = Transport(make_model(seed=3))
-    transport.go.clear()
-    async with serving(transport) as engine:
+    source = Source(make_model(seed=3))
+    source.go.clear()
+    async with serving(source) as engine:
         staging = asyncio.create_task(engine.stage_weights(1))
-        assert await asyncio.to_thread(transport.entered.wait, WAIT_S)
+        assert await asyncio.to_thread(source.entered.wait, WAIT_S)
         assert len(await collect(engine, [make_request(0)])) == 1
         with pytest.raises(UpdateFailed, match="still receiving"):
             await engine.stage_weights(2)
         with pytest.raises(UpdateFailed, match="still receiving"):
             await engine.activate(1)
-        transport.go.set()
+        source.go.set()
         await staging
         await engine.activate(1)
 
 
 async def test_a_cancelled_staging_blocks_the_next_one_only_until_its_thread_is_done() -> None:
-    transport = Transport(make_model(seed=3))
-    transport.go.clear()
-    async with serving(transport) as engine:
+    source = Source(make_model(seed=3))
+    source.go.clear()
+    async with serving(source) as engine:
         staging = asyncio.create_task(engine.stage_weights(1))
-        assert await asyncio.to_thread(transport.entered.wait, WAIT_S)
+        assert await asyncio.to_thread(source.entered.wait, WAIT_S)
         staging.cancel()
         with pytest.raises(asyncio.CancelledError):
             await staging
         with pytest.raises(UpdateFailed, match="still receiving"):
             await engine.stage_weights(2)
-        transport.go.set()
-        await asyncio.to_thread(lambda: engine._receiving.submit(lambda: None).result(WAIT_S))  # behind the first
+        source.go.set()
+        await asyncio.to_thread(lambda: engine._updates._thread.submit(lambda: None).result(WAIT_S))  # behind the first
         await engine.stage_weights(2)
         await engine.activate(2)
 
@@ -169,20 +102,21 @@ async def test_a_cancelled_staging_blocks_the_next_one_only_until_its_thread_is_
 async def test_nothing_is_received_while_the_back_buffer_is_copied_into_the_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    transport = Transport(make_model(seed=3))
-    async with serving(transport) as engine:
+    source = Source(make_model(seed=3))
+    async with serving(source) as engine:
         await engine.stage_weights(1)
-        load, loading, go_on = engine._core.weights.load, threading.Event(), threading.Event()
+        assert engine._updates is not None
+        load, loading, go_on = engine._updates._way_in.load, threading.Event(), threading.Event()
 
-        def slowly(weights: Any) -> None:
+        def slowly(version: int) -> None:
             loading.set()
             assert go_on.wait(WAIT_S)
-            load(weights)
+            load(version)
 
-        monkeypatch.setattr(engine._core.weights, "load", slowly)
+        monkeypatch.setattr(engine._updates._way_in, "load", slowly)
         activating = asyncio.create_task(engine.activate(1))
         assert await asyncio.to_thread(loading.wait, WAIT_S)
-        with pytest.raises(UpdateFailed, match="still receiving or loading; version 2 has to wait"):
+        with pytest.raises(UpdateFailed, match="still loading version 1; receiving version 2 has to wait"):
             await engine.stage_weights(2)
         go_on.set()
         await activating
@@ -192,10 +126,10 @@ async def test_nothing_is_received_while_the_back_buffer_is_copied_into_the_mode
 async def test_more_replicas_than_a_thread_pool_has_threads_can_receive_together() -> None:
     together = threading.Barrier(3)
 
-    class Meeting(Transport):
-        def receive(self, version: int) -> Iterator[torch.Tensor]:
+    class Meeting(Source):
+        def receive(self, version: int, sink: WeightSink) -> None:
             together.wait(WAIT_S)
-            yield from super().receive(version)
+            super().receive(version, sink)
 
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
     async with AsyncExitStack() as stack:
@@ -204,16 +138,16 @@ async def test_more_replicas_than_a_thread_pool_has_threads_can_receive_together
 
 
 async def test_a_broken_transfer_stages_nothing_and_the_old_version_is_served() -> None:
-    transport = Transport(make_model(seed=3))
-    transport.break_after = 2
-    async with serving(transport) as engine:
+    source = Source(make_model(seed=3))
+    source.break_after = 2
+    async with serving(source) as engine:
         with pytest.raises(UpdateFailed, match="the sender is gone"):
             await engine.stage_weights(1)
         with pytest.raises(UpdateFailed, match="nothing is staged"):
             await engine.activate(1)
         (group,) = await collect(engine, [make_request(0)])
         assert group.trajectories[0].version_spans == [[0, 0]]
-        transport.break_after = None
+        source.break_after = None
         await engine.stage_weights(2)
         with pytest.raises(UpdateFailed, match="version 2 is staged"):
             await engine.activate(1)
@@ -230,7 +164,7 @@ async def test_an_engine_without_a_transport_says_so() -> None:
 
 def test_updates_that_do_not_fit_the_model_are_refused_at_the_start() -> None:
     async def make(model: torch.nn.Module) -> None:
-        async with serving(Transport(model)):
+        async with serving(Source(model)):
             pass
 
     with pytest.raises(ModelError, match="rollout model has shape"):
@@ -357,13 +291,14 @@ async def test_the_end_of_the_thread_reaches_everyone_who_waits_and_everyone_who
 async def test_an_update_that_breaks_half_way_ends_the_engine_and_its_own_caller_learns_why(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with serving(Transport(MODEL)) as engine:
+    async with serving(Source(MODEL)) as engine:
         await engine.stage_weights(1)
 
-        def fail(weights: object) -> None:
+        def fail(version: object) -> None:
             raise MemoryError("no room for the weights")
 
-        monkeypatch.setattr(engine._core.weights, "load", fail)
+        assert engine._updates is not None
+        monkeypatch.setattr(engine._updates._way_in, "load", fail)
         async with asyncio.timeout(WAIT_S):
             with pytest.raises(WorkerDied, match="no room for the weights"):
                 await engine.activate(1)

@@ -46,10 +46,10 @@ def configured(**actor: object) -> Config:
 
 
 def weights(of: FsdpEngine) -> dict[str, torch.Tensor]:
-    """The weights as `gather_buckets` sends them."""
-    manifest = of.manifest(bucket_bytes=4096)
-    buckets = [bucket.clone() for bucket in of.gather_buckets(manifest)]
-    return {slot.name: view(slot, buckets[slot.bucket]) for slot in manifest.slots}
+    """The weights as `gather` sends them."""
+    manifest = of.manifest(torch.float32)
+    flat = torch.cat([bucket.clone() for _, bucket in of.gather(manifest, bucket_bytes=4096)])
+    return {slot.name: view(slot, flat) for slot in manifest.slots}
 
 
 def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
@@ -258,7 +258,7 @@ def test_half_precision_computes_and_serves_so_but_keeps_float32_weights(model_p
         expected, _ = response_logprobs(model, row, temperature=0.7)
         np.testing.assert_allclose(logprobs, expected.detach().numpy(), atol=0.02)
     assert not trainer.train_step(rows).skipped
-    assert {slot.dtype for slot in trainer.manifest(4096).slots} == {"bfloat16"}
+    assert {slot.dtype for slot in trainer.manifest(torch.bfloat16).slots} == {"bfloat16"}
     assert {p.dtype for p in trainer._policy.parameters()} == {torch.float32}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from headway.cluster.roles.outbox import Outbox, Send
 from headway.config.schema import ActorConfig, Config, OptimConfig
 from headway.data.collate import Row
 from headway.engines.train.fsdp.engine import FsdpEngine
-from headway.errors import ModelError
+from headway.errors import ModelError, UpdateFailed
+from headway.weights.protocols import Outgoing
 from tests.engines.train.rows import random_rows
 
 RunRanks = Callable[..., list[Any]]
@@ -32,8 +37,10 @@ def share(rows: list[Row]) -> list[Row]:
     return {0: rows[:1], dist.get_world_size() - 1: rows[1:]}.get(dist.get_rank(), [])
 
 
-def buckets(of: FsdpEngine) -> bytes:
-    return b"".join(bytes(bucket.numpy()) for bucket in of.gather_buckets(of.manifest(4096)))
+def buckets(of: FsdpEngine, bucket_bytes: int = 4096, dtype: torch.dtype = torch.float32) -> bytes:
+    """All of them on every rank."""
+    gathered = of.gather(of.manifest(dtype), bucket_bytes, everywhere=True)
+    return b"".join(bytes(bucket.numpy()) for _, bucket in gathered)
 
 
 def train_and_save(path: str, checkpoint: Path, exported: Path, rows: list[Row]) -> dict[str, Any]:
@@ -102,6 +109,103 @@ def step(path: str, rows: list[Row]) -> bytes:
     trainer = engine(path)
     trainer.train_step(share(rows))
     return buckets(trainer)
+
+
+@pytest.mark.parametrize("bucket_bytes", [64, 1024, 2**20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_ranks_gather_does_not_depend_on_their_number_or_on_the_size_of_buckets(
+    one_rank: None, run_ranks: RunRanks, model_path: ModelPath, bucket_bytes: int, dtype: torch.dtype
+) -> None:
+    """Most tensors lie across several buckets of the smallest size, and over all ranks."""
+    path = model_path("qwen2", False)
+    expected = buckets(engine(path), 4096, dtype)
+    for ranks in (2, 3):
+        assert run_ranks(ranks, gathered, (path, bucket_bytes, dtype)) == [expected] * ranks
+
+
+def gathered(path: str, bucket_bytes: int, dtype: torch.dtype) -> bytes:
+    return buckets(engine(path), bucket_bytes, dtype)
+
+
+@pytest.mark.parametrize("encoding", ["full", "delta"])
+def test_after_a_send_that_failed_half_way_the_next_one_sends_what_the_weights_are(
+    one_rank: None, run_ranks: RunRanks, model_path: ModelPath, encoding: str
+) -> None:
+    """Gathering is collective: the other ranks go on to its end, and so must the one that sends."""
+    path = model_path("qwen2", False)
+    first, *_ = run_ranks(2, fail_and_send_again, (path, encoding))
+    assert first == buckets(engine(path))
+
+
+def fail_and_send_again(path: str, encoding: str) -> bytes:
+    trainer = engine(path)
+    sends = dist.get_rank() == 0
+    config = Config.model_validate(
+        {"param_update": {"encoding": encoding}, "rollout": {"param_update_preduce_bucket_size_mb": 0.004}}
+    )
+    outbox = Outbox(config, sends=sends)
+    outbox.open_route("float32", trainer.manifest(torch.float32), makes_copy=sends, pinned=False)
+    sender = Interrupted()
+    if sends:
+        outbox._senders["all"] = sender
+    for version in (1, 1, 2):
+        try:
+            outbox.send(version, Send("float32", "all", None), trainer.gather)
+        except UpdateFailed:
+            assert version == 1
+    return sender.sent
+
+
+class Interrupted:
+    """A sender whose first version fails after its third bucket."""
+
+    def __init__(self) -> None:
+        self.sent = b""
+        self._failed = False
+
+    def send(self, version: int, weights: Outgoing) -> None:
+        self.sent = b""
+        for chunk in weights:
+            if not self._failed and chunk.header.index == 3:
+                self._failed = True
+                raise UpdateFailed("the receiver died")
+            self.sent += bytes(chunk.payload.numpy())
+
+    def close(self) -> None: ...
+
+
+def test_gathering_holds_one_bucket_on_each_rank_and_nothing_else(run_ranks: RunRanks, model_path: ModelPath) -> None:
+    """The largest tensor of the model is far larger than a bucket."""
+    assert all(largest <= 1024 for largest in run_ranks(2, largest_allocation, (model_path("qwen2", False), 1024)))
+
+
+def largest_allocation(path: str, bucket_bytes: int) -> int:
+    trainer = engine(path)
+    manifest = trainer.manifest(torch.bfloat16)
+    assert max(slot.nbytes for slot in manifest.slots) > 2 * bucket_bytes
+    with Allocations() as allocations:
+        deque(trainer.gather(manifest, bucket_bytes), maxlen=0)
+    return allocations.largest
+
+
+class Allocations(TorchDispatchMode):
+    """The largest storage in bytes that any operation returned and that was not there before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {tensor.untyped_storage().data_ptr() for tensor in tensors_in((args, kwargs or {}))}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(result):
+            if (storage := tensor.untyped_storage()).data_ptr() not in known:
+                self.largest = max(self.largest, storage.nbytes())
+        return result
+
+
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def test_every_rank_learns_that_the_model_cannot_be_opened(run_ranks: RunRanks, tmp_path: Path) -> None:

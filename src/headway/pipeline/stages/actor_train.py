@@ -110,7 +110,7 @@ class ActorTrain(Stage[list[Group], Update]):
 
     async def process_data(self, groups: list[Group]) -> AsyncGenerator[Update, None]:
         # Only now, with a whole fetch in hand: generation could not make the rest of one without its devices.
-        await self._lease.to_train(self._waiting_within)
+        await self._lease.to_train(self._waiting_within, new_weights=self._makes_version(len(groups)))
         if groups:
             await self._train(groups)
         # With a number of groups as the run's length every fetch is full; a short one means that the data gave out.
@@ -123,6 +123,11 @@ class ActorTrain(Stage[list[Group], Update]):
                 await self._checkpoint(version)
         # Not in a finally: a trainer that failed ends the run, and no engine must wake up on its devices.
         await self._lease.to_generate(self._waiting_within)
+
+    def _makes_version(self, groups: int) -> bool:
+        """A fetch of so many ``groups`` reaches a boundary, or is the last of data that gave out."""
+        consumed = self._state.consumed + groups
+        return consumed % self._state.staleness.groups_per_version == 0 or groups < self._settings.fetch_size
 
     async def send_output_data(self, update: Update) -> bool:
         if not await self._output.send(update):

@@ -11,16 +11,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import AsyncGenerator
 
-from headway.interfaces import FinishedGroup, GenerateRequest, RolloutEngine
+from headway.interfaces import FinishedGroup, GenerateRequest
 from headway.pipeline.channel import Channel
 from headway.pipeline.fleet import Fleet
 from headway.pipeline.on_update import Halts
+from headway.pipeline.receiver import Replica
 from headway.pipeline.router import Router
 from headway.pipeline.stage import Stage
 from headway.pipeline.stages.prompt_loader import Wave
 from headway.pipeline.state import RunState
 
-Share = tuple[RolloutEngine, list[GenerateRequest]]
+Share = tuple[Replica, list[GenerateRequest]]
 """A replica and its part of a wave."""
 
 

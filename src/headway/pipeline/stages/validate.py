@@ -14,14 +14,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from headway.data.types import Prompt, Trajectory
-from headway.errors import ScoringFailed, WorkerDied
+from headway.errors import ScoringFailed
 from headway.events import ValidationFinished
-from headway.interfaces import FinishedGroup, GenerateRequest, Priority, RewardFn, RolloutEngine, SamplingParams
+from headway.interfaces import FinishedGroup, GenerateRequest, Priority, RewardFn, SamplingParams
 from headway.pipeline.channel import Channel
-from headway.pipeline.concurrently import failing_as_one
+from headway.pipeline.concurrently import Tasks, failing_as_one
 from headway.pipeline.fleet import Fleet
+from headway.pipeline.receiver import Gone, Replica
 from headway.pipeline.signal import Signal
 from headway.pipeline.stage import Stage
 from headway.pipeline.state import RunState, now
@@ -30,7 +32,7 @@ from headway.pipeline.state import RunState, now
 @dataclass(frozen=True, slots=True)
 class Validation:
     version: int
-    replica: RolloutEngine
+    replica: Replica
 
 
 class Validate(Stage[Validation, None]):
@@ -96,7 +98,7 @@ class Validate(Stage[Validation, None]):
 
     async def _validate(self, validation: Validation, before: asyncio.Event) -> None:
         started, replica = now(), validation.replica
-        while (answers := await self._answers_of(replica)) is None:
+        while (answers := await failing_as_one(partial(self._answers_of, replica))) is None:
             replica = self._fleet.validator
             self._state.validation(replica.name, running=True)
         trajectories = [t for finished, _ in answers for t in finished.trajectories]
@@ -114,31 +116,29 @@ class Validate(Stage[Validation, None]):
             )
         )
 
-    async def _answers_of(self, replica: RolloutEngine) -> list[tuple[FinishedGroup, float | None]] | None:
-        """Answers to all problems and their scores; None when ``replica`` died over it and others go on."""
+    async def _answers_of(self, replica: Replica, tasks: Tasks) -> list[tuple[FinishedGroup, float | None]] | None:
+        """Answers to all problems and their scores; None when ``replica`` was lost over it and others go on."""
         requests = [
             GenerateRequest(i, prompt, self._n, self._sampling, Priority.VALIDATION)
             for i, prompt in enumerate(self._prompts)
         ]
         answers: list[FinishedGroup] = []
         scoring: list[asyncio.Task[float | None]] = []
-        with failing_as_one():
-            async with asyncio.TaskGroup() as tasks:
-                try:
-                    with self._waiting_within(replica.name):
-                        async for finished in replica.generate(requests):
-                            answers.append(finished)
-                            scoring.append(tasks.create_task(self._score(finished)))
-                except WorkerDied as death:
-                    for task in scoring:
-                        task.cancel()
-                    await self._fleet.lose(replica, death)
-                    return None
-                trajectories = [t for answer in answers for t in answer.trajectories]
-                self._newest = _version_of(trajectories, self._state.staleness.loaded[replica.name])
-                # Nothing decodes for the validation any more: the replica may load again while scores come in.
-                self._state.validation(replica.name, running=False)
-        return [(answer, task.result()) for answer, task in zip(answers, scoring, strict=True)]
+        try:
+            with self._waiting_within(replica.name):
+                async for finished in replica.generate(requests):
+                    answers.append(finished)
+                    scoring.append(tasks.start(self._score(finished)))
+        except Gone as gone:
+            for task in scoring:
+                task.cancel()
+            await self._fleet.lose(gone)
+            return None
+        trajectories = [t for answer in answers for t in answer.trajectories]
+        self._newest = _version_of(trajectories, self._state.staleness.loaded[replica.name])
+        # Nothing decodes for the validation any more: the replica may load again while scores come in.
+        self._state.validation(replica.name, running=False)
+        return [(answer, await score) for answer, score in zip(answers, scoring, strict=True)]
 
     async def send_output_data(self, output: None) -> bool:
         return True

@@ -1,48 +1,99 @@
-"""What the two ends of a transport share. Made by the driver, so nothing here imports torch."""
+"""How the two ends of a transport find each other.
+
+    driver: make_link(name, Meeting) ─▶ link ─▶ trainer: open_sender(link)      receivers: open_receiver(link, name)
+
+A transport is a module here with these three functions, imported when it is asked for.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-from headway.errors import ConfigError
-from headway.weights.transports.local import LocalExchange
+from headway.config.transports import TRANSPORTS
+from headway.errors import ConfigError, UpdateFailed
+from headway.weights.layout import Manifest
+from headway.weights.protocols import WeightReceiver, WeightSender
 
 Address = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class BroadcastLink:
-    """What every member of a broadcast group has to know to find the others. Plain data: it travels to them."""
+class Meeting:
+    """Who meets for a transfer, and what there is to meet with. A transport takes what it needs."""
 
-    address: Address
-    """Of the TCP store, which the sender's process hosts."""
-    sender: str
+    manifest: Manifest
     receivers: tuple[str, ...]
     timeout_s: float
+    """For any wait of one end for another."""
+    sender: str = "trainer"
+    address: Address | None = None
+    """Of a TCP store, which the sender's process hosts."""
+    generation: int = 0
+    """Counts the meetings of a run: a transport that failed, or whose members changed, meets anew."""
     device: str = "cpu"
-    """``cpu`` (Gloo) or ``cuda`` (NCCL); where buckets lie at both ends."""
+    """``cpu`` or ``cuda``: where buckets lie at both ends, for a transport that can carry either."""
+    directory: Path | None = None
+    """For files that the receivers can open, too."""
 
 
-Link = LocalExchange | BroadcastLink
-"""The meeting point itself inside one process, an address between processes."""
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What every end needs to open its own. Travels to other processes, except for ``local``'s."""
+
+    transport: str
+    data: Any
+    """The transport's own."""
 
 
-def make_link(
-    kind: str,
-    *,
-    receivers: tuple[str, ...],
-    timeout_s: float,
-    sender: str = "trainer",
-    address: Address | None = None,
-    device: str = "cpu",
-) -> Link:
-    """The link of transport ``kind``. ``broadcast`` needs the address of the sender's TCP store."""
-    match kind:
-        case "local":
-            return LocalExchange(receivers, timeout_s)
-        case "broadcast":
-            if address is None:
-                raise ConfigError("the transport 'broadcast' needs the address of the sender's store; none was given")
-            return BroadcastLink(address, sender, receivers, timeout_s, device)
-        case _:
-            raise ConfigError(f"unknown param_update.transport {kind!r}; known are 'local' and 'broadcast'")
+@dataclass(frozen=True, slots=True)
+class Here:
+    """What an end has where it runs."""
+
+    host: str | None = None
+    """This machine's address for the others."""
+    put: Callable[[Any], Any] = lambda value: value
+    """Keep an object where other processes can get it; a handle of it."""
+    fetch: Callable[[Sequence[Any]], list[Any]] = list
+    """What is behind handles. Raises, of whatever type, when that does not come in bounded time."""
+
+
+def make_link(transport: str, meeting: Meeting) -> Link:
+    """Raises `ConfigError` for an unknown transport, and when ``meeting`` lacks what it needs."""
+    return Link(transport, _module(transport).make_link(meeting))
+
+
+def open_sender(link: Link, here: Here) -> WeightSender:
+    """The trainer's end. With ``broadcast`` this blocks until all receivers have opened theirs."""
+    sender: WeightSender = _module(link.transport).open_sender(link.data, here)
+    return sender
+
+
+def open_receiver(link: Link, name: str, here: Here) -> WeightReceiver:
+    """The end of the receiver called ``name``. With ``broadcast`` this blocks until all ends are open."""
+    receiver: WeightReceiver = _module(link.transport).open_receiver(link.data, name, here)
+    return receiver
+
+
+def needs(transport: str, what: str) -> ConfigError:
+    """For a meeting without what a transport cannot do without."""
+    return ConfigError(f"the transport {transport!r} needs {what}; none was given")
+
+
+def place_of(name: str, receivers: Sequence[str]) -> int:
+    """Which of a link's receivers ``name`` is. Raises `UpdateFailed` for one that the link is not for."""
+    if name not in receivers:
+        raise UpdateFailed(
+            f"{name} is not among those that this link reaches: {', '.join(receivers)}; it has to meet anew"
+        )
+    return tuple(receivers).index(name)
+
+
+def _module(transport: str) -> ModuleType:
+    if transport not in TRANSPORTS:
+        raise ConfigError(f"unknown param_update.transport {transport!r}; known are {', '.join(TRANSPORTS)}")
+    return import_module(f"headway.weights.transports.{transport}")

@@ -1,4 +1,4 @@
-"""Hand-over of buckets between threads of one process: nothing is copied, the receivers read the sender's buffer.
+"""Hand-over of buckets between threads of one process: the receivers read the sender's buffer.
 
     sender     offer bucket 0 ─ wait for all ─ offer bucket 1 ─ wait for all ─ … ─ offer end ─ wait for all
     receiver                 take ─ acknowledge             take ─ acknowledge            take ─ acknowledge
@@ -9,16 +9,29 @@ Whoever gives up says so, and the others fail at once instead of waiting for the
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import Condition
-from typing import TYPE_CHECKING
 
 from headway.errors import UpdateFailed
+from headway.weights.protocols import Chunk, Outgoing, Parcel, WeightSink
+from headway.weights.transports.links import Here, Meeting, place_of
 
-if TYPE_CHECKING:
-    import torch
+End = tuple[int, ...]
+"""What is offered after the last bucket: the digests."""
+
+
+def make_link(meeting: Meeting) -> LocalExchange:
+    return LocalExchange(meeting.receivers, meeting.timeout_s)
+
+
+def open_sender(link: LocalExchange, here: Here) -> LocalSender:
+    return LocalSender(link)
+
+
+def open_receiver(link: LocalExchange, name: str, here: Here) -> LocalReceiver:
+    place_of(name, link.receivers)
+    return LocalReceiver(link, name)
 
 
 @dataclass(slots=True)
@@ -29,10 +42,8 @@ class _Update:
     pending: set[str]
     """Receivers that have not yet acknowledged what is on offer."""
     index: int = -1
-    """Of the bucket on offer; -1 before the first."""
-    bucket: torch.Tensor | None = None
-    """None with ``ended``: there are no more."""
-    ended: bool = False
+    """Of what is on offer; -1 before the first."""
+    offer: Chunk | End | None = None
     left: set[str] = field(default_factory=set)
     """Receivers that have acknowledged the end, or were told of the failure."""
     failure: str | None = None
@@ -42,22 +53,25 @@ class LocalExchange:
     """Where the sender and the named receivers of one process meet. Good for any number of updates, one at a time."""
 
     def __init__(self, receivers: Sequence[str], timeout_s: float) -> None:
-        self._receivers = tuple(receivers)
+        self.receivers = tuple(receivers)
         self._timeout_s = timeout_s
         self._changed = Condition()
         self._update: _Update | None = None
         self._closed = False
 
-    def send(self, version: int, buckets: Iterable[torch.Tensor]) -> None:
+    def send(self, version: int, weights: Outgoing) -> None:
         """Offer every bucket to every receiver; returns when all have acknowledged the end of ``version``."""
-        deadline = time.monotonic() + self._timeout_s
         update = _Update(version, pending=set())
         with self._changed:
+            if self._update is not None and self._update.failure is None:
+                raise UpdateFailed(
+                    f"version {version} was to be sent while version {self._update.version} still is; end that first"
+                )
             self._update = update
         try:
-            for index, bucket in enumerate(buckets):
-                self._offer(update, index, bucket, deadline)
-            self._offer(update, update.index + 1, None, deadline)
+            for index, chunk in enumerate(weights):
+                self._offer(update, index, chunk)
+            self._offer(update, update.index + 1, weights.digests)
         except BaseException as cause:
             # It stays, for receivers that come late: each is told once.
             self._fail(update, f"the sender gave up: {type(cause).__name__}: {cause}")
@@ -65,17 +79,18 @@ class LocalExchange:
         with self._changed:
             self._update = None
 
-    def receive(self, name: str, version: int) -> Iterator[torch.Tensor]:
-        """The buckets of ``version`` for receiver ``name``."""
-        deadline = time.monotonic() + self._timeout_s
-        update = self._join(name, version, deadline)
+    def receive(self, name: str, version: int, sink: WeightSink) -> None:
+        """Put the buckets of ``version`` into ``sink``, for receiver ``name``."""
+        update = self._join(name, version)
         try:
             index = 0
-            while (bucket := self._take(update, name, index, deadline)) is not None:
-                yield bucket
+            while isinstance(chunk := self._take(update, name, index), Chunk):
+                sink.room(chunk.header).copy_(chunk.payload)
+                sink.filled(chunk.header)
                 self._acknowledge(update, name)
                 index += 1
             self._acknowledge(update, name)
+            sink.ended(chunk)
         except BaseException as cause:
             reason = f"receiver {name} gave up: {cause}" if str(cause) else f"receiver {name} gave up"
             self._fail(update, reason, told=name)
@@ -87,23 +102,22 @@ class LocalExchange:
             self._closed = True
             self._changed.notify_all()
 
-    def _offer(self, update: _Update, index: int, bucket: torch.Tensor | None, deadline: float) -> None:
+    def _offer(self, update: _Update, index: int, offer: Chunk | End) -> None:
         with self._changed:
-            update.index, update.bucket, update.ended = index, bucket, bucket is None
-            update.pending = set(self._receivers)
+            update.index, update.offer = index, offer
+            update.pending = set(self.receivers)
             self._changed.notify_all()
             self._wait(
                 lambda: not update.pending or update.failure is not None,
-                deadline,
                 lambda: (
                     f"the sender of version {update.version} waited for {', '.join(sorted(update.pending))} to "
-                    f"take {'the end' if bucket is None else f'bucket {index}'}"
+                    f"take {f'bucket {index}' if isinstance(offer, Chunk) else 'the end'}"
                 ),
             )
             if update.failure is not None:
                 raise UpdateFailed(f"version {update.version} stopped at bucket {index}: {update.failure}")
 
-    def _join(self, name: str, version: int, deadline: float) -> _Update:
+    def _join(self, name: str, version: int) -> _Update:
         def ready() -> bool:
             update = self._update
             if update is None or name in update.left:
@@ -111,7 +125,7 @@ class LocalExchange:
             return update.failure is None or update.version == version
 
         with self._changed:
-            self._wait(ready, deadline, lambda: f"receiver {name} waited for the sender to begin version {version}")
+            self._wait(ready, lambda: f"receiver {name} waited for the sender to begin version {version}")
             update = self._update
             assert update is not None
             if update.version != version:
@@ -123,11 +137,10 @@ class LocalExchange:
                 raise UpdateFailed(f"version {version} stopped before receiver {name} came: {update.failure}")
             return update
 
-    def _take(self, update: _Update, name: str, index: int, deadline: float) -> torch.Tensor | None:
+    def _take(self, update: _Update, name: str, index: int) -> Chunk | End:
         with self._changed:
             self._wait(
                 lambda: update.index >= index or update.failure is not None,
-                deadline,
                 lambda: (
                     f"receiver {name} waited for bucket {index} of version {update.version} from the sender"
                     + (
@@ -138,41 +151,41 @@ class LocalExchange:
             )
             if update.failure is not None:
                 raise UpdateFailed(f"version {update.version} stopped at bucket {index}: {update.failure}")
-            return update.bucket
+            assert update.offer is not None
+            return update.offer
 
     def _acknowledge(self, update: _Update, name: str) -> None:
         with self._changed:
             update.pending.discard(name)
-            if update.ended:
+            if not isinstance(update.offer, Chunk):
                 update.left.add(name)
             self._changed.notify_all()
 
     def _fail(self, update: _Update, reason: str, told: str | None = None) -> None:
         with self._changed:
             update.failure = update.failure or reason
-            update.bucket = None
+            update.offer = None
             if told is not None:
                 update.left.add(told)
             self._changed.notify_all()
 
-    def _wait(self, condition: Callable[[], bool], deadline: float, who: Callable[[], str]) -> None:
-        in_time = self._changed.wait_for(
-            lambda: self._closed or condition(), timeout=max(0.0, deadline - time.monotonic())
-        )
+    def _wait(self, condition: Callable[[], bool], who: Callable[[], str]) -> None:
+        in_time = self._changed.wait_for(lambda: self._closed or condition(), timeout=self._timeout_s)
         if self._closed:
             raise UpdateFailed(f"{who()} when an end was closed")
         if not in_time:
-            raise UpdateFailed(f"{who()} for longer than param_update.timeout_s = {self._timeout_s:g} s")
+            raise UpdateFailed(f"{who()} for longer than {self._timeout_s:g} s")
 
 
 class LocalSender:
-    """The trainer's end. See `headway.interfaces.WeightSender`."""
+    """The trainer's end. See `WeightSender`."""
 
     def __init__(self, exchange: LocalExchange) -> None:
         self._exchange = exchange
 
-    def send(self, version: int, buckets: Iterable[torch.Tensor]) -> None:
-        self._exchange.send(version, buckets)
+    def send(self, version: int, weights: Outgoing) -> Parcel | None:
+        self._exchange.send(version, weights)
+        return None
 
     def close(self) -> None:
         """Whoever still waits at any end fails at once."""
@@ -180,14 +193,14 @@ class LocalSender:
 
 
 class LocalReceiver:
-    """A replica's end. See `headway.interfaces.WeightReceiver`."""
+    """A replica's end. See `WeightReceiver`."""
 
     def __init__(self, exchange: LocalExchange, name: str) -> None:
         self._exchange = exchange
         self._name = name
 
-    def receive(self, version: int) -> Iterator[torch.Tensor]:
-        return self._exchange.receive(self._name, version)
+    def receive(self, version: int, sink: WeightSink, parcel: Parcel | None = None) -> None:
+        self._exchange.receive(self._name, version, sink)
 
     def close(self) -> None:
         """Whoever still waits at any end fails at once."""

@@ -65,6 +65,10 @@ class SlotCache:
         """Give the memory back; every row is lost. `allocate` brings it back."""
         del self._kv, self._layers, self._flat
 
+    def scratch(self, slots: int, context: int) -> SlotCache:
+        """Another cache of the same geometry, for a few short rows beside those that decode."""
+        return SlotCache(self.geometry, slots=slots, context=context, dtype=self._dtype, device=self._device)
+
     def addresses(self, lengths: torch.Tensor) -> torch.Tensor:
         """[A, 2·kv_heads] where rows 0..A-1 store their next token, given ``lengths`` [A]; for `append`."""
         return self._first_rows[: len(lengths)] + lengths.unsqueeze(1)

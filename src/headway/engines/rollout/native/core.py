@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from headway.data.types import FinishReason
@@ -24,8 +25,9 @@ from headway.engines.rollout.native.runner import Runner
 from headway.engines.rollout.native.scheduler import Mode, Scheduler
 from headway.engines.rollout.native.served import ServedWeights, prepare_model
 from headway.engines.rollout.native.work import GroupRun, Prefilled, TrajectoryRun
-from headway.errors import NonFinite, RunError
+from headway.errors import NonFinite, RunError, UpdateFailed
 from headway.interfaces import EngineStats, FinishedGroup, GenerateRequest, OnUpdate, Paused, Priority
+from headway.models.probe import PROBE_PREFILL, probe_sequences
 
 Finished = tuple[Hashable, FinishedGroup]
 """A finished group and its owner."""
@@ -46,12 +48,14 @@ class EngineCore:
         pad_token_id: int,
         decode: Callable[[Sequence[int]], str],
         clock: Callable[[], float],
+        temperature: float = 1.0,
     ) -> None:
         self._name = name
         self._seed = seed
         self._max_context = max_context
         self._vocabulary = len(model.get_input_embeddings().weight)
         self._decode_text = decode
+        self._temperature = temperature
         self._clock = clock
         prepare_model(model, max_context)
         self._scheduler = Scheduler()
@@ -64,7 +68,7 @@ class EngineCore:
             max_batched_tokens=max_batched_tokens,
             pad_token_id=pad_token_id,
         )
-        self.weights = ServedWeights(model)  # after the runner, which may repack them
+        self.weights = ServedWeights(model, name)  # after the runner, which may repack them
         self._activity = Activity(clock)
         self._groups: list[GroupRun] = []
         self._serial = 0
@@ -99,19 +103,28 @@ class EngineCore:
         return Paused(interrupted)
 
     def resume(self) -> None:
-        """Go on. Raises `RunError` while asleep."""
+        """Go on. Raises `RunError` while asleep, and while there is no whole version to sample from."""
         if self._asleep:
             raise RunError(f"rollout engine {self._name} was told to resume while asleep; call wake() first")
+        self.weights.check("resume")
         self._scheduler.resume()
 
-    def activate(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> float:
-        """Copy ``weights`` into the model and stamp ``version`` on what is sampled from now on; seconds taken.
+    def check_paused(self, doing: str) -> None:
+        """Raise `UpdateFailed` unless nothing decodes, nor will before `resume`."""
+        if self._scheduler.mode is not Mode.PAUSED:
+            raise UpdateFailed(
+                f"rollout engine {self._name} was told to {doing}, which writes over the weights that it decodes with, "
+                "while it is not paused; call pause() first and wait for it, or set rollout.enable_dual_buffer"
+            )
+
+    def activate(self, version: int, load: Callable[[], None]) -> float:
+        """``load`` it into the model and stamp ``version`` on what is sampled from now on; seconds taken.
 
         Trajectories that are decoding go on with the keys and values that they have.
         """
         self._activity.stop()
         start = self._clock()
-        self.weights.load(weights)
+        load()
         for group in self._groups:
             group.prefilled = None  # its logits are the old version's
         self.version = version
@@ -135,20 +148,37 @@ class EngineCore:
         """Numbers of unfinished training groups, in order of submission."""
         return [group.request.number for group in self._groups if group.request.priority is Priority.TRAINING]
 
-    def sleep(self) -> None:
-        """Free the KV cache; what was decoding is parked. Raises `RunError` unless paused."""
+    def sleep(self, *, keep_weights: bool = True) -> None:
+        """Free the KV cache and the weights' memory; what was decoding is parked. Raises `RunError` unless paused."""
         if self._scheduler.mode is not Mode.PAUSED:
             raise RunError(f"rollout engine {self._name} was told to sleep while decoding; pause it first")
+        self.weights.check_unwritten("sleep")
         if not self._asleep:
             self._park()
             self._runner.cache.release()
             self._asleep = True
+        self.weights.sleep(keep=keep_weights)
 
     def wake(self) -> None:
-        """Take the KV cache's memory again."""
+        """Take the memory again: the weights', with what was kept of them, and the KV cache's."""
         if self._asleep:
+            self.weights.memory.restore()
             self._runner.cache.allocate()
             self._asleep = False
+
+    def probe(self) -> NDArray[np.float32] | None:
+        """Log-probs [12] of `headway.models.probe`'s sequences; None where a context is too short for them.
+
+        Nothing that decodes is touched. Raises `RunError` while there is no whole version to compute with.
+        """
+        sequences = probe_sequences(self._vocabulary)
+        if sequences.shape[1] > self._max_context:
+            return None
+        self.weights.check("probe")
+        if not self.weights.memory.there:
+            raise RunError(f"rollout engine {self._name} was told to probe while its weights sleep; call wake() first")
+        self._activity.stop()
+        return self._runner.score(sequences, PROBE_PREFILL, self._temperature).reshape(-1)
 
     def stats(self) -> EngineStats:
         """Activity since the last call."""
@@ -167,6 +197,7 @@ class EngineCore:
 
     def step(self) -> list[Finished]:
         """Start what fits, sample one token for every active row, and return the groups that this finished."""
+        self.weights.check("decode")
         with self._activity.step() as step:
             decoding = self._rows.active
             logits = []

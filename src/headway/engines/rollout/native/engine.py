@@ -17,28 +17,31 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from headway.engines.rollout.native.core import EngineCore, Finished
-from headway.errors import HeadwayError, RunError, StallError, UpdateFailed, WorkerDied, boundary
+from headway.engines.rollout.native.update import Beside, Over, Updates
+from headway.errors import ConfigError, HeadwayError, RunError, StallError, UpdateFailed, WorkerDied, boundary
 from headway.interfaces import (
     Capabilities,
     EngineStats,
     FinishedGroup,
     GenerateRequest,
-    Manifest,
     OnUpdate,
     Paused,
     ReceiveReport,
 )
-from headway.weights.buckets import BackBuffer
+from headway.weights.layout import ALIGNMENT, Manifest
+from headway.weights.protocols import WeightSink
 
 T = TypeVar("T")
 
@@ -80,11 +83,16 @@ class NativeEngine:
         max_batched_tokens: tokens (padding included) of one prefill forward; a longer context is run alone.
         pad_token_id: fills ragged batches; never attended to.
         decode: token ids to text, for `Trajectory.text`; it gets the stop token too.
-        receive: yields the buckets of a version, blocking; a transport's end. Without it there are no updates.
-        manifest: the layout of those buckets.
+        receive: puts a version into a sink, blocking; a transport's end. Without it there are no updates.
+        manifest: the layout of what it brings.
+        dual_buffer: weights arrive in a back buffer in host memory, of the weights' size, while decoding goes on. Else
+            they are written over the served ones, for which the engine has to be paused or asleep.
+        consume_bucket_bytes: copied at a time into the served weights; a multiple of `weights.layout.ALIGNMENT`.
+        temperature: of the run's sampling, for `probe`; each request has its own.
         clock: seconds, the same clock as the events'.
 
-    Raises `ModelError` for a model that it cannot serve, or whose tensors are not what ``manifest`` will bring.
+    Raises `ModelError` for a model that it cannot serve, or whose tensors are not what ``manifest`` will bring, and
+    `ConfigError` for a ``consume_bucket_bytes`` that does not fit.
     """
 
     capabilities = Capabilities(on_update=frozenset(OnUpdate), reproducible=True, sleep=True)
@@ -100,13 +108,21 @@ class NativeEngine:
         max_batched_tokens: int,
         pad_token_id: int,
         decode: Callable[[Sequence[int]], str],
-        receive: Callable[[int], Iterator[torch.Tensor]] | None = None,
+        receive: Callable[[int, WeightSink], None] | None = None,
         manifest: Manifest | None = None,
+        dual_buffer: bool = True,
+        consume_bucket_bytes: int = 64 * 2**20,
+        temperature: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
         self.slots = slots
-        self._receive = receive
+        if consume_bucket_bytes <= 0 or consume_bucket_bytes % ALIGNMENT:
+            raise ConfigError(
+                f"weights are copied by a positive multiple of {ALIGNMENT} bytes; {consume_bucket_bytes} was given "
+                "(see rollout.param_update_consume_bucket_size_mb)"
+            )
+        self.capabilities = replace(NativeEngine.capabilities, double_buffered=dual_buffer)
         self._core = EngineCore(
             model,
             name=name,
@@ -117,14 +133,13 @@ class NativeEngine:
             pad_token_id=pad_token_id,
             decode=decode,
             clock=clock,
+            temperature=temperature,
         )
-        self._back: BackBuffer | None = None
-        if manifest is not None:
-            self._core.weights.check(manifest)
-            self._back = BackBuffer(manifest)
-        self._back_in_use = threading.Lock()
-        """Held while the back buffer is filled, and while it is copied into the model."""
-        self._receiving = ThreadPoolExecutor(1, thread_name_prefix=f"headway-receive-{name}")
+        self._updates: Updates | None = None
+        if receive is not None and manifest is not None:
+            self._core.weights.check_layout(manifest)
+            way_in = (Beside if dual_buffer else Over)(name, self._core.weights, manifest, consume_bucket_bytes)
+            self._updates = Updates(name, way_in, receive)
 
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._unanswered: list[tuple[_Command, Any]] = []
@@ -165,24 +180,36 @@ class NativeEngine:
         )
 
     async def resume(self) -> None:
-        """Go on. Raises `RunError` while asleep."""
+        """Go on. Raises `RunError` while asleep, and while no whole version is there and active."""
         await self._ask(self._core.resume)
 
     async def stage_weights(self, version: int) -> ReceiveReport:
-        """Receive ``version`` into the back buffer while decoding goes on; raises `UpdateFailed` if that fails."""
-        if self._receive is None or self._back is None:
+        """Receive ``version``. Raises `UpdateFailed` if that fails, or while another version is received or loaded.
+
+        With a back buffer decoding goes on, and after an error the old version is served and nothing is staged. Without
+        one, the engine has to be paused or asleep, and after an error half-way it serves nothing until a version came.
+        """
+        if (updates := self._updates) is None:
             raise RunError(f"rollout engine {self.name} was made without a weight transport; it cannot stage weights")
         self._check_alive()
-        self._take_back_buffer(version)
+        if self.capabilities.double_buffered:
+            filling = updates.start(version)
+        else:
+            # On the decoding thread, so that nothing can resume between the check and the writing.
+            filling = await self._ask(lambda: self._start_writing(updates, version))
         with boundary(f"rollout engine {self.name} receiving version {version}", UpdateFailed):
-            filling = self._receiving.submit(self._back.fill, version, self._receive(version))
-            # Tied to the work and not to this call, which may be cancelled while the thread goes on.
-            filling.add_done_callback(lambda _: self._back_in_use.release())
-            return await asyncio.wrap_future(filling)
+            return await asyncio.shield(asyncio.wrap_future(filling))
 
     async def activate(self, version: int) -> float:
-        """Swap the staged ``version`` in between two steps; seconds taken. `UpdateFailed` if it is not staged."""
+        """Serve ``version`` from the next step on; seconds taken. `UpdateFailed` if it is not what was staged."""
         return await self._ask(lambda: self._activate(version))
+
+    async def probe(self) -> NDArray[np.float32] | None:
+        """The log-probs [12] of `headway.models.probe` through prefill and decoding as they are served.
+
+        None where a context is too short for them. Raises `RunError` while there are no whole weights on the device.
+        """
+        return await self._ask(self._core.probe)
 
     async def abort(self, numbers: Sequence[int]) -> None:
         """End these training groups as they are; unknown numbers are ignored."""
@@ -202,12 +229,17 @@ class NativeEngine:
         """Numbers of unfinished training groups, in order of submission."""
         return await self._ask(self._core.in_flight)
 
-    async def sleep(self) -> None:
-        """Free the KV cache. Raises `RunError` unless paused. Trajectories kept in place will prefill again."""
-        await self._ask(self._core.sleep)
+    async def sleep(self, *, keep_weights: bool = True) -> None:
+        """Free the KV cache, and on a GPU the weights' memory; trajectories that were kept in place prefill again.
+
+        The weights are kept in host memory, where those of a CPU are anyway. Without ``keep_weights`` they are lost,
+        their memory is free on a CPU too, and the next version that is activated brings them back. Raises `RunError`
+        unless paused, and while weights are written in place.
+        """
+        await self._ask(lambda: self._core.sleep(keep_weights=keep_weights))
 
     async def wake(self) -> None:
-        """Take the KV cache's memory again; needed before `resume`."""
+        """Take the memory again, and the weights that were kept; needed before `resume`."""
         await self._ask(self._core.wake)
 
     async def stats(self) -> EngineStats:
@@ -220,7 +252,8 @@ class NativeEngine:
             if not self._closing:
                 self._closing = True
                 self._commands.put(None)
-                self._receiving.shutdown(wait=False)
+                if self._updates is not None:
+                    self._updates.close()
         await asyncio.to_thread(self._thread.join, CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
             raise StallError(f"close() waited {CLOSE_TIMEOUT_S:.0f} s for rollout engine {self.name} to end its step")
@@ -251,12 +284,6 @@ class NativeEngine:
             raise self._ended()
         if self._closing:
             raise self._closed()
-
-    def _take_back_buffer(self, version: int) -> None:
-        if not self._back_in_use.acquire(blocking=False):
-            raise UpdateFailed(
-                f"rollout engine {self.name} is still receiving or loading; version {version} has to wait for that"
-            )
 
     # ------------------------------------------------------------------------------------- decoding thread's side
 
@@ -304,21 +331,18 @@ class NativeEngine:
         self._core.forget(inbox)
         self._inboxes.discard(inbox)
 
+    def _start_writing(self, updates: Updates, version: int) -> Future[ReceiveReport]:
+        self._core.check_paused(f"receive version {version}")
+        return updates.start(version)
+
     def _activate(self, version: int) -> float:
-        self._take_back_buffer(version)
-        try:
-            staged = self._back.version if self._back is not None else None
-            if self._back is None or staged != version:
-                raise UpdateFailed(
-                    f"rollout engine {self.name} was told to activate version {version}, but "
-                    f"{'nothing' if staged is None else f'version {staged}'} is staged; "
-                    f"call stage_weights({version}) first"
-                )
-            seconds = self._core.activate(version, self._back.items())
-            self._back.clear()
-            return seconds
-        finally:
-            self._back_in_use.release()
+        updates = self._updates
+        if updates is None:
+            raise UpdateFailed(
+                f"rollout engine {self.name} was told to activate version {version}, but nothing is staged: it was "
+                "made without a weight transport"
+            )
+        return self._core.activate(version, lambda: updates.load(version))
 
     def _collect(self, finished: list[Finished]) -> None:
         for owner, group in finished:

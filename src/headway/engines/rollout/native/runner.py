@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from headway.data.collate import token_budget_batches
 from headway.engines.rollout.native.cache import KvGeometry, SlotCache
 from headway.engines.rollout.native.forward import PolicyForward, RowBlock
-from headway.engines.rollout.native.sampling import BatchSampling, sample
+from headway.engines.rollout.native.sampling import BatchSampling, behaviour_logprobs, sample
 from headway.engines.rollout.native.work import Prefilled
 from headway.interfaces import SamplingParams
 
@@ -82,10 +82,38 @@ class Runner:
             for row, index in enumerate(batch):
                 yield index, Prefilled(kv[:, row, :, : lengths[index]], logits[row])
 
-    def decode(self, tokens: NDArray[np.int64], lengths: NDArray[np.int64]) -> torch.Tensor:
-        """One token for each of rows 0..A-1: ``tokens`` [A] at positions ``lengths`` [A]. Logits [A, V]."""
+    def decode(
+        self, tokens: NDArray[np.int64], lengths: NDArray[np.int64], cache: SlotCache | None = None
+    ) -> torch.Tensor:
+        """One token for each of rows 0..A-1: ``tokens`` [A] at positions ``lengths`` [A]. Logits [A, V].
+
+        ``cache`` is another one than the engine's own, whose rows are then not touched.
+        """
         on_device = self._to_device(lengths)
-        return self._forward.decode(self._to_device(tokens), on_device, self.cache, self._blocks(lengths, on_device))
+        cache = self.cache if cache is None else cache
+        return self._forward.decode(self._to_device(tokens), on_device, cache, self._blocks(lengths, on_device))
+
+    def score(self, ids: NDArray[np.int64], given: int, temperature: float) -> NDArray[np.float32]:
+        """Log-probs [B, S - given] of the tokens of ``ids`` [B, S] behind the first ``given``, at ``temperature``.
+
+        The first comes from a prefill, the others from decoding steps in a cache of their own: the paths that sampling
+        takes. Nothing is kept, and no randomness is used.
+        """
+        rows, length = ids.shape
+        cache = self.cache.scratch(rows, self._span(length))
+        logits = [torch.empty(0)] * rows
+        for row, prefilled in self.prefill(list(ids[:, :given])):
+            cache.fill(range(row, row + 1), prefilled.kv)
+            logits[row] = prefilled.logits
+        sampling = BatchSampling.of([SamplingParams(1, temperature)] * rows, logits[0].shape[0], self._device)
+        step = torch.stack(logits)
+        scores = []
+        for at in range(given, length):
+            targets = self._to_device(ids[:, at])
+            scores.append(behaviour_logprobs(step, sampling).gather(1, targets[:, None]))
+            if at + 1 < length:
+                step = self.decode(ids[:, at], np.full(rows, at, np.int64), cache)
+        return torch.cat(scores, dim=1).cpu().numpy()
 
     def sample(
         self, logits: torch.Tensor, rows: Sequence[SamplingParams], uniforms: NDArray[np.float64]
@@ -103,10 +131,13 @@ class Runner:
         return [self._block(start, stop, span, on_device) for start, stop, span in blocks]
 
     def _block(self, start: int, stop: int, span: int, lengths: torch.Tensor) -> RowBlock:
-        span = min(-(-span // SPAN_STEP) * SPAN_STEP, self.cache.context)
+        span = self._span(span)
         beyond = self._positions[:span] > lengths[start:stop, None]
         mask = torch.zeros(beyond.shape, dtype=self._dtype, device=self._device).masked_fill_(beyond, -torch.inf)
         return RowBlock(start, stop, span, mask[:, None, None])
+
+    def _span(self, positions: int) -> int:
+        return min(-(-positions // SPAN_STEP) * SPAN_STEP, self.cache.context)
 
     def _to_device(self, array: NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)

@@ -1,14 +1,23 @@
-"""The model as the engine serves it: what it must be able to do, and how new weights get into it."""
+"""The model as the engine serves it: what it must be able to do, and whether its weights may be sampled from.
+
+SERVED ──receive in place──▶ WRITING ──all of it──▶ ARRIVED ──activate──▶ SERVED
+  ▲                             ├──error, nothing written──▶ as before
+  │                             └──error────────────────▶ TORN ──receive in place──▶ WRITING
+  └──swapped in── GONE ◀──given up in sleep── any but WRITING
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
+from enum import StrEnum
 
 import torch
 from transformers import PreTrainedModel
 
-from headway.errors import ModelError
-from headway.interfaces import Manifest
+from headway.engines.rollout.native.memory import WeightMemory, own_storages, release_cached
+from headway.errors import ModelError, RunError
+from headway.weights.buckets import Tensors
+from headway.weights.layout import Manifest
 
 
 def prepare_model(model: PreTrainedModel, max_context: int) -> None:
@@ -32,19 +41,44 @@ def prepare_model(model: PreTrainedModel, max_context: int) -> None:
         )
     model.eval()
     model.tie_weights()
+    own_storages(model)
     if model.config._attn_implementation not in ("sdpa", "eager"):
         model.set_attn_implementation("sdpa")
 
 
+class Contents(StrEnum):
+    """What is in the served tensors."""
+
+    SERVED = "served"
+    """One whole version, the one that tokens are stamped with."""
+    WRITING = "writing"
+    """Another thread writes a version over them."""
+    ARRIVED = "arrived"
+    """One whole version that is not activated yet."""
+    TORN = "torn"
+    """Parts of two versions."""
+    GONE = "gone"
+    """Nothing: their memory was given up."""
+
+
 class ServedWeights:
-    """The model's own tensors by name, tied ones under each of their names."""
+    """The model's own tensors, their memory, and what is in them.
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._device = model.device
+    The decoding thread owns them, except while WRITING: then they are the receiving thread's.
+    """
+
+    def __init__(self, model: PreTrainedModel, name: str) -> None:
+        """``name``: of the replica, for messages."""
+        self.device = model.device
+        self.memory = WeightMemory(model.parameters())
+        self._replica = name
         self._tensors: dict[str, torch.Tensor] = model.state_dict()
-        self._parameters = [name for name, _ in model.named_parameters()]
+        self._parameters = [parameter_name for parameter_name, _ in model.named_parameters()]
+        self.contents = Contents.SERVED
+        self.version = 0
+        """That is there, or of which there is a part."""
 
-    def check(self, manifest: Manifest) -> None:
+    def check_layout(self, manifest: Manifest) -> None:
         """Raise `ModelError` unless ``manifest`` covers every parameter of the model once, in its own shape."""
         covered: dict[int, str] = {}
         for slot in manifest.slots:
@@ -59,9 +93,59 @@ class ServedWeights:
         if missing:
             raise ModelError(f"updates leave out {len(missing)} of the rollout model's weights, such as {missing[0]!r}")
 
-    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy new values in place, cast to the served dtype; returns when the device has them."""
-        for name, tensor in weights:
-            self._tensors[name].copy_(tensor)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+    def target(self, manifest: Manifest) -> Tensors:
+        """What flat bytes in host memory are written into."""
+        if self.device.type == "cuda":
+            return _ThroughDevice(manifest, self._tensors, self.device)
+        return Tensors(manifest, self._tensors)
+
+    @property
+    def problem(self) -> str | None:
+        """Why nothing may be sampled from what is there, and what to do; None while one whole version is served."""
+        match self.contents:
+            case Contents.SERVED:
+                return None
+            case Contents.WRITING:
+                return f"version {self.version} is being written over its weights; wait for stage_weights to return"
+            case Contents.ARRIVED:
+                return f"its weights are version {self.version}'s, which is not active; call activate({self.version})"
+            case Contents.TORN:
+                return (
+                    f"its weights are torn: only a part of version {self.version} was written over them; "
+                    "stage and activate a whole version first"
+                )
+            case Contents.GONE:
+                return "its weights were given up when it was put to sleep; stage and activate a version first"
+
+    def check(self, doing: str) -> None:
+        """Raise `RunError` unless one whole version is served, for somebody who is ``doing`` something with it."""
+        if (problem := self.problem) is not None:
+            raise RunError(f"rollout engine {self._replica} cannot {doing}: {problem}")
+
+    def set(self, contents: Contents, version: int) -> None:
+        self.version, self.contents = version, contents
+
+    def check_unwritten(self, doing: str) -> None:
+        """Raise `RunError` while another thread writes."""
+        if self.contents is Contents.WRITING:
+            raise RunError(f"rollout engine {self._replica} cannot {doing}: {self.problem}")
+
+    def sleep(self, *, keep: bool) -> None:
+        """Give the device's memory back. Values that are kept stay where they are on a CPU."""
+        if not keep:
+            self.memory.drop()
+            self.contents = Contents.GONE
+        elif self.device.type != "cpu" and self.contents is not Contents.GONE:
+            self.memory.move_out()
+        release_cached(self.device)
+
+
+class _ThroughDevice(Tensors):
+    """Brings what is written to the device in one copy, and takes it apart there."""
+
+    def __init__(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
+        super().__init__(manifest, tensors)
+        self._device = device
+
+    def write(self, offset: int, data: torch.Tensor) -> None:
+        super().write(offset, data.to(self._device))

@@ -28,13 +28,15 @@ from headway.engines.train.fsdp.batch import collate
 from headway.engines.train.fsdp.checkpoint import load_checkpoint, save_checkpoint
 from headway.engines.train.fsdp.collectives import on_rank_zero, reduce_numbers, reduce_sums
 from headway.engines.train.fsdp.forward import forward_logprobs, micro_batches, rows_of
+from headway.engines.train.fsdp.gather import gather
 from headway.engines.train.fsdp.objective import Objective, Sums, Totals
 from headway.engines.train.fsdp.schedule import learning_rate
 from headway.engines.train.fsdp.sharding import sharded_policy
-from headway.interfaces import Manifest, StepReport
+from headway.interfaces import StepReport
 from headway.models.export import export
 from headway.models.loading import compute_dtype, load_tokenizer
-from headway.weights.buckets import build_manifest, pack
+from headway.weights.layout import Manifest, build_manifest
+from headway.weights.outgoing import Window
 
 
 class FsdpEngine:
@@ -135,23 +137,21 @@ class FsdpEngine:
 
     # ------------------------------------------------------------------------------------------ weights
 
-    def manifest(self, bucket_bytes: int) -> Manifest:
-        """The layout in which `gather_buckets` sends the weights: names of the Hugging Face model, tied ones once.
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that the model knows."""
+        return int(self._policy.lm.get_input_embeddings().weight.shape[0])
 
-        Not collective.
+    def manifest(self, dtype: torch.dtype) -> Manifest:
+        """The layout of the weights in ``dtype``: names of the Hugging Face model, tied ones once. Not collective."""
+        return build_manifest((name, tuple(p.shape), dtype) for name, p in self._policy.lm.named_parameters())
+
+    def gather(self, manifest: Manifest, bucket_bytes: int, *, everywhere: bool = False) -> Iterator[Window]:
+        """The weights bucket by bucket, on rank zero's device or ``everywhere``; other ranks' bytes are unspecified.
+
+        Every rank must draw them all; each is valid until the next one is drawn. One bucket is held and nothing else.
         """
-        dtype = compute_dtype(self._config, self._device)
-        return build_manifest(
-            ((name, tuple(p.shape), dtype) for name, p in self._policy.lm.named_parameters()), bucket_bytes
-        )
-
-    def gather_buckets(self, manifest: Manifest) -> Iterator[torch.Tensor]:
-        """The weights as flat uint8 buckets on the device, each valid until the next one is drawn.
-
-        Every rank must draw them all. Beside the bucket one full tensor at a time is held.
-        """
-        parameters = dict(self._policy.lm.named_parameters())
-        return pack(manifest, lambda name: self._full(parameters[name]), self._device)
+        return gather(self._policy.lm, manifest, bucket_bytes, self._device, everywhere=everywhere)
 
     @torch.no_grad()
     def _full(self, parameter: torch.Tensor) -> torch.Tensor:

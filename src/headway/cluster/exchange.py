@@ -1,0 +1,351 @@
+"""The driver's view of a transfer: who is connected to whom, what each receiver holds, and where a version lies.
+
+    reach(names)             links that are missing, broken or made for others are made anew, both ends at once
+    send / gather            asked of the trainer's ranks
+    stage(name)              asked of a receiver, with the sender's parcel where the transport stores
+
+A delta is sent to receivers that are all known to hold the version before; whoever failed is known to hold nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from headway.cluster.roles.fused import WITHIN
+from headway.cluster.roles.outbox import Send, Sent
+from headway.cluster.worker_group import Worker, WorkerGroup
+from headway.config.schema import Config
+from headway.config.transports import TRANSPORTS, transport_of
+from headway.errors import ConfigError, UpdateFailed
+from headway.interfaces import GatherReport, ReceiveReport, SendReport
+from headway.pipeline.concurrently import both, concurrently
+from headway.weights.layout import Manifest
+from headway.weights.protocols import Parcel
+from headway.weights.transports.links import Address, Link, Meeting, make_link
+
+
+class WeightPaths(Protocol):
+    """How weights get from the trainer's ranks to receivers."""
+
+    async def reach(self, names: Sequence[str]) -> None:
+        """See `TrainEngine.reach`."""
+
+    async def send(self, version: int, names: Sequence[str]) -> SendReport:
+        """See `TrainEngine.send_weights`."""
+
+    async def gather(self, version: int) -> GatherReport:
+        """See `OverlappingTrainEngine.gather_weights`."""
+
+    async def send_gathered(self, version: int, name: str) -> SendReport:
+        """See `OverlappingTrainEngine.send_gathered`."""
+
+    async def stage(self, name: str, version: int) -> ReceiveReport:
+        """See `PolicyReceiver.stage_weights`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeSettings:
+    transport: str
+    streamed: bool
+    """Both ends run at the same time."""
+    apart: bool
+    """Each receiver by itself, from a copy."""
+    with_delta: bool
+    timeout_s: float
+    """For one end to wait for another. Shorter than the update's: who caused a failure must be known before that."""
+    address: Address | None
+    device: str
+    directory: Path | None
+
+
+def transport_timeout(config: Config) -> float:
+    """Half of an update's: a transport says who failed before the update as a whole runs out of time."""
+    return config.param_update.timeout_s / 2
+
+
+def exchange_settings(config: Config, address: Address | None, device: str, directory: Path | None) -> ExchangeSettings:
+    """What ``param_update.*`` asks for; ``address`` is the trainer's store's, ``device`` what workers compute on."""
+    update = config.param_update
+    transport = transport_of(update.transport, backend=config.cluster.backend, shared=False)
+    apart = update.schedule == "overlapped"
+    if update.backend == "nccl" and device != "cuda":
+        raise ConfigError("param_update.backend=nccl: the workers compute on CPUs; set it to gloo, or to auto")
+    through_gpus = device == "cuda" and not apart and update.backend != "gloo"
+    return ExchangeSettings(
+        transport=transport,
+        streamed=TRANSPORTS[transport].streamed,
+        apart=apart,
+        with_delta=update.encoding == "delta",
+        timeout_s=transport_timeout(config),
+        address=address,
+        device="cuda" if through_gpus and transport == "broadcast" else "cpu",
+        directory=directory,
+    )
+
+
+@dataclass(slots=True)
+class _Receiver:
+    worker: Worker
+    dtype: str
+    key: str | None = None
+    """Of the link that it is connected to."""
+    holds: int | None = None
+    trusted: bool = True
+    """What was stored before is as good for it as for others."""
+    parcel: asyncio.Future[Parcel | None] | None = None
+    """Of the transfer that is under way."""
+
+
+@dataclass(slots=True)
+class _Connection:
+    link: Link
+    names: list[str]
+    broken: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Published:
+    """A stored version, for all receivers of a dtype."""
+
+    base: int | None
+    sending: asyncio.Task[Sent]
+
+    @property
+    def failed(self) -> bool:
+        return self.sending.done() and (self.sending.cancelled() or self.sending.exception() is not None)
+
+    def is_of_no_use_to(self, receiver: _Receiver) -> bool:
+        return self.base is not None and self.base != receiver.holds
+
+
+class Exchange:
+    """Between the trainer's ranks and every receiver, by transports that reach other processes (and ``local``)."""
+
+    def __init__(self, actor: WorkerGroup, settings: ExchangeSettings, manifests: Mapping[str, Manifest]) -> None:
+        """``manifests``: the layout of each served dtype."""
+        self._actor = actor
+        self._settings = settings
+        self._manifests = manifests
+        self._receivers: dict[str, _Receiver] = {}
+        self._connections: dict[str, _Connection] = {}
+        self._published: dict[str, _Published] = {}
+        """By dtype: a stored version is sent once for all receivers."""
+        self._turns: dict[str, asyncio.Lock] = {}
+        """Key → who opens a link, or sends by one that several share."""
+        self._generation = 0
+
+    def add(self, worker: Worker, dtype: str) -> None:
+        """A receiver that may be reached from now on, with weights in ``dtype``."""
+        self._receivers[worker.name] = _Receiver(worker, dtype)
+
+    # ------------------------------------------------------------------------------------------ meeting
+
+    async def reach(self, names: Sequence[str]) -> None:
+        """See `TrainEngine.reach`."""
+        loop = asyncio.get_running_loop()
+        for name in names:
+            self._receivers[name].parcel = loop.create_future()
+        await concurrently(self._connect(key, members) for key, members in self._by_key(names).items())
+
+    def _by_key(self, names: Sequence[str]) -> dict[str, list[str]]:
+        """A group of its own for each receiver that a stream goes to alone; else one for all of a dtype."""
+        found: dict[str, list[str]] = {}
+        for name in names:
+            dtype = self._receivers[name].dtype
+            key = f"{dtype}/{name}" if self._settings.streamed and self._settings.apart else dtype
+            found.setdefault(key, []).append(name)
+        return found
+
+    async def _connect(self, key: str, names: Sequence[str]) -> None:
+        async with self._turn(key):
+            connection = self._connections.get(key)
+            if self._settings.streamed:
+                if connection is None or connection.broken or connection.names != names:
+                    await self._meet(key, names)
+            elif connection is None:
+                await self._meet(key, names)
+            else:  # where it lies does not depend on who receives
+                new = [self._receivers[name] for name in names if self._receivers[name].key != key]
+                await self._open_receivers(key, connection.link, new)
+
+    async def _meet(self, key: str, names: Sequence[str]) -> None:
+        """All ends of a new link, at once: those of some transports wait for each other."""
+        self._generation += 1
+        link = self._link(names)
+        self._connections[key] = connection = _Connection(link, list(names), broken=True)  # until everybody is there
+        receivers = [self._receivers[name] for name in names]
+        await both(self._open_sender(key, link), self._open_receivers(key, link, receivers))
+        connection.broken = False
+
+    async def _open_sender(self, key: str, link: Link) -> None:
+        await self._actor.connect(key, link)
+
+    async def _open_receivers(self, key: str, link: Link, receivers: Sequence[_Receiver]) -> None:
+        await concurrently(receiver.worker.call("connect", link) for receiver in receivers)
+        for receiver in receivers:
+            receiver.key = key
+
+    def _turn(self, key: str) -> asyncio.Lock:
+        return self._turns.setdefault(key, asyncio.Lock())
+
+    def _link(self, names: Sequence[str]) -> Link:
+        settings = self._settings
+        return make_link(
+            settings.transport,
+            Meeting(
+                manifest=self._manifests[self._receivers[names[0]].dtype],
+                receivers=tuple(names),
+                timeout_s=settings.timeout_s,
+                sender=self._actor.workers[0].name,
+                address=settings.address,
+                generation=self._generation,
+                device=settings.device,
+                directory=settings.directory,
+            ),
+        )
+
+    # ------------------------------------------------------------------------------------------ sending
+
+    async def send(self, version: int, names: Sequence[str]) -> SendReport:
+        """See `TrainEngine.send_weights`."""
+        by_key = self._by_key(names)
+        sends = [Send(self._receivers[members[0]].dtype, key, self._base(members)) for key, members in by_key.items()]
+        with self._failing(names):
+            results: Sequence[Sent] = await self._actor.send_weights(version, sends, False)
+        for sent, members in zip(results, by_key.values(), strict=True):
+            self._hand_over(members, sent.parcel)
+        pairs = zip(by_key.values(), results, strict=True)
+        return _together({tuple(members): sent.report for members, sent in pairs})
+
+    async def gather(self, version: int) -> GatherReport:
+        """See `OverlappingTrainEngine.gather_weights`."""
+        report: GatherReport = await self._actor.gather_weights(version)
+        self._published.clear()
+        return report
+
+    async def send_gathered(self, version: int, name: str) -> SendReport:
+        """See `OverlappingTrainEngine.send_gathered`."""
+        receiver = self._receivers[name]
+        sent: Sent
+        with self._failing([name]):
+            if self._settings.streamed:
+                (key,) = self._by_key([name])
+                sent = await self._actor.send_gathered(version, Send(receiver.dtype, key, self._base([name])))
+            else:
+                sent = await self._publish(version, receiver)
+        self._hand_over([name], sent.parcel)
+        return sent.report
+
+    async def _publish(self, version: int, receiver: _Receiver) -> Sent:
+        """Send once for all receivers of a dtype; once more, whole, for one that cannot use what was sent."""
+        dtype = receiver.dtype
+        async with self._turn(dtype):
+            published = self._published.get(dtype)
+            first = published is None or published.failed or not receiver.trusted or published.is_of_no_use_to(receiver)
+            if first:
+                if published is not None:
+                    await asyncio.wait([published.sending])  # one at a time
+                base = self._base([receiver.worker.name]) if published is None else None
+                sending = self._actor.send_gathered(version, Send(dtype, dtype, base))
+                published = self._published[dtype] = _Published(base, sending)
+        assert published is not None
+        # Whoever asked first may be left out before it is done: it is for the others, too.
+        sent: Sent = await asyncio.shield(published.sending)
+        receiver.trusted = True
+        # What was sent once counts once.
+        return sent if first else replace(sent, report=replace(sent.report, send_s=0.0, nbytes=0))
+
+    def _base(self, names: Sequence[str]) -> int | None:
+        """The version that all of them hold."""
+        held = {self._receivers[name].holds for name in names}
+        return held.pop() if self._settings.with_delta and len(held) == 1 else None
+
+    def _hand_over(self, names: Sequence[str], parcel: Parcel | None) -> None:
+        for name in names:
+            future = self._receivers[name].parcel
+            if future is not None and not future.done():
+                future.set_result(parcel)
+
+    @contextmanager
+    def _failing(self, names: Sequence[str]) -> Iterator[None]:
+        """What a failed sending means for those it was for."""
+        try:
+            yield
+        except BaseException as failure:
+            for name in names:
+                receiver = self._receivers[name]
+                self._distrust(receiver)
+                if receiver.parcel is not None and not receiver.parcel.done():
+                    receiver.parcel.set_exception(UpdateFailed(f"{name} got nothing: sending failed: {failure}"))
+                    receiver.parcel.exception()  # nobody may be waiting for it
+            raise
+
+    # ------------------------------------------------------------------------------------------ receiving
+
+    async def stage(self, name: str, version: int) -> ReceiveReport:
+        """See `PolicyReceiver.stage_weights`."""
+        receiver = self._receivers[name]
+        assert receiver.parcel is not None, "stage comes after reach"
+        try:
+            parcel = None if self._settings.streamed else await receiver.parcel
+            report: ReceiveReport = await receiver.worker.call("stage_weights", version, parcel)
+        except BaseException:
+            self._distrust(receiver)
+            raise
+        receiver.holds = version
+        return report
+
+    def _distrust(self, receiver: _Receiver) -> None:
+        """The next version, or this one again, goes to it whole, and by a new link where the ends depend on each other."""
+        receiver.holds, receiver.trusted = None, False
+        if self._settings.streamed:
+            for connection in self._connections.values():
+                connection.broken |= receiver.worker.name in connection.names
+
+
+NO_COPY = "within a process weights are handed over while training stands still, not sent from a copy"
+
+
+class WithinProcesses:
+    """`WeightPaths` where each receiver shares its process with a training rank, which hands over what it gathers."""
+
+    def __init__(self, actor: WorkerGroup, receivers: Mapping[str, Worker], dtype: str) -> None:
+        self._actor = actor
+        self._receivers = receivers
+        self._dtype = dtype
+
+    async def reach(self, names: Sequence[str]) -> None:
+        """They are where they are."""
+
+    async def send(self, version: int, names: Sequence[str]) -> SendReport:
+        sent: Sequence[Sent] = await self._actor.send_weights(version, [Send(self._dtype, WITHIN, None)], True)
+        return sent[0].report
+
+    async def gather(self, version: int) -> GatherReport:
+        raise UpdateFailed(f"version {version}: {NO_COPY}")
+
+    async def send_gathered(self, version: int, name: str) -> SendReport:
+        raise UpdateFailed(f"version {version} to {name}: {NO_COPY}")
+
+    async def stage(self, name: str, version: int) -> ReceiveReport:
+        report: ReceiveReport = await self._receivers[name].call("stage_weights", version, None)
+        return report
+
+
+def _together(reports: Mapping[tuple[str, ...], SendReport]) -> SendReport:
+    """Of all dtypes: times and bytes add up, and each receiver has its own dtype's checksum."""
+    first = next(iter(reports.values()))
+    return SendReport(
+        gather_s=sum(report.gather_s for report in reports.values()),
+        send_s=sum(report.send_s for report in reports.values()),
+        nbytes=sum(report.nbytes for report in reports.values()),
+        checksum=first.checksum,
+        checksums={name: report.checksum for names, report in reports.items() for name in names},
+        full_nbytes=sum(report.full_nbytes or report.nbytes for report in reports.values()),
+        changed=first.changed,
+    )

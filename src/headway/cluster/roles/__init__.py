@@ -1,0 +1,10 @@
+"""The roles: what one rank of the cluster does, the same on every backend. Nothing here knows Ray.
+
+    ActorRole      a training rank: engine, reference (where it shares the ranks), sender of weights
+    RolloutRole    one replica: engine, receiver of weights
+    FusedRole      both of them in one process, on a device that they share
+    RefRole        a rank of the reference policy, where it has ranks of its own
+
+A role is made cheaply and then built, because torch must be imported after its process was set up: imports of torch and
+of what imports it stand inside the methods.
+"""

@@ -1,0 +1,168 @@
+"""One training rank: the policy that learns, and the sender of its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.cluster.roles.outbox import Outbox, Send, Sent
+from headway.cluster.roles.role import Role
+from headway.cluster.worker_group import Collect, Dispatch, register
+from headway.data.types import Sample
+from headway.errors import RunError
+from headway.interfaces import GatherReport, StepReport
+from headway.weights.layout import Manifest
+from headway.weights.transports.links import Address, Link
+
+if TYPE_CHECKING:
+    from headway.engines.train.fsdp.engine import FsdpEngine
+    from headway.engines.train.fsdp.reference import ReferenceEngine
+
+
+class ActorRole(Role):
+    """One training rank. Every method that is registered for all ranks is collective."""
+
+    def __init__(
+        self, *, rank: int, world_size: int, total_optimizer_steps: int, with_reference: bool, **common: Any
+    ) -> None:
+        super().__init__(**common)
+        self._rank = rank
+        self._world_size = world_size
+        self._total_optimizer_steps = total_optimizer_steps
+        self._with_reference = with_reference
+        self._store: Any = None
+        self._outbox = Outbox(self._config, sends=rank == 0)
+
+    @register(Dispatch.RANK_ZERO)
+    def open_store(self) -> Address:
+        """Host the store at which ranks and receivers meet. Returns its address."""
+        from headway.weights.transports.group import open_store
+
+        # Held: the store lives as long as this object.
+        self._store, port = open_store(self._host, self._config.cluster.start_timeout_s)
+        return self._host, port
+
+    @register(Dispatch.ONE_TO_ALL)
+    def build(self, store: Address | None) -> None:
+        """Join the ranks that meet at ``store``, and load the model."""
+        import torch
+
+        from headway.engines.train.fsdp.engine import FsdpEngine
+        from headway.engines.train.fsdp.reference import ReferenceEngine
+
+        self._set_threads()
+        self._join_ranks(store, "actor", self._rank, self._world_size)
+        self._engine: FsdpEngine = FsdpEngine(
+            model_path=self._model_path,
+            config=self._config,
+            total_optimizer_steps=self._total_optimizer_steps,
+            device=torch.device(self._device),
+        )
+        self._reference: ReferenceEngine | None = None
+        if self._with_reference:
+            self._reference = ReferenceEngine(
+                model_path=self._model_path, config=self._config, device=torch.device(self._device)
+            )
+
+    @register(Dispatch.RANK_ZERO)
+    def layout(self, dtype: str) -> Manifest:
+        """Of the weights, as receivers that hold them in ``dtype`` will get them."""
+        import torch
+
+        return self._engine.manifest(getattr(torch, dtype))
+
+    @register(Dispatch.ONE_TO_ALL)
+    def open_route(self, dtype: str) -> None:
+        """Weights will go to receivers that hold them in ``dtype``."""
+        self._outbox.open_route(dtype, self.layout(dtype), makes_copy=self._rank == 0, pinned=self._on_gpu)
+
+    @register(Dispatch.RANK_ZERO)
+    async def connect(self, key: str, link: Link) -> None:
+        """Open the sender's end of ``link``, in the place of the last one under ``key``, beside a step if there is one.
+
+        May wait for receivers.
+        """
+        await self._outbox.connect(key, link, self._here())
+
+    def open_link(self, key: str, link: Link) -> None:
+        """The same at once, for a link within this process."""
+        self._outbox.open_link(key, link, self._here())
+
+    @register(Dispatch.SPLIT, Collect.COLUMNS)
+    def forward_logprobs(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
+        return self._engine.forward_logprobs(self._rows(samples))
+
+    @register(Dispatch.SPLIT, Collect.COLUMNS)
+    def reference_logprobs(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
+        if self._reference is None:
+            raise RunError("this run has no reference policy: nothing in its algorithm asks for one")
+        return self._reference.forward_logprobs(self._rows(samples))
+
+    @register(Dispatch.SPLIT)
+    def train_step(self, samples: Sequence[Sample]) -> StepReport:
+        return self._engine.train_step(self._rows(samples))
+
+    @register(Dispatch.ONE_TO_ALL)
+    def send_weights(self, version: int, sends: Sequence[Send], everywhere: bool) -> tuple[Sent | None, ...]:
+        """Gather on every rank; rank zero sends, or every rank to the receiver in its own process (``everywhere``)."""
+        gather = partial(self._engine.gather, everywhere=everywhere)
+        sent, failures = [], []
+        for send in sends:
+            try:
+                sent.append(self._outbox.send(version, send, gather))
+            except Exception as failure:  # after the last one: the other ranks gather for each
+                failures.append(failure)
+        if failures:
+            raise failures[0]
+        return tuple(sent)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def gather_weights(self, version: int) -> GatherReport:
+        """Gather on every rank, into rank zero's copies."""
+        return self._outbox.gather(version, self._engine.gather)
+
+    @register(Dispatch.RANK_ZERO)
+    async def send_gathered(self, version: int, send: Send) -> Sent:
+        """Send a copy, on a thread of its own: the rank trains on."""
+        return await self._outbox.send_gathered(version, send)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def probe(self) -> NDArray[np.float32]:
+        """The log-probs [N] of the probe's sequences under the weights as they are."""
+        from headway.models.probe import probe_rows, probe_vector
+
+        return probe_vector(self._engine.forward_logprobs(probe_rows(self._engine.vocabulary)))
+
+    @register(Dispatch.RANK_ZERO)
+    def compute_dtype(self) -> str:
+        """Of its matrix products, as torch spells it without the prefix."""
+        import torch
+
+        from headway.models.loading import compute_dtype
+
+        return str(compute_dtype(self._config, torch.device(self._device))).removeprefix("torch.")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def save(self, path: Path, driver_state: Mapping[str, Any]) -> None:
+        self._engine.save(path, dict(driver_state))
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load(self, path: Path) -> dict[str, Any]:
+        return self._engine.load(path)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def export(self, path: Path) -> None:
+        self._engine.export(path)
+
+    def close(self) -> None:
+        """Leave the groups that carry weights, and what they left in files."""
+        self._outbox.close()
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self._device.startswith("cuda")

@@ -1,0 +1,43 @@
+"""Actor and rollout in one process, on a device that they share: they take turns, and weights stay in the process.
+
+FusedRole ──▶ actor: a training rank       its methods are called as ``actor.train_step``, …
+          └─▶ rollout: a replica           … and ``rollout.engine.pause``
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headway.cluster.hardware import Hardware
+from headway.cluster.roles.actor import ActorRole
+from headway.cluster.roles.rollout import RolloutRole
+from headway.weights.transports.links import Meeting, make_link
+
+WITHIN = "within"
+"""Key of the link between the two."""
+
+
+class FusedRole:
+    """``actor`` and ``rollout`` hold each role's own arguments, its ``name`` among them; ``common`` is for both."""
+
+    def __init__(self, *, actor: dict[str, Any], rollout: dict[str, Any], name: str, **common: Any) -> None:
+        self.actor = ActorRole(**actor, name=name, **common)
+        self.rollout = RolloutRole(**rollout, **common)
+
+    def hardware(self) -> Hardware:
+        """What this process computes on."""
+        return self.actor.hardware()
+
+    def connect_within(self, dtype: str, timeout_s: float) -> None:
+        """Let the replica receive what this rank gathers."""
+        receiver = self.rollout.name
+        link = make_link("local", Meeting(self.actor.layout(dtype), (receiver,), timeout_s))
+        self.actor.open_link(WITHIN, link)
+        self.rollout.connect(link)
+
+    async def close(self) -> None:
+        """The engine first: it computes with what the rank shares with it."""
+        try:
+            await self.rollout.close()
+        finally:
+            self.actor.close()

@@ -1,0 +1,187 @@
+"""A training rank's weights on their way out: one route per served dtype, one sender per link.
+
+    synchronous, full     gather ─bucket─▶ send                                  (Stream; one bucket of extra memory)
+    delta, or overlapped  gather ─▶ complete copy in host memory ─▶ send …       (Staged)
+
+What the driver asks for is plain data (`Send`), and so is what it gets back (`Sent`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from headway.config.schema import Config
+from headway.errors import UpdateFailed
+from headway.interfaces import GatherReport, SendReport
+from headway.weights.layout import Manifest, bucket_bytes
+from headway.weights.protocols import Chunk, Outgoing, Parcel, WeightSender
+from headway.weights.transports.links import Here, Link, open_sender
+
+if TYPE_CHECKING:
+    from headway.weights.outgoing import Staged, Window
+
+Gather = Callable[[Manifest, int], "Iterator[Window]"]
+"""The weights in a layout, bucket by bucket. Collective over the ranks."""
+
+MOST_SENDS = 64
+"""At once, beside training."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """To whom a version goes: everybody at the other end of ``key``'s link."""
+
+    dtype: str
+    key: str
+    base: int | None
+    """The version that all of them are known to hold; None: all bytes are sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    report: SendReport
+    parcel: Parcel | None
+    """For receivers of a stored transport."""
+
+
+@dataclass(slots=True)
+class _Route:
+    manifest: Manifest
+    staged: Staged | None
+    """Only where a complete copy is made, and on the rank that makes it."""
+
+
+class Outbox:
+    """Of one rank. Ranks without a sender take part in gathering and send nothing."""
+
+    def __init__(self, config: Config, *, sends: bool) -> None:
+        """``sends``: this rank always has somebody to send to."""
+        self._sends = sends
+        self._bucket_bytes = bucket_bytes(config.rollout.param_update_preduce_bucket_size_mb)
+        self._with_delta = config.param_update.encoding == "delta"
+        self._copies = self._with_delta or config.param_update.schedule == "overlapped"
+        self._routes: dict[str, _Route] = {}
+        self._senders: dict[str, WeightSender] = {}
+        self._beside_training = ThreadPoolExecutor(MOST_SENDS, thread_name_prefix="headway-send")
+
+    def open_route(self, dtype: str, manifest: Manifest, *, makes_copy: bool, pinned: bool) -> None:
+        """Weights will go to receivers that hold them in ``dtype``."""
+        from headway.weights.outgoing import Staged
+
+        staged = None
+        if self._copies and makes_copy:
+            staged = Staged(manifest, self._bucket_bytes, with_delta=self._with_delta, pinned=pinned)
+        self._routes[dtype] = _Route(manifest, staged)
+
+    async def connect(self, key: str, link: Link, here: Here) -> None:
+        """`open_link`, on another thread than the caller's."""
+        await asyncio.get_running_loop().run_in_executor(self._beside_training, self.open_link, key, link, here)
+
+    def open_link(self, key: str, link: Link, here: Here) -> None:
+        """Open the sender's end of ``link``, in the place of the last one under ``key``."""
+        if (old := self._senders.pop(key, None)) is not None:
+            old.close()
+        self._senders[key] = open_sender(link, here)
+
+    def send(self, version: int, send: Send, gather: Gather) -> Sent | None:
+        """gather and send. None on a rank that has nobody to send to.
+
+        Gathering goes on to its end whatever happens to sending: the other ranks take part in it.
+        """
+        windows = gather(self._routes[send.dtype].manifest, self._bucket_bytes)
+        try:
+            return self._gather_and_send(version, send, windows)
+        finally:
+            deque(windows, maxlen=0)
+
+    def _gather_and_send(self, version: int, send: Send, windows: Iterator[Window]) -> Sent | None:
+        from headway.weights.outgoing import Stream
+
+        route = self._routes[send.dtype]
+        if send.key not in self._senders:
+            if self._sends:
+                raise UpdateFailed(f"version {version}: the trainer is not connected to {send.key}; reach it first")
+            return None
+        if route.staged is not None:
+            gathered = route.staged.gather(version, windows)
+            sent = self._send(version, send, route.staged.outgoing(version, to=send.base), route.manifest)
+            report = replace(sent.report, gather_s=gathered.seconds, changed=gathered.changed)
+            return replace(sent, report=report)
+        stream = Stream(route.manifest, windows)
+        sent = self._send(version, send, stream, route.manifest)
+        # It was gathered between two buckets that were sent.
+        report = replace(sent.report, gather_s=stream.gather_s, send_s=sent.report.send_s - stream.gather_s)
+        return replace(sent, report=report)
+
+    def gather(self, version: int, gather: Gather) -> GatherReport:
+        """gather into the copies."""
+        seconds, nbytes, changed = 0.0, 0, None
+        for route in self._routes.values():
+            windows = gather(route.manifest, self._bucket_bytes)
+            if route.staged is None:
+                deque(windows, maxlen=0)
+                continue
+            try:
+                gathered = route.staged.gather(version, windows)
+            finally:
+                deque(windows, maxlen=0)
+            seconds, nbytes, changed = seconds + gathered.seconds, nbytes + gathered.nbytes, gathered.changed
+        return GatherReport(seconds, nbytes, changed)
+
+    async def send_gathered(self, version: int, send: Send) -> Sent:
+        """Send the copy, on another thread than the caller's."""
+        return await asyncio.get_running_loop().run_in_executor(
+            self._beside_training, self._send_gathered, version, send
+        )
+
+    def close(self) -> None:
+        for sender in self._senders.values():
+            sender.close()
+        self._beside_training.shutdown(wait=False)
+
+    def _send_gathered(self, version: int, send: Send) -> Sent:
+        route = self._routes[send.dtype]
+        if route.staged is None:
+            raise UpdateFailed(f"version {version} was to be sent from a copy, and none is made with these settings")
+        if send.key not in self._senders:
+            raise UpdateFailed(f"version {version}: the trainer is not connected to {send.key}; reach it first")
+        return self._send(version, send, route.staged.outgoing(version, to=send.base), route.manifest)
+
+    def _send(self, version: int, send: Send, weights: Outgoing, manifest: Manifest) -> Sent:
+        from headway.weights.digests import combined
+
+        counted = _Counted(weights)
+        started = time.perf_counter()
+        parcel = self._senders[send.key].send(version, counted)
+        seconds = time.perf_counter() - started
+        report = SendReport(
+            gather_s=0.0,
+            send_s=seconds,
+            nbytes=counted.nbytes,
+            checksum=combined(weights.digests),
+            full_nbytes=manifest.nbytes,
+        )
+        return Sent(report, parcel)
+
+
+class _Counted:
+    """`Outgoing` that counts what was drawn from it."""
+
+    def __init__(self, weights: Outgoing) -> None:
+        self._weights = weights
+        self.nbytes = 0
+
+    @property
+    def digests(self) -> tuple[int, ...]:
+        return self._weights.digests
+
+    def __iter__(self) -> Iterator[Chunk]:
+        for chunk in self._weights:
+            self.nbytes += chunk.header.payload_nbytes
+            yield chunk

@@ -1,0 +1,43 @@
+"""The reference policy, where it has ranks of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.cluster.roles.role import Role
+from headway.cluster.worker_group import Collect, Dispatch, register
+from headway.data.types import Sample
+from headway.weights.transports.links import Address
+
+if TYPE_CHECKING:
+    from headway.engines.train.fsdp.reference import ReferenceEngine
+
+
+class RefRole(Role):
+    """One rank of the frozen reference policy. Every method that is registered is collective over these ranks."""
+
+    def __init__(self, *, rank: int, world_size: int, **common: Any) -> None:
+        super().__init__(**common)
+        self._rank = rank
+        self._world_size = world_size
+
+    @register(Dispatch.ONE_TO_ALL)
+    def build(self, store: Address | None) -> None:
+        """Join the ranks that meet at ``store``, and load the model."""
+        import torch
+
+        from headway.engines.train.fsdp.reference import ReferenceEngine
+
+        self._set_threads()
+        self._join_ranks(store, "ref", self._rank, self._world_size)
+        self._engine: ReferenceEngine = ReferenceEngine(
+            model_path=self._model_path, config=self._config, device=torch.device(self._device)
+        )
+
+    @register(Dispatch.SPLIT, Collect.COLUMNS)
+    def reference_logprobs(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
+        return self._engine.forward_logprobs(self._rows(samples))

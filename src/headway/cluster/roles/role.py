@@ -1,0 +1,80 @@
+"""What all roles have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from headway.cluster.hardware import Hardware, hardware_here
+from headway.config.schema import Config
+from headway.data.collate import Row, resolve
+from headway.data.types import Handle, Sample
+from headway.weights.transports.links import Address, Here
+
+
+class Role:
+    """What all roles have.
+
+    ``put`` keeps an object where others can get it, ``fetch`` brings what is behind handles; ``host`` is this machine's
+    address for others.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        model_path: str,
+        name: str,
+        device: str,
+        threads: int,
+        fetch: Callable[[Sequence[Handle[Any]]], list[Any]],
+        put: Callable[[Any], Handle[Any]],
+        host: str = "127.0.0.1",
+    ) -> None:
+        self._config = config
+        self._model_path = model_path
+        self.name = name
+        self._device = device
+        self._threads = threads
+        self._fetch = fetch
+        self._put = put
+        self._host = host
+
+    def hardware(self) -> Hardware:
+        """What this rank computes on; ask once it is built."""
+        return hardware_here(self._device)
+
+    def _rows(self, samples: Sequence[Sample]) -> list[Row]:
+        """The samples with their arrays; everything that they point to is fetched at once, and only once."""
+        handles = {id(s.tokens): s.tokens for s in samples}
+        handles.update((id(c.handle), c.handle) for s in samples for c in s.columns.values())
+        behind = dict(zip(handles, self._fetch(list(handles.values())), strict=True))
+        return resolve(samples, lambda handle: behind[id(handle)])
+
+    def _set_threads(self) -> None:
+        import torch
+
+        torch.set_num_threads(self._threads)
+
+    def _join_ranks(self, store: Address | None, role: str, rank: int, world_size: int) -> None:
+        """torch.distributed's default group, of this role's ranks. Without a store the process has a group already."""
+        if store is None:
+            return
+        import torch.distributed as dist
+
+        from headway.weights.transports.group import join_store
+
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if self._device.startswith("cuda") else "gloo",
+            store=join_store(store, f"ranks/{role}", self._config.cluster.start_timeout_s),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=self._config.cluster.stall_timeout_s),
+        )
+
+    def _here(self) -> Here:
+        return Here(self._host, self._put, self._fetch)
+
+    def close(self) -> None:
+        """Release what outlives the process or the role."""

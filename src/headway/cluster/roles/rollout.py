@@ -1,0 +1,127 @@
+"""One replica: the engine that generates, and the receiver of its weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from headway.cluster.roles.role import Role
+from headway.cluster.worker_group import Dispatch, register
+from headway.data.types import GroupTokens
+from headway.errors import UpdateFailed
+from headway.interfaces import Capabilities, FinishedGroup, GenerateRequest, ReceiveReport
+from headway.weights.layout import Manifest, bucket_bytes
+from headway.weights.protocols import Parcel, WeightReceiver, WeightSink
+from headway.weights.transports.links import Address, Link, open_receiver
+
+if TYPE_CHECKING:
+    from headway.engines.rollout.native.engine import NativeEngine
+
+
+class RolloutRole(Role):
+    """One replica. ``engine`` has a thread of its own; its coroutines are called by name (``engine.pause``)."""
+
+    def __init__(self, **common: Any) -> None:
+        super().__init__(**common)
+        self._offset = 0.0
+        self._receiver: WeightReceiver | None = None
+        self._parcels: dict[int, Parcel | None] = {}
+
+    @register(Dispatch.RANK_ZERO)
+    def build(self, store: Address | None) -> None:
+        """Load the model and the tokenizer. A replica is one rank, and meets nobody at ``store``."""
+        import torch
+
+        from headway.models.loading import load_model, load_tokenizer, served_dtype
+
+        self._set_threads()
+        remote = self._config.model.trust_remote_code
+        dtype = served_dtype(self._config, torch.device(self._device))
+        self._model = load_model(self._model_path, dtype=dtype, trust_remote_code=remote).to(self._device)
+        self._tokenizer = load_tokenizer(self._model_path, trust_remote_code=remote)
+
+    @register(Dispatch.RANK_ZERO)
+    def served_dtype(self) -> str:
+        """Of the weights that it wants to get, as torch spells it without the prefix."""
+        return str(self._model.dtype).removeprefix("torch.")
+
+    @register(Dispatch.RANK_ZERO)
+    def connect(self, link: Link) -> None:
+        """Open the receiver's end of ``link``, in the place of the last one. May wait for sender and receivers."""
+        if self._receiver is not None:
+            self._receiver.close()
+        self._receiver = open_receiver(link, self.name, self._here())
+
+    @register(Dispatch.RANK_ZERO)
+    async def serve(self, manifest: Manifest, clock_offset: float) -> Capabilities:
+        """Start the engine, which gets weights in the layout ``manifest``.
+
+        ``clock_offset`` brings this machine's monotonic clock to the driver's.
+        """
+        from headway.engines.rollout.native.engine import NativeEngine
+
+        self._offset = clock_offset
+        data, rollout = self._config.data, self._config.rollout
+        self.engine: NativeEngine = NativeEngine(
+            self._model,
+            name=self.name,
+            seed=self._config.run.seed,
+            slots=rollout.max_concurrent,
+            max_context=data.max_prompt_length + data.max_response_length,
+            max_batched_tokens=rollout.max_batched_tokens,
+            pad_token_id=int(self._tokenizer.pad_token_id),
+            decode=partial(self._tokenizer.decode, skip_special_tokens=True),
+            receive=self._receive,
+            manifest=manifest,
+            dual_buffer=self._dual_buffer,
+            consume_bucket_bytes=bucket_bytes(rollout.param_update_consume_bucket_size_mb),
+            temperature=rollout.temperature,
+            clock=self.clock,
+        )
+        return self.engine.capabilities
+
+    async def stage_weights(self, version: int, parcel: Parcel | None) -> ReceiveReport:
+        """The engine's; ``parcel`` is what the sender left, with a stored transport."""
+        self._parcels[version] = parcel
+        try:
+            return await self.engine.stage_weights(version)
+        finally:
+            self._parcels.pop(version, None)
+
+    async def sleep(self, keep_weights: bool) -> None:
+        """The engine's."""
+        await self.engine.sleep(keep_weights=keep_weights)
+
+    async def monotonic(self) -> float:
+        """This machine's clock, for the handshake."""
+        return time.monotonic()
+
+    def clock(self) -> float:
+        """The driver's clock."""
+        return time.monotonic() + self._offset
+
+    async def generate(
+        self, requests: Sequence[GenerateRequest]
+    ) -> AsyncGenerator[tuple[FinishedGroup, GroupTokens], None]:
+        """Metadata and tokens apart, so that the driver can take the one and pass the other on."""
+        async for group in self.engine.generate(requests):
+            yield replace(group, tokens=None), group.tokens
+
+    async def close(self) -> None:  # type: ignore[override]
+        """Stop the engine's thread and leave the receivers' group."""
+        if self._receiver is not None:
+            self._receiver.close()  # first: the engine may be waiting for a bucket
+        if hasattr(self, "engine"):
+            await self.engine.close()
+
+    @property
+    def _dual_buffer(self) -> bool:
+        return self._config.rollout.enable_dual_buffer and self._config.placement.kind == "split"
+
+    def _receive(self, version: int, sink: WeightSink) -> None:
+        if self._receiver is None:
+            raise UpdateFailed(f"{self.name} was asked for version {version} before it was connected to the trainer")
+        self._receiver.receive(version, sink, self._parcels.get(version))

@@ -1,0 +1,168 @@
+"""How new weights come to be served: beside those that decode, or over them; one version at a time.
+
+decoding thread, paused      receiving thread            decoding thread, between two steps
+begin (only `Over`) ───────▶ fill ◀── a transport ─────▶ load
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from headway.engines.rollout.native.served import Contents, ServedWeights
+from headway.errors import RunError, UpdateFailed, boundary
+from headway.interfaces import ReceiveReport
+from headway.weights.incoming import BackBuffer, InPlace, Receive
+from headway.weights.layout import Manifest
+from headway.weights.protocols import WeightSink
+
+
+class WayIn(Protocol):
+    """Where new weights are received, and how they get from there to where they are served. Not thread-safe."""
+
+    def begin(self, version: int) -> None:
+        """Get ready for `fill`; raises `UpdateFailed`. Where that writes over what is served, nothing may decode."""
+
+    def fill(self, version: int, receive: Receive) -> ReceiveReport:
+        """Let ``receive`` bring ``version``; blocking, on a thread of its own."""
+
+    def load(self, version: int) -> None:
+        """Make ``version`` what is served. Raises `UpdateFailed`, changing nothing, if it is not what came last."""
+
+
+class Beside:
+    """Into a back buffer, and from there into the served tensors: the old version is served on if anything is wrong."""
+
+    def __init__(self, name: str, weights: ServedWeights, manifest: Manifest, window: int) -> None:
+        """``window``: bytes that are copied at a time, a multiple of the layout's alignment."""
+        self._name = name
+        self._weights = weights
+        self._window = window
+        self._target = weights.target(manifest)
+        self._back = BackBuffer(manifest, pinned=weights.device.type == "cuda")
+
+    def begin(self, version: int) -> None:
+        """Nothing to do: what is served is not touched before `load`."""
+
+    def fill(self, version: int, receive: Receive) -> ReceiveReport:
+        return self._back.fill(version, receive)
+
+    def load(self, version: int) -> None:
+        if self._back.version != version:
+            raise _not_there(self._name, version, self._back.version)
+        with boundary(f"rollout engine {self._name} taking memory for version {version}", UpdateFailed):
+            self._weights.memory.allocate()
+        self._weights.set(Contents.TORN, version)  # until all of it is written
+        for offset, window in self._back.windows(self._window):
+            self._target.write(offset, window)
+        _wait_for(self._weights.device)
+        self._back.clear()
+        self._weights.set(Contents.SERVED, version)
+
+
+class Over:
+    """Straight into the served tensors, in which there is no whole version until all of it has come."""
+
+    def __init__(self, name: str, weights: ServedWeights, manifest: Manifest, window: int) -> None:
+        """``window`` as for `Beside`."""
+        self._name = name
+        self._weights = weights
+        pinned = weights.device.type == "cuda"
+        self._into = InPlace(manifest, weights.target(manifest), window=window, pinned=pinned)
+        self._before = (weights.contents, weights.version)
+
+    def begin(self, version: int) -> None:
+        with boundary(f"rollout engine {self._name} taking memory for version {version}", UpdateFailed):
+            self._weights.memory.restore()
+        self._before = (self._weights.contents, self._weights.version)
+        self._into.torn = False
+        self._weights.set(Contents.WRITING, version)
+
+    def fill(self, version: int, receive: Receive) -> ReceiveReport:
+        try:
+            report = self._into.fill(version, receive)
+        except BaseException:
+            if self._into.torn:
+                self._weights.set(Contents.TORN, version)
+            else:
+                self._weights.set(*self._before)
+            raise
+        _wait_for(self._weights.device)
+        self._weights.set(Contents.ARRIVED, version)
+        return report
+
+    def load(self, version: int) -> None:
+        weights = self._weights
+        if weights.contents is Contents.TORN:
+            raise UpdateFailed(f"rollout engine {self._name} cannot activate version {version}: {weights.problem}")
+        arrived = weights.version if weights.contents is Contents.ARRIVED else None
+        if arrived != version:
+            raise _not_there(self._name, version, arrived)
+        weights.set(Contents.SERVED, version)
+
+
+class Updates:
+    """Receives and loads with one `WayIn`, never at the same time, and receives on a thread of its own.
+
+    A shared pool may have fewer threads than there are replicas, and a transport waits for all of them.
+    """
+
+    def __init__(self, name: str, way_in: WayIn, receive: Callable[[int, WeightSink], None]) -> None:
+        """``receive`` puts a version into a sink, blocking."""
+        self._name = name
+        self._way_in = way_in
+        self._receive = receive
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"headway-receive-{name}")
+        self._busy = threading.Lock()
+        self._doing = ""
+
+    def start(self, version: int) -> Future[ReceiveReport]:
+        """Begin to receive ``version``. Raises `UpdateFailed` while something else is under way, and if it cannot."""
+        self._claim("receiving", version)
+        try:
+            self._way_in.begin(version)
+            with boundary(f"rollout engine {self._name}, which is being closed, receiving version {version}", RunError):
+                filling = self._thread.submit(self._way_in.fill, version, partial(self._receive, version))
+        except BaseException:
+            self._busy.release()
+            raise
+        # Tied to the work and not to whoever waits for it, who may be cancelled while the thread goes on.
+        filling.add_done_callback(lambda _: self._busy.release())
+        return filling
+
+    def load(self, version: int) -> None:
+        """Make ``version`` what is served. Raises `UpdateFailed` if it is not there, or while another is received."""
+        self._claim("loading", version)
+        try:
+            self._way_in.load(version)
+        finally:
+            self._busy.release()
+
+    def close(self) -> None:
+        """Receive nothing more; what is under way ends by itself."""
+        self._thread.shutdown(wait=False)
+
+    def _claim(self, doing: str, version: int) -> None:
+        if not self._busy.acquire(blocking=False):
+            raise UpdateFailed(
+                f"rollout engine {self._name} is still {self._doing}; {doing} version {version} has to wait for that"
+            )
+        self._doing = f"{doing} version {version}"
+
+
+def _not_there(name: str, version: int, staged: int | None) -> UpdateFailed:
+    return UpdateFailed(
+        f"rollout engine {name} was told to activate version {version}, but "
+        f"{'nothing' if staged is None else f'version {staged}'} is staged; call stage_weights({version}) first"
+    )
+
+
+def _wait_for(device: torch.device) -> None:
+    """Until the device has what was copied."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

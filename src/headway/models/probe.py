@@ -1,0 +1,53 @@
+"""A few fixed sequences whose log-probs tell whether two holders of a policy serve the same weights.
+
+Checksums prove that the right bytes arrived; the probe proves that what computes uses them. It is cheap enough for
+every update, and its sequences are spread over the vocabulary so that embedding and head are sampled broadly.
+
+    ids [4, 7]:   │ p p p p │ r r r │      log-probs of the r, sequence by sequence: [12]
+                    prefill   first from the prefill's logits, the others from decoded tokens
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.data.collate import Row
+
+PROBE_SEQUENCES = 4
+PROBE_PREFILL = 4
+"""Tokens of each sequence that are given: its prompt."""
+PROBE_SCORED = 3
+"""Tokens of each sequence whose log-probs are compared: its response."""
+
+_GOLDEN = 0x9E3779B97F4A7C15
+"""2⁶⁴ divided by the golden ratio: the multiples of it, modulo 2⁶⁴, are spread evenly however many there are."""
+
+
+def probe_sequences(vocab_size: int) -> NDArray[np.int64]:
+    """[4, 7] token ids below ``vocab_size``: the same for the same size, everywhere."""
+    count = PROBE_SEQUENCES * (PROBE_PREFILL + PROBE_SCORED)
+    ids = [((k * _GOLDEN) % 2**64 * vocab_size) >> 64 for k in range(1, count + 1)]
+    return np.array(ids, np.int64).reshape(PROBE_SEQUENCES, -1)
+
+
+def probe_rows(vocab_size: int) -> list[Row]:
+    """The sequences as an engine's rows: `PROBE_PREFILL` prompt tokens, then the response."""
+    blank = np.zeros(PROBE_SCORED, np.float32)
+    return [
+        Row(
+            input_ids=ids.astype(np.int32),
+            prompt_length=PROBE_PREFILL,
+            logprobs=blank,
+            versions=np.zeros(PROBE_SCORED, np.int32),
+            loss_mask=np.ones(PROBE_SCORED, np.bool_),
+        )
+        for ids in probe_sequences(vocab_size)
+    ]
+
+
+def probe_vector(responses: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
+    """[12] from the [3] log-probs of each of `probe_rows`, in order: what a replica's ``probe`` returns."""
+    return np.concatenate(responses).astype(np.float32)

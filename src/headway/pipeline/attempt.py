@@ -1,0 +1,156 @@
+"""One attempt to bring a version to some receivers: what everybody answered, and what follows from that.
+
+    somebody is gone                     ▶ lost; once more for the others, whose failures were its doing
+    several are silent, trainer included ▶ one by one: in a collective, one that does not come keeps all others waiting
+    one is silent                        ▶ lost; those that have it keep it, once more for the rest
+    somebody failed, everybody answered  ▶ once more for all; at the second time one that fails alone is lost
+
+A silent receiver is one that had not answered when the time was up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from headway.errors import UpdateFailed
+from headway.interfaces import ReceiveReport, SendReport
+from headway.pipeline.receiver import Gone, Receiver
+
+
+@dataclass(frozen=True, slots=True)
+class Audience:
+    """Receivers that one attempt is for."""
+
+    receivers: Sequence[Receiver]
+    failures: int = 0
+    """Attempts in a row, for just these, that failed before."""
+
+    def still_there(self) -> Audience:
+        return Audience([receiver for receiver in self.receivers if not receiver.is_gone], self.failures)
+
+
+@dataclass(slots=True)
+class Attempt:
+    """Who answered what; whoever is missing is silent."""
+
+    version: int
+    audience: Audience
+    timeout_s: float
+    began: float = 0.0
+    """When sending began."""
+    sent: SendReport | UpdateFailed | None = None
+    received: dict[str, ReceiveReport | UpdateFailed | Gone] = field(default_factory=dict)
+    """By receiver."""
+
+    @property
+    def gone(self) -> list[Gone]:
+        return [answer for answer in self.received.values() if isinstance(answer, Gone)]
+
+    @property
+    def silent(self) -> list[Receiver]:
+        return [receiver for receiver in self.audience.receivers if receiver.name not in self.received]
+
+    @property
+    def failed(self) -> dict[str, UpdateFailed]:
+        """Receiver → its error; one that holds anything but what was sent has failed, too."""
+        errors = {name: self._error(name, answer) for name, answer in self.received.items()}
+        return {name: error for name, error in errors.items() if error is not None}
+
+    @property
+    def holding(self) -> dict[Receiver, ReceiveReport]:
+        """Who has the version, complete and equal to what was sent."""
+        if not isinstance(self.sent, SendReport):
+            return {}
+        answers = ((receiver, self.received.get(receiver.name)) for receiver in self.audience.receivers)
+        return {
+            receiver: answer
+            for receiver, answer in answers
+            if isinstance(answer, ReceiveReport) and receiver.name not in self.failed
+        }
+
+    def without(self, receivers: Iterable[Receiver]) -> list[Receiver]:
+        out = set(receivers)
+        return [receiver for receiver in self.audience.receivers if receiver not in out]
+
+    def _error(self, name: str, answer: ReceiveReport | UpdateFailed | Gone) -> UpdateFailed | None:
+        if isinstance(answer, UpdateFailed):
+            return answer
+        if isinstance(answer, Gone) or not isinstance(self.sent, SendReport):
+            return None
+        sent = self.sent.checksums.get(name, self.sent.checksum)
+        if answer.checksum == sent:
+            return None
+        return UpdateFailed(
+            f"{name} received weights of version {self.version} with checksum {answer.checksum:08x}, the trainer sent "
+            f"{sent:08x}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What follows from an attempt. Whoever holds the version (`Attempt.holding`) and is in none of these is done."""
+
+    lost: Sequence[Gone] = ()
+    again: Sequence[Audience] = ()
+    reason: str = ""
+
+
+def judge(attempt: Attempt) -> Verdict:
+    """Raises `UpdateFailed` when there is nobody to go on without."""
+    if gone := attempt.gone:
+        return _go_on_without(attempt, gone)
+    if attempt.silent:
+        return _judge_silence(attempt)
+    if attempt.sent is None:
+        raise UpdateFailed(_did_not_arrive(attempt))
+    if attempt.failed or isinstance(attempt.sent, UpdateFailed):
+        return _judge_failure(attempt)
+    return Verdict()
+
+
+def _judge_silence(attempt: Attempt) -> Verdict:
+    silent, audience = attempt.silent, attempt.audience
+    if len(silent) > 1 and not isinstance(attempt.sent, SendReport):
+        return Verdict(again=[Audience([receiver]) for receiver in audience.receivers], reason=_did_not_arrive(attempt))
+    if len(audience.receivers) == 1 and isinstance(attempt.sent, UpdateFailed) and not audience.failures:
+        return Verdict(again=[Audience(audience.receivers, failures=1)], reason=str(attempt.sent))
+    return _go_on_without(attempt, [Gone(receiver, _did_not_answer(attempt, receiver)) for receiver in silent])
+
+
+def _judge_failure(attempt: Attempt) -> Verdict:
+    audience, failed = attempt.audience, attempt.failed
+    # A receiver's error says more than the trainer's, which may only say that somebody gave up.
+    error = next(iter(failed.values()), attempt.sent)
+    assert isinstance(error, UpdateFailed)
+    if not audience.failures:
+        return Verdict(again=[Audience(audience.receivers, failures=1)], reason=str(error))
+    alone = [receiver for receiver in audience.receivers if receiver.name in failed or len(audience.receivers) == 1]
+    if len(alone) != 1:
+        raise error
+    return _go_on_without(attempt, [Gone(alone[0], error)])
+
+
+def _go_on_without(attempt: Attempt, gone: Sequence[Gone]) -> Verdict:
+    rest = attempt.without([one.receiver for one in gone] + list(attempt.holding))
+    return Verdict(gone, [Audience(rest)] if rest else [], str(gone[0].why))
+
+
+def _did_not_answer(attempt: Attempt, receiver: Receiver) -> UpdateFailed:
+    if isinstance(attempt.sent, UpdateFailed):
+        return UpdateFailed(f"{receiver.name} did not receive version {attempt.version}: {attempt.sent}")
+    trainer = "" if attempt.sent is not None else "; nor did the trainer, which was sending"
+    return UpdateFailed(
+        f"{receiver.name} did not answer within param_update.timeout_s = {attempt.timeout_s:g} s while it was "
+        f"receiving version {attempt.version}{trainer}"
+    )
+
+
+def _did_not_arrive(attempt: Attempt) -> str:
+    trainer = ["the trainer to send"] if attempt.sent is None else []
+    waits = [*trainer, *(f"{receiver.name} to receive" for receiver in attempt.silent)]
+    failure = f" ({attempt.sent})" if isinstance(attempt.sent, UpdateFailed) else ""
+    return (
+        f"the weights of version {attempt.version} did not arrive within param_update.timeout_s = "
+        f"{attempt.timeout_s:g} s: ParamUpdate waited for {', '.join(waits)}{failure}"
+    )

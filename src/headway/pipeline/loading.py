@@ -1,0 +1,162 @@
+"""From a version that was received to a version that is served.
+
+    second buffer      stage │ halt ▶ activate ▶ probe ▶ serve ▶ release          it stands for the swap alone
+    none               halt ▶ stage ▶ activate ▶ probe ▶ serve ▶ release          it stands for the transfer, too
+    generates nothing  stage │ activate ▶ probe
+
+A replica that received over its only copy holds nothing whole until the transfer is complete; it is not released before
+that. A probe is the log-probs of a few fixed sequences. A checksum tells what came; only a probe tells that an engine,
+which may fuse, pack and tie weights, serves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.errors import UpdateFailed
+from headway.events import UpdatePhase
+from headway.pipeline.concurrently import concurrently
+from headway.pipeline.fleet import Fleet
+from headway.pipeline.on_update import Halts
+from headway.pipeline.receiver import Gone, Receiver, Replica
+from headway.pipeline.state import RunState, now
+
+WaitingFor = Callable[[str], AbstractContextManager[None]]
+"""Says whom the stage waits for while it is open."""
+
+Probe = NDArray[np.float32]
+"""[N] log-probs, in nats."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What loading a version cost one replica."""
+
+    validation_s: float
+    """Its validation was waited for."""
+    stall_s: float
+    """From the end of the pause to the end of resume: nothing decoded."""
+    interrupted: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Stopped:
+    """A replica that is halted for new weights."""
+
+    since: float
+    validation_s: float
+    interrupted: int
+
+
+class Loading:
+    def __init__(
+        self, state: RunState, fleet: Fleet, halts: Halts, waiting_for: WaitingFor, *, probe_tolerance: float
+    ) -> None:
+        """``probe_tolerance``: nats by which log-probs may differ, for rounding."""
+        self.on_loaded: Callable[[Replica, int], Awaitable[None]]
+        """Called for each replica that has loaded a version, before that is served."""
+        self._state = state
+        self._fleet = fleet
+        self._halts = halts
+        self._waiting_for = waiting_for
+        self._probe_tolerance = probe_tolerance
+        self._stopped: dict[str, _Stopped] = {}
+
+    async def make_ready(self, receivers: Sequence[Receiver]) -> None:
+        """Halt those of ``receivers`` that receive over what they serve."""
+        await concurrently(self._make_ready(receiver) for receiver in receivers)
+
+    async def stand_down(self, receiver: Receiver) -> None:
+        """Nothing will be sent to it after all: as it was before `make_ready`."""
+        if isinstance(receiver, Replica) and receiver.name in self._stopped:
+            del self._stopped[receiver.name]
+            try:
+                await self._halts.release(receiver, "load")
+            except Gone as gone:
+                await self._fleet.lose(gone)
+
+    async def load(self, receiver: Receiver, version: int, expected: Probe | None) -> Load | None:
+        """Serve the staged ``version``, whose log-probs are ``expected``. None: no decoding was lost, or it is gone.
+
+        Raises `UpdateFailed` when ``receiver`` serves something else.
+        """
+        try:
+            if isinstance(receiver, Replica):
+                return await self._swap(receiver, version, expected)
+            await self._report(receiver, version, await self._activate(receiver, version), expected)
+        except Gone as gone:
+            await self._fleet.lose(gone)
+        return None
+
+    async def _make_ready(self, receiver: Receiver) -> None:
+        if isinstance(receiver, Replica) and not receiver.capabilities.double_buffered:
+            try:
+                await self._stop(receiver)
+            except Gone as gone:
+                await self._fleet.lose(gone)
+
+    async def _stop(self, replica: Replica) -> None:
+        with self._waiting_for(f"{replica.name} to {self._halts.policy}"):
+            halt = await self._halts.halt(replica, "load")
+        self._stopped[replica.name] = _Stopped(now(), halt.validation_s, halt.interrupted)
+
+    async def _swap(self, replica: Replica, version: int, expected: Probe | None) -> Load:
+        if replica.name not in self._stopped:
+            await self._stop(replica)
+        stopped = self._stopped.pop(replica.name)
+        seconds = await self._activate(replica, version)
+        if self._halts.others_halt(replica, "load"):  # asleep on shared devices: it computes nothing yet
+            await self._report(replica, version, seconds, None)
+            if expected is not None:
+                check = partial(self._report, replica, version, 0.0, expected)
+                self._halts.check_before_release(replica, check)
+        else:
+            await self._report(replica, version, seconds, expected)
+        await self.on_loaded(replica, version)
+        self._fleet.serve(replica, version)
+        await self._halts.release(replica, "load")
+        return Load(stopped.validation_s, now() - stopped.since, stopped.interrupted)
+
+    async def _activate(self, receiver: Receiver, version: int) -> float:
+        with self._waiting_for(f"{receiver.name} to load"):
+            return await receiver.activate(version)
+
+    async def _report(self, receiver: Receiver, version: int, seconds: float, expected: Probe | None) -> None:
+        difference = await self._difference(receiver, version, expected)
+        self._state.emit(
+            UpdatePhase(
+                time=now(),
+                version=version,
+                phase="load",
+                where=receiver.name,
+                seconds=seconds,
+                probe_difference=difference,
+            )
+        )
+
+    async def _difference(self, receiver: Receiver, version: int, expected: Probe | None) -> float | None:
+        """The largest one. Raises `UpdateFailed` above the tolerance."""
+        if expected is None:
+            return None
+        with self._waiting_for(f"{receiver.name} to compute the log-probs of the probe"):
+            served = await receiver.probe()
+        if served is None:
+            return None
+        who = f"{receiver.name} serves something else than version {version}, which it received"
+        if served.shape != expected.shape:
+            raise UpdateFailed(f"{who}: its probe has shape {served.shape}, the trainer's {expected.shape}")
+        differences = np.abs(served.astype(np.float64) - expected)
+        largest = float(differences.max(initial=0.0))
+        if not largest <= self._probe_tolerance:  # also for what is not a number
+            raise UpdateFailed(
+                f"{who}: log-probs of the {differences.size} tokens of the probe differ from the trainer's by up to "
+                f"{largest:.3g} nats, {float(differences.mean()):.3g} on average; rounding explains at most "
+                f"{self._probe_tolerance:g}. The engine puts weights in the wrong place, or the models are not the same"
+            )
+        return largest

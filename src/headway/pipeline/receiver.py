@@ -1,0 +1,153 @@
+"""Who holds a copy of the policy, as the pipeline calls them: no call to one that is gone stays open.
+
+    it died                            ┐
+    it did not answer in time          ├─▶ `Gone` from that call ─▶ Fleet.lose ─▶ leave: all its other open calls, too
+    somebody else saw its process end  ┘
+
+Whoever waits for a receiver therefore needs no clock of its own. A call that was given up is cancelled, and nobody
+waits for it to end: the other side may have stopped for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.errors import RunError, UpdateFailed, WorkerDied
+from headway.interfaces import (
+    Capabilities,
+    EngineStats,
+    FinishedGroup,
+    GenerateRequest,
+    OnUpdate,
+    Paused,
+    PolicyReceiver,
+    ReceiveReport,
+    RolloutEngine,
+)
+
+T = TypeVar("T")
+
+
+class Gone(Exception):
+    """``receiver`` is of no use any more. Not an error of the run's as long as others can take its place."""
+
+    def __init__(self, receiver: Receiver, why: RunError) -> None:
+        super().__init__(f"{receiver.name}: {why}")
+        self.receiver = receiver
+        self.why = why
+
+
+class Receiver:
+    """A `PolicyReceiver`. Calls that should be quick end after ``timeout_s`` (``param_update.timeout_s``)."""
+
+    def __init__(self, engine: PolicyReceiver, timeout_s: float) -> None:
+        self.name = engine.name
+        self.why: RunError | None = None
+        """Why it is gone."""
+        self._receiver = engine
+        self._timeout_s = timeout_s
+        self._open: dict[asyncio.Timeout, None] = {}
+        """Calls under way."""
+
+    @property
+    def is_gone(self) -> bool:
+        return self.why is not None
+
+    def leave(self, why: RunError) -> None:
+        """It is gone: calls under way, and later ones, raise `Gone`."""
+        if self.why is None:
+            self.why = why
+            for call in self._open:
+                if not call.expired():
+                    call.reschedule(asyncio.get_running_loop().time())
+
+    async def stage_weights(self, version: int) -> ReceiveReport:
+        """May take as long as its transfer, which is bounded as a whole."""
+        return await self._ask(self._receiver.stage_weights(version))
+
+    async def activate(self, version: int) -> float:
+        return await self._ask_soon(self._receiver.activate(version), f"load version {version}")
+
+    async def probe(self) -> NDArray[np.float32] | None:
+        return await self._ask_soon(self._receiver.probe(), "compute the log-probs of the probe")
+
+    async def _ask_soon(self, call: Coroutine[Any, Any, T], what: str) -> T:
+        return await self._ask(call, within_s=self._timeout_s, what=what)
+
+    async def _ask(self, call: Coroutine[Any, Any, T], *, within_s: float | None = None, what: str = "") -> T:
+        if self.why is not None:
+            call.close()
+            raise Gone(self, self.why)
+        task = asyncio.ensure_future(call)
+        try:
+            return await self._while_here(asyncio.shield(task), within_s, what)
+        finally:
+            task.cancel()
+
+    async def _while_here(self, answer: Awaitable[T], within_s: float | None = None, what: str = "") -> T:
+        try:
+            async with asyncio.timeout(within_s) as limit:
+                self._open[limit] = None
+                return await answer
+        except WorkerDied as death:
+            raise Gone(self, death) from death
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise Gone(self, self.why or self._did_not(what)) from None
+        finally:
+            self._open.pop(limit, None)
+
+    def _did_not(self, what: str) -> UpdateFailed:
+        return UpdateFailed(
+            f"{self.name} was told to {what} and did not answer within param_update.timeout_s = {self._timeout_s:g} s"
+        )
+
+
+class Replica(Receiver):
+    """A `RolloutEngine`."""
+
+    def __init__(self, engine: RolloutEngine, timeout_s: float) -> None:
+        super().__init__(engine, timeout_s)
+        self.engine = engine
+        self.slots = engine.slots
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.engine.capabilities
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[FinishedGroup, None]:
+        """Takes as long as the longest answer: only the stall detector bounds it."""
+        if self.why is not None:
+            raise Gone(self, self.why)
+        groups = aiter(self.engine.generate(requests))
+        while (finished := await self._while_here(anext(groups, None))) is not None:
+            yield finished
+
+    async def pause(self, policy: OnUpdate) -> Paused:
+        """`OnUpdate.DRAIN` takes as long as the longest answer."""
+        call = self.engine.pause(policy)
+        return await (self._ask(call) if policy is OnUpdate.DRAIN else self._ask_soon(call, f"stop ({policy})"))
+
+    async def resume(self) -> None:
+        await self._ask_soon(self.engine.resume(), "go on")
+
+    async def abort(self, numbers: Sequence[int]) -> None:
+        await self._ask(self.engine.abort(numbers))
+
+    async def abort_older_than(self, version: int) -> list[int]:
+        return await self._ask(self.engine.abort_older_than(version))
+
+    async def sleep(self, *, keep_weights: bool) -> None:
+        await self._ask(self.engine.sleep(keep_weights=keep_weights))
+
+    async def wake(self) -> None:
+        await self._ask(self.engine.wake())
+
+    async def stats(self) -> EngineStats:
+        return await self._ask(self.engine.stats())

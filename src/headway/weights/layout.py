@@ -1,0 +1,94 @@
+"""Where each tensor lies in the flat bytes of a complete set of weights. Arithmetic alone: nothing here imports torch.
+
+    widest dtypes first, in the order given:   │ w0 │ w1 │ … │ wn │       no gaps; that of a safetensors file's data
+    cut into buckets of any size:              │ bucket 0 │ bucket 1 │ … │  a tensor may lie across several
+
+Both sides know the layout, so each may cut it into buckets of a size of its own. Without gaps, equal weights always
+have equal bytes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+ALIGNMENT = 64
+"""Bytes; buckets begin at multiples of it: of every dtype's size, and of a cache line."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlot:
+    """Bytes ``offset … offset + nbytes`` of the flat bytes; ``offset`` is a multiple of the dtype's size."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """As torch spells it, without the prefix: ``float32``, ``bfloat16``."""
+    offset: int
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.nbytes
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element; 1 for a tensor without any."""
+        return self.nbytes // max(1, prod(self.shape)) or 1
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The layout of one complete set of weights; fixed for a run, exchanged once. Tied weights appear once."""
+
+    slots: tuple[TensorSlot, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.slots[-1].end if self.slots else 0
+
+
+def build_manifest(tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> Manifest:
+    """Lay tensors out one behind the other, widest dtypes first, else in the order given.
+
+    Each tensor begins at a multiple of its own dtype's size: whatever lies before it has as wide a one, or a wider.
+    """
+    slots: list[TensorSlot] = []
+    offset = 0
+    for name, shape, dtype in sorted(tensors, key=lambda tensor: -tensor[2].itemsize):
+        nbytes = prod(shape) * dtype.itemsize
+        slots.append(TensorSlot(name, tuple(shape), str(dtype).removeprefix("torch."), offset, nbytes))
+        offset += nbytes
+    return Manifest(tuple(slots))
+
+
+def bucket_bytes(megabytes: float) -> int:
+    """A configured bucket size (in units of 2²⁰ bytes) as bytes: a multiple of `ALIGNMENT`, and at least one of it."""
+    return max(ALIGNMENT, int(megabytes * 2**20) // ALIGNMENT * ALIGNMENT)
+
+
+def buckets(nbytes: int, size: int) -> Iterator[tuple[int, int]]:
+    """``(start, stop)`` of each bucket of at most ``size`` bytes, in order. ``size`` is a multiple of `ALIGNMENT`."""
+    if size <= 0 or size % ALIGNMENT:
+        raise ValueError(f"a bucket of {size} bytes; expected a positive multiple of {ALIGNMENT}")
+    for start in range(0, nbytes, size):
+        yield start, min(start + size, nbytes)
+
+
+def slots_in(slots: Sequence[TensorSlot], start: int, stop: int) -> Iterator[tuple[TensorSlot, int, int]]:
+    """Each tensor with bytes in ``start … stop``, and which of its own bytes those are: ``(slot, first, last)``.
+
+    ``slots`` are a layout's, in its order.
+    """
+    for index in range(bisect_right(slots, start, key=lambda slot: slot.end), len(slots)):
+        slot = slots[index]
+        if slot.offset >= stop:
+            return
+        if slot.nbytes:
+            yield slot, max(start, slot.offset) - slot.offset, min(stop, slot.end) - slot.offset

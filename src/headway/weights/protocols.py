@@ -1,0 +1,103 @@
+"""What travels between the trainer and those who hold a copy of the policy, and the two ends of a transport.
+
+    Outgoing ─▶ WeightSender ══ header, payload; header, payload; …; digests ══▶ WeightReceiver ─▶ WeightSink
+
+*Streamed* transports (``broadcast``, ``local``): both ends run at the same time. *Stored* ones (``object_store``,
+``shared_memory``, ``disk``): the sender leaves everything somewhere and returns a `Parcel`; whoever has it can receive,
+until the sender sends the next version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """One bucket on its way."""
+
+    index: int
+    """Counts from 0, without gaps."""
+    offset: int
+    """Of the bucket in the flat bytes of the weights."""
+    nbytes: int
+    """Of the bucket."""
+    payload_nbytes: int
+    """Of what travels: ``nbytes``, or less for a delta."""
+    base: int = -1
+    """The version that the payload is a delta to; -1: the payload is the bucket itself."""
+    checksum: int = 0
+    """Of a delta's payload (xxh3, 64 bits); 0 for a whole bucket, which the digests cover."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    header: Header
+    payload: torch.Tensor
+    """[payload_nbytes] uint8, on any device."""
+
+
+class Outgoing(Protocol):
+    """One version, bucket by bucket. To be iterated once."""
+
+    def __iter__(self) -> Iterator[Chunk]:
+        """Each chunk's payload is valid until the next one is drawn."""
+
+    @property
+    def digests(self) -> tuple[int, ...]:
+        """xxh3 (64 bits) of each tensor's bytes, in the layout's order; known when all chunks were drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """What a stored version's receivers have to know."""
+
+    version: int
+    headers: tuple[Header, ...]
+    contents: tuple[Any, ...]
+    """Where each payload is, in whatever way its transport says that: plain data, or handles."""
+    digests: tuple[int, ...]
+
+
+class WeightSink(Protocol):
+    """Where a receiver puts what arrives. Raises `UpdateFailed` that says which bucket is wrong, and how."""
+
+    def room(self, header: Header) -> torch.Tensor:
+        """[payload_nbytes] uint8: where the payload has to be written."""
+
+    def filled(self, header: Header) -> None:
+        """The payload is there."""
+
+    def ended(self, digests: Sequence[int]) -> None:
+        """Everything was sent."""
+
+
+class WeightSender(Protocol):
+    """The trainer's end of a transport (on its rank zero). Blocking; runs on a worker's own thread."""
+
+    def send(self, version: int, weights: Outgoing) -> Parcel | None:
+        """Returns when every receiver has everything, or with a parcel when it lies where receivers find it.
+
+        Raises `UpdateFailed` within the transport's timeout when a receiver does not answer, and when what the
+        transport needs (space, a store) is not there. Errors of ``weights`` itself pass through.
+        """
+
+    def close(self) -> None: ...
+
+
+class WeightReceiver(Protocol):
+    """A receiver's end of a transport. Blocking; runs on a worker's own thread, never on the decoding one."""
+
+    def receive(self, version: int, sink: WeightSink, parcel: Parcel | None) -> None:
+        """Put all buckets of ``version`` into ``sink``, in order. ``parcel`` is the sender's, for a stored transport.
+
+        Raises `UpdateFailed` within the transport's timeout when the sender does not answer, and when what arrives is
+        not ``version``. Errors of ``sink`` pass through, and the other ends learn at once that this one gave up.
+        """
+
+    def close(self) -> None: ...

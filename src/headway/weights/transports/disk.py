@@ -1,0 +1,207 @@
+"""Versions as safetensors files in a directory: for late joiners, other systems, and machines that share only that.
+
+    <directory>/<dtype>/version_7.safetensors      one folder for each dtype that receivers are served in
+
+A file appears under its name when it is complete, and the newest two versions stay. The directory is for one run alone:
+a sender takes what it finds there for its predecessor's. The flat bytes of the weights are the file's data as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from headway.errors import UpdateFailed
+from headway.weights.layout import Manifest
+from headway.weights.protocols import Header, Outgoing, Parcel, WeightSink
+from headway.weights.transports.links import Here, Meeting, needs
+from headway.weights.transports.object_store import contents
+
+KEPT = 2
+"""Versions: the newest, and the one that receivers may still be reading."""
+LENGTH_BYTES = 8
+"""At the beginning of a safetensors file: how long its header is."""
+_DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DiskLink:
+    directory: Path
+    manifest: Manifest
+
+
+def make_link(meeting: Meeting) -> DiskLink:
+    if meeting.directory is None:
+        raise needs("disk", "a directory")
+    dtypes = sorted({slot.dtype for slot in meeting.manifest.slots})
+    return DiskLink(meeting.directory / "-".join(dtypes), meeting.manifest)
+
+
+def open_sender(link: DiskLink, here: Here) -> DiskSender:
+    return DiskSender(link)
+
+
+def open_receiver(link: DiskLink, name: str, here: Here) -> DiskReceiver:
+    return DiskReceiver(name)
+
+
+class DiskSender:
+    """The trainer's end. See `WeightSender`. On disk: two sets of weights, and a third while one is written."""
+
+    def __init__(self, link: DiskLink) -> None:
+        self._directory = link.directory
+        self._manifest = link.manifest
+        # What an earlier sender has left here is older than whatever comes now.
+        self._written = sorted(link.directory.glob("version_*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
+        for partial in link.directory.glob("version_*.partial"):
+            with suppress(OSError):  # whoever writes under this name finds out why
+                partial.unlink(missing_ok=True)
+
+    def send(self, version: int, weights: Outgoing) -> Parcel:
+        path = self._directory / f"version_{version}.safetensors"
+        file = _File(path, version)
+        headers = []
+        try:
+            file.write(safetensors_header(self._manifest, version))
+            for chunk in weights:
+                if chunk.header.base >= 0:
+                    raise UpdateFailed("param_update.transport=disk writes whole versions, not deltas")
+                file.write(chunk.payload.cpu().numpy().data)
+                headers.append(chunk.header)
+            file.finish()
+        except BaseException:
+            file.discard()
+            raise
+        self._keep(path)
+        return Parcel(version, tuple(headers), (str(path),) * len(headers), weights.digests)
+
+    def close(self) -> None:
+        """The last versions stay, for others."""
+
+    def _keep(self, path: Path) -> None:
+        self._written = [*(p for p in self._written if p != path), path]
+        for old in self._written[:-KEPT]:
+            with suppress(OSError):  # the new version is there, whatever becomes of the old one
+                old.unlink(missing_ok=True)
+        self._written = self._written[-KEPT:]
+
+
+class DiskReceiver:
+    """A receiver's end. See `WeightReceiver`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def receive(self, version: int, sink: WeightSink, parcel: Parcel | None) -> None:
+        pieces, digests = contents(parcel, version, self._name)
+        if pieces:
+            self._read(version, Path(pieces[0][1]), [header for header, _ in pieces], sink)
+        sink.ended(digests)
+
+    def _read(self, version: int, path: Path, headers: Sequence[Header], sink: WeightSink) -> None:
+        with ExitStack() as open_files:
+            with self._reading(version, path):
+                file = open_files.enter_context(path.open("rb"))
+                data = LENGTH_BYTES + int.from_bytes(file.read(LENGTH_BYTES), "little")
+            for header in headers:
+                room = sink.room(header)
+                with self._reading(version, path):
+                    file.seek(data + header.offset)
+                    read = file.readinto(room.numpy().data)
+                if read != room.numel():
+                    raise UpdateFailed(f"version {version}: {path} ends within bucket {header.index}")
+                sink.filled(header)
+
+    @contextmanager
+    def _reading(self, version: int, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except OSError as cause:
+            raise UpdateFailed(
+                f"version {version}: {self._name} cannot read {path}: {cause.strerror or cause}; set "
+                "param_update.directory to a place that all workers can write and read"
+            ) from cause
+
+    def close(self) -> None: ...
+
+
+class _File:
+    """A file that appears under its name when it is complete, or never. Raises `UpdateFailed` for what goes wrong."""
+
+    def __init__(self, path: Path, version: int) -> None:
+        self._path = path
+        self._partial = path.with_suffix(".partial")
+        self._version = version
+        with _writing(version, path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._partial.open("wb")
+
+    def write(self, data: bytes | memoryview) -> None:
+        with _writing(self._version, self._path):
+            self._file.write(data)
+
+    def finish(self) -> None:
+        with _writing(self._version, self._path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._partial.rename(self._path)
+
+    def discard(self) -> None:
+        with suppress(OSError):  # what could not be written before cannot be written now
+            self._file.close()
+        with suppress(OSError):
+            self._partial.unlink(missing_ok=True)
+
+
+def safetensors_header(manifest: Manifest, version: int) -> bytes:
+    """What stands before the data: its length in 8 bytes, then JSON, padded to a multiple of 8.
+
+    https://huggingface.co/docs/safetensors: each tensor's dtype, shape and place in the data, which has no gaps.
+    Raises `UpdateFailed` for a dtype that the format does not have.
+    """
+    for slot in manifest.slots:
+        if slot.dtype not in _DTYPES:
+            raise UpdateFailed(
+                f"tensor {slot.name!r} has dtype {slot.dtype}, which safetensors files do not have; choose another "
+                "param_update.transport than disk"
+            )
+    tensors = {
+        slot.name: {
+            "dtype": _DTYPES[slot.dtype],
+            "shape": list(slot.shape),
+            "data_offsets": [slot.offset, slot.end],
+        }
+        for slot in manifest.slots
+    }
+    text = json.dumps({"__metadata__": {"format": "pt", "version": str(version)}, **tensors}).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+
+@contextmanager
+def _writing(version: int, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as cause:
+        raise UpdateFailed(
+            f"version {version} cannot be written to {path}: {cause.strerror or cause}; free space there, or set "
+            "param_update.directory to a place that all workers can write and read"
+        ) from cause

@@ -1,0 +1,140 @@
+"""No output mixes two versions, whichever way they come: 200 updates by each transport, schedule and encoding.
+
+The trainer's outbox, the transport's two ends and the engine are the real ones; they share this process. For the model,
+whose every weight is a function of the version, see `tests.engines.rollout.test_tearing`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway.cluster.roles.outbox import Outbox, Send, Sent
+from headway.config.schema import Config
+from headway.config.transports import TRANSPORTS
+from headway.interfaces import FinishedGroup, OnUpdate
+from headway.weights.buckets import Shard, pack
+from headway.weights.layout import Manifest, buckets
+from headway.weights.outgoing import Window
+from headway.weights.protocols import WeightReceiver, WeightSink
+from headway.weights.transports.group import open_store
+from headway.weights.transports.links import Here, Meeting, make_link, open_receiver
+from tests.engines.rollout.serving import WAIT_S, Source, collect, serving
+from tests.engines.rollout.support import make_request
+from tests.engines.rollout.test_tearing import MODELS, UPDATES, Watching, assert_from_the_table
+
+BUCKET_MB = 0.0005
+"""Most tensors lie across several buckets, and most buckets hold parts of several tensors."""
+WAYS = [
+    (transport, schedule, encoding)
+    for transport, facts in TRANSPORTS.items()
+    for schedule in ("synchronous", "overlapped")
+    for encoding in ("full", "delta")
+    if encoding == "full" or facts.carries_delta
+]
+
+
+class Trainer:
+    """Gathers one model's weights after the other's and sends them, by the outbox of a training rank."""
+
+    def __init__(self, transport: str, schedule: str, encoding: str, manifest: Manifest, directory: Path) -> None:
+        self._overlapped = schedule == "overlapped"
+        self._streamed = TRANSPORTS[transport].streamed
+        self._base: int | None = None
+        self._outbox = Outbox(
+            Config.model_validate(
+                {
+                    "param_update": {"schedule": schedule, "encoding": encoding},
+                    "rollout": {"param_update_preduce_bucket_size_mb": BUCKET_MB},
+                }
+            ),
+            sends=True,
+        )
+        self._outbox.open_route("float32", manifest, makes_copy=True, pinned=False)
+        self._store, port = open_store("127.0.0.1", WAIT_S)
+        meeting = Meeting(manifest, ("replica",), WAIT_S, address=("127.0.0.1", port), directory=directory)
+        link = make_link(transport, meeting)
+        here = Here("127.0.0.1", fetch=list)
+        with ThreadPoolExecutor(1) as pool:
+            opening = pool.submit(open_receiver, link, "replica", here)
+            self._outbox.open_link("all", link, here)
+            self._receiver: WeightReceiver = opening.result(WAIT_S)
+        self._sent: asyncio.Future[Sent | None] | None = None
+        self._loop = asyncio.get_running_loop()
+
+    def receive(self, version: int, sink: WeightSink) -> None:
+        """The replica's end, on the engine's thread: a stored transport's waits for the parcel first."""
+        parcel = None
+        if not self._streamed:
+            sent = asyncio.run_coroutine_threadsafe(self._parcel(), self._loop).result(WAIT_S)
+            parcel = sent.parcel if sent else None
+        self._receiver.receive(version, sink, parcel)
+
+    async def send(self, version: int) -> Sent | None:
+        self._sent = self._loop.create_future()
+        send = Send("float32", "all", self._base)
+        gather = partial(gathered, version)
+        if self._overlapped:
+            await asyncio.to_thread(self._outbox.gather, version, gather)
+            sent: Sent | None = await self._outbox.send_gathered(version, send)
+        else:
+            sent = await asyncio.to_thread(self._outbox.send, version, send, gather)
+        self._base = version
+        self._sent.set_result(sent)
+        return sent
+
+    def close(self) -> None:
+        self._receiver.close()
+        self._outbox.close()
+
+    async def _parcel(self) -> Sent | None:
+        assert self._sent is not None
+        return await self._sent
+
+
+def gathered(version: int, manifest: Manifest, bucket_bytes: int) -> Iterator[Window]:
+    shards = {name: Shard(0, p.detach().reshape(-1)) for name, p in MODELS[version].named_parameters()}
+    return pack(manifest, shards, buckets(manifest.nbytes, bucket_bytes))
+
+
+@pytest.mark.parametrize(("transport", "schedule", "encoding"), WAYS, ids=["-".join(way) for way in WAYS])
+async def test_no_output_mixes_two_versions(transport: str, schedule: str, encoding: str, tmp_path: Path) -> None:
+    manifest = Source(MODELS[0]).manifest
+    trainer = Trainer(transport, schedule, encoding, manifest, tmp_path)
+    groups: list[FinishedGroup] = []
+    over = False
+    settings: dict[str, Any] = {"receive": trainer.receive, "manifest": manifest, "slots": 6}
+
+    async with serving(model=MODELS[0], **settings) as engine:
+        engine._core._runner._forward = watching = Watching(engine._core, engine._core._runner._forward)
+
+        async def keep_it_busy() -> None:
+            while not over:
+                groups.extend(await collect(engine, [make_request(0, max_tokens=8, stop_token_ids=())]))
+
+        async def update(version: int) -> None:
+            sent, received = await asyncio.gather(trainer.send(version), engine.stage_weights(version))
+            assert sent is not None
+            assert sent.report.checksum == received.checksum
+            policy = list(OnUpdate)[version % 3]
+            await engine.pause(policy)
+            await engine.activate(version)
+            await engine.resume()
+
+        async with asyncio.timeout(3 * WAIT_S), asyncio.TaskGroup() as tasks:
+            tasks.create_task(keep_it_busy())
+            for version in range(1, UPDATES + 1):
+                while not (await engine.stats()).generated_tokens:
+                    pass  # each version samples something
+                await update(version)
+            over = True
+
+    trainer.close()
+    assert watching.forwards > UPDATES
+    assert len(assert_from_the_table(groups)) > UPDATES * 0.9

@@ -1,0 +1,91 @@
+"""An engine behind its asyncio face, and an in-process source of weights for it."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import torch
+
+from headway.engines.rollout.native import NativeEngine
+from headway.interfaces import FinishedGroup, GenerateRequest
+from headway.weights.buckets import Shard, pack
+from headway.weights.layout import Manifest, buckets, build_manifest
+from headway.weights.outgoing import Stream
+from headway.weights.protocols import WeightSink
+from tests.engines.rollout.support import CONTEXT, make_model, make_request
+
+MODEL = make_model()
+WAIT_S = 20.0
+"""No wait of these tests comes near it."""
+BUCKET = 4096
+
+
+def manifest_of(model: torch.nn.Module) -> Manifest:
+    return build_manifest((name, tuple(p.shape), p.dtype) for name, p in model.named_parameters())
+
+
+def outgoing(model: torch.nn.Module, manifest: Manifest) -> Stream:
+    shards = {name: Shard(0, p.detach().reshape(-1)) for name, p in model.named_parameters()}
+    return Stream(manifest, pack(manifest, shards, buckets(manifest.nbytes, BUCKET)))
+
+
+class Source:
+    """A receiver's end that hands out one model's weights, and can be held back or broken half-way."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.manifest = manifest_of(model)
+        self.go = threading.Event()
+        self.go.set()
+        self.entered = threading.Event()
+        self.break_after: int | None = None
+
+    def receive(self, version: int, sink: WeightSink) -> None:
+        self.entered.set()
+        assert self.go.wait(WAIT_S)
+        weights = outgoing(self.model, self.manifest)
+        for index, chunk in enumerate(weights):
+            if index == self.break_after:
+                raise ConnectionError("the sender is gone")
+            sink.room(chunk.header).copy_(chunk.payload)
+            sink.filled(chunk.header)
+        sink.ended(weights.digests)
+
+
+@asynccontextmanager
+async def serving(
+    source: Source | None = None, model: torch.nn.Module | None = None, **changes: Any
+) -> AsyncIterator[NativeEngine]:
+    """An engine over a copy of ``model``, by default `MODEL`."""
+    settings: dict[str, Any] = {
+        "name": "replica",
+        "seed": 7,
+        "slots": 8,
+        "max_context": CONTEXT,
+        "max_batched_tokens": 64,
+        "pad_token_id": 0,
+        "decode": lambda ids: " ".join(map(str, ids)),
+        "receive": source.receive if source else None,
+        "manifest": source.manifest if source else None,
+        "consume_bucket_bytes": 1024,
+    }
+    engine = NativeEngine(copy.deepcopy(model or MODEL), **{**settings, **changes})
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def collect(engine: NativeEngine, requests: list[GenerateRequest]) -> list[FinishedGroup]:
+    async with asyncio.timeout(WAIT_S):
+        return [group async for group in engine.generate(requests)]
+
+
+def endless(number: int, **changes: Any) -> GenerateRequest:
+    """As long as the context allows."""
+    return make_request(number, max_tokens=CONTEXT, stop_token_ids=(), **changes)

@@ -1,0 +1,146 @@
+"""No token, and no forward pass, sees a mixture of two versions: 200 updates of a model that is decoding all the while.
+
+Every weight of the model is a function of the version, so each forward pass can be checked for its version weight by
+weight. Values are zero, so that attention adds nothing, a token's distribution depends on its version and the token
+before it alone, and each log-prob can be looked up in a table [version, token before, token], whatever the KV cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from headway.engines.rollout.native.core import EngineCore
+from headway.engines.rollout.native.forward import PolicyForward
+from headway.interfaces import FinishedGroup, OnUpdate
+from tests.engines.rollout.serving import WAIT_S, Source, collect, serving
+from tests.engines.rollout.support import VOCABULARY, make_model, make_request
+
+UPDATES = 200
+SIZES = {"hidden_size": 16, "intermediate_size": 16, "head_dim": 8, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+def models() -> list[PreTrainedModel]:
+    """One per version, different in every weight but the values' projections, which are zero."""
+    base = make_model("qwen3", num_hidden_layers=1, **SIZES)
+    versions = []
+    for version in range(UPDATES + 1):
+        torch.manual_seed(version)
+        versions.append(copy.deepcopy(base))
+        with torch.no_grad():
+            for name, parameter in versions[-1].named_parameters():
+                parameter.zero_() if "v_proj" in name else parameter.add_(torch.randn_like(parameter) * 0.1)
+    return versions
+
+
+MODELS = models()
+
+
+def table() -> NDArray[np.float32]:
+    """[version, token before, token] log-probs, by plain forwards over single tokens."""
+    tokens = torch.arange(VOCABULARY)[:, None]
+    with torch.no_grad():
+        return np.stack([torch.log_softmax(model(input_ids=tokens).logits[:, 0], -1).numpy() for model in MODELS])
+
+
+TABLE = table()
+
+
+class Watching:
+    """Forward passes, each over weights of one version: the one that its tokens are stamped with."""
+
+    def __init__(self, core: EngineCore, forward: PolicyForward) -> None:
+        self._core = core
+        self._forward = forward
+        self.forwards = 0
+
+    def prefill(self, *args: Any) -> Any:
+        return self._checked(self._forward.prefill, *args)
+
+    def decode(self, *args: Any) -> Any:
+        return self._checked(self._forward.decode, *args)
+
+    def _checked(self, forward: Callable[..., Any], *args: Any) -> Any:
+        self._assert_whole()
+        result = forward(*args)
+        self._assert_whole()
+        self.forwards += 1
+        return result
+
+    def _assert_whole(self) -> None:
+        for name, expected in MODELS[self._core.version].named_parameters():
+            assert torch.equal(self._core.weights._tensors[name], expected), name
+
+
+def assert_from_the_table(groups: list[FinishedGroup]) -> set[int]:
+    """The versions that sampled."""
+    seen: set[int] = set()
+    for group in groups:
+        for response in group.tokens.responses:
+            before = np.concatenate([group.tokens.prompt_ids[-1:], response.ids[:-1]])
+            expected = TABLE[response.versions, before, response.ids]
+            np.testing.assert_allclose(response.logprobs, expected, atol=1e-5, rtol=0)
+            assert (np.diff(response.versions) >= 0).all()
+            seen |= set(response.versions.tolist())
+    return seen
+
+
+def test_a_wrong_version_would_be_noticed() -> None:
+    difference = np.abs(np.diff(TABLE, axis=0))
+    assert np.median(difference) > 0.05
+    for old, new in pairwise(MODELS):
+        pairs = zip(old.named_parameters(), new.parameters(), strict=True)
+        assert all("v_proj" in name or not torch.equal(a, b) for (name, a), b in pairs)
+
+
+@pytest.mark.parametrize("policy", list(OnUpdate))
+@pytest.mark.parametrize("dual_buffer", [True, False], ids=["dual", "in place"])
+async def test_no_output_mixes_two_versions(policy: OnUpdate, dual_buffer: bool) -> None:
+    source = Source(MODELS[0])
+    groups: list[FinishedGroup] = []
+    over = False
+
+    async with serving(source, model=MODELS[0], dual_buffer=dual_buffer, slots=3) as engine:
+        watching = Watching(engine._core, engine._core._runner._forward)
+        engine._core._runner._forward = watching
+
+        async def keep_it_busy(number: int) -> None:
+            while not over:
+                groups.extend(await collect(engine, [make_request(number, n=2, max_tokens=4, stop_token_ids=())]))
+
+        async def decode_a_little() -> None:
+            generated = 0
+            while not generated:
+                generated = (await engine.stats()).generated_tokens
+
+        async with asyncio.timeout(3 * WAIT_S), asyncio.TaskGroup() as tasks:
+            for number in range(2):
+                tasks.create_task(keep_it_busy(number))
+            for version in range(1, UPDATES + 1):
+                await decode_a_little()
+                source.model = MODELS[version]
+                if dual_buffer:
+                    await engine.stage_weights(version)
+                # Every third time between two steps of an engine that goes on decoding, where that is possible.
+                pausing = not dual_buffer or version % 3
+                if pausing:
+                    await engine.pause(policy)
+                if not dual_buffer:
+                    await engine.stage_weights(version)
+                await engine.activate(version)
+                if pausing:
+                    await engine.resume()
+            await decode_a_little()
+            over = True
+
+    assert watching.forwards > UPDATES
+    assert len(assert_from_the_table(groups)) > UPDATES * 0.9

@@ -1,0 +1,146 @@
+"""Who holds the policy besides replicas: the trainer, a reference, and roles that generate nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.data.types import Column, Sample
+from headway.interfaces import GatherReport, ReceiveReport, SendReport, StepReport
+from headway.simulate.costs import TrainCost
+from headway.simulate.profile import UpdateProfile
+from headway.simulate.trainer import SimulatedTrainer
+from headway.simulate.transport import SimulatedTransport
+from tests.pipeline.fakes import UPDATE, Probe, Time, now
+
+
+class FakeReceiver:
+    """A role that holds a copy of the policy and generates nothing."""
+
+    def __init__(self, name: str, transport: SimulatedTransport, *, load_s: float = 0.125) -> None:
+        self.name = name
+        self.loads: list[tuple[int, float]] = []
+        """(version, time) of every activation."""
+        self.never_receives = False
+        self.never_loads = False
+        self.dies_on_receive: BaseException | None = None
+        self.serves: Probe | None = None
+        self._transport = transport
+        self._load_s = load_s
+
+    async def stage_weights(self, version: int) -> ReceiveReport:
+        if self.dies_on_receive is not None:
+            raise self.dies_on_receive
+        if self.never_receives:
+            await asyncio.Event().wait()
+        return await self._transport.receive(self.name, version)
+
+    async def activate(self, version: int) -> float:
+        if self.never_loads:
+            await asyncio.Event().wait()
+        await asyncio.sleep(self._load_s)
+        self.loads.append((version, now()))
+        return self._load_s
+
+    async def probe(self) -> NDArray[np.float32] | None:
+        return self.serves(self.loads[-1][0]) if self.serves else None
+
+
+class FakeTrainer(SimulatedTrainer):
+    """Takes ``step_s(step)`` for each optimizer step; ``skips(step)`` says whether it was not finite."""
+
+    def __init__(
+        self,
+        transport: SimulatedTransport,
+        *,
+        step_s: Callable[[int], float] = lambda _: 1.0,
+        skips: Callable[[int], bool] = lambda _: False,
+        forward_s: float = 0.5,
+        save_s: float = 0.5,
+        update: UpdateProfile = UPDATE,
+    ) -> None:
+        super().__init__(TrainCost(step_s=0.0, token_s=0.0, forward_token_s=0.0), update, transport, save_s=save_s)
+        self.raises_at: dict[int, BaseException] = {}
+        """Step → what `train_step` raises there."""
+        self.steps: list[list[Sample]] = []
+        self.forwards: list[tuple[float, int]] = []
+        """(time, samples) of every `forward_logprobs`."""
+        self.saved: list[tuple[Path, dict[str, Any]]] = []
+        self.computed: list[tuple[str, Time]] = []
+        """(what, when) of everything that kept the ranks busy."""
+        self.reached: list[tuple[float, tuple[str, ...]]] = []
+        """(time, receivers) of every `reach`."""
+        self.fails_to_reach: list[BaseException] = []
+        """What the next calls of `reach` raise."""
+        self.fails_to_send: list[BaseException] = []
+        """What the next sends raise at once, while others still receive."""
+        self.probes: Probe | None = None
+        """What its probe finds under a version."""
+        self.reports: dict[str, Any] = {}
+        """Values of every `SendReport`."""
+        self._step_s = step_s
+        self._skips = skips
+        self._forward_s = forward_s
+
+    async def forward_logprobs(self, samples: Sequence[Sample]) -> list[Column]:
+        self.forwards.append((now(), len(samples)))
+        await self._compute("a forward pass", self._forward_s)
+        return [Column(None, index) for index in range(len(samples))]
+
+    async def _compute(self, doing: str, seconds: float) -> None:
+        started = now()
+        await super()._compute(doing, seconds)
+        self.computed.append((doing, (started, now())))
+
+    async def train_step(self, samples: Sequence[Sample]) -> StepReport:
+        step = len(self.steps)
+        self.steps.append(list(samples))
+        if step in self.raises_at:
+            raise self.raises_at[step]
+        await self._compute("an optimizer step", self._step_s(step))
+        return StepReport(skipped=self._skips(step), metrics={"loss": 0.0})
+
+    async def reach(self, receivers: Sequence[str]) -> None:
+        self.reached.append((now(), tuple(receivers)))
+        if self.fails_to_reach:
+            raise self.fails_to_reach.pop(0)
+
+    async def send_weights(self, version: int, receivers: Sequence[str]) -> SendReport:
+        if self.fails_to_send:
+            raise self.fails_to_send.pop(0)
+        sent = await super().send_weights(version, receivers)
+        return replace(sent, probe=self._probe(version), **self.reports)
+
+    async def gather_weights(self, version: int) -> GatherReport:
+        return replace(await super().gather_weights(version), probe=self._probe(version))
+
+    async def send_gathered(self, version: int, receiver: str) -> SendReport:
+        if self.fails_to_send:
+            raise self.fails_to_send.pop(0)
+        return replace(await super().send_gathered(version, receiver), **self.reports)
+
+    def _probe(self, version: int) -> NDArray[np.float32] | None:
+        return self.probes(version) if self.probes else None
+
+    async def save(self, path: Path, driver_state: Mapping[str, Any]) -> None:
+        await super().save(path, driver_state)
+        self.saved.append((path, dict(driver_state)))
+
+
+class FakeReference:
+    """A reference policy with ranks of its own."""
+
+    def __init__(self, seconds: float = 0.5) -> None:
+        self._seconds = seconds
+        self.batches: list[int] = []
+
+    async def forward_logprobs(self, samples: Sequence[Sample]) -> list[Column]:
+        self.batches.append(len(samples))
+        await asyncio.sleep(self._seconds)
+        return [Column(None, index) for index in range(len(samples))]

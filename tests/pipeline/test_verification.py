@@ -1,0 +1,120 @@
+"""After each update a receiver's log-probs of a few fixed sequences must be the trainer's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from headway.errors import UpdateFailed
+from headway.events import ReplicaHalted, UpdateFinished, UpdatePhase
+from tests.pipeline.invariants import check_everything
+from tests.pipeline.scenario import Run, Scenario
+from tests.pipeline.test_update_recovery import both_schedules, failed, lost, scenario
+
+
+def logprobs(version: int, off_by: float = 0.0) -> NDArray[np.float32]:
+    """[4]"""
+    return np.array([-1.0, -2.0, -3.0, -4.0 - off_by], np.float32) / (1 + version)
+
+
+def probing(off_by: float = 0.0, replica: int = 1):
+    """Everybody computes the probe; ``replica`` is ``off_by``/(1 + version) nats off."""
+
+    def script(run: Run) -> None:
+        run.trainer.probes = logprobs
+        for index, rollout in enumerate(run.rollouts):
+            rollout.serves = lambda version, index=index: logprobs(version, off_by * (index == replica))
+        for other in run.others:
+            other.serves = logprobs
+
+    return script
+
+
+def differences(run: Run) -> dict[tuple[int, str], float]:
+    told = [event for event in run.of(UpdatePhase) if event.probe_difference is not None]
+    assert all(event.phase == "load" for event in told)
+    return {(event.version, event.where): event.probe_difference or 0.0 for event in told}
+
+
+@both_schedules
+def test_each_load_is_verified_against_the_trainers_probe_of_that_version(mode: str):
+    run = check_everything(scenario(mode, receivers=("logp",), script=probing(4e-4)).run().assert_completed())
+    loaded = {(version, replica.name) for replica in run.rollouts for version, _ in replica.loads}
+    found = differences(run)
+    assert set(found) == loaded | {(version, "logp") for version, _ in run.others[0].loads}
+    for (version, name), difference in found.items():
+        assert difference == pytest.approx(4e-4 / (1 + version) if name == "rollout-1" else 0.0, abs=1e-6)
+
+
+@both_schedules
+def test_a_replica_that_serves_something_else_ends_the_run_and_is_named(mode: str):
+    match = (
+        r"rollout-1 serves something else than version 1, which it received: log-probs of the 4 tokens .* by up to "
+        r"0.2 nats, 0.05 on average"
+    )
+    run = failed(scenario(mode, script=probing(0.4)), UpdateFailed, match)
+    assert lost(run) == [], "a wrong engine is a defect, not a loss"
+    assert run.rollouts[1].paused, "it never goes on with it"
+
+
+def test_a_receiver_that_serves_something_else_ends_the_run():
+    def script(run: Run) -> None:
+        probing()(run)
+        run.others[0].serves = lambda version: logprobs(version, 1.0)
+
+    failed(scenario(receivers=("logp",), script=script), UpdateFailed, "logp serves something else than version 1")
+
+
+@pytest.mark.parametrize("served", [np.full(4, np.nan, np.float32), np.zeros(3, np.float32)])
+def test_what_is_not_a_number_or_not_of_the_same_shape_is_something_else(served: NDArray[np.float32]):
+    def script(run: Run) -> None:
+        probing()(run)
+        run.rollouts[0].serves = lambda version: served
+
+    failed(scenario(script=script), UpdateFailed, "rollout-0 serves something else than version 1")
+
+
+@pytest.mark.parametrize("who", ["trainer", "replicas"])
+def test_nothing_is_compared_where_one_side_cannot_tell(who: str):
+    def script(run: Run) -> None:
+        if who == "replicas":
+            probing(9.0)(run)
+            run.trainer.probes = None
+        else:
+            run.trainer.probes = logprobs
+
+    run = scenario(script=script).run().assert_completed()
+    assert differences(run) == {}
+
+
+@pytest.mark.parametrize("mode", ["colocate_sync", "colocate_async"])
+def test_on_shared_devices_a_replica_is_verified_when_it_is_awake_again_and_before_it_goes_on(mode: str):
+    run = Scenario(mode, replicas=2, script=probing(4e-4)).run().assert_completed()
+    assert set(differences(run)) == {(v, r) for v in range(1, 7) for r in ("rollout-0", "rollout-1")}
+    goes_on = {halt.span[1] for halt in run.of(ReplicaHalted)}
+    assert {event.time for event in run.of(UpdatePhase) if event.probe_difference is not None} <= goes_on
+    run = failed(Scenario(mode, replicas=2, script=probing(0.4)), UpdateFailed, "rollout-1 serves something else")
+    assert run.rollouts[1].paused
+
+
+def test_a_replica_that_hangs_over_its_probe_is_fenced_off():
+    def script(run: Run) -> None:
+        probing()(run)
+        run.rollouts[1].silent_on.add("probe")
+
+    run = check_everything(scenario(script=script).run().assert_completed())
+    assert lost(run) == ["rollout-1"]
+
+
+def test_what_was_sent_and_what_changed_is_reported():
+    def script(run: Run) -> None:
+        values: dict[str, Any] = {"nbytes": 100, "full_nbytes": 1000, "changed": 0.03}
+        run.trainer.reports = values
+
+    run = scenario(script=script).run().assert_completed()
+    assert {(update.full_nbytes, update.changed) for update in run.of(UpdateFinished)} == {(1000, 0.03)}
+    sent = {event.phase: event.nbytes for event in run.of(UpdatePhase) if event.where == "actor"}
+    assert sent == {"gather": 1000, "send": 100}

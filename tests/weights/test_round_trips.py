@@ -1,0 +1,167 @@
+"""Tensors to flat bytes and back, whatever the buckets on either side."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.errors import UpdateFailed
+from headway.weights.buckets import Shard, Tensors, pack, slot_dtype, view
+from headway.weights.digests import digest
+from headway.weights.incoming import BackBuffer, InPlace
+from headway.weights.layout import ALIGNMENT, Manifest, TensorSlot, buckets, build_manifest
+from headway.weights.outgoing import Stream
+from tests.weights.versions import assert_same, hand_over, manifest_of, same_bits, shards, weights, windows
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
+SIZES = st.integers(1, 16).map(lambda n: n * ALIGNMENT)
+
+
+def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Any bits at all: NaNs, infinities and subnormal numbers among them."""
+    generator = torch.Generator().manual_seed(seed)
+    count = torch.Size(shape).numel() * dtype.itemsize
+    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator).view(dtype).view(shape)
+
+
+TENSORS = st.lists(
+    st.tuples(st.lists(st.integers(0, 9), max_size=3).map(tuple), st.sampled_from(DTYPES)), max_size=10
+).map(lambda rows: {f"w{i}": random_tensor(shape, dtype, i) for i, (shape, dtype) in enumerate(rows)})
+
+
+def bytes_of(tensors: dict[str, torch.Tensor], manifest: Manifest) -> bytes:
+    """What the layout promises, without its code: each tensor's bytes, one behind the other."""
+    return b"".join(bytes(tensors[slot.name].reshape(-1).view(torch.uint8).tolist()) for slot in manifest.slots)
+
+
+@given(tensors=TENSORS, size=SIZES)
+def test_packed_buckets_are_the_tensors_bytes_one_behind_the_other(tensors: dict[str, torch.Tensor], size: int) -> None:
+    manifest = manifest_of(tensors)
+    packed = [(offset, bytes(bucket.tolist())) for offset, bucket in windows(tensors, manifest, size)]
+    assert b"".join(data for _, data in packed) == bytes_of(tensors, manifest)
+    assert [offset for offset, _ in packed] == list(range(0, manifest.nbytes, size))
+
+
+@given(tensors=TENSORS, size=SIZES, window=SIZES)
+def test_whatever_is_sent_arrives_bit_by_bit_in_a_buffer_and_in_place(
+    tensors: dict[str, torch.Tensor], size: int, window: int
+) -> None:
+    manifest = manifest_of(tensors)
+    back = BackBuffer(manifest)
+    report = back.fill(7, hand_over(Stream(manifest, windows(tensors, manifest, size))))
+    assert back.version == 7 and report.nbytes == manifest.nbytes
+    assert [name for name, _ in back.items()] == [slot.name for slot in manifest.slots]
+    assert_same(dict(back.items()), tensors)
+
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    for offset, data in back.windows(window):
+        Tensors(manifest, loaded).write(offset, data)
+    assert_same(loaded, tensors)
+
+    served = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    in_place = InPlace(manifest, Tensors(manifest, served), window=window)
+    again = in_place.fill(7, hand_over(Stream(manifest, windows(tensors, manifest, size))))
+    assert again.checksum == report.checksum
+    assert_same(served, tensors)
+
+
+@given(size=SIZES, other=SIZES)
+def test_equal_weights_have_equal_bytes_and_digests_whatever_the_buckets(size: int, other: int) -> None:
+    streams = [Stream(manifest_of(weights(1)), windows(weights(1), bucket=bucket)) for bucket in (size, other)]
+    one, two = (b"".join(bytes(chunk.payload.tolist()) for chunk in stream) for stream in streams)
+    assert one == two
+    assert streams[0].digests == streams[1].digests
+    manifest = manifest_of(weights(1))
+    assert streams[0].digests == tuple(
+        digest(weights(1)[slot.name].reshape(-1).view(torch.uint8)) for slot in manifest.slots
+    )
+
+
+@given(size=SIZES, cuts=st.lists(st.integers(0, 561), max_size=3).map(sorted))
+def test_what_several_ranks_pack_adds_up_to_the_whole(size: int, cuts: list[int]) -> None:
+    whole = random_tensor((33, 17), torch.float32, 3)
+    manifest = build_manifest([("w", (33, 17), torch.bfloat16), ("v", (5,), torch.float32)])
+    other = random_tensor((5,), torch.float32, 4)
+    bounds = [0, *cuts, whole.numel()]
+    spans = list(buckets(manifest.nbytes, size))
+    total = torch.zeros(manifest.nbytes, dtype=torch.uint8)
+    for rank, (first, last) in enumerate(pairwise(bounds)):
+        own = {"w": Shard(first, whole.view(-1)[first:last]), "v": Shard(0, other if rank == 0 else other[:0])}
+        for offset, bucket in pack(manifest, own, spans):
+            total[offset : offset + bucket.numel()] += bucket
+    (v, w) = manifest.slots
+    assert same_bits(view(w, total), whole.bfloat16()) and same_bits(view(v, total), other)
+
+
+@pytest.mark.parametrize("served", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("target", [torch.float32, torch.bfloat16])
+def test_values_are_cast_to_the_served_dtype_when_packed_and_to_the_targets_when_written(
+    served: torch.dtype, target: torch.dtype
+) -> None:
+    source = torch.randn(9, 13, generator=torch.Generator().manual_seed(0))
+    manifest = build_manifest([("w", (9, 13), served)])
+    into = torch.zeros(9, 13, dtype=target)
+    tensors = Tensors(manifest, {"w": into})
+    for offset, bucket in windows({"w": source}, manifest, ALIGNMENT):
+        tensors.write(offset, bucket)
+    assert same_bits(into, source.to(served).to(target))
+
+
+def test_a_strided_source_is_packed_in_row_major_order() -> None:
+    source = torch.arange(12.0).view(3, 4).T
+    manifest = build_manifest([("w", (4, 3), torch.bfloat16)])
+    ((_, bucket),) = pack(manifest, shards({"w": source}), [(0, manifest.nbytes)])
+    assert same_bits(view(manifest.slots[0], bucket), source.to(torch.bfloat16).contiguous())
+
+
+@given(size=SIZES, shape=st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple), data=st.data())
+def test_tensors_that_are_not_contiguous_are_written_where_they_are_and_nothing_else_is(
+    size: int, shape: tuple[int, ...], data: st.DataObject
+) -> None:
+    order = data.draw(st.permutations(range(len(shape))))
+    surrounding = torch.zeros([2 * shape[axis] + 1 for axis in order])
+    inner = surrounding[tuple(slice(1, 2 * shape[axis] + 1, 2) for axis in order)]
+    target = inner.permute([order.index(axis) for axis in range(len(shape))])
+    assert target.shape == shape
+    source = torch.rand(shape) + 1
+    manifest = build_manifest([("w", shape, torch.float32)])
+    tensors = Tensors(manifest, {"w": target})
+    for offset, bucket in windows({"w": source}, manifest, size):
+        tensors.write(offset, bucket)
+    assert torch.equal(target, source)
+    assert surrounding.count_nonzero() == source.numel()
+
+
+def test_the_parts_of_a_fused_matrix_are_written_by_rows_and_by_columns() -> None:
+    parts = {name: torch.rand(4, 6, generator=torch.Generator().manual_seed(i)) for i, name in enumerate("qkv")}
+    manifest = manifest_of(parts)
+    by_rows, by_columns = torch.zeros(12, 6), torch.zeros(4, 18)
+    for fused, dim in ((by_rows, 0), (by_columns, 1)):
+        tensors = Tensors(manifest, dict(zip("qkv", fused.chunk(3, dim), strict=True)))
+        for offset, bucket in windows(parts, manifest, ALIGNMENT):
+            tensors.write(offset, bucket)
+        assert torch.equal(fused, torch.cat(list(parts.values()), dim))
+
+
+def test_a_parameter_that_requires_gradients_can_be_written() -> None:
+    target = torch.nn.Parameter(torch.zeros(3))
+    manifest = build_manifest([("w", (3,), torch.float32)])
+    Tensors(manifest, {"w": target}).write(0, torch.ones(3).view(torch.uint8))
+    assert target.tolist() == [1, 1, 1]
+
+
+def test_a_tensor_of_another_shape_or_none_at_all_is_named() -> None:
+    manifest = build_manifest([("embed", (2, 3), torch.float32)])
+    with pytest.raises(UpdateFailed, match=r"'embed' has shape \(3, 2\).*\(2, 3\)"):
+        Tensors(manifest, {"embed": torch.zeros(3, 2)})
+    with pytest.raises(UpdateFailed, match="no tensor 'embed'"):
+        Tensors(manifest, {"head": torch.zeros(2, 3)})
+
+
+def test_a_dtype_that_torch_does_not_know_is_named() -> None:
+    with pytest.raises(UpdateFailed, match="'w' has dtype 'decimal'"):
+        slot_dtype(TensorSlot("w", (1,), "decimal", 0, 8))

@@ -1,0 +1,143 @@
+"""Small weights of many shapes and dtypes, in any number of versions, and ways to spoil them on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from headway.weights.buckets import Shard, pack
+from headway.weights.layout import Manifest, buckets, build_manifest
+from headway.weights.outgoing import Stream, Window
+from headway.weights.protocols import Chunk, Outgoing, WeightSink
+
+BUCKET = 512
+"""Bytes of the sender's buckets: each of the larger tensors of `weights` needs several."""
+
+Weights = Mapping[str, torch.Tensor]
+Change = Callable[[list[Chunk]], Sequence[Chunk]]
+
+
+def weights(version: int) -> dict[str, torch.Tensor]:
+    """Version n differs from the others in the first element of each tensor."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        "norm": torch.randn(16, generator=generator).bfloat16(),
+        "embed": torch.randn(25, 16, generator=generator),
+        "empty": torch.zeros(0, 4),
+        "scale": torch.tensor(0.5),
+        "odd": torch.arange(3, dtype=torch.uint8),
+        "head": torch.randn(33, 17, generator=generator).bfloat16(),
+        "steps": torch.arange(7),
+    }
+    for tensor in tensors.values():
+        tensor.view(-1)[:1] += version
+    return tensors
+
+
+def manifest_of(tensors: Weights) -> Manifest:
+    return build_manifest((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())
+
+
+MANIFEST = manifest_of(weights(0))
+
+
+def shards(tensors: Weights) -> dict[str, Shard]:
+    return {name: Shard(0, tensor.reshape(-1)) for name, tensor in tensors.items()}
+
+
+def windows(tensors: Weights, manifest: Manifest = MANIFEST, bucket: int = BUCKET) -> Iterator[Window]:
+    return pack(manifest, shards(tensors), list(buckets(manifest.nbytes, bucket)))
+
+
+def stream(version: int) -> Stream:
+    return Stream(MANIFEST, windows(weights(version)))
+
+
+def hand_over(outgoing: Outgoing) -> Callable[[WeightSink], None]:
+    """What a transport does, without one."""
+
+    def receive(sink: WeightSink) -> None:
+        for chunk in outgoing:
+            sink.room(chunk.header).copy_(chunk.payload)
+            sink.filled(chunk.header)
+        sink.ended(outgoing.digests)
+
+    return receive
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal also where values are NaN or of another sign of zero."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def assert_same(received: Weights, sent: Weights) -> None:
+    assert received.keys() == sent.keys()
+    for name, tensor in sent.items():
+        assert same_bits(received[name].contiguous(), tensor), name
+
+
+@dataclass(frozen=True)
+class Spoilt:
+    """An `Outgoing` whose chunks are changed on their way."""
+
+    inner: Outgoing
+    change: Change
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return iter(self.change([Chunk(chunk.header, chunk.payload.clone()) for chunk in self.inner]))
+
+    @property
+    def digests(self) -> tuple[int, ...]:
+        return self.inner.digests
+
+
+def flipped(chunks: list[Chunk]) -> list[Chunk]:
+    """One bit of the second bucket is not what it was; it lies in `embed`."""
+    chunks[1].payload[100] ^= 1
+    return chunks
+
+
+def lost(chunks: list[Chunk]) -> list[Chunk]:
+    return chunks[:1] + chunks[2:]
+
+
+def cut_off(chunks: list[Chunk]) -> list[Chunk]:
+    return chunks[:-1]
+
+
+def twice(chunks: list[Chunk]) -> list[Chunk]:
+    return chunks[:2] + chunks[1:]
+
+
+def overtaken(chunks: list[Chunk]) -> list[Chunk]:
+    return [chunks[0], chunks[2], chunks[1], *chunks[3:]]
+
+
+def shifted(chunks: list[Chunk]) -> list[Chunk]:
+    """A header that lies about where its bucket belongs."""
+    header = chunks[1].header
+    chunks[1] = Chunk(replace(header, offset=header.offset + 64), chunks[1].payload)
+    return chunks
+
+
+@dataclass(frozen=True)
+class GivesUp:
+    """An `Outgoing` that fails after ``after`` chunks."""
+
+    inner: Outgoing
+    error: BaseException
+    after: int = 1
+
+    def __iter__(self) -> Iterator[Chunk]:
+        source = iter(self.inner)
+        for _ in range(self.after):
+            yield next(source)
+        raise self.error
+
+    @property
+    def digests(self) -> tuple[int, ...]:
+        raise AssertionError("the digests are asked for before the end")
