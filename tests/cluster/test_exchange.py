@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from headway.cluster.exchange import Exchange, ExchangeSettings, exchange_settings
-from headway.cluster.roles.outbox import Send, Sent
+from headway.cluster.roles.outbox import Send, Sent, SentWeights
 from headway.cluster.worker_group import Worker, WorkerGroup
 from headway.config.schema import Config
 from headway.errors import ConfigError, UpdateFailed
@@ -24,6 +24,7 @@ SETTINGS = ExchangeSettings(
     streamed=True,
     apart=False,
     with_delta=True,
+    verify=True,
     timeout_s=5,
     address=("127.0.0.1", 1),
     device="cpu",
@@ -47,12 +48,12 @@ class NotedTrainer:
     async def connect(self, key: str, link: Link) -> None:
         self.links.append((key, link))
 
-    async def send_weights(self, version: int, sends: Sequence[Send], everywhere: bool) -> tuple[Sent, ...]:
-        assert not everywhere
-        return tuple([await self.send_gathered(version, send) for send in sends])
+    async def send_weights(self, version: int, sends: Sequence[Send], everywhere: bool, verify: bool) -> SentWeights:
+        assert verify and not everywhere
+        return SentWeights(tuple([await self.send_gathered(version, send) for send in sends]), None)
 
-    async def gather_weights(self, version: int) -> Any:
-        return None
+    async def gather_weights(self, version: int, verify: bool) -> Any:
+        assert verify
 
     def send_gathered(self, version: int, send: Send) -> asyncio.Task[Sent]:
         return asyncio.create_task(self._send(version, send))

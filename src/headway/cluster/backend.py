@@ -87,7 +87,7 @@ async def start_backend(config: Config, *, model_path: str, run_dir: Path, total
                 f"{startup.waiting_for}. Worker logs are in {run_dir / 'logs'}"
             ) from None
         return Workers(
-            train=TrainGroup(started.actor, started.paths, verify=config.param_update.verify),
+            train=TrainGroup(started.actor, started.paths),
             rollouts=started.rollouts,
             ref=ReferenceGroup(started.ref) if started.ref is not None else None,
             ref_inside_fetch=started.ref_inside_fetch,

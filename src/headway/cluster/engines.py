@@ -35,11 +35,9 @@ class TrainGroup:
     Paths of files are sent absolute: workers may run in another directory.
     """
 
-    def __init__(self, ranks: WorkerGroup, paths: WeightPaths, *, verify: bool) -> None:
-        """``verify``: with each version's weights comes what they answer to the probe."""
+    def __init__(self, ranks: WorkerGroup, paths: WeightPaths) -> None:
         self._ranks = ranks
         self._paths = paths
-        self._verify = verify
 
     async def forward_logprobs(self, samples: Sequence[Sample]) -> list[Column]:
         return cast(list[Column], await self._ranks.forward_logprobs(samples))
@@ -51,18 +49,13 @@ class TrainGroup:
         await self._paths.reach(receivers)
 
     async def send_weights(self, version: int, receivers: Sequence[str]) -> SendReport:
-        sent = await self._paths.send(version, receivers)
-        return replace(sent, probe=await self._probe())
+        return await self._paths.send(version, receivers)
 
     async def gather_weights(self, version: int) -> GatherReport:
-        gathered = await self._paths.gather(version)
-        return replace(gathered, probe=await self._probe())
+        return await self._paths.gather(version)
 
     async def send_gathered(self, version: int, receiver: str) -> SendReport:
         return await self._paths.send_gathered(version, receiver)
-
-    async def _probe(self) -> NDArray[np.float32] | None:
-        return cast(NDArray[np.float32], await self._ranks.probe()) if self._verify else None
 
     async def save(self, path: Path, driver_state: Mapping[str, Any]) -> None:
         await self._ranks.save(_everywhere(path), dict(driver_state))

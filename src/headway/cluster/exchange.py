@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from headway.cluster.roles.fused import WITHIN
-from headway.cluster.roles.outbox import Send, Sent
+from headway.cluster.roles.outbox import Send, Sent, SentWeights
 from headway.cluster.worker_group import Worker, WorkerGroup
 from headway.config.schema import Config
 from headway.config.transports import TRANSPORTS, transport_of
@@ -56,6 +56,8 @@ class ExchangeSettings:
     apart: bool
     """Each receiver by itself, from a copy."""
     with_delta: bool
+    verify: bool
+    """With each version come the trainer's answers to the probe."""
     timeout_s: float
     """For one end to wait for another. Shorter than the update's: who caused a failure must be known before that."""
     address: Address | None
@@ -81,6 +83,7 @@ def exchange_settings(config: Config, address: Address | None, device: str, dire
         streamed=TRANSPORTS[transport].streamed,
         apart=apart,
         with_delta=update.encoding == "delta",
+        verify=update.verify,
         timeout_s=transport_timeout(config),
         address=address,
         device="cuda" if through_gpus and transport == "broadcast" else "cpu",
@@ -216,15 +219,16 @@ class Exchange:
         by_key = self._by_key(names)
         sends = [Send(self._receivers[members[0]].dtype, key, self._base(members)) for key, members in by_key.items()]
         with self._failing(names):
-            results: Sequence[Sent] = await self._actor.send_weights(version, sends, False)
+            weights: SentWeights = await self._actor.send_weights(version, sends, False, self._settings.verify)
+        results = [sent for sent in weights.sent if sent is not None]
         for sent, members in zip(results, by_key.values(), strict=True):
             self._hand_over(members, sent.parcel)
         pairs = zip(by_key.values(), results, strict=True)
-        return _together({tuple(members): sent.report for members, sent in pairs})
+        return replace(_together({tuple(members): sent.report for members, sent in pairs}), probe=weights.probe)
 
     async def gather(self, version: int) -> GatherReport:
         """See `OverlappingTrainEngine.gather_weights`."""
-        report: GatherReport = await self._actor.gather_weights(version)
+        report: GatherReport = await self._actor.gather_weights(version, self._settings.verify)
         self._published.clear()
         return report
 
@@ -301,7 +305,7 @@ class Exchange:
         return report
 
     def _distrust(self, receiver: _Receiver) -> None:
-        """The next version, or this one again, goes to it whole, and by a new link where the ends depend on each other."""
+        """What it gets next comes whole, and by a new link where the ends depend on each other."""
         receiver.holds, receiver.trusted = None, False
         if self._settings.streamed:
             for connection in self._connections.values():
@@ -314,17 +318,21 @@ NO_COPY = "within a process weights are handed over while training stands still,
 class WithinProcesses:
     """`WeightPaths` where each receiver shares its process with a training rank, which hands over what it gathers."""
 
-    def __init__(self, actor: WorkerGroup, receivers: Mapping[str, Worker], dtype: str) -> None:
+    def __init__(self, actor: WorkerGroup, receivers: Mapping[str, Worker], dtype: str, *, verify: bool) -> None:
         self._actor = actor
         self._receivers = receivers
         self._dtype = dtype
+        self._verify = verify
 
     async def reach(self, names: Sequence[str]) -> None:
         """They are where they are."""
 
     async def send(self, version: int, names: Sequence[str]) -> SendReport:
-        sent: Sequence[Sent] = await self._actor.send_weights(version, [Send(self._dtype, WITHIN, None)], True)
-        return sent[0].report
+        sends = [Send(self._dtype, WITHIN, None)]
+        weights: SentWeights = await self._actor.send_weights(version, sends, True, self._verify)
+        (sent,) = weights.sent
+        assert sent is not None, "rank zero has a replica in its process"
+        return replace(sent.report, probe=weights.probe)
 
     async def gather(self, version: int) -> GatherReport:
         raise UpdateFailed(f"version {version}: {NO_COPY}")

@@ -129,7 +129,7 @@ class Startup:
         paths: WeightPaths
         if plan.shared:
             await self._join_within(plan, workers, dtype)
-            paths = WithinProcesses(groups.actor, replicas, dtype)
+            paths = WithinProcesses(groups.actor, replicas, dtype, verify=self._config.param_update.verify)
         else:
             settings = exchange_settings(self._config, store, device, directory)
             exchange = Exchange(groups.actor, settings, {dtype: manifest})

@@ -25,6 +25,8 @@ from pydantic import (
     model_validator,
 )
 
+from headway.config.transports import known_transport
+
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 Probability = Annotated[float, Field(gt=0, le=1)]
@@ -393,7 +395,7 @@ class ParamUpdateConfig(Section):
     schedule: Literal["synchronous", "overlapped"] = "synchronous"
     """``synchronous``: the trainer waits until every replica has loaded. ``overlapped``: it waits for gather alone, and
     trains on while replicas receive and load, each at its own pace."""
-    transport: Literal["auto", "local", "broadcast", "object_store", "shared_memory", "disk"] = "auto"
+    transport: Annotated[str, AfterValidator(known_transport)] = "auto"
     """``broadcast`` uses a process group of its own, ``object_store`` Ray's, ``shared_memory`` is for one machine,
     ``disk`` leaves safetensors files, ``local`` copies inside one process; ``auto`` is ``local`` where there is only
     one, else ``broadcast``."""

@@ -36,3 +36,10 @@ def transport_of(transport: str, *, backend: str, shared: bool) -> str:
     if transport != "auto":
         return transport
     return "local" if shared or backend == "inline" else "broadcast"
+
+
+def known_transport(name: str) -> str:
+    """``name`` itself, if there is such a transport (or it is ``auto``)."""
+    if name not in ("auto", *TRANSPORTS):
+        raise ValueError(f"expected auto, {', '.join(TRANSPORTS)}")
+    return name

@@ -3,8 +3,8 @@
 Checksums prove that the right bytes arrived; the probe proves that what computes uses them. It is cheap enough for
 every update, and its sequences are spread over the vocabulary so that embedding and head are sampled broadly.
 
-    ids [4, 7]:   │ p p p p │ r r r │      log-probs of the r, sequence by sequence: [12]
-                    prefill   first from the prefill's logits, the others from decoded tokens
+    ids [4, 6]:   │ p p p p │ r r │      log-probs of the r, sequence by sequence: [8]
+                    prefill   first from the prefill's logits, the other after decoding it
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from headway.data.collate import Row
 PROBE_SEQUENCES = 4
 PROBE_PREFILL = 4
 """Tokens of each sequence that are given: its prompt."""
-PROBE_SCORED = 3
+PROBE_SCORED = 2
 """Tokens of each sequence whose log-probs are compared: its response."""
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -27,7 +27,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def probe_sequences(vocab_size: int) -> NDArray[np.int64]:
-    """[4, 7] token ids below ``vocab_size``: the same for the same size, everywhere."""
+    """[4, 6] token ids below ``vocab_size``: the same for the same size, everywhere."""
     count = PROBE_SEQUENCES * (PROBE_PREFILL + PROBE_SCORED)
     ids = [((k * _GOLDEN) % 2**64 * vocab_size) >> 64 for k in range(1, count + 1)]
     return np.array(ids, np.int64).reshape(PROBE_SEQUENCES, -1)
@@ -49,5 +49,5 @@ def probe_rows(vocab_size: int) -> list[Row]:
 
 
 def probe_vector(responses: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
-    """[12] from the [3] log-probs of each of `probe_rows`, in order: what a replica's ``probe`` returns."""
+    """[8] from the [2] log-probs of each of `probe_rows`, in order: what a replica's ``probe`` returns."""
     return np.concatenate(responses).astype(np.float32)

@@ -56,7 +56,7 @@ def probe(core: EngineCore) -> NDArray[np.float32]:
 @given(st.integers(1, 300_000))
 def test_the_sequences_are_fixed_ids_of_the_vocabulary_and_spread_over_it(vocab_size: int) -> None:
     ids = probe_sequences(vocab_size)
-    assert ids.shape == (4, 7) and ids.dtype == np.int64
+    assert ids.shape == (4, 6) and ids.dtype == np.int64
     assert np.array_equal(ids, probe_sequences(vocab_size))
     assert ids.min() >= 0 and ids.max() < vocab_size
     if vocab_size >= 100:
@@ -77,7 +77,7 @@ def test_it_equals_a_plain_forward(family: str, tied: bool) -> None:
     core = make_core(model)
     assert isinstance(core._runner._forward, FusedForward)
     logprobs = probe(core)
-    assert logprobs.shape == (12,) and logprobs.dtype == np.float32
+    assert logprobs.shape == (8,) and logprobs.dtype == np.float32
     np.testing.assert_allclose(logprobs, reference(model), atol=TOLERANCE, rtol=0)
 
 
@@ -160,7 +160,7 @@ def test_probing_is_no_activity_of_the_rollout() -> None:
 
 def test_a_context_that_is_too_short_cannot_tell() -> None:
     assert make_core(make_model(), max_context=6).probe() is None
-    assert probe(make_core(make_model(), max_context=7)).shape == (12,)
+    assert probe(make_core(make_model(), max_context=6)).shape == (8,)
 
 
 def test_asleep_it_needs_the_weights() -> None:

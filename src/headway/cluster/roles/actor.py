@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.cluster.roles.outbox import Outbox, Send, Sent
+from headway.cluster.roles.outbox import Outbox, Send, Sent, SentWeights
 from headway.cluster.roles.role import Role
 from headway.cluster.worker_group import Collect, Dispatch, register
 from headway.data.types import Sample
@@ -108,7 +109,7 @@ class ActorRole(Role):
         return self._engine.train_step(self._rows(samples))
 
     @register(Dispatch.ONE_TO_ALL)
-    def send_weights(self, version: int, sends: Sequence[Send], everywhere: bool) -> tuple[Sent | None, ...]:
+    def send_weights(self, version: int, sends: Sequence[Send], everywhere: bool, verify: bool) -> SentWeights:
         """Gather on every rank; rank zero sends, or every rank to the receiver in its own process (``everywhere``)."""
         gather = partial(self._engine.gather, everywhere=everywhere)
         sent, failures = [], []
@@ -117,26 +118,21 @@ class ActorRole(Role):
                 sent.append(self._outbox.send(version, send, gather))
             except Exception as failure:  # after the last one: the other ranks gather for each
                 failures.append(failure)
+        probe = self._probe() if verify else None  # also after a failure: the other ranks compute it, too
         if failures:
             raise failures[0]
-        return tuple(sent)
+        return SentWeights(tuple(sent), probe)
 
     @register(Dispatch.ONE_TO_ALL)
-    def gather_weights(self, version: int) -> GatherReport:
+    def gather_weights(self, version: int, verify: bool) -> GatherReport:
         """Gather on every rank, into rank zero's copies."""
-        return self._outbox.gather(version, self._engine.gather)
+        gathered = self._outbox.gather(version, self._engine.gather)
+        return replace(gathered, probe=self._probe()) if verify else gathered
 
     @register(Dispatch.RANK_ZERO)
     async def send_gathered(self, version: int, send: Send) -> Sent:
         """Send a copy, on a thread of its own: the rank trains on."""
         return await self._outbox.send_gathered(version, send)
-
-    @register(Dispatch.ONE_TO_ALL)
-    def probe(self) -> NDArray[np.float32]:
-        """The log-probs [N] of the probe's sequences under the weights as they are."""
-        from headway.models.probe import probe_rows, probe_vector
-
-        return probe_vector(self._engine.forward_logprobs(probe_rows(self._engine.vocabulary)))
 
     @register(Dispatch.RANK_ZERO)
     def compute_dtype(self) -> str:
@@ -166,3 +162,9 @@ class ActorRole(Role):
     @property
     def _on_gpu(self) -> bool:
         return self._device.startswith("cuda")
+
+    def _probe(self) -> NDArray[np.float32]:
+        """The log-probs [N] of the probe's sequences under the weights as they are. Collective."""
+        from headway.models.probe import probe_rows, probe_vector
+
+        return probe_vector(self._engine.forward_logprobs(probe_rows(self._engine.vocabulary)))

@@ -16,6 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from headway.config.schema import Config
 from headway.errors import UpdateFailed
 from headway.interfaces import GatherReport, SendReport
@@ -48,6 +51,16 @@ class Sent:
     report: SendReport
     parcel: Parcel | None
     """For receivers of a stored transport."""
+
+
+@dataclass(frozen=True, slots=True)
+class SentWeights:
+    """One version, to all that it was for."""
+
+    sent: tuple[Sent | None, ...]
+    """One per `Send`."""
+    probe: NDArray[np.float32] | None
+    """As in `GatherReport`."""
 
 
 @dataclass(slots=True)
