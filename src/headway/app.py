@@ -226,9 +226,9 @@ def _advantages(config: Config) -> AdvantageFn:
     from headway.algorithms.advantages import ADVANTAGES
     from headway.engines.train.advantages import GroupAdvantages
 
-    name = config.algorithm.adv_estimator
-    params = {"normalize_by_std": config.algorithm.norm_adv_by_std_in_grpo} if name == "grpo" else {}
-    return GroupAdvantages(ADVANTAGES.get(name), params)
+    algorithm = config.algorithm
+    params = {"normalize_by_std": algorithm.norm_adv_by_std_in_grpo, "gamma": algorithm.gamma, "k": algorithm.pass_k}
+    return GroupAdvantages(ADVANTAGES.get(algorithm.adv_estimator), params)
 
 
 def _group_filter(config: Config) -> GroupFilter | None:

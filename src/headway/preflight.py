@@ -45,13 +45,10 @@ def check_model(config: Config, rows: Rows) -> None:
         ModelError: the folder is missing or incomplete, or holds no causal language model.
     """
     from headway.algorithms.advantages import ADVANTAGES
-    from headway.algorithms.corrections import CORRECTIONS
-    from headway.algorithms.losses import POLICY_LOSSES
+    from headway.engines.train.fsdp.objective import Objective
 
     ADVANTAGES.get(config.algorithm.adv_estimator)
-    POLICY_LOSSES.get(config.algorithm.policy_loss.loss_mode)
-    if config.algorithm.rollout_correction.name is not None:
-        CORRECTIONS.get(config.algorithm.rollout_correction.name)
+    Objective(config)
     if config.model.path is None:
         return
     from headway.models.loading import load_config, load_tokenizer

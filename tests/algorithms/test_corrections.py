@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
-from headway.algorithms.corrections import CORRECTIONS, CorrectionParams, truncate
+from headway.algorithms.corrections import CORRECTIONS, CorrectionParams, build_correction, truncate
 from headway.algorithms.losses import LossInputs
 from headway.errors import ConfigError
 
@@ -58,5 +59,30 @@ def test_weights_carry_no_gradient_and_padding_may_hold_anything() -> None:
 
 
 def test_an_unknown_correction_lists_those_that_are_known() -> None:
-    with pytest.raises(ConfigError, match="known: truncate"):
+    with pytest.raises(ConfigError, match=r"did you mean 'truncate'.*known: .*mask.*truncate"):
         CORRECTIONS.get("truncat")
+
+
+def test_a_correction_is_built_by_name_and_checked_before_it_runs() -> None:
+    weights, _ = build_correction("truncate", CorrectionParams(bound=2.0))(inputs(), CorrectionParams(bound=2.0))
+    assert torch.equal(weights, truncate(inputs(), CorrectionParams(bound=2.0))[0])
+    for name, params, message in [
+        ("mask", CorrectionParams(bound=0.5, lower=0.2), "exactly on policy"),
+        ("mask", CorrectionParams(bound=2.0, delta=0.1), "delta has no effect"),
+        ("off_policy_sequence_mask", CorrectionParams(), "needs a positive delta"),
+        ("off_policy_sequence_mask", CorrectionParams(delta=0.1, bound=2.0), "bound has no effect"),
+        ("off_policy_sequence_mask", CorrectionParams(delta=0.1, level="geometric"), "level has no effect"),
+        ("trunctate", CorrectionParams(bound=2.0), "did you mean 'truncate'"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            build_correction(name, params)
+
+
+def test_a_correction_of_the_users_own_comes_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def half(inputs, params):\n    return inputs.advantages * 0 + params.bound, {}\n"
+    )
+    weights, _ = build_correction(f"{tmp_path}/mine.py:half", CorrectionParams(bound=0.5))(
+        inputs(), CorrectionParams(bound=0.5)
+    )
+    assert (weights == 0.5).all()

@@ -16,6 +16,7 @@ from headway.algorithms.losses import POLICY_LOSSES, LossInputs, PolicyLossParam
 from headway.errors import ConfigError
 
 PARAMS = PolicyLossParams(clip_low=0.2, clip_high=0.28)
+LONGEST = 16.0
 ppo_clip = POLICY_LOSSES.get("ppo_clip")
 
 
@@ -52,6 +53,7 @@ def reduced(inputs: LossInputs, mode: str, rows: Tensor, totals: LossInputs) -> 
         mode,
         total_tokens=float(totals.mask.sum()),
         total_sequences=float(totals.mask.any(dim=1).sum()),
+        loss_scale_factor=LONGEST,
     )
     return (weights * losses).sum()
 
@@ -198,19 +200,44 @@ def test_a_micro_batch_without_valid_tokens_weighs_nothing(mode: str) -> None:
     inputs.mask = torch.zeros_like(inputs.mask)
     losses, _ = ppo_clip(inputs, PARAMS)
     for totals in ({"total_tokens": 12.0, "total_sequences": 3.0}, {"total_tokens": 0.0, "total_sequences": 0.0}):
-        loss = (token_weights(inputs.mask, mode, **totals) * losses).sum()
+        loss = (token_weights(inputs.mask, mode, **totals, loss_scale_factor=LONGEST) * losses).sum()
         (gradient,) = torch.autograd.grad(loss, inputs.logprobs, retain_graph=True)
         assert loss.item() == 0.0
         assert (gradient == 0).all()
 
 
 @settings(deadline=None)
-@given(st.integers(0, 10_000), st.sampled_from(AGGREGATIONS.names()))
-def test_weights_of_a_whole_batch_sum_to_one(seed: int, mode: str) -> None:
+@given(st.integers(0, 10_000), st.sampled_from(["token-mean", "seq-mean-token-mean"]))
+def test_weights_of_a_mean_over_a_whole_batch_sum_to_one(seed: int, mode: str) -> None:
     mask = batch(seed).mask
     total = float(mask.any(dim=1).sum())
     weights = token_weights(mask, mode, total_tokens=float(mask.sum()), total_sequences=total)
     assert weights.sum().item() == pytest.approx(1.0 if total else 0.0, rel=1e-6)
+
+
+def test_the_sum_over_an_answer_is_averaged_over_answers() -> None:
+    inputs = batch(seed=3)
+    losses, _ = ppo_clip(inputs, PARAMS)
+    sums = [row[m].sum().item() for row, m in zip(losses, inputs.mask, strict=True) if m.any()]
+    everything = torch.arange(5)
+    assert reduced(inputs, "seq-mean-token-sum", everything, inputs).item() == pytest.approx(
+        sum(sums) / len(sums), rel=1e-6
+    )
+    assert reduced(inputs, "seq-mean-token-sum-norm", everything, inputs).item() == pytest.approx(
+        sum(sums) / len(sums) / LONGEST, rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("constant", [None, 0.0, -1.0])
+def test_a_constant_length_must_be_given(constant: float | None) -> None:
+    with pytest.raises(ConfigError, match=r"actor.loss_scale_factor.*max_response_length"):
+        token_weights(
+            torch.ones(1, 1, dtype=torch.bool),
+            "seq-mean-token-sum-norm",
+            total_tokens=1,
+            total_sequences=1,
+            loss_scale_factor=constant,
+        )
 
 
 def test_bfloat16_log_probs_are_computed_in_float32() -> None:
@@ -219,7 +246,7 @@ def test_bfloat16_log_probs_are_computed_in_float32() -> None:
 
 
 def test_unknown_losses_and_aggregations_list_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"did you mean 'ppo_clip'.*known: ppo_clip"):
+    with pytest.raises(ConfigError, match=r"did you mean 'ppo_clip'.*known: .*gspo.*ppo_clip"):
         POLICY_LOSSES.get("ppo-clip")
     with pytest.raises(ConfigError, match=r"actor.loss_agg_mode.*'mean'.*token-mean"):
         token_weights(torch.ones(1, 1, dtype=torch.bool), "mean", total_tokens=1, total_sequences=1)

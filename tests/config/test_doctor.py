@@ -101,6 +101,21 @@ def test_what_passed_once_passes_again_from_its_dump(
         (("data.max_response_length=200",), "is 264 tokens, more than model.make.max_position_embeddings=256"),
         # nothing to learn from
         (("rollout.n=1",), "rollout.n=1: grpo compares"),
+        (("rollout.n=1", "algorithm.adv_estimator=rloo"), "rollout.n=1: rloo compares"),
+        (("algorithm.adv_estimator=gae",), "it needs a critic's values"),
+        (("algorithm.adv_estimator=pass_at_k", "rollout.n=4"), "subsets of k of more than k answers"),
+        (("algorithm.policy_loss.loss_mode=t_ppo",), "only finished groups are trained on"),
+        (
+            (
+                "algorithm.policy_loss.loss_mode=truncated_is",
+                "async_training.use_rollout_log_probs=false",
+                "algorithm.rollout_correction.name=truncate",
+            ),
+            "staleness would be corrected twice",
+        ),
+        (("algorithm.policy_loss.tau_pos=2",), "algorithm.policy_loss.loss_mode is ppo_clip"),
+        (("algorithm.policy_loss.loss_mode=gpg", "actor.clip_ratio=0.1"), "loss_mode=gpg does not clip"),
+        (("actor.loss_agg_mode=seq-mean-token-sum-norm",), "divides by a constant length: set actor.loss_scale_factor"),
         (("rollout.n=1", "algorithm.filter_groups.enable=true"), "algorithm.filter_groups would filter every group"),
         (("rollout.temperature=0",), "rollout.temperature=0 is greedy"),
         (("rollout.top_p=0.9",), "rollout.top_p=0.9 changes the policy that samples"),
@@ -155,8 +170,8 @@ FILES = ("data.train=a.jsonl", "data.val=b.jsonl")
         ("model.trust_remote_code", ("model.trust_remote_code=true",), "the model is made"),
         (
             "algorithm.norm_adv_by_std_in_grpo",
-            ("algorithm.adv_estimator=mine.py:leave_one_out", "algorithm.norm_adv_by_std_in_grpo=false"),
-            "algorithm.adv_estimator is mine.py:leave_one_out",
+            ("algorithm.adv_estimator=rloo", "algorithm.norm_adv_by_std_in_grpo=false"),
+            "algorithm.adv_estimator is rloo",
         ),
         ("async_training.window", ("mode=one_step_off", "async_training.window=4"), "async_training.order is fifo"),
         ("async_training.window", ("async_training.order=ready", "async_training.window=B"), "order is ready"),

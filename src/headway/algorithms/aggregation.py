@@ -1,7 +1,7 @@
 """From per-token losses to one number, as weights: the loss is Σ weight · loss over all micro-batches and ranks.
 
 The totals are those of the whole mini-batch, over all ranks, so the loss and its gradient do not depend on how the
-mini-batch was split.
+mini-batch was split. One row must be one whole answer for the modes that count answers.
 """
 
 from __future__ import annotations
@@ -13,34 +13,78 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from headway.algorithms.registry import Registry
+from headway.errors import ConfigError
 
 
 class Aggregation(Protocol):
-    """Weights [N, T] of a micro-batch's tokens, exactly 0 where masked."""
+    """Weights [N, T] of a micro-batch's tokens, exactly 0 where masked.
 
-    def __call__(self, mask: Bool[Tensor, "N T"], *, total_tokens: float, total_sequences: float) -> Tensor: ...
+    ``loss_scale_factor`` is passed only where one is set.
+    """
+
+    def __call__(
+        self, mask: Bool[Tensor, "N T"], *, total_tokens: float, total_sequences: float, loss_scale_factor: float = ...
+    ) -> Tensor: ...
 
 
 AGGREGATIONS: Registry[Aggregation] = Registry("aggregation", "actor.loss_agg_mode")
 
 
 @AGGREGATIONS.register("token-mean")
-def token_mean(mask: Bool[Tensor, "N T"], *, total_tokens: float, total_sequences: float) -> Float[Tensor, "N T"]:
+def token_mean(
+    mask: Bool[Tensor, "N T"], *, total_tokens: float, total_sequences: float, loss_scale_factor: float | None = None
+) -> Float[Tensor, "N T"]:
     """Every token counts the same, so long answers count more: 1/total_tokens. DAPO, arXiv:2503.14476, section 3.3."""
     return mask.float() / max(total_tokens, 1.0)
 
 
 @AGGREGATIONS.register("seq-mean-token-mean")
 def seq_mean_token_mean(
-    mask: Bool[Tensor, "N T"], *, total_tokens: float, total_sequences: float
+    mask: Bool[Tensor, "N T"], *, total_tokens: float, total_sequences: float, loss_scale_factor: float | None = None
 ) -> Float[Tensor, "N T"]:
     """Every answer counts the same: 1/(total_sequences · |y_i|). GRPO, arXiv:2402.03300, equation 3."""
     length_N1 = mask.sum(dim=1, keepdim=True).clamp(min=1)
     return mask.float() / (length_N1 * max(total_sequences, 1.0))
 
 
+@AGGREGATIONS.register("seq-mean-token-sum")
+def seq_mean_token_sum(
+    mask: Bool[Tensor, "N T"], *, total_tokens: float, total_sequences: float, loss_scale_factor: float | None = None
+) -> Float[Tensor, "N T"]:
+    """The mean over answers of their summed losses, the policy gradient's own: 1/total_sequences.
+
+    Of the size of an answer's length: the learning rate and ``grad_clip`` mean something else than with a mean.
+    """
+    return mask.float() / max(total_sequences, 1.0)
+
+
+@AGGREGATIONS.register("seq-mean-token-sum-norm")
+def seq_mean_token_sum_norm(
+    mask: Bool[Tensor, "N T"], *, total_tokens: float, total_sequences: float, loss_scale_factor: float | None = None
+) -> Float[Tensor, "N T"]:
+    """The same over a constant length: 1/(total_sequences · loss_scale_factor). Dr. GRPO, arXiv:2503.20783, section 3.
+
+    The constant is the user's (the longest response, say). verl takes the padded width where none is set; that differs
+    between micro-batches, so here it must be set.
+
+    Raises:
+        ConfigError: ``loss_scale_factor`` is not a positive number.
+    """
+    if loss_scale_factor is None or not loss_scale_factor > 0:
+        raise ConfigError(
+            "actor.loss_agg_mode=seq-mean-token-sum-norm divides by a constant length: set actor.loss_scale_factor to "
+            f"a positive number, such as data.max_response_length (got {loss_scale_factor})"
+        )
+    return mask.float() / (max(total_sequences, 1.0) * loss_scale_factor)
+
+
 def token_weights(
-    mask: Bool[Tensor, "N T"], mode: str, *, total_tokens: float, total_sequences: float
+    mask: Bool[Tensor, "N T"],
+    mode: str,
+    *,
+    total_tokens: float,
+    total_sequences: float,
+    loss_scale_factor: float | None = None,
 ) -> Float[Tensor, "N T"]:
     """Weights of a micro-batch's tokens under ``mode``; an empty micro-batch or sequence weighs 0.
 
@@ -49,9 +93,11 @@ def token_weights(
         mode: name in `AGGREGATIONS`.
         total_tokens: valid tokens of the whole mini-batch, over all ranks.
         total_sequences: sequences with at least one valid token of the whole mini-batch, over all ranks.
+        loss_scale_factor: constant length, for ``seq-mean-token-sum-norm``.
 
     Raises:
-        ConfigError: unknown ``mode``.
+        ConfigError: unknown ``mode``, or one that lacks its constant.
     """
-    weights_NT = AGGREGATIONS.get(mode)(mask, total_tokens=total_tokens, total_sequences=total_sequences)
+    constant = {} if loss_scale_factor is None else {"loss_scale_factor": loss_scale_factor}
+    weights_NT = AGGREGATIONS.get(mode)(mask, total_tokens=total_tokens, total_sequences=total_sequences, **constant)
     return torch.where(mask, weights_NT, 0.0)

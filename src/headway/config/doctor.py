@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from math import floor
 
+from headway.config.algorithm import algorithm_problems
 from headway.config.idle import without_effect
 from headway.config.loading import LoadedConfig, mode_config
 from headway.config.placement import resolve_placement
@@ -26,7 +27,7 @@ def diagnose(loaded: LoadedConfig) -> list[str]:
         _data,
         _length,
         _sampling,
-        _groups,
+        algorithm_problems,
         _asynchrony,
         _patience,
         _devices,
@@ -104,15 +105,6 @@ def _sampling(config: Config) -> Iterator[str]:
         )
     if rollout.val_n > 1 and rollout.val_temperature == 0:
         yield f"rollout.val_n={rollout.val_n}: greedy answers are all equal; set rollout.val_temperature above 0"
-
-
-def _groups(config: Config) -> Iterator[str]:
-    if config.rollout.n > 1:
-        return
-    if config.algorithm.adv_estimator == "grpo":
-        yield "rollout.n=1: grpo compares the trajectories of a group, so every advantage would be 0; give at least 2"
-    if config.algorithm.filter_groups.enable:
-        yield "rollout.n=1: algorithm.filter_groups would filter every group, as one reward has no spread"
 
 
 def _asynchrony(config: Config) -> Iterator[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import floor
 
+from headway.config.algorithm import idle_correction_keys, idle_estimator_keys, idle_loss_keys
 from headway.config.placement import needs_reference
 from headway.config.schema import Config, Order
 from headway.config.transports import transport_of
@@ -69,17 +70,9 @@ def _reference(config: Config) -> Iterator[Idle]:
 
 
 def _algorithm(config: Config) -> Iterator[Idle]:
-    if config.algorithm.adv_estimator != "grpo":
-        yield "algorithm.norm_adv_by_std_in_grpo", f"algorithm.adv_estimator is {config.algorithm.adv_estimator}"
-    if config.async_training.use_rollout_log_probs:
-        for key in ("name", "bound"):
-            yield (
-                f"algorithm.rollout_correction.{key}",
-                "async_training.use_rollout_log_probs makes π_prox the behaviour policy itself, so there is nothing to "
-                "correct; set it to false",
-            )
-    elif config.algorithm.rollout_correction.name is None:
-        yield "algorithm.rollout_correction.bound", "algorithm.rollout_correction.name is not given"
+    yield from idle_estimator_keys(config)
+    yield from idle_loss_keys(config)
+    yield from idle_correction_keys(config)
 
 
 def _update(config: Config) -> Iterator[Idle]:

@@ -304,13 +304,19 @@ class ActorConfig(Section):
     """ε below; default ``clip_ratio``."""
     clip_ratio_high: float | None = Field(None, gt=0)
     """ε above (clip-higher); default ``clip_ratio``."""
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean"] = "token-mean"
-    """Mean over all valid tokens of the mini-batch, or over sequences of their token means."""
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = (
+        "token-mean"
+    )
+    """Mean over all valid tokens of the mini-batch, or over sequences: of their token means, of their token sums, or of
+    their token sums over the constant ``loss_scale_factor``."""
+    loss_scale_factor: float | None = Field(None, gt=0)
+    """The constant length of ``seq-mean-token-sum-norm``, such as ``data.max_response_length``."""
     entropy_coeff: float = Field(0.0, ge=0)
     use_kl_loss: bool = False
     """Add ``kl_loss_coef`` · KL(π_θ‖π_ref) to the loss; brings the reference policy in."""
     kl_loss_coef: float = Field(0.001, ge=0)
-    kl_loss_type: Literal["k1", "k2", "k3"] = "k3"
+    kl_loss_type: Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"] = "k3"
+    """The estimator. With ``+`` its value, and the unbiased gradient (docs/algorithms/kl.md)."""
     grad_clip: float = Field(1.0, gt=0)
     """Maximum norm of the gradient."""
     optim: OptimConfig = OptimConfig()
@@ -326,8 +332,35 @@ class RefConfig(Section):
 
 
 class PolicyLossConfig(Section):
+    """The loss and its parameters; each is for the losses that it names, and null is that loss's own default."""
+
     loss_mode: str = "ppo_clip"
-    """Name in the registry of policy losses."""
+    """Name in the registry of policy losses (docs/algorithms), or ``file.py:function``."""
+    clip_ratio_c: float | None = Field(None, gt=0)
+    """``dual_clip``: largest ratio that counts where the advantage is negative; ``dppo_*``: truncation."""
+    tau_pos: float | None = Field(None, gt=0)
+    """``sapo``: temperature of the gate where the advantage is positive."""
+    tau_neg: float | None = Field(None, gt=0)
+    """``sapo``: … and elsewhere."""
+    rollout_is_threshold: float | None = Field(None, gt=0)
+    """``truncated_is``: largest π_θ/π_behav that counts in full."""
+    clip_cov_ratio: Probability | None = None
+    """``clip_cov``: share of the tokens that lose their gradient."""
+    clip_cov_lb: float | None = None
+    """``clip_cov``: those are drawn from the tokens whose covariance is above this …"""
+    clip_cov_ub: float | None = None
+    """… and below this."""
+    kl_cov_ratio: Probability | None = None
+    """``kl_cov``: share of the tokens that get the penalty."""
+    ppo_kl_coef: float | None = Field(None, ge=0)
+    """``kl_cov``: coefficient of the penalty."""
+    ignore_last: NonNegative | None = None
+    """``t_ppo``: so many last tokens of an unfinished answer are left out."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The parameters that are not left to the loss."""
+        return self.model_dump(exclude={"loss_mode"}, exclude_none=True)
 
 
 class FilterGroupsConfig(Section):
@@ -339,16 +372,29 @@ class RolloutCorrectionConfig(Section):
     """What to do with w = π_prox/π_behav where the two differ (``async_training.use_rollout_log_probs: false``)."""
 
     name: str | None = None
-    """Name in the registry of corrections (``truncate``), or ``file.py:function``. Default: w is 1."""
-    bound: float = Field(2.0, gt=0)
-    """Largest w that counts in full."""
+    """``truncate``, ``mask`` (IcePop), ``reject``, ``veto``, ``off_policy_sequence_mask``, or ``file.py:function``.
+    Default: w is 1."""
+    bound: float | None = Field(None, gt=0)
+    """Largest π_prox/π_behav that counts (in full, for ``truncate``). 2 where neither bound is given."""
+    lower: float | None = Field(None, gt=0)
+    """Smallest one."""
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """Of which ratio the bounds speak: each token's, the answer's product, or its geometric mean."""
+    veto: float | None = Field(None, gt=0)
+    """Beside any other action: an answer with a token whose ratio is below this is rejected whole."""
+    delta: float | None = Field(None, gt=0)
+    """``off_policy_sequence_mask``: largest mean of log(π_behav/π_θ) of a bad answer, in nats per token."""
 
 
 class AlgorithmConfig(Section):
     adv_estimator: str = "grpo"
-    """Name in the registry of advantages."""
+    """Name in the registry of advantages (docs/algorithms), or ``file.py:function``."""
     norm_adv_by_std_in_grpo: bool = True
-    """Divide by the group's standard deviation (GRPO) or not."""
+    """``grpo``, ``grpo_passk``: divide by the group's standard deviation or not."""
+    gamma: float = Field(1.0, ge=0, le=1)
+    """``reinforce_plus_plus``: discount from token to token."""
+    pass_k: Positive = 4
+    """``pass_at_k``: k."""
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()

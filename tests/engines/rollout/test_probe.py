@@ -159,7 +159,7 @@ def test_probing_is_no_activity_of_the_rollout() -> None:
 
 
 def test_a_context_that_is_too_short_cannot_tell() -> None:
-    assert make_core(make_model(), max_context=6).probe() is None
+    assert make_core(make_model(), max_context=5).probe() is None
     assert probe(make_core(make_model(), max_context=6)).shape == (8,)
 
 

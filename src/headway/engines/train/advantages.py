@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -10,16 +11,19 @@ import torch
 from numpy.typing import NDArray
 
 from headway.algorithms.advantages import AdvantageEstimator, AdvantageInputs, per_token
-from headway.data.types import Group
+from headway.data.types import FinishReason, Group
 from headway.errors import RunError
 
 
 class GroupAdvantages:
     """An `interfaces.AdvantageFn` over an estimator of `headway.algorithms.advantages` and its parameters."""
 
-    def __init__(self, estimator: AdvantageEstimator, params: dict[str, Any]) -> None:
+    def __init__(self, estimator: AdvantageEstimator, params: Mapping[str, Any]) -> None:
+        """``params``: of all estimators; this one gets those that it names."""
+        names = signature(estimator).parameters.values()
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in names)
         self._estimator = estimator
-        self._params = params
+        self._params = dict(params) if takes_all else {p.name: params[p.name] for p in names if p.name in params}
 
     def __call__(self, groups: Sequence[Group]) -> list[list[NDArray[np.float32]]]:
         """For each group one [T] float32 array per trajectory. Raises `RunError` on an advantage that is not finite."""
@@ -27,6 +31,7 @@ class GroupAdvantages:
             rewards=torch.from_numpy(np.concatenate([group.rewards for group in groups])),
             groups=torch.tensor([i for i, group in enumerate(groups) for _ in group.trajectories]),
             lengths=torch.tensor([t.length for group in groups for t in group.trajectories]),
+            finished=torch.tensor([t.finish_reason is FinishReason.STOP for g in groups for t in g.trajectories]),
         )
         rows = iter(per_token(self._estimator(inputs, **self._params), inputs.lengths))
         result = [[next(rows).numpy().astype(np.float32) for _ in group.trajectories] for group in groups]

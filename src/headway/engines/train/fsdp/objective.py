@@ -19,16 +19,18 @@ from torch import Tensor
 
 from headway.algorithms import health
 from headway.algorithms.aggregation import token_weights
-from headway.algorithms.corrections import CORRECTIONS, CorrectionParams
+from headway.algorithms.corrections import Correction, CorrectionParams, build_correction
 from headway.algorithms.kl import kl_penalty
 from headway.algorithms.losses import POLICY_LOSSES, LossInputs, PolicyLossParams, log_ratio
-from headway.config.schema import ActorConfig, Config
+from headway.config.schema import ActorConfig, Config, RolloutCorrectionConfig
 from headway.data.collate import Row
 from headway.engines.train.fsdp.batch import MicroBatch, response_aligned
 
 Sums = dict[str, Tensor]
 """Named float64 scalars. Names in `MAXIMA` reduce by maximum, all others by sum."""
 
+DEFAULT_BOUND = 2.0
+"""Of a correction without bounds of its own."""
 HEALTH = "health/"
 MAXIMA = frozenset(HEALTH + name for name in health.MAX_REDUCED)
 
@@ -93,11 +95,10 @@ class Objective:
         self._params = PolicyLossParams(
             clip_low=actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low,
             clip_high=actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high,
+            **config.algorithm.policy_loss.given,
         )
         self._actor = actor
-        correction = config.algorithm.rollout_correction
-        self._correct = CORRECTIONS.get(correction.name) if correction.name is not None else None
-        self._correction_params = CorrectionParams(bound=correction.bound)
+        self._correct, self._correction_params = _correction(config.algorithm.rollout_correction)
 
     @property
     def needs_ref(self) -> bool:
@@ -119,7 +120,11 @@ class Objective:
             entropy=entropy_NT,
         )
         weights_NT = token_weights(
-            mask_NT, self._actor.loss_agg_mode, total_tokens=totals.tokens, total_sequences=totals.sequences
+            mask_NT,
+            self._actor.loss_agg_mode,
+            total_tokens=totals.tokens,
+            total_sequences=totals.sequences,
+            loss_scale_factor=self._actor.loss_scale_factor,
         )
         policy_NT, per_token = self._loss(inputs, self._params)
         if self._correct is not None:
@@ -152,6 +157,19 @@ class Objective:
         for name, value in health.ratio_sums(inputs.logprobs, inputs.behaviour_logprobs, mask_NT).items():
             sums[HEALTH + name] = value
         return {name: value.detach().double() for name, value in sums.items()}
+
+
+def _correction(config: RolloutCorrectionConfig) -> tuple[Correction | None, CorrectionParams]:
+    """Raises `ConfigError` for parameters that make no sense for the correction that is named."""
+    bounded = config.bound is not None or config.lower is not None or config.name == "off_policy_sequence_mask"
+    params = CorrectionParams(
+        bound=config.bound if bounded else DEFAULT_BOUND,
+        lower=config.lower,
+        level=config.level,
+        veto=config.veto,
+        delta=config.delta,
+    )
+    return (build_correction(config.name, params) if config.name is not None else None), params
 
 
 def merge(parts: Sequence[Sums]) -> Sums:

@@ -1,0 +1,133 @@
+"""Each answer against the others to the same prompt: one advantage per trajectory, from one reward each.
+
+A group with a single answer, or whose rewards are all equal, says nothing about which answer is better: its advantages
+are exactly 0, in every estimator of this file. verl gives the only answer of a group its raw reward instead.
+
+Shape suffixes: S trajectories of one fetch, G groups.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from headway.algorithms.advantages.groups import Groups
+from headway.algorithms.advantages.inputs import ADVANTAGES, AdvantageInputs
+from headway.errors import RunError
+
+STD_EPS = 1e-6
+
+
+@ADVANTAGES.register("grpo")
+def grpo(inputs: AdvantageInputs, *, normalize_by_std: bool = True) -> Tensor:
+    """Group-relative advantages: (r − mean) / (std + 1e-6), over each group's own rewards.
+
+    ``std`` is the unbiased one (n − 1), as in verl, TRL and OpenRLHF. Without ``normalize_by_std`` it is `dr_grpo`.
+
+    Returns:
+        [S], or [S, T] where the inputs have a mask.
+
+    Source: DeepSeekMath, Shao et al. 2024, arXiv:2402.03300, section 4.1.2.
+
+    Raises:
+        RunError: a reward is not finite.
+    """
+    scores_S = inputs.scores()
+    groups = Groups.of(inputs.groups)
+    advantages_S = groups.centred(scores_S)
+    if normalize_by_std:
+        advantages_S = advantages_S / (groups.std(scores_S)[groups.index] + STD_EPS)
+    return inputs.shared(advantages_S.masked_fill(groups.all_equal(scores_S), 0.0))
+
+
+@ADVANTAGES.register("dr_grpo")
+def dr_grpo(inputs: AdvantageInputs) -> Tensor:
+    """r − mean, over each group's own rewards: GRPO without the division, which favours easy and hard prompts.
+
+    The other half of Dr. GRPO is the aggregation, whose normaliser must not depend on an answer's length.
+
+    Returns:
+        [S], or [S, T] where the inputs have a mask.
+
+    Source: "Understanding R1-Zero-like training", Liu et al. 2025, arXiv:2503.20783.
+
+    Raises:
+        RunError: a reward is not finite.
+    """
+    scores_S = inputs.scores()
+    groups = Groups.of(inputs.groups)
+    return inputs.shared(groups.centred(scores_S).masked_fill(groups.all_equal(scores_S), 0.0))
+
+
+@ADVANTAGES.register("rloo")
+def rloo(inputs: AdvantageInputs) -> Tensor:
+    """Leave one out: r minus the mean of the *other* answers' rewards, which is n/(n − 1) · (r − mean).
+
+    The baseline does not depend on the answer itself, so the gradient is unbiased.
+
+    Returns:
+        [S], or [S, T] where the inputs have a mask.
+
+    Source: Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free!"; for language models Ahmadian et al.
+    2024, arXiv:2402.14740.
+
+    Raises:
+        RunError: a reward is not finite.
+    """
+    scores_S = inputs.scores()
+    groups = Groups.of(inputs.groups)
+    factor_G = groups.sizes / (groups.sizes - 1).clamp(min=1)
+    advantages_S = factor_G[groups.index] * groups.centred(scores_S)
+    return inputs.shared(advantages_S.masked_fill(groups.all_equal(scores_S), 0.0))
+
+
+@ADVANTAGES.register("opo")
+def opo(inputs: AdvantageInputs) -> Tensor:
+    """r − Σ l·r / Σ l over the group, l = tokens that the policy wrote: the baseline of least variance.
+
+    The variance of the gradient is least with the mean of r weighted by ‖∇ log π(y)‖²; OPO takes that norm to grow with
+    the answer's length. Derived for samples of the policy itself: the paper trains exactly on policy.
+
+    Returns:
+        [S], or [S, T] where the inputs have a mask.
+
+    Source: Hao et al. 2025, arXiv:2505.23585, the optimal reward baseline in its form for language models.
+
+    Raises:
+        RunError: a reward is not finite.
+    """
+    scores_S = inputs.scores()
+    groups = Groups.of(inputs.groups)
+    written_S = inputs.counts().sum(dim=1).double()
+    baseline_G = groups.sum(written_S * scores_S) / groups.sum(written_S).clamp(min=1)
+    advantages_S = scores_S - baseline_G[groups.index]
+    return inputs.shared(advantages_S.masked_fill(groups.all_equal(scores_S), 0.0))
+
+
+@ADVANTAGES.register("maxrl")
+def maxrl(inputs: AdvantageInputs) -> Tensor:
+    """(r − mean) / (mean + 1e-6), over each group's own rewards: 0 where nothing succeeded, and where everything did.
+
+    For rewards of 0 and 1, the group's gradient (1/n)·Σ A·∇ log π is the mean of ∇ log π over the successes less that
+    over all n answers. With success probability p its expectation is the gradient of −Σ_{k=1..n−1} (1 − p)^k / k, which
+    tends to log p: a prompt weighs up to 1/p, where expected reward weighs it by 1. (The paper's theorem is about the
+    mean over successes alone, which reaches order n; 0 for groups without a success takes the last order away.)
+
+    Returns:
+        [S], or [S, T] where the inputs have a mask.
+
+    Source: "Maximum Likelihood Reinforcement Learning", Tajwar et al. 2026, arXiv:2602.02710, algorithm 1, step 8. The
+    1e-6 is not in it, but in the authors' code and in SkyRL.
+
+    Raises:
+        RunError: a reward is not finite, or negative: a negative mean would turn the gradient round.
+    """
+    scores_S = inputs.scores()
+    if (scores_S < 0).any():
+        index = int((scores_S < 0).nonzero()[0])
+        raise RunError(
+            f"maxrl: the reward of trajectory {index} (of {len(scores_S)} in the fetch) is {float(scores_S[index])}. A "
+            "group's mean reward stands for its rate of success: rewards must not be negative; give 0 and 1"
+        )
+    groups = Groups.of(inputs.groups)
+    advantages_S = groups.centred(scores_S) / (groups.mean(scores_S)[groups.index] + STD_EPS)
+    return inputs.shared(advantages_S.masked_fill(groups.all_equal(scores_S), 0.0))

@@ -1,0 +1,200 @@
+"""What an advantage estimator is given and what it returns.
+
+    AdvantageInputs ─▶ estimator ─▶ [S], [S, T] or Advantages ─▶ per_token ─▶ one [T] row per trajectory
+
+Tokens *count* when they lie within the trajectory's length and ``mask`` has no hole there. Rewards and values of all
+other tokens are never read: they may hold anything, NaN too, and leave no trace; advantages there are 0. Nothing decays
+over a hole: to discounting and to GAE, the tokens on its two sides are neighbours.
+
+Shape suffixes: S trajectories of one fetch, T response tokens (padded).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from headway.algorithms.registry import Registry
+from headway.errors import ConfigError, RunError
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageInputs:
+    """All trajectories of one fetch, in any order. Groups may differ in size.
+
+    Raises:
+        ValueError: tensors of shapes that do not belong together.
+    """
+
+    rewards: Float[Tensor, " S"]
+    """One per trajectory. Where an estimator wants rewards of tokens, it stands at the last token that counts."""
+    groups: Int[Tensor, " S"]
+    """Which group each trajectory belongs to: any integers, equal within a group."""
+    lengths: Int[Tensor, " S"]
+    """Response tokens of each trajectory, holes included."""
+    token_rewards: Float[Tensor, "S T"] | None = None
+    """Rewards of single tokens. Where given, they replace ``rewards``: a trajectory's own is their sum."""
+    mask: Bool[Tensor, "S T"] | None = None
+    """True at tokens that the policy wrote; False in holes, such as the output of a tool. Default: no holes."""
+    values: Float[Tensor, "S T"] | None = None
+    """V(s_t), the critic's estimate before token t of the (discounted) rewards from token t on."""
+    baselines: Float[Tensor, " S"] | None = None
+    """The reward of the policy's greedy answer to the same prompt."""
+    finished: Bool[Tensor, " S"] | None = None
+    """False where the answer was cut off: there would have been more to come. Default: all are finished."""
+
+    def __post_init__(self) -> None:
+        size = self.rewards.shape[0]
+        for name in ("rewards", "groups", "lengths", "baselines", "finished"):
+            tensor: Tensor | None = getattr(self, name)
+            if tensor is not None and tensor.shape != (size,):
+                raise ValueError(f"{name} of {size} trajectories has the shape [{size}], not {list(tensor.shape)}")
+        shape = (size, self.width)
+        for name in ("token_rewards", "mask", "values"):
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.shape != shape:
+                raise ValueError(
+                    f"{name} has the shape {list(tensor.shape)}; for {size} trajectories, like the others of one value "
+                    f"per token, it should be {list(shape)}"
+                )
+        if size and int(self.lengths.max()) > self.width:
+            raise ValueError(f"a trajectory of {int(self.lengths.max())} tokens in tensors for {self.width}")
+
+    @property
+    def width(self) -> int:
+        """T: of the tensors with one value per token, or else of the longest trajectory."""
+        for tensor in (self.token_rewards, self.mask, self.values):
+            if tensor is not None:
+                return tensor.shape[-1]
+        return int(self.lengths.max()) if self.lengths.numel() else 0
+
+    def counts(self) -> Bool[Tensor, "S T"]:
+        """Which tokens count."""
+        within_ST = torch.arange(self.width, device=self.lengths.device) < self.lengths[:, None]
+        return within_ST if self.mask is None else within_ST & self.mask
+
+    def scores(self) -> Float[Tensor, " S"]:
+        """One reward per trajectory, float64: differences between large rewards stay exact.
+
+        Raises:
+            RunError: a reward is not finite.
+        """
+        if self.token_rewards is not None:
+            return self.rewards_of_tokens().sum(dim=1)
+        _check_finite(self.rewards, "reward")
+        return self.rewards.double()
+
+    def rewards_of_tokens(self) -> Float[Tensor, "S T"]:
+        """Rewards of tokens, float64, 0 at those that do not count. A trajectory without any has none.
+
+        Raises:
+            RunError: a reward is not finite.
+        """
+        counts_ST = self.counts()
+        if self.token_rewards is not None:
+            return _of_tokens(self.token_rewards, counts_ST, "reward")
+        _check_finite(self.rewards, "reward")
+        written_S = counts_ST.sum(dim=1)
+        last_ST = counts_ST & (counts_ST.cumsum(dim=1) == written_S[:, None])
+        return torch.where(last_ST, self.rewards.double()[:, None], 0.0)
+
+    def values_of_tokens(self, estimator: str) -> Float[Tensor, "S T"]:
+        """The critic's values, float64, 0 at tokens that do not count.
+
+        Raises:
+            ConfigError: there are none, and ``estimator`` needs them.
+            RunError: a value is not finite.
+        """
+        if self.values is None:
+            raise ConfigError(
+                f"algorithm.adv_estimator: {estimator} needs a critic's value of each token, and this run computes none"
+            )
+        return _of_tokens(self.values, self.counts(), "critic's value")
+
+    def greedy_rewards(self, estimator: str) -> Float[Tensor, " S"]:
+        """``baselines``, float64.
+
+        Raises:
+            ConfigError: there are none, and ``estimator`` needs them.
+            RunError: a baseline is not finite.
+        """
+        if self.baselines is None:
+            raise ConfigError(
+                f"algorithm.adv_estimator: {estimator} needs the reward of a greedy answer to each prompt, and this "
+                "run samples none"
+            )
+        _check_finite(self.baselines, "greedy answer's reward")
+        return self.baselines.double()
+
+    def shared(self, advantages: Float[Tensor, " S"]) -> Tensor:
+        """One advantage per trajectory as an estimator returns it, in the dtype of ``rewards``.
+
+        [S], or [S, T] with exact zeros at tokens that do not count where there is a ``mask``.
+        """
+        result_S = advantages.to(self.rewards.dtype)
+        return result_S if self.mask is None else torch.where(self.counts(), result_S[:, None], 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Advantages:
+    """What an estimator with a critic returns. 0 at tokens that do not count."""
+
+    advantages: Float[Tensor, "S T"]
+    returns: Float[Tensor, "S T"]
+    """What the critic should have said: the target of its loss. Never whitened."""
+
+
+AdvantageEstimator = Callable[..., Tensor | Advantages]
+"""``estimator(inputs, **params)``: [S], one advantage per trajectory, which all its tokens share, or [S, T], one per
+token, or `Advantages`. Padded to the longest trajectory, or to T of the inputs. ``params`` are the estimator's own."""
+
+ADVANTAGES: Registry[AdvantageEstimator] = Registry("advantage estimator", "algorithm.adv_estimator")
+
+
+def per_token(
+    advantages: Tensor | Advantages, lengths: Int[Tensor, " S"], mask: Bool[Tensor, "S T"] | None = None
+) -> list[Float[Tensor, " T"]]:
+    """What an estimator returned as one [T] tensor for each trajectory, 0 in the holes of ``mask``.
+
+    Raises:
+        ValueError: neither [S] nor [S, T].
+    """
+    rows = advantages.advantages if isinstance(advantages, Advantages) else advantages
+    if rows.ndim not in (1, 2) or rows.shape[0] != lengths.shape[0]:
+        raise ValueError(
+            f"an advantage estimator returns [S] or [S, T] for S = {lengths.shape[0]} trajectories, "
+            f"not {list(rows.shape)}"
+        )
+    if mask is not None:
+        rows = rows[:, None].expand(mask.shape) if rows.ndim == 1 else rows
+        width = min(rows.shape[1], mask.shape[1])
+        rows = torch.where(mask[:, :width], rows[:, :width], 0.0)
+    if rows.ndim == 1:
+        return [row.expand(length) for row, length in zip(rows, lengths.tolist(), strict=True)]
+    return [row[:length] for row, length in zip(rows, lengths.tolist(), strict=True)]
+
+
+def _check_finite(values: Tensor, what: str) -> None:
+    finite = values.isfinite()
+    if not finite.all():
+        index = int((~finite).nonzero()[0])
+        raise RunError(
+            f"the {what} of trajectory {index} (of {len(values)} in the fetch) is {float(values[index])}; advantages "
+            "need finite numbers, and one that is not would spoil its whole group"
+        )
+
+
+def _of_tokens(values: Tensor, counts: Tensor, what: str) -> Tensor:
+    result_ST = torch.where(counts, values.double(), 0.0)
+    finite_ST = result_ST.isfinite()
+    if not finite_ST.all():
+        row, token = (int(i) for i in (~finite_ST).nonzero()[0])
+        raise RunError(
+            f"the {what} of token {token} of trajectory {row} (of {len(values)} in the fetch) is "
+            f"{float(values[row, token])}; advantages need finite numbers"
+        )
+    return result_ST

@@ -1,0 +1,37 @@
+"""Corrections: what to do with π_prox/π_behav, the ratio between the trust region's anchor and what was sampled from.
+
+    LossInputs ─▶ correction ─▶ weights w [N, T] ─▶ w · policy loss (decoupled PPO); 0 rejects a token
+
+The normaliser of the loss stays the number of tokens before any rejection. Shape suffixes as in `losses`.
+
+| file | what |
+|---|---|
+| `ratio` | ``truncate``, ``mask``, ``reject``, ``veto``, each at a level and within bounds |
+| `sequence_mask` | ``off_policy_sequence_mask`` |
+| `product` | several as one |
+| `build` | one by name, its parameters checked |
+| `prox` | π_prox by log-linear interpolation between versions |
+"""
+
+from headway.algorithms.corrections.base import CORRECTIONS, Correction, CorrectionParams, Level
+from headway.algorithms.corrections.build import build_correction
+from headway.algorithms.corrections.product import product
+from headway.algorithms.corrections.prox import log_linear_prox
+from headway.algorithms.corrections.ratio import Action, RatioCorrection, from_params, ratio_at, truncate
+from headway.algorithms.corrections.sequence_mask import off_policy_sequence_mask
+
+__all__ = [
+    "CORRECTIONS",
+    "Action",
+    "Correction",
+    "CorrectionParams",
+    "Level",
+    "RatioCorrection",
+    "build_correction",
+    "from_params",
+    "log_linear_prox",
+    "off_policy_sequence_mask",
+    "product",
+    "ratio_at",
+    "truncate",
+]

@@ -1,0 +1,36 @@
+"""What all corrections share: parameters, the callable's type, the registry. Shape suffixes as in `losses`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from headway.algorithms.losses import LossInputs
+from headway.algorithms.registry import Registry
+
+Level = Literal["token", "sequence", "geometric"]
+"""Of which ratio a bound speaks: each token's own; the product over the answer; its geometric mean over the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class CorrectionParams:
+    """All bounds are on π_prox/π_behav, never on its inverse."""
+
+    bound: float | None = None
+    """Largest ratio that counts (in full, for ``truncate``; at all, for ``mask``, ``reject`` and ``veto``)."""
+    lower: float | None = None
+    """Smallest one; ``None``: no bound."""
+    level: Level = "token"
+    veto: float | None = None
+    """Beside any other action: an answer with a token whose ratio is below this is rejected whole."""
+    delta: float | None = None
+    """``off_policy_sequence_mask``: largest mean of log(π_behav/π_θ) of an answer, in nats per token."""
+
+
+Correction = Callable[[LossInputs, CorrectionParams], tuple[Tensor, dict[str, Tensor]]]
+"""Weights [N, T] ≥ 0 without gradient, and named per-token metrics [N, T]. Values at masked positions do not count."""
+
+CORRECTIONS: Registry[Correction] = Registry("correction", "algorithm.rollout_correction.name")

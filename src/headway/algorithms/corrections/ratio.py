@@ -1,0 +1,184 @@
+"""Corrections by the ratio itself: a level, an action, two bounds.
+
+    π_prox/π_behav ─▶ ratio at a level ─▶ action within [lower, upper] ─▶ · veto ─▶ weight
+
+| action | weight |
+|---|---|
+| truncate | the ratio, no further than the bounds |
+| mask | the ratio within the bounds, 0 outside (IcePop) |
+| reject | 1 within the bounds, 0 outside |
+| veto | 0 on the whole answer where any of its tokens is outside the bounds, else 1 |
+
+Shape suffixes as in `losses`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from headway.algorithms.corrections.base import CORRECTIONS, CorrectionParams, Level
+from headway.algorithms.losses import MAX_LOG_RATIO, LossInputs, log_ratio
+from headway.errors import ConfigError
+
+Action = Literal["truncate", "mask", "reject", "veto"]
+
+
+@dataclass(frozen=True, slots=True)
+class RatioCorrection:
+    """One choice of level, action and bounds; a `Correction` itself. See the module for what the actions do.
+
+    Raises:
+        ConfigError: where it is built, on a combination that makes no sense or has no effect.
+    """
+
+    action: Action
+    level: Level = "token"
+    upper: float | None = None
+    lower: float | None = None
+    veto: float | None = None
+    """Reject the answers that have a token whose ratio is below this."""
+
+    def __post_init__(self) -> None:
+        if self.action not in get_args(Action):
+            raise ConfigError(f"correction: unknown action {self.action!r}; known: {', '.join(get_args(Action))}")
+        if self.level not in get_args(Level):
+            raise ConfigError(f"correction: unknown level {self.level!r}; known: {', '.join(get_args(Level))}")
+        for name in ("upper", "lower", "veto"):
+            _check_bound(name, getattr(self, name), self.action)
+        if self.upper is None and self.lower is None:
+            raise ConfigError(f"correction {self.action}: without an upper or a lower bound it has no effect; set one")
+        if self.lower is not None and self.upper is not None and self.lower >= self.upper:
+            raise ConfigError(f"correction {self.action}: lower={self.lower:g} must be below upper={self.upper:g}")
+        if self.action == "veto" and self.level != "token":
+            raise ConfigError(f"correction veto: looks at single tokens; level={self.level!r} makes no sense")
+        if self.action == "veto" and self.veto is not None:
+            raise ConfigError("correction veto: its bound is 'lower'; a second one as 'veto' makes no sense")
+
+    @torch.no_grad()
+    def __call__(
+        self, inputs: LossInputs, params: CorrectionParams | None = None
+    ) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
+        """Weights and metrics; ``params`` is not looked at."""
+        log_ratio_NT = log_ratio(inputs.old_logprobs, inputs.behaviour_logprobs, inputs.mask)
+        ratio_NT = ratio_at(self.level, log_ratio_NT, inputs.mask)
+        weights_NT, metrics = self._act(ratio_NT)
+        if self.veto is not None:
+            vetoed_NT = _whole_answers(log_ratio_NT.exp() < self.veto)
+            weights_NT = weights_NT.masked_fill(vetoed_NT, 0.0)
+            metrics["correction/vetoed"] = vetoed_NT.to(weights_NT.dtype)
+        return weights_NT, {"correction/weight": weights_NT, **metrics}
+
+    def _act(self, ratio_NT: Float[Tensor, "N T"]) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
+        outside_NT = self._outside(ratio_NT)
+        match self.action:
+            case "truncate":
+                weights_NT = ratio_NT.clamp(self.lower, self.upper)
+                return weights_NT, {"correction/truncated": outside_NT.to(ratio_NT.dtype)}
+            case "mask":
+                weights_NT = ratio_NT.masked_fill(outside_NT, 0.0)
+            case "reject":
+                weights_NT = torch.ones_like(ratio_NT).masked_fill(outside_NT, 0.0)
+            case "veto":
+                outside_NT = _whole_answers(outside_NT)
+                weights_NT = torch.ones_like(ratio_NT).masked_fill(outside_NT, 0.0)
+        return weights_NT, {"correction/rejected": outside_NT.to(ratio_NT.dtype)}
+
+    def _outside(self, ratio_NT: Float[Tensor, "N T"]) -> Bool[Tensor, "N T"]:
+        outside_NT = torch.zeros_like(ratio_NT, dtype=torch.bool)
+        if self.upper is not None:
+            outside_NT |= ratio_NT > self.upper
+        if self.lower is not None:
+            outside_NT |= ratio_NT < self.lower
+        return outside_NT
+
+
+def ratio_at(level: Level, log_ratio_NT: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"]) -> Float[Tensor, "N T"]:
+    """The ratio that a level speaks of, at every token; ``log_ratio_NT`` is 0 where masked.
+
+    ``token`` is low in variance and biased; ``sequence``, the product over the answer, is the unbiased weight of an
+    answer and of enormous variance; ``geometric`` is the product's |y|-th root: a measure of drift, not a weight. One
+    row must be one whole answer. The answer's log-ratio is clamped to ±20 as a token's is.
+    """
+    if level == "token":
+        return log_ratio_NT.exp()
+    total_N1 = log_ratio_NT.sum(dim=1, keepdim=True, dtype=torch.float64)
+    if level == "geometric":
+        total_N1 = total_N1 / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    ratio_N1 = total_N1.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().to(log_ratio_NT.dtype)
+    return ratio_N1.expand_as(log_ratio_NT)
+
+
+def _whole_answers(outside_NT: Bool[Tensor, "N T"]) -> Bool[Tensor, "N T"]:
+    """All tokens of the rows with any; a masked position has ratio 1 and so is outside no bounds."""
+    return outside_NT.any(dim=1, keepdim=True).expand_as(outside_NT)
+
+
+def _check_bound(name: str, value: float | None, action: Action) -> None:
+    if value is None:
+        return
+    what = f"correction {action}: {name}={value:g}"
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"{what}: a bound on π_prox/π_behav is a positive finite number")
+    if abs(math.log(value)) >= MAX_LOG_RATIO:
+        raise ConfigError(f"{what} has no effect: ratios are clamped to e^±{MAX_LOG_RATIO:g}; bring it nearer to 1")
+    if name == "upper" and value < 1 and action != "truncate":
+        raise ConfigError(f"{what}: it must be at least 1, or tokens that are exactly on policy would be rejected")
+    if name != "upper" and value > 1:
+        raise ConfigError(f"{what}: it must be at most 1, or it would act on tokens that are exactly on policy")
+
+
+@CORRECTIONS.register("truncate")
+@torch.no_grad()
+def truncate(inputs: LossInputs, params: CorrectionParams) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
+    """Truncated importance sampling: w = min(π_prox/π_behav, bound), and at least ``lower`` where that is set.
+
+    Metrics: ``correction/weight`` is w, ``correction/truncated`` is 1 where a bound was used instead of the ratio;
+    ``correction/vetoed`` where ``veto`` is set.
+
+    Source: truncation, Ionides 2008 (Journal of Computational and Graphical Statistics 17.2), equation 3; as the weight
+    of decoupled PPO, Hilton et al. 2021, arXiv:2110.00641, and AReaL, Fu et al. 2025, arXiv:2505.24298, equation 5.
+
+    Raises:
+        ConfigError: bounds that make no sense or have no effect.
+    """
+    return from_params("truncate", params)(inputs)
+
+
+@CORRECTIONS.register("mask")
+def mask(inputs: LossInputs, params: CorrectionParams) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
+    """w = π_prox/π_behav within [lower, bound], 0 outside.
+
+    Metrics: ``correction/weight`` is w, ``correction/rejected`` is 1 where the ratio was outside.
+
+    Source: IcePop, in Ring-1T, Ling Team 2025, arXiv:2510.18855 (there per token).
+    """
+    return from_params("mask", params)(inputs)
+
+
+@CORRECTIONS.register("reject")
+def reject(inputs: LossInputs, params: CorrectionParams) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
+    """w = 1 where π_prox/π_behav is within [lower, bound], 0 outside: a filter, not a weight.
+
+    Metrics: those of `mask`.
+    """
+    return from_params("reject", params)(inputs)
+
+
+@CORRECTIONS.register("veto")
+def veto(inputs: LossInputs, params: CorrectionParams) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
+    """w = 0 on every token of an answer that has one token outside [lower, bound], else 1.
+
+    Metrics: those of `mask`.
+    """
+    return from_params("veto", params)(inputs)
+
+
+def from_params(action: Action, params: CorrectionParams) -> RatioCorrection:
+    """The correction that an action's name and the parameters mean. Raises `ConfigError` as `RatioCorrection` does."""
+    return RatioCorrection(action=action, level=params.level, upper=params.bound, lower=params.lower, veto=params.veto)

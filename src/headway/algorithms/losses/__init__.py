@@ -1,0 +1,48 @@
+"""Policy losses: per token, before any averaging. Averaging is `aggregation`'s business.
+
+    LossInputs ─▶ policy loss ─▶ per-token losses [N, T] ─▶ · token_weights [N, T] ─▶ sum over micro-batches and ranks
+
+| file | losses |
+|---|---|
+| `clipped` | ``ppo_clip`` (with clip-higher; decoupled with a correction), ``dual_clip``, ``t_ppo`` |
+| `sequence` | ``gspo``, ``gmpo`` |
+| `policy_gradient` | ``gpg``, ``cispo``, ``truncated_is``, ``dppo_tv``, ``dppo_kl`` |
+| `soft` | ``sapo`` |
+| `covariance` | ``clip_cov``, ``kl_cov`` |
+"""
+
+from headway.algorithms.losses.base import (
+    MAX_LOG_RATIO,
+    POLICY_LOSSES,
+    LossInputs,
+    PolicyLoss,
+    PolicyLossParams,
+    log_ratio,
+)
+from headway.algorithms.losses.clipped import dual_clip, ppo_clip, t_ppo
+from headway.algorithms.losses.covariance import clip_cov, kl_cov
+from headway.algorithms.losses.policy_gradient import cispo, dppo_kl, dppo_tv, gpg, truncated_is
+from headway.algorithms.losses.sequence import gmpo, gspo
+from headway.algorithms.losses.soft import sapo
+
+__all__ = [
+    "MAX_LOG_RATIO",
+    "POLICY_LOSSES",
+    "LossInputs",
+    "PolicyLoss",
+    "PolicyLossParams",
+    "cispo",
+    "clip_cov",
+    "dppo_kl",
+    "dppo_tv",
+    "dual_clip",
+    "gmpo",
+    "gpg",
+    "gspo",
+    "kl_cov",
+    "log_ratio",
+    "ppo_clip",
+    "sapo",
+    "t_ppo",
+    "truncated_is",
+]

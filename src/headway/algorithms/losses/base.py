@@ -1,0 +1,110 @@
+"""What all policy losses share: their inputs, their parameters, their registry, and the safe log-ratio.
+
+Shape suffixes: N sequences of a micro-batch (one row is one answer), T response tokens (padded), 1 a broadcast column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from headway.algorithms.registry import Registry
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to ±this before ``exp``: e^20 squared still fits float32. Beyond it there is no gradient."""
+
+
+@dataclass(slots=True)
+class LossInputs:
+    """What a policy loss may look at. Values at masked positions are never used and may be anything."""
+
+    logprobs: Float[Tensor, "N T"]
+    """log π_θ of the sampled tokens, in nats; the one input with a gradient (and ``entropy``)."""
+    old_logprobs: Float[Tensor, "N T"]
+    """log π_prox, the anchor of the trust region; π_behav's where the engine's log-probs are taken for it."""
+    behaviour_logprobs: Float[Tensor, "N T"]
+    """log π_behav: what the engine sampled from."""
+    advantages: Float[Tensor, "N T"]
+    mask: Bool[Tensor, "N T"]
+    """True at tokens that the policy wrote. May have holes."""
+    ref_logprobs: Float[Tensor, "N T"] | None = None
+    entropy: Float[Tensor, "N T"] | None = None
+    finished: Bool[Tensor, " N"] | None = None
+    """Whether each answer has ended; ``None``: all have. Only ``t_ppo`` asks."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLossParams:
+    """The parameters of all policy losses, each used by those that its documentation names."""
+
+    clip_low: float = 0.2
+    """ε below: the ratio is clipped to [1 − clip_low, 1 + clip_high]. ``gmpo`` clips the log-ratio to
+    [−clip_low, clip_high]; for ``dppo_tv`` and ``dppo_kl`` they are the largest divergence down and up."""
+    clip_high: float = 0.2
+    clip_ratio_c: float | None = None
+    """Largest ratio that counts: for ``dual_clip`` where the advantage is negative (default 3, must be above
+    1 + clip_high), for ``dppo_tv`` and ``dppo_kl`` as the weight's truncation (default 20)."""
+    tau_pos: float = 1.0
+    """``sapo``: temperature of the gate where the advantage is positive."""
+    tau_neg: float = 1.05
+    """``sapo``: temperature of the gate elsewhere. Larger fades sooner."""
+    rollout_is_threshold: float = 2.0
+    """``truncated_is``: largest π_θ/π_behav that counts in full."""
+    clip_cov_ratio: float = 0.0002
+    """``clip_cov``: share of the tokens that lose their gradient, at least one token."""
+    clip_cov_lb: float = 1.0
+    """``clip_cov``: those are drawn from the tokens whose covariance is above this …"""
+    clip_cov_ub: float = 5.0
+    """… and below this."""
+    kl_cov_ratio: float = 0.0002
+    """``kl_cov``: share of the tokens, those of the largest covariance, that get the penalty, at least one token."""
+    ppo_kl_coef: float = 1.0
+    """``kl_cov``: coefficient of the penalty."""
+    ignore_last: int = 0
+    """``t_ppo``: so many last tokens of an unfinished answer are left out."""
+
+
+PolicyLoss = Callable[[LossInputs, PolicyLossParams], tuple[Tensor, dict[str, Tensor]]]
+"""Per-token losses [N, T], exactly 0 where masked, and named per-token metrics [N, T] without gradient."""
+
+POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss", "algorithm.policy_loss.loss_mode")
+
+
+def log_ratio(
+    logprobs: Float[Tensor, "N T"], old_logprobs: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"]
+) -> Float[Tensor, "N T"]:
+    """log(π/π_old) in at least float32, clamped to ±`MAX_LOG_RATIO`, 0 where masked.
+
+    Padding is filled before the subtraction: −inf − (−inf) is NaN, and ``where`` after it would still multiply a NaN
+    into the gradient of what comes before.
+    """
+    return (clean(logprobs, mask) - clean(old_logprobs.detach(), mask)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def clean(values: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"]) -> Float[Tensor, "N T"]:
+    """``values`` in at least float32, 0 where masked, whatever stood there."""
+    return values.masked_fill(~mask, 0.0).to(torch.promote_types(values.dtype, torch.float32))
+
+
+def cleaned_advantages(inputs: LossInputs, like: Tensor) -> Float[Tensor, "N T"]:
+    """The advantages without gradient, 0 where masked, in the type of ``like``."""
+    return clean(inputs.advantages.detach(), inputs.mask).to(like.dtype)
+
+
+def sequence_mean(values: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"]) -> Float[Tensor, "N 1"]:
+    """Mean of each row's valid tokens, 0 for a row without one. ``values`` are 0 where masked.
+
+    Summed in float64: the signs of log-ratios cancel, and what is left is compared with clip ranges of 1e-4.
+    """
+    length_N1 = mask.sum(dim=1, keepdim=True).clamp(min=1)
+    return (values.sum(dim=1, keepdim=True, dtype=torch.float64) / length_N1).to(values.dtype)
+
+
+@torch.no_grad()
+def approx_kl(log_ratio_NT: Float[Tensor, "N T"]) -> Float[Tensor, "N T"]:
+    """k3 estimate of KL(π_old‖π_θ) per token: e^x − 1 − x, x = log(π_θ/π_old)."""
+    return torch.expm1(log_ratio_NT) - log_ratio_NT

@@ -1,0 +1,119 @@
+"""Which settings belong to which algorithm: what others would ignore is said to have no effect. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+from headway.config.schema import Config
+from headway.user_code import names_a_file
+
+Idle = tuple[str, str]
+"""A dotted key and why it has no effect."""
+
+ESTIMATOR_KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "norm_adv_by_std_in_grpo": ("grpo", "grpo_passk"),
+        "gamma": ("reinforce_plus_plus",),
+        "pass_k": ("pass_at_k",),
+    }
+)
+"""Keys of ``algorithm`` → the advantage estimators that look at them."""
+LOSS_KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "clip_ratio_c": ("dual_clip", "dppo_tv", "dppo_kl"),
+        "tau_pos": ("sapo",),
+        "tau_neg": ("sapo",),
+        "rollout_is_threshold": ("truncated_is",),
+        "clip_cov_ratio": ("clip_cov",),
+        "clip_cov_lb": ("clip_cov",),
+        "clip_cov_ub": ("clip_cov",),
+        "kl_cov_ratio": ("kl_cov",),
+        "ppo_kl_coef": ("kl_cov",),
+        "ignore_last": ("t_ppo",),
+    }
+)
+"""Keys of ``algorithm.policy_loss`` → the losses that look at them."""
+NEVER_CLIPS = ("gpg", "truncated_is", "sapo")
+"""Losses that look at no ``actor.clip_ratio``."""
+GROUP_RELATIVE = ("grpo", "dr_grpo", "rloo", "opo", "maxrl", "grpo_passk", "pass_at_k", "reinforce_plus_plus_baseline")
+"""Estimators that compare the trajectories of a group."""
+NOT_YET = MappingProxyType(
+    {
+        "gae": "it needs a critic's values, and no role computes them",
+        "remax": "it needs the reward of a greedy answer beside each group, and none is generated",
+    }
+)
+"""Estimators that are there as functions, but lack what only other roles could give."""
+CORRECTION_KEYS = ("name", "bound", "lower", "level", "veto", "delta")
+
+
+def idle_estimator_keys(config: Config) -> Iterator[Idle]:
+    chosen = config.algorithm.adv_estimator
+    for key, users in ESTIMATOR_KEYS.items():
+        if chosen not in users and not names_a_file(chosen):
+            yield f"algorithm.{key}", f"algorithm.adv_estimator is {chosen}"
+
+
+def idle_loss_keys(config: Config) -> Iterator[Idle]:
+    actor, chosen = config.actor, config.algorithm.policy_loss.loss_mode
+    for key, users in LOSS_KEYS.items():
+        if chosen not in users and not names_a_file(chosen):
+            yield f"algorithm.policy_loss.{key}", f"algorithm.policy_loss.loss_mode is {chosen}"
+    if chosen in NEVER_CLIPS:
+        for key in ("clip_ratio", "clip_ratio_low", "clip_ratio_high"):
+            yield f"actor.{key}", f"algorithm.policy_loss.loss_mode={chosen} does not clip"
+    if actor.loss_agg_mode != "seq-mean-token-sum-norm":
+        yield "actor.loss_scale_factor", f"actor.loss_agg_mode is {actor.loss_agg_mode}"
+
+
+def idle_correction_keys(config: Config) -> Iterator[Idle]:
+    correction = config.algorithm.rollout_correction
+    if correction.name == "off_policy_sequence_mask":
+        return  # it compares with the current policy, whatever stands for the proximal one
+    if config.async_training.use_rollout_log_probs:
+        for key in CORRECTION_KEYS:
+            yield (
+                f"algorithm.rollout_correction.{key}",
+                "async_training.use_rollout_log_probs makes π_prox the behaviour policy itself, so there is nothing to "
+                "correct; set it to false",
+            )
+    elif correction.name is None:
+        for key in CORRECTION_KEYS[1:]:
+            yield f"algorithm.rollout_correction.{key}", "algorithm.rollout_correction.name is not given"
+
+
+def algorithm_problems(config: Config) -> Iterator[str]:
+    """What cannot be trained with."""
+    algorithm, n = config.algorithm, config.rollout.n
+    if algorithm.adv_estimator in NOT_YET:
+        yield f"algorithm.adv_estimator={algorithm.adv_estimator}: {NOT_YET[algorithm.adv_estimator]}; choose another"
+    loss = algorithm.policy_loss.loss_mode
+    if loss == "t_ppo":
+        yield (
+            "algorithm.policy_loss.loss_mode=t_ppo trains on answers that are still unfinished, and only finished "
+            "groups are trained on; it would be ppo_clip: choose that"
+        )
+    if loss == "truncated_is" and algorithm.rollout_correction.name is not None:
+        yield (
+            "algorithm.policy_loss.loss_mode=truncated_is weighs by π_θ/π_behav itself; with "
+            f"algorithm.rollout_correction.name={algorithm.rollout_correction.name} staleness would be corrected "
+            "twice; drop one of the two"
+        )
+    if n == 1 and algorithm.adv_estimator in GROUP_RELATIVE:
+        yield (
+            f"rollout.n=1: {algorithm.adv_estimator} compares the trajectories of a group, so every advantage would be "
+            "0; give at least 2"
+        )
+    if n == 1 and algorithm.filter_groups.enable:
+        yield "rollout.n=1: algorithm.filter_groups would filter every group, as one reward has no spread"
+    if algorithm.adv_estimator == "pass_at_k" and 1 < n <= algorithm.pass_k:
+        yield (
+            f"algorithm.pass_k={algorithm.pass_k} with rollout.n={n}: pass@k compares subsets of k of more than k answers; "
+            "lower the first or raise the second"
+        )
+    if config.actor.loss_agg_mode == "seq-mean-token-sum-norm" and config.actor.loss_scale_factor is None:
+        yield (
+            "actor.loss_agg_mode=seq-mean-token-sum-norm divides by a constant length: set actor.loss_scale_factor, "
+            "for example to data.max_response_length"
+        )
