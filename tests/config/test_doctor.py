@@ -103,7 +103,7 @@ def test_what_passed_once_passes_again_from_its_dump(
         (("rollout.n=1",), "rollout.n=1: grpo compares"),
         (("rollout.n=1", "algorithm.adv_estimator=rloo"), "rollout.n=1: rloo compares"),
         (("algorithm.adv_estimator=gae",), "it needs a critic's values"),
-        (("algorithm.adv_estimator=pass_at_k", "rollout.n=4"), "subsets of k of more than k answers"),
+        (("algorithm.adv_estimator=pass_at_k", "rollout.n=4"), "compares subsets of k of more than k answers"),
         (("algorithm.policy_loss.loss_mode=t_ppo",), "only finished groups are trained on"),
         (
             (

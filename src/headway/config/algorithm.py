@@ -109,8 +109,8 @@ def algorithm_problems(config: Config) -> Iterator[str]:
         yield "rollout.n=1: algorithm.filter_groups would filter every group, as one reward has no spread"
     if algorithm.adv_estimator == "pass_at_k" and 1 < n <= algorithm.pass_k:
         yield (
-            f"algorithm.pass_k={algorithm.pass_k} with rollout.n={n}: pass@k compares subsets of k of more than k answers; "
-            "lower the first or raise the second"
+            f"algorithm.pass_k={algorithm.pass_k} with rollout.n={n}: pass@k compares subsets of k of more than k "
+            "answers; lower the first or raise the second"
         )
     if config.actor.loss_agg_mode == "seq-mean-token-sum-norm" and config.actor.loss_scale_factor is None:
         yield (
