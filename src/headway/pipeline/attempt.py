@@ -63,10 +63,11 @@ class Attempt:
         if not isinstance(self.sent, SendReport):
             return {}
         answers = ((receiver, self.received.get(receiver.name)) for receiver in self.audience.receivers)
+        failed = self.failed
         return {
             receiver: answer
             for receiver, answer in answers
-            if isinstance(answer, ReceiveReport) and receiver.name not in self.failed
+            if isinstance(answer, ReceiveReport) and receiver.name not in failed
         }
 
     def without(self, receivers: Iterable[Receiver]) -> list[Receiver]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -113,7 +113,8 @@ class Transfer:
             await self._make(attempt, trainer, send)
             verdict = judge(attempt)
             again = {receiver for audience in verdict.again for receiver in audience.receivers}
-            self._accept(attempt, [one for one in attempt.holding if one not in again], delivered, where)
+            arrived = {one: report for one, report in attempt.holding.items() if one not in again}
+            self._accept(attempt, arrived, delivered, where)
             for gone in verdict.lost:
                 await self._fleet.lose(gone)
             if verdict.again:
@@ -162,16 +163,18 @@ class Transfer:
                 if not limit.expired() and (limit.when() or end) > end:
                     limit.reschedule(end)
 
-    def _accept(self, attempt: Attempt, receivers: Sequence[Receiver], delivered: Delivered, where: str) -> None:
+    def _accept(
+        self, attempt: Attempt, arrived: Mapping[Receiver, ReceiveReport], delivered: Delivered, where: str
+    ) -> None:
         sent, version = attempt.sent, attempt.version
-        if not receivers or not isinstance(sent, SendReport):
+        if not arrived or not isinstance(sent, SendReport):
             return
-        delivered.add(sent, receivers)
+        delivered.add(sent, list(arrived))
         if where == "actor":
             self._report_gathered(version, attempt.began, sent.gather_s, sent.full_nbytes or sent.nbytes)
         self._report_phase(version, "send", where, sent.send_s, sent.nbytes)
-        for receiver in receivers:
-            self._report_received(version, receiver, attempt.holding[receiver])
+        for receiver, report in arrived.items():
+            self._report_received(version, receiver, report)
 
     def _report_retry(self, version: int, again: Sequence[Audience], reason: str) -> None:
         names = [receiver.name for audience in again for receiver in audience.receivers]
