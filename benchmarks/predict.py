@@ -25,7 +25,7 @@ from benchmarks.table import report
 from headway.config.doctor import diagnose
 from headway.config.loading import load
 from headway.config.presets import PRESETS
-from headway.config.schema import exact_fraction
+from headway.config.section import exact_fraction
 from headway.errors import ConfigError
 from headway.events import Event, OptimizerStepped
 from headway.reports.events_file import read_events

@@ -20,7 +20,7 @@ from safetensors import safe_open
 
 from headway.config.doctor import diagnose
 from headway.config.loading import load
-from headway.config.schema import MakeModelConfig
+from headway.config.model import MakeModelConfig
 from headway.config.transports import TRANSPORTS
 from headway.errors import ConfigError
 from headway.models.make import make_model

@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 from headway.cluster.hardware import available_cores
 from headway.cluster.process import math_environment
 from headway.config.loading import LoadedConfig
+from headway.config.placement import CRITIC, LOGP, REF
 from headway.config.schema import Config
 from headway.data.sources import Rows, build_sources
 from headway.events import Note, RunFinished, WorkerDescribed
-from headway.interfaces import AdvantageFn
 from headway.pipeline.ledger import Ledger
 from headway.pipeline.run import Parts, Pipeline, Status
 from headway.pipeline.stages.reward import GroupFilter
@@ -175,10 +175,15 @@ class _Run:
                 rollouts=workers.rollouts,
                 trainer=workers.train,
                 reward=reward,
-                advantages=_advantages(config),
+                advantages=workers.train.advantages,
                 group_filter=_group_filter(config),
                 reference=workers.ref,
-                reference_inside_fetch=workers.ref_inside_fetch,
+                reference_inside_fetch=REF in workers.inside_fetch,
+                proximal=workers.proximal,
+                proximal_inside_fetch=LOGP in workers.inside_fetch,
+                critic=workers.critic,
+                critic_inside_fetch=CRITIC in workers.inside_fetch,
+                receivers=workers.receivers,
                 stop_token_ids=stop_token_ids(self._model_path, tokenizer),
                 watch=workers.watch,
                 watch_replica=workers.watch_replica,
@@ -220,15 +225,6 @@ def _optimizer_steps(config: Config, rows: int) -> int:
     """Length of the learning-rate schedule."""
     groups = config.rollout.total_rollout_steps or rows * (config.data.epochs or 1)
     return ceil(groups / config.actor.ppo_mini_batch_size) * config.actor.ppo_epochs
-
-
-def _advantages(config: Config) -> AdvantageFn:
-    from headway.algorithms.advantages import ADVANTAGES
-    from headway.engines.train.advantages import GroupAdvantages
-
-    algorithm = config.algorithm
-    params = {"normalize_by_std": algorithm.norm_adv_by_std_in_grpo, "gamma": algorithm.gamma, "k": algorithm.pass_k}
-    return GroupAdvantages(ADVANTAGES.get(algorithm.adv_estimator), params)
 
 
 def _group_filter(config: Config) -> GroupFilter | None:

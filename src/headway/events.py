@@ -134,7 +134,7 @@ class FetchTaken(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerBusy(Event):
-    """The trainer computed during ``span``: ``what`` is ``forward``, ``step`` or ``gather``."""
+    """The trainer computed during ``span``: ``what`` is ``forward``, ``critic``, ``step`` or ``gather``."""
 
     kind: ClassVar[str] = "trainer.busy"
     what: str
@@ -158,6 +158,35 @@ class OptimizerStepped(Event):
     """Histogram: lag → number of tokens."""
     stale_trajectories: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticStepped(Event):
+    """One optimizer step of the critic."""
+
+    kind: ClassVar[str] = "critic.stepped"
+    step: int
+    fetch: int
+    version: int
+    skipped: bool
+    span: Span
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardActed(Event):
+    """The effective sample size ``ess`` of a step fell below ``min_ess``, or rose above it again, and ``did`` that.
+
+    ``clip_scale`` and ``eta`` are what holds from now on.
+    """
+
+    kind: ClassVar[str] = "guard.acted"
+    version: int
+    ess: float
+    min_ess: float
+    did: str
+    clip_scale: float
+    eta: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.data.types import Column, Group, GroupTokens, Handle, Prompt, Sample, Trajectory
+from headway.data.types import Column, GroupTokens, Handle, Outcomes, Prompt, Sample, Trajectory
 from headway.events import DecodeSteps, PrefillStep, Span
 
 # ---------------------------------------------------------------------------------------------- data
@@ -241,6 +241,18 @@ class RolloutEngine(PolicyReceiver, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class StepContext:
+    """Where in the run an optimizer step stands."""
+
+    version: int = 0
+    """The trainer's. What it has made of itself since is not a version yet."""
+    progress: float = 0.0
+    """Optimizer steps of this version that were made, as a share of all that it makes: in [0, 1)."""
+    clip_scale: float = 1.0
+    """The trust region is so many times as wide as configured."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
     """One optimizer step. ``skipped`` when loss or gradient norm was not finite: weights are unchanged."""
 
@@ -283,10 +295,24 @@ class LogProbEngine(Protocol):
         """For each sample its [T] float32 log-probs (nats, ``rollout.temperature`` applied)."""
 
 
-class TrainEngine(LogProbEngine, Protocol):
-    """The trainer's ranks, driven as one."""
+class ProximalEngine(Protocol):
+    """Computes log π_prox: under the policy as it was before the first optimizer step of a version."""
 
-    async def train_step(self, samples: Sequence[Sample]) -> StepReport:
+    async def proximal_logprobs(self, samples: Sequence[Sample], version: int) -> list[Column]:
+        """For each sample its [T] float32 log-probs under ``version`` (nats, ``rollout.temperature`` applied).
+
+        Raises `RunError` when it does not have just that version.
+        """
+
+
+class TrainEngine(LogProbEngine, ProximalEngine, Protocol):
+    """The trainer's ranks, driven as one.
+
+    For log-probs of a version as it was, it must be asked before the version's first step; it then keeps what it needs
+    to be asked again.
+    """
+
+    async def train_step(self, samples: Sequence[Sample], context: StepContext) -> StepReport:
         """One optimizer step on a mini-batch. The gradient does not depend on how it is split."""
 
     async def reach(self, receivers: Sequence[str]) -> None:
@@ -331,7 +357,26 @@ class OverlappingTrainEngine(TrainEngine, Protocol):
         """
 
 
-class AdvantageFn(Protocol):
-    """Advantages of one fetch, computed once: for each group, one [T] float32 array per trajectory."""
+class CriticEngine(Protocol):
+    """The critic's ranks, driven as one: V(s_t), an estimate of the rewards from token t on, before token t."""
 
-    def __call__(self, groups: Sequence[Group]) -> list[list[NDArray[np.float32]]]: ...
+    async def forward_values(self, samples: Sequence[Sample]) -> list[Column]:
+        """For each sample its [T] float32 values."""
+
+    async def train_step(self, samples: Sequence[Sample]) -> StepReport:
+        """One optimizer step towards the samples' ``returns``, from their ``values``."""
+
+    async def save(self, path: Path) -> None:
+        """A complete checkpoint: model, optimizer, schedule. Atomic: a rename ends it."""
+
+    async def load(self, path: Path) -> None: ...
+
+
+class AdvantageFn(Protocol):
+    """Advantages of one fetch, computed once, where its tokens are."""
+
+    async def __call__(self, samples: Sequence[Sample], outcomes: Outcomes) -> Mapping[str, list[Column]]:
+        """``advantages`` and, where there is a critic, ``returns``: a [T] float32 column for each sample.
+
+        Raises `RunError`, naming a trajectory, for a reward or an advantage that is not finite.
+        """

@@ -44,10 +44,10 @@ def check_model(config: Config, rows: Rows) -> None:
         DataError: prompts that the tokenizer cannot render, or that are all too long.
         ModelError: the folder is missing or incomplete, or holds no causal language model.
     """
-    from headway.algorithms.advantages import ADVANTAGES
+    from headway.engines.train.advantages import FetchAdvantages
     from headway.engines.train.fsdp.objective import Objective
 
-    ADVANTAGES.get(config.algorithm.adv_estimator)
+    FetchAdvantages(config.algorithm)
     Objective(config)
     if config.model.path is None:
         return

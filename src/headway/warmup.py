@@ -20,7 +20,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from headway.config.schema import GiveUpConfig, TaskConfig, WarmupConfig
+from headway.config.model import GiveUpConfig, WarmupConfig
+from headway.config.schema import TaskConfig
 from headway.data.tasks import make_task
 from headway.data.types import Prompt
 from headway.engines.rollout.native.engine import NativeEngine

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from headway.config.schema import Config, MakeModelConfig
+from headway.config.model import MakeModelConfig
+from headway.config.schema import Config
 from headway.errors import ConfigError, DataError, ModelError, UserCodeError
 from headway.models.make import make_model
 from headway.preflight import check_inputs, check_model

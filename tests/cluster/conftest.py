@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.config.schema import MakeModelConfig
+from headway.config.model import MakeModelConfig
 
 
 @pytest.fixture(scope="session")

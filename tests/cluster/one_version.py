@@ -11,8 +11,16 @@ from numpy.typing import NDArray
 
 from headway.cluster.backend import Workers
 from headway.config.schema import Config
-from headway.data.types import Prompt, Sample
-from headway.interfaces import FinishedGroup, GenerateRequest, OnUpdate, ReceiveReport, SamplingParams, SendReport
+from headway.data.types import Outcomes, Prompt, Sample
+from headway.interfaces import (
+    FinishedGroup,
+    GenerateRequest,
+    OnUpdate,
+    ReceiveReport,
+    SamplingParams,
+    SendReport,
+    StepContext,
+)
 
 N = 4
 
@@ -73,19 +81,22 @@ async def update(workers: Workers, version: int) -> tuple[SendReport, ReceiveRep
 async def one_version(workers: Workers) -> Outcome:
     """Raises whatever an engine raises."""
     groups = await generate(workers, range(2))
-    samples = [
-        Sample(group.tokens, t.id.k, t.prompt_length, t.length, np.full(t.length, t.id.k - 1.5, np.float32))
-        for group in groups
-        for t in group.trajectories
-    ]
+    trajectories = [(group, t) for group in groups for t in group.trajectories]
+    samples = [Sample(group.tokens, t.id.k, t.prompt_length, t.length) for group, t in trajectories]
+    outcomes = Outcomes(
+        ids=tuple(t.id for _, t in trajectories),
+        rewards=np.array([t.id.k - 1.5 for _, t in trajectories], np.float32),
+        groups=np.array([group.number for group, _ in trajectories]),
+        finished=np.ones(len(trajectories), np.bool_),
+    )
     assert workers.ref is not None
     reference = await workers.ref.forward_logprobs(samples)
-    proximal = await workers.train.forward_logprobs(samples)
+    proximal = await workers.train.proximal_logprobs(samples, 0)
+    columns = {"ref_logprobs": reference, "prox_logprobs": proximal}
+    columns |= await workers.train.advantages(samples, outcomes)
     step = await workers.train.train_step(
-        [
-            replace(sample, columns={"ref_logprobs": ref, "prox_logprobs": prox})
-            for sample, ref, prox in zip(samples, reference, proximal, strict=True)
-        ]
+        [replace(sample, columns={name: of[i] for name, of in columns.items()}) for i, sample in enumerate(samples)],
+        StepContext(),
     )
     sent, received, served = await update(workers, 1)
     after = await generate(workers, range(2, 4))

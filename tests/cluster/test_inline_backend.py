@@ -27,7 +27,7 @@ async def test_a_version_goes_round_in_one_process(tiny_model: str, tmp_path: Pa
     config = tiny_config("inline", **sections)
     workers = await start_backend(config, model_path=tiny_model, run_dir=tmp_path, total_optimizer_steps=4)
     try:
-        assert workers.ref_inside_fetch
+        assert "ref" in workers.inside_fetch
         outcome = await one_version(workers)
         assert outcome.sent.checksum == outcome.received.checksum
         assert outcome.sent.nbytes == outcome.received.nbytes > 0
@@ -47,7 +47,7 @@ async def test_two_replicas_and_a_reference_of_its_own_in_one_process(tiny_model
     config = tiny_config("inline", rollout={"n_gpus_per_node": 2}, ref={"nnodes": 1})
     workers = await start_backend(config, model_path=tiny_model, run_dir=tmp_path, total_optimizer_steps=4)
     try:
-        assert not workers.ref_inside_fetch
+        assert "ref" not in workers.inside_fetch
         assert workers.ref is not None
         assert [replica.name for replica in workers.rollouts] == ["rollout-0", "rollout-1"]
     finally:

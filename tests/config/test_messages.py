@@ -4,7 +4,7 @@ import pytest
 from pydantic import Discriminator, Field, Tag, ValidationError
 
 from headway.config.messages import explain, known_keys
-from headway.config.schema import Positive, Section
+from headway.config.section import Positive, Section
 
 
 class Apple(Section):

@@ -7,21 +7,22 @@ What ``mode=on_policy`` must equal, bit for bit.
 
 import asyncio
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from headway.algorithms.advantages import ADVANTAGES
 from headway.config.loading import load
 from headway.data.collate import resolve
 from headway.data.sources import build_sources
-from headway.data.types import Group, ResponseAt, Sample
+from headway.data.types import Group, ResponseAt
 from headway.engines.rollout.native.engine import NativeEngine
-from headway.engines.train.advantages import GroupAdvantages
+from headway.engines.train.advantages import FetchAdvantages
 from headway.engines.train.fsdp import FsdpEngine
-from headway.interfaces import GenerateRequest, SamplingParams
+from headway.interfaces import GenerateRequest, SamplingParams, StepContext
 from headway.models.loading import load_model, load_tokenizer
+from headway.pipeline.fetches import outcomes
 from headway.user_code import load_function
 from headway.weights.outgoing import Stream
 from headway.weights.protocols import WeightSink
@@ -56,7 +57,7 @@ async def plain_loop(config_path: Path, out: Path, overrides: list[str]) -> None
         manifest=manifest,
     )
     sampling = SamplingParams(config.data.max_response_length, stop_token_ids=(tokenizer.eos_token_id,))
-    advantages = GroupAdvantages(ADVANTAGES.get("grpo"), {"normalize_by_std": True})
+    advantages = FetchAdvantages(config.algorithm)
     for step in range(steps):
         batch = [prompts.next() for _ in range(config.actor.ppo_mini_batch_size)]
         requests = [GenerateRequest(i, prompt, config.rollout.n, sampling) for i, prompt in enumerate(batch)]
@@ -66,12 +67,10 @@ async def plain_loop(config_path: Path, out: Path, overrides: list[str]) -> None
             where = tuple(ResponseAt(done.tokens, k) for k in range(config.rollout.n))
             groups.append(Group(done.number, batch[done.number], done.trajectories, where, rewards))
         groups.sort(key=lambda group: group.number)
-        samples = [
-            Sample(group.responses[k].tokens, k, t.prompt_length, t.length, rows[k])
-            for group, rows in zip(groups, advantages(groups), strict=True)
-            for k, t in enumerate(group.trajectories)
-        ]
-        trainer.train_step(resolve(samples, lambda handle: handle))
+        rows = resolve([sample for group in groups for sample in group.samples()], lambda handle: handle)
+        columns = advantages(rows, outcomes(groups))["advantages"]
+        rows = [replace(row, columns={"advantages": column}) for row, column in zip(rows, columns, strict=True)]
+        trainer.train_step(rows, StepContext(version=step))
         await engine.stage_weights(step + 1)
         await engine.activate(step + 1)
     await engine.close()

@@ -13,7 +13,7 @@ from typing import Any
 
 from headway.cluster.process import math_environment
 from headway.cluster.processes import descendants
-from headway.config.schema import MakeModelConfig
+from headway.config.model import MakeModelConfig
 from headway.models.make import make_model
 
 REWARD = '''

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import T5Config
 
-from headway.config.schema import Config, MakeModelConfig
+from headway.config.model import MakeModelConfig
+from headway.config.schema import Config
 from headway.errors import ModelError
 from headway.models.export import export, replaced_when_complete
 from headway.models.loading import compute_dtype, load_model, load_tokenizer

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from headway.config.schema import MakeModelConfig
+from headway.config.model import MakeModelConfig
 from headway.errors import ModelError
 from headway.models.loading import load_tokenizer, stop_token_ids
 from headway.models.make import character_tokenizer, make_model, qwen2_character_tokenizer

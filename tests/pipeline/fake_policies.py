@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.data.types import Column, Sample
-from headway.interfaces import GatherReport, ReceiveReport, SendReport, StepReport
+from headway.interfaces import GatherReport, ReceiveReport, SendReport, StepContext, StepReport
 from headway.simulate.costs import TrainCost
 from headway.simulate.profile import UpdateProfile
 from headway.simulate.trainer import SimulatedTrainer
@@ -69,6 +69,10 @@ class FakeTrainer(SimulatedTrainer):
         self.raises_at: dict[int, BaseException] = {}
         """Step → what `train_step` raises there."""
         self.steps: list[list[Sample]] = []
+        self.contexts: list[StepContext] = []
+        """Of every step."""
+        self.proximal: list[int] = []
+        """The version of every `proximal_logprobs`."""
         self.forwards: list[tuple[float, int]] = []
         """(time, samples) of every `forward_logprobs`."""
         self.saved: list[tuple[Path, dict[str, Any]]] = []
@@ -98,9 +102,14 @@ class FakeTrainer(SimulatedTrainer):
         await super()._compute(doing, seconds)
         self.computed.append((doing, (started, now())))
 
-    async def train_step(self, samples: Sequence[Sample]) -> StepReport:
+    async def proximal_logprobs(self, samples: Sequence[Sample], version: int) -> list[Column]:
+        self.proximal.append(version)
+        return await self.forward_logprobs(samples)
+
+    async def train_step(self, samples: Sequence[Sample], context: StepContext) -> StepReport:
         step = len(self.steps)
         self.steps.append(list(samples))
+        self.contexts.append(context)
         if step in self.raises_at:
             raise self.raises_at[step]
         await self._compute("an optimizer step", self._step_s(step))

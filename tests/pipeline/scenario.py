@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from headway.config.placement import needs_logp
 from headway.config.presets import PRESETS
 from headway.config.schema import Config
 from headway.events import (
@@ -242,6 +243,7 @@ class Scenario:
             advantages=zero_advantages,
             group_filter=self.group_filter,
             reference=trainer if self.reference_inside_fetch else self.reference,
+            proximal=trainer if needs_logp(self.config) else None,
             reference_inside_fetch=self.reference_inside_fetch,
             receivers=others,
             watch_replica=(lambda replica: replica.died()) if self.supervised else None,  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ def columns(run: Run) -> set[tuple[str, ...]]:
 def test_on_ranks_of_its_own_it_is_a_stage_before_the_queue(mode: str):
     reference = FakeReference()
     run = Scenario(mode, reference=reference, problems=2).run().assert_completed()
-    assert columns(run) == {("ref_logprobs",)}
+    assert columns(run) == {("advantages", "ref_logprobs")}
     assert sum(reference.batches) == 2 * run.groups["trained"]
     assert run.trainer.forwards == []
     assert "RefLogProb" in {event.stage for event in run.of(StageChanged)}
@@ -34,7 +34,7 @@ def test_on_ranks_of_its_own_it_takes_all_groups_that_wait_as_one_batch():
 def test_on_the_trainers_ranks_it_runs_once_inside_each_fetch(mode: str):
     """The fake trainer asserts that it is never asked to do two things at once."""
     run = Scenario(mode, reference_inside_fetch=True).run().assert_completed()
-    assert columns(run) == {("ref_logprobs",)}
+    assert columns(run) == {("advantages", "ref_logprobs")}
     assert [count for _, count in run.trainer.forwards] == [8] * (run.groups["trained"] // 4)
     assert "RefLogProb" not in {event.stage for event in run.of(StageChanged)}
 
@@ -60,7 +60,7 @@ def test_recomputed_log_probs_are_computed_once_per_fetch_and_kept_for_all_its_s
     run.assert_completed()
     assert [count for _, count in run.trainer.forwards] == [16]
     assert len(run.of(OptimizerStepped)) == 4
-    assert columns(run) == {("prox_logprobs",)}
+    assert columns(run) == {("advantages", "prox_logprobs")}
     indices = [[sample.columns["prox_logprobs"].index for sample in samples] for samples in run.trainer.steps]
     assert indices == [list(range(8)), list(range(8, 16))] * 2
 
@@ -70,17 +70,16 @@ def test_reference_and_recomputation_together_make_two_forwards_one_after_the_ot
     scenario.async_training = {"use_rollout_log_probs": False}
     run = scenario.run().assert_completed()
     assert [busy.what for busy in run.of(TrainerBusy)] == ["forward", "forward", "step", "gather"]
-    assert columns(run) == {("ref_logprobs", "prox_logprobs")}
+    assert columns(run) == {("advantages", "ref_logprobs", "prox_logprobs")}
 
 
 def test_without_either_no_forward_is_made():
     run = Scenario("on_policy", total=4).run().assert_completed()
     assert run.trainer.forwards == []
-    assert columns(run) == {()}
+    assert columns(run) == {("advantages",)}
 
 
 def test_advantages_are_computed_once_per_fetch_and_reach_every_sample():
-    run = Scenario("on_policy", total=4).run().assert_completed()
-    for samples in run.trainer.steps:
-        for sample in samples:
-            assert sample.advantages is not None and len(sample.advantages) == sample.length
+    run = Scenario("on_policy", total=8, async_training={"require_batches": 2}).run().assert_completed()
+    indices = [[sample.columns["advantages"].index for sample in samples] for samples in run.trainer.steps]
+    assert indices == [list(range(8)), list(range(8, 16))]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headway.events import Event, OptimizerStepped
-from headway.interfaces import OnUpdate
+from headway.interfaces import OnUpdate, StepContext
 from headway.simulate.clock import run_virtual
 from headway.simulate.costs import TrainCost
 from headway.simulate.profile import RolloutProfile, UpdateProfile
@@ -88,7 +88,7 @@ def test_the_latency_of_a_fetch_passes_within_its_first_step() -> None:
         for _ in range(2):
             trainer.fetch_prepared()
             for _ in range(2):
-                await trainer.train_step([])
+                await trainer.train_step([], StepContext())
                 times.append(now())
         return times
 

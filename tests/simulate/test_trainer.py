@@ -7,7 +7,7 @@ import pytest
 
 from headway.data.types import Sample
 from headway.errors import RunError
-from headway.interfaces import GatherReport, OverlappingTrainEngine, SendReport
+from headway.interfaces import GatherReport, OverlappingTrainEngine, SendReport, StepContext
 from headway.simulate.clock import run_virtual
 from headway.simulate.costs import TrainCost
 from headway.simulate.profile import UpdateProfile
@@ -44,7 +44,7 @@ def test_it_is_a_trainer_that_can_overlap() -> None:
 
 def test_a_step_takes_time_for_itself_and_for_every_token_a_forward_pass_for_tokens_alone() -> None:
     async def script(trainer: SimulatedTrainer, _: SimulatedTransport) -> None:
-        report = await trainer.train_step(SAMPLES)
+        report = await trainer.train_step(SAMPLES, StepContext())
         assert not report.skipped
         assert now() == 0.5 + 20 * 0.25
         columns = await trainer.forward_logprobs(SAMPLES)
@@ -59,7 +59,7 @@ def test_a_synchronous_update_holds_the_ranks_until_the_last_receiver_has_it() -
         sent = asyncio.create_task(trainer.send_weights(3, ["a"]))
         await asyncio.sleep(10)
         with pytest.raises(RunError, match="asked for an optimizer step during send"):
-            await trainer.train_step(SAMPLES)
+            await trainer.train_step(SAMPLES, StepContext())
         await transport.receive("a", 3)
         assert now() == 10 + 2 + 1
         assert await sent == SendReport(gather_s=1.0, send_s=2.0, nbytes=8, checksum=checksum(3))
@@ -73,7 +73,7 @@ def test_it_trains_on_while_a_gathered_version_is_sent_to_several_replicas() -> 
         a, b, *_ = await asyncio.gather(
             trainer.send_gathered(3, "a"),
             trainer.send_gathered(3, "b"),
-            trainer.train_step(SAMPLES),
+            trainer.train_step(SAMPLES, StepContext()),
             transport.receive("a", 3),
             transport.receive("b", 3),
         )
@@ -114,10 +114,10 @@ def test_a_send_that_was_cancelled_leaves_the_copy_free() -> None:
 
 def test_its_ranks_do_one_thing_at_a_time() -> None:
     async def script(trainer: SimulatedTrainer, _: SimulatedTransport) -> None:
-        step = asyncio.create_task(trainer.train_step(SAMPLES))
+        step = asyncio.create_task(trainer.train_step(SAMPLES, StepContext()))
         await asyncio.sleep(0)
         for call in (
-            trainer.train_step(SAMPLES),
+            trainer.train_step(SAMPLES, StepContext()),
             trainer.forward_logprobs(SAMPLES),
             trainer.gather_weights(1),
             trainer.send_weights(1, ["a"]),
@@ -126,7 +126,7 @@ def test_its_ranks_do_one_thing_at_a_time() -> None:
             with pytest.raises(RunError, match="during an optimizer step; they do one at a time"):
                 await call
         await step
-        await trainer.train_step(SAMPLES)
+        await trainer.train_step(SAMPLES, StepContext())
 
     trained(script)
 

@@ -13,7 +13,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from headway import warmup
-from headway.config.schema import GiveUpConfig, MakeModelConfig, TaskConfig, WarmupConfig
+from headway.config.model import GiveUpConfig, MakeModelConfig, WarmupConfig
+from headway.config.schema import TaskConfig
 from headway.data.tasks import make_task
 from headway.errors import ModelError
 from headway.models.loading import load_model, load_tokenizer

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from headway.cluster.engines import ReferenceGroup, RolloutReplica, TrainGroup
+from headway.cluster.engines import CriticGroup, ProximalGroup, ReferenceGroup, RolloutReplica, TrainGroup
 from headway.cluster.hardware import Hardware
 from headway.cluster.startup import Cluster, Startup
 from headway.cluster.worker_group import Worker
+from headway.config.placement import LOGP
 from headway.config.schema import Config
 from headway.errors import StallError
-from headway.interfaces import LogProbEngine, RolloutEngine, TrainEngine
+from headway.interfaces import CriticEngine, LogProbEngine, PolicyReceiver, ProximalEngine, RolloutEngine
 from headway.pipeline.concurrently import concurrently
 from headway.user_code import names_a_file, resolve_spec
 
@@ -27,12 +28,18 @@ PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3}
 class Workers:
     """Everything that runs for a run. `watch` tells when a part of it dies; `close` ends it."""
 
-    train: TrainEngine
+    train: TrainGroup
     rollouts: Sequence[RolloutReplica]
     ref: LogProbEngine | None
     """The reference policy, where the algorithm asks for one."""
-    ref_inside_fetch: bool
-    """True when the reference shares the trainer's ranks."""
+    proximal: ProximalEngine | None
+    """Who recomputes log π_prox, where anybody does."""
+    critic: CriticEngine | None
+    """Where the algorithm asks for one."""
+    receivers: Sequence[PolicyReceiver]
+    """Who holds a copy of the policy and generates nothing."""
+    inside_fetch: frozenset[str]
+    """Of ``ref``, ``logp`` and ``critic`` those that share the trainer's ranks."""
     needed: Sequence[Worker]
     """Those without any of which the run cannot go on, for supervision."""
     probe_tolerance: float
@@ -86,11 +93,15 @@ async def start_backend(config: Config, *, model_path: str, run_dir: Path, total
                 f"not everything was up within cluster.start_timeout_s = {timeout_s:g} s: the driver waited for "
                 f"{startup.waiting_for}. Worker logs are in {run_dir / 'logs'}"
             ) from None
+        train = TrainGroup(started.actor, started.paths, with_returns=started.critic is not None)
         return Workers(
-            train=TrainGroup(started.actor, started.paths),
+            train=train,
             rollouts=started.rollouts,
             ref=ReferenceGroup(started.ref) if started.ref is not None else None,
-            ref_inside_fetch=started.ref_inside_fetch,
+            proximal=ProximalGroup(started.logp) if started.logp else train if LOGP in started.inside_fetch else None,
+            critic=CriticGroup(started.critic) if started.critic is not None else None,
+            receivers=started.receivers,
+            inside_fetch=started.inside_fetch,
             needed=started.needed,
             probe_tolerance=max(PROBE_TOLERANCE[dtype] for dtype in started.dtypes),
             hardware=started.hardware,

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from headway.cluster.exchange import WeightPaths
 from headway.cluster.worker_group import Worker, WorkerGroup
-from headway.data.types import Column, Sample
+from headway.data.types import Column, Outcomes, Sample
 from headway.interfaces import (
     Capabilities,
     EngineStats,
@@ -25,6 +25,7 @@ from headway.interfaces import (
     Paused,
     ReceiveReport,
     SendReport,
+    StepContext,
     StepReport,
 )
 
@@ -35,15 +36,28 @@ class TrainGroup:
     Paths of files are sent absolute: workers may run in another directory.
     """
 
-    def __init__(self, ranks: WorkerGroup, paths: WeightPaths) -> None:
+    def __init__(self, ranks: WorkerGroup, paths: WeightPaths, *, with_returns: bool = False) -> None:
+        """``with_returns``: the advantage estimator has a critic."""
         self._ranks = ranks
         self._paths = paths
+        self._with_returns = with_returns
 
     async def forward_logprobs(self, samples: Sequence[Sample]) -> list[Column]:
         return cast(list[Column], await self._ranks.forward_logprobs(samples))
 
-    async def train_step(self, samples: Sequence[Sample]) -> StepReport:
-        return cast(StepReport, await self._ranks.train_step(samples))
+    async def proximal_logprobs(self, samples: Sequence[Sample], version: int) -> list[Column]:
+        return cast(list[Column], await self._ranks.proximal_logprobs(samples, version))
+
+    async def advantages(self, samples: Sequence[Sample], outcomes: Outcomes) -> dict[str, list[Column]]:
+        """An `AdvantageFn`, on rank zero: a whole fetch is looked at, and nothing of it comes to the driver."""
+        handle = await self._ranks.advantages(samples, outcomes)
+        columns = {"advantages": [Column(handle, index) for index in range(len(samples))]}
+        if self._with_returns:
+            columns["returns"] = [Column(handle, len(samples) + index) for index in range(len(samples))]
+        return columns
+
+    async def train_step(self, samples: Sequence[Sample], context: StepContext) -> StepReport:
+        return cast(StepReport, await self._ranks.train_step(samples, context))
 
     async def reach(self, receivers: Sequence[str]) -> None:
         await self._paths.reach(receivers)
@@ -78,6 +92,54 @@ class ReferenceGroup:
 
     async def forward_logprobs(self, samples: Sequence[Sample]) -> list[Column]:
         return cast(list[Column], await self._ranks.reference_logprobs(samples))
+
+
+class ProximalGroup:
+    """`ProximalEngine` over ranks of `LogpRole`."""
+
+    def __init__(self, ranks: WorkerGroup) -> None:
+        self._ranks = ranks
+
+    async def proximal_logprobs(self, samples: Sequence[Sample], version: int) -> list[Column]:
+        return cast(list[Column], await self._ranks.proximal_logprobs(samples, version))
+
+
+class LogpReceiver:
+    """`PolicyReceiver` over one rank of `LogpRole`."""
+
+    def __init__(self, worker: Worker, paths: WeightPaths, verify: bool) -> None:
+        self.name = worker.name
+        self._worker = worker
+        self._paths = paths
+        self._verify = verify
+
+    async def stage_weights(self, version: int) -> ReceiveReport:
+        return await self._paths.stage(self.name, version)
+
+    async def activate(self, version: int) -> float:
+        return cast(float, await self._worker.call("activate", version))
+
+    async def probe(self) -> NDArray[np.float32] | None:
+        return cast(NDArray[np.float32], await self._worker.call("probe")) if self._verify else None
+
+
+class CriticGroup:
+    """`CriticEngine` over ranks of `CriticRole`, or over the trainer's own ranks: both register the methods."""
+
+    def __init__(self, ranks: WorkerGroup) -> None:
+        self._ranks = ranks
+
+    async def forward_values(self, samples: Sequence[Sample]) -> list[Column]:
+        return cast(list[Column], await self._ranks.forward_values(samples))
+
+    async def train_step(self, samples: Sequence[Sample]) -> StepReport:
+        return cast(StepReport, await self._ranks.critic_step(samples))
+
+    async def save(self, path: Path) -> None:
+        await self._ranks.save_critic(_everywhere(path))
+
+    async def load(self, path: Path) -> None:
+        await self._ranks.load_critic(_everywhere(path))
 
 
 class RolloutReplica:

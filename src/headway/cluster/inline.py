@@ -81,7 +81,11 @@ class InlineCluster:
 
         Raises `ConfigError` for what one process cannot do.
         """
-        for ranks, role, setting in ((plan.actor, "training", "trainer"), (plan.ref, "reference", "ref")):
+        for ranks, role, setting in (
+            (plan.actor, "training", "trainer"),
+            (plan.ref, "reference", "ref"),
+            (plan.critic, "critic's", "critic"),
+        ):
             if len(ranks) > 1:
                 raise ConfigError(
                     f"cluster.backend=inline has one {role} rank, not {len(ranks)}: one process is one rank. "

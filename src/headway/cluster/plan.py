@@ -10,10 +10,12 @@ from typing import Any
 
 from headway.cluster.hardware import available_cores
 from headway.cluster.roles.actor import ActorRole
+from headway.cluster.roles.critic import CriticRole
 from headway.cluster.roles.fused import FusedRole
+from headway.cluster.roles.logp import LogpRole
 from headway.cluster.roles.ref import RefRole
 from headway.cluster.roles.rollout import RolloutRole
-from headway.config.placement import ACTOR, REF, ROLLOUT, Placement
+from headway.config.placement import ACTOR, CRITIC, LOGP, REF, ROLLOUT, Placement
 from headway.config.schema import Config
 
 
@@ -46,8 +48,11 @@ class ClusterPlan:
     actor: tuple[Rank, ...]
     rollout: tuple[Rank, ...]
     ref: tuple[Rank, ...]
-    """Empty when the run has no reference, or it shares the trainer's ranks."""
-    ref_inside_fetch: bool
+    """Empty when the run has no reference, or it shares the trainer's ranks. So for the next two."""
+    logp: tuple[Rank, ...]
+    critic: tuple[Rank, ...]
+    inside_fetch: frozenset[str]
+    """Roles that share the trainer's ranks: ``ref``, ``logp``, ``critic``."""
     shared: bool
     """Each replica is on a device, and in the process, of a training rank."""
 
@@ -57,23 +62,26 @@ def plan_cluster(
 ) -> ClusterPlan:
     """Spread the roles over the placement's devices.
 
-    A reference that shares a device with the trainer runs on all of the trainer's ranks. Threads that are not set
-    divide a machine's cores among its workers, at least one each.
+    A role that shares a device with the trainer runs on all of the trainer's ranks. Threads that are not set divide a
+    machine's cores among its workers, at least one each.
     """
     train, generate = placement.devices[ACTOR], placement.devices[ROLLOUT]
-    inside, shared = placement.shared(REF, ACTOR), placement.shared(ACTOR, ROLLOUT)
-    ref = () if inside else placement.devices.get(REF, ())
-    processes = len(train) + (0 if shared else len(generate)) + len(ref)
+    inside = frozenset(role for role in (REF, LOGP, CRITIC) if placement.shared(role, ACTOR))
+    own = {role: () if role in inside else placement.devices.get(role, ()) for role in (REF, LOGP, CRITIC)}
+    shared = placement.shared(ACTOR, ROLLOUT)
+    processes = len(train) + (0 if shared else len(generate)) + sum(map(len, own.values()))
     share = max(1, available_cores() * machines // processes)
     train_threads, rollout_threads = config.trainer.threads or share, config.rollout.threads or share
     common = {"config": config, "model_path": model_path}
+    critic_steps = total_optimizer_steps // config.actor.ppo_epochs * config.critic.ppo_epochs
 
     def actor(rank: int) -> dict[str, Any]:
         return {
             "rank": rank,
             "world_size": len(train),
             "total_optimizer_steps": total_optimizer_steps,
-            "with_reference": inside,
+            "with_reference": REF in inside,
+            "total_critic_steps": critic_steps if CRITIC in inside else None,
         }
 
     workers: list[WorkerSpec] = []
@@ -89,10 +97,20 @@ def plan_cluster(
     if not shared:
         for index, device in enumerate(generate):
             workers.append(WorkerSpec(f"{ROLLOUT}-{index}", RolloutRole, device, rollout_threads, common))
-    for rank, device in enumerate(ref):
-        ranks = {"rank": rank, "world_size": len(ref)}
-        workers.append(WorkerSpec(f"{REF}-{rank}", RefRole, device, train_threads, {**common, **ranks}))
+    kinds: tuple[tuple[str, type[Any], dict[str, Any]], ...] = (
+        (REF, RefRole, {}),
+        (LOGP, LogpRole, {}),
+        (CRITIC, CriticRole, {"total_critic_steps": critic_steps}),
+    )
+    for role, kind, further in kinds:
+        for rank, device in enumerate(own[role]):
+            arguments = {**common, **further, "rank": rank, "world_size": len(own[role])}
+            workers.append(WorkerSpec(f"{role}-{rank}", kind, device, train_threads, arguments))
     hosts = {spec.device: spec.name for spec in workers if spec.role is FusedRole}
+
+    def ranks(role: str) -> tuple[Rank, ...]:
+        return tuple(Rank(f"{role}-{rank}", f"{role}-{rank}") for rank in range(len(own[role])))
+
     return ClusterPlan(
         workers=tuple(workers),
         actor=tuple(
@@ -103,7 +121,9 @@ def plan_cluster(
             Rank(f"{ROLLOUT}-{index}", hosts.get(device, f"{ROLLOUT}-{index}"), "rollout" if device in hosts else None)
             for index, device in enumerate(generate)
         ),
-        ref=tuple(Rank(f"{REF}-{rank}", f"{REF}-{rank}") for rank in range(len(ref))),
-        ref_inside_fetch=inside,
+        ref=ranks(REF),
+        logp=ranks(LOGP),
+        critic=ranks(CRITIC),
+        inside_fetch=inside,
         shared=shared,
     )

@@ -12,15 +12,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol, TypeVar
 
-from headway.cluster.engines import RolloutReplica, clock_offset
+from headway.cluster.engines import LogpReceiver, RolloutReplica, clock_offset
 from headway.cluster.exchange import Exchange, WeightPaths, WithinProcesses, exchange_settings, transport_timeout
 from headway.cluster.hardware import Hardware
 from headway.cluster.plan import ClusterPlan, Rank, WorkerSpec, plan_cluster
 from headway.cluster.roles.actor import ActorRole
+from headway.cluster.roles.critic import CriticRole
+from headway.cluster.roles.logp import LogpRole
 from headway.cluster.roles.ref import RefRole
 from headway.cluster.roles.rollout import RolloutRole
 from headway.cluster.worker_group import PartOf, Worker, WorkerGroup
-from headway.config.placement import resolve_placement
+from headway.config.placement import CRITIC, REF, resolve_placement
 from headway.config.schema import Config
 from headway.config.transports import transport_of
 from headway.errors import ConfigError
@@ -65,7 +67,14 @@ class Started:
     rollouts: tuple[RolloutReplica, ...]
     ref: WorkerGroup | None
     """The ranks that compute the reference's log-probs: its own, or the trainer's. None without a reference."""
-    ref_inside_fetch: bool
+    logp: WorkerGroup | None
+    """The ranks that recompute log π_prox. None where the trainer does, or nobody."""
+    receivers: tuple[LogpReceiver, ...]
+    """Of the weights, beside replicas."""
+    critic: WorkerGroup | None
+    """The critic's ranks: its own, or the trainer's. None without a critic."""
+    inside_fetch: frozenset[str]
+    """Roles that share the trainer's ranks: ``ref``, ``logp``, ``critic``."""
     paths: WeightPaths
     dtypes: tuple[str, str]
     """Of the served weights, and of the trainer's matrix products."""
@@ -80,6 +89,13 @@ class _Groups:
     actor: WorkerGroup
     rollouts: tuple[WorkerGroup, ...]
     ref: WorkerGroup | None
+    logp: WorkerGroup | None
+    critic: WorkerGroup | None
+
+    @property
+    def all(self) -> list[WorkerGroup]:
+        others = [group for group in (self.ref, self.logp, self.critic) if group is not None]
+        return [self.actor, *self.rollouts, *others]
 
 
 class Startup:
@@ -123,30 +139,42 @@ class Startup:
         )
         dtype = await self._wait("rollout-0 to say its dtype", _result(groups.rollouts[0].served_dtype))
         computed = await self._wait("actor-0 to say its dtype", _result(groups.actor.compute_dtype))
-        manifest = await self._wait("actor-0 to lay weights out", _result(groups.actor.layout, dtype))
-        await self._wait(f"{groups.actor.name} to prepare updates", _result(groups.actor.open_route, dtype))
-        replicas = {group.name: group.workers[0] for group in groups.rollouts}
+        holders = {group.name: (group.workers[0], dtype) for group in groups.rollouts}
+        if groups.logp is not None:
+            holders |= {worker.name: (worker, computed) for worker in groups.logp.workers}
+        manifests: dict[str, Manifest] = {}
+        for needed in sorted({of for _, of in holders.values()}):
+            manifests[needed] = await self._wait("actor-0 to lay weights out", _result(groups.actor.layout, needed))
+            await self._wait(f"{groups.actor.name} to prepare updates", _result(groups.actor.open_route, needed))
         paths: WeightPaths
         if plan.shared:
             await self._join_within(plan, workers, dtype)
+            replicas = {name: worker for name, (worker, _) in holders.items()}
             paths = WithinProcesses(groups.actor, replicas, dtype, verify=self._config.param_update.verify)
         else:
-            settings = exchange_settings(self._config, store, device, directory)
-            exchange = Exchange(groups.actor, settings, {dtype: manifest})
-            for worker in replicas.values():
-                exchange.add(worker, dtype)
+            exchange = Exchange(groups.actor, exchange_settings(self._config, store, device, directory), manifests)
+            for worker, of in holders.values():
+                exchange.add(worker, of)
             # Not only at the first update: what cannot meet has to be known before anything is generated.
             await self._wait(
-                f"{', '.join(replicas)} to meet {groups.actor.name} for weights", exchange.reach([*replicas])
+                f"{', '.join(holders)} to meet {groups.actor.name} for weights", exchange.reach([*holders])
             )
             paths = exchange
-        rollouts = await concurrently(self._serve(group, manifest, paths) for group in groups.rollouts)
+        rollouts = await concurrently(self._serve(group, manifests[dtype], paths) for group in groups.rollouts)
+        if groups.logp is not None:
+            await self._wait(f"{groups.logp.name} to be ready", _result(groups.logp.serve, manifests[computed]))
         alone = {rank.worker for rank in plan.rollout if rank.part is None}
         return Started(
             actor=groups.actor,
             rollouts=tuple(rollouts),
-            ref=groups.actor if plan.ref_inside_fetch else groups.ref,
-            ref_inside_fetch=plan.ref_inside_fetch,
+            ref=groups.actor if REF in plan.inside_fetch else groups.ref,
+            logp=groups.logp,
+            receivers=tuple(
+                LogpReceiver(worker, paths, self._config.param_update.verify)
+                for worker in (groups.logp.workers if groups.logp is not None else ())
+            ),
+            critic=groups.actor if CRITIC in plan.inside_fetch else groups.critic,
+            inside_fetch=plan.inside_fetch,
             paths=paths,
             dtypes=(dtype, computed),
             needed=tuple(worker for name, worker in workers.items() if name not in alone),
@@ -167,9 +195,8 @@ class Startup:
 
     async def _build(self, groups: _Groups, store: Address | None) -> None:
         """Load all models side by side."""
-        everyone = [groups.actor, *groups.rollouts, *([groups.ref] if groups.ref is not None else [])]
         await concurrently(
-            self._wait(f"{group.name} to load the model", _result(group.build, store)) for group in everyone
+            self._wait(f"{group.name} to load the model", _result(group.build, store)) for group in groups.all
         )
 
     async def _join_within(self, plan: ClusterPlan, workers: dict[str, Worker], dtype: str) -> None:
@@ -240,6 +267,8 @@ def _group(plan: ClusterPlan, workers: dict[str, Worker]) -> _Groups:
         actor=group(ActorRole, plan.actor),
         rollouts=tuple(group(RolloutRole, [rank]) for rank in plan.rollout),
         ref=group(RefRole, plan.ref) if plan.ref else None,
+        logp=group(LogpRole, plan.logp) if plan.logp else None,
+        critic=group(CriticRole, plan.critic) if plan.critic else None,
     )
 
 

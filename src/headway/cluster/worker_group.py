@@ -41,6 +41,8 @@ class Collect(StrEnum):
 
     RANK_ZERO = "rank_zero"
     """Rank zero's result: the ranks agree, or only rank zero's counts."""
+    HANDLE = "handle"
+    """Rank zero's result stays where it is; a handle of it. For ``RANK_ZERO``."""
     COLUMNS = "columns"
     """Each rank's list of arrays stays where it is; one `Column` per sample, in the samples' order. For ``SPLIT``."""
 
@@ -55,6 +57,8 @@ def register(dispatch: Dispatch, collect: Collect = Collect.RANK_ZERO) -> Callab
     """Make a role's method callable through its `WorkerGroup`. The method may be a coroutine function."""
     if collect is Collect.COLUMNS and dispatch is not Dispatch.SPLIT:
         raise ValueError(f"columns are collected from split samples only, not with dispatch {dispatch!r}")
+    if collect is Collect.HANDLE and dispatch is not Dispatch.RANK_ZERO:
+        raise ValueError(f"a handle is that of rank zero's result alone, not with dispatch {dispatch!r}")
 
     def mark(method: F) -> F:
         setattr(method, _REGISTRATION, Registration(dispatch, collect))
@@ -148,7 +152,9 @@ class WorkerGroup:
     async def _run(self, method: str, registration: Registration, args: tuple[Any, ...]) -> Any:
         match registration.dispatch:
             case Dispatch.RANK_ZERO:
-                return await self.workers[0].call(method, *args)
+                first = self.workers[0]
+                on_rank = first.keep if registration.collect is Collect.HANDLE else first.call
+                return await on_rank(method, *args)
             case Dispatch.ONE_TO_ALL:
                 return (await concurrently(worker.call(method, *args) for worker in self.workers))[0]
             case Dispatch.SPLIT:

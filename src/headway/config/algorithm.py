@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import floor
 from types import MappingProxyType
 
+from headway.config.placement import needs_critic, needs_logp
 from headway.config.schema import Config
 from headway.user_code import names_a_file
 
@@ -14,7 +16,8 @@ Idle = tuple[str, str]
 ESTIMATOR_KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "norm_adv_by_std_in_grpo": ("grpo", "grpo_passk"),
-        "gamma": ("reinforce_plus_plus",),
+        "gamma": ("gae", "reinforce_plus_plus"),
+        "lam": ("gae",),
         "pass_k": ("pass_at_k",),
     }
 )
@@ -38,9 +41,20 @@ NEVER_CLIPS = ("gpg", "truncated_is", "sapo")
 """Losses that look at no ``actor.clip_ratio``."""
 GROUP_RELATIVE = ("grpo", "dr_grpo", "rloo", "opo", "maxrl", "grpo_passk", "pass_at_k", "reinforce_plus_plus_baseline")
 """Estimators that compare the trajectories of a group."""
+CRITIC_KEYS = (
+    "ppo_epochs",
+    "cliprange_value",
+    "grad_clip",
+    "optim.lr",
+    "optim.lr_warmup_steps",
+    "optim.lr_scheduler_type",
+    "optim.min_lr_ratio",
+    "optim.weight_decay",
+    "optim.betas",
+)
+_SIZES = ("nnodes", "n_gpus_per_node")
 NOT_YET = MappingProxyType(
     {
-        "gae": "it needs a critic's values, and no role computes them",
         "remax": "it needs the reward of a greedy answer beside each group, and none is generated",
     }
 )
@@ -49,7 +63,14 @@ CORRECTION_KEYS = ("name", "bound", "lower", "level", "veto", "delta")
 
 
 def idle_estimator_keys(config: Config) -> Iterator[Idle]:
-    chosen = config.algorithm.adv_estimator
+    algorithm = config.algorithm
+    if not algorithm.use_kl_in_reward:
+        for key in ("kl_penalty", "kl_ctrl.kl_coef"):
+            yield f"algorithm.{key}", "algorithm.use_kl_in_reward is off"
+    elif algorithm.kl_ctrl.kl_coef == 0:
+        for key in ("use_kl_in_reward", "kl_penalty"):
+            yield f"algorithm.{key}", "algorithm.kl_ctrl.kl_coef is 0"
+    chosen = algorithm.adv_estimator
     for key, users in ESTIMATOR_KEYS.items():
         if chosen not in users and not names_a_file(chosen):
             yield f"algorithm.{key}", f"algorithm.adv_estimator is {chosen}"
@@ -81,6 +102,32 @@ def idle_correction_keys(config: Config) -> Iterator[Idle]:
     elif correction.name is None:
         for key in CORRECTION_KEYS[1:]:
             yield f"algorithm.rollout_correction.{key}", "algorithm.rollout_correction.name is not given"
+
+
+def idle_role_keys(config: Config) -> Iterator[Idle]:
+    """Of roles that are there only when the algorithm asks for them, and of what is done about off-policy data."""
+    asked = config.async_training.use_rollout_log_probs
+    if asked:
+        yield "actor.prox_logp_method", "async_training.use_rollout_log_probs takes the engine's log-probs for π_prox"
+    if not needs_logp(config):
+        reason = (
+            "async_training.use_rollout_log_probs takes the engine's"
+            if asked
+            else f"actor.prox_logp_method is {config.actor.prox_logp_method}"
+        )
+        for key in _SIZES:
+            yield f"logp.{key}", f"no log-probs are recomputed: {reason}"
+    if not needs_critic(config):
+        for key in (*_SIZES, *CRITIC_KEYS):
+            yield f"critic.{key}", f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs no critic; gae does"
+    guard, eta = config.offpolicy.guard, config.async_training.staleness_threshold
+    if guard.min_ess is None:
+        yield "offpolicy.guard.action", "offpolicy.guard.min_ess is not given"
+    elif guard.action == "tighten" and config.algorithm.policy_loss.loss_mode in NEVER_CLIPS:
+        loss = config.algorithm.policy_loss.loss_mode
+        yield "offpolicy.guard.action", f"algorithm.policy_loss.loss_mode={loss} has no clip range to tighten"
+    elif guard.action == "lower_eta" and floor(eta * config.groups_per_version) < 1:
+        yield "offpolicy.guard.action", "nothing runs ahead (η·B < 1), so there is no η to lower"
 
 
 def algorithm_problems(config: Config) -> Iterator[str]:

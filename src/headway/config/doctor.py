@@ -9,7 +9,7 @@ from math import floor
 from headway.config.algorithm import algorithm_problems
 from headway.config.idle import without_effect
 from headway.config.loading import LoadedConfig, mode_config
-from headway.config.placement import resolve_placement
+from headway.config.placement import ACTOR, LOGP, resolve_placement
 from headway.config.presets import preset
 from headway.config.schema import Config, Order
 from headway.config.transports import TRANSPORTS, transport_of
@@ -96,13 +96,6 @@ def _sampling(config: Config) -> Iterator[str]:
                 f"the policy that is trained; set it to {off} (off), or set async_training.use_rollout_log_probs=false "
                 "and algorithm.rollout_correction.name=truncate"
             )
-    trigger = config.async_training.trigger_parameter_sync_step
-    if not config.async_training.use_rollout_log_probs and trigger > 1:
-        yield (
-            "async_training.use_rollout_log_probs=false computes π_prox, the policy at the start of a version, at each "
-            f"fetch: that is the same only with one fetch per version, not async_training.trigger_parameter_sync_step="
-            f"{trigger}; set that to 1 (async_training.require_batches={trigger} keeps the size of a version)"
-        )
     if rollout.val_n > 1 and rollout.val_temperature == 0:
         yield f"rollout.val_n={rollout.val_n}: greedy answers are all equal; set rollout.val_temperature above 0"
 
@@ -156,9 +149,15 @@ def _patience(config: Config) -> Iterator[str]:
 
 def _devices(config: Config) -> Iterator[str]:
     try:
-        resolve_placement(config)
+        placement = resolve_placement(config)
     except ConfigError as error:
         yield str(error)
+        return
+    if config.placement.kind == "shared" and LOGP in placement.devices and not placement.shared(LOGP, ACTOR):
+        yield (
+            f"logp.nnodes={config.logp.nnodes} with placement.kind=shared: weights are handed over within the "
+            "trainer's processes there and reach no others; set logp.nnodes=0, or placement.kind=split"
+        )
 
 
 def _backend(config: Config) -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import floor
 
-from headway.config.algorithm import idle_correction_keys, idle_estimator_keys, idle_loss_keys
+from headway.config.algorithm import idle_correction_keys, idle_estimator_keys, idle_loss_keys, idle_role_keys
 from headway.config.placement import needs_reference
 from headway.config.schema import Config, Order
 from headway.config.transports import transport_of
@@ -66,13 +66,17 @@ def _reference(config: Config) -> Iterator[Idle]:
             yield key, "actor.kl_loss_coef is 0"
     if not needs_reference(config):
         for key in ("ref.nnodes", "ref.n_gpus_per_node"):
-            yield key, "no reference policy is used: there is no KL term (actor.use_kl_loss, actor.kl_loss_coef)"
+            yield (
+                key,
+                "no reference policy is used: there is no KL term (actor.use_kl_loss, algorithm.use_kl_in_reward)",
+            )
 
 
 def _algorithm(config: Config) -> Iterator[Idle]:
     yield from idle_estimator_keys(config)
     yield from idle_loss_keys(config)
     yield from idle_correction_keys(config)
+    yield from idle_role_keys(config)
 
 
 def _update(config: Config) -> Iterator[Idle]:
@@ -106,17 +110,24 @@ def _asynchrony(config: Config) -> Iterator[Idle]:
             f"η·B < 1 lets no group run ahead (η = {float(eta):g}, B = {b}); raise η or B, or set η to 0",
         )
     takes_turns = config.placement.kind == "shared" and settings.trigger_parameter_sync_step > 1
-    for key in ("max_lag", "on_overdue") if takes_turns else ("on_update", "partial_rollout", "max_lag", "on_overdue"):
+    ahead = ("max_lag", "on_overdue", "fill_queue")
+    for key in ahead if takes_turns else ("on_update", "partial_rollout", *ahead):
         yield f"async_training.{key}", "nothing runs ahead (η·B < 1), so nothing is in flight when weights arrive"
 
 
 def _devices(config: Config) -> Iterator[Idle]:
-    counts = ("rollout.nnodes", "rollout.n_gpus_per_node", "ref.nnodes", "ref.n_gpus_per_node")
+    roles = ("rollout", "ref", "logp")
+    counts = [f"{role}.{key}" for role in roles for key in ("nnodes", "n_gpus_per_node")]
     if config.trainer.use_nodes_ratios is not None:
         for key in counts:
             yield key, "trainer.use_nodes_ratios divides trainer.nnodes × trainer.n_gpus_per_node devices"
-    elif config.ref.nnodes == 0:
-        yield "ref.n_gpus_per_node", "ref.nnodes=0 puts the reference on the trainer's ranks"
+    else:
+        if config.ref.nnodes == 0:
+            yield "ref.n_gpus_per_node", "ref.nnodes=0 puts the reference on the trainer's ranks"
+        if config.logp.nnodes == 0:
+            yield "logp.n_gpus_per_node", "logp.nnodes=0 recomputes log-probs on the trainer's ranks"
+    if config.critic.nnodes == 0:
+        yield "critic.n_gpus_per_node", "critic.nnodes=0 puts the critic on the trainer's ranks"
     if not config.trainer.use_nodes_ratios and config.rollout.nnodes * config.rollout.n_gpus_per_node == 1:
         yield "rollout.split_groups", "there is one replica, so nothing to split groups over"
     if config.cluster.backend == "inline":

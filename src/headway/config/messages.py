@@ -12,7 +12,8 @@ from pydantic_core import ErrorDetails
 
 from headway.config.aliases import RENAMED
 from headway.config.layers import lies_in
-from headway.config.schema import Config, Section
+from headway.config.schema import Config
+from headway.config.section import Section
 
 SIMILARITY = 0.75
 """How alike two keys must be for one to be suggested instead of the other, in [0, 1]."""

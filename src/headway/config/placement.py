@@ -1,7 +1,7 @@
 """Which role runs on which devices. Arithmetic over numbered devices; where device 7 is, the cluster knows.
 
-counts    │ actor ... │ rollout ... │ ref ... (or on the actor's)
-shares    │ actor ──▶ │ ref (or on the actor's) │  idle  │ ◀── rollout │
+counts    │ actor ... │ rollout ... │ ref ... │ logp ... │ critic ... │   (the last three, or on the actor's)
+shares    │ actor ──▶ │ logp │ ref │  idle  │ ◀── rollout │               (logp and ref, or on the actor's)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fractions import Fraction
 from headway.config.schema import Config
 from headway.errors import ConfigError
 
-ACTOR, ROLLOUT, REF = "actor", "rollout", "ref"
+ACTOR, ROLLOUT, REF, LOGP, CRITIC = "actor", "rollout", "ref", "logp", "critic"
 SHARE_NAMES = ("train", "logp", "ref_logp", "generate")
 
 
@@ -36,8 +36,20 @@ class Placement:
 
 
 def needs_reference(config: Config) -> bool:
-    """Whether the loss has a KL term to a reference policy."""
-    return config.actor.use_kl_loss and config.actor.kl_loss_coef > 0
+    """Whether there is a KL term to a reference policy, in the loss or in the reward."""
+    algorithm = config.algorithm
+    in_loss = config.actor.use_kl_loss and config.actor.kl_loss_coef > 0
+    return in_loss or (algorithm.use_kl_in_reward and algorithm.kl_ctrl.kl_coef > 0)
+
+
+def needs_logp(config: Config) -> bool:
+    """Whether log π_prox is recomputed."""
+    return not config.async_training.use_rollout_log_probs and config.actor.prox_logp_method == "recompute"
+
+
+def needs_critic(config: Config) -> bool:
+    """Whether the advantages are made from a critic's values."""
+    return config.algorithm.adv_estimator == "gae"
 
 
 def resolve_placement(config: Config) -> Placement:
@@ -53,7 +65,6 @@ def resolve_placement(config: Config) -> Placement:
 def _by_counts(config: Config) -> Placement:
     train = config.trainer.nnodes * config.trainer.n_gpus_per_node
     generate = config.rollout.nnodes * config.rollout.n_gpus_per_node
-    ref = config.ref.nnodes * config.ref.n_gpus_per_node if needs_reference(config) else 0
     if generate == 0:
         raise ConfigError("rollout.nnodes: got 0, expected at least 1: somebody has to generate")
     shared = config.placement.kind == "shared"
@@ -66,9 +77,16 @@ def _by_counts(config: Config) -> Placement:
     split_at = 0 if shared else train
     used = max(train, split_at + generate)
     devices = {ACTOR: _devices(0, train), ROLLOUT: _devices(split_at, generate)}
-    if needs_reference(config):
-        devices[REF] = _devices(used, ref) or devices[ACTOR]
-    return Placement(devices, total=used + ref)
+    for role, section, needed in (
+        (REF, config.ref, needs_reference(config)),
+        (LOGP, config.logp, needs_logp(config)),
+        (CRITIC, config.critic, needs_critic(config)),
+    ):
+        if needed:
+            own = _devices(used, section.nnodes * section.n_gpus_per_node)
+            devices[role] = own or devices[ACTOR]
+            used += len(own)
+    return Placement(devices, total=used)
 
 
 def _by_shares(config: Config, ratios: tuple[Fraction, ...]) -> Placement:
@@ -79,11 +97,18 @@ def _by_shares(config: Config, ratios: tuple[Fraction, ...]) -> Placement:
         )
     total = config.trainer.nnodes * config.trainer.n_gpus_per_node
     train, logp, ref, generate = _whole_devices(ratios, total)
-    _check_shares(train, logp, ref, generate, total, with_reference=needs_reference(config))
+    with_logp, with_ref = needs_logp(config), needs_reference(config)
+    _check_shares(train, logp, ref, generate, total, with_logp=with_logp, with_reference=with_ref)
     devices = {ACTOR: _devices(0, train), ROLLOUT: _devices(total - generate, generate)}
-    if needs_reference(config):
-        on_its_own = ref > 0 and train + logp + ref + generate <= total
-        devices[REF] = _devices(train + logp, ref) if on_its_own else devices[ACTOR][: ref or train]
+    disjoint = train + logp + ref + generate <= total
+    if with_logp:
+        devices[LOGP] = _devices(train, logp) if logp and disjoint else devices[ACTOR][: logp or train]
+    if with_ref:
+        devices[REF] = _devices(train + logp, ref) if ref and disjoint else devices[ACTOR][: ref or train]
+    if needs_critic(config):
+        own = _devices(total, config.critic.nnodes * config.critic.n_gpus_per_node)
+        devices[CRITIC] = own or devices[ACTOR]
+        total += len(own)
     return Placement(devices, total)
 
 
@@ -99,18 +124,28 @@ def _whole_devices(ratios: tuple[Fraction, ...], total: int) -> list[int]:
     return [int(count) for count in counts]
 
 
-def _check_shares(train: int, logp: int, ref: int, generate: int, total: int, *, with_reference: bool) -> None:
+def _check_shares(
+    train: int, logp: int, ref: int, generate: int, total: int, *, with_logp: bool, with_reference: bool
+) -> None:
     problems = []
     if train == 0 or generate == 0:
         problems.append(f"train has {train} and generate {generate} of {total} devices, expected at least 1 each")
     if train + generate > total:
         problems.append(f"train and generate together have {train + generate} of {total} devices, expected at most all")
-    if logp > 0:
-        problems.append("logp's share must be 0: log-probs are recomputed on the trainer's ranks")
+    if logp > 0 and not with_logp:
+        problems.append(
+            "logp's share must be 0: no log-probs are recomputed unless async_training.use_rollout_log_probs=false and "
+            "actor.prox_logp_method=recompute"
+        )
     if ref > 0 and not with_reference:
-        problems.append("ref_logp's share must be 0: there is no reference policy without actor.use_kl_loss")
-    if ref > train and train + logp + ref + generate > total:
-        problems.append(f"ref_logp lies on train's devices, but has {ref} where train has {train}")
+        problems.append(
+            "ref_logp's share must be 0: there is no reference policy without actor.use_kl_loss or "
+            "algorithm.use_kl_in_reward"
+        )
+    if train + logp + ref + generate > total:
+        for name, count in (("logp", logp), ("ref_logp", ref)):
+            if count > train:
+                problems.append(f"{name} lies on train's devices, but has {count} where train has {train}")
     if problems:
         raise ConfigError(f"trainer.use_nodes_ratios: {'; '.join(problems)}")
 

@@ -29,10 +29,8 @@ class Row:
     """[T]"""
     loss_mask: NDArray[np.bool_]
     """[T]"""
-    advantages: NDArray[np.float32] | None = None
-    """[T]"""
     columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
-    """[T] each."""
+    """[T] each. See `headway.data.types.Sample`."""
 
 
 def resolve(samples: Sequence[Sample], get: Callable[[Handle[Any]], Any]) -> list[Row]:
@@ -54,8 +52,7 @@ def resolve(samples: Sequence[Sample], get: Callable[[Handle[Any]], Any]) -> lis
                 prompt_length=len(group.prompt_ids),
                 logprobs=response.logprobs,
                 versions=response.versions,
-                loss_mask=response.loss_mask,
-                advantages=sample.advantages,
+                loss_mask=np.zeros_like(response.loss_mask) if sample.masked else response.loss_mask,
                 columns={name: fetch(c.handle)[c.index] for name, c in sample.columns.items()},
             )
         )

@@ -9,7 +9,7 @@ Shape suffixes: P prompt tokens, T response tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, TypeVar, Union
@@ -121,6 +121,18 @@ class ResponseAt:
     index: int
 
 
+@dataclass(frozen=True, slots=True)
+class Outcomes:
+    """What became of the trajectories of one fetch, in the order of its samples [S]."""
+
+    ids: tuple[TrajectoryId, ...]
+    rewards: NDArray[np.float32]
+    groups: NDArray[np.int64]
+    """The number of each one's group."""
+    finished: NDArray[np.bool_]
+    """False where the answer was cut off."""
+
+
 @dataclass(slots=True)
 class Group:
     """One prompt with its ``rollout.n`` trajectories: the unit that streams. ``number`` counts admissions from 0."""
@@ -133,8 +145,25 @@ class Group:
     """One per trajectory. All behind one handle, unless the group was split over replicas."""
     rewards: NDArray[np.float32] | None = None
     """[n], set by Reward."""
-    ref_logprobs: tuple[Column, ...] | None = None
-    """One [T] column per trajectory, set by RefLogProb."""
+    columns: dict[str, tuple[Column, ...]] = field(default_factory=dict)
+    """What was computed per token, by name: one [T] column per trajectory. See `Sample.columns`."""
+
+    def samples(self, columns: Collection[str] = (), *, mask_cut_off: bool = False) -> list[Sample]:
+        """Its trajectories for a forward or training step, with those of ``columns`` that it has.
+
+        ``mask_cut_off``: answers that did not end by themselves are in no loss (overlong filtering).
+        """
+        return [
+            Sample(
+                tokens=at.tokens,
+                k=at.index,
+                prompt_length=trajectory.prompt_length,
+                length=trajectory.length,
+                columns={name: self.columns[name][k] for name in columns if name in self.columns},
+                masked=mask_cut_off and trajectory.finish_reason is not FinishReason.STOP,
+            )
+            for k, (at, trajectory) in enumerate(zip(self.responses, self.trajectories, strict=True))
+        ]
 
     @property
     def oldest_version(self) -> int:
@@ -166,10 +195,11 @@ class Sample:
     """Which of the responses behind ``tokens``."""
     prompt_length: int
     length: int
-    advantages: NDArray[np.float32] | None = None
-    """[T]; None for a forward pass."""
     columns: Mapping[str, Column] = field(default_factory=dict)
-    """Further per-token inputs of the loss, by name: ``ref_logprobs``, ``prox_logprobs``."""
+    """Further per-token inputs, by name: ``ref_logprobs``, ``prox_logprobs``, ``values``, ``advantages``, ``returns``.
+    """
+    masked: bool = False
+    """None of its tokens counts in a loss."""
 
     @property
     def total_length(self) -> int:

@@ -22,7 +22,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from headway.config.schema import MakeModelConfig
+from headway.config.model import MakeModelConfig
 from headway.errors import ModelError
 from headway.models.export import export
 

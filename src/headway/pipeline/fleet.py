@@ -58,6 +58,10 @@ class Fleet:
         """Who gets the next version."""
         return [*self.replicas, *self._others]
 
+    def others_serve(self, version: int) -> bool:
+        """All that hold the policy and generate nothing have loaded ``version``."""
+        return all(other.version == version for other in self._others)
+
     @property
     def validator(self) -> Replica:
         """The replica that validates."""
@@ -93,6 +97,11 @@ class Fleet:
         if joins:
             self._state.emit(ReplicaJoined(time=now(), replica=replica.name, version=version, slots=replica.slots))
             self.on_change()
+
+    def serve_other(self, receiver: Receiver, version: int) -> None:
+        """``receiver``, which generates nothing, has loaded ``version``."""
+        receiver.version = version
+        self._state.changed.changed()
 
     async def generate(self, replica: Replica, requests: Sequence[GenerateRequest]) -> AsyncIterator[FinishedGroup]:
         """`RolloutEngine.generate`, which ends early, and raises nothing, when the replica is gone and others go on."""

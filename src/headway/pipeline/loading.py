@@ -90,6 +90,7 @@ class Loading:
             if isinstance(receiver, Replica):
                 return await self._swap(receiver, version, expected)
             await self._report(receiver, version, await self._activate(receiver, version), expected)
+            self._fleet.serve_other(receiver, version)
         except Gone as gone:
             await self._fleet.lose(gone)
         return None

@@ -88,6 +88,14 @@ class MessageQueue:
                 self._pass(number)
         return taken
 
+    async def until_full(self) -> None:
+        """Wait until everything that may be admitted was, and is here. At once when closed or abandoned."""
+        await self._signal.until(lambda: self._closed or self._abandoned or self._is_full)
+
+    @property
+    def _is_full(self) -> bool:
+        return self._staleness.room == 0 and len(self._finished) == len(self._live)
+
     def close(self) -> None:
         """Nothing more will be put."""
         self._closed = True

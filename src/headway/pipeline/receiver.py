@@ -49,6 +49,8 @@ class Receiver:
         self.name = engine.name
         self.why: RunError | None = None
         """Why it is gone."""
+        self.version = 0
+        """What it serves."""
         self._receiver = engine
         self._timeout_s = timeout_s
         self._open: dict[asyncio.Timeout, None] = {}

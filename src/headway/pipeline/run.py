@@ -1,12 +1,14 @@
 """One run: the stages wired up, started, watched and ended in order. The main loop of Headway is `Pipeline.run`.
 
              ┌──────── ground truth, extra fields ───────┐
-PromptLoader ─▶ Generate ────────────────────────────▶ Rollout ─▶ Reward ─▶ RefLogProb ─▶ MessageQueue
-     ▲             ▲        ids and tokens only    (joins groups)  (may filter)  (own ranks)    │
+PromptLoader ─▶ Generate ────────────────────────────▶ Rollout ─▶ Reward ─▶ [RefLogProb] ─▶ MessageQueue
+     ▲             ▲        ids and tokens only    (joins groups)  (may filter)                 │
  admission      weights                                                                         ▼  a fetch
-     │             │                                                                       ActorTrain
-     └── Staleness ◀──── ParamUpdate: gather ▶ send ▶ recv ▶ register ▶ load ◀──────────────────┘
+     │             │                                   [CriticTrain] ◀─ ActorTrain ◀─ [Values] ◀─ [LogProb]
+     └── Staleness ◀──── ParamUpdate: gather ▶ send ▶ recv ▶ register ▶ load ◀─┘
                              └─▶ Validate
+
+Stages in brackets are there when the algorithm asks for them and they have ranks of their own.
 """
 
 from __future__ import annotations
@@ -25,11 +27,13 @@ from headway.errors import UpdateFailed, WorkerDied
 from headway.events import CheckpointSaved, Emit, Observer, RunFinished, RunStarted, fan_out
 from headway.interfaces import (
     AdvantageFn,
+    CriticEngine,
     FinishedGroup,
     LogProbEngine,
     OnUpdate,
     PolicyReceiver,
     PromptSource,
+    ProximalEngine,
     RewardFn,
     RolloutEngine,
     SamplingParams,
@@ -37,23 +41,30 @@ from headway.interfaces import (
 )
 from headway.pipeline.channel import Channel
 from headway.pipeline.concurrently import Tasks, concurrently, failing_as_one
+from headway.pipeline.critic import Critic
+from headway.pipeline.fetches import Fetch, Fetches, FetchSource
 from headway.pipeline.fleet import Fleet
+from headway.pipeline.guard import Guard, GuardSettings
 from headway.pipeline.lease import OwnDevices, SharedDevices
 from headway.pipeline.ledger import Ledger
 from headway.pipeline.message_queue import MessageQueue
 from headway.pipeline.monitor import Monitor
 from headway.pipeline.on_update import Halts
+from headway.pipeline.preparation import Preparation
 from headway.pipeline.receiver import Gone, Replica
 from headway.pipeline.router import Router
 from headway.pipeline.stage import Stage
 from headway.pipeline.stages.actor_train import ActorTrain, TrainSettings, Update
+from headway.pipeline.stages.critic_train import CriticTrain
 from headway.pipeline.stages.generate import Generate
+from headway.pipeline.stages.logprob import LogProb
 from headway.pipeline.stages.param_update import ParamUpdate
 from headway.pipeline.stages.prompt_loader import PromptLoader, Wave
 from headway.pipeline.stages.ref_logprob import RefLogProb
 from headway.pipeline.stages.reward import GroupFilter, Reward
 from headway.pipeline.stages.rollout import Rollout
 from headway.pipeline.stages.validate import Validate, Validation
+from headway.pipeline.stages.values import Values
 from headway.pipeline.staleness import Staleness
 from headway.pipeline.state import RunState, now
 from headway.pipeline.supervision import Supervision, Watch
@@ -79,6 +90,13 @@ class Parts:
     reference: LogProbEngine | None = None
     reference_inside_fetch: bool = True
     """The reference shares the trainer's ranks."""
+    proximal: ProximalEngine | None = None
+    """Who recomputes log π_prox; None where the engine's log-probs, or an approximation, are taken for it."""
+    proximal_inside_fetch: bool = True
+    """It shares the trainer's ranks. Else it is made of ``receivers``, all of them."""
+    critic: CriticEngine | None = None
+    critic_inside_fetch: bool = True
+    """The critic shares the trainer's ranks."""
     stop_token_ids: tuple[int, ...] = ()
     watch: Callable[[], Coroutine[Any, Any, None]] | None = None
     """Runs until cancelled; raises `WorkerDied` as soon as a worker ends that the run cannot go on without."""
@@ -123,7 +141,10 @@ class Pipeline:
         )
         self._supervision = Supervision(self._fleet, parts.watch_replica)
         self._stopping = False
+        self.stop_reason: str | None = None
+        """Why the run stopped itself; None where it did not."""
         self._saved_version: int | None = None
+        self._critic = self._make_critic()
         self._wire()
 
     @property
@@ -145,7 +166,7 @@ class Pipeline:
             self._emit_finished(Status.FAILED, f"{type(failure).__name__}: {failure}")
             raise
         status = Status.INTERRUPTED if self._stopping and not self._trained_all else Status.COMPLETED
-        self._emit_finished(status, None)
+        self._emit_finished(status, self.stop_reason)
         return status
 
     @property
@@ -162,9 +183,10 @@ class Pipeline:
             raise ValueError("placement.kind=shared: every device is in use, a replica cannot join")
         self._supervision.add(self._fleet.join(replica))
 
-    def request_stop(self) -> None:
-        """Finish the current version, save, and return from `run`."""
+    def request_stop(self, reason: str | None = None) -> None:
+        """Finish the current version, save, and return from `run`. ``reason``: why the run stops itself."""
         self._stopping = True
+        self.stop_reason = self.stop_reason or reason
         self._state.request_stop()
 
     # ------------------------------------------------------------------------------------------ wiring
@@ -190,7 +212,6 @@ class Pipeline:
         fleet, halts = self._fleet, Halts(state, self._fleet, OnUpdate(config.async_training.on_update))
         generate = Generate(state, waves, finished, fleet, halts, self._router)
         fleet.on_change, halts.gate = halts.fleet_changed, generate.gate
-        shared = config.placement.kind == "shared"
         self._upstream: list[Stage[Any, Any]] = [
             self._loader,
             generate,
@@ -200,17 +221,7 @@ class Pipeline:
         if parts.reference is not None and isinstance(rewarded, Channel):
             self._upstream.append(RefLogProb(state, rewarded, state.queue, parts.reference))
         self._downstream: list[Stage[Any, Any]] = [
-            ActorTrain(
-                state,
-                parts.trainer,
-                parts.advantages,
-                updates,
-                self._train_settings(),
-                lease=SharedDevices(state, fleet, halts) if shared else OwnDevices(),
-                fleet=fleet,
-                reference=parts.reference if parts.reference_inside_fetch else None,
-                checkpoint=self._checkpoint,
-            ),
+            *self._training(updates, halts),
             ParamUpdate(
                 state,
                 updates,
@@ -234,17 +245,69 @@ class Pipeline:
             ),
         ]
 
+    def _training(self, updates: Channel[Update], halts: Halts) -> list[Stage[Any, Any]]:
+        """ActorTrain, and what stands between it and the queue, or beside it, with ranks of its own."""
+        config, parts, state, fleet = self.config, self._parts, self._state, self._fleet
+        settings = self._train_settings()
+        source: FetchSource = Fetches(state, settings.fetch_size, fill_first=config.async_training.fill_queue)
+        follows = "groups from the message queue"
+        stages: list[Stage[Any, Any]] = []
+        if parts.proximal is not None and not parts.proximal_inside_fetch:
+            stages.append(LogProb(state, source, proximal := Channel[Fetch]("proximal"), parts.proximal, fleet))
+            source, follows = proximal, "LogProb"
+        critic, to_critic = self._critic, None
+        if critic is not None and not parts.critic_inside_fetch:
+            stages.append(Values(state.emit, source, valued := Channel[Fetch]("valued"), critic, follows=follows))
+            source, follows, to_critic = valued, "Values", Channel[Fetch]("fetches for the critic")
+            stages.append(CriticTrain(state.emit, to_critic, critic))
+        preparation = Preparation(
+            parts.advantages,
+            reference=parts.reference if parts.reference_inside_fetch else None,
+            proximal=parts.proximal if parts.proximal_inside_fetch else None,
+            critic=critic if parts.critic_inside_fetch else None,
+        )
+        guard = config.offpolicy.guard
+        shared = config.placement.kind == "shared"
+        actor = ActorTrain(
+            state,
+            source,
+            updates,
+            parts.trainer,
+            preparation,
+            settings,
+            lease=SharedDevices(state, fleet, halts) if shared else OwnDevices(),
+            fleet=fleet,
+            guard=Guard(GuardSettings(guard.min_ess, guard.action), state, self.request_stop),
+            checkpoint=self._checkpoint,
+            to_critic=to_critic,
+            follows=follows,
+        )
+        return [*stages, actor]
+
+    def _make_critic(self) -> Critic | None:
+        if self._parts.critic is None:
+            return None
+        return Critic(
+            self._parts.critic,
+            self._emit,
+            mini_batch_size=self.config.actor.ppo_mini_batch_size,
+            epochs=self.config.critic.ppo_epochs,
+            max_nonfinite_steps=self.config.trainer.max_nonfinite_steps,
+        )
+
     def _sampling(self, temperature: float, top_p: float = 1.0, top_k: int = 0) -> SamplingParams:
         max_tokens, stop = self.config.data.max_response_length, self._parts.stop_token_ids
         return SamplingParams(max_tokens, temperature, top_p, top_k, stop)
 
     def _train_settings(self) -> TrainSettings:
         config = self.config
+        size, epochs = config.actor.ppo_mini_batch_size, config.actor.ppo_epochs
         return TrainSettings(
-            mini_batch_size=config.actor.ppo_mini_batch_size,
+            mini_batch_size=size,
             mini_batches_per_fetch=config.async_training.require_batches,
-            ppo_epochs=config.actor.ppo_epochs,
-            use_rollout_log_probs=config.async_training.use_rollout_log_probs,
+            ppo_epochs=epochs,
+            steps_per_version=config.groups_per_version // size * epochs,
+            mask_cut_off=config.algorithm.overlong_filtering,
             max_nonfinite_steps=config.trainer.max_nonfinite_steps,
             save_freq=config.trainer.save_freq,
         )
@@ -304,6 +367,8 @@ class Pipeline:
             "again": [[p.epoch, p.row, p.attempt] for p in self._state.waiting_again],
             "source": self._parts.source.state(),
         }
+        if self._critic is not None:  # first: a checkpoint whose own folder is there is complete
+            await self._critic.save(self._checkpoints / "critic" / path.name)
         await self._parts.trainer.save(path, driver_state)
         self._saved_version = version
         self._emit(CheckpointSaved(time=now(), version=version, path=str(path), span=(started, now())))

@@ -53,12 +53,15 @@ class Staleness:
     """Groups older than ``max_lag`` are dropped; else the fetch waits for those that would become so."""
     admitted: int = 0
     discarded: int = 0
+    eta_now: Fraction = field(init=False)
+    """What is admitted by: η, or less (`lower`). The bound on lag stays that of η: groups were admitted by it."""
     served_version: int = field(init=False)
     """The oldest version that a serving replica has loaded."""
     limit: int = field(init=False)
     """⌊(v + 1 + η) · B⌋ for that version. Both are kept, not computed: they are asked for at every admission."""
 
     def __post_init__(self) -> None:
+        self.eta_now = self.eta
         self._serve()
 
     @property
@@ -99,6 +102,21 @@ class Staleness:
     def discard(self) -> None:
         self.discarded += 1
 
+    def lower(self) -> bool:
+        """Admit half as far ahead from now on, or nothing ahead where half is less than a group. False: no change."""
+        half = self.eta_now / 2
+        return self._admit_by(half if half * self.groups_per_version >= 1 else Fraction(0))
+
+    def recover(self) -> bool:
+        """Undo one `lower`. False: nothing is lowered."""
+        return self._admit_by(min(self.eta, max(2 * self.eta_now, Fraction(1, self.groups_per_version))))
+
+    def _admit_by(self, eta: Fraction) -> bool:
+        changed = eta != self.eta_now
+        self.eta_now = eta
+        self._serve()
+        return changed
+
     def load(self, replica: str, version: int) -> None:
         """``replica`` serves ``version`` from now on; versions only grow."""
         if version < (before := self.loaded.get(replica, 0)):
@@ -113,7 +131,7 @@ class Staleness:
 
     def _serve(self) -> None:
         self.served_version = min(self.loaded.values())
-        self.limit = admission_limit(self.served_version, self.eta, self.groups_per_version)
+        self.limit = admission_limit(self.served_version, self.eta_now, self.groups_per_version)
 
     def check(self, number: int, oldest_version: int, trained_at: int) -> int:
         """The lag of a group that is about to be trained on. Raises `StalenessExceeded` above the bound."""

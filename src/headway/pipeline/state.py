@@ -29,7 +29,7 @@ class RunState:
     emit: Emit
     consumed: int = 0
     fetching: int = 0
-    """Groups of the fetch that is being trained."""
+    """Groups that were taken into fetches which have not ended."""
     data_ended: bool = False
     """The data gave out within a version; the version that it left short counts all the same."""
     waiting_again: deque[Prompt] = field(default_factory=deque)
@@ -49,6 +49,16 @@ class RunState:
     def version(self) -> int:
         """The trainer's version."""
         return self.consumed // self.staleness.groups_per_version + (self.data_ended and not self.at_boundary)
+
+    @property
+    def taken(self) -> int:
+        """Groups that were taken into fetches."""
+        return self.consumed + self.fetching
+
+    @property
+    def took_version(self) -> bool:
+        """All that the trainer's version trains is taken, and not all of it consumed."""
+        return self.taken // self.staleness.groups_per_version > self.consumed // self.staleness.groups_per_version
 
     @property
     def unrewarded(self) -> int:
@@ -123,17 +133,32 @@ class RunState:
         def drop(group: Group) -> None:
             self.discard(group.number, Fate.DROPPED, "overdue")
 
-        return await self.queue.take(count, version, drop)
+        groups = await self.queue.take(count, version, drop)
+        self.fetching += len(groups)
+        return groups
 
     def consume(self, number: int, fate: Fate, reason: str | None = None, lag: int | None = None) -> None:
         """A group that was taken into a fetch met its end; trained or not, it counts as consumed."""
         self._settle(number, fate, reason, lag)
+        self.fetching -= 1
         self.consumed += 1
+        if self.at_boundary:
+            self._wake()
 
     def load(self, replica: str, version: int) -> None:
         """``replica`` serves ``version`` from now on."""
         self.staleness.load(replica, version)
         self._wake()
+
+    def admit_less_ahead(self) -> bool:
+        """See `Staleness.lower`."""
+        return self.staleness.lower()
+
+    def admit_further_ahead(self) -> bool:
+        """See `Staleness.recover`."""
+        changed = self.staleness.recover()
+        self._wake()
+        return changed
 
     def unload(self, replica: str) -> None:
         """``replica`` is gone: it validates nothing, and the oldest version served may be a younger one now."""
@@ -165,7 +190,7 @@ class RunState:
 
     def request_stop(self) -> None:
         """End at the next version boundary: the run's total shrinks to it. A fetch that did not start is abandoned."""
-        taken, per_version = self.consumed + self.fetching, self.staleness.groups_per_version
+        taken, per_version = self.taken, self.staleness.groups_per_version
         boundary = ceil(taken / per_version) * per_version
         self.staleness.total = boundary if self.staleness.total is None else min(boundary, self.staleness.total)
         if taken == boundary:

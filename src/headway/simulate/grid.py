@@ -16,7 +16,8 @@ from math import floor
 from typing import NamedTuple
 
 from headway.config.presets import PRESETS, Values, preset
-from headway.config.schema import Admission, exact_fraction
+from headway.config.schema import Admission
+from headway.config.section import exact_fraction
 from headway.errors import ConfigError
 from headway.simulate.profile import Profile
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.config.presets import PRESETS
-from headway.config.schema import shortest_spelling
+from headway.config.section import shortest_spelling
 from headway.simulate.grid import Setting
 from headway.simulate.measure import MOST_VERSIONS, PRECISION, Measurement
 from headway.simulate.profile import Profile

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from headway.algorithms.filters import has_variance
 from headway.config.layers import nest
-from headway.config.placement import needs_reference
+from headway.config.placement import needs_logp, needs_reference
 from headway.config.presets import preset
 from headway.config.schema import Config
-from headway.data.types import Group
+from headway.data.types import Column, Outcomes, Sample
 from headway.errors import ConfigError
 from headway.events import Observer
 from headway.pipeline.run import Parts, Pipeline, Status
@@ -126,13 +126,16 @@ def _parts(profile: Profile, config: Config, trainer: SimulatedTrainer, replicas
         advantages=partial(_advantages, trainer),
         group_filter=_without_variance if config.algorithm.filter_groups.enable else None,
         reference=trainer if needs_reference(config) else None,
+        proximal=trainer if needs_logp(config) else None,
     )
 
 
-def _advantages(trainer: SimulatedTrainer, groups: Sequence[Group]) -> list[list[NDArray[np.float32]]]:
+async def _advantages(
+    trainer: SimulatedTrainer, samples: Sequence[Sample], outcomes: Outcomes
+) -> dict[str, list[Column]]:
     """Computed once for each fetch, before its steps."""
     trainer.fetch_prepared()
-    return zero_advantages(groups)
+    return await zero_advantages(samples, outcomes)
 
 
 def _train_cost(profile: Profile, config: Config) -> TrainCost:

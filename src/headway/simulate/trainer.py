@@ -16,7 +16,7 @@ from typing import Any
 
 from headway.data.types import Column, Sample
 from headway.errors import RunError
-from headway.interfaces import GatherReport, SendReport, StepReport
+from headway.interfaces import GatherReport, SendReport, StepContext, StepReport
 from headway.simulate.contention import Contention
 from headway.simulate.costs import TrainCost, phase_seconds
 from headway.simulate.profile import UpdateProfile
@@ -64,7 +64,10 @@ class SimulatedTrainer:
         await self._work("a forward pass", self._cost.forward_token_s * _tokens(samples))
         return [_COLUMN] * len(samples)
 
-    async def train_step(self, samples: Sequence[Sample]) -> StepReport:
+    async def proximal_logprobs(self, samples: Sequence[Sample], version: int) -> list[Column]:
+        return await self.forward_logprobs(samples)
+
+    async def train_step(self, samples: Sequence[Sample], context: StepContext) -> StepReport:
         latency_s, self._owed_s = self._owed_s, 0.0
         await self._work("an optimizer step", latency_s + self._cost.step_s + self._cost.token_s * _tokens(samples))
         return _STEP

@@ -21,7 +21,7 @@ from transformers import (
 
 from headway.data.types import Prompt
 from headway.engines.rollout.native.core import EngineCore
-from headway.engines.rollout.native.served import Contents
+from headway.engines.served.weights import Contents
 from headway.interfaces import FinishedGroup, GenerateRequest, Priority, SamplingParams
 
 VOCABULARY = 40

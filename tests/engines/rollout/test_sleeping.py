@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from headway.engines.rollout.native.core import EngineCore
 from headway.engines.rollout.native.fused import FusedForward
-from headway.engines.rollout.native.memory import WeightMemory
+from headway.engines.served.memory import WeightMemory
 from headway.errors import RunError
 from headway.interfaces import FinishedGroup, GenerateRequest, OnUpdate
 from tests.engines.rollout.serving import MODEL, Source, collect, endless, serving

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from headway.config.schema import MakeModelConfig
+from headway.config.model import MakeModelConfig
 from headway.models.make import make_model
 
 TIMEOUT = timedelta(seconds=30)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -33,11 +34,18 @@ def random_rows(n: int, seed: int = 0, with_ref: bool = False, with_prox: bool =
                 logprobs=logprobs,
                 versions=np.zeros(response, dtype=np.int32),
                 loss_mask=rng.random(response) < 0.9,
-                advantages=rng.standard_normal(response).astype(np.float32),
-                columns=columns,
+                columns={"advantages": rng.standard_normal(response).astype(np.float32), **columns},
             )
         )
     return rows
+
+
+def with_columns(row: Row, **columns: np.ndarray) -> Row:
+    return replace(row, columns={**row.columns, **columns})
+
+
+def without_column(row: Row, name: str) -> Row:
+    return replace(row, columns={key: value for key, value in row.columns.items() if key != name})
 
 
 def response_logprobs(model: PreTrainedModel, row: Row, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,7 +67,7 @@ def plain_loss(model: PreTrainedModel, rows: Sequence[Row], config: Config) -> t
         mask = torch.from_numpy(row.loss_mask)
         old = torch.from_numpy(row.columns.get("prox_logprobs", row.logprobs))
         ratio = (logp - old).exp()
-        advantages = torch.from_numpy(row.advantages)
+        advantages = torch.from_numpy(row.columns["advantages"])
         per_token = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
         if config.algorithm.rollout_correction.name == "truncate":
             away = (old - torch.from_numpy(row.logprobs)).exp()

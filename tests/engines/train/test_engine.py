@@ -11,24 +11,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config
 
-from headway.config.schema import (
-    ActorConfig,
-    AlgorithmConfig,
-    Config,
-    ModelConfig,
-    OptimConfig,
-    PolicyLossConfig,
-    RolloutConfig,
-)
+from headway.config.learning import ActorConfig, AlgorithmConfig, OptimConfig, PolicyLossConfig
+from headway.config.model import ModelConfig
+from headway.config.schema import Config, RolloutConfig
 from headway.data.collate import Row
 from headway.engines.train.fsdp.batch import collate
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.engines.train.fsdp.policy import check_plain_head
 from headway.engines.train.fsdp.reference import ReferenceEngine
 from headway.errors import ConfigError, ModelError
+from headway.interfaces import StepContext
 from headway.models.loading import load_model
 from headway.weights.buckets import view
-from tests.engines.train.rows import plain_loss, random_rows, response_logprobs
+from tests.engines.train.rows import plain_loss, random_rows, response_logprobs, with_columns, without_column
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 CPU = torch.device("cpu")
@@ -77,11 +72,12 @@ def test_no_rows_give_no_log_probs(model_path: ModelPath) -> None:
 def test_a_response_without_tokens_is_allowed(model_path: ModelPath) -> None:
     [full] = random_rows(1)
     nothing = np.zeros(0, dtype=np.float32)
-    empty = Row(full.input_ids[:3], 3, nothing, nothing.astype(np.int32), nothing.astype(np.bool_), nothing)
+    columns = {"advantages": nothing}
+    empty = Row(full.input_ids[:3], 3, nothing, nothing.astype(np.int32), nothing.astype(np.bool_), columns)
     trainer = engine(model_path())
     short, long = trainer.forward_logprobs([empty, full])
     assert len(short) == 0 and len(long) == len(full.logprobs)
-    assert not trainer.train_step([empty, full]).skipped
+    assert not trainer.train_step([empty, full], StepContext()).skipped
     assert trainer.forward_logprobs([empty])[0].shape == (0,)
 
 
@@ -89,7 +85,7 @@ def test_three_steps_are_those_of_a_plain_loop(model_path: ModelPath) -> None:
     config = configured(optim=OptimConfig(lr=1e-2, lr_scheduler_type="linear", weight_decay=0.1), grad_clip=0.05)
     batches = [random_rows(5, seed=seed) for seed in range(3)]
     trainer = engine(model_path(), config, steps=3)
-    reports = [trainer.train_step(rows) for rows in batches]
+    reports = [trainer.train_step(rows, StepContext()) for rows in batches]
 
     model = load_model(model_path(), dtype=torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
@@ -115,33 +111,34 @@ def test_a_step_reports_how_far_off_policy_it_was(model_path: ModelPath) -> None
         dataclasses.replace(row, logprobs=logprobs)
         for row, logprobs in zip(rows, trainer.forward_logprobs(rows), strict=True)
     ]
-    metrics = trainer.train_step(on_policy).metrics
+    metrics = trainer.train_step(on_policy, StepContext()).metrics
     assert metrics["offpolicy/ess"] == pytest.approx(1.0, abs=1e-6)
     assert metrics["offpolicy/ratio_max"] == pytest.approx(1.0, abs=1e-5)
     assert metrics["offpolicy/kl"] == pytest.approx(0.0, abs=1e-6)
     assert metrics["clip_fraction"] == metrics["offpolicy/clip_fraction"] == 0.0
     assert 0 < metrics["entropy"] <= np.log(18)
-    after = trainer.train_step(rows).metrics
+    after = trainer.train_step(rows, StepContext()).metrics
     assert after["offpolicy/ess"] < 1.0 < after["offpolicy/ratio_max"]
     assert after["offpolicy/clip_fraction"] > 0.0
 
 
 def test_a_loss_that_is_not_finite_leaves_everything_as_it_was(model_path: ModelPath) -> None:
     rows = random_rows(4)
-    broken = dataclasses.replace(
-        rows[1], advantages=np.full_like(rows[1].advantages, np.nan), loss_mask=rows[1].loss_mask | True
+    broken = with_columns(
+        dataclasses.replace(rows[1], loss_mask=rows[1].loss_mask | True),
+        advantages=np.full_like(rows[1].logprobs, np.nan),
     )
     trainer, twin = engine(model_path()), engine(model_path())
     for each in (trainer, twin):
-        each.train_step(rows)
+        each.train_step(rows, StepContext())
     before = weights(trainer)
-    report = trainer.train_step([rows[0], broken])
+    report = trainer.train_step([rows[0], broken], StepContext())
     assert report.skipped
     assert np.isnan(report.metrics["loss"])
     assert_same(weights(trainer), before)
     # neither gradient nor optimizer state of the skipped step is left
-    assert not trainer.train_step(rows).skipped
-    twin.train_step(rows)
+    assert not trainer.train_step(rows, StepContext()).skipped
+    twin.train_step(rows, StepContext())
     assert_same(weights(trainer), weights(twin))
 
 
@@ -149,7 +146,7 @@ def test_log_probs_after_a_step_are_those_of_the_new_weights(model_path: ModelPa
     trainer, rows = engine(model_path()), random_rows(3)
     trainer.save(tmp_path / "start", {})
     before = trainer.forward_logprobs(rows)
-    trainer.train_step(rows)
+    trainer.train_step(rows, StepContext())
     after = trainer.forward_logprobs(rows)
     assert not np.array_equal(after[0], before[0])
     trainer.load(tmp_path / "start")
@@ -162,20 +159,20 @@ def test_training_resumes_bit_for_bit(model_path: ModelPath, tmp_path: Path) -> 
     batches = [random_rows(5, seed=seed) for seed in range(5)]
     trainer = engine(model_path(), config)
     for rows in batches[:2]:
-        trainer.train_step(rows)
+        trainer.train_step(rows, StepContext())
     trainer.save(tmp_path / "checkpoint", {"version": 3, "ledger": {"trained": [1, 2]}})
-    expected = [trainer.train_step(rows).metrics for rows in batches[2:]]
+    expected = [trainer.train_step(rows, StepContext()).metrics for rows in batches[2:]]
 
     resumed = engine(model_path(), config)
     assert resumed.load(tmp_path / "checkpoint") == {"version": 3, "ledger": {"trained": [1, 2]}}
-    assert [resumed.train_step(rows).metrics for rows in batches[2:]] == expected
+    assert [resumed.train_step(rows, StepContext()).metrics for rows in batches[2:]] == expected
     assert_same(weights(resumed), weights(trainer))
 
 
 def test_a_checkpoint_replaces_the_one_before_it(model_path: ModelPath, tmp_path: Path) -> None:
     trainer = engine(model_path())
     trainer.save(tmp_path / "latest", {"version": 1})
-    trainer.train_step(random_rows(2))
+    trainer.train_step(random_rows(2), StepContext())
     trainer.save(tmp_path / "latest", {"version": 2})
     assert engine(model_path()).load(tmp_path / "latest") == {"version": 2}
     assert [p.name for p in tmp_path.iterdir()] == ["latest"]
@@ -197,7 +194,7 @@ def test_an_exported_folder_opens_with_hugging_face_alone(
     model_path: ModelPath, tmp_path: Path, architecture: str, tie: bool
 ) -> None:
     trainer, rows = engine(model_path(architecture, tie)), random_rows(3)
-    trainer.train_step(rows)
+    trainer.train_step(rows, StepContext())
     trainer.export(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
@@ -222,7 +219,7 @@ def test_the_reference_stays_where_it_was_while_the_policy_moves(model_path: Mod
     before = reference.forward_logprobs(rows)
     for logprobs, ours in zip(before, trainer.forward_logprobs(rows), strict=True):
         assert np.array_equal(logprobs, ours)
-    trainer.train_step(rows)
+    trainer.train_step(rows, StepContext())
     for logprobs, again in zip(before, reference.forward_logprobs(rows), strict=True):
         assert np.array_equal(logprobs, again)
 
@@ -230,24 +227,24 @@ def test_the_reference_stays_where_it_was_while_the_policy_moves(model_path: Mod
 def test_a_row_that_lacks_what_the_loss_needs_is_an_error(model_path: ModelPath) -> None:
     [row] = random_rows(1)
     with pytest.raises(ValueError, match="has no advantages"):
-        engine(model_path()).train_step([dataclasses.replace(row, advantages=None)])
+        engine(model_path()).train_step([without_column(row, "advantages")], StepContext())
     with pytest.raises(ValueError, match="has no ref_logprobs"):
-        engine(model_path(), configured(use_kl_loss=True)).train_step([row])
+        engine(model_path(), configured(use_kl_loss=True)).train_step([row], StepContext())
 
 
 def test_a_step_after_one_that_failed_starts_from_nothing(model_path: ModelPath) -> None:
     trainer, twin, rows = engine(model_path()), engine(model_path()), random_rows(6)
     shortest = min(range(6), key=lambda i: len(rows[i].input_ids))  # the last micro-batch
-    broken = [dataclasses.replace(row, advantages=None) if i == shortest else row for i, row in enumerate(rows)]
+    broken = [without_column(row, "advantages") if i == shortest else row for i, row in enumerate(rows)]
     with pytest.raises(ValueError, match="has no advantages"):
-        trainer.train_step(broken)
-    assert trainer.train_step(rows) == twin.train_step(rows)
+        trainer.train_step(broken, StepContext())
+    assert trainer.train_step(rows, StepContext()) == twin.train_step(rows, StepContext())
     assert_same(weights(trainer), weights(twin))
 
 
 def test_a_step_without_rows_is_an_error(model_path: ModelPath) -> None:
     with pytest.raises(ValueError, match="needs rows"):
-        engine(model_path()).train_step([])
+        engine(model_path()).train_step([], StepContext())
 
 
 def test_half_precision_computes_and_serves_so_but_keeps_float32_weights(model_path: ModelPath) -> None:
@@ -257,7 +254,7 @@ def test_half_precision_computes_and_serves_so_but_keeps_float32_weights(model_p
     for row, logprobs in zip(rows, trainer.forward_logprobs(rows), strict=True):
         expected, _ = response_logprobs(model, row, temperature=0.7)
         np.testing.assert_allclose(logprobs, expected.detach().numpy(), atol=0.02)
-    assert not trainer.train_step(rows).skipped
+    assert not trainer.train_step(rows, StepContext()).skipped
     assert {slot.dtype for slot in trainer.manifest(torch.bfloat16).slots} == {"bfloat16"}
     assert {p.dtype for p in trainer._policy.parameters()} == {torch.float32}
 

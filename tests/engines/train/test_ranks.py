@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -16,12 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from headway.cluster.roles.outbox import Outbox, Send
-from headway.config.schema import ActorConfig, Config, OptimConfig
+from headway.config.learning import ActorConfig, OptimConfig
+from headway.config.schema import Config
 from headway.data.collate import Row
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.errors import ModelError, UpdateFailed
+from headway.interfaces import StepContext
 from headway.weights.protocols import Outgoing
-from tests.engines.train.rows import random_rows
+from tests.engines.train.rows import random_rows, with_columns
 
 RunRanks = Callable[..., list[Any]]
 ModelPath = Callable[..., str]
@@ -46,9 +47,9 @@ def buckets(of: FsdpEngine, bucket_bytes: int = 4096, dtype: torch.dtype = torch
 def train_and_save(path: str, checkpoint: Path, exported: Path, rows: list[Row]) -> dict[str, Any]:
     trainer = engine(path)
     start = buckets(trainer)
-    trainer.train_step(share(rows))
-    broken = [dataclasses.replace(row, advantages=row.advantages * np.nan) for row in share(rows)]
-    skipped = trainer.train_step(broken if dist.get_rank() == 0 else share(rows))
+    trainer.train_step(share(rows), StepContext())
+    broken = [with_columns(row, advantages=row.columns["advantages"] * np.nan) for row in share(rows)]
+    skipped = trainer.train_step(broken if dist.get_rank() == 0 else share(rows), StepContext())
     trainer.save(checkpoint, {"version": 1})
     trainer.export(exported)
     saved = buckets(trainer)
@@ -58,7 +59,7 @@ def train_and_save(path: str, checkpoint: Path, exported: Path, rows: list[Row])
         "skipped": skipped.skipped,
         "saved": saved,
         "logprobs": logprobs,
-        "next": trainer.train_step(share(rows)).metrics,
+        "next": trainer.train_step(share(rows), StepContext()).metrics,
     }
 
 
@@ -70,7 +71,7 @@ def load_and_train(path: str, checkpoint: Path, rows: list[Row]) -> dict[str, An
         "extra": extra,
         "saved": saved,
         "logprobs": trainer.forward_logprobs(rows),
-        "next": trainer.train_step(rows).metrics,
+        "next": trainer.train_step(rows, StepContext()).metrics,
     }
 
 
@@ -98,7 +99,7 @@ def test_a_step_on_two_ranks_ends_where_one_rank_does(
 ) -> None:
     path, rows = model_path("llama", False), random_rows(5)
     alone = engine(path)
-    alone.train_step(rows)
+    alone.train_step(rows, StepContext())
     expected = np.frombuffer(buckets(alone), dtype=np.float32)
     for result in run_ranks(2, step, (path, rows)):
         # AdamW's first step moves each weight by about ±lr, so what is compared is the sign of the gradient
@@ -107,7 +108,7 @@ def test_a_step_on_two_ranks_ends_where_one_rank_does(
 
 def step(path: str, rows: list[Row]) -> bytes:
     trainer = engine(path)
-    trainer.train_step(share(rows))
+    trainer.train_step(share(rows), StepContext())
     return buckets(trainer)
 
 

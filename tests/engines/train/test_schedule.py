@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from headway.config.schema import OptimConfig
+from headway.config.learning import OptimConfig
 from headway.engines.train.fsdp.schedule import learning_rate
 
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.cluster.roles.critic import WithCritic
 from headway.cluster.roles.outbox import Outbox, Send, Sent, SentWeights
-from headway.cluster.roles.role import Role
 from headway.cluster.worker_group import Collect, Dispatch, register
-from headway.data.types import Sample
+from headway.data.types import Outcomes, Sample
 from headway.errors import RunError
-from headway.interfaces import GatherReport, StepReport
+from headway.interfaces import GatherReport, StepContext, StepReport
 from headway.weights.layout import Manifest
 from headway.weights.transports.links import Address, Link
 
@@ -25,17 +25,26 @@ if TYPE_CHECKING:
     from headway.engines.train.fsdp.reference import ReferenceEngine
 
 
-class ActorRole(Role):
+class ActorRole(WithCritic):
     """One training rank. Every method that is registered for all ranks is collective."""
 
     def __init__(
-        self, *, rank: int, world_size: int, total_optimizer_steps: int, with_reference: bool, **common: Any
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        total_optimizer_steps: int,
+        with_reference: bool,
+        total_critic_steps: int | None,
+        **common: Any,
     ) -> None:
+        """``total_critic_steps``: None where the critic, if there is one, has ranks of its own."""
         super().__init__(**common)
         self._rank = rank
         self._world_size = world_size
         self._total_optimizer_steps = total_optimizer_steps
         self._with_reference = with_reference
+        self._total_critic_steps = total_critic_steps
         self._store: Any = None
         self._outbox = Outbox(self._config, sends=rank == 0)
 
@@ -53,6 +62,7 @@ class ActorRole(Role):
         """Join the ranks that meet at ``store``, and load the model."""
         import torch
 
+        from headway.engines.train.advantages import FetchAdvantages
         from headway.engines.train.fsdp.engine import FsdpEngine
         from headway.engines.train.fsdp.reference import ReferenceEngine
 
@@ -69,6 +79,9 @@ class ActorRole(Role):
             self._reference = ReferenceEngine(
                 model_path=self._model_path, config=self._config, device=torch.device(self._device)
             )
+        if self._total_critic_steps is not None:
+            self._build_critic(self._total_critic_steps)
+        self._advantages = FetchAdvantages(self._config.algorithm)
 
     @register(Dispatch.RANK_ZERO)
     def layout(self, dtype: str) -> Manifest:
@@ -104,9 +117,19 @@ class ActorRole(Role):
             raise RunError("this run has no reference policy: nothing in its algorithm asks for one")
         return self._reference.forward_logprobs(self._rows(samples))
 
+    @register(Dispatch.SPLIT, Collect.COLUMNS)
+    def proximal_logprobs(self, samples: Sequence[Sample], version: int) -> list[NDArray[np.float32]]:
+        return self._engine.proximal_logprobs(self._rows(samples), version)
+
+    @register(Dispatch.RANK_ZERO, Collect.HANDLE)
+    def advantages(self, samples: Sequence[Sample], outcomes: Outcomes) -> list[NDArray[np.float32]]:
+        """Of each sample of a whole fetch, and then, where there is a critic, the returns of each."""
+        columns = self._advantages(self._rows(samples), outcomes)
+        return [*columns["advantages"], *columns.get("returns", ())]
+
     @register(Dispatch.SPLIT)
-    def train_step(self, samples: Sequence[Sample]) -> StepReport:
-        return self._engine.train_step(self._rows(samples))
+    def train_step(self, samples: Sequence[Sample], context: StepContext) -> StepReport:
+        return self._engine.train_step(self._rows(samples), context)
 
     @register(Dispatch.ONE_TO_ALL)
     def send_weights(self, version: int, sends: Sequence[Send], everywhere: bool, verify: bool) -> SentWeights:

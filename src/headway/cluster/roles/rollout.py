@@ -8,14 +8,14 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from headway.cluster.roles.inbox import Inbox
 from headway.cluster.roles.role import Role
 from headway.cluster.worker_group import Dispatch, register
 from headway.data.types import GroupTokens
-from headway.errors import UpdateFailed
 from headway.interfaces import Capabilities, FinishedGroup, GenerateRequest, ReceiveReport
 from headway.weights.layout import Manifest, bucket_bytes
-from headway.weights.protocols import Parcel, WeightReceiver, WeightSink
-from headway.weights.transports.links import Address, Link, open_receiver
+from headway.weights.protocols import Parcel
+from headway.weights.transports.links import Address, Link
 
 if TYPE_CHECKING:
     from headway.engines.rollout.native.engine import NativeEngine
@@ -27,8 +27,7 @@ class RolloutRole(Role):
     def __init__(self, **common: Any) -> None:
         super().__init__(**common)
         self._offset = 0.0
-        self._receiver: WeightReceiver | None = None
-        self._parcels: dict[int, Parcel | None] = {}
+        self._inbox = Inbox(self.name)
 
     @register(Dispatch.RANK_ZERO)
     def build(self, store: Address | None) -> None:
@@ -51,9 +50,7 @@ class RolloutRole(Role):
     @register(Dispatch.RANK_ZERO)
     def connect(self, link: Link) -> None:
         """Open the receiver's end of ``link``, in the place of the last one. May wait for sender and receivers."""
-        if self._receiver is not None:
-            self._receiver.close()
-        self._receiver = open_receiver(link, self.name, self._here())
+        self._inbox.open(link, self._here())
 
     @register(Dispatch.RANK_ZERO)
     async def serve(self, manifest: Manifest, clock_offset: float) -> Capabilities:
@@ -74,7 +71,7 @@ class RolloutRole(Role):
             max_batched_tokens=rollout.max_batched_tokens,
             pad_token_id=int(self._tokenizer.pad_token_id),
             decode=partial(self._tokenizer.decode, skip_special_tokens=True),
-            receive=self._receive,
+            receive=self._inbox.receive,
             manifest=manifest,
             dual_buffer=self._dual_buffer,
             consume_bucket_bytes=bucket_bytes(rollout.param_update_consume_bucket_size_mb),
@@ -85,11 +82,8 @@ class RolloutRole(Role):
 
     async def stage_weights(self, version: int, parcel: Parcel | None) -> ReceiveReport:
         """The engine's; ``parcel`` is what the sender left, with a stored transport."""
-        self._parcels[version] = parcel
-        try:
+        with self._inbox.holding(version, parcel):
             return await self.engine.stage_weights(version)
-        finally:
-            self._parcels.pop(version, None)
 
     async def sleep(self, keep_weights: bool) -> None:
         """The engine's."""
@@ -112,16 +106,10 @@ class RolloutRole(Role):
 
     async def close(self) -> None:  # type: ignore[override]
         """Stop the engine's thread and leave the receivers' group."""
-        if self._receiver is not None:
-            self._receiver.close()  # first: the engine may be waiting for a bucket
+        self._inbox.close()  # first: the engine may be waiting for a bucket
         if hasattr(self, "engine"):
             await self.engine.close()
 
     @property
     def _dual_buffer(self) -> bool:
         return self._config.rollout.enable_dual_buffer and self._config.placement.kind == "split"
-
-    def _receive(self, version: int, sink: WeightSink) -> None:
-        if self._receiver is None:
-            raise UpdateFailed(f"{self.name} was asked for version {version} before it was connected to the trainer")
-        self._receiver.receive(version, sink, self._parcels.get(version))

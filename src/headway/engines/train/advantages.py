@@ -1,8 +1,12 @@
-"""From the pipeline's groups to the advantage estimators' tensors, and back."""
+"""From the rows and rewards of a fetch to the advantage estimators' tensors, and back.
+
+rewards ─▶ [− kl_coef · KL(π_prox‖π_ref) per token] ─▶ estimator ─▶ advantages, and a critic's returns
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from inspect import signature
 from typing import Any
 
@@ -10,36 +14,105 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headway.algorithms.advantages import AdvantageEstimator, AdvantageInputs, per_token
-from headway.data.types import FinishReason, Group
+from headway.algorithms.advantages import ADVANTAGES, AdvantageInputs, Advantages, per_token
+from headway.algorithms.kl import kl_in_reward
+from headway.config.learning import AlgorithmConfig
+from headway.data.collate import Row
+from headway.data.types import Outcomes
 from headway.errors import RunError
 
+Arrays = list[NDArray[np.float32]]
+"""[T] for each trajectory."""
 
-class GroupAdvantages:
-    """An `interfaces.AdvantageFn` over an estimator of `headway.algorithms.advantages` and its parameters."""
 
-    def __init__(self, estimator: AdvantageEstimator, params: Mapping[str, Any]) -> None:
-        """``params``: of all estimators; this one gets those that it names."""
-        names = signature(estimator).parameters.values()
-        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in names)
-        self._estimator = estimator
-        self._params = dict(params) if takes_all else {p.name: params[p.name] for p in names if p.name in params}
+class FetchAdvantages:
+    """The configured estimator, with what comes before it and after it."""
 
-    def __call__(self, groups: Sequence[Group]) -> list[list[NDArray[np.float32]]]:
-        """For each group one [T] float32 array per trajectory. Raises `RunError` on an advantage that is not finite."""
-        inputs = AdvantageInputs(
-            rewards=torch.from_numpy(np.concatenate([group.rewards for group in groups])),
-            groups=torch.tensor([i for i, group in enumerate(groups) for _ in group.trajectories]),
-            lengths=torch.tensor([t.length for group in groups for t in group.trajectories]),
-            finished=torch.tensor([t.finish_reason is FinishReason.STOP for g in groups for t in g.trajectories]),
+    def __init__(self, algorithm: AlgorithmConfig) -> None:
+        """Raises `ConfigError` or `UserCodeError` when there is no such estimator."""
+        self._estimator = ADVANTAGES.get(algorithm.adv_estimator)
+        self._params = _named(
+            self._estimator,
+            {
+                "normalize_by_std": algorithm.norm_adv_by_std_in_grpo,
+                "gamma": algorithm.gamma,
+                "lam": algorithm.lam,
+                "k": algorithm.pass_k,
+            },
         )
-        rows = iter(per_token(self._estimator(inputs, **self._params), inputs.lengths))
-        result = [[next(rows).numpy().astype(np.float32) for _ in group.trajectories] for group in groups]
-        for group, advantages in zip(groups, result, strict=True):
-            for trajectory, row in zip(group.trajectories, advantages, strict=True):
-                if not np.isfinite(row).all():
-                    raise RunError(
-                        f"the advantage of trajectory {tuple(trajectory.id)} (group {group.number}) is not finite; its "
-                        f"group's rewards are {group.rewards}"
-                    )
-        return result
+        self._algorithm = algorithm
+
+    def __call__(self, rows: Sequence[Row], outcomes: Outcomes) -> dict[str, Arrays]:
+        """``advantages`` of each trajectory, and ``returns`` where the estimator has a critic.
+
+        ``rows`` have the columns that are asked for: ``values``; ``ref_logprobs`` and ``prox_logprobs``.
+
+        Raises `RunError`, naming a trajectory, for an advantage that is not finite.
+        """
+        inputs = self._penalised(_inputs(rows, outcomes), rows)
+        estimate = self._estimator(inputs, **self._params)
+        columns = {"advantages": _arrays(estimate, inputs)}
+        if isinstance(estimate, Advantages):
+            columns["returns"] = _arrays(estimate.returns, inputs)
+        for name, arrays in columns.items():
+            _check_finite(name, arrays, outcomes)
+        return columns
+
+    def _penalised(self, inputs: AdvantageInputs, rows: Sequence[Row]) -> AdvantageInputs:
+        if not self._algorithm.use_kl_in_reward:
+            return inputs
+        rewards, _ = kl_in_reward(
+            inputs.rewards_of_tokens(),
+            _padded(rows, inputs.width, lambda row: row.columns.get("prox_logprobs", row.logprobs)),
+            _padded(rows, inputs.width, lambda row: row.columns["ref_logprobs"]),
+            inputs.counts(),
+            coef=self._algorithm.kl_ctrl.kl_coef,
+            kind=self._algorithm.kl_penalty,
+        )
+        return replace(inputs, token_rewards=rewards)
+
+
+def _inputs(rows: Sequence[Row], outcomes: Outcomes) -> AdvantageInputs:
+    lengths = torch.tensor([len(row.logprobs) for row in rows])
+    width = int(lengths.max())
+    mask = _padded(rows, width, lambda row: row.loss_mask)
+    valued = all("values" in row.columns for row in rows)
+    return AdvantageInputs(
+        rewards=torch.from_numpy(outcomes.rewards),
+        groups=torch.from_numpy(outcomes.groups),
+        lengths=lengths,
+        mask=None if all(row.loss_mask.all() for row in rows) else mask,
+        values=_padded(rows, width, lambda row: row.columns["values"]) if valued else None,
+        finished=torch.from_numpy(outcomes.finished),
+    )
+
+
+def _padded(rows: Sequence[Row], width: int, get: Callable[[Row], NDArray[Any]]) -> torch.Tensor:
+    """[S, T], zero-padded on the right."""
+    arrays = [get(row) for row in rows]
+    padded = np.zeros((len(rows), width), dtype=arrays[0].dtype)
+    for i, values in enumerate(arrays):
+        padded[i, : len(values)] = values
+    return torch.from_numpy(padded)
+
+
+def _arrays(estimate: torch.Tensor | Advantages, inputs: AdvantageInputs) -> Arrays:
+    return [row.numpy().astype(np.float32) for row in per_token(estimate, inputs.lengths, inputs.mask)]
+
+
+def _check_finite(name: str, arrays: Arrays, outcomes: Outcomes) -> None:
+    for index, array in enumerate(arrays):
+        if not np.isfinite(array).all():
+            group = outcomes.groups[index]
+            raise RunError(
+                f"{name} of trajectory {tuple(outcomes.ids[index])} (group {group}) are not finite; its group's "
+                f"rewards are {outcomes.rewards[outcomes.groups == group]}"
+            )
+
+
+def _named(estimator: Callable[..., Any], params: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of ``params`` that the estimator names."""
+    names = signature(estimator).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in names):
+        return dict(params)
+    return {p.name: params[p.name] for p in names if p.name in params}

@@ -10,14 +10,17 @@ driven at once would interleave their collectives differently on each rank.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 
-from headway.data.types import Group, Sample
+from headway.data.types import Group
 from headway.interfaces import LogProbEngine
 from headway.pipeline.channel import Channel
+from headway.pipeline.fetches import add_column
 from headway.pipeline.message_queue import MessageQueue
 from headway.pipeline.stage import Stage
 from headway.pipeline.state import RunState
+
+REF_LOGPROBS = "ref_logprobs"
 
 
 class RefLogProb(Stage[list[Group], Group]):
@@ -37,7 +40,8 @@ class RefLogProb(Stage[list[Group], Group]):
         return [first, *self._input.take_waiting()]
 
     async def process_data(self, groups: list[Group]) -> AsyncGenerator[Group, None]:
-        await add_ref_logprobs(groups, self._reference)
+        samples = [sample for group in groups for sample in group.samples()]
+        add_column(groups, REF_LOGPROBS, await self._reference.forward_logprobs(samples))
         for group in groups:
             yield group
 
@@ -46,19 +50,3 @@ class RefLogProb(Stage[list[Group], Group]):
 
     def close_output(self) -> None:
         self._output.close()
-
-
-def forward_samples(groups: Sequence[Group]) -> list[Sample]:
-    """Every trajectory of the groups, for a forward pass, in order."""
-    return [
-        Sample(tokens=at.tokens, k=at.index, prompt_length=t.prompt_length, length=t.length)
-        for group in groups
-        for at, t in zip(group.responses, group.trajectories, strict=True)
-    ]
-
-
-async def add_ref_logprobs(groups: Sequence[Group], reference: LogProbEngine) -> None:
-    """Set ``ref_logprobs`` of every group."""
-    columns = iter(await reference.forward_logprobs(forward_samples(groups)))
-    for group in groups:
-        group.ref_logprobs = tuple(next(columns) for _ in group.trajectories)

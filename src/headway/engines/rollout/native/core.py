@@ -20,11 +20,12 @@ from transformers import PreTrainedModel
 from headway.data.types import FinishReason
 from headway.engines.rollout.native.activity import Activity, Step
 from headway.engines.rollout.native.fused import best_forward
+from headway.engines.rollout.native.prepare import prepare_model
 from headway.engines.rollout.native.rows import Rows
 from headway.engines.rollout.native.runner import Runner
 from headway.engines.rollout.native.scheduler import Mode, Scheduler
-from headway.engines.rollout.native.served import ServedWeights, prepare_model
 from headway.engines.rollout.native.work import GroupRun, Prefilled, TrajectoryRun
+from headway.engines.served.weights import ServedWeights
 from headway.errors import NonFinite, RunError, UpdateFailed
 from headway.interfaces import EngineStats, FinishedGroup, GenerateRequest, OnUpdate, Paused, Priority
 from headway.models.probe import PROBE_PREFILL, probe_sequences
@@ -68,7 +69,7 @@ class EngineCore:
             max_batched_tokens=max_batched_tokens,
             pad_token_id=pad_token_id,
         )
-        self.weights = ServedWeights(model, name)  # after the runner, which may repack them
+        self.weights = ServedWeights(model, f"rollout engine {name}")  # after the runner, which may repack them
         self._activity = Activity(clock)
         self._groups: list[GroupRun] = []
         self._serial = 0

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from headway.engines.rollout.native.core import EngineCore, Finished
-from headway.engines.rollout.native.update import Beside, Over, Updates
+from headway.engines.served.update import Beside, Over, Updates
 from headway.errors import ConfigError, HeadwayError, RunError, StallError, UpdateFailed, WorkerDied, boundary
 from headway.interfaces import (
     Capabilities,
@@ -138,8 +138,9 @@ class NativeEngine:
         self._updates: Updates | None = None
         if receive is not None and manifest is not None:
             self._core.weights.check_layout(manifest)
-            way_in = (Beside if dual_buffer else Over)(name, self._core.weights, manifest, consume_bucket_bytes)
-            self._updates = Updates(name, way_in, receive)
+            whose = f"rollout engine {name}"
+            way_in = (Beside if dual_buffer else Over)(whose, self._core.weights, manifest, consume_bucket_bytes)
+            self._updates = Updates(whose, way_in, receive)
 
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._unanswered: list[tuple[_Command, Any]] = []

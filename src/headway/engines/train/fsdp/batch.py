@@ -72,6 +72,13 @@ def response_aligned(
     return torch.from_numpy(padded).to(device)
 
 
+def required_column(row: Row, name: str) -> NDArray[np.float32]:
+    """[T]. Raises `ValueError` for a row that lacks what this step needs."""
+    if name not in row.columns:
+        raise ValueError(f"a row of {_response_length(row)} response tokens has no {name}, which this step needs")
+    return row.columns[name]
+
+
 def split_by_budget(rows: Sequence[Row], token_budget: int) -> list[list[int]]:
     """Indices of ``rows`` for each micro-batch: rows × longest is at most ``token_budget`` tokens."""
     return token_budget_batches([len(row.input_ids) for row in rows], token_budget)
@@ -86,8 +93,7 @@ def filler_row() -> Row:
         logprobs=nothing,
         versions=np.zeros(1, dtype=np.int32),
         loss_mask=np.zeros(1, dtype=np.bool_),
-        advantages=nothing,
-        columns={"ref_logprobs": nothing},
+        columns=dict.fromkeys(("advantages", "ref_logprobs", "values", "returns"), nothing),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from headway.engines.train.fsdp.objective import MAXIMA, Sums
+from headway.engines.train.fsdp.sums import MAXIMA, Sums
 
 T = TypeVar("T")
 
@@ -20,14 +20,18 @@ def reduce_numbers(values: Sequence[float], op: dist.ReduceOp.RedOpType, device:
     return reduced.tolist()
 
 
-def reduce_sums(sums: Sums) -> dict[str, float]:
-    """Every rank's sums as one, in two collectives and one transfer to the host."""
+def reduce_sums(sums: Sums) -> Sums:
+    """Every rank's sums as one, on the host, in two collectives and one transfer."""
     maxima = sorted(name for name in sums if name in MAXIMA)
     added = sorted(name for name in sums if name not in MAXIMA)
-    largest, total = (torch.stack([sums[name] for name in names]) for names in (maxima, added))
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    dist.all_reduce(total, op=dist.ReduceOp.SUM)
-    return dict(zip([*maxima, *added], torch.cat([largest, total]).tolist(), strict=True))
+    names = [*maxima, *added]
+    flat = torch.cat([sums[name].reshape(-1) for name in names])
+    split = sum(sums[name].numel() for name in maxima)
+    if maxima:
+        dist.all_reduce(flat[:split], op=dist.ReduceOp.MAX)
+    dist.all_reduce(flat[split:], op=dist.ReduceOp.SUM)
+    parts = flat.cpu().split([sums[name].numel() for name in names])
+    return {name: part.view(sums[name].shape) for name, part in zip(names, parts, strict=True)}
 
 
 def on_rank_zero(action: Callable[[], T]) -> T | None:

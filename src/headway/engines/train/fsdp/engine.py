@@ -1,8 +1,7 @@
 """The `fsdp` train engine, as one of its ranks sees it: synchronous, single program, multiple data.
 
-    rows of this rank ─▶ micro-batches ─▶ forward, loss, backward  (× as many as the busiest rank has)
-                                                 │ gradients summed over ranks
-              StepReport ◀── clip, step, or skip ◀── sums reduced over ranks
+    rows of this rank ─▶ Learner: micro-batches, backward, one step or none ─▶ StepReport
+                            └── the loss of each: Objective
 
 Every method is collective unless it says otherwise: all ranks call it, in the same order. The default process group is
 the caller's, and a process keeps its rank for life; on GPUs it is an NCCL group, and ``device`` is the current device.
@@ -10,8 +9,8 @@ the caller's, and a process keeps its rank for life; on GPUs it is an NCCL group
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +24,15 @@ from headway.config.schema import Config
 from headway.data.collate import Row
 from headway.engines.train.fsdp import objective
 from headway.engines.train.fsdp.batch import collate
-from headway.engines.train.fsdp.checkpoint import load_checkpoint, save_checkpoint
-from headway.engines.train.fsdp.collectives import on_rank_zero, reduce_numbers, reduce_sums
-from headway.engines.train.fsdp.forward import forward_logprobs, micro_batches, rows_of
+from headway.engines.train.fsdp.collectives import on_rank_zero
+from headway.engines.train.fsdp.forward import forward_sharded
 from headway.engines.train.fsdp.gather import gather
-from headway.engines.train.fsdp.objective import Objective, Sums, Totals
-from headway.engines.train.fsdp.schedule import learning_rate
+from headway.engines.train.fsdp.learner import Learner
+from headway.engines.train.fsdp.objective import Objective
 from headway.engines.train.fsdp.sharding import sharded_policy
-from headway.interfaces import StepReport
+from headway.engines.train.fsdp.sums import Sums, Totals
+from headway.engines.train.fsdp.version_start import VersionStart
+from headway.interfaces import StepContext, StepReport
 from headway.models.export import export
 from headway.models.loading import compute_dtype, load_tokenizer
 from headway.weights.layout import Manifest, build_manifest
@@ -56,84 +56,47 @@ class FsdpEngine:
         self._config = config
         self._device = device
         self._model_path = model_path
-        self._total_steps = total_optimizer_steps
-        self._steps = 0
         self._policy = sharded_policy(model_path, config, device)
         self._objective = Objective(config)
-        optim = config.actor.optim
-        self._optimizer = torch.optim.AdamW(
-            self._policy.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
+        self._learner = Learner(
+            self._policy,
+            config.actor.optim,
+            grad_clip=config.actor.grad_clip,
+            token_budget=self._token_budget,
+            total_steps=total_optimizer_steps,
+            device=device,
         )
+        keeps = config.async_training.trigger_parameter_sync_step > 1
+        self._at_version = VersionStart(self._policy, keeps_copy=keeps)
 
     # ------------------------------------------------------------------------------------------ compute
 
     def forward_logprobs(self, rows: Sequence[Row]) -> list[NDArray[np.float32]]:
         """For each of this rank's ``rows`` its [T] float32 log-probs (nats, ``rollout.temperature`` applied)."""
-        return forward_logprobs(self._policy, rows, self._token_budget, self._device)
+        return forward_sharded(self._policy, rows, self._token_budget, self._device)
 
-    def train_step(self, rows: Sequence[Row]) -> StepReport:
-        """One optimizer step on a mini-batch of which ``rows`` (advantages set) are this rank's share.
+    def proximal_logprobs(self, rows: Sequence[Row], version: int) -> list[NDArray[np.float32]]:
+        """The same under the policy as it was before the first optimizer step of ``version``.
 
-        A loss or gradient that is not finite on any rank skips the step on all: weights and optimizer are unchanged.
-        The learning-rate schedule counts skipped steps too, so that it ends where the run does. The metrics of a
-        skipped step are not finite.
+        To be asked for before that step, and then at any time until the next version's. Raises `RunError` otherwise.
         """
-        try:
-            metrics = self._backward(rows)
-            metrics["lr"] = learning_rate(self._config.actor.optim, self._steps, self._total_steps)
-            finite = math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
-            if finite:
-                self._update(metrics["grad_norm"], metrics["lr"])
-        finally:
-            self._optimizer.zero_grad()  # also after an error: the next step must not add to half a gradient
-        self._steps += 1
-        return StepReport(skipped=not finite, metrics=metrics)
+        with self._at_version.restored(version):
+            return self.forward_logprobs(rows)
 
-    def _backward(self, rows: Sequence[Row]) -> dict[str, float]:
-        """Leave the mini-batch's gradient in the parameters; returns the metrics, equal on all ranks."""
-        totals = self._totals(rows)
-        parts = [self._accumulate(rows_of(rows, i), totals) for i in self._micro_batches(rows)]
-        if not parts:
-            raise ValueError("a training step needs rows on one rank at least")
-        sums = reduce_sums({**objective.merge(parts), "grad_square": self._local_grad_square()})
-        grad_norm = math.sqrt(sums.pop("grad_square"))
-        return {**objective.as_metrics(sums), "grad_norm": grad_norm}
+    def train_step(self, rows: Sequence[Row], context: StepContext) -> StepReport:
+        """One optimizer step on a mini-batch of which ``rows`` are this rank's share. See `Learner.step`."""
+        self._at_version.stepping(context.version)
+        return self._learner.step(rows, partial(self._part, context))
 
-    def _update(self, grad_norm: float, lr: float) -> None:
-        limit = self._config.actor.grad_clip
-        if grad_norm > limit:
-            torch._foreach_mul_(self._local_grads(), limit / grad_norm)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
+    def _part(self, context: StepContext, rows: Sequence[Row], totals: Totals) -> tuple[torch.Tensor, Sums]:
+        batch = collate(rows, self._device)
+        columns = objective.collate_columns(rows, self._device, with_ref=self._objective.needs_ref)
+        logprobs, entropy = self._policy(batch.input_ids, batch.predictors, batch.targets)
+        return self._objective(batch, columns, totals, logprobs, entropy, context)
 
     @property
     def _token_budget(self) -> int:
         return self._config.actor.ppo_max_token_len_per_gpu
-
-    def _micro_batches(self, rows: Sequence[Row]) -> list[list[int]]:
-        return micro_batches(rows, self._token_budget, self._device)
-
-    def _totals(self, rows: Sequence[Row]) -> Totals:
-        mine = objective.count(rows)
-        return Totals(*reduce_numbers([mine.tokens, mine.sequences], dist.ReduceOp.SUM, self._device))
-
-    def _accumulate(self, rows: Sequence[Row], totals: Totals) -> Sums:
-        """Add one micro-batch's gradient to what is there."""
-        batch = collate(rows, self._device)
-        columns = objective.collate_columns(rows, self._device, with_ref=self._objective.needs_ref)
-        logprobs, entropy = self._policy(batch.input_ids, batch.predictors, batch.targets)
-        loss, sums = self._objective(batch, columns, totals, logprobs, entropy)
-        loss.backward()
-        return sums
-
-    def _local_grads(self) -> list[torch.Tensor]:
-        """This rank's shards of the gradient. Every parameter is sharded over all ranks, so they are disjoint."""
-        return [p.grad.to_local() for p in self._policy.parameters() if isinstance(p.grad, DTensor)]
-
-    def _local_grad_square(self) -> torch.Tensor:
-        norms = torch._foreach_norm(self._local_grads())
-        return torch.stack(norms).double().square().sum().to(self._device)
 
     # ------------------------------------------------------------------------------------------ weights
 
@@ -165,15 +128,11 @@ class FsdpEngine:
 
     def save(self, path: Path, extra: Mapping[str, Any]) -> None:
         """A checkpoint of model, optimizer and schedule, with ``extra`` (JSON values). Atomic: a rename ends it."""
-        state = {"optimizer_steps": self._steps, "extra": dict(extra)}
-        save_checkpoint(self._policy.lm, self._optimizer, path, state)
+        self._learner.save(self._policy.lm, path, dict(extra))
 
     def load(self, path: Path) -> dict[str, Any]:
         """Restore what `save` wrote, on any number of ranks; returns its ``extra``."""
-        state = load_checkpoint(self._policy.lm, self._optimizer, path)
-        self._steps = int(state["optimizer_steps"])
-        extra: dict[str, Any] = state["extra"]
-        return extra
+        return self._learner.load(self._policy.lm, path)
 
     def export(self, path: Path) -> None:
         """Write the weights, in the served dtype, with config and tokenizer as a Hugging Face folder. Atomic."""

@@ -1,8 +1,8 @@
-"""Log-probs without a gradient: what the trainer and the reference policy share."""
+"""One number per token, without a gradient: what trainer, critic and reference policy share."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -10,9 +10,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from headway.data.collate import Row
-from headway.engines.train.fsdp.batch import collate, filler_row, split_by_budget
+from headway.engines.train.fsdp.batch import MicroBatch, collate, filler_row, split_by_budget
 from headway.engines.train.fsdp.collectives import reduce_numbers
-from headway.engines.train.fsdp.policy import PolicyModule
+from headway.engines.train.fsdp.policy import ShardedModule
 from headway.engines.train.fsdp.sharding import reshard
 
 
@@ -31,22 +31,31 @@ def rows_of(rows: Sequence[Row], indices: Sequence[int]) -> list[Row]:
     return [rows[i] for i in indices] or [filler_row()]
 
 
+Compute = Callable[[MicroBatch], torch.Tensor]
+"""One number per response token [M] of a micro-batch."""
+
+
 @torch.no_grad()
-def forward_logprobs(
-    policy: PolicyModule, rows: Sequence[Row], token_budget: int, device: torch.device
+def forward_rows(
+    rows: Sequence[Row], batches: Sequence[Sequence[int]], compute: Compute, device: torch.device
 ) -> list[NDArray[np.float32]]:
-    """For each of this rank's ``rows`` its [T] float32 log-probs (nats, temperature applied). Collective."""
+    """For each of ``rows`` its [T] float32 numbers, micro-batch by micro-batch. Collective where ``compute`` is."""
     results = [np.zeros(0, dtype=np.float32)] * len(rows)
+    for indices in batches:
+        values = compute(collate(rows_of(rows, indices), device)).float().cpu().numpy()
+        ends = np.cumsum([len(rows[i].logprobs) for i in indices])[:-1]
+        for i, part in zip(indices, np.split(values, ends), strict=False):
+            results[i] = part
+    return results
+
+
+def forward_sharded(
+    module: ShardedModule, rows: Sequence[Row], token_budget: int, device: torch.device
+) -> list[NDArray[np.float32]]:
+    """For each of this rank's ``rows`` its [T] float32 numbers, by ``module.per_token``. Collective."""
     try:
-        for indices in micro_batches(rows, token_budget, device):
-            batch = collate(rows_of(rows, indices), device)
-            logprobs, _ = policy(batch.input_ids, batch.predictors, batch.targets)
-            lengths = [len(rows[i].logprobs) for i in indices]
-            ends = np.cumsum(lengths)[:-1]
-            for i, values in zip(indices, np.split(logprobs.float().cpu().numpy(), ends), strict=False):
-                results[i] = values
+        return forward_rows(rows, micro_batches(rows, token_budget, device), module.per_token, device)
     finally:
         # The root's parameters stay gathered after a forward pass, waiting for a backward pass that does not come here:
         # the next forward pass would take them as they are, even after the weights have changed.
-        reshard(policy)
-    return results
+        reshard(module)

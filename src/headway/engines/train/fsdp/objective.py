@@ -9,40 +9,31 @@ Shape suffixes: N rows, T padded length of the responses, M response tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.algorithms import health
 from headway.algorithms.aggregation import token_weights
-from headway.algorithms.corrections import Correction, CorrectionParams, build_correction
+from headway.algorithms.corrections import Correction, CorrectionParams, build_correction, log_linear_prox
 from headway.algorithms.kl import kl_penalty
 from headway.algorithms.losses import POLICY_LOSSES, LossInputs, PolicyLossParams, log_ratio
-from headway.config.schema import ActorConfig, Config, RolloutCorrectionConfig
+from headway.config.learning import ActorConfig, RolloutCorrectionConfig
+from headway.config.schema import Config
 from headway.data.collate import Row
-from headway.engines.train.fsdp.batch import MicroBatch, response_aligned
+from headway.engines.train.fsdp.batch import MicroBatch, required_column, response_aligned
+from headway.engines.train.fsdp.sums import HEALTH, Sums, Totals
+from headway.interfaces import StepContext
 
-Sums = dict[str, Tensor]
-"""Named float64 scalars. Names in `MAXIMA` reduce by maximum, all others by sum."""
-
+BY_LAG = ("clip_fraction", "correction/rejected", "correction/weight")
+"""Of what losses and corrections report per token, what is reported by lag, too."""
 DEFAULT_BOUND = 2.0
 """Of a correction without bounds of its own."""
-HEALTH = "health/"
-MAXIMA = frozenset(HEALTH + name for name in health.MAX_REDUCED)
-
-
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """Of the whole mini-batch, over all ranks."""
-
-    tokens: float
-    """Tokens that the loss counts."""
-    sequences: float
-    """Sequences with at least one of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,35 +46,25 @@ class LossColumns:
     """log π_prox; π_behav's where no others were computed."""
     advantages: Float[Tensor, "N T"]
     mask: Bool[Tensor, "N T"]
+    versions: Int[Tensor, "N T"]
+    """That sampled each token."""
     ref_logprobs: Float[Tensor, "N T"] | None
-
-
-def count(rows: Sequence[Row]) -> Totals:
-    """This rank's share of the totals."""
-    tokens = [int(row.loss_mask.sum()) for row in rows]
-    return Totals(tokens=float(sum(tokens)), sequences=float(sum(n > 0 for n in tokens)))
 
 
 def collate_columns(rows: Sequence[Row], device: torch.device, *, with_ref: bool) -> LossColumns:
     """The loss's tensors for ``rows``, whose advantages are set, and ``ref_logprobs`` too where ``with_ref``."""
 
-    def floats(name: str, fallback: str | None = None) -> Tensor:
-        return response_aligned(rows, lambda row: _column(row, name, fallback), np.float32, device)
+    def floats(get: Callable[[Row], NDArray[np.float32]]) -> Tensor:
+        return response_aligned(rows, get, np.float32, device)
 
     return LossColumns(
-        logprobs=floats("logprobs"),
-        prox_logprobs=floats("prox_logprobs", fallback="logprobs"),
-        advantages=floats("advantages"),
+        logprobs=floats(lambda row: row.logprobs),
+        prox_logprobs=floats(lambda row: row.columns.get("prox_logprobs", row.logprobs)),
+        advantages=floats(lambda row: required_column(row, "advantages")),
         mask=response_aligned(rows, lambda row: row.loss_mask, np.bool_, device),
-        ref_logprobs=floats("ref_logprobs") if with_ref else None,
+        versions=response_aligned(rows, lambda row: row.versions, np.int64, device),
+        ref_logprobs=floats(lambda row: required_column(row, "ref_logprobs")) if with_ref else None,
     )
-
-
-def _column(row: Row, name: str, fallback: str | None) -> np.ndarray:
-    value = row.columns[name] if name in row.columns else getattr(row, fallback or name, None)
-    if value is None:
-        raise ValueError(f"a row of {len(row.logprobs)} response tokens has no {name}, which this training step needs")
-    return value
 
 
 class Objective:
@@ -98,21 +79,33 @@ class Objective:
             **config.algorithm.policy_loss.given,
         )
         self._actor = actor
+        self._log_linear = actor.prox_logp_method == "loglinear" and not config.async_training.use_rollout_log_probs
+        self._kl_in_reward = config.algorithm.use_kl_in_reward
         self._correct, self._correction_params = _correction(config.algorithm.rollout_correction)
 
     @property
     def needs_ref(self) -> bool:
-        return self._actor.use_kl_loss
+        return self._actor.use_kl_loss or self._kl_in_reward
 
     def __call__(
-        self, batch: MicroBatch, columns: LossColumns, totals: Totals, logprobs: Tensor, entropy: Tensor
+        self,
+        batch: MicroBatch,
+        columns: LossColumns,
+        totals: Totals,
+        logprobs: Tensor,
+        entropy: Tensor,
+        context: StepContext,
     ) -> tuple[Float[Tensor, ""], Sums]:
         """The micro-batch's part of the loss, and of the sums. ``logprobs`` and ``entropy`` [M] are the policy's."""
         mask_NT = columns.mask
-        entropy_NT = batch.unflatten(entropy)
+        entropy_NT, logprobs_NT = batch.unflatten(entropy), batch.unflatten(logprobs)
+        params = self._params
+        if context.clip_scale != 1.0:
+            scale = context.clip_scale
+            params = replace(params, clip_low=params.clip_low * scale, clip_high=params.clip_high * scale)
         inputs = LossInputs(
-            logprobs=batch.unflatten(logprobs),
-            old_logprobs=columns.prox_logprobs,
+            logprobs=logprobs_NT,
+            old_logprobs=self._proximal(columns, logprobs_NT, context),
             behaviour_logprobs=columns.logprobs,
             advantages=columns.advantages,
             mask=mask_NT,
@@ -126,37 +119,60 @@ class Objective:
             total_sequences=totals.sequences,
             loss_scale_factor=self._actor.loss_scale_factor,
         )
-        policy_NT, per_token = self._loss(inputs, self._params)
+        policy_NT, per_token = self._loss(inputs, params)
         if self._correct is not None:
             w_NT, corrected = self._correct(inputs, self._correction_params)
             policy_NT, per_token = w_NT * policy_NT, per_token | corrected
         terms = {"policy_loss": (weights_NT * policy_NT).sum()}
         loss = terms["policy_loss"]
-        if inputs.ref_logprobs is not None:
+        if inputs.ref_logprobs is not None and self._actor.use_kl_loss:
             kl_NT = kl_penalty(inputs.logprobs, inputs.ref_logprobs, self._actor.kl_loss_type, mask_NT)
             terms["kl_loss"] = (weights_NT * kl_NT).sum()
             loss = loss + self._actor.kl_loss_coef * terms["kl_loss"]
         if self._actor.entropy_coeff > 0:
             loss = loss - self._actor.entropy_coeff * (weights_NT * entropy_NT).sum()
-        return loss, self._sums(loss, terms, per_token, inputs, totals)
+        sums = {name: value.detach().double() for name, value in {"loss": loss, **terms}.items()}
+        return loss, sums | self._sums(per_token, inputs, columns, totals, context)
+
+    def _proximal(self, columns: LossColumns, logprobs_NT: Tensor, context: StepContext) -> Float[Tensor, "N T"]:
+        if not self._log_linear:
+            return columns.prox_logprobs
+        return log_linear_prox(
+            columns.logprobs,
+            logprobs_NT,
+            columns.versions,
+            columns.mask,
+            prox_version=context.version,
+            version=context.version + context.progress,
+        )
 
     @torch.no_grad()
     def _sums(
-        self, loss: Tensor, terms: Mapping[str, Tensor], per_token: Mapping[str, Tensor], inputs: LossInputs, of: Totals
+        self,
+        per_token: Mapping[str, Tensor],
+        inputs: LossInputs,
+        columns: LossColumns,
+        of: Totals,
+        context: StepContext,
     ) -> Sums:
-        mask_NT = inputs.mask
-        behaviour_ratio_NT = log_ratio(inputs.logprobs, inputs.behaviour_logprobs, mask_NT).exp()
-        outside_NT = (behaviour_ratio_NT < 1 - self._params.clip_low) | (
-            behaviour_ratio_NT > 1 + self._params.clip_high
-        )
+        """What metrics come from, beside the loss: means over tokens, and health over all tokens and by lag."""
+        mask_NT, current, behaviour = inputs.mask, inputs.logprobs, inputs.behaviour_logprobs
+        ratio_NT = log_ratio(current, behaviour, mask_NT).exp()
+        outside_NT = (ratio_NT < 1 - self._params.clip_low) | (ratio_NT > 1 + self._params.clip_high)
+        assert inputs.entropy is not None
         means = {**per_token, "entropy": inputs.entropy, "offpolicy/clip_fraction": outside_NT}
-        sums = {"loss": loss, **terms}
-        for name, values_NT in means.items():
-            if values_NT is not None:
-                sums[name] = values_NT.double().masked_fill(~mask_NT, 0.0).sum() / max(of.tokens, 1.0)
-        for name, value in health.ratio_sums(inputs.logprobs, inputs.behaviour_logprobs, mask_NT).items():
-            sums[HEALTH + name] = value
-        return {name: value.detach().double() for name, value in sums.items()}
+        if inputs.ref_logprobs is not None:
+            means["ref_kl"] = kl_penalty(current, inputs.ref_logprobs, "k3", mask_NT)
+        sums = {
+            name: values_NT.double().masked_fill(~mask_NT, 0.0).sum() / max(of.tokens, 1.0)
+            for name, values_NT in means.items()
+        }
+        by_lag = {"clip_fraction": outside_NT, "entropy": inputs.entropy}
+        by_lag |= {name: values for name, values in per_token.items() if name in BY_LAG}
+        lags_NT = context.version - columns.versions
+        parts = health.ratio_sums(current, behaviour, mask_NT)
+        parts |= health.lag_sums(current, behaviour, mask_NT, lags_NT, by_lag)
+        return sums | {HEALTH + name: value for name, value in parts.items()}
 
 
 def _correction(config: RolloutCorrectionConfig) -> tuple[Correction | None, CorrectionParams]:
@@ -170,19 +186,3 @@ def _correction(config: RolloutCorrectionConfig) -> tuple[Correction | None, Cor
         delta=config.delta,
     )
     return (build_correction(config.name, params) if config.name is not None else None), params
-
-
-def merge(parts: Sequence[Sums]) -> Sums:
-    """The sums of several micro-batches as one."""
-    return {
-        name: torch.stack([part[name] for part in parts]).amax(0)
-        if name in MAXIMA
-        else torch.stack([part[name] for part in parts]).sum(0)
-        for name in parts[0]
-    }
-
-
-def as_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """What is reported of reduced sums."""
-    metrics = {name: value for name, value in sums.items() if not name.startswith(HEALTH)}
-    return metrics | health.health({n.removeprefix(HEALTH): v for n, v in sums.items() if n.startswith(HEALTH)})

@@ -1,4 +1,4 @@
-"""The module that FSDP shards: a causal LM whose forward pass ends in log-probs instead of logits.
+"""The modules that FSDP shards: a causal LM whose forward pass ends in log-probs, or in values, instead of logits.
 
     input_ids ─▶ backbone ─▶ hidden states of the predicting positions ─▶ chunked head ─▶ log-prob and entropy per token
 
@@ -13,23 +13,64 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from headway.engines.train.fsdp.batch import MicroBatch
 from headway.errors import ModelError
 from headway.models.logprobs import chunked_logprobs
 
 
-class PolicyModule(nn.Module):
+class ShardedModule(nn.Module):
+    """What FSDP shards: a Hugging Face decoder under a forward pass that ends in numbers per token."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        """``decoder`` is the LM without its head, wherever in this module it lies."""
+        super().__init__()
+        self._layers = [m for m in decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
+        self._kind = type(decoder).__name__
+
+    def per_token(self, batch: MicroBatch) -> Float[Tensor, " M"]:
+        """The number that a forward pass without gradient is asked for."""
+        raise NotImplementedError
+
+    def decoder_layers(self) -> list[nn.Module]:
+        """The layers that are sharded, and recomputed, one by one.
+
+        Raises:
+            ModelError: transformers does not mark any module as a decoder layer.
+        """
+        if not self._layers:
+            raise ModelError(f"{self._kind} has no decoder layers that transformers marks as such")
+        return list(self._layers)
+
+    def recompute_activations(self) -> None:
+        """Keep only each layer's input in the forward pass, and run the layer again in the backward pass.
+
+        Wraps ``forward`` and not the call, so that FSDP's hooks stay outside and gather once. The model stays in
+        evaluation mode (transformers' own switch needs training mode): dropout would make the ratio π_θ/π_behav noise.
+        """
+        for layer in self.decoder_layers():
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+class PolicyModule(ShardedModule):
     """A Hugging Face causal LM, ``lm``, that returns log-probs of given tokens under ``temperature``."""
 
     def __init__(self, lm: PreTrainedModel, temperature: float) -> None:
-        super().__init__()
+        super().__init__(lm.base_model)
         self.lm = lm
         self._temperature = temperature
+
+    def per_token(self, batch: MicroBatch) -> Float[Tensor, " M"]:
+        """Log-probs (nats) of the response tokens."""
+        logprobs, _ = self(batch.input_ids, batch.predictors, batch.targets)
+        result: Tensor = logprobs
+        return result
 
     def forward(
         self, input_ids: Int[Tensor, "N L"], predictors: Int[Tensor, " M"], targets: Int[Tensor, " M"]
@@ -41,25 +82,29 @@ class PolicyModule(nn.Module):
         head = self.lm.get_output_embeddings()
         return chunked_logprobs(hidden_MH, head.weight, head.bias, targets, self._temperature)
 
-    def decoder_layers(self) -> list[nn.Module]:
-        """The layers that are sharded, and recomputed, one by one.
 
-        Raises:
-            ModelError: transformers does not mark any module as a decoder layer.
-        """
-        layers = [m for m in self.lm.base_model.modules() if isinstance(m, GradientCheckpointingLayer)]
-        if not layers:
-            raise ModelError(f"{type(self.lm).__name__} has no decoder layers that transformers marks as such")
-        return layers
+class ValueModule(ShardedModule):
+    """The decoder of a Hugging Face causal LM with a head of one number: V(s_t), before each response token.
 
-    def recompute_activations(self) -> None:
-        """Keep only each layer's input in the forward pass, and run the layer again in the backward pass.
+    The head begins at zero: a critic that knows nothing expects nothing.
+    """
 
-        Wraps ``forward`` and not the call, so that FSDP's hooks stay outside and gather once. The model stays in
-        evaluation mode (transformers' own switch needs training mode): dropout would make the ratio π_θ/π_behav noise.
-        """
-        for layer in self.decoder_layers():
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    def __init__(self, lm: PreTrainedModel) -> None:
+        super().__init__(lm.base_model)
+        self.decoder = lm.base_model
+        self.value_head = nn.Linear(lm.config.get_text_config().hidden_size, 1, bias=False, dtype=torch.float32)
+        nn.init.zeros_(self.value_head.weight)
+
+    def per_token(self, batch: MicroBatch) -> Float[Tensor, " M"]:
+        result: Tensor = self(batch.input_ids, batch.predictors)
+        return result
+
+    def forward(self, input_ids: Int[Tensor, "N L"], predictors: Int[Tensor, " M"]) -> Float[Tensor, " M"]:
+        """Values of the states before the response tokens, [M] float32. For the arguments see `batch.MicroBatch`."""
+        hidden_NLH = self.decoder(input_ids=input_ids, use_cache=False).last_hidden_state
+        hidden_MH = hidden_NLH.flatten(0, 1).index_select(0, predictors)
+        # In float32 whatever the decoder computes in: values are compared with returns, and differences are small.
+        return F.linear(hidden_MH.float(), self.value_head.weight.float()).squeeze(-1)
 
 
 @torch.no_grad()

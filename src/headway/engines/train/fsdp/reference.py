@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from headway.config.schema import Config
 from headway.data.collate import Row
-from headway.engines.train.fsdp.forward import forward_logprobs
+from headway.engines.train.fsdp.forward import forward_sharded
 from headway.engines.train.fsdp.sharding import sharded_policy
 
 
@@ -26,4 +26,4 @@ class ReferenceEngine:
 
     def forward_logprobs(self, rows: Sequence[Row]) -> list[NDArray[np.float32]]:
         """For each of this rank's ``rows`` its [T] float32 log-probs (nats, ``rollout.temperature`` applied)."""
-        return forward_logprobs(self._policy, rows, self._token_budget, self._device)
+        return forward_sharded(self._policy, rows, self._token_budget, self._device)

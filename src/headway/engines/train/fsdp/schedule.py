@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from headway.config.schema import OptimConfig
+from headway.config.learning import OptimConfig
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:

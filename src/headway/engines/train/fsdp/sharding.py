@@ -8,6 +8,9 @@ Master weights are float32; FSDP casts them to the compute dtype as it gathers t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -17,34 +20,43 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from headway.config.schema import Config
 from headway.engines.train.fsdp.collectives import on_rank_zero
-from headway.engines.train.fsdp.policy import PolicyModule, check_plain_head
+from headway.engines.train.fsdp.policy import PolicyModule, ShardedModule, check_plain_head
 from headway.models.loading import compute_dtype, load_config, load_model
+
+M = TypeVar("M", bound=ShardedModule)
+
+
+Wrap = Callable[[PreTrainedModel], M]
 
 
 def sharded_policy(model_path: str, config: Config, device: torch.device) -> PolicyModule:
-    """Open the model at ``model_path`` and shard it over all ranks of the default process group. Collective.
+    """The policy at ``model_path``. See `sharded`."""
+    return sharded(lambda lm: PolicyModule(lm, config.rollout.temperature), model_path, config, device)
+
+
+def sharded(wrap: Wrap[M], model_path: str, config: Config, device: torch.device) -> M:
+    """Open the model at ``model_path``, ``wrap`` it, and shard it over all ranks of the default group. Collective.
 
     With ``actor.fsdp_config.param_offload`` on a GPU the shards stay in host memory.
 
     Raises:
         ModelError: on every rank, when the model cannot be opened or has a head that this engine does not support.
     """
-    lm = _load_on_rank_zero(model_path, config.model.trust_remote_code)
-    policy = PolicyModule(lm, config.rollout.temperature)
+    module = wrap(_load_on_rank_zero(model_path, config.model.trust_remote_code))
     ranks = dist.get_world_size()
-    weights = {name: p.detach() for name, p in lm.named_parameters()} if ranks > 1 and dist.get_rank() == 0 else {}
-    _shard(policy, config, init_device_mesh(device.type, (ranks,), mesh_dim_names=("dp",)))
+    weights = {name: p.detach() for name, p in module.named_parameters()} if ranks > 1 and dist.get_rank() == 0 else {}
+    _shard(module, config, init_device_mesh(device.type, (ranks,), mesh_dim_names=("dp",)))
     if ranks > 1:
-        _scatter(lm, weights, device)
+        _scatter(module, weights, device)
     if config.model.enable_gradient_checkpointing:
-        policy.recompute_activations()
-    return policy
+        module.recompute_activations()
+    return module
 
 
-def reshard(policy: PolicyModule) -> None:
+def reshard(module: ShardedModule) -> None:
     """Free what a forward pass gathered for a backward pass that will not come."""
-    assert isinstance(policy, FSDPModule)
-    policy.reshard()
+    assert isinstance(module, FSDPModule)
+    module.reshard()
 
 
 def _load_on_rank_zero(model_path: str, trust_remote_code: bool) -> PreTrainedModel:
@@ -68,13 +80,13 @@ def _load_on_rank_zero(model_path: str, trust_remote_code: bool) -> PreTrainedMo
     return lm
 
 
-def _shard(policy: PolicyModule, config: Config, mesh: DeviceMesh) -> None:
+def _shard(module: ShardedModule, config: Config, mesh: DeviceMesh) -> None:
     fsdp_config = config.actor.fsdp_config
     dtype = compute_dtype(config, torch.device(mesh.device_type))
     mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offload = fsdp_config.param_offload and mesh.device_type != "cpu"
     offload_policy = CPUOffloadPolicy() if offload else OffloadPolicy()
-    for layer in policy.decoder_layers():
+    for layer in module.decoder_layers():
         fully_shard(
             layer,
             mesh=mesh,
@@ -84,21 +96,21 @@ def _shard(policy: PolicyModule, config: Config, mesh: DeviceMesh) -> None:
         )
     # Embedding, final norm and head are the root's own group: a tied weight is one parameter there, gathered once. The
     # backward pass starts with them, so they stay gathered in between.
-    fully_shard(policy, mesh=mesh, mp_policy=mixed, offload_policy=offload_policy, reshard_after_forward=False)
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):
+    fully_shard(module, mesh=mesh, mp_policy=mixed, offload_policy=offload_policy, reshard_after_forward=False)
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
             # The loss is normalised globally, so gradients are summed over ranks and not averaged.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
 
 
 @torch.no_grad()
-def _scatter(lm: PreTrainedModel, weights: dict[str, torch.Tensor], device: torch.device) -> None:
+def _scatter(module: ShardedModule, weights: dict[str, torch.Tensor], device: torch.device) -> None:
     """Give every rank its shard of rank zero's ``weights``, one parameter at a time, and all of its buffers."""
-    for name, parameter in lm.named_parameters():
+    for name, parameter in module.named_parameters():
         assert isinstance(parameter, DTensor)
         full = weights[name].to(device) if weights else torch.empty(parameter.shape, device=device)
         shard = distribute_tensor(full, parameter.device_mesh, parameter.placements)
         parameter.to_local().copy_(shard.to_local())
-    for buffer in lm.buffers():  # rotary tables and the like; `fully_shard` moved them to the device
+    for buffer in module.buffers():  # rotary tables and the like; `fully_shard` moved them to the device
         dist.broadcast(buffer, src=0)

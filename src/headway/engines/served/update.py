@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from headway.engines.rollout.native.served import Contents, ServedWeights
+from headway.engines.served.weights import Contents, ServedWeights
 from headway.errors import RunError, UpdateFailed, boundary
 from headway.interfaces import ReceiveReport
 from headway.weights.incoming import BackBuffer, InPlace, Receive
@@ -55,7 +55,7 @@ class Beside:
     def load(self, version: int) -> None:
         if self._back.version != version:
             raise _not_there(self._name, version, self._back.version)
-        with boundary(f"rollout engine {self._name} taking memory for version {version}", UpdateFailed):
+        with boundary(f"{self._name} taking memory for version {version}", UpdateFailed):
             self._weights.memory.allocate()
         self._weights.set(Contents.TORN, version)  # until all of it is written
         for offset, window in self._back.windows(self._window):
@@ -77,7 +77,7 @@ class Over:
         self._before = (weights.contents, weights.version)
 
     def begin(self, version: int) -> None:
-        with boundary(f"rollout engine {self._name} taking memory for version {version}", UpdateFailed):
+        with boundary(f"{self._name} taking memory for version {version}", UpdateFailed):
             self._weights.memory.restore()
         self._before = (self._weights.contents, self._weights.version)
         self._into.torn = False
@@ -99,7 +99,7 @@ class Over:
     def load(self, version: int) -> None:
         weights = self._weights
         if weights.contents is Contents.TORN:
-            raise UpdateFailed(f"rollout engine {self._name} cannot activate version {version}: {weights.problem}")
+            raise UpdateFailed(f"{self._name} cannot activate version {version}: {weights.problem}")
         arrived = weights.version if weights.contents is Contents.ARRIVED else None
         if arrived != version:
             raise _not_there(self._name, version, arrived)
@@ -126,7 +126,7 @@ class Updates:
         self._claim("receiving", version)
         try:
             self._way_in.begin(version)
-            with boundary(f"rollout engine {self._name}, which is being closed, receiving version {version}", RunError):
+            with boundary(f"{self._name}, which is being closed, receiving version {version}", RunError):
                 filling = self._thread.submit(self._way_in.fill, version, partial(self._receive, version))
         except BaseException:
             self._busy.release()
@@ -149,15 +149,13 @@ class Updates:
 
     def _claim(self, doing: str, version: int) -> None:
         if not self._busy.acquire(blocking=False):
-            raise UpdateFailed(
-                f"rollout engine {self._name} is still {self._doing}; {doing} version {version} has to wait for that"
-            )
+            raise UpdateFailed(f"{self._name} is still {self._doing}; {doing} version {version} has to wait for that")
         self._doing = f"{doing} version {version}"
 
 
 def _not_there(name: str, version: int, staged: int | None) -> UpdateFailed:
     return UpdateFailed(
-        f"rollout engine {name} was told to activate version {version}, but "
+        f"{name} was told to activate version {version}, but "
         f"{'nothing' if staged is None else f'version {staged}'} is staged; call stage_weights({version}) first"
     )
 

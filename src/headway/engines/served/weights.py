@@ -1,4 +1,4 @@
-"""The model as the engine serves it: what it must be able to do, and whether its weights may be sampled from.
+"""The weights that are served, and whether they may be computed with.
 
 SERVED ──receive in place──▶ WRITING ──all of it──▶ ARRIVED ──activate──▶ SERVED
   ▲                             ├──error, nothing written──▶ as before
@@ -14,36 +14,10 @@ from enum import StrEnum
 import torch
 from transformers import PreTrainedModel
 
-from headway.engines.rollout.native.memory import WeightMemory, own_storages, release_cached
+from headway.engines.served.memory import WeightMemory, release_cached
 from headway.errors import ModelError, RunError
 from headway.weights.buckets import Tensors
 from headway.weights.layout import Manifest
-
-
-def prepare_model(model: PreTrainedModel, max_context: int) -> None:
-    """Bring ``model`` into the state in which it is served: evaluation mode, tied weights tied, maskable attention.
-
-    Raises `ModelError` when a context of ``max_context`` tokens is more than the model was made for.
-    """
-    config = model.config.get_text_config()
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions is not None and max_context > positions:
-        raise ModelError(
-            f"prompt and response may take {max_context} tokens together, but the model was made for {positions} "
-            "(lower data.max_prompt_length or data.max_response_length, or raise the model's max_position_embeddings)"
-        )
-    window = getattr(config, "sliding_window", None)
-    sliding = "sliding_attention" in (getattr(config, "layer_types", None) or [])
-    if sliding and window is not None and max_context > window:
-        raise ModelError(
-            f"prompt and response may take {max_context} tokens together, but some of the model's layers attend only "
-            f"to the last {window}, which the native rollout engine does not support"
-        )
-    model.eval()
-    model.tie_weights()
-    own_storages(model)
-    if model.config._attn_implementation not in ("sdpa", "eager"):
-        model.set_attn_implementation("sdpa")
 
 
 class Contents(StrEnum):
@@ -68,10 +42,10 @@ class ServedWeights:
     """
 
     def __init__(self, model: PreTrainedModel, name: str) -> None:
-        """``name``: of the replica, for messages."""
+        """``name``: whose they are, for messages."""
         self.device = model.device
         self.memory = WeightMemory(model.parameters())
-        self._replica = name
+        self._name = name
         self._tensors: dict[str, torch.Tensor] = model.state_dict()
         self._parameters = [parameter_name for parameter_name, _ in model.named_parameters()]
         self.contents = Contents.SERVED
@@ -85,13 +59,15 @@ class ServedWeights:
             tensor = self._tensors.get(slot.name)
             if tensor is None or tuple(tensor.shape) != slot.shape:
                 found = "no such tensor" if tensor is None else f"shape {tuple(tensor.shape)}"
-                raise ModelError(f"updates bring {slot.name!r} of shape {slot.shape}; the rollout model has {found}")
+                raise ModelError(f"updates bring {slot.name!r} of shape {slot.shape}; the receiving model has {found}")
             other = covered.setdefault(tensor.data_ptr(), slot.name)
             if other != slot.name:
-                raise ModelError(f"updates bring {other!r} and {slot.name!r}, which the rollout model ties together")
+                raise ModelError(f"updates bring {other!r} and {slot.name!r}, which the receiving model ties together")
         missing = [name for name in self._parameters if self._tensors[name].data_ptr() not in covered]
         if missing:
-            raise ModelError(f"updates leave out {len(missing)} of the rollout model's weights, such as {missing[0]!r}")
+            raise ModelError(
+                f"updates leave out {len(missing)} of the receiving model's weights, such as {missing[0]!r}"
+            )
 
     def target(self, manifest: Manifest) -> Tensors:
         """What flat bytes in host memory are written into."""
@@ -101,7 +77,7 @@ class ServedWeights:
 
     @property
     def problem(self) -> str | None:
-        """Why nothing may be sampled from what is there, and what to do; None while one whole version is served."""
+        """Why nothing may be computed with what is there, and what to do; None while one whole version is served."""
         match self.contents:
             case Contents.SERVED:
                 return None
@@ -120,7 +96,7 @@ class ServedWeights:
     def check(self, doing: str) -> None:
         """Raise `RunError` unless one whole version is served, for somebody who is ``doing`` something with it."""
         if (problem := self.problem) is not None:
-            raise RunError(f"rollout engine {self._replica} cannot {doing}: {problem}")
+            raise RunError(f"{self._name} cannot {doing}: {problem}")
 
     def set(self, contents: Contents, version: int) -> None:
         self.version, self.contents = version, contents
@@ -128,7 +104,7 @@ class ServedWeights:
     def check_unwritten(self, doing: str) -> None:
         """Raise `RunError` while another thread writes."""
         if self.contents is Contents.WRITING:
-            raise RunError(f"rollout engine {self._replica} cannot {doing}: {self.problem}")
+            raise RunError(f"{self._name} cannot {doing}: {self.problem}")
 
     def sleep(self, *, keep: bool) -> None:
         """Give the device's memory back. Values that are kept stay where they are on a CPU."""

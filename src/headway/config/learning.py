@@ -1,0 +1,189 @@
+"""The sections of what is learned and how: the policy's losses, the critic, the reference, the estimators."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from headway.config.section import NonNegative, Positive, Probability, Section
+
+
+class OptimConfig(Section):
+    lr: float = Field(1e-6, gt=0)
+    lr_warmup_steps: NonNegative = 0
+    """Optimizer steps of linear warm-up."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """After warm-up; ``linear`` and ``cosine`` fall to ``min_lr_ratio`` at the last optimizer step."""
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+
+
+class FsdpConfig(Section):
+    param_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory between uses (FSDP2's CPUOffloadPolicy)."""
+    reshard_after_forward: bool = True
+
+
+class ActorConfig(Section):
+    ppo_mini_batch_size: Positive = 32
+    """Groups of one optimizer step."""
+    ppo_epochs: Positive = 1
+    """Passes over each fetch."""
+    ppo_max_token_len_per_gpu: Positive = 16_384
+    """Tokens (padding included) of one micro-batch; an answer longer than this has a micro-batch of its own."""
+    clip_ratio: float = Field(0.2, gt=0)
+    clip_ratio_low: float | None = Field(None, gt=0)
+    """ε below; default ``clip_ratio``."""
+    clip_ratio_high: float | None = Field(None, gt=0)
+    """ε above (clip-higher); default ``clip_ratio``."""
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = (
+        "token-mean"
+    )
+    """Mean over all valid tokens of the mini-batch, or over sequences: of their token means, of their token sums, or of
+    their token sums over the constant ``loss_scale_factor``."""
+    loss_scale_factor: float | None = Field(None, gt=0)
+    """The constant length of ``seq-mean-token-sum-norm``, such as ``data.max_response_length``."""
+    entropy_coeff: float = Field(0.0, ge=0)
+    use_kl_loss: bool = False
+    """Add ``kl_loss_coef`` · KL(π_θ‖π_ref) to the loss; brings the reference policy in."""
+    kl_loss_coef: float = Field(0.001, ge=0)
+    kl_loss_type: Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"] = "k3"
+    """The estimator. With ``+`` its value, and the unbiased gradient (docs/algorithms/kl.md)."""
+    prox_logp_method: Literal["recompute", "loglinear"] = "recompute"
+    """Where log π_prox comes from with ``async_training.use_rollout_log_probs: false``: a forward pass, or log-linear
+    interpolation between the versions of the tokens and the current policy."""
+    grad_clip: float = Field(1.0, gt=0)
+    """Maximum norm of the gradient."""
+    optim: OptimConfig = OptimConfig()
+    fsdp_config: FsdpConfig = FsdpConfig()
+
+
+class RefConfig(Section):
+    """The reference policy, where the algorithm asks for one."""
+
+    nnodes: NonNegative = 0
+    """Machines of its own; 0 puts it on the trainer's ranks, inside each fetch."""
+    n_gpus_per_node: Positive = 1
+
+
+class LogpConfig(Section):
+    """The role that recomputes log π_prox (``async_training.use_rollout_log_probs: false``)."""
+
+    nnodes: NonNegative = 0
+    """Machines of its own: each rank has a copy of the policy, and gets every update. 0 puts it on the trainer's ranks,
+    inside each fetch."""
+    n_gpus_per_node: Positive = 1
+
+
+class CriticConfig(Section):
+    """The critic, where the advantage estimator asks for one (``gae``). It begins as a copy of the initial model."""
+
+    nnodes: NonNegative = 0
+    """Machines of its own; 0 puts it on the trainer's ranks, inside each fetch."""
+    n_gpus_per_node: Positive = 1
+    ppo_epochs: Positive = 1
+    """Passes over each fetch; its mini-batches are the actor's."""
+    cliprange_value: float | None = Field(0.5, gt=0)
+    """Values are trained at most so far from what they were at the fetch's start; null: as far as it takes."""
+    grad_clip: float = Field(1.0, gt=0)
+    """Maximum norm of the gradient."""
+    optim: OptimConfig = OptimConfig(lr=1e-5)
+
+
+class PolicyLossConfig(Section):
+    """The loss and its parameters; each is for the losses that it names, and null is that loss's own default."""
+
+    loss_mode: str = "ppo_clip"
+    """Name in the registry of policy losses (docs/algorithms), or ``file.py:function``."""
+    clip_ratio_c: float | None = Field(None, gt=0)
+    """``dual_clip``: largest ratio that counts where the advantage is negative; ``dppo_*``: truncation."""
+    tau_pos: float | None = Field(None, gt=0)
+    """``sapo``: temperature of the gate where the advantage is positive."""
+    tau_neg: float | None = Field(None, gt=0)
+    """``sapo``: … and elsewhere."""
+    rollout_is_threshold: float | None = Field(None, gt=0)
+    """``truncated_is``: largest π_θ/π_behav that counts in full."""
+    clip_cov_ratio: Probability | None = None
+    """``clip_cov``: share of the tokens that lose their gradient."""
+    clip_cov_lb: float | None = None
+    """``clip_cov``: those are drawn from the tokens whose covariance is above this …"""
+    clip_cov_ub: float | None = None
+    """… and below this."""
+    kl_cov_ratio: Probability | None = None
+    """``kl_cov``: share of the tokens that get the penalty."""
+    ppo_kl_coef: float | None = Field(None, ge=0)
+    """``kl_cov``: coefficient of the penalty."""
+    ignore_last: NonNegative | None = None
+    """``t_ppo``: so many last tokens of an unfinished answer are left out."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The parameters that are not left to the loss."""
+        return self.model_dump(exclude={"loss_mode"}, exclude_none=True)
+
+
+class FilterGroupsConfig(Section):
+    enable: bool = False
+    """Dynamic sampling (DAPO): groups whose rewards are all equal are ``filtered``, and refilled."""
+
+
+class RolloutCorrectionConfig(Section):
+    """What to do with w = π_prox/π_behav where the two differ (``async_training.use_rollout_log_probs: false``)."""
+
+    name: str | None = None
+    """``truncate``, ``mask`` (IcePop), ``reject``, ``veto``, ``off_policy_sequence_mask``, or ``file.py:function``.
+    Default: w is 1."""
+    bound: float | None = Field(None, gt=0)
+    """Largest π_prox/π_behav that counts (in full, for ``truncate``). 2 where neither bound is given."""
+    lower: float | None = Field(None, gt=0)
+    """Smallest one."""
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """Of which ratio the bounds speak: each token's, the answer's product, or its geometric mean."""
+    veto: float | None = Field(None, gt=0)
+    """Beside any other action: an answer with a token whose ratio is below this is rejected whole."""
+    delta: float | None = Field(None, gt=0)
+    """``off_policy_sequence_mask``: largest mean of log(π_behav/π_θ) of a bad answer, in nats per token."""
+
+
+class KlCtrlConfig(Section):
+    kl_coef: float = Field(0.001, ge=0)
+    """Coefficient of the penalty in the reward."""
+
+
+class AlgorithmConfig(Section):
+    adv_estimator: str = "grpo"
+    """Name in the registry of advantages (docs/algorithms), or ``file.py:function``."""
+    norm_adv_by_std_in_grpo: bool = True
+    """``grpo``, ``grpo_passk``: divide by the group's standard deviation or not."""
+    gamma: float = Field(1.0, ge=0, le=1)
+    """``gae``, ``reinforce_plus_plus``: discount from token to token."""
+    lam: float = Field(1.0, ge=0, le=1)
+    """``gae``: λ."""
+    pass_k: Positive = 4
+    """``pass_at_k``: k."""
+    policy_loss: PolicyLossConfig = PolicyLossConfig()
+    rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
+    filter_groups: FilterGroupsConfig = FilterGroupsConfig()
+    overlong_filtering: bool = False
+    """Answers that were cut off are in no loss (DAPO). Their rewards still count in their groups."""
+    use_kl_in_reward: bool = False
+    """Take ``kl_ctrl.kl_coef`` · KL(π_prox‖π_ref) off each token's reward; brings the reference policy in."""
+    kl_penalty: Literal["k1", "k2", "k3", "abs"] = "k1"
+    """The estimator in the reward (docs/algorithms/kl.md)."""
+    kl_ctrl: KlCtrlConfig = KlCtrlConfig()
+
+
+class GuardConfig(Section):
+    """What is done when the effective sample size of an optimizer step falls below ``min_ess``."""
+
+    min_ess: float | None = Field(None, gt=0, lt=1)
+    """(Σw)²/(N·Σw²) with w = π_θ/π_behav over the step's N tokens; 1 is on policy. null: nothing is guarded."""
+    action: Literal["warn", "tighten", "lower_eta", "stop"] = "warn"
+    """``warn`` says so once per version. ``tighten`` halves the clip range, down to an eighth. ``lower_eta`` admits
+    half as far ahead; both come back when the size does. ``stop`` ends the run after the version, with a checkpoint."""
+
+
+class OffpolicyConfig(Section):
+    guard: GuardConfig = GuardConfig()

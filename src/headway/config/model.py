@@ -1,0 +1,94 @@
+"""The sections of the model: opened, or made and warmed up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from headway.config.section import NonNegative, Positive, Section
+
+
+class MakeModelConfig(Section):
+    """A model made from nothing: a Qwen3-style causal LM with a character tokenizer."""
+
+    architecture: Literal["qwen3", "qwen2", "llama"] = "qwen3"
+    hidden_size: Positive = 128
+    num_hidden_layers: Positive = 3
+    num_attention_heads: Positive = 4
+    num_key_value_heads: Positive = 2
+    head_dim: Positive = 32
+    intermediate_size: Positive = 384
+    max_position_embeddings: Positive = 256
+    tie_word_embeddings: bool = True
+    vocabulary: str = Field("0123456789abcdefghijklmnopqrstuvwxyz:=,|+-*() ", min_length=1)
+    """Characters of the tokenizer; padding and end-of-sequence are added."""
+
+    @field_validator("vocabulary")
+    @classmethod
+    def _each_character_once(cls, value: str) -> str:
+        if repeated := [character for character, count in Counter(value).items() if count > 1]:
+            raise ValueError(f"expected each character once, but {', '.join(map(repr, repeated))} repeats")
+        return value
+
+    @model_validator(mode="after")
+    def _heads_share_keys_evenly(self) -> MakeModelConfig:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"expected num_attention_heads ({self.num_attention_heads}) to be a multiple of "
+                f"num_key_value_heads ({self.num_key_value_heads})"
+            )
+        return self
+
+
+class GiveUpConfig(Section):
+    """A teacher that does not finish everything: what reinforcement learning then has to find out for itself."""
+
+    above: Positive
+    """Answers of more characters are given up on …"""
+    rate: float = Field(gt=0, lt=1)
+    """… with this probability, …"""
+    answer: str = "?"
+    """… and this is what the teacher writes instead."""
+
+
+class WarmupConfig(Section):
+    """Supervised steps on the task until held-out greedy accuracy lies in ``target``."""
+
+    target: tuple[float, float] = (0.4, 0.6)
+    """The window of held-out greedy accuracy in which warm-up stops."""
+    batch_size: Positive = 128
+    lr: float = Field(1e-3, gt=0)
+    eval_every: Positive = 20
+    """Optimizer steps between two evaluations. A jump over the window goes back to the last weights below it and on
+    with a quarter of the learning rate and of these steps."""
+    min_steps: NonNegative = 0
+    """The window counts from here on: before that, accuracy may be right by a skill half learned."""
+    max_steps: Positive = 2000
+    """The learning rate falls linearly to zero here; a warm-up that is outside the window by then has failed."""
+    give_up: GiveUpConfig | None = None
+    """Teach from imperfect solutions. Default: the task's own, all right."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Parameters of the task that differ in warm-up: shorter problems, for example."""
+
+    @field_validator("target")
+    @classmethod
+    def _a_window_of_accuracies(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if not 0 <= value[0] < value[1] <= 1:
+            raise ValueError("expected [low, high] with 0 <= low < high <= 1")
+        return value
+
+
+class ModelConfig(Section):
+    path: str | None = None
+    """A Hugging Face folder (config, weights, tokenizer). Replaces ``make`` and ``warmup``."""
+    make: MakeModelConfig | None = None
+    """Make a small model instead of loading one."""
+    warmup: WarmupConfig | None = None
+    """Supervised warm-up of a made model."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Training compute dtype; ``auto`` is bfloat16 on GPUs, float32 on CPUs. Master weights are float32."""
+    enable_gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more compute."""
+    trust_remote_code: bool = False

@@ -1,0 +1,79 @@
+"""What all sections of the configuration are made of: the base class, and types of values that several keys have."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Annotated, Any, get_args, get_origin
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationInfo,
+    field_validator,
+)
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Probability = Annotated[float, Field(gt=0, le=1)]
+
+
+def exact_fraction(value: Any) -> Any:
+    """0.3, "0.3" and "3/10" all become 3/10: a float is read as the decimal that its shortest spelling shows."""
+    try:
+        return Fraction(str(value))
+    except (ValueError, ZeroDivisionError):
+        raise ValueError("expected a number, like 1, 0.3 or 3/10") from None
+
+
+def types_in(annotation: Any) -> set[Any]:
+    """The plain types that an annotation is made of: ``Positive | None`` is made of int and None's type."""
+    inner = get_args(annotation)[:1] if get_origin(annotation) is Annotated else get_args(annotation)
+    return set().union(*map(types_in, inner)) if inner else {annotation}
+
+
+def on_or_off(value: Any) -> Any:
+    """YAML reads a bare ``on`` or ``off`` as a truth value."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+def never_or_every(value: int) -> int:
+    if value == 0:
+        raise ValueError("expected a number of versions, or -1")
+    return value
+
+
+def shortest_spelling(value: Fraction) -> int | float | str:
+    """The number as a user would type it: an integer or decimal where that is exact, else ``p/q``."""
+    if value.denominator == 1:
+        return int(value)
+    return float(value) if Fraction(str(float(value))) == value else str(value)
+
+
+Eta = Annotated[Fraction, BeforeValidator(exact_fraction), Field(ge=0), PlainSerializer(shortest_spelling)]
+Share = Annotated[Fraction, BeforeValidator(exact_fraction), Field(ge=0, le=1), PlainSerializer(shortest_spelling)]
+Every = Annotated[int, Field(ge=-1), AfterValidator(never_or_every)]
+"""A number of versions between two events, or -1."""
+
+
+class Section(BaseModel):
+    """A part of the configuration. Unknown keys are errors; values are checked where they are built."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        validate_default=True,
+        coerce_numbers_to_str=True,
+        allow_inf_nan=False,
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _a_truth_value_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, bool) and {int, float} & types_in(cls.model_fields[info.field_name or ""].annotation):
+            raise ValueError("expected a number")
+        return value

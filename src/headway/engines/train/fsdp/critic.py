@@ -1,0 +1,91 @@
+"""The critic: the decoder of the initial model with a head of one number, trained by an optimizer of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from headway.algorithms.aggregation import token_weights
+from headway.algorithms.values import value_loss
+from headway.config.schema import Config
+from headway.data.collate import Row
+from headway.engines.train.fsdp.batch import collate, required_column, response_aligned
+from headway.engines.train.fsdp.forward import forward_sharded
+from headway.engines.train.fsdp.learner import Learner
+from headway.engines.train.fsdp.policy import ValueModule
+from headway.engines.train.fsdp.sharding import sharded
+from headway.engines.train.fsdp.sums import Sums, Totals
+from headway.interfaces import StepReport
+
+
+class FsdpCritic:
+    """One rank of the critic. Collective like `engine.FsdpEngine`, beside which it may live."""
+
+    def __init__(self, *, model_path: str, config: Config, total_optimizer_steps: int, device: torch.device) -> None:
+        """Load and shard the model at ``model_path``. Raises `ModelError` on every rank when it cannot be used."""
+        self._cliprange = config.critic.cliprange_value
+        self._token_budget = config.actor.ppo_max_token_len_per_gpu
+        self._device = device
+        self._module = sharded(ValueModule, model_path, config, device)
+        self._learner = Learner(
+            self._module,
+            config.critic.optim,
+            grad_clip=config.critic.grad_clip,
+            token_budget=self._token_budget,
+            total_steps=total_optimizer_steps,
+            device=device,
+        )
+
+    def forward_values(self, rows: Sequence[Row]) -> list[NDArray[np.float32]]:
+        """For each of this rank's ``rows`` its [T] float32 values: V(s_t), before token t."""
+        return forward_sharded(self._module, rows, self._token_budget, self._device)
+
+    def train_step(self, rows: Sequence[Row]) -> StepReport:
+        """One optimizer step towards the ``returns`` of ``rows``, this rank's share of a mini-batch.
+
+        Metrics: ``vf_loss``, ``vf_clipfrac``, ``vpred_mean``, ``returns_mean``, ``vf_explained_var`` (1 − the mean
+        squared error of the values before the step over the variance of the returns), ``grad_norm``, ``lr``.
+        """
+        report = self._learner.step(rows, self._part)
+        metrics = report.metrics
+        variance = metrics.pop("returns_square") - metrics["returns_mean"] ** 2
+        error = metrics.pop("error_square")
+        metrics["vf_explained_var"] = 1.0 - error / variance if variance > 0 else 0.0
+        return report
+
+    def save(self, path: Path) -> None:
+        """A checkpoint of model, optimizer and schedule. Atomic: a rename ends it."""
+        self._learner.save(self._module, path, {})
+
+    def load(self, path: Path) -> None:
+        """Restore what `save` wrote, on any number of ranks."""
+        self._learner.load(self._module, path)
+
+    def _part(self, rows: Sequence[Row], totals: Totals) -> tuple[torch.Tensor, Sums]:
+        batch = collate(rows, self._device)
+
+        def floats(name: str) -> torch.Tensor:
+            return response_aligned(rows, lambda row: required_column(row, name), np.float32, self._device)
+
+        old_NT, returns_NT = floats("values"), floats("returns")
+        mask_NT = response_aligned(rows, lambda row: row.loss_mask, np.bool_, self._device)
+        values_NT = batch.unflatten(self._module(batch.input_ids, batch.predictors))
+        losses_NT, per_token = value_loss(values_NT, old_NT, returns_NT, mask_NT, cliprange=self._cliprange)
+        weights_NT = token_weights(mask_NT, "token-mean", total_tokens=totals.tokens, total_sequences=totals.sequences)
+        loss = (weights_NT * losses_NT).sum()
+        with torch.no_grad():
+            means = {
+                **per_token,
+                "vpred_mean": values_NT,
+                "returns_mean": returns_NT,
+                "returns_square": returns_NT.square(),
+                "error_square": (old_NT - returns_NT).square(),
+            }
+            sums = {"loss": loss.detach().double(), "vf_loss": loss.detach().double()}
+            for name, values in means.items():
+                sums[name] = values.double().masked_fill(~mask_NT, 0.0).sum() / max(totals.tokens, 1.0)
+        return loss, sums

@@ -1,0 +1,54 @@
+"""Sums from which a step's metrics come: they add up over micro-batches and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headway.algorithms import health
+from headway.data.collate import Row
+
+Sums = dict[str, Tensor]
+"""Named float64 tensors. Names in `MAXIMA` reduce by maximum, all others by sum."""
+
+HEALTH = "health/"
+MAXIMA = frozenset(HEALTH + name for name in health.MAX_REDUCED)
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Of the whole mini-batch, over all ranks."""
+
+    tokens: float
+    """Tokens that the loss counts."""
+    sequences: float
+    """Sequences with at least one of them."""
+
+
+def count(rows: Sequence[Row]) -> Totals:
+    """This rank's share of the totals."""
+    tokens = [int(row.loss_mask.sum()) for row in rows]
+    return Totals(tokens=float(sum(tokens)), sequences=float(sum(n > 0 for n in tokens)))
+
+
+def merge(parts: Sequence[Sums]) -> Sums:
+    """The sums of several micro-batches as one."""
+    return {
+        name: torch.stack([part[name] for part in parts]).amax(0)
+        if name in MAXIMA
+        else torch.stack([part[name] for part in parts]).sum(0)
+        for name in parts[0]
+    }
+
+
+def as_metrics(sums: Mapping[str, Tensor]) -> dict[str, float]:
+    """What is reported of reduced sums."""
+    metrics = {name: float(value) for name, value in sums.items() if not name.startswith(HEALTH)}
+    of_health = {n.removeprefix(HEALTH): v for n, v in sums.items() if n.startswith(HEALTH)}
+    if not of_health:
+        return metrics
+    of_lags = {name: value for name, value in of_health.items() if name.startswith("lag/")}
+    return metrics | health.health(of_health) | (health.lag_health(of_lags) if of_lags else {})

@@ -1,0 +1,98 @@
+"""Log-probs under one version of the policy, by whoever holds a copy of it and receives every update.
+
+    proximal_logprobs (v) ─▶ stage (v + 1) ─▶ activate (v + 1) ─▶ proximal_logprobs (v + 1) ─▶ …
+
+New weights may be written over the old ones: nobody asks for a version after the next one was sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from headway.data.collate import Row
+from headway.engines.served.memory import own_storages
+from headway.engines.served.update import Beside, Over, Updates
+from headway.engines.served.weights import ServedWeights
+from headway.engines.train.fsdp.batch import split_by_budget
+from headway.engines.train.fsdp.forward import forward_rows
+from headway.engines.train.fsdp.policy import PolicyModule, check_plain_head
+from headway.errors import RunError
+from headway.interfaces import ReceiveReport
+from headway.models.probe import probe_rows, probe_vector
+from headway.weights.layout import Manifest
+from headway.weights.protocols import WeightSink
+
+
+class LogProbCopy:
+    """One whole copy of the policy, on one device. Not thread-safe, but for `stage_weights`."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        name: str,
+        manifest: Manifest,
+        receive: Callable[[int, WeightSink], None],
+        window: int,
+        temperature: float,
+        token_budget: int,
+        takes_deltas: bool = False,
+    ) -> None:
+        """It serves version 0: ``model`` as it is, in the dtype that the trainer computes in.
+
+        Args:
+            receive: puts a version into a sink, blocking.
+            window: bytes that are copied at a time (``rollout.param_update_consume_bucket_size_mb``).
+            takes_deltas: it keeps a second copy in host memory, which deltas are applied to.
+
+        Raises:
+            ModelError: ``manifest`` is not of this model, or its head is not a plain one.
+        """
+        model.eval()
+        model.tie_weights()
+        own_storages(model)
+        check_plain_head(model)
+        self._name = name
+        self._policy = PolicyModule(model, temperature)
+        self._vocabulary = len(model.get_input_embeddings().weight)
+        self._weights = ServedWeights(model, name)
+        self._weights.check_layout(manifest)
+        way_in = (Beside if takes_deltas else Over)(name, self._weights, manifest, window)
+        self._updates = Updates(name, way_in, receive)
+        self._token_budget = token_budget
+
+    def proximal_logprobs(self, rows: Sequence[Row], version: int) -> list[NDArray[np.float32]]:
+        """For each row its [T] float32 log-probs (nats) under ``version``. Raises `RunError` when it serves another."""
+        self._weights.check("compute log-probs")
+        if self._weights.version != version:
+            raise RunError(
+                f"{self._name} serves version {self._weights.version} and was asked for log-probs under version "
+                f"{version}; it has every version for as long as the trainer trains it, and refuses any other"
+            )
+        return self._logprobs(rows)
+
+    def probe(self) -> NDArray[np.float32]:
+        """The log-probs [8] of the probe's sequences under what it serves."""
+        self._weights.check("probe")
+        return probe_vector(self._logprobs(probe_rows(self._vocabulary)))
+
+    async def stage_weights(self, version: int) -> ReceiveReport:
+        """Receive ``version`` over what is served. Raises `UpdateFailed`."""
+        return await asyncio.shield(asyncio.wrap_future(self._updates.start(version)))
+
+    def activate(self, version: int) -> None:
+        """Serve the staged ``version``. Raises `UpdateFailed` when it is not what came last."""
+        self._updates.load(version)
+
+    def close(self) -> None:
+        """Receive nothing more."""
+        self._updates.close()
+
+    def _logprobs(self, rows: Sequence[Row]) -> list[NDArray[np.float32]]:
+        batches = split_by_budget(rows, self._token_budget)
+        return forward_rows(rows, batches, self._policy.per_token, self._weights.device)

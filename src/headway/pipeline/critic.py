@@ -1,0 +1,71 @@
+"""The critic's turns: values of a fetch, then its training on them, fetch after fetch.
+
+    values (f) ──▶ advantages, returns ──▶ train (f) ──▶ values (f + 1)
+
+On ranks of its own the critic works beside the trainer. The order is the same all the same: which critic a value comes
+from does not depend on who was faster.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headway.events import CriticStepped, Emit
+from headway.interfaces import CriticEngine
+from headway.pipeline.fetches import Fetch
+from headway.pipeline.nonfinite import SkippedSteps
+from headway.pipeline.signal import Signal
+from headway.pipeline.state import now
+
+VALUES, RETURNS = "values", "returns"
+
+
+class Critic:
+    def __init__(
+        self, engine: CriticEngine, emit: Emit, *, mini_batch_size: int, epochs: int, max_nonfinite_steps: int
+    ) -> None:
+        """``mini_batch_size``: groups of one optimizer step; ``epochs``: passes over each fetch."""
+        self._engine = engine
+        self._emit = emit
+        self._mini_batch_size = mini_batch_size
+        self._epochs = epochs
+        self._skipped = SkippedSteps("critic.optim.lr", max_nonfinite_steps)
+        self._steps = 0
+        self._valued = self._trained = 0
+        """Fetches."""
+        self._changed = Signal()
+
+    async def add_values(self, fetch: Fetch) -> None:
+        """Set the ``values`` of the fetch, once the critic was trained on all before it."""
+        await self._changed.until(lambda: self._trained == fetch.index)
+        self._valued += 1
+        fetch.add(VALUES, await self._engine.forward_values(fetch.samples()))
+
+    async def train(self, fetch: Fetch) -> None:
+        """Optimizer steps towards the fetch's ``returns``. Raises `NonFinite` after too many skipped ones in a row."""
+        size, groups = self._mini_batch_size, fetch.groups
+        for _ in range(self._epochs):
+            for mini_batch in (groups[i : i + size] for i in range(0, len(groups), size)):
+                started = now()
+                rows = [sample for group in mini_batch for sample in group.samples((VALUES, RETURNS))]
+                report = await self._engine.train_step(rows)
+                self._emit(
+                    CriticStepped(
+                        time=now(),
+                        step=self._steps,
+                        fetch=fetch.index,
+                        version=fetch.version,
+                        skipped=report.skipped,
+                        span=(started, now()),
+                        metrics=report.metrics,
+                    )
+                )
+                self._steps += 1
+                self._skipped.count(report)
+        self._trained += 1
+        self._changed.changed()
+
+    async def save(self, path: Path) -> None:
+        """A checkpoint, once it was trained on every fetch that it has valued."""
+        await self._changed.until(lambda: self._trained == self._valued)
+        await self._engine.save(path)

@@ -1,0 +1,99 @@
+"""Fetches: what the trainer takes from the queue at once, on its way through the stages behind it.
+
+    MessageQueue ──▶ Fetches ──▶ [LogProb] ──▶ [Values] ──▶ ActorTrain
+
+A stage with ranks of its own may work on the next fetch while the trainer is busy with this one, but never on one of a
+version that the trainer has not reached: there is no such policy yet. Within a version taking earlier changes no lag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from headway.data.types import Column, Group, Outcomes, Sample
+from headway.data.types import FinishReason as Finish
+from headway.events import FetchTaken
+from headway.pipeline.state import RunState, now
+
+
+@dataclass(slots=True)
+class Fetch:
+    """``groups`` is shorter than a fetch is, or empty, when the data gave out."""
+
+    index: int
+    """Counts from 0."""
+    version: int
+    """Of the trainer, when it trains on it."""
+    groups: list[Group]
+
+    def samples(self, columns: Collection[str] = ()) -> list[Sample]:
+        """All trajectories, in order."""
+        return [sample for group in self.groups for sample in group.samples(columns)]
+
+    def add(self, name: str, columns: Iterable[Column]) -> None:
+        """Set a column of every trajectory, in order."""
+        add_column(self.groups, name, columns)
+
+
+def add_column(groups: Sequence[Group], name: str, columns: Iterable[Column]) -> None:
+    """Set the column ``name`` of every trajectory of the groups, in order."""
+    following = iter(columns)
+    for group in groups:
+        group.columns[name] = tuple(next(following) for _ in group.trajectories)
+
+
+def outcomes(groups: Sequence[Group]) -> Outcomes:
+    """What an advantage is computed from, beside tokens. Every group has its rewards."""
+    trajectories = [t for group in groups for t in group.trajectories]
+    return Outcomes(
+        ids=tuple(t.id for t in trajectories),
+        rewards=np.concatenate([group.rewards for group in groups]).astype(np.float32),
+        groups=np.array([group.number for group in groups for _ in group.trajectories], dtype=np.int64),
+        finished=np.array([t.finish_reason is Finish.STOP for t in trajectories], dtype=np.bool_),
+    )
+
+
+class FetchSource(Protocol):
+    async def get(self) -> Fetch | None:
+        """The next fetch, or None when there will be none."""
+
+
+class Fetches:
+    """Takes them from the queue."""
+
+    def __init__(self, state: RunState, size: int, *, fill_first: bool = False) -> None:
+        """``size``: groups of one. ``fill_first``: the first one waits for all that may run ahead."""
+        self._state = state
+        self._size = size
+        self._count = 0
+        self._fill_first = fill_first
+        self._ended = False
+
+    async def get(self) -> Fetch | None:
+        state, started = self._state, now()
+        await state.changed.until(lambda: not state.took_version)
+        if self._ended or not state.trains_more:
+            return None
+        if self._fill_first and self._count == 0:
+            await state.queue.until_full()
+        groups = await state.take(self._size)
+        if not state.trains_more:
+            return None  # a stop was asked for meanwhile, and this fetch abandoned
+        # With a number of groups as the run's length every fetch is full; a short one means that the data gave out.
+        self._ended = len(groups) < self._size
+        if not groups and state.taken % state.staleness.groups_per_version == 0:
+            return None
+        fetch = Fetch(self._count, state.version, groups)
+        self._count += 1
+        if groups:
+            numbers = [group.number for group in groups]
+            state.emit(
+                FetchTaken(
+                    time=now(), fetch=fetch.index, version=fetch.version, numbers=numbers, waited=(started, now())
+                )
+            )
+        return fetch

@@ -1,0 +1,87 @@
+"""The guard: what is done when the data is too far off policy to be learned from as it is.
+
+    effective sample size of a step < min_ess ──▶ warn │ tighten the trust region │ lower η │ stop
+                                    ≥ min_ess ──▶ what was tightened or lowered comes back, step by step
+
+The effective sample size is (Σw)²/(N·Σw²) with w = π_θ/π_behav over the step's tokens: 1 on policy, 1/N when one token
+has all the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from headway.events import GuardActed, Note
+from headway.interfaces import StepReport
+from headway.pipeline.state import RunState, now
+
+ESS = "offpolicy/ess"
+TIGHTER = 0.5
+"""What one step of tightening leaves of the trust region …"""
+TIGHTEST = 0.125
+"""… and what the last one leaves."""
+
+
+@dataclass(frozen=True, slots=True)
+class GuardSettings:
+    min_ess: float | None
+    """None: nothing is guarded."""
+    action: str
+    """``warn``, ``tighten``, ``lower_eta`` or ``stop``."""
+
+
+class Guard:
+    def __init__(self, settings: GuardSettings, state: RunState, stop: Callable[[str], None]) -> None:
+        """``stop`` ends the run after this version, for a reason."""
+        self.clip_scale = 1.0
+        """The trust region is so many times as wide as configured."""
+        self._settings = settings
+        self._state = state
+        self._stop = stop
+        self._acted_at: int | None = None
+        """The version at which it last did what it does once per version."""
+
+    def look(self, report: StepReport, version: int) -> None:
+        """Act on one optimizer step of the trainer's ``version``."""
+        ess, least = report.metrics.get(ESS), self._settings.min_ess
+        if ess is None or least is None or report.skipped:
+            return
+        low = ess < least
+        match self._settings.action:
+            case "warn" if low and self._acted_at != version:
+                self._acted_at = version
+                self._warn(ess, least, "lower async_training.staleness_threshold, or add a correction")
+            case "tighten":
+                scale = max(TIGHTEST, self.clip_scale * TIGHTER) if low else min(1.0, self.clip_scale / TIGHTER)
+                if scale != self.clip_scale:
+                    self.clip_scale = scale
+                    self._tell(version, ess, least, "tightened" if low else "widened")
+            case "lower_eta" if self._acted_at != version:  # the groups of a version were admitted before it
+                changed = self._state.admit_less_ahead() if low else self._state.admit_further_ahead()
+                if changed:
+                    self._acted_at = version
+                    self._tell(version, ess, least, "lowered η" if low else "raised η")
+            case "stop" if low:
+                self._tell(version, ess, least, "stopped")
+                self._stop(
+                    f"offpolicy.guard: the effective sample size of a step of version {version} is {ess:.3g}, below "
+                    f"offpolicy.guard.min_ess={least:g}"
+                )
+
+    def _warn(self, ess: float, least: float, advice: str) -> None:
+        text = f"effective sample size {ess:.3g} is below offpolicy.guard.min_ess={least:g}: {advice}"
+        self._state.emit(Note(time=now(), level="warning", text=text))
+
+    def _tell(self, version: int, ess: float, least: float, did: str) -> None:
+        self._state.emit(
+            GuardActed(
+                time=now(),
+                version=version,
+                ess=ess,
+                min_ess=least,
+                did=did,
+                clip_scale=self.clip_scale,
+                eta=float(self._state.staleness.eta_now),
+            )
+        )

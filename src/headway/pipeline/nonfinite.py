@@ -1,0 +1,23 @@
+"""Optimizer steps that were skipped because loss or gradient was not finite: some are luck, many in a row are not."""
+
+from __future__ import annotations
+
+from headway.errors import NonFinite
+from headway.interfaces import StepReport
+
+
+class SkippedSteps:
+    def __init__(self, lr_key: str, limit: int) -> None:
+        """``lr_key``: where the learning rate is configured; ``limit``: so many in a row are borne."""
+        self._lr_key = lr_key
+        self._limit = limit
+        self._in_row = 0
+
+    def count(self, report: StepReport) -> None:
+        """Raises `NonFinite` when this was one too many."""
+        self._in_row = self._in_row + 1 if report.skipped else 0
+        if self._in_row > self._limit:
+            raise NonFinite(
+                f"{self._in_row} optimizer steps in a row were skipped because loss or gradient was not finite "
+                f"(trainer.max_nonfinite_steps); lower {self._lr_key}, or look at the rewards for extreme values"
+            )

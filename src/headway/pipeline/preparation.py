@@ -1,0 +1,47 @@
+"""What is computed once per fetch, before its first optimizer step, and kept for all its mini-batches and epochs.
+
+    [reference] ▶ [π_prox] ▶ [critic's values]  on the trainer's own ranks, one after the other
+                                    └──────────▶ advantages, returns
+
+A role with ranks of its own has set its column already (RefLogProb, LogProb, Values).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from headway.interfaces import AdvantageFn, LogProbEngine, ProximalEngine
+from headway.pipeline.critic import VALUES, Critic
+from headway.pipeline.fetches import Fetch, outcomes
+from headway.pipeline.stages.logprob import PROX_LOGPROBS
+from headway.pipeline.stages.ref_logprob import REF_LOGPROBS
+
+Busy = Callable[[str], AbstractContextManager[None]]
+"""Says what the trainer's ranks compute, while it is open."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """Engines that are given share the trainer's ranks."""
+
+    advantages: AdvantageFn
+    reference: LogProbEngine | None = None
+    proximal: ProximalEngine | None = None
+    critic: Critic | None = None
+
+    async def prepare(self, fetch: Fetch, busy: Busy) -> None:
+        """Set the fetch's columns, ``advantages`` at last."""
+        if self.reference is not None:
+            with busy("forward"):
+                fetch.add(REF_LOGPROBS, await self.reference.forward_logprobs(fetch.samples()))
+        if self.proximal is not None:
+            with busy("forward"):
+                fetch.add(PROX_LOGPROBS, await self.proximal.proximal_logprobs(fetch.samples(), fetch.version))
+        if self.critic is not None:
+            with busy("forward"):
+                await self.critic.add_values(fetch)
+        samples = fetch.samples((REF_LOGPROBS, PROX_LOGPROBS, VALUES))
+        for name, columns in (await self.advantages(samples, outcomes(fetch.groups))).items():
+            fetch.add(name, columns)

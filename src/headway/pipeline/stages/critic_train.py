@@ -1,0 +1,37 @@
+"""CriticTrain: trains the critic on each fetch beside the trainer, where the critic has ranks of its own.
+
+consumes        fetches with values and returns, from ActorTrain as soon as it has advantages
+waits for       ActorTrain
+produces        a critic that Values may ask about the next fetch
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+
+from headway.events import Emit
+from headway.pipeline.channel import Channel
+from headway.pipeline.critic import Critic
+from headway.pipeline.fetches import Fetch
+from headway.pipeline.stage import Stage
+
+
+class CriticTrain(Stage[Fetch, None]):
+    waits_for_input = "ActorTrain"
+
+    def __init__(self, emit: Emit, input: Channel[Fetch], critic: Critic) -> None:
+        super().__init__(emit)
+        self._input = input
+        self._critic = critic
+
+    async def get_input_data(self) -> Fetch | None:
+        return await self._input.get()
+
+    async def process_data(self, fetch: Fetch) -> AsyncGenerator[None, None]:
+        with self._waiting_within("the critic's step"):
+            await self._critic.train(fetch)
+        return
+        yield
+
+    async def send_output_data(self, nothing: None) -> bool:
+        return True

@@ -1,0 +1,53 @@
+"""LogProb: log π_prox of each fetch, where a role with ranks of its own recomputes it (``logp``).
+
+    consumes        fetches, each for one version of the trainer
+    waits for       the role to serve that version, which it gets with every update
+    produces        the same fetches, with a column of log-probs per trajectory
+
+It works on a version's next fetch while the trainer is busy with this one. On the trainer's own ranks this happens
+inside the fetch (`headway.pipeline.stages.actor_train`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+
+from headway.interfaces import ProximalEngine
+from headway.pipeline.channel import Channel
+from headway.pipeline.fetches import Fetch, FetchSource
+from headway.pipeline.fleet import Fleet
+from headway.pipeline.stage import Stage
+from headway.pipeline.state import RunState
+
+PROX_LOGPROBS = "prox_logprobs"
+
+
+class LogProb(Stage[Fetch, Fetch]):
+    waits_for_input = "groups from the message queue"
+    waits_for_output = "ActorTrain"
+
+    def __init__(
+        self, state: RunState, input: FetchSource, output: Channel[Fetch], engine: ProximalEngine, fleet: Fleet
+    ) -> None:
+        super().__init__(state.emit)
+        self._state = state
+        self._input = input
+        self._output = output
+        self._engine = engine
+        self._fleet = fleet
+
+    async def get_input_data(self) -> Fetch | None:
+        return await self._input.get()
+
+    async def process_data(self, fetch: Fetch) -> AsyncGenerator[Fetch, None]:
+        if fetch.groups:
+            with self._waiting_within(f"version {fetch.version} to be loaded"):
+                await self._state.changed.until(lambda: self._fleet.others_serve(fetch.version))
+            fetch.add(PROX_LOGPROBS, await self._engine.proximal_logprobs(fetch.samples(), fetch.version))
+        yield fetch
+
+    async def send_output_data(self, fetch: Fetch) -> bool:
+        return await self._output.send(fetch)
+
+    def close_output(self) -> None:
+        self._output.close()

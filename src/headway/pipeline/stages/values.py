@@ -1,0 +1,43 @@
+"""Values: what the critic expects of each state of a fetch, where the critic has ranks of its own.
+
+consumes        fetches
+waits for       the critic to be trained on all earlier ones
+produces        the same fetches, with a column of values per trajectory
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+
+from headway.events import Emit
+from headway.pipeline.channel import Channel
+from headway.pipeline.critic import Critic
+from headway.pipeline.fetches import Fetch, FetchSource
+from headway.pipeline.stage import Stage
+
+
+class Values(Stage[Fetch, Fetch]):
+    waits_for_output = "ActorTrain"
+
+    def __init__(self, emit: Emit, input: FetchSource, output: Channel[Fetch], critic: Critic, *, follows: str) -> None:
+        """``follows``: where fetches come from, in words for the user."""
+        super().__init__(emit)
+        self.waits_for_input = follows
+        self._input = input
+        self._output = output
+        self._critic = critic
+
+    async def get_input_data(self) -> Fetch | None:
+        return await self._input.get()
+
+    async def process_data(self, fetch: Fetch) -> AsyncGenerator[Fetch, None]:
+        if fetch.groups:
+            with self._waiting_within("the critic"):
+                await self._critic.add_values(fetch)
+        yield fetch
+
+    async def send_output_data(self, fetch: Fetch) -> bool:
+        return await self._output.send(fetch)
+
+    def close_output(self) -> None:
+        self._output.close()
