@@ -25,10 +25,11 @@ from headway.config.loading import LoadedConfig
 from headway.config.placement import CRITIC, LOGP, REF
 from headway.config.schema import Config
 from headway.data.sources import Rows, build_sources
+from headway.errors import StoppedByGuard
 from headway.events import Note, RunFinished, WorkerDescribed
 from headway.pipeline.ledger import Ledger
 from headway.pipeline.run import Parts, Pipeline, Status
-from headway.pipeline.stages.reward import GroupFilter
+from headway.pipeline.stages.reward import GroupFilter, Shaping
 from headway.preflight import check_inputs, check_model
 from headway.reports.bundle import Reports, open_reports
 from headway.rewards.pool import RewardPool
@@ -50,8 +51,15 @@ def train(loaded: LoadedConfig) -> int:
         for text in loaded.notes:
             _note(reports, text)
         model_path = _prepare_model(config, rows, run_dir, reports)
-        status = asyncio.run(_Run(config, rows, model_path, run_dir, reports).run())
+        run = _Run(config, rows, model_path, run_dir, reports)
+        status = asyncio.run(run.run())
         reports.report_end(reports.directory.model)
+        if run.stop_reason is not None:
+            raise StoppedByGuard(
+                f"{run.stop_reason}. The run ended after that version: its model and a checkpoint are in {run_dir}. "
+                "Lower async_training.staleness_threshold or actor.optim.lr, add a correction "
+                "(docs/algorithms/corrections.md), or set offpolicy.guard.action to what goes on"
+            )
     except (KeyboardInterrupt, asyncio.CancelledError):
         _note(reports, "left at once; nothing more was saved")
         _end(reports, Status.INTERRUPTED, "left at once")
@@ -139,6 +147,8 @@ class _Run:
         self._model_path = model_path
         self._run_dir = run_dir
         self._reports = reports
+        self.stop_reason: str | None = None
+        """Why the run stopped itself."""
 
     async def run(self) -> Status:
         from headway.cluster.backend import start_backend
@@ -177,6 +187,8 @@ class _Run:
                 reward=reward,
                 advantages=workers.train.advantages,
                 group_filter=_group_filter(config),
+                shaping=_shaping(config),
+                greedy_baseline=config.algorithm.adv_estimator == "remax",
                 reference=workers.ref,
                 reference_inside_fetch=REF in workers.inside_fetch,
                 proximal=workers.proximal,
@@ -192,6 +204,7 @@ class _Run:
             pipeline = Pipeline(config, parts, [reports], reports.directory.checkpoints)
             with _graceful_interrupts(pipeline, reports):
                 status = await pipeline.run()
+            self.stop_reason = pipeline.stop_reason
             reports.phase("exporting the model")
             await workers.train.export(reports.directory.model)
         return status
@@ -237,3 +250,17 @@ def _group_filter(config: Config) -> GroupFilter | None:
         return None if has_variance(rewards) else f"all rewards are {rewards[0]:g}"
 
     return no_variance
+
+
+def _shaping(config: Config) -> Shaping | None:
+    from headway.algorithms.overlong import soft_overlong_penalty
+
+    overlong, limit = config.reward.overlong_buffer, config.data.max_response_length
+    if not overlong.enable:
+        return None
+
+    def shaped(rewards: NDArray[np.float32], lengths: NDArray[np.int64]) -> NDArray[np.float32]:
+        penalty = soft_overlong_penalty(lengths, max_length=limit, buffer=overlong.len, factor=overlong.penalty_factor)
+        return rewards + penalty
+
+    return shaped

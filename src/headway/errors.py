@@ -72,6 +72,10 @@ class NothingToTrain(RunError):
     """Discards in a row passed the limit: the filter or the reward leaves nothing to train on."""
 
 
+class StoppedByGuard(RunError):
+    """The data was too far off policy, and ``offpolicy.guard.action`` is ``stop``."""
+
+
 class UpdateFailed(RunError):
     """A parameter update did not complete; replicas still serve the old version."""
 

@@ -103,6 +103,8 @@ class TrajectoryFinished(Event):
     version_spans: list[list[int]]
     started: float
     finished: float
+    baseline: bool = False
+    """It is not trained on: its reward is its group's baseline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,14 +50,14 @@ def test_threads_that_the_user_sets_are_kept() -> None:
 
 def test_a_reference_without_ranks_of_its_own_runs_on_the_trainers() -> None:
     planned = plan(actor={"use_kl_loss": True})
-    assert planned.ref_inside_fetch
+    assert "ref" in planned.inside_fetch
     assert planned.ref == ()
     assert planned.workers[0].arguments["with_reference"] is True
 
 
 def test_a_reference_with_ranks_of_its_own_is_a_group_of_its_own() -> None:
     planned = plan(actor={"use_kl_loss": True}, ref={"nnodes": 1, "n_gpus_per_node": 2})
-    assert not planned.ref_inside_fetch
+    assert "ref" not in planned.inside_fetch
     assert [s.name for s in planned.ref] == ["ref-0", "ref-1"]
     assert planned.workers[0].arguments["with_reference"] is False
 
@@ -81,7 +81,7 @@ def test_on_shared_devices_actor_and_rollout_are_parts_of_one_worker() -> None:
 
 def test_without_a_kl_loss_there_is_no_reference() -> None:
     planned = plan()
-    assert (planned.ref, planned.ref_inside_fetch) == ((), False)
+    assert (planned.ref, planned.inside_fetch) == ((), frozenset())
 
 
 async def test_one_process_has_one_training_rank() -> None:

@@ -54,7 +54,7 @@ async def workers(ray_here: None, tmp_path: Path) -> AsyncIterator[list[RayWorke
     cluster = RayCluster(config, tmp_path)
     await cluster.connect()
     specs = echo_specs(2, config)
-    await cluster.reserve(ClusterPlan(tuple(specs), (), (), (), ref_inside_fetch=False, shared=False))
+    await cluster.reserve(ClusterPlan(tuple(specs), *[()] * 5, inside_fetch=frozenset(), shared=False))
     started = [cluster.launch(spec) for spec in specs]
     await asyncio.gather(*(worker.up() for worker in started))
     yield started
@@ -186,7 +186,7 @@ async def test_a_machine_with_too_few_gpus_is_told_at_once(
     config = Config()
     cluster = RayCluster(config, tmp_path)
     assert await cluster.connect() == "cuda"
-    plan = ClusterPlan(tuple(echo_specs(2, config)), (), (), (), ref_inside_fetch=False, shared=False)
+    plan = ClusterPlan(tuple(echo_specs(2, config)), *[()] * 5, inside_fetch=frozenset(), shared=False)
     with pytest.raises(
         ConfigError, match=r"needs 2 GPUs, for echo-0, echo-1, and this machine has 1\. Set .*device=cpu"
     ):

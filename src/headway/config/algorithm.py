@@ -53,12 +53,6 @@ CRITIC_KEYS = (
     "optim.betas",
 )
 _SIZES = ("nnodes", "n_gpus_per_node")
-NOT_YET = MappingProxyType(
-    {
-        "remax": "it needs the reward of a greedy answer beside each group, and none is generated",
-    }
-)
-"""Estimators that are there as functions, but lack what only other roles could give."""
 CORRECTION_KEYS = ("name", "bound", "lower", "level", "veto", "delta")
 
 
@@ -133,8 +127,6 @@ def idle_role_keys(config: Config) -> Iterator[Idle]:
 def algorithm_problems(config: Config) -> Iterator[str]:
     """What cannot be trained with."""
     algorithm, n = config.algorithm, config.rollout.n
-    if algorithm.adv_estimator in NOT_YET:
-        yield f"algorithm.adv_estimator={algorithm.adv_estimator}: {NOT_YET[algorithm.adv_estimator]}; choose another"
     loss = algorithm.policy_loss.loss_mode
     if loss == "t_ppo":
         yield (

@@ -68,6 +68,12 @@ def _data(config: Config) -> Iterator[str]:
         yield "data: give data.train (a JSONL or Parquet file), or data.task for a procedural task"
     if data.train is not None and data.task is not None:
         yield "data: data.train and data.task are both given; set one of them to null"
+    overlong = config.reward.overlong_buffer
+    if overlong.enable and overlong.len > data.max_response_length:
+        yield (
+            f"reward.overlong_buffer.len={overlong.len} is more than data.max_response_length="
+            f"{data.max_response_length}: every answer would be penalised; lower it"
+        )
     if config.reward.function == "task" and data.task is None:
         yield "reward.function=task is data.task's verifier, and no task is given; use exact_match or file.py:function"
 

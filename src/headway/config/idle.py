@@ -20,7 +20,7 @@ Idle = tuple[str, str]
 def without_effect(config: Config) -> dict[str, str]:
     """Every key, whoever wrote it, whose value changes nothing in this configuration, with the reason."""
     found: dict[str, str] = {}
-    for rules in (_model, _data, _validation, _actor, _reference, _algorithm, _update, _asynchrony, _devices):
+    for rules in (_model, _data, _reward, _validation, _actor, _reference, _algorithm, _update, _asynchrony, _devices):
         for key, reason in rules(config):
             found.setdefault(key, reason)
     return found
@@ -39,6 +39,12 @@ def _data(config: Config) -> Iterator[Idle]:
         yield "data.val_size", "data.task has held-out problems of its own: data.task.val_size"
     elif data.val is not None:
         yield "data.val_size", "held-out problems come from data.val"
+
+
+def _reward(config: Config) -> Iterator[Idle]:
+    if not config.reward.overlong_buffer.enable:
+        for key in ("len", "penalty_factor"):
+            yield f"reward.overlong_buffer.{key}", "reward.overlong_buffer.enable is off"
 
 
 def _validation(config: Config) -> Iterator[Idle]:

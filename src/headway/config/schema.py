@@ -77,6 +77,16 @@ class DataConfig(Section):
     """Prompts tokenised ahead of admission."""
 
 
+class OverlongBufferConfig(Section):
+    """DAPO's soft overlong penalty."""
+
+    enable: bool = False
+    len: Positive = 64
+    """Tokens before ``data.max_response_length`` over which the penalty grows."""
+    penalty_factor: float = Field(1.0, gt=0)
+    """The penalty of an answer of full length."""
+
+
 class RewardConfig(Section):
     function: str = "exact_match"
     """``exact_match``, ``task`` (the task's own verifier) or ``file.py:function``."""
@@ -86,6 +96,8 @@ class RewardConfig(Section):
     """For one call of the function."""
     retries: NonNegative = 1
     """Further tries after an exception or a time-out, before the group is ``failed``."""
+    overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
+    """Taken off training rewards alone, after dynamic sampling has looked at them."""
 
 
 class RolloutConfig(Section):

@@ -131,6 +131,8 @@ class Outcomes:
     """The number of each one's group."""
     finished: NDArray[np.bool_]
     """False where the answer was cut off."""
+    baselines: NDArray[np.float32] | None = None
+    """The reward of the greedy answer to each one's prompt, where one was generated."""
 
 
 @dataclass(slots=True)
@@ -145,6 +147,8 @@ class Group:
     """One per trajectory. All behind one handle, unless the group was split over replicas."""
     rewards: NDArray[np.float32] | None = None
     """[n], set by Reward."""
+    baseline: float | None = None
+    """The reward of the policy's greedy answer, where one was generated (ReMax)."""
     columns: dict[str, tuple[Column, ...]] = field(default_factory=dict)
     """What was computed per token, by name: one [T] column per trajectory. See `Sample.columns`."""
 

@@ -49,11 +49,13 @@ def add_column(groups: Sequence[Group], name: str, columns: Iterable[Column]) ->
 def outcomes(groups: Sequence[Group]) -> Outcomes:
     """What an advantage is computed from, beside tokens. Every group has its rewards."""
     trajectories = [t for group in groups for t in group.trajectories]
+    baselines = [group.baseline for group in groups for _ in group.trajectories if group.baseline is not None]
     return Outcomes(
         ids=tuple(t.id for t in trajectories),
         rewards=np.concatenate([group.rewards for group in groups]).astype(np.float32),
         groups=np.array([group.number for group in groups for _ in group.trajectories], dtype=np.int64),
         finished=np.array([t.finish_reason is Finish.STOP for t in trajectories], dtype=np.bool_),
+        baselines=np.array(baselines, dtype=np.float32) if baselines else None,
     )
 
 

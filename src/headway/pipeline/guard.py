@@ -51,7 +51,7 @@ class Guard:
         match self._settings.action:
             case "warn" if low and self._acted_at != version:
                 self._acted_at = version
-                self._warn(ess, least, "lower async_training.staleness_threshold, or add a correction")
+                self._tell(version, ess, least, "warned")
             case "tighten":
                 scale = max(TIGHTEST, self.clip_scale * TIGHTER) if low else min(1.0, self.clip_scale / TIGHTER)
                 if scale != self.clip_scale:
@@ -62,26 +62,29 @@ class Guard:
                 if changed:
                     self._acted_at = version
                     self._tell(version, ess, least, "lowered η" if low else "raised η")
-            case "stop" if low:
+            case "stop" if low and self._acted_at is None:
+                self._acted_at = version
                 self._tell(version, ess, least, "stopped")
                 self._stop(
                     f"offpolicy.guard: the effective sample size of a step of version {version} is {ess:.3g}, below "
                     f"offpolicy.guard.min_ess={least:g}"
                 )
 
-    def _warn(self, ess: float, least: float, advice: str) -> None:
-        text = f"effective sample size {ess:.3g} is below offpolicy.guard.min_ess={least:g}: {advice}"
-        self._state.emit(Note(time=now(), level="warning", text=text))
-
     def _tell(self, version: int, ess: float, least: float, did: str) -> None:
+        clip_scale, eta = self.clip_scale, float(self._state.staleness.eta_now)
         self._state.emit(
-            GuardActed(
-                time=now(),
-                version=version,
-                ess=ess,
-                min_ess=least,
-                did=did,
-                clip_scale=self.clip_scale,
-                eta=float(self._state.staleness.eta_now),
-            )
+            GuardActed(time=now(), version=version, ess=ess, min_ess=least, did=did, clip_scale=clip_scale, eta=eta)
         )
+        what = {
+            "warned": "lower async_training.staleness_threshold, or add a correction",
+            "tightened": f"the clip range is {clip_scale:g} of what is configured",
+            "widened": f"the clip range is {clip_scale:g} of what is configured",
+            "lowered η": f"η is {eta:g}",
+            "raised η": f"η is {eta:g}",
+            "stopped": "the run ends with this version",
+        }[did]
+        is_low = "below" if ess < least else "not below"
+        text = (
+            f"version {version}: effective sample size {ess:.3g} is {is_low} offpolicy.guard.min_ess={least:g}; {what}"
+        )
+        self._state.emit(Note(time=now(), level="warning" if ess < least else "info", text=text))

@@ -61,7 +61,7 @@ from headway.pipeline.stages.logprob import LogProb
 from headway.pipeline.stages.param_update import ParamUpdate
 from headway.pipeline.stages.prompt_loader import PromptLoader, Wave
 from headway.pipeline.stages.ref_logprob import RefLogProb
-from headway.pipeline.stages.reward import GroupFilter, Reward
+from headway.pipeline.stages.reward import GroupFilter, Reward, Shaping
 from headway.pipeline.stages.rollout import Rollout
 from headway.pipeline.stages.validate import Validate, Validation
 from headway.pipeline.stages.values import Values
@@ -87,6 +87,9 @@ class Parts:
     reward: RewardFn
     advantages: AdvantageFn
     group_filter: GroupFilter | None = None
+    shaping: Shaping | None = None
+    greedy_baseline: bool = False
+    """Each group gets a greedy answer beside its own, whose reward is their baseline."""
     reference: LogProbEngine | None = None
     reference_inside_fetch: bool = True
     """The reference shares the trainer's ranks."""
@@ -192,7 +195,7 @@ class Pipeline:
     # ------------------------------------------------------------------------------------------ wiring
 
     def _wire(self) -> None:
-        config, parts, state = self.config, self._parts, self._state
+        config, parts, state, n = self.config, self._parts, self._state, self.config.rollout.n
         waves: Channel[Wave] = Channel("waves")
         finished: Channel[FinishedGroup] = Channel("finished")
         unrewarded: Channel[Group] = Channel("unrewarded")
@@ -206,8 +209,9 @@ class Pipeline:
             parts.source,
             waves,
             admission=config.async_training.admission,
-            n=config.rollout.n,
+            n=n,
             sampling=self._sampling(config.rollout.temperature, config.rollout.top_p, config.rollout.top_k),
+            with_greedy=parts.greedy_baseline,
         )
         fleet, halts = self._fleet, Halts(state, self._fleet, OnUpdate(config.async_training.on_update))
         generate = Generate(state, waves, finished, fleet, halts, self._router)
@@ -215,8 +219,8 @@ class Pipeline:
         self._upstream: list[Stage[Any, Any]] = [
             self._loader,
             generate,
-            Rollout(state, finished, unrewarded, n=config.rollout.n),
-            Reward(state, unrewarded, rewarded, parts.reward, parts.group_filter),
+            Rollout(state, finished, unrewarded, n=n, baselines=parts.greedy_baseline),
+            Reward(state, unrewarded, rewarded, parts.reward, parts.group_filter, parts.shaping, n=n),
         ]
         if parts.reference is not None and isinstance(rewarded, Channel):
             self._upstream.append(RefLogProb(state, rewarded, state.queue, parts.reference))

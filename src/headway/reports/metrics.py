@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from headway.events import (
+    CriticStepped,
     Event,
     FetchTaken,
     GroupAdmitted,
@@ -164,6 +165,8 @@ class RunMetrics:
                 self.occupancy.fetch_taken(event)
             case OptimizerStepped():
                 self._on_step(event)
+            case CriticStepped():
+                self._row(max(event.version, self._closed_below)).add_critic_step(event)
             case UpdatePhase():
                 self._on_phase(event)
             case UpdateFinished():

@@ -73,7 +73,7 @@ class GroupTally:
         self._records[event.number] = GroupRecord(event.number)
 
     def finish_trajectory(self, event: TrajectoryFinished) -> None:
-        if (record := self._records.get(event.number)) is not None:
+        if not event.baseline and (record := self._records.get(event.number)) is not None:
             record.trajectories.append(event)
 
     def reward(self, event: GroupRewarded) -> None:

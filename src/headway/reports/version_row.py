@@ -8,7 +8,14 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from headway.events import OptimizerStepped, TrajectoryFinished, UpdateFinished, UpdatePhase, ValidationFinished
+from headway.events import (
+    CriticStepped,
+    OptimizerStepped,
+    TrajectoryFinished,
+    UpdateFinished,
+    UpdatePhase,
+    ValidationFinished,
+)
 from headway.reports.tally import GroupRecord, partial_span
 
 PHASES = ("gather", "send", "recv", "register", "load")
@@ -107,6 +114,11 @@ class VersionRow:
         self.token_lags.update(event.token_lag)
         for name, value in event.metrics.items():
             self.actor[name if "/" in name else f"actor/{name}"].append(float(value))
+
+    def add_critic_step(self, event: CriticStepped) -> None:
+        if not event.skipped:
+            for name, value in event.metrics.items():
+                self.actor[f"critic/{name}"].append(float(value))
 
     def values(self) -> dict[str, Any]:
         """Flat metric names to values, the learning first."""
@@ -209,7 +221,7 @@ def histogram(counts: Mapping[int, int]) -> dict[str, int]:
 
 def _over_steps(name: str, series: Iterable[float]) -> float:
     """One value for several optimizer steps: the last learning rate, the largest maximum, the mean of all else."""
-    values = list(series)
+    values, name = list(series), name.partition("/lag_")[0]
     if name.endswith("lr"):
         return values[-1]
     return max(values) if name.endswith("max") else fmean(values)

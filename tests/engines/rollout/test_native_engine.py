@@ -167,7 +167,7 @@ def test_updates_that_do_not_fit_the_model_are_refused_at_the_start() -> None:
         async with serving(Source(model)):
             pass
 
-    with pytest.raises(ModelError, match="rollout model has shape"):
+    with pytest.raises(ModelError, match="receiving model has shape"):
         asyncio.run(make(make_model(intermediate_size=40)))
     with pytest.raises(ModelError, match="no such tensor"):
         asyncio.run(make(make_model(num_hidden_layers=3)))

@@ -84,6 +84,7 @@ def _inputs(rows: Sequence[Row], outcomes: Outcomes) -> AdvantageInputs:
         mask=None if all(row.loss_mask.all() for row in rows) else mask,
         values=_padded(rows, width, lambda row: row.columns["values"]) if valued else None,
         finished=torch.from_numpy(outcomes.finished),
+        baselines=torch.from_numpy(outcomes.baselines) if outcomes.baselines is not None else None,
     )
 
 

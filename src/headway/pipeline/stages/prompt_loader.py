@@ -9,6 +9,7 @@ produces        waves: lists of requests that reach an engine in one call
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 
 from headway.config.schema import Admission
 from headway.data.types import Prompt
@@ -33,7 +34,9 @@ class PromptLoader(Stage[list[Prompt], Wave]):
         admission: Admission,
         n: int,
         sampling: SamplingParams,
+        with_greedy: bool = False,
     ) -> None:
+        """``with_greedy``: beside its ``n`` answers each group gets a greedy one, its baseline."""
         super().__init__(state.emit)
         self._state = state
         self._source = source
@@ -41,6 +44,7 @@ class PromptLoader(Stage[list[Prompt], Wave]):
         self._admission = admission
         self._n = n
         self._sampling = sampling
+        self._with_greedy = with_greedy
         self._ended = False
 
     @property
@@ -62,10 +66,14 @@ class PromptLoader(Stage[list[Prompt], Wave]):
         return None
 
     async def process_data(self, prompts: list[Prompt]) -> AsyncGenerator[Wave, None]:
-        yield [
-            GenerateRequest(number=self._state.admit(prompt), prompt=prompt, n=self._n, sampling=self._sampling)
-            for prompt in prompts
-        ]
+        yield [request for prompt in prompts for request in self._requests(prompt)]
+
+    def _requests(self, prompt: Prompt) -> list[GenerateRequest]:
+        request = GenerateRequest(self._state.admit(prompt), prompt, self._n, self._sampling)
+        if not self._with_greedy:
+            return [request]
+        greedy = replace(self._sampling, temperature=0.0, top_p=1.0, top_k=0)
+        return [request, replace(request, n=1, first=self._n, sampling=greedy)]
 
     async def send_output_data(self, wave: Wave) -> bool:
         return await self._output.send(wave)

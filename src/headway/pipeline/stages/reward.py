@@ -22,6 +22,9 @@ from headway.pipeline.message_queue import MessageQueue
 from headway.pipeline.stage import Stage
 from headway.pipeline.state import RunState, now
 
+Shaping = Callable[[NDArray[np.float32], NDArray[np.int64]], NDArray[np.float32]]
+"""From a group's rewards [n] and lengths [n] to the rewards that are trained on."""
+
 GroupFilter = Callable[[NDArray[np.float32]], str | None]
 """From a group's rewards [n]: why it should be filtered, or None to keep it."""
 
@@ -37,13 +40,19 @@ class Reward(Stage[Group, Group]):
         output: Channel[Group] | MessageQueue,
         reward: RewardFn,
         group_filter: GroupFilter | None,
+        shaping: Shaping | None = None,
+        *,
+        n: int,
     ) -> None:
+        """``n``: trajectories that are trained on. A further one is the group's baseline."""
         super().__init__(state.emit)
         self._state = state
         self._input = input
         self._output = output
         self._reward = reward
         self._filter = group_filter
+        self._shaping = shaping
+        self._n = n
 
     async def get_input_data(self) -> Group | None:
         return await self._input.get()
@@ -54,12 +63,22 @@ class Reward(Stage[Group, Group]):
         except ScoringFailed as failure:
             self._state.discard(group.number, Fate.FAILED, str(failure))
             return
+        if len(rewards) > self._n:
+            rewards = self._split_baseline(group, rewards)
         self._emit(GroupRewarded(time=now(), number=group.number, rewards=rewards.tolist()))
         if self._filter is not None and (reason := self._filter(rewards)) is not None:
             self._state.discard(group.number, Fate.FILTERED, reason)
             return
+        if self._shaping is not None:
+            rewards = self._shaping(rewards, np.array([t.length for t in group.trajectories]))
         group.rewards = rewards
         yield group
+
+    def _split_baseline(self, group: Group, rewards: NDArray[np.float32]) -> NDArray[np.float32]:
+        group.baseline = float(rewards[self._n])
+        group.trajectories = group.trajectories[: self._n]
+        group.responses = group.responses[: self._n]
+        return rewards[: self._n]
 
     async def send_output_data(self, group: Group) -> bool:
         sent = await self._output.send(group)

@@ -21,12 +21,16 @@ from headway.pipeline.state import RunState, now
 class Rollout(Stage[FinishedGroup, Group]):
     waits_for_input = "Generate"
 
-    def __init__(self, state: RunState, input: Channel[FinishedGroup], output: Channel[Group], *, n: int) -> None:
+    def __init__(
+        self, state: RunState, input: Channel[FinishedGroup], output: Channel[Group], *, n: int, baselines: bool = False
+    ) -> None:
+        """``baselines``: to the ``n`` trajectories of a group belongs one more, which is not trained on."""
         super().__init__(state.emit)
         self._state = state
         self._input = input
         self._output = output
         self._n = n
+        self._expected = n + baselines
         self._parts: dict[int, list[FinishedGroup]] = {}
         """Of split groups, until all are there."""
         self._discarded = 0
@@ -46,7 +50,7 @@ class Rollout(Stage[FinishedGroup, Group]):
         if any(t.finish_reason is FinishReason.ABORTED for t in finished.trajectories):
             del self._parts[number]
             self._state.discard(number, Fate.DROPPED, "overdue" if self._state.staleness.drops_overdue else "aborted")
-        elif sum(len(part.trajectories) for part in parts) == self._n:
+        elif sum(len(part.trajectories) for part in parts) == self._expected:
             del self._parts[number]
             yield joined(parts, self._state.ledger.prompt(number))
 
@@ -76,6 +80,7 @@ class Rollout(Stage[FinishedGroup, Group]):
                     version_spans=trajectory.version_spans,
                     started=trajectory.started,
                     finished=trajectory.finished,
+                    baseline=trajectory.id.k >= self._n,
                 )
             )
 

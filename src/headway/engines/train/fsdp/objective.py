@@ -30,7 +30,7 @@ from headway.engines.train.fsdp.batch import MicroBatch, required_column, respon
 from headway.engines.train.fsdp.sums import HEALTH, Sums, Totals
 from headway.interfaces import StepContext
 
-BY_LAG = ("clip_fraction", "correction/rejected", "correction/weight")
+BY_LAG = ("correction/rejected", "correction/truncated", "correction/weight")
 """Of what losses and corrections report per token, what is reported by lag, too."""
 DEFAULT_BOUND = 2.0
 """Of a correction without bounds of its own."""
