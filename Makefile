@@ -2,6 +2,7 @@
 # make test     lint, types, layers and tests        (ARGS="tests/pipeline -x" to run some of the tests)
 # make bench    benchmarks, into build/bench/        (ARGS=... is passed on)
 # make bench-update   what updates of the weights cost, about 25 minutes   (ARGS="--models 1m --only broadcast")
+# make study-staleness     what stale data costs, by loss, about half an hour        (ARGS="--quick" for two minutes)
 # make format   rewrite the sources in the house style
 # make clean    remove everything that is made here, .venv included
 
@@ -16,7 +17,7 @@ STAMP := .venv/.installed
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types layers pytest bench bench-update format clean
+.PHONY: help setup demo test lint types layers pytest bench bench-update study-staleness format clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -56,6 +57,9 @@ bench: setup
 
 bench-update: setup
 	$(BIN)/python -m benchmarks.update $(ARGS)
+
+study-staleness: setup
+	$(BIN)/python -m benchmarks.study_staleness $(ARGS)
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -102,9 +102,39 @@ def test_what_passed_once_passes_again_from_its_dump(
         # nothing to learn from
         (("rollout.n=1",), "rollout.n=1: grpo compares"),
         (("rollout.n=1", "algorithm.adv_estimator=rloo"), "rollout.n=1: rloo compares"),
-        (("algorithm.adv_estimator=gae",), "it needs a critic's values"),
+        (("critic.optim.lr=0.1",), "adv_estimator=grpo needs no critic"),
+        (("algorithm.adv_estimator=gae", "algorithm.pass_k=2"), "algorithm.adv_estimator is gae"),
+        (("logp.nnodes=1",), "no log-probs are recomputed"),
+        (("actor.prox_logp_method=loglinear",), "takes the engine's log-probs for π_prox"),
+        (
+            ("async_training.use_rollout_log_probs=false", "actor.prox_logp_method=loglinear", "logp.nnodes=1"),
+            "actor.prox_logp_method is loglinear",
+        ),
+        (
+            ("async_training.use_rollout_log_probs=false", "logp.nnodes=1", "mode=colocate_sync"),
+            "set logp.nnodes=0, or placement.kind=split",
+        ),
+        (("offpolicy.guard.action=stop",), "offpolicy.guard.min_ess is not given"),
+        (
+            ("offpolicy.guard.min_ess=0.5", "offpolicy.guard.action=lower_eta", "mode=on_policy"),
+            "there is no η to lower",
+        ),
+        (
+            ("offpolicy.guard.min_ess=0.5", "offpolicy.guard.action=tighten", "algorithm.policy_loss.loss_mode=gpg"),
+            "has no clip range to tighten",
+        ),
+        (("reward.overlong_buffer.len=9",), "reward.overlong_buffer.enable is off"),
+        (
+            ("reward.overlong_buffer.enable=true", "reward.overlong_buffer.len=1000"),
+            "every answer would be penalised",
+        ),
+        (("algorithm.kl_penalty=k2",), "algorithm.use_kl_in_reward is off"),
+        (
+            ("actor.use_kl_loss=true", "actor.kl_loss_type=k3+", "actor.use_bias_correction_kl=true"),
+            "both mend the gradient",
+        ),
         (("algorithm.adv_estimator=pass_at_k", "rollout.n=4"), "compares subsets of k of more than k answers"),
-        (("algorithm.policy_loss.loss_mode=t_ppo",), "only finished groups are trained on"),
+        (("algorithm.policy_loss.loss_mode=t_ppo",), "without algorithm.policy_loss.ignore_last it is ppo_clip"),
         (
             (
                 "algorithm.policy_loss.loss_mode=truncated_is",
@@ -119,10 +149,6 @@ def test_what_passed_once_passes_again_from_its_dump(
         (("rollout.n=1", "algorithm.filter_groups.enable=true"), "algorithm.filter_groups would filter every group"),
         (("rollout.temperature=0",), "rollout.temperature=0 is greedy"),
         (("rollout.top_p=0.9",), "rollout.top_p=0.9 changes the policy that samples"),
-        (
-            ("async_training.use_rollout_log_probs=false", "async_training.trigger_parameter_sync_step=4"),
-            "the same only with one fetch per version",
-        ),
         (("algorithm.rollout_correction.name=truncate",), "there is nothing to correct; set it to false"),
         (("rollout.top_k=5",), "rollout.top_k=5 changes the policy that samples"),
         (("rollout.val_n=4",), "greedy answers are all equal"),

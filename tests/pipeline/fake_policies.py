@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.data.types import Column, Sample
+from headway.data.types import Column, Outcomes, Sample
+from headway.errors import RunError
 from headway.interfaces import GatherReport, ReceiveReport, SendReport, StepContext, StepReport
 from headway.simulate.costs import TrainCost
 from headway.simulate.profile import UpdateProfile
@@ -27,6 +28,8 @@ class FakeReceiver:
         self.name = name
         self.loads: list[tuple[int, float]] = []
         """(version, time) of every activation."""
+        self.version: int | None = 0
+        """Which it can compute with: None from the start of a transfer, which comes over its only copy."""
         self.never_receives = False
         self.never_loads = False
         self.dies_on_receive: BaseException | None = None
@@ -39,12 +42,14 @@ class FakeReceiver:
             raise self.dies_on_receive
         if self.never_receives:
             await asyncio.Event().wait()
+        self.version = None
         return await self._transport.receive(self.name, version)
 
     async def activate(self, version: int) -> float:
         if self.never_loads:
             await asyncio.Event().wait()
         await asyncio.sleep(self._load_s)
+        self.version = version
         self.loads.append((version, now()))
         return self._load_s
 
@@ -53,7 +58,10 @@ class FakeReceiver:
 
 
 class FakeTrainer(SimulatedTrainer):
-    """Takes ``step_s(step)`` for each optimizer step; ``skips(step)`` says whether it was not finite."""
+    """Takes ``step_s(step)`` for each optimizer step; ``skips(step)`` says whether it was not finite.
+
+    ``ess(step)`` is its effective sample size, where it reports one.
+    """
 
     def __init__(
         self,
@@ -61,6 +69,7 @@ class FakeTrainer(SimulatedTrainer):
         *,
         step_s: Callable[[int], float] = lambda _: 1.0,
         skips: Callable[[int], bool] = lambda _: False,
+        ess: Callable[[int], float | None] = lambda _: None,
         forward_s: float = 0.5,
         save_s: float = 0.5,
         update: UpdateProfile = UPDATE,
@@ -71,8 +80,8 @@ class FakeTrainer(SimulatedTrainer):
         self.steps: list[list[Sample]] = []
         self.contexts: list[StepContext] = []
         """Of every step."""
-        self.proximal: list[int] = []
-        """The version of every `proximal_logprobs`."""
+        self.proximal: list[tuple[int, int]] = []
+        """(version, steps that were made before) of every `proximal_logprobs`."""
         self.forwards: list[tuple[float, int]] = []
         """(time, samples) of every `forward_logprobs`."""
         self.saved: list[tuple[Path, dict[str, Any]]] = []
@@ -90,6 +99,7 @@ class FakeTrainer(SimulatedTrainer):
         """Values of every `SendReport`."""
         self._step_s = step_s
         self._skips = skips
+        self._ess = ess
         self._forward_s = forward_s
 
     async def forward_logprobs(self, samples: Sequence[Sample]) -> list[Column]:
@@ -103,8 +113,8 @@ class FakeTrainer(SimulatedTrainer):
         self.computed.append((doing, (started, now())))
 
     async def proximal_logprobs(self, samples: Sequence[Sample], version: int) -> list[Column]:
-        self.proximal.append(version)
-        return await self.forward_logprobs(samples)
+        self.proximal.append((version, len(self.steps)))
+        return [replace(column, handle=version) for column in await self.forward_logprobs(samples)]
 
     async def train_step(self, samples: Sequence[Sample], context: StepContext) -> StepReport:
         step = len(self.steps)
@@ -113,7 +123,9 @@ class FakeTrainer(SimulatedTrainer):
         if step in self.raises_at:
             raise self.raises_at[step]
         await self._compute("an optimizer step", self._step_s(step))
-        return StepReport(skipped=self._skips(step), metrics={"loss": 0.0})
+        ess = self._ess(step)
+        metrics = {"loss": 0.0} if ess is None else {"loss": 0.0, "offpolicy/ess": ess}
+        return StepReport(skipped=self._skips(step), metrics=metrics)
 
     async def reach(self, receivers: Sequence[str]) -> None:
         self.reached.append((now(), tuple(receivers)))
@@ -153,3 +165,123 @@ class FakeReference:
         self.batches.append(len(samples))
         await asyncio.sleep(self._seconds)
         return [Column(None, index) for index in range(len(samples))]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One call of `FakeLogProb.proximal_logprobs`."""
+
+    version: int
+    samples: int
+    span: Time
+
+
+class FakeLogProb:
+    """Recomputes log π_prox on ranks of its own, which are ``receivers``: refuses what not all of them serve."""
+
+    def __init__(self, receivers: Sequence[FakeReceiver], seconds: float = 0.5) -> None:
+        self.seconds = seconds
+        self.asked: list[Asked] = []
+        self.answers: Callable[[], object] = lambda: None
+        """Called with each request; may raise what the request raises."""
+        self.hangs = False
+        self._receivers = receivers
+        self._computes = False
+
+    async def proximal_logprobs(self, samples: Sequence[Sample], version: int) -> list[Column]:
+        """Its columns have the version for their handle."""
+        self.answers()
+        if self.hangs:
+            await asyncio.Event().wait()
+        started = now()
+        self._check(version)
+        if self._computes:
+            raise RunError("logp was asked for two things at once")
+        self._computes = True
+        try:
+            await asyncio.sleep(self.seconds)
+        finally:
+            self._computes = False
+        self._check(version)
+        self.asked.append(Asked(version, len(samples), (started, now())))
+        return [Column(version, index) for index in range(len(samples))]
+
+    def _check(self, version: int) -> None:
+        if others := {one.name: one.version for one in self._receivers if one.version != version}:
+            raise RunError(f"log-probs under version {version} were asked of {others}")
+
+
+class Turn(NamedTuple):
+    """What was done with a fetch, by its number, and when."""
+
+    what: str
+    """``values``, ``advantages`` or ``train``."""
+    fetch: int
+    span: Time
+
+
+class FakeCritic:
+    """A critic, and the advantages that need it. Asked for two things at once, it raises; a real one would hang.
+
+    Its columns have the number of their fetch for their handle.
+    """
+
+    def __init__(
+        self,
+        value_s: float = 0.5,
+        step_s: float = 1.0,
+        save_s: float = 0.25,
+        skips: Callable[[int], bool] | None = None,
+    ) -> None:
+        self.turns: list[Turn] = []
+        self.saved: list[tuple[Path, Time]] = []
+        self.trained: list[list[Sample]] = []
+        """The samples of every step."""
+        self.ranks: Callable[[str, float], Any] = self._compute
+        """Takes the time; the trainer's where it shares their ranks."""
+        self._value_s = value_s
+        self._step_s = step_s
+        self._save_s = save_s
+        self._skips = skips or (lambda _: False)
+        self._valued = 0
+        self._doing: str | None = None
+
+    async def forward_values(self, samples: Sequence[Sample]) -> list[Column]:
+        fetch, started = self._valued, now()
+        self._valued += 1
+        await self.ranks("values", self._value_s)
+        self.turns.append(Turn("values", fetch, (started, now())))
+        return [Column(fetch, index) for index in range(len(samples))]
+
+    async def advantages(self, samples: Sequence[Sample], outcomes: Outcomes) -> dict[str, list[Column]]:
+        (fetch,) = {sample.columns["values"].handle for sample in samples}
+        assert [sample.columns["values"].index for sample in samples] == list(range(len(samples)))
+        assert len(outcomes.ids) == len(samples)
+        self.turns.append(Turn("advantages", fetch, (now(), now())))
+        columns = [Column(fetch, index) for index in range(len(samples))]
+        return {"advantages": columns, "returns": columns}
+
+    async def train_step(self, samples: Sequence[Sample]) -> StepReport:
+        (fetch,) = {sample.columns[name].handle for sample in samples for name in ("values", "returns")}
+        started, step = now(), len(self.trained)
+        self.trained.append(list(samples))
+        await self.ranks("a step of the critic", self._step_s)
+        self.turns.append(Turn("train", fetch, (started, now())))
+        return StepReport(skipped=self._skips(step), metrics={"critic/loss": float(step)})
+
+    async def save(self, path: Path) -> None:
+        started = now()
+        await self.ranks("a checkpoint of the critic", self._save_s)
+        self.saved.append((path, (started, now())))
+
+    async def load(self, path: Path) -> None:
+        raise RunError(f"{path}: nothing in these runs is resumed")
+
+    async def _compute(self, doing: str, seconds: float) -> None:
+        if self._doing is not None:
+            raise RunError(f"the critic's ranks were asked for {doing} during {self._doing}")
+        self._doing = doing
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            self._doing = None

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from headway.errors import NothingToTrain, UpdateFailed, WorkerDied
+from headway.events import FetchTaken, OptimizerStepped, ReplicaActivity, TrainerBusy
 from tests.pipeline.books import Books
 from tests.pipeline.cases import Case
 from tests.pipeline.figures import check_figures
-from tests.pipeline.machines import check_machines, is_gone
+from tests.pipeline.machines import (
+    check_activity,
+    check_halts,
+    check_loads,
+    check_machines,
+    check_superseding,
+    check_tokens,
+    check_validations,
+    is_gone,
+    overlap,
+)
 from tests.pipeline.scenario import Run
 
 
@@ -20,14 +33,58 @@ def check_everything(run: Run) -> Run:
 
 def run_and_check(case: Case) -> Run:
     """Runs ``case``. It may fail only for what it was given: rewards that leave nothing, or no replica alive."""
-    run = case.scenario().run()
+    return check_however_it_ended(case.scenario().run(), Books, check_everything)
+
+
+def check_however_it_ended(run: Run, books: type[Books], check: Callable[[Run], Run]) -> Run:
+    """``check``, of a run that may have failed for what it was given."""
     match run.error:
         case None:
             pass
         case NothingToTrain():
-            assert Books(run).check().in_a_row == 10 * case.per_version
+            assert books(run).check().in_a_row == 10 * run.pipeline.config.groups_per_version
         case WorkerDied() | UpdateFailed():
             assert all(is_gone(run, replica) for replica in run.rollouts if replica.submitted), run.error
         case error:
             raise error
-    return check_everything(run)
+    return check(run)
+
+
+class FetchesAhead(Books):
+    """Books of a run in which fetches are taken while the trainer is busy with earlier ones."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.fetches: list[list[int]] = []
+        self.trains = -1
+        """The fetch of the last optimizer step."""
+
+    def _taken(self, event: FetchTaken) -> None:
+        trained = self.fetch, self.steps_of_fetch
+        super()._taken(event)
+        assert event.fetch == len(self.fetches)
+        self.fetches.append(event.numbers)
+        self.fetch, self.steps_of_fetch = trained
+
+    def _stepped(self, event: OptimizerStepped) -> None:
+        if event.fetch != self.trains:
+            assert event.fetch == self.trains + 1, "fetches are trained in the order in which they were taken"
+            self.trains, self.fetch, self.steps_of_fetch = event.fetch, self.fetches[event.fetch], 0
+        super()._stepped(event)
+
+
+def check_everything_ahead(run: Run) -> Run:
+    """`check_everything`, where a stage with ranks of its own stands between the queue and the trainer."""
+    run.assert_clean()
+    FetchesAhead(run).check()
+    for replica in run.rollouts:
+        check_tokens(run, replica)
+        check_loads(run, replica)
+        check_halts(run, replica)
+        check_activity(run, replica)
+    check_superseding(run)
+    check_validations(run)
+    if run.scenario.config.placement.kind == "shared":
+        decodes = [span for event in run.of(ReplicaActivity) for span in event.busy]
+        assert not any(overlap(busy.span, span) for busy in run.of(TrainerBusy) for span in decodes)
+    return run

@@ -26,7 +26,7 @@ from headway.simulate.clock import run_virtual
 from headway.simulate.profile import UpdateProfile
 from headway.simulate.transport import SimulatedTransport
 from headway.simulate.zeros import zero_advantages
-from tests.pipeline.fake_policies import FakeReceiver, FakeReference, FakeTrainer
+from tests.pipeline.fake_policies import FakeCritic, FakeLogProb, FakeReceiver, FakeReference, FakeTrainer
 from tests.pipeline.fakes import (
     UPDATE,
     FakeReward,
@@ -63,6 +63,8 @@ class Run:
     recorder: Recorder
     others: list[FakeReceiver] = field(default_factory=list)
     """Receivers that generate nothing."""
+    logp: FakeLogProb | None = None
+    """Whoever recomputes log π_prox on ranks of its own."""
     stopped_at: float | None = None
     """When a stop was first asked for."""
     cancelled_at: float | None = None
@@ -183,6 +185,12 @@ class Scenario:
     reference: FakeReference | None = None
     """On ranks of its own."""
     reference_inside_fetch: bool = False
+    logp_ranks: int = 0
+    """Ranks of their own that recompute log π_prox; 0 without ``use_rollout_log_probs`` is the trainer's."""
+    logp_s: float = 0.5
+    """What they take for a fetch."""
+    critic: FakeCritic | None = None
+    critic_inside_fetch: bool = False
     script: Callable[[Run], None] | None = None
     """Called before the run starts, to arrange what will happen."""
     beside: Callable[[Run], Coroutine[Any, Any, None]] | None = None
@@ -200,7 +208,8 @@ class Scenario:
         for key, value in PRESETS[self.mode].items():
             section, name = key.split(".")
             of_mode.setdefault(section, {})[name] = value
-        values = {**of_mode["async_training"], **self.async_training}
+        logp = {"use_rollout_log_probs": False} if self.logp_ranks else {}
+        values = {**of_mode["async_training"], **logp, **self.async_training}
         per_version = values["trigger_parameter_sync_step"] * values.get("require_batches", 1) * self.mini_batch
         total = self.total
         if total is None and self.epochs is None:
@@ -234,24 +243,31 @@ class Scenario:
         run: Run
         source = FakeSource(self.rows, self.epochs)
         others = [FakeReceiver(name, transport) for name in self.receivers]
+        ranks = [FakeReceiver(f"logp-{rank}", transport) for rank in range(self.logp_ranks)]
+        logp = FakeLogProb(ranks, self.logp_s) if ranks else None
+        if self.critic is not None and self.critic_inside_fetch:
+            self.critic.ranks = trainer._compute
         parts = Parts(
             source=source,
             validation=validation_prompts(self.problems),
             rollouts=list(rollouts),
             trainer=trainer,
             reward=self.reward,
-            advantages=zero_advantages,
+            advantages=zero_advantages if self.critic is None else self.critic.advantages,
             group_filter=self.group_filter,
             reference=trainer if self.reference_inside_fetch else self.reference,
-            proximal=trainer if needs_logp(self.config) else None,
+            proximal=(logp or trainer) if needs_logp(self.config) else None,
+            proximal_inside_fetch=logp is None,
+            critic=self.critic,
+            critic_inside_fetch=self.critic_inside_fetch,
             reference_inside_fetch=self.reference_inside_fetch,
-            receivers=others,
+            receivers=[*others, *ranks],
             watch_replica=(lambda replica: replica.died()) if self.supervised else None,  # type: ignore[attr-defined]
             watch=(lambda: self._watch(run)) if self.watched else None,
         )
         pipeline = Pipeline(self.config, parts, [recorder], Path("checkpoints"))
         run = Run(None, None, recorder.events, pipeline, source, rollouts, trainer, 0.0, [], transport, self, recorder)
-        run.others = others
+        run.others, run.logp = [*others, *ranks], logp
         if self.script is not None:
             self.script(run)
         beside = asyncio.ensure_future(self.beside(run)) if self.beside and not self.watched else None

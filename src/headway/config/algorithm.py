@@ -54,6 +54,7 @@ CRITIC_KEYS = (
 )
 _SIZES = ("nnodes", "n_gpus_per_node")
 CORRECTION_KEYS = ("name", "bound", "lower", "level", "veto", "delta")
+SEQUENCE_MASK = "off_policy_sequence_mask"
 
 
 def idle_estimator_keys(config: Config) -> Iterator[Idle]:
@@ -84,10 +85,12 @@ def idle_loss_keys(config: Config) -> Iterator[Idle]:
 
 def idle_correction_keys(config: Config) -> Iterator[Idle]:
     correction = config.algorithm.rollout_correction
-    if correction.name == "off_policy_sequence_mask":
-        return  # it compares with the current policy, whatever stands for the proximal one
     if config.async_training.use_rollout_log_probs:
-        for key in CORRECTION_KEYS:
+        # One of them compares with the current policy, whatever stands for the proximal one.
+        idle = CORRECTION_KEYS if correction.name != SEQUENCE_MASK else ()
+        if any(one.name != SEQUENCE_MASK for one in correction.also):
+            idle = (*idle, "also")
+        for key in idle:
             yield (
                 f"algorithm.rollout_correction.{key}",
                 "async_training.use_rollout_log_probs makes π_prox the behaviour policy itself, so there is nothing to "
@@ -127,12 +130,23 @@ def idle_role_keys(config: Config) -> Iterator[Idle]:
 def algorithm_problems(config: Config) -> Iterator[str]:
     """What cannot be trained with."""
     algorithm, n = config.algorithm, config.rollout.n
-    loss = algorithm.policy_loss.loss_mode
-    if loss == "t_ppo":
+    loss, actor = algorithm.policy_loss.loss_mode, config.actor
+    if loss == "t_ppo" and not algorithm.policy_loss.ignore_last:
         yield (
-            "algorithm.policy_loss.loss_mode=t_ppo trains on answers that are still unfinished, and only finished "
-            "groups are trained on; it would be ppo_clip: choose that"
+            "algorithm.policy_loss.loss_mode=t_ppo leaves out the last tokens of answers that were cut off; without "
+            "algorithm.policy_loss.ignore_last it is ppo_clip: give that, or choose ppo_clip"
         )
+    if actor.use_kl_loss and actor.use_bias_correction_kl and actor.kl_loss_type.endswith("+"):
+        yield (
+            f"actor.kl_loss_type={actor.kl_loss_type} with actor.use_bias_correction_kl: both mend the gradient, and "
+            "together they would count it twice; drop one of the two"
+        )
+    for further in algorithm.rollout_correction.also:
+        if further.name is None or algorithm.rollout_correction.name is None:
+            yield (
+                "algorithm.rollout_correction.also: every correction needs a name, and the first one is that of "
+                "algorithm.rollout_correction itself"
+            )
     if loss == "truncated_is" and algorithm.rollout_correction.name is not None:
         yield (
             "algorithm.policy_loss.loss_mode=truncated_is weighs by π_θ/π_behav itself; with "

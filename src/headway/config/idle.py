@@ -65,10 +65,10 @@ def _actor(config: Config) -> Iterator[Idle]:
 def _reference(config: Config) -> Iterator[Idle]:
     actor = config.actor
     if not actor.use_kl_loss:
-        for key in ("actor.kl_loss_coef", "actor.kl_loss_type"):
+        for key in ("actor.kl_loss_coef", "actor.kl_loss_type", "actor.use_bias_correction_kl"):
             yield key, "actor.use_kl_loss is off"
     elif actor.kl_loss_coef == 0:
-        for key in ("actor.use_kl_loss", "actor.kl_loss_type"):
+        for key in ("actor.use_kl_loss", "actor.kl_loss_type", "actor.use_bias_correction_kl"):
             yield key, "actor.kl_loss_coef is 0"
     if not needs_reference(config):
         for key in ("ref.nnodes", "ref.n_gpus_per_node"):

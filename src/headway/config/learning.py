@@ -51,6 +51,8 @@ class ActorConfig(Section):
     kl_loss_coef: float = Field(0.001, ge=0)
     kl_loss_type: Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"] = "k3"
     """The estimator. With ``+`` its value, and the unbiased gradient (docs/algorithms/kl.md)."""
+    use_bias_correction_kl: bool = False
+    """Weigh the estimator by π_θ/π_behav: its value and gradient are then unbiased on stale data, too."""
     prox_logp_method: Literal["recompute", "loglinear"] = "recompute"
     """Where log π_prox comes from with ``async_training.use_rollout_log_probs: false``: a forward pass, or log-linear
     interpolation between the versions of the tokens and the current policy."""
@@ -129,9 +131,7 @@ class FilterGroupsConfig(Section):
     """Dynamic sampling (DAPO): groups whose rewards are all equal are ``filtered``, and refilled."""
 
 
-class RolloutCorrectionConfig(Section):
-    """What to do with w = π_prox/π_behav where the two differ (``async_training.use_rollout_log_probs: false``)."""
-
+class CorrectionConfig(Section):
     name: str | None = None
     """``truncate``, ``mask`` (IcePop), ``reject``, ``veto``, ``off_policy_sequence_mask``, or ``file.py:function``.
     Default: w is 1."""
@@ -145,6 +145,19 @@ class RolloutCorrectionConfig(Section):
     """Beside any other action: an answer with a token whose ratio is below this is rejected whole."""
     delta: float | None = Field(None, gt=0)
     """``off_policy_sequence_mask``: largest mean of log(π_behav/π_θ) of a bad answer, in nats per token."""
+
+
+class RolloutCorrectionConfig(CorrectionConfig):
+    """What to do with w = π_prox/π_behav where the two differ (``async_training.use_rollout_log_probs: false``)."""
+
+    also: tuple[CorrectionConfig, ...] = ()
+    """Further ones, whose weights are multiplied with its own: a rejection by the geometric mean, say, beside
+    ``truncate``."""
+
+    @property
+    def all(self) -> tuple[CorrectionConfig, ...]:
+        """Those that are named."""
+        return tuple(one for one in (self, *self.also) if one.name is not None)
 
 
 class KlCtrlConfig(Section):

@@ -31,6 +31,8 @@ class Row:
     """[T]"""
     columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     """[T] each. See `headway.data.types.Sample`."""
+    finished: bool = True
+    """False where the answer was cut off."""
 
 
 def resolve(samples: Sequence[Sample], get: Callable[[Handle[Any]], Any]) -> list[Row]:
@@ -54,6 +56,7 @@ def resolve(samples: Sequence[Sample], get: Callable[[Handle[Any]], Any]) -> lis
                 versions=response.versions,
                 loss_mask=np.zeros_like(response.loss_mask) if sample.masked else response.loss_mask,
                 columns={name: fetch(c.handle)[c.index] for name, c in sample.columns.items()},
+                finished=sample.finished,
             )
         )
     return rows

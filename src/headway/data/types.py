@@ -164,6 +164,7 @@ class Group:
                 prompt_length=trajectory.prompt_length,
                 length=trajectory.length,
                 columns={name: self.columns[name][k] for name in columns if name in self.columns},
+                finished=trajectory.finish_reason is FinishReason.STOP,
                 masked=mask_cut_off and trajectory.finish_reason is not FinishReason.STOP,
             )
             for k, (at, trajectory) in enumerate(zip(self.responses, self.trajectories, strict=True))
@@ -202,6 +203,8 @@ class Sample:
     columns: Mapping[str, Column] = field(default_factory=dict)
     """Further per-token inputs, by name: ``ref_logprobs``, ``prox_logprobs``, ``values``, ``advantages``, ``returns``.
     """
+    finished: bool = True
+    """False where the answer was cut off."""
     masked: bool = False
     """None of its tokens counts in a loss."""
 

@@ -52,9 +52,10 @@ class FsdpCritic:
         """
         report = self._learner.step(rows, self._part)
         metrics = report.metrics
-        variance = metrics.pop("returns_square") - metrics["returns_mean"] ** 2
-        error = metrics.pop("error_square")
-        metrics["vf_explained_var"] = 1.0 - error / variance if variance > 0 else 0.0
+        square, error = metrics.pop("returns_square"), metrics.pop("error_square")
+        variance = square - metrics["returns_mean"] ** 2
+        # Returns that are all equal leave no exact zero, but what rounding makes of the difference.
+        metrics["vf_explained_var"] = 1.0 - error / variance if variance > 1e-12 * square else 0.0
         return report
 
     def save(self, path: Path) -> None:
@@ -82,8 +83,8 @@ class FsdpCritic:
                 **per_token,
                 "vpred_mean": values_NT,
                 "returns_mean": returns_NT,
-                "returns_square": returns_NT.square(),
-                "error_square": (old_NT - returns_NT).square(),
+                "returns_square": returns_NT.double().square(),
+                "error_square": (old_NT - returns_NT).double().square(),
             }
             sums = {"loss": loss.detach().double(), "vf_loss": loss.detach().double()}
             for name, values in means.items():

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from headway.algorithms import health
 from headway.algorithms.aggregation import token_weights
-from headway.algorithms.corrections import Correction, CorrectionParams, build_correction, log_linear_prox
+from headway.algorithms.corrections import Correction, CorrectionParams, build_correction, log_linear_prox, product
 from headway.algorithms.kl import kl_penalty
 from headway.algorithms.losses import POLICY_LOSSES, LossInputs, PolicyLossParams, log_ratio
-from headway.config.learning import ActorConfig, RolloutCorrectionConfig
+from headway.config.learning import ActorConfig, CorrectionConfig, RolloutCorrectionConfig
 from headway.config.schema import Config
 from headway.data.collate import Row
 from headway.engines.train.fsdp.batch import MicroBatch, required_column, response_aligned
@@ -49,6 +49,8 @@ class LossColumns:
     versions: Int[Tensor, "N T"]
     """That sampled each token."""
     ref_logprobs: Float[Tensor, "N T"] | None
+    finished: Bool[Tensor, " N"]
+    """False for answers that were cut off."""
 
 
 def collate_columns(rows: Sequence[Row], device: torch.device, *, with_ref: bool) -> LossColumns:
@@ -64,6 +66,7 @@ def collate_columns(rows: Sequence[Row], device: torch.device, *, with_ref: bool
         mask=response_aligned(rows, lambda row: row.loss_mask, np.bool_, device),
         versions=response_aligned(rows, lambda row: row.versions, np.int64, device),
         ref_logprobs=floats(lambda row: required_column(row, "ref_logprobs")) if with_ref else None,
+        finished=torch.tensor([row.finished for row in rows], device=device),
     )
 
 
@@ -81,7 +84,7 @@ class Objective:
         self._actor = actor
         self._log_linear = actor.prox_logp_method == "loglinear" and not config.async_training.use_rollout_log_probs
         self._kl_in_reward = config.algorithm.use_kl_in_reward
-        self._correct, self._correction_params = _correction(config.algorithm.rollout_correction)
+        self._corrections = _corrections(config.algorithm.rollout_correction)
 
     @property
     def needs_ref(self) -> bool:
@@ -111,6 +114,7 @@ class Objective:
             mask=mask_NT,
             ref_logprobs=columns.ref_logprobs,
             entropy=entropy_NT,
+            finished=columns.finished,
         )
         weights_NT = token_weights(
             mask_NT,
@@ -120,13 +124,20 @@ class Objective:
             loss_scale_factor=self._actor.loss_scale_factor,
         )
         policy_NT, per_token = self._loss(inputs, params)
-        if self._correct is not None:
-            w_NT, corrected = self._correct(inputs, self._correction_params)
+        if self._corrections is not None:
+            correct, correction_params = self._corrections
+            w_NT, corrected = correct(inputs, correction_params)
             policy_NT, per_token = w_NT * policy_NT, per_token | corrected
         terms = {"policy_loss": (weights_NT * policy_NT).sum()}
         loss = terms["policy_loss"]
         if inputs.ref_logprobs is not None and self._actor.use_kl_loss:
-            kl_NT = kl_penalty(inputs.logprobs, inputs.ref_logprobs, self._actor.kl_loss_type, mask_NT)
+            kl_NT = kl_penalty(
+                inputs.logprobs,
+                inputs.ref_logprobs,
+                self._actor.kl_loss_type,
+                mask_NT,
+                inputs.behaviour_logprobs if self._actor.use_bias_correction_kl else None,
+            )
             terms["kl_loss"] = (weights_NT * kl_NT).sum()
             loss = loss + self._actor.kl_loss_coef * terms["kl_loss"]
         if self._actor.entropy_coeff > 0:
@@ -175,8 +186,16 @@ class Objective:
         return sums | {HEALTH + name: value for name, value in parts.items()}
 
 
-def _correction(config: RolloutCorrectionConfig) -> tuple[Correction | None, CorrectionParams]:
-    """Raises `ConfigError` for parameters that make no sense for the correction that is named."""
+def _corrections(config: RolloutCorrectionConfig) -> tuple[Correction, CorrectionParams] | None:
+    """All that are named as one. Raises `ConfigError` for parameters that make no sense for those that are named."""
+    built = [_correction(one) for one in config.all]
+    if len(built) < 2:
+        return built[0] if built else None
+    return product(built), built[0][1]  # a product has the parameters of each in it
+
+
+def _correction(config: CorrectionConfig) -> tuple[Correction, CorrectionParams]:
+    assert config.name is not None
     bounded = config.bound is not None or config.lower is not None or config.name == "off_policy_sequence_mask"
     params = CorrectionParams(
         bound=config.bound if bounded else DEFAULT_BOUND,
@@ -185,4 +204,4 @@ def _correction(config: RolloutCorrectionConfig) -> tuple[Correction | None, Cor
         veto=config.veto,
         delta=config.delta,
     )
-    return (build_correction(config.name, params) if config.name is not None else None), params
+    return build_correction(config.name, params), params

@@ -13,7 +13,6 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -104,7 +103,7 @@ class ValueModule(ShardedModule):
         hidden_NLH = self.decoder(input_ids=input_ids, use_cache=False).last_hidden_state
         hidden_MH = hidden_NLH.flatten(0, 1).index_select(0, predictors)
         # In float32 whatever the decoder computes in: values are compared with returns, and differences are small.
-        return F.linear(hidden_MH.float(), self.value_head.weight.float()).squeeze(-1)
+        return torch.mv(hidden_MH.float(), self.value_head.weight.float().squeeze(0))
 
 
 @torch.no_grad()

@@ -36,7 +36,7 @@ class VersionStart:
     @contextmanager
     def restored(self, version: int) -> Iterator[None]:
         """While it is open the module holds the start of ``version``. Raises `RunError` when that is not known."""
-        if self._stepped != version:  # no step of it was made: the policy is where it starts
+        if self._stepped is None or version > self._stepped:  # no step of it was made: the policy is where it starts
             if self._known != version and self._keeps_copy:
                 self._copy = self._snapshot()
             self._known = version
