@@ -28,7 +28,8 @@ from headway.data.sources import Rows, build_sources
 from headway.errors import StoppedByGuard
 from headway.events import Note, RunFinished, WorkerDescribed
 from headway.pipeline.ledger import Ledger
-from headway.pipeline.run import Parts, Pipeline, Status
+from headway.pipeline.parts import Parts
+from headway.pipeline.run import Pipeline, Status
 from headway.pipeline.stages.reward import GroupFilter, Shaping
 from headway.preflight import check_inputs, check_model
 from headway.reports.bundle import Reports, open_reports

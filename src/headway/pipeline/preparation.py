@@ -40,7 +40,7 @@ class Preparation:
             with busy("forward"):
                 fetch.add(PROX_LOGPROBS, await self.proximal.proximal_logprobs(fetch.samples(), fetch.version))
         if self.critic is not None:
-            with busy("forward"):
+            with busy("critic"):
                 await self.critic.add_values(fetch)
         samples = fetch.samples((REF_LOGPROBS, PROX_LOGPROBS, VALUES))
         for name, columns in (await self.advantages(samples, outcomes(fetch.groups))).items():

@@ -14,30 +14,21 @@ Stages in brackets are there when the algorithm asks for them and they have rank
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from headway.config.schema import Config
-from headway.data.types import Group, Prompt
+from headway.data.types import Group
 from headway.errors import UpdateFailed, WorkerDied
 from headway.events import CheckpointSaved, Emit, Observer, RunFinished, RunStarted, fan_out
 from headway.interfaces import (
-    AdvantageFn,
-    CriticEngine,
     FinishedGroup,
-    LogProbEngine,
     OnUpdate,
-    PolicyReceiver,
-    PromptSource,
-    ProximalEngine,
-    RewardFn,
     RolloutEngine,
     SamplingParams,
-    TrainEngine,
 )
 from headway.pipeline.channel import Channel
 from headway.pipeline.concurrently import Tasks, concurrently, failing_as_one
@@ -50,6 +41,7 @@ from headway.pipeline.ledger import Ledger
 from headway.pipeline.message_queue import MessageQueue
 from headway.pipeline.monitor import Monitor
 from headway.pipeline.on_update import Halts
+from headway.pipeline.parts import Parts
 from headway.pipeline.preparation import Preparation
 from headway.pipeline.receiver import Gone, Replica
 from headway.pipeline.router import Router
@@ -61,54 +53,19 @@ from headway.pipeline.stages.logprob import LogProb
 from headway.pipeline.stages.param_update import ParamUpdate
 from headway.pipeline.stages.prompt_loader import PromptLoader, Wave
 from headway.pipeline.stages.ref_logprob import RefLogProb
-from headway.pipeline.stages.reward import GroupFilter, Reward, Shaping
+from headway.pipeline.stages.reward import Reward
 from headway.pipeline.stages.rollout import Rollout
 from headway.pipeline.stages.validate import Validate, Validation
 from headway.pipeline.stages.values import Values
 from headway.pipeline.staleness import Staleness
 from headway.pipeline.state import RunState, now
-from headway.pipeline.supervision import Supervision, Watch
+from headway.pipeline.supervision import Supervision
 
 
 class Status(StrEnum):
     COMPLETED = "completed"
     INTERRUPTED = "interrupted"
     FAILED = "failed"
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What a run is made of: everything behind a protocol, so that any of it can be simulated."""
-
-    source: PromptSource
-    validation: Sequence[Prompt]
-    rollouts: Sequence[RolloutEngine]
-    trainer: TrainEngine
-    reward: RewardFn
-    advantages: AdvantageFn
-    group_filter: GroupFilter | None = None
-    shaping: Shaping | None = None
-    greedy_baseline: bool = False
-    """Each group gets a greedy answer beside its own, whose reward is their baseline."""
-    reference: LogProbEngine | None = None
-    reference_inside_fetch: bool = True
-    """The reference shares the trainer's ranks."""
-    proximal: ProximalEngine | None = None
-    """Who recomputes log π_prox; None where the engine's log-probs, or an approximation, are taken for it."""
-    proximal_inside_fetch: bool = True
-    """It shares the trainer's ranks. Else it is made of ``receivers``, all of them."""
-    critic: CriticEngine | None = None
-    critic_inside_fetch: bool = True
-    """The critic shares the trainer's ranks."""
-    stop_token_ids: tuple[int, ...] = ()
-    watch: Callable[[], Coroutine[Any, Any, None]] | None = None
-    """Runs until cancelled; raises `WorkerDied` as soon as a worker ends that the run cannot go on without."""
-    watch_replica: Watch | None = None
-    """Runs until cancelled; raises `WorkerDied` as soon as this replica's process ends. Others may go on."""
-    receivers: Sequence[PolicyReceiver] = ()
-    """Roles that hold a copy of the policy and generate nothing. They serve each version before its update is over."""
-    probe_tolerance: float = 1e-3
-    """Nats by which a receiver's log-probs may differ from the trainer's, in the dtype that it serves."""
 
 
 class Pipeline:

@@ -12,7 +12,17 @@ from pathlib import Path
 from statistics import median
 
 from headway.config.loading import load
-from headway.config.placement import ACTOR, REF, ROLLOUT, needs_reference, resolve_placement
+from headway.config.placement import (
+    ACTOR,
+    CRITIC,
+    LOGP,
+    REF,
+    ROLLOUT,
+    needs_critic,
+    needs_logp,
+    needs_reference,
+    resolve_placement,
+)
 from headway.errors import ConfigError
 from headway.events import WorkerDescribed
 from headway.reports.events_file import read_events
@@ -87,8 +97,15 @@ class _Profiling:
         placement = resolve_placement(config)
         self._say_what_was_measured()
         prompt, response = self._lengths(replay=replay)
-        if needs_reference(config) and not placement.shared(REF, ACTOR):
-            self._assume("the reference policy's own devices are left out: its forward passes delay nothing")
+        for role, needed in (
+            (REF, needs_reference(config)),
+            (LOGP, needs_logp(config)),
+            (CRITIC, needs_critic(config)),
+        ):
+            if needed and not placement.shared(role, ACTOR):
+                self._assume(f"the devices of {role} are left out: what it computes delays nothing")
+        if needs_critic(config) and placement.shared(CRITIC, ACTOR):
+            self._assume("what the critic costs is taken as the same for every fetch, on any number of devices")
         if not placement.shared(ACTOR, ROLLOUT):
             self._assume("training and generation had their own devices: what it takes to share some counts as nothing")
         return Profile(
@@ -103,7 +120,11 @@ class _Profiling:
             prompt=prompt,
             response=response,
             rollout=self._rollout(),
-            train=self._train(len(placement.devices[ACTOR]), reference_inside=placement.shared(REF, ACTOR)),
+            train=self._train(
+                len(placement.devices[ACTOR]),
+                reference_inside=placement.shared(REF, ACTOR),
+                recomputed_inside=placement.shared(LOGP, ACTOR),
+            ),
             update=self._update(),
             reward=self._reward(response),
             validation=self._validation(),
@@ -178,7 +199,7 @@ class _Profiling:
 
     # ------------------------------------------------------------------------------------------ training
 
-    def _train(self, ranks: int, *, reference_inside: bool) -> TrainProfile:
+    def _train(self, ranks: int, *, reference_inside: bool, recomputed_inside: bool) -> TrainProfile:
         step = self._step_cost()
         self._assume(
             f"training was measured with {ranks} rank(s); with more or fewer, seconds per token scale inversely"
@@ -192,7 +213,7 @@ class _Profiling:
                     forward_token_s=rounded(self._forward_cost(step)),
                 )
             ],
-            recompute_old_log_probs="never" if self._config.async_training.use_rollout_log_probs else "always",
+            recompute_old_log_probs="always" if recomputed_inside else "never",
             reference=needs_reference(self._config) and reference_inside,
             threads=self._threads("trainer", ACTOR, self._config.trainer.threads),
         )

@@ -26,7 +26,8 @@ from headway.config.schema import Config
 from headway.data.types import Column, Outcomes, Sample
 from headway.errors import ConfigError
 from headway.events import Observer
-from headway.pipeline.run import Parts, Pipeline, Status
+from headway.pipeline.parts import Parts
+from headway.pipeline.run import Pipeline, Status
 from headway.simulate.clock import run_virtual
 from headway.simulate.contention import Contention
 from headway.simulate.costs import TrainCost, phase_seconds, train_cost
