@@ -77,13 +77,32 @@ class Priority(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """``temperature`` 0 is greedy; ``top_p`` 1 and ``top_k`` 0 are off."""
+    """How tokens are sampled: logits ▶ bias, ``min_tokens`` ▶ penalty ▶ temperature ▶ min-p ▶ top-k ▶ top-p.
+
+    vLLM's order. The log-prob of a token is that of the distribution at the end of it.
+    """
 
     max_tokens: int
     temperature: float = 1.0
+    """0 is greedy; log-probs are then those of temperature 1, and filters do not count."""
     top_p: float = 1.0
+    """Of the most likely tokens, those that reach this share together; 1 is off."""
     top_k: int = 0
+    """The most likely ones; 0 is off."""
     stop_token_ids: tuple[int, ...] = ()
+    min_p: float = 0.0
+    """Only tokens of at least this share of the most likely one's probability; 0 is off."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens that the prompt or the answer has already are divided by this if positive, multiplied if not
+    (Keskar et al. 2019, arXiv:1909.05858); 1 is off."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token, what is added to its logit)."""
+    min_tokens: int = 0
+    """Until then no stop token is sampled, and no stop string looked for."""
+    stop: tuple[str, ...] = ()
+    """The answer ends with the token that completes one of these; its text has it."""
+    seed: int | None = None
+    """Instead of the run's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,13 +95,25 @@ def _sampling(config: Config) -> Iterator[str]:
     rollout = config.rollout
     if rollout.temperature == 0:
         yield "rollout.temperature=0 is greedy: all trajectories of a group would be equal, with nothing to learn from"
-    for key, value, off in (("top_p", rollout.top_p, 1), ("top_k", rollout.top_k, 0)):
+    for key, value, off in (
+        ("top_p", rollout.top_p, 1),
+        ("top_k", rollout.top_k, 0),
+        ("min_p", rollout.min_p, 0),
+        ("repetition_penalty", rollout.repetition_penalty, 1),
+        ("logit_bias", rollout.logit_bias, {}),
+        ("min_tokens", rollout.min_tokens, 0),
+    ):
         if value != off and config.algorithm.rollout_correction.name is None:
             yield (
                 f"rollout.{key}={value} changes the policy that samples, and nothing corrects for the difference to "
                 f"the policy that is trained; set it to {off} (off), or set async_training.use_rollout_log_probs=false "
                 "and algorithm.rollout_correction.name=truncate"
             )
+    if rollout.min_tokens > config.data.max_response_length:
+        yield (
+            f"rollout.min_tokens={rollout.min_tokens} is more than data.max_response_length="
+            f"{config.data.max_response_length}: no answer could be that long; lower it"
+        )
     if rollout.val_n > 1 and rollout.val_temperature == 0:
         yield f"rollout.val_n={rollout.val_n}: greedy answers are all equal; set rollout.val_temperature above 0"
 

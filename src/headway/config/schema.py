@@ -108,7 +108,17 @@ class RolloutConfig(Section):
     temperature: float = Field(1.0, ge=0)
     top_p: Probability = 1.0
     top_k: NonNegative = 0
-    """0 is off. Filters (``top_p`` < 1, ``top_k`` > 0) change the behaviour policy."""
+    """0 is off."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Only tokens of at least this share of the most likely one's probability; 0 is off."""
+    repetition_penalty: float = Field(1.0, gt=0)
+    """Of tokens that prompt or answer have already; 1 is off."""
+    logit_bias: dict[int, float] = Field(default_factory=dict)
+    """Token id → what is added to its logit. Filters, penalties and biases change the behaviour policy."""
+    min_tokens: NonNegative = 0
+    """Until then no stop token is sampled."""
+    stop: tuple[str, ...] = ()
+    """Strings that end an answer, beside the model's stop tokens. The text that is scored has them."""
     total_rollout_steps: Positive | None = None
     """Length of the run in *trained* groups; a multiple of B. Exactly one of this and ``data.epochs`` is given."""
     test_freq: Every = 1

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -167,7 +168,7 @@ class Pipeline:
             waves,
             admission=config.async_training.admission,
             n=n,
-            sampling=self._sampling(config.rollout.temperature, config.rollout.top_p, config.rollout.top_k),
+            sampling=self._training_sampling(),
             with_greedy=parts.greedy_baseline,
         )
         fleet, halts = self._fleet, Halts(state, self._fleet, OnUpdate(config.async_training.on_update))
@@ -256,9 +257,25 @@ class Pipeline:
             max_nonfinite_steps=self.config.trainer.max_nonfinite_steps,
         )
 
-    def _sampling(self, temperature: float, top_p: float = 1.0, top_k: int = 0) -> SamplingParams:
-        max_tokens, stop = self.config.data.max_response_length, self._parts.stop_token_ids
-        return SamplingParams(max_tokens, temperature, top_p, top_k, stop)
+    def _sampling(self, temperature: float) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=self.config.data.max_response_length,
+            temperature=temperature,
+            stop_token_ids=self._parts.stop_token_ids,
+            stop=self.config.rollout.stop,
+        )
+
+    def _training_sampling(self) -> SamplingParams:
+        rollout = self.config.rollout
+        return replace(
+            self._sampling(rollout.temperature),
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            min_p=rollout.min_p,
+            repetition_penalty=rollout.repetition_penalty,
+            logit_bias=tuple(rollout.logit_bias.items()),
+            min_tokens=rollout.min_tokens,
+        )
 
     def _train_settings(self) -> TrainSettings:
         config = self.config

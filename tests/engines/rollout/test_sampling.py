@@ -17,8 +17,8 @@ from headway.engines.rollout.native.sampling import (
     uniforms,
 )
 from headway.errors import DataError
-from headway.interfaces import SamplingParams
-from tests.engines.rollout.support import finish, make_core, make_model, make_request, tokens_of
+from headway.interfaces import OnUpdate, SamplingParams
+from tests.engines.rollout.support import finish, make_core, make_model, make_request, steps, tokens_of
 
 CPU = torch.device("cpu")
 
@@ -34,12 +34,23 @@ def splitmix64(state: int, outputs: int) -> list[int]:
     return result
 
 
-def filtered_distribution(logits: list[float], params: SamplingParams) -> np.ndarray:
-    """The behaviour distribution in float64, token by token."""
-    scaled = np.array(logits, np.float64) / params.temperature
+def filtered_distribution(
+    logits: list[float], params: SamplingParams, seen: tuple[int, ...] = (), written: int = 0
+) -> np.ndarray:
+    """The behaviour distribution in float64, token by token, in vLLM's order of steps."""
+    biased = np.array(logits, np.float64)
+    for token, bias in params.logit_bias:
+        biased[token] += bias
+    for token in params.stop_token_ids if written < params.min_tokens else ():
+        biased[token] = -np.inf
+    for token in seen:
+        biased[token] *= params.repetition_penalty if biased[token] < 0 else 1 / params.repetition_penalty
+    scaled = biased / params.temperature
     probs = np.exp(scaled - scaled.max())
     probs /= probs.sum()
-    order = sorted(range(len(probs)), key=lambda i: (-probs[i], i))
+    probs[probs < params.min_p * probs.max()] = 0
+    probs /= probs.sum()
+    order = sorted((i for i in range(len(probs)) if probs[i] > 0), key=lambda i: (-probs[i], i))
     if params.top_k:
         order = order[: params.top_k]
     total, kept, mass = sum(probs[i] for i in order), [], 0.0
@@ -92,19 +103,57 @@ def test_log_probs_are_those_of_the_filtered_distribution(
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+@given(
+    logits=st.lists(st.floats(-20, 20, width=32), min_size=4, max_size=12, unique=True),
+    temperature=st.floats(0.3, 3),
+    min_p=st.floats(0, 1),
+    penalty=st.floats(0.5, 2),
+    bias=st.floats(-5, 5),
+    written=st.integers(0, 2),
+)
+@settings(max_examples=100, deadline=None)
+def test_log_probs_are_those_after_bias_minimum_penalty_and_min_p(
+    logits: list[float], temperature: float, min_p: float, penalty: float, bias: float, written: int
+) -> None:
+    params = SamplingParams(
+        max_tokens=4,
+        temperature=temperature,
+        min_p=min_p,
+        repetition_penalty=penalty,
+        logit_bias=((1, bias), (2, -bias), (1, 0.25)),
+        min_tokens=1,
+        stop_token_ids=(0,),
+    )
+    expected = filtered_distribution(logits, params, seen=(1, 3), written=written)
+    seen = torch.zeros(1, len(logits), dtype=torch.bool)
+    seen[0, [1, 3]] = True
+    sampling = BatchSampling.of([params], len(logits), CPU, np.array([written]), seen)
+    found = behaviour_logprobs(torch.tensor([logits]), sampling)[0].double().exp().numpy()
+    if (found > 0).tolist() != (expected > 0).tolist():
+        assert abs(int((found > 0).sum()) - int((expected > 0).sum())) <= 1
+        return
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
 def test_rows_with_different_parameters_do_not_touch_each_other() -> None:
     torch.manual_seed(0)
-    logits = torch.randn(5, 30) * 3
+    logits = torch.randn(9, 30) * 3
     rows = [
         SamplingParams(1),
         SamplingParams(1, temperature=0.5),
         SamplingParams(1, top_k=3),
         SamplingParams(1, top_p=0.6),
         SamplingParams(1, temperature=0.0, top_k=2, top_p=0.1),
+        SamplingParams(1, min_p=0.2),
+        SamplingParams(1, repetition_penalty=1.5),
+        SamplingParams(1, logit_bias=((3, 2.0),)),
+        SamplingParams(2, min_tokens=1, stop_token_ids=(4,)),
     ]
-    together = behaviour_logprobs(logits, BatchSampling.of(rows, 30, CPU))
+    seen = torch.rand(len(rows), 30) < 0.3
+    together = behaviour_logprobs(logits, BatchSampling.of(rows, 30, CPU, seen=seen))
     for row, params in enumerate(rows):
-        alone = behaviour_logprobs(logits[row : row + 1], BatchSampling.of([params], 30, CPU))
+        alone_sampling = BatchSampling.of([params], 30, CPU, seen=seen[row : row + 1])
+        alone = behaviour_logprobs(logits[row : row + 1], alone_sampling)
         torch.testing.assert_close(together[row], alone[0])
 
 
@@ -175,8 +224,64 @@ def test_sampling_does_not_depend_on_who_else_is_in_the_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"max_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}, {"top_k": -1}], ids=str
+    "wrong",
+    [
+        {"max_tokens": 0},
+        {"temperature": -1.0},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"top_k": -1},
+        {"min_p": 1.5},
+        {"min_tokens": 5},
+        {"repetition_penalty": 0.0},
+    ],
+    ids=str,
 )
 def test_parameters_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(DataError, match="sampling needs"):
-        check_sampling(SamplingParams(**{"max_tokens": 4, **wrong}))
+        check_sampling(SamplingParams(**{"max_tokens": 4, **wrong}), vocabulary=10)
+
+
+def test_no_stop_token_is_sampled_before_the_minimum() -> None:
+    free, held = make_core(make_model()), make_core(make_model())
+    free.submit([make_request(i, max_tokens=12) for i in range(6)], "owner")
+    held.submit([make_request(i, max_tokens=12, min_tokens=8) for i in range(6)], "owner")
+    assert min(map(len, tokens_of(finish(free)).values())) < 8
+    lengths = [len(tokens) for tokens in tokens_of(finish(held)).values()]
+    assert min(lengths) >= 8
+
+
+def test_an_answer_ends_with_the_token_that_completes_a_stop_string_and_its_text_has_it() -> None:
+    model = make_model()
+    plain, stopped = make_core(model), make_core(model)
+    plain.submit([make_request(i, stop_token_ids=()) for i in range(6)], "owner")
+    texts = {t.id: t.text for group in finish(plain) for t in group.trajectories}
+    middle = max(texts.values(), key=len).split()[6:8]
+    stop = " ".join(middle)
+    stopped.submit([make_request(i, stop_token_ids=(), stop=("never there", stop)) for i in range(6)], "owner")
+    ended = {t.id: t for group in finish(stopped) for t in group.trajectories}
+    assert any(t.finish_reason == "stop" for t in ended.values())
+    for trajectory_id, text in texts.items():
+        trajectory = ended[trajectory_id]
+        assert text.startswith(trajectory.text)
+        assert (trajectory.finish_reason == "stop") == (stop in text)
+        assert stop not in trajectory.text.rpartition(" ")[0]
+
+
+def test_a_repetition_penalty_counts_prompt_and_answer_also_after_an_interrupt() -> None:
+    model = make_model()
+    straight, cut = make_core(model), make_core(model)
+    for core in (straight, cut):
+        core.submit([make_request(i, repetition_penalty=1.7, stop_token_ids=()) for i in range(3)], "owner")
+    steps(cut, 4)
+    cut.pause(OnUpdate.INTERRUPT)
+    cut.resume()
+    assert tokens_of(finish(cut)) == tokens_of(finish(straight))
+
+
+def test_a_seed_of_its_own_replaces_the_runs() -> None:
+    model = make_model()
+    first, second = make_core(model, seed=1), make_core(model, seed=2)
+    for core in (first, second):
+        core.submit([make_request(i, seed=7) for i in range(3)], "owner")
+    assert tokens_of(finish(first)) == tokens_of(finish(second))

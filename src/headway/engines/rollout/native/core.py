@@ -24,6 +24,8 @@ from headway.engines.rollout.native.prepare import prepare_model
 from headway.engines.rollout.native.rows import Rows
 from headway.engines.rollout.native.runner import Runner
 from headway.engines.rollout.native.scheduler import Mode, Scheduler
+from headway.engines.rollout.native.seen import SeenTokens
+from headway.engines.rollout.native.stop_strings import completed, window
 from headway.engines.rollout.native.work import GroupRun, Prefilled, TrajectoryRun
 from headway.engines.served.weights import ServedWeights
 from headway.errors import NonFinite, RunError, UpdateFailed
@@ -61,6 +63,9 @@ class EngineCore:
         prepare_model(model, max_context)
         self._scheduler = Scheduler()
         self._rows = Rows(slots, max_context)
+        self._seen = SeenTokens(slots, self._vocabulary, model.device)
+        self._looks_for_text = False
+        """A request came that has stop strings."""
         self._runner = Runner(
             model,
             best_forward(model, max_context),
@@ -215,7 +220,7 @@ class EngineCore:
                 run.started = now if run.started is None else run.started
                 if run.group.oldest_version is None:
                     run.group.oldest_version = self.version
-            ended = [(self._remove(row), reason) for row, reason in self._rows.ended()]
+            ended = [(self._remove(row), reason) for row, reason in self._ended()]
             finished = [group for run, reason in ended for group in self._finish(run, reason, now)]
         self._settle()
         return finished
@@ -223,8 +228,12 @@ class EngineCore:
     def _start(self, runs: list[TrajectoryRun], step: Step) -> list[torch.Tensor]:
         """Give ``runs`` the next rows, their contexts in the cache; logits [V] of each one's next token."""
         first = self._rows.active
-        for run in runs:
+        for row, run in enumerate(runs, first):
             self._rows.add(run)
+            sampling = run.group.request.sampling
+            if sampling.repetition_penalty != 1:
+                self._seen.add(row, run.context)
+            self._looks_for_text = self._looks_for_text or bool(sampling.stop)
         logits: dict[int, torch.Tensor] = {}
         for share, prefilled in self._prefilled(runs, step):
             self._runner.cache.fill(range(first + share.start, first + share.stop), prefilled.kv)
@@ -257,13 +266,29 @@ class EngineCore:
     def _sample(self, logits: torch.Tensor) -> None:
         """Sample from ``logits`` [A, V], one row each, and record the tokens."""
         params = [run.group.request.sampling for run in self._rows.runs]
-        tokens, logprobs = self._runner.sample(logits, params, self._rows.uniforms())
+        rows, seen = self._rows, self._seen.of(self._rows.active)
+        tokens, logprobs = self._runner.sample(logits, params, rows.uniforms(), rows.written, seen)
         if not np.isfinite(logprobs).all():
             raise NonFinite(
                 f"rollout engine {self._name}: the model's logits are not finite under version {self.version}; "
                 "the weights have diverged (lower actor.optim.lr, or look at the gradient norm)"
             )
         self._rows.record(tokens, logprobs, self.version)
+        if seen is not None:
+            penalised = [row for row, p in enumerate(params) if p.repetition_penalty != 1]
+            self._seen.record(penalised, tokens[penalised])
+
+    def _ended(self) -> list[tuple[int, FinishReason]]:
+        """Rows that just got their last token, and why; the last row first."""
+        ended = dict(self._rows.ended())
+        for row, run in enumerate(self._rows.runs) if self._looks_for_text else ():
+            sampling = run.group.request.sampling
+            if not sampling.stop or self._rows.written[row] <= sampling.min_tokens:
+                continue
+            tail = self._rows.tail(row, window(sampling.stop)).tolist()
+            if completed(tail, sampling.stop, self._decode_text):
+                ended[row] = FinishReason.STOP
+        return sorted(ended.items(), reverse=True)
 
     # ------------------------------------------------------------------------------------- endings
 
@@ -272,6 +297,7 @@ class EngineCore:
         run, moved = self._rows.remove(row)
         if moved != row:
             self._runner.cache.move(moved, row, int(self._rows.lengths[row]))
+            self._seen.move(moved, row)
         return run
 
     def _finish(self, run: TrajectoryRun, reason: FinishReason, now: float) -> list[Finished]:

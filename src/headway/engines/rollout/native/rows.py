@@ -57,6 +57,16 @@ class Rows:
         self._logprobs[row, :written] = run.written.logprobs
         self._versions[row, :written] = run.written.versions
 
+    @property
+    def written(self) -> NDArray[np.int64]:
+        """[A] tokens that each row's answer has."""
+        return self._written[: self.active]
+
+    def tail(self, row: int, count: int) -> NDArray[np.int32]:
+        """The last tokens of a row's answer, at most ``count``."""
+        end = int(self._written[row])
+        return self._ids[row, max(0, end - count) : end]
+
     def uniforms(self) -> NDArray[np.float64]:
         """[A] one uniform for each row's next token."""
         return uniforms(self._keys[: self.active], self._written[: self.active])

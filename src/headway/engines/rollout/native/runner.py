@@ -116,10 +116,15 @@ class Runner:
         return torch.cat(scores, dim=1).cpu().numpy()
 
     def sample(
-        self, logits: torch.Tensor, rows: Sequence[SamplingParams], uniforms: NDArray[np.float64]
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[SamplingParams],
+        uniforms: NDArray[np.float64],
+        written: NDArray[np.int64],
+        seen: torch.Tensor | None,
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """One token per row of ``logits`` [A, V]: tokens [A] and their log-probs [A]."""
-        sampling = BatchSampling.of(rows, logits.shape[1], self._device)
+        """One token per row of ``logits`` [A, V]: tokens [A] and their log-probs [A]. See `BatchSampling.of`."""
+        sampling = BatchSampling.of(rows, logits.shape[1], self._device, written, seen)
         tokens, logprobs = sample(logits, sampling, self._to_device(uniforms))
         return tokens.cpu().numpy(), logprobs.cpu().numpy()
 

@@ -1,6 +1,6 @@
 """Sampling for a whole batch at once, with randomness that depends on who and where, never on when.
 
-    logits [A, V] ─▶ temperature, top-k, top-p ─▶ log-probs ─▶ inverse CDF at one uniform per row ─▶ token, its log-prob
+    logits [A, V] ─▶ biases, penalty, temperature, filters ─▶ log-probs ─▶ inverse CDF at one uniform per row ─▶ token
 
 The uniform of a token is a pure function of (run seed, trajectory id, position in the response): the trajectory's
 fields are folded into a 64-bit key, and position ``t`` is output ``t`` of a SplitMix64 generator whose state starts at
@@ -12,6 +12,7 @@ Shape suffixes: A rows of the batch, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,15 +53,25 @@ def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[
     return np.ldexp(bits.astype(np.float64), -53)
 
 
-def check_sampling(params: SamplingParams) -> None:
-    """Raise `DataError` if ``params`` cannot be sampled from."""
+def check_sampling(params: SamplingParams, vocabulary: int) -> None:
+    """Raise `DataError` if ``params`` cannot be sampled from by a model of so many tokens."""
     if params.max_tokens < 1:
         raise DataError(f"sampling needs max_tokens ≥ 1, got {params.max_tokens}")
-    if params.temperature < 0 or not 0 < params.top_p <= 1 or params.top_k < 0:
+    if not 0 <= params.min_tokens <= params.max_tokens:
+        raise DataError(f"sampling needs 0 ≤ min_tokens ≤ max_tokens={params.max_tokens}, got {params.min_tokens}")
+    if params.temperature < 0 or not 0 < params.top_p <= 1 or params.top_k < 0 or not 0 <= params.min_p <= 1:
         raise DataError(
-            "sampling needs temperature ≥ 0, 0 < top_p ≤ 1 and top_k ≥ 0, got "
-            f"temperature {params.temperature}, top_p {params.top_p}, top_k {params.top_k}"
+            "sampling needs temperature ≥ 0, 0 < top_p ≤ 1, top_k ≥ 0 and 0 ≤ min_p ≤ 1, got "
+            f"temperature {params.temperature}, top_p {params.top_p}, top_k {params.top_k}, min_p {params.min_p}"
         )
+    if not 0 < params.repetition_penalty < math.inf:
+        raise DataError(f"sampling needs a repetition_penalty above 0, got {params.repetition_penalty}")
+    if unknown := [token for token, _ in params.logit_bias if not 0 <= token < vocabulary]:
+        raise DataError(f"logit_bias names token {unknown[0]}, but the model knows 0 to {vocabulary - 1}")
+    if not all(math.isfinite(bias) for _, bias in params.logit_bias):
+        raise DataError("logit_bias must be finite; to forbid a token, give it -1e4")
+    if any(not text for text in params.stop):
+        raise DataError("an empty stop string ends every answer before it begins; drop it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,27 +86,74 @@ class BatchSampling:
     """[A, 1] float32."""
     greedy: torch.Tensor | None
     """[A] bool."""
+    min_p: torch.Tensor | None = None
+    """[A, 1] float32."""
+    penalty: torch.Tensor | None = None
+    """[A, 1] float32."""
+    seen: torch.Tensor | None = None
+    """[A, V] bool: what the penalty is for."""
+    bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    """Rows [E], tokens [E], and what is added [E]; no pair of the first two comes twice."""
 
     @classmethod
-    def of(cls, rows: Sequence[SamplingParams], vocabulary: int, device: torch.device) -> BatchSampling:
-        """Gather the parameters of a batch's rows. Greedy rows are neither scaled nor filtered."""
+    def of(
+        cls,
+        rows: Sequence[SamplingParams],
+        vocabulary: int,
+        device: torch.device,
+        written: NDArray[np.int64] | None = None,
+        seen: torch.Tensor | None = None,
+    ) -> BatchSampling:
+        """Gather the parameters of a batch's rows. Greedy rows are neither scaled nor filtered.
+
+        Args:
+            written: [A] tokens that each row has, for ``min_tokens``. Default: none yet.
+            seen: [A, V] bool, what each row's prompt and answer have, for ``repetition_penalty``.
+        """
         kinds = {id(params): params for params in rows}.values()  # a batch has few, and hashing them all is slow
         greedy = [p.temperature == 0 for p in rows] if any(p.temperature == 0 for p in kinds) else None
         sampled = [p for p in kinds if p.temperature > 0]
 
-        def column(values: list[float] | list[int], dtype: torch.dtype) -> torch.Tensor:
+        def column(values: list[float] | list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype, device=device).unsqueeze(1)
 
-        temperature = top_k = top_p = None
+        temperature = top_k = top_p = min_p = penalty = None
         if any(p.temperature != 1 for p in sampled):
-            temperature = column([p.temperature or 1.0 for p in rows], torch.float32)
+            temperature = column([p.temperature or 1.0 for p in rows])
         if any(0 < p.top_k < vocabulary for p in sampled):
             limits = [p.top_k if p.top_k and p.temperature else vocabulary for p in rows]
             top_k = column(limits, torch.int64)
         if any(p.top_p < 1 for p in sampled):
-            top_p = column([p.top_p if p.temperature else 1.0 for p in rows], torch.float32)
-        mask = torch.tensor(greedy, device=device) if greedy is not None else None
-        return cls(temperature, top_k, top_p, mask)
+            top_p = column([p.top_p if p.temperature else 1.0 for p in rows])
+        if any(p.min_p > 0 for p in sampled):
+            min_p = column([p.min_p if p.temperature else 0.0 for p in rows])
+        if any(p.repetition_penalty != 1 for p in kinds):
+            penalty = column([p.repetition_penalty for p in rows])
+        return cls(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            greedy=torch.tensor(greedy, device=device) if greedy is not None else None,
+            min_p=min_p,
+            penalty=penalty,
+            seen=seen if penalty is not None else None,
+            bias=_bias(rows, written, device) if any(p.logit_bias or p.min_tokens for p in kinds) else None,
+        )
+
+
+def _bias(
+    rows: Sequence[SamplingParams], written: NDArray[np.int64] | None, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    entries: dict[tuple[int, int], float] = {}
+    for row, params in enumerate(rows):
+        for token, bias in params.logit_bias:
+            entries[row, token] = entries.get((row, token), 0.0) + bias
+        if params.min_tokens > (0 if written is None else written[row]):
+            entries.update({(row, token): -math.inf for token in params.stop_token_ids})
+    if not entries:
+        return None
+    places = torch.tensor(list(entries), device=device)
+    return places[:, 0], places[:, 1], torch.tensor(list(entries.values()), dtype=torch.float32, device=device)
 
 
 def sample(logits: torch.Tensor, sampling: BatchSampling, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,7 +166,7 @@ def sample(logits: torch.Tensor, sampling: BatchSampling, uniform: torch.Tensor)
 
     Returns:
         Tokens [A] int64, and their log-probs [A] float32 (nats) under the distribution that they were sampled from:
-        after temperature and filters; for greedy rows, under the softmax of the raw logits.
+        after all that `SamplingParams` lists; for greedy rows, without temperature and filters.
     """
     logprobs = behaviour_logprobs(logits, sampling)
     tokens = inverse_cdf(logprobs, uniform)
@@ -118,10 +176,23 @@ def sample(logits: torch.Tensor, sampling: BatchSampling, uniform: torch.Tensor)
 
 
 def behaviour_logprobs(logits: torch.Tensor, sampling: BatchSampling) -> torch.Tensor:
-    """[A, V] float32 log-probs after temperature, then top-k, then top-p over what top-k left; -inf where filtered."""
+    """[A, V] float32 log-probs at the end of what `SamplingParams` lists, each step over what the one before it left.
+
+    -inf where filtered.
+    """
     logits = logits.float()
+    if sampling.bias is not None:
+        rows, tokens, bias = sampling.bias
+        logits = logits.index_put((rows, tokens), logits[rows, tokens] + bias)
+    if sampling.penalty is not None and sampling.seen is not None:
+        penalised = torch.where(logits > 0, logits / sampling.penalty, logits * sampling.penalty)
+        logits = torch.where(sampling.seen, penalised, logits)
     if sampling.temperature is not None:
         logits = logits / sampling.temperature
+    if sampling.min_p is not None:
+        # In logs: p ≥ min_p · p_max, and log 0 = -inf keeps all.
+        least = logits.amax(-1, keepdim=True) + sampling.min_p.log()
+        logits = logits.masked_fill(logits < least, -torch.inf)
     if sampling.top_k is not None or sampling.top_p is not None:
         logits = _filtered(logits, sampling.top_k, sampling.top_p)
     return torch.log_softmax(logits, -1)

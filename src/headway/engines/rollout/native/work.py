@@ -105,7 +105,7 @@ class GroupRun:
         Raises `DataError` for a prompt that is empty, leaves no room for an answer or has tokens that the model does
         not know, and for sampling parameters that make no sense.
         """
-        check_sampling(request.sampling)
+        check_sampling(request.sampling, vocabulary)
         prompt = np.asarray(request.prompt.token_ids, np.int64)
         room = max_context - len(prompt)
         if len(prompt) == 0 or room < 1 or request.n < 1:
@@ -120,6 +120,7 @@ class GroupRun:
                 f"model knows 0 to {vocabulary - 1}; do tokenizer and model belong together?"
             )
         group = cls(request, owner, prompt, unplaced=request.n)
+        seed = seed if request.sampling.seed is None else request.sampling.seed
         for position, k in enumerate(group.ks):
             key = trajectory_key(seed, request.prompt.trajectory_id(k))
             group.runs.append(TrajectoryRun(group, k, serial + position, key, min(request.sampling.max_tokens, room)))
