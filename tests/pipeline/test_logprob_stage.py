@@ -1,0 +1,342 @@
+"""log π_prox: a stage between queue and trainer where it has ranks of its own, otherwise a part of the fetch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from hypothesis import strategies as st
+
+from headway.errors import RunError, StallError, UpdateFailed, WorkerDied
+from headway.events import FetchTaken, RunFinished, StageChanged, UpdateFinished
+from headway.pipeline.run import Status
+from headway.reports.summary import summary
+from tests.pipeline.cases import TICK, Case, cases, faulty, for_each
+from tests.pipeline.fake_policies import FakeLogProb, FakeReceiver
+from tests.pipeline.fakes import FakeReward, Time, fails, without_variance
+from tests.pipeline.figures import check_figures, replay
+from tests.pipeline.invariants import FetchesAhead, check_everything_ahead, check_however_it_ended
+from tests.pipeline.machines import ROUNDING, overlap
+from tests.pipeline.scenario import MODES, Run, Scenario
+from tests.pipeline.test_end_of_run import ENDS
+from tests.pipeline.test_update_recovery import SCHEDULES, TIMEOUT_S, both_schedules, failed
+
+STREAMING = ["stream_off_policy", "async_stale", "async_partial"]
+"""Modes with four fetches a version."""
+RUN_AHEAD = ["one_step_off", "async_stale", "async_partial", "overlapped"]
+"""Modes in which a version's first fetch may be there before the version is served."""
+SHAPES = [(4, 1, 1), (3, 1, 2), (2, 2, 2), (8, 1, 1), (2, 1, 3), (1, 2, 2)]
+"""As `cases.SHAPES`, of which most have one fetch per version: there nothing can be computed ahead."""
+
+
+def logp(run: Run) -> FakeLogProb:
+    assert run.logp is not None
+    return run.logp
+
+
+def steps(run: Run) -> list[Time]:
+    return [span for what, span in run.trainer.computed if what == "an optimizer step"]
+
+
+def check_versions(run: Run) -> Run:
+    """Each fetch was asked about once, in order, under the version that it was trained at, and trained on the answer.
+
+    The engine refuses every version but the one that it serves, from the start of the question to its end.
+    """
+    asked, fetches = [ask.version for ask in logp(run).asked], [fetch.version for fetch in run.of(FetchTaken)]
+    assert asked == fetches[: len(asked)]
+    if run.status is not None:
+        assert len(asked) == len(fetches)
+    for samples, context in zip(run.trainer.steps, run.trainer.contexts, strict=True):
+        assert {sample.columns["prox_logprobs"].handle for sample in samples} == {context.version}
+    assert run.trainer.proximal == []
+    return run
+
+
+def check_ahead(run: Run) -> Run:
+    check_figures(run)
+    return check_versions(check_everything_ahead(run))
+
+
+# ---------------------------------------------------------------------------------------------- on ranks of its own
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("mode", MODES)
+def test_on_ranks_of_its_own_it_computes_every_fetch_under_the_version_that_trains_it(mode: str, ranks: int):
+    run = check_ahead(Scenario(mode, logp_ranks=ranks, replicas=2, problems=2).run().assert_completed())
+    assert len(logp(run).asked) == run.groups["trained"] // 4
+    assert {ask.samples for ask in logp(run).asked} == {8}
+    assert "LogProb" in {event.stage for event in run.of(StageChanged)}
+
+
+@pytest.mark.parametrize("mode", STREAMING)
+def test_it_works_on_a_versions_next_fetches_while_the_trainer_is_busy(mode: str):
+    run = Scenario(mode, logp_ranks=1, logp_s=1.0, trainer={"step_s": lambda _: 4.0}).run().assert_completed()
+    asked, made = logp(run).asked, steps(run)
+    for index, ask in enumerate(asked):
+        busy = any(overlap(ask.span, step) for step in made)
+        assert busy == (index % 4 > 0), "beside the steps of its version, but for the first"
+    assert all(ask.span[1] <= step[0] for ask, step in zip(asked, made, strict=True)), "before the fetch's own step"
+
+
+def test_what_the_trainer_would_have_computed_itself_takes_it_no_time():
+    """Twelve fetches in four versions: it waits for the log-probs of each version's first fetch alone."""
+    timing = {"total": 48, "lengths": lambda _: 1, "slots": 64, "trainer": {"step_s": lambda _: 4.0, "forward_s": 1.0}}
+    settings = {"trigger_parameter_sync_step": 3, "staleness_threshold": 1}
+    inside = Scenario("async_stale", async_training={**settings, "use_rollout_log_probs": False}, **timing).run()
+    beside = Scenario("async_stale", async_training=settings, logp_ranks=1, logp_s=1.0, **timing).run()
+    assert inside.assert_completed().ended - beside.assert_completed().ended == 8.0
+
+
+@pytest.mark.xfail(strict=True, reason="FetchTaken.waited begins when LogProb wants a fetch, not when the trainer does")
+@pytest.mark.parametrize("mode", ["one_step_off", "async_partial", "overlapped"])
+def test_time_in_which_the_trainer_computes_is_no_time_in_which_it_waits_for_groups(mode: str):
+    run = Scenario(mode, logp_ranks=1, trainer={"step_s": lambda _: 8.0}).run().assert_completed()
+    metrics, _ = replay(run)
+    assert metrics.window is not None
+    wall = metrics.window[1] - metrics.window[0]
+    idle = metrics.occupancy.trainer_idle(metrics.window)
+    assert idle is not None
+    assert metrics.occupancy.trainer_waited(metrics.window) <= idle * wall + ROUNDING
+    assert summary(metrics)["bottleneck"].startswith("Training was the bottleneck")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_it_takes_no_fetch_of_a_version_that_the_trainer_has_not_reached(mode: str):
+    """It is much faster than the trainer, and much more is generated than the trainer takes."""
+    scenario = Scenario(mode, logp_ranks=1, logp_s=0.0, lengths=lambda _: 1, slots=64)
+    scenario.trainer = {"step_s": lambda _: 16.0}
+    run = check_ahead(scenario.run().assert_completed())
+    per_version = run.pipeline.config.groups_per_version // 4
+    for index, fetch in enumerate(run.of(FetchTaken)):
+        made = sum(end <= fetch.time for _, end in steps(run))
+        assert made >= index // per_version * per_version
+        assert fetch.version == index // per_version
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_first_fetch_of_a_version_waits_until_all_its_ranks_serve_it(mode: str):
+    def slow(run: Run) -> None:
+        run.others[1]._load_s = 5.0
+
+    run = check_ahead(Scenario(mode, logp_ranks=2, script=slow).run().assert_completed())
+    served = dict(run.others[1].loads)
+    assert run.others[0].loads != run.others[1].loads
+    for ask in logp(run).asked:
+        assert ask.version == 0 or served[ask.version] <= ask.span[0]
+    waited = [ask for ask in logp(run).asked if ask.version and served[ask.version] == ask.span[0]]
+    assert waited or mode not in RUN_AHEAD, "groups were there before"
+
+
+@pytest.mark.parametrize("mode", STREAMING)
+@pytest.mark.parametrize("rows", ENDS.values(), ids=ENDS)
+def test_when_the_data_gives_out_the_last_fetch_is_short_and_an_empty_one_is_not_asked_about(rows: int, mode: str):
+    run = check_ahead(Scenario(mode, rows=rows, epochs=1, problems=2, logp_ranks=1).run().assert_completed())
+    assert run.groups["trained"] == run.groups["admitted"] == rows
+    assert [update.version for update in run.of(UpdateFinished)] == list(range(1, -(-rows // 16) + 1))
+    assert [ask.samples for ask in logp(run).asked] == [8] * (rows // 4) + [2 * (rows % 4)] * (rows % 4 > 0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_discards_change_nothing_about_it(mode: str):
+    reward = FakeReward(lambda p: fails("unlucky") if p.row % 5 == 2 else [1.0, 1.0] if p.row % 7 == 3 else [0.0, 1.0])
+    run = Scenario(mode, reward=reward, group_filter=without_variance, logp_ranks=1, replicas=3).run()
+    check_ahead(run.assert_completed())
+    assert run.groups["failed"] > 0 and run.groups["filtered"] > 0
+    assert run.version == 6
+
+
+def test_together_with_a_reference_inside_the_fetch_both_columns_arrive():
+    run = check_ahead(Scenario("async_partial", logp_ranks=1, reference_inside_fetch=True).run().assert_completed())
+    columns = {tuple(sorted(sample.columns)) for samples in run.trainer.steps for sample in samples}
+    assert columns == {("advantages", "prox_logprobs", "ref_logprobs")}
+
+
+# ---------------------------------------------------------------------------------------------- random schedules
+
+
+def beside(case: Case) -> Scenario:
+    """The case with a role that recomputes on up to three ranks, faster or slower than the trainer."""
+    scenario = case.scenario()
+    scenario.logp_ranks = 1 + case.seed % 3
+    scenario.logp_s = case.seed % 5 * 32 * TICK
+    return scenario
+
+
+def test_everything_holds_in_every_run_with_it():
+    ends: set[Status | None] = set()
+    ahead = 0
+
+    def check(case: Case) -> None:
+        nonlocal ahead
+        run = check_however_it_ended(beside(case).run(), FetchesAhead, check_ahead)
+        ends.add(run.status)
+        ahead += any(overlap(ask.span, step) for ask in logp(run).asked for step in steps(run))
+
+    several = st.sampled_from(SHAPES).flatmap(lambda shape: cases(shape=shape, use_rollout_log_probs=False))
+    for_each(several, 80, check)
+    assert Status.COMPLETED in ends
+    assert ahead >= 20, "cases in which nothing is computed ahead prove little"
+
+
+def test_a_run_may_be_stopped_at_any_time_and_ends_at_a_version():
+    stopped = 0
+
+    def check(case: Case) -> None:
+        nonlocal stopped
+        run = check_however_it_ended(beside(case).run(), FetchesAhead, check_ahead)
+        stopped += run.status is Status.INTERRUPTED
+
+    for_each(faulty("stop", use_rollout_log_probs=False), 60, check)
+    assert stopped >= 20
+
+
+def test_replicas_may_die_join_or_hang_meanwhile():
+    def check(case: Case) -> None:
+        check_however_it_ended(beside(case).run(), FetchesAhead, check_ahead)
+
+    for_each(faulty("dies", "joins", use_rollout_log_probs=False), 30, check)
+    limits = {"update_timeout_s": 20.0, "recv_s": 0.25, "load_s": 0.125}
+    for_each(faulty("never_receives", "silent on activate", use_rollout_log_probs=False, **limits), 20, check)
+
+
+def test_a_run_with_it_may_be_cancelled_at_any_moment_and_is_over_at_once():
+    left_at_once = 0
+
+    def check(drawn: tuple[Case, int]) -> None:
+        nonlocal left_at_once
+        case, k = drawn
+        scenario = beside(case)
+
+        def script(run: Run) -> None:
+            def count(_: object) -> None:
+                if len(run.events) == k:
+                    asyncio.get_running_loop().call_soon(run.cancel)
+
+            run.recorder.on = count
+
+        scenario.script = script
+        run = scenario.run()
+        if run.cancelled_at is None:
+            return
+        left_at_once += 1
+        assert run.ended == run.cancelled_at, "it did not end at once"
+        assert run.of(RunFinished)[0].reason == "left at once"
+        run.assert_clean()
+        FetchesAhead(run).check()
+        check_versions(run)
+
+    for_each(st.tuples(cases(use_rollout_log_probs=False), st.integers(1, 600)), 50, check)
+    assert left_at_once >= 25
+
+
+# ---------------------------------------------------------------------------------------------- failures
+
+
+def scenario(mode: str, script: Callable[[Run], None]) -> Scenario:
+    """Updates, and calls of the role, that do not end within seven seconds are given up; forty without an event."""
+    sections = {
+        "param_update": {"timeout_s": TIMEOUT_S, "schedule": SCHEDULES[mode]},
+        "cluster": {"stall_timeout_s": 40.0},
+    }
+    return Scenario(mode, replicas=2, logp_ranks=2, sections=sections, script=script)
+
+
+def first_update(mode: str) -> float:
+    return scenario(mode, lambda _: None).run().of(UpdateFinished)[0].time
+
+
+def never_receives(rank: FakeReceiver) -> None:
+    rank.never_receives = True
+
+
+def never_loads(rank: FakeReceiver) -> None:
+    rank.never_loads = True
+
+
+@pytest.mark.parametrize("hangs", [never_receives, never_loads])
+@both_schedules
+def test_a_rank_that_says_nothing_during_an_update_ends_the_run_with_its_name(
+    mode: str, hangs: Callable[[FakeReceiver], None]
+):
+    run = failed(
+        scenario(mode, lambda run: hangs(run.others[1])),
+        UpdateFailed,
+        "logp-1 .*did not answer within param_update.timeout_s = 7 s",
+    )
+    assert run.ended < first_update(mode) + 2 * TIMEOUT_S + 2
+
+
+@both_schedules
+def test_a_rank_that_dies_during_an_update_ends_the_run_with_its_name(mode: str):
+    def dies(run: Run) -> None:
+        run.others[1].dies_on_receive = WorkerDied("logp-1 was killed")
+
+    run = failed(scenario(mode, dies), WorkerDied, "logp-1 was killed")
+    assert run.ended < first_update(mode) + 2 * TIMEOUT_S
+
+
+def raises(error: BaseException) -> Callable[[], None]:
+    def answer() -> None:
+        raise error
+
+    return answer
+
+
+@both_schedules
+def test_a_rank_that_dies_while_it_computes_ends_the_run_with_its_name(mode: str):
+    def dies(run: Run) -> None:
+        logp(run).answers = raises(WorkerDied("logp-1 was killed"))
+
+    run = failed(scenario(mode, dies), WorkerDied, "logp-1 was killed")
+    assert run.trainer.steps == []
+    assert run.groups["in_flight"] == run.groups["admitted"]
+
+
+@both_schedules
+def test_one_that_does_not_serve_the_version_ends_the_run(mode: str):
+    def refuses(run: Run) -> None:
+        logp(run).answers = raises(RunError("logp-1 serves version 7"))
+
+    failed(scenario(mode, refuses), RunError, "logp-1 serves version 7")
+
+
+@both_schedules
+def test_ranks_that_compute_for_ever_end_the_run_with_the_stages_name_when_nothing_moves_any_more(mode: str):
+    def hangs(run: Run) -> None:
+        logp(run).hangs = True
+
+    run = failed(scenario(mode, hangs), StallError, r"LogProb .*\(?1 item\(s\)\)?; ActorTrain waits for LogProb")
+    last = [event.time for event in run.events if not isinstance(event, RunFinished) and event.time < run.ended]
+    assert run.ended == max(last) + 40.0 or run.ended < first_update(mode) + 2 * 40.0
+
+
+# ---------------------------------------------------------------------------------------------- on the trainer's ranks
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shape", [(1, 1), (2, 2)])
+def test_on_the_trainers_ranks_it_is_asked_once_per_fetch_and_before_a_versions_first_step(
+    mode: str, shape: tuple[int, int]
+):
+    """``shape``: mini-batches per fetch and epochs. The trainer keeps weights of its own for the later fetches."""
+    batches, epochs = shape
+    settings = {"use_rollout_log_probs": False, "require_batches": batches}
+    run = Scenario(mode, async_training=settings, sections={"actor": {"ppo_epochs": epochs}}).run().assert_completed()
+    per_fetch = batches * epochs
+    fetches = [fetch.version for fetch in run.of(FetchTaken)]
+    assert run.trainer.proximal == [(version, index * per_fetch) for index, version in enumerate(fetches)]
+    per_version = run.pipeline.config.groups_per_version // (4 * batches)
+    for version in range(6):
+        first = fetches.index(version)
+        assert run.trainer.proximal[first] == (version, version * per_version * per_fetch)
+    for samples, context in zip(run.trainer.steps, run.trainer.contexts, strict=True):
+        assert {sample.columns["prox_logprobs"].handle for sample in samples} == {context.version}
+
+
+def test_where_the_engines_log_probs_are_taken_nobody_is_asked():
+    run = Scenario("async_partial").run().assert_completed()
+    assert run.trainer.proximal == []
+    assert "LogProb" not in {event.stage for event in run.of(StageChanged)}
