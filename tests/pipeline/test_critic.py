@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from headway.errors import NonFinite, RunError, StallError, WorkerDied
+from headway.errors import NonFinite, StallError, WorkerDied
 from headway.events import CheckpointSaved, CriticStepped, FetchTaken, RunFinished, StageChanged, TrainerBusy
 from headway.pipeline.run import Status
 from tests.pipeline.cases import TICK, Case, cases, faulty, for_each
@@ -56,6 +56,8 @@ def check_turns(run: Run) -> Run:
         for fetch in fetches
         for what in ["values", "advantages", *["train"] * (-(-len(fetch.numbers) // size) * epochs)]
     ]
+    if run.status is None:
+        due.append(("values", len(fetches)))  # of one that did not reach the trainer any more
     done = critic(run).turns
     assert turns(run) == due[: len(done)]
     assert run.status is None or len(done) == len(due), "a fetch that was taken was not learned from"
@@ -117,7 +119,6 @@ def test_inside_the_fetch_it_is_trained_before_the_actor_and_the_ranks_do_one_th
     assert busy == ["critic", "critic", "step"] * per_version
 
 
-@pytest.mark.xfail(strict=True, reason="reports/occupancy.TRAINER_WORK does not name what=critic")
 def test_the_critics_training_inside_the_fetch_is_the_trainers_work():
     run = Scenario("on_policy", critic=FakeCritic(), critic_inside_fetch=True).run().assert_completed()
     check_figures(run)
@@ -227,23 +228,8 @@ def test_its_last_checkpoint_comes_before_the_trainers_and_after_all_its_steps(i
     assert [path.name for path, _ in critic(run).saved] == ["version_6"]
 
 
-CHECKPOINT_DEADLOCK = pytest.mark.xfail(
-    strict=True,
-    raises=RunError,
-    reason="Critic.save waits for training on a fetch that only ActorTrain, which waits for it, could hand on",
-)
-
-
-@places
-@pytest.mark.parametrize("mode", ["colocate_sync", "on_policy"])
-def test_checkpoints_in_between_hold_what_it_learned_up_to_their_version(mode: str, inside: bool):
-    run = Scenario(mode, critic=FakeCritic(), critic_inside_fetch=inside, sections={"trainer": {"save_freq": 1}}).run()
-    check_all(run.assert_completed())
-    assert [path.name for path, _ in critic(run).saved] == [f"version_{version}" for version in range(1, 7)]
-
-
 @pytest.mark.parametrize("step_s", [0.25, 8.0])
-@pytest.mark.parametrize("inside", [True, pytest.param(False, marks=CHECKPOINT_DEADLOCK)])
+@pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("mode", ["one_step_off", "async_stale", "async_partial", "overlapped"])
 def test_so_do_those_for_which_the_next_fetch_is_already_valued(mode: str, inside: bool, step_s: float):
     run = Scenario(
@@ -284,7 +270,7 @@ def test_everything_holds_in_every_run_with_a_critic():
             for theirs in actor_steps(run, fetch.fetch)
         )
 
-    for_each(cases(save_freq=-1), 60, check)
+    for_each(cases(), 60, check)
     assert beside >= 4
 
 
@@ -295,7 +281,7 @@ def test_a_run_with_a_critic_may_be_stopped_at_any_time():
         nonlocal stopped
         stopped += check_case(case).status is Status.INTERRUPTED
 
-    for_each(faulty("stop", save_freq=-1), 40, check)
+    for_each(faulty("stop"), 40, check)
     assert stopped >= 15
 
 
@@ -324,7 +310,7 @@ def test_a_run_with_a_critic_may_be_cancelled_at_any_moment_and_is_over_at_once(
         FetchesAhead(run.assert_clean()).check()
         check_turns(run)
 
-    for_each(st.tuples(cases(save_freq=-1), st.integers(1, 600)), 40, check)
+    for_each(st.tuples(cases(), st.integers(1, 600)), 40, check)
     assert left_at_once >= 20
 
 

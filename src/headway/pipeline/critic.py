@@ -8,6 +8,7 @@ from does not depend on who was faster.
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 from headway.events import CriticStepped, Emit
@@ -31,15 +32,21 @@ class Critic:
         self._epochs = epochs
         self._skipped = SkippedSteps("critic.optim.lr", max_nonfinite_steps)
         self._steps = 0
-        self._valued = self._trained = 0
+        self._handed = self._trained = 0
         """Fetches."""
         self._changed = Signal()
+        self._ranks = asyncio.Lock()
+        """Values and checkpoints are asked by different stages; the ranks do one thing at a time."""
 
     async def add_values(self, fetch: Fetch) -> None:
         """Set the ``values`` of the fetch, once the critic was trained on all before it."""
         await self._changed.until(lambda: self._trained == fetch.index)
-        self._valued += 1
-        fetch.add(VALUES, await self._engine.forward_values(fetch.samples()))
+        async with self._ranks:
+            fetch.add(VALUES, await self._engine.forward_values(fetch.samples()))
+
+    def hand(self, fetch: Fetch) -> None:
+        """``fetch`` has its returns, and will be trained on."""
+        self._handed = fetch.index + 1
 
     async def train(self, fetch: Fetch) -> None:
         """Optimizer steps towards the fetch's ``returns``. Raises `NonFinite` after too many skipped ones in a row."""
@@ -66,6 +73,7 @@ class Critic:
         self._changed.changed()
 
     async def save(self, path: Path) -> None:
-        """A checkpoint, once it was trained on every fetch that it has valued."""
-        await self._changed.until(lambda: self._trained == self._valued)
-        await self._engine.save(path)
+        """A checkpoint, once it was trained on all that the trainer was."""
+        await self._changed.until(lambda: self._trained == self._handed)
+        async with self._ranks:
+            await self._engine.save(path)

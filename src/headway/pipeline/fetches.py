@@ -16,8 +16,7 @@ import numpy as np
 
 from headway.data.types import Column, Group, Outcomes, Sample
 from headway.data.types import FinishReason as Finish
-from headway.events import FetchTaken
-from headway.pipeline.state import RunState, now
+from headway.pipeline.state import RunState
 
 
 @dataclass(slots=True)
@@ -76,7 +75,7 @@ class Fetches:
         self._ended = False
 
     async def get(self) -> Fetch | None:
-        state, started = self._state, now()
+        state = self._state
         await state.changed.until(lambda: not state.took_version)
         if self._ended or not state.trains_more:
             return None
@@ -89,13 +88,5 @@ class Fetches:
         self._ended = len(groups) < self._size
         if not groups and state.taken % state.staleness.groups_per_version == 0:
             return None
-        fetch = Fetch(self._count, state.version, groups)
         self._count += 1
-        if groups:
-            numbers = [group.number for group in groups]
-            state.emit(
-                FetchTaken(
-                    time=now(), fetch=fetch.index, version=fetch.version, numbers=numbers, waited=(started, now())
-                )
-            )
-        return fetch
+        return Fetch(self._count - 1, state.version, groups)

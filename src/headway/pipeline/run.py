@@ -241,6 +241,7 @@ class Pipeline:
             fleet=fleet,
             guard=Guard(GuardSettings(guard.min_ess, guard.action), state, self.request_stop),
             checkpoint=self._checkpoint,
+            critic=critic,
             to_critic=to_critic,
             follows=follows,
         )

@@ -28,7 +28,7 @@ from headway.reports.stage_lanes import ENDED, PAUSED, PROCESSING, WAITING_INPUT
 from headway.reports.update_lanes import Updates
 
 TRAINER, REPLICAS = "Trainer", "Replicas"
-TRAINER_KINDS = {"step": Kind.STEP, "forward": Kind.FORWARD, "gather": Kind.GATHER}
+TRAINER_KINDS = {"step": Kind.STEP, "forward": Kind.FORWARD, "critic": Kind.FORWARD, "gather": Kind.GATHER}
 GROUPS_AWAITED = "waits for groups from the message queue"
 SCORES_AWAITED = "waits for groups: rewards are being computed, and nothing decodes"
 UPDATE_AWAITED = "waits for the parameter update"

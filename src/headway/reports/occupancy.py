@@ -28,7 +28,7 @@ from headway.events import (
 from headway.reports.intervals import IntervalUnion, complement, intersection, length
 
 TRAINER_STAGE = "ActorTrain"
-TRAINER_WORK = frozenset({"forward", "step", "gather"})
+TRAINER_WORK = frozenset({"forward", "critic", "step", "gather"})
 """What counts as the trainer's own work; saving a checkpoint does not."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,12 @@ from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.engines.train.fsdp.version_start import VersionStart
 from headway.errors import RunError
 from headway.interfaces import StepContext
-from tests.engines.train.rows import random_rows
+from tests.engines.train.rows import random_rows as any_rows
 
 ModelPath = Callable[..., str]
 RunRanks = Callable[..., list[Any]]
 Logprobs = list[np.ndarray]
+random_rows = partial(any_rows, with_prox=True)
 
 
 def engine(path: str, fetches: int = 3, **model: object) -> FsdpEngine:
@@ -98,7 +100,7 @@ def test_so_it_is_on_two_ranks_which_hold_half_of_every_tensor(run_ranks: RunRan
 def test_a_skipped_step_is_a_step_as_far_as_asking_late_goes(one_rank: None, model_path: ModelPath) -> None:
     trainer, rows = engine(model_path()), random_rows(4)
     start = trainer.proximal_logprobs(rows, 0)
-    bad = [replace(row, columns={"advantages": row.columns["advantages"] * np.nan}) for row in rows]
+    bad = [replace(row, columns={**row.columns, "advantages": row.columns["advantages"] * np.nan}) for row in rows]
     assert trainer.train_step(bad, StepContext()).skipped
     assert same(trainer.proximal_logprobs(rows, 0), start)
     trainer.train_step(rows, StepContext())

@@ -84,7 +84,9 @@ class AdvantageInputs:
             RunError: a reward is not finite.
         """
         if self.token_rewards is not None:
-            return self.rewards_of_tokens().sum(dim=1)
+            # An answer in which nothing counts has no token to hold its reward, and keeps it all the same.
+            empty_S = ~self.counts().any(dim=1)
+            return torch.where(empty_S, self.rewards.double(), self.rewards_of_tokens().sum(dim=1))
         _check_finite(self.rewards, "reward")
         return self.rewards.double()
 
@@ -168,6 +170,11 @@ def per_token(
         raise ValueError(
             f"an advantage estimator returns [S] or [S, T] for S = {lengths.shape[0]} trajectories, "
             f"not {list(rows.shape)}"
+        )
+    if rows.ndim == 2 and lengths.numel() and rows.shape[1] < int(lengths.max()):
+        raise ValueError(
+            f"an advantage estimator returned {rows.shape[1]} numbers per trajectory, and one has {int(lengths.max())} "
+            "tokens; return [S], which all tokens of a trajectory share, or one number per token"
         )
     if mask is not None:
         rows = rows[:, None].expand(mask.shape) if rows.ndim == 1 else rows

@@ -47,8 +47,11 @@ class FetchAdvantages:
 
         ``rows`` have the columns that are asked for: ``values``; ``ref_logprobs`` and ``prox_logprobs``.
 
-        Raises `RunError`, naming a trajectory, for an advantage that is not finite.
+        Raises `RunError`, naming a trajectory, for a reward, a value or an advantage that is not finite.
         """
+        _check_finite("rewards", [np.atleast_1d(reward) for reward in outcomes.rewards], outcomes)
+        if "values" in rows[0].columns:
+            _check_finite("the critic's values", [row.columns["values"][row.loss_mask] for row in rows], outcomes)
         inputs = self._penalised(_inputs(rows, outcomes), rows)
         estimate = self._estimator(inputs, **self._params)
         columns = {"advantages": _arrays(estimate, inputs)}

@@ -16,9 +16,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from headway.data.types import Group, Trajectory
-from headway.events import OptimizerStepped, TrainerBusy
+from headway.events import FetchTaken, OptimizerStepped, TrainerBusy
 from headway.interfaces import StepContext, StepReport, TrainEngine
 from headway.pipeline.channel import Channel
+from headway.pipeline.critic import Critic
 from headway.pipeline.fetches import Fetch, FetchSource
 from headway.pipeline.fleet import Fleet
 from headway.pipeline.guard import Guard
@@ -84,6 +85,7 @@ class ActorTrain(Stage[Fetch, Update]):
         fleet: Fleet,
         guard: Guard,
         checkpoint: Callable[[int], Awaitable[object]],
+        critic: Critic | None = None,
         to_critic: Channel[Fetch] | None = None,
         follows: str = "groups from the message queue",
     ) -> None:
@@ -100,13 +102,19 @@ class ActorTrain(Stage[Fetch, Update]):
         self._fleet = fleet
         self._guard = guard
         self._checkpoint = checkpoint
+        self._critic = critic
         self._to_critic = to_critic
         self._skipped = SkippedSteps("actor.optim.lr", settings.max_nonfinite_steps)
         self._steps = 0
         self._steps_of_version = 0
 
     async def get_input_data(self) -> Fetch | None:
-        return await self._input.get()
+        started = now()
+        fetch = await self._input.get()
+        if fetch is not None and fetch.groups:
+            numbers, waited = [group.number for group in fetch.groups], (started, now())
+            self._emit(FetchTaken(time=now(), fetch=fetch.index, version=fetch.version, numbers=numbers, waited=waited))
+        return fetch
 
     async def process_data(self, fetch: Fetch) -> AsyncGenerator[Update, None]:
         # Only now, with a whole fetch in hand: generation could not make the rest of one without its devices.
@@ -163,11 +171,14 @@ class ActorTrain(Stage[Fetch, Update]):
                 self._state.consume(group.number, Fate.DROPPED, "nonfinite")
 
     async def _train_critic(self, fetch: Fetch) -> None:
+        if self._critic is None:
+            return
+        self._critic.hand(fetch)
         if self._to_critic is not None:
             await self._to_critic.send(fetch)
-        elif self._preparation.critic is not None:
+        else:
             with self._busy("critic"):
-                await self._preparation.critic.train(fetch)
+                await self._critic.train(fetch)
 
     async def _step(self, groups: Sequence[Group]) -> StepReport:
         mask_cut_off = self._settings.mask_cut_off

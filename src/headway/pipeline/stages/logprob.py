@@ -36,6 +36,11 @@ class LogProb(Stage[Fetch, Fetch]):
         self._engine = engine
         self._fleet = fleet
 
+    @property
+    def waiting_for(self) -> str | None:
+        waiting = super().waiting_for
+        return "ActorTrain, to end the version" if waiting and self._state.took_version else waiting
+
     async def get_input_data(self) -> Fetch | None:
         return await self._input.get()
 
@@ -43,7 +48,9 @@ class LogProb(Stage[Fetch, Fetch]):
         if fetch.groups:
             with self._waiting_within(f"version {fetch.version} to be loaded"):
                 await self._state.changed.until(lambda: self._fleet.others_serve(fetch.version))
-            fetch.add(PROX_LOGPROBS, await self._engine.proximal_logprobs(fetch.samples(), fetch.version))
+            with self._waiting_within(f"log-probs under version {fetch.version}, of the ranks of logp"):
+                columns = await self._engine.proximal_logprobs(fetch.samples(), fetch.version)
+            fetch.add(PROX_LOGPROBS, columns)
         yield fetch
 
     async def send_output_data(self, fetch: Fetch) -> bool:

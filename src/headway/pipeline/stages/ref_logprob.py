@@ -41,7 +41,9 @@ class RefLogProb(Stage[list[Group], Group]):
 
     async def process_data(self, groups: list[Group]) -> AsyncGenerator[Group, None]:
         samples = [sample for group in groups for sample in group.samples()]
-        add_column(groups, REF_LOGPROBS, await self._reference.forward_logprobs(samples))
+        with self._waiting_within("log-probs of the ranks of ref"):
+            columns = await self._reference.forward_logprobs(samples)
+        add_column(groups, REF_LOGPROBS, columns)
         for group in groups:
             yield group
 

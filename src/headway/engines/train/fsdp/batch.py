@@ -93,7 +93,7 @@ def filler_row() -> Row:
         logprobs=nothing,
         versions=np.zeros(1, dtype=np.int32),
         loss_mask=np.zeros(1, dtype=np.bool_),
-        columns=dict.fromkeys(("advantages", "ref_logprobs", "values", "returns"), nothing),
+        columns=dict.fromkeys(("advantages", "ref_logprobs", "prox_logprobs", "values", "returns"), nothing),
     )
 
 

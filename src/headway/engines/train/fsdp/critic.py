@@ -48,7 +48,7 @@ class FsdpCritic:
         """One optimizer step towards the ``returns`` of ``rows``, this rank's share of a mini-batch.
 
         Metrics: ``vf_loss``, ``vf_clipfrac``, ``vpred_mean``, ``returns_mean``, ``vf_explained_var`` (1 − the mean
-        squared error of the values before the step over the variance of the returns), ``grad_norm``, ``lr``.
+        squared error of the values at the fetch's start over the variance of the returns), ``grad_norm``, ``lr``.
         """
         report = self._learner.step(rows, self._part)
         metrics = report.metrics

@@ -90,7 +90,9 @@ class FsdpEngine:
 
     def _part(self, context: StepContext, rows: Sequence[Row], totals: Totals) -> tuple[torch.Tensor, Sums]:
         batch = collate(rows, self._device)
-        columns = objective.collate_columns(rows, self._device, with_ref=self._objective.needs_ref)
+        columns = objective.collate_columns(
+            rows, self._device, with_ref=self._objective.needs_ref, with_prox=self._objective.needs_prox
+        )
         logprobs, entropy = self._policy(batch.input_ids, batch.predictors, batch.targets)
         return self._objective(batch, columns, totals, logprobs, entropy, context)
 

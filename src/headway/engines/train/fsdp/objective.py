@@ -53,15 +53,24 @@ class LossColumns:
     """False for answers that were cut off."""
 
 
-def collate_columns(rows: Sequence[Row], device: torch.device, *, with_ref: bool) -> LossColumns:
-    """The loss's tensors for ``rows``, whose advantages are set, and ``ref_logprobs`` too where ``with_ref``."""
+def collate_columns(
+    rows: Sequence[Row], device: torch.device, *, with_ref: bool, with_prox: bool = False
+) -> LossColumns:
+    """The loss's tensors for ``rows``, which have ``advantages``, and ``ref_logprobs``, ``prox_logprobs`` where asked.
+
+    Raises `ValueError` for a row that lacks one of them.
+    """
 
     def floats(get: Callable[[Row], NDArray[np.float32]]) -> Tensor:
         return response_aligned(rows, get, np.float32, device)
 
     return LossColumns(
         logprobs=floats(lambda row: row.logprobs),
-        prox_logprobs=floats(lambda row: row.columns.get("prox_logprobs", row.logprobs)),
+        prox_logprobs=floats(
+            lambda row: (
+                required_column(row, "prox_logprobs") if with_prox else row.columns.get("prox_logprobs", row.logprobs)
+            )
+        ),
         advantages=floats(lambda row: required_column(row, "advantages")),
         mask=response_aligned(rows, lambda row: row.loss_mask, np.bool_, device),
         versions=response_aligned(rows, lambda row: row.versions, np.int64, device),
@@ -82,13 +91,20 @@ class Objective:
             **config.algorithm.policy_loss.given,
         )
         self._actor = actor
-        self._log_linear = actor.prox_logp_method == "loglinear" and not config.async_training.use_rollout_log_probs
+        own = config.async_training.use_rollout_log_probs
+        self._log_linear = actor.prox_logp_method == "loglinear" and not own
+        self._recomputed = actor.prox_logp_method == "recompute" and not own
         self._kl_in_reward = config.algorithm.use_kl_in_reward
         self._corrections = _corrections(config.algorithm.rollout_correction)
 
     @property
     def needs_ref(self) -> bool:
         return self._actor.use_kl_loss or self._kl_in_reward
+
+    @property
+    def needs_prox(self) -> bool:
+        """log π_prox is recomputed, and comes with each row."""
+        return self._recomputed
 
     def __call__(
         self,

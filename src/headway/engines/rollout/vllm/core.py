@@ -1,0 +1,426 @@
+"""Who runs, what an update does to it, and what becomes of it: everything here happens on vLLM's event loop.
+
+    submit ─▶ Scheduler ─take, as slots are free─▶ a request of vLLM's ─▶ finished groups
+                  ▲                                    │
+                  └── vLLM never has more than it runs ┘   so who waits, and in which order, is decided here
+
+vLLM's own pauses do the rest:
+
+    drain        nothing new is started; when the last one has ended: pause_generation(keep, clear the cache)
+    interrupt    pause_generation(keep, clear the cache): requests stay, keys and values are computed again on resume
+    keep         pause_generation(keep, leave the cache): requests go on in place
+
+A version is stamped by vLLM's engine core on the outputs of each step, and changes between pause and resume only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.data.types import FinishReason
+from headway.engines.rollout.native.scheduler import Mode, Scheduler
+from headway.engines.rollout.native.work import GroupRun, TrajectoryRun
+from headway.engines.rollout.vllm.activity import Activity
+from headway.engines.rollout.vllm.request import has_tokens, prompt_of, reason_of, sampling_of, written_of
+from headway.errors import HeadwayError, RunError, UpdateFailed, WorkerDied
+from headway.interfaces import EngineStats, FinishedGroup, GenerateRequest, OnUpdate, Paused, Priority
+from headway.models.probe import PROBE_PREFILL, probe_sequences
+
+Deliver = Callable[[Hashable, FinishedGroup | HeadwayError], None]
+"""Hands a finished group, or the engine's end, to whoever submitted it."""
+
+
+class Weights(StrEnum):
+    """What vLLM's workers hold."""
+
+    SERVED = "served"
+    """One whole version, the one that tokens are stamped with."""
+    TORN = "torn"
+    """Parts of two versions: a load failed half-way."""
+    GONE = "gone"
+    """Nothing: their memory was given up in sleep."""
+
+
+class VllmCore:
+    """One engine of vLLM's. Driven from its loop alone."""
+
+    def __init__(
+        self,
+        llm: Any,
+        deliver: Deliver,
+        *,
+        name: str,
+        seed: int,
+        slots: int,
+        max_context: int,
+        decode: Callable[[Sequence[int]], str],
+        clock: Callable[[], float],
+        activity: Activity,
+        temperature: float,
+        can_sleep: bool,
+    ) -> None:
+        """``llm``: an ``AsyncLLM`` of the running loop, whose steps are counted in ``activity``."""
+        self._llm = llm
+        self._deliver = deliver
+        self._name = name
+        self._seed = seed
+        self._slots = slots
+        self._max_context = max_context
+        self._vocabulary = int(llm.model_config.get_vocab_size())
+        self._decode = decode
+        self._clock = clock
+        self._activity = activity
+        self._temperature = temperature
+        self._can_sleep = can_sleep
+        self._scheduler = Scheduler()
+        self._groups: list[GroupRun] = []
+        self._running: dict[str, TrajectoryRun] = {}
+        """What vLLM has, by request id."""
+        self._following: dict[str, asyncio.Task[None]] = {}
+        self._serial = 0
+        self._turn = asyncio.Lock()
+        """Held while vLLM is told to pause, to load or to go on."""
+        self._halted = False
+        """vLLM is paused."""
+        self._asleep = False
+        self._moved = asyncio.Condition()
+        """The scheduler's mode may have changed."""
+        self._weights = Weights.SERVED
+        self._over: HeadwayError | None = None
+        self.version = 0
+
+    # ------------------------------------------------------------------------------------- commands
+
+    async def begin(self) -> None:
+        """The first weights are version 0."""
+        with self._telling("start"):
+            await self._llm.get_supported_tasks()  # kept by vLLM: requests are then registered without a wait
+            await self._llm.update_weight_version("0")
+
+    async def connect(self, path: str, nbytes: int, slots: list[tuple[str, list[int], str, int, int]]) -> None:
+        """Let the workers map the buffer at ``path``."""
+        from vllm.distributed.weight_transfer.base import (  # type: ignore[import-not-found]
+            WeightTransferInitRequest,
+        )
+
+        request = WeightTransferInitRequest({"path": path, "nbytes": nbytes, "slots": slots})
+        with self._telling("map the buffer for new weights", UpdateFailed):
+            await self._llm.init_weight_transfer_engine(request)
+
+    async def submit(self, requests: Sequence[GenerateRequest], owner: Hashable) -> None:
+        """Queue all requests at once, or none: raises `DataError` for one that cannot be served."""
+        self._check()
+        groups, serial = [], self._serial
+        for request in requests:
+            group = GroupRun.of(
+                request,
+                owner,
+                seed=self._seed,
+                serial=serial,
+                max_context=self._max_context,
+                vocabulary=self._vocabulary,
+            )
+            groups.append(group)
+            serial += request.n
+        self._serial = serial
+        self._groups.extend(groups)
+        self._scheduler.submit(groups)
+        self._fill()
+
+    async def pause(self, policy: OnUpdate) -> Paused:
+        """Returns when nothing decodes any more under ``policy``."""
+        self._check()
+        self._scheduler.pause(policy)
+        await self._settle()
+        async with self._moved:
+            await self._moved.wait_for(lambda: self._scheduler.mode is not Mode.DRAINING or self._over is not None)
+        self._check()
+        async with self._turn:
+            if self._scheduler.mode is not Mode.PAUSED:  # resumed meanwhile
+                return Paused()
+            await self._halt(clear=policy is not OnUpdate.KEEP)
+        if policy is not OnUpdate.INTERRUPT:
+            return Paused()
+        return Paused(sum(run.started is not None for run in self._running.values()))
+
+    async def resume(self) -> None:
+        """Go on. Raises `RunError` while asleep, and while there is no whole version to sample from."""
+        self._check()
+        async with self._turn:
+            if self._asleep:
+                raise RunError(f"rollout engine {self._name} was told to resume while asleep; call wake() first")
+            self._check_weights("resume")
+            await self._go_on()
+            self._scheduler.resume()
+        await self._settle()
+        self._fill()
+
+    async def activate(self, version: int, load: Callable[[Callable[[], None]], None]) -> float:
+        """Load the staged ``version`` and stamp it on what is sampled from now on; seconds taken.
+
+        ``load`` checks that it is there and calls its argument, blocking, on a thread of its own. Trajectories that are
+        decoding go on with the keys and values that they have. Raises `UpdateFailed`; the weights are then torn, if
+        vLLM was told to load them.
+        """
+        self._check()
+        async with self._turn:
+            start, was_halted = self._clock(), self._halted
+            await self._halt(clear=False)
+            loop = asyncio.get_running_loop()
+            await asyncio.to_thread(
+                load, lambda: asyncio.run_coroutine_threadsafe(self._load(version), loop).result()
+            )
+            if not was_halted:
+                await self._go_on()
+            return self._clock() - start
+
+    async def abort(self, numbers: Iterable[int]) -> None:
+        """End these training groups as they are."""
+        self._check()
+        wanted = set(numbers)
+        await self._end(
+            lambda group: group.request.priority is Priority.TRAINING and group.request.number in wanted
+        )
+
+    async def abort_older_than(self, version: int) -> list[int]:
+        """`abort` the unfinished training groups with a token of an older version; in order of submission."""
+        self._check()
+        training = [group for group in self._groups if group.request.priority is Priority.TRAINING]
+        old = [g.request.number for g in training if g.oldest_version is not None and g.oldest_version < version]
+        await self.abort(old)
+        return old
+
+    async def forget(self, owner: Hashable) -> None:
+        """Stop and drop everything that ``owner`` submitted."""
+        if self._over is None:
+            await self._end(lambda group: group.owner == owner)
+
+    async def in_flight(self) -> list[int]:
+        """Numbers of unfinished training groups, in order of submission."""
+        self._check()
+        return [group.request.number for group in self._groups if group.request.priority is Priority.TRAINING]
+
+    async def sleep(self, keep_weights: bool) -> None:
+        """Free the device's memory. Raises `RunError` unless paused, and where the platform cannot."""
+        self._check()
+        if not self._can_sleep:
+            raise RunError(
+                f"rollout engine {self._name} cannot sleep: vLLM frees nothing on a CPU, and elsewhere only what it was "
+                "started for; set placement.kind=split"
+            )
+        async with self._turn:
+            if self._scheduler.mode is not Mode.PAUSED:
+                raise RunError(f"rollout engine {self._name} was told to sleep while decoding; pause it first")
+            if self._asleep:
+                return
+            with self._telling("sleep"):
+                await self._llm.sleep(level=1 if keep_weights else 2, mode="keep")
+            self._asleep = True
+            if not keep_weights:
+                self._weights = Weights.GONE
+
+    async def wake(self) -> None:
+        """Take the device's memory back; still paused."""
+        self._check()
+        async with self._turn:
+            if self._asleep:
+                with self._telling("wake"):
+                    await self._llm.wake_up()
+                    await self._llm.pause_generation(mode="keep", clear_cache=True)  # waking lets it go on
+                self._asleep = False
+
+    async def probe(self) -> NDArray[np.float32] | None:
+        """Log-probs [8] of `headway.models.probe`'s sequences; None where a context is too short for them."""
+        self._check()
+        sequences = probe_sequences(self._vocabulary)
+        if sequences.shape[1] > self._max_context:
+            return None
+        self._check_weights("probe")
+        if self._asleep:
+            raise RunError(f"rollout engine {self._name} was told to probe while asleep; call wake() first")
+        positions = range(PROBE_PREFILL, sequences.shape[1])
+        contexts = [ids[:position].tolist() for ids in sequences for position in positions]
+        tokens = [int(ids[position]) for ids in sequences for position in positions]
+        async with self._turn:
+            was_halted = self._halted
+            await self._halt(clear=False)
+            with self._telling("compute the probe's log-probs"):
+                scores = await self._llm.collective_rpc(
+                    "headway_score", args=(contexts, tokens, self._temperature or 1.0)
+                )
+            if not was_halted:
+                await self._go_on()
+        return np.array(next((s for s in scores if s), []), np.float32)
+
+    async def stats(self) -> EngineStats:
+        """Activity since the last call."""
+        self._check()
+        running = 0 if self._halted else len(self._running)
+        return self._activity.take(running, self._scheduler.waiting + len(self._running) - running, self.version)
+
+    async def close(self, error: HeadwayError) -> None:
+        """End everything; whoever still waits gets ``error``."""
+        self._fail(error)
+        tasks = list(self._following.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ------------------------------------------------------------------------------------- running
+
+    def _fill(self) -> None:
+        """Give vLLM what it has slots for."""
+        if self._over is not None:
+            return
+        for run in self._scheduler.take(self._slots - len(self._running)):
+            request = f"{self._name}-{run.serial}"
+            self._running[request] = run
+            self._following[request] = asyncio.create_task(self._follow(request, run))
+        self._show()
+
+    async def _follow(self, request: str, run: TrajectoryRun) -> None:
+        last = None
+        try:
+            outputs = self._llm.generate(
+                prompt_of(run, self.version),
+                sampling_of(run),
+                request,
+                priority=int(run.group.request.priority is Priority.TRAINING),
+            )
+            async for output in outputs:
+                last = output
+                if run.started is None and has_tokens(output):
+                    run.started = self._clock()
+                    if run.group.oldest_version is None:
+                        run.group.oldest_version = self.version
+            reason = None if last is None else reason_of(last)
+            if last is None or reason is None:
+                ended = "without an output" if last is None else f"with {last.outputs[0].finish_reason!r}"
+                raise RunError(f"rollout engine {self._name}: vLLM ended {run.group.request.prompt.row} {ended}")
+            run.written = written_of(last, self._name)
+        except HeadwayError as error:
+            self._fail(error)
+        except Exception as cause:
+            self._fail(self._attributed("generate", cause, RunError))
+        else:
+            self._ended(request, run, reason)
+
+    def _ended(self, request: str, run: TrajectoryRun, reason: FinishReason) -> None:
+        del self._running[request], self._following[request]
+        self._finish(run, reason)
+        self._fill()
+        asyncio.get_running_loop().create_task(self._settle())  # noqa: RUF006 - does nothing that can fail
+
+    def _finish(self, run: TrajectoryRun, reason: FinishReason) -> None:
+        group = run.group
+        done = group.finish(run, reason, replica=self._name, text=self._decode, finished=self._clock())
+        if done is not None:
+            self._groups.remove(group)
+            self._deliver(group.owner, done)
+
+    async def _end(self, belongs: Callable[[GroupRun], bool]) -> None:
+        """Abort every trajectory of the groups that ``belongs`` names, wherever it is; return when they have ended."""
+        for run in self._scheduler.remove(belongs):
+            self._finish(run, FinishReason.ABORTED)
+        await asyncio.sleep(0)  # requests that were just made have to be registered before they can be aborted
+        requests = [request for request, run in self._running.items() if belongs(run.group)]
+        tasks = [self._following[request] for request in requests]
+        if requests:
+            with self._telling("abort"):
+                await self._llm.abort(requests)
+            await asyncio.wait(tasks)
+        await self._settle()
+
+    async def _settle(self) -> None:
+        """With nothing left to run, end a drain; tell those who wait for that."""
+        if self._scheduler.mode is Mode.DRAINING and not self._running and not self._scheduler.queued:
+            self._scheduler.drained()
+        async with self._moved:
+            self._moved.notify_all()
+
+    def _show(self) -> None:
+        self._activity.running(0 if self._halted else len(self._running))
+
+    # ------------------------------------------------------------------------------------- vLLM
+
+    async def _halt(self, *, clear: bool) -> None:
+        """Nothing runs any more, and the outputs of what ran are here. Clearing means that all is prefilled again."""
+        if self._halted and not clear:
+            return
+        with self._telling("pause"):
+            await self._llm.pause_generation(mode="keep", clear_cache=clear)
+        self._halted = True
+        self._show()
+
+    async def _go_on(self) -> None:
+        if self._halted:
+            with self._telling("go on"):
+                await self._llm.resume_generation()
+            self._halted = False
+            self._show()
+
+    async def _load(self, version: int) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        self._weights = Weights.TORN  # until all of it is loaded
+        with self._telling(f"load version {version}", UpdateFailed):
+            if self._asleep:
+                await self._llm.wake_up(["weights"])
+            await self._llm.start_weight_update()
+            await self._llm.update_weights(WeightTransferUpdateRequest({"version": version}))
+            await self._llm.finish_weight_update(str(version))
+        self._weights = Weights.SERVED
+        self.version = version
+
+    @contextlib.contextmanager
+    def _telling(self, what: str, error: type[HeadwayError] = RunError) -> Iterator[None]:
+        """Attribute what vLLM raises when it is told to do ``what``; its end ends this engine."""
+        try:
+            yield
+        except HeadwayError:
+            raise
+        except Exception as cause:
+            attributed = self._attributed(what, cause, error)
+            if isinstance(attributed, WorkerDied):
+                self._fail(attributed)
+            raise attributed from cause
+
+    def _attributed(self, what: str, cause: Exception, error: type[HeadwayError]) -> HeadwayError:
+        detail = f"{type(cause).__name__}: {cause}"
+        if self._llm.errored:
+            dead = WorkerDied(f"vLLM's processes of rollout engine {self._name} ended when told to {what}: {detail}")
+            dead.__cause__ = cause
+            return dead
+        failed = error(f"rollout engine {self._name}: vLLM was told to {what}: {detail}")
+        failed.__cause__ = cause
+        return failed
+
+    def _fail(self, error: HeadwayError) -> None:
+        """Nothing more is served: whoever waits, and whoever asks from now on, gets ``error``."""
+        if self._over is None:
+            self._over = error
+            for owner in dict.fromkeys(group.owner for group in self._groups):
+                self._deliver(owner, error)
+            self._groups.clear()
+            self._activity.running(0)
+
+    def _check(self) -> None:
+        if self._over is not None:
+            raise self._over
+
+    def _check_weights(self, doing: str) -> None:
+        match self._weights:
+            case Weights.TORN:
+                problem = "its weights are torn: loading a version failed half-way; activate a whole version first"
+            case Weights.GONE:
+                problem = "its weights were given up when it was put to sleep; stage and activate a version first"
+            case _:
+                return
+        raise RunError(f"rollout engine {self._name} cannot {doing}: {problem}")

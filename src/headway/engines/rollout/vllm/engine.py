@@ -1,0 +1,377 @@
+"""The vLLM rollout engine: `RolloutEngine` over vLLM's ``AsyncLLM``, which has a thread and an event loop of its own.
+
+    any event loop                            vLLM's loop                        receiving thread
+    ──────────────                            ───────────                        ────────────────
+    generate, pause, activate … ──commands──▶ VllmCore ══▶ vLLM's processes      fill ◀── a transport
+    inboxes, answers ◀────────────────────────┘                ▲                   │
+                                                               └── shared memory ◀─┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.engines.rollout.vllm.activity import Activity
+from headway.engines.rollout.vllm.buffer import SharedBackBuffer
+from headway.engines.rollout.vllm.core import VllmCore
+from headway.engines.rollout.vllm.launch import VllmSettings, check_installed, check_manifest, is_cpu_build, start
+from headway.engines.served.update import Updates
+from headway.errors import HeadwayError, RunError, StallError, UpdateFailed, WorkerDied, boundary
+from headway.interfaces import (
+    Capabilities,
+    EngineStats,
+    FinishedGroup,
+    GenerateRequest,
+    OnUpdate,
+    Paused,
+    ReceiveReport,
+)
+from headway.weights.incoming import Receive
+from headway.weights.layout import Manifest
+from headway.weights.protocols import WeightSink
+
+T = TypeVar("T")
+
+CLOSE_TIMEOUT_S = 60.0
+"""For vLLM's processes to end."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Inbox:
+    """Where one `generate` call waits for its groups."""
+
+    loop: asyncio.AbstractEventLoop
+    groups: asyncio.Queue[FinishedGroup | HeadwayError]
+
+
+class VllmEngine:
+    """`RolloutEngine` over vLLM. Call `start` before anything else.
+
+    Args:
+        model_path: a Hugging Face folder; its weights are version 0.
+        name: of the replica, in results and messages.
+        seed: of the run; with a trajectory's id it determines the seed of its request.
+        slots: trajectories that decode at once: vLLM's ``max_num_seqs``.
+        max_context: most tokens of prompt and response together.
+        dtype: of weights and arithmetic, as torch spells it without the prefix; ``auto``: the folder's.
+        decode: token ids to text, for `Trajectory.text`; it gets the stop token too.
+        receive: puts a version into a sink, blocking; a transport's end. Without it there are no updates.
+        manifest: the layout of what it brings.
+        temperature: of the run's sampling, for `probe`; each request has its own.
+        clock: seconds, the same clock as the events'.
+        max_batched_tokens: of one step of vLLM's; None: its own choice.
+        kv_cache_gib: memory for keys and values; None: 1 on a CPU, vLLM's own choice elsewhere.
+        trust_remote_code: of the model folder.
+        sleep: the device's memory can be given back (GPUs).
+        options: further arguments of vLLM's ``AsyncEngineArgs``.
+
+    Reproducible: each trajectory's request has a seed of its own, whose generator vLLM keeps through its pauses, so what
+    is sampled does not depend on when or with whom; across processors, and where logits depend on the size of a batch,
+    only as far as vLLM's arithmetic does not.
+
+    New weights arrive in a buffer of shared memory, of the weights' size, while vLLM decodes; its workers, which have to
+    run on this machine, load them from there.
+
+    Raises `ConfigError` where vLLM is not installed, and `ModelError` when ``manifest`` is not of this model.
+    """
+
+    capabilities = Capabilities(on_update=frozenset(OnUpdate), reproducible=True, sleep=False)
+
+    def __init__(
+        self,
+        model_path: Path,
+        *,
+        name: str,
+        seed: int,
+        slots: int,
+        max_context: int,
+        decode: Callable[[Sequence[int]], str],
+        dtype: str = "auto",
+        receive: Callable[[int, WeightSink], None] | None = None,
+        manifest: Manifest | None = None,
+        temperature: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+        max_batched_tokens: int | None = None,
+        kv_cache_gib: float | None = None,
+        trust_remote_code: bool = False,
+        sleep: bool = False,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        check_installed()
+        self.name = name
+        self.slots = slots
+        self._settings = VllmSettings(
+            model_path=Path(model_path),
+            slots=slots,
+            max_context=max_context,
+            dtype=dtype,
+            max_batched_tokens=max_batched_tokens,
+            kv_cache_gib=kv_cache_gib,
+            trust_remote_code=trust_remote_code,
+            sleep=sleep,
+            options=options or {},
+        )
+        self._core_settings: dict[str, Any] = {
+            "name": name,
+            "seed": seed,
+            "slots": slots,
+            "max_context": max_context,
+            "decode": decode,
+            "clock": clock,
+            "temperature": temperature,
+        }
+        self._clock = clock
+        self._buffer: SharedBackBuffer | None = None
+        self._updates: Updates | None = None
+        self._beside: _Beside | None = None
+        if receive is not None and manifest is not None:
+            check_manifest(manifest, self._settings.model_path)
+            self._buffer = SharedBackBuffer(manifest)
+            self._beside = _Beside(f"rollout engine {name}", self._buffer)
+            self._updates = Updates(f"rollout engine {name}", self._beside, receive)
+        self._core: VllmCore | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._started: Future[None] = Future()
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, name=f"headway-vllm-{name}", daemon=True)
+
+    async def start(self) -> None:
+        """Start vLLM's processes and load the model: half a minute, or more.
+
+        Raises `ConfigError` for settings that vLLM refuses, and `WorkerDied` when its processes end.
+        """
+        if self._thread.ident is None:
+            self._thread.start()
+        await asyncio.shield(asyncio.wrap_future(self._started))
+
+    # ------------------------------------------------------------------------------------- the protocol
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[FinishedGroup]:
+        """Submit all requests at once and yield each group when it is done.
+
+        Leaving the iterator early drops the groups that are left. Raises `DataError`, before anything is submitted,
+        for a prompt that does not fit or parameters that make no sense.
+        """
+        inbox = _Inbox(asyncio.get_running_loop(), asyncio.Queue())
+        missing = len(requests)
+        try:
+            await self._ask(self._there.submit(requests, inbox))
+            while missing:
+                group = await inbox.groups.get()
+                if isinstance(group, HeadwayError):
+                    raise group
+                missing -= 1
+                yield group
+        finally:
+            if missing:
+                with contextlib.suppress(RunError):  # it has ended, and with it everything that was left
+                    self._post(self._there.forget(inbox))
+
+    async def pause(self, policy: OnUpdate) -> Paused:
+        """Returns when nothing decodes any more under ``policy``; soon, if the engine is paused already."""
+        return await self._ask(self._there.pause(policy))
+
+    async def resume(self) -> None:
+        """Go on. Raises `RunError` while asleep, and while no whole version is there and active."""
+        await self._ask(self._there.resume())
+
+    async def stage_weights(self, version: int) -> ReceiveReport:
+        """Receive ``version`` into the back buffer, while decoding goes on.
+
+        Raises `UpdateFailed` if that fails, or while another version is received or loaded; the old version is then
+        served on, and nothing is staged.
+        """
+        if (updates := self._updates) is None:
+            raise RunError(f"rollout engine {self.name} was made without a weight transport; it cannot stage weights")
+        self._check_open()
+        filling = updates.start(version)
+        with boundary(f"rollout engine {self.name} receiving version {version}", UpdateFailed):
+            return await asyncio.shield(asyncio.wrap_future(filling))
+
+    async def activate(self, version: int) -> float:
+        """Serve ``version`` from the next step on; seconds taken. `UpdateFailed` if it is not what was staged.
+
+        Also when vLLM fails to load it: then nothing is served before another version is activated.
+        """
+        updates, beside = self._updates, self._beside
+        if updates is None or beside is None:
+            raise UpdateFailed(
+                f"rollout engine {self.name} was told to activate version {version}, but nothing is staged: it was "
+                "made without a weight transport"
+            )
+
+        def load(into_workers: Callable[[], None]) -> None:
+            beside.into_workers = into_workers
+            updates.load(version)
+
+        return await self._ask(self._there.activate(version, load))
+
+    async def probe(self) -> NDArray[np.float32] | None:
+        """The log-probs [8] of `headway.models.probe` by vLLM's own forward and sampler, in steps of their own.
+
+        None where a context is too short for them. Raises `RunError` while there is no whole version.
+        """
+        return await self._ask(self._there.probe())
+
+    async def abort(self, numbers: Sequence[int]) -> None:
+        """End these training groups as they are; unknown numbers are ignored."""
+        await self._ask(self._there.abort(numbers))
+
+    async def abort_older_than(self, version: int) -> list[int]:
+        """`abort` the training groups with a token of an older version; their numbers, in order of submission."""
+        return await self._ask(self._there.abort_older_than(version))
+
+    async def in_flight(self) -> list[int]:
+        """Numbers of unfinished training groups, in order of submission."""
+        return await self._ask(self._there.in_flight())
+
+    async def sleep(self, *, keep_weights: bool = True) -> None:
+        """Free the device's memory, where `capabilities` says so. Raises `RunError` elsewhere, and unless paused."""
+        await self._ask(self._there.sleep(keep_weights))
+
+    async def wake(self) -> None:
+        """Take the memory again; needed before `resume`."""
+        await self._ask(self._there.wake())
+
+    async def stats(self) -> EngineStats:
+        """Activity since the last call. Steps are not timed one by one."""
+        return await self._ask(self._there.stats())
+
+    async def close(self) -> None:
+        """End vLLM's processes; calls that are still waiting get a `RunError`. Closing twice is harmless."""
+        self._closed = True
+        if self._updates is not None:
+            self._updates.close()
+        if self._buffer is not None:
+            self._buffer.unlink()
+        if self._thread.ident is None:
+            return
+        with contextlib.suppress(HeadwayError):
+            await self.start()
+        if self._loop is not None and self._stop is not None:
+            with contextlib.suppress(RuntimeError):  # it has ended already
+                self._loop.call_soon_threadsafe(self._stop.set)
+        await asyncio.to_thread(self._thread.join, CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            raise StallError(f"close() waited {CLOSE_TIMEOUT_S:.0f} s for vLLM's processes of {self.name} to end")
+
+    # ------------------------------------------------------------------------------------- vLLM's loop
+
+    @property
+    def _there(self) -> VllmCore:
+        self._check_open()
+        if self._core is None:
+            raise RunError(f"rollout engine {self.name} has not started; await start() first")
+        return self._core
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise self._over()
+
+    async def _ask(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run ``work`` on vLLM's loop; its result. It goes on when whoever asked does not wait for it any more."""
+        return await asyncio.shield(asyncio.wrap_future(self._post(work)))
+
+    def _post(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        assert self._loop is not None
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError as cause:
+            work.close()
+            raise self._over() from cause
+
+    def _serve(self) -> None:
+        try:
+            asyncio.run(self._live())
+        except BaseException as error:  # whatever ended the thread has to reach those who wait for it
+            if not self._started.done():
+                known = isinstance(error, HeadwayError)
+                self._started.set_exception(error if known else WorkerDied(f"vLLM did not start: {error!r}"))
+
+    async def _live(self) -> None:
+        activity = Activity(self._clock)
+        llm = start(self._settings, _counting(activity))
+        try:
+            sleep = self._settings.sleep and not is_cpu_build()
+            self.capabilities = replace(VllmEngine.capabilities, sleep=sleep)
+            core = VllmCore(llm, self._deliver, activity=activity, can_sleep=sleep, **self._core_settings)
+            await core.begin()
+            if self._buffer is not None:
+                slots = [(s.name, list(s.shape), s.dtype, s.offset, s.nbytes) for s in self._buffer.manifest.slots]
+                await core.connect(str(self._buffer.path), self._buffer.manifest.nbytes, slots)
+                self._buffer.unlink()
+            self._loop, self._stop, self._core = asyncio.get_running_loop(), asyncio.Event(), core
+            self._started.set_result(None)
+            await self._stop.wait()
+            await core.close(self._over())
+        finally:
+            if (handler := getattr(llm, "output_handler", None)) is not None:
+                handler.cancel()  # or it takes the end of vLLM's processes for a failure, and says so
+            llm.shutdown()
+
+    def _deliver(self, owner: Hashable, group: FinishedGroup | HeadwayError) -> None:
+        assert isinstance(owner, _Inbox)
+        with contextlib.suppress(RuntimeError):  # that loop was closed: nobody there waits any more
+            owner.loop.call_soon_threadsafe(owner.groups.put_nowait, group)
+
+    def _over(self) -> RunError:
+        return RunError(f"rollout engine {self.name} is closed")
+
+
+class _Beside:
+    """The way in: a buffer that the workers map, which the old version is served beside."""
+
+    def __init__(self, name: str, buffer: SharedBackBuffer) -> None:
+        self._name = name
+        self._buffer = buffer
+        self.into_workers: Callable[[], None]
+        """Lets the workers load what is staged, blocking."""
+
+    def begin(self, version: int) -> None:
+        """Nothing to do: what is served is not touched before `load`."""
+
+    def fill(self, version: int, receive: Receive) -> ReceiveReport:
+        return self._buffer.fill(version, receive)
+
+    def load(self, version: int) -> None:
+        staged = self._buffer.version
+        if staged != version:
+            raise UpdateFailed(
+                f"{self._name} was told to activate version {version}, but "
+                f"{'nothing' if staged is None else f'version {staged}'} is staged; call stage_weights({version}) first"
+            )
+        self.into_workers()
+        self._buffer.clear()
+
+
+def _counting(activity: Activity) -> Callable[..., Any]:
+    """What vLLM calls once a step, with counts."""
+
+    class Counts:
+        """vLLM's stat logger."""
+
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...
+
+        def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+            if iteration_stats is not None:
+                activity.step(iteration_stats.num_generation_tokens, iteration_stats.prompt_token_stats.computed)
+
+        def log(self) -> None: ...
+
+        def log_engine_initialized(self) -> None: ...
+
+        def record_sleep_state(self, is_awake: int, level: int) -> None: ...
+
+    return Counts

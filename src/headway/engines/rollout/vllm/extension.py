@@ -1,0 +1,22 @@
+"""What vLLM's workers can do beside what is their own: vLLM mixes this class into its worker's.
+
+Importing this registers the transfer backend, before vLLM makes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headway.engines.rollout.vllm import transfer
+from headway.engines.rollout.vllm.scoring import score
+
+__all__ = ["WorkerExtension", "transfer"]
+
+
+class WorkerExtension:
+    """Methods for ``collective_rpc``: plain data in, plain data out."""
+
+    def headway_score(self, contexts: Sequence[Sequence[int]], tokens: Sequence[int], temperature: float) -> list[float]:
+        """The log-prob of each of ``tokens`` behind its context; empty on a worker that does not sample."""
+        scores = [score(self, context, token, temperature) for context, token in zip(contexts, tokens, strict=True)]
+        return [value for value in scores if value is not None]

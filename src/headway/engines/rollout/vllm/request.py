@@ -1,0 +1,90 @@
+"""One trajectory as a request of vLLM's, and what vLLM gives back as a trajectory's tokens."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+
+from headway.data.types import FinishReason
+from headway.engines.rollout.native.work import TrajectoryRun, Written
+from headway.errors import NonFinite, RunError
+
+_FIRST_AND_LAST = 2**31
+"""An interval between outputs that no answer reaches: vLLM then sends the first token, and everything at the end."""
+_SEED_BITS = 63
+"""vLLM's seeds are signed."""
+
+
+def prompt_of(run: TrajectoryRun, version: int) -> Any:
+    """The prompt as token ids. Only prompts that came under the same version of the weights share keys and values."""
+    from vllm.inputs import tokens_input  # type: ignore[import-not-found]
+
+    return tokens_input(run.group.prompt_ids.tolist(), cache_salt=f"headway-{version}")
+
+
+def sampling_of(run: TrajectoryRun) -> Any:
+    """vLLM's sampling parameters: a seed of its own for each trajectory, log-probs of the sampled tokens, no text."""
+    from vllm import SamplingParams  # type: ignore[import-not-found]
+    from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found]
+
+    sampling = run.group.request.sampling
+    bias: defaultdict[int, float] = defaultdict(float)
+    for token, added in sampling.logit_bias:
+        bias[token] += added
+    return SamplingParams(
+        max_tokens=run.limit,
+        min_tokens=min(sampling.min_tokens, run.limit),
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=dict(bias) or None,
+        stop=list(sampling.stop) or None,
+        include_stop_str_in_output=True,
+        stop_token_ids=list(sampling.stop_token_ids) or None,
+        ignore_eos=True,  # the model folder's: what ends an answer is in the request
+        seed=run.key & ((1 << _SEED_BITS) - 1),
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=bool(sampling.stop),
+        output_kind=RequestOutputKind.CUMULATIVE,
+        stream_interval=_FIRST_AND_LAST,
+    )
+
+
+def has_tokens(output: Any) -> bool:
+    return bool(output.outputs[0].token_ids)
+
+
+def written_of(output: Any, replica: str) -> Written:
+    """The tokens of a last output, their log-probs, and the version that vLLM says sampled each of them.
+
+    Raises `NonFinite` for weights that give no distribution, and `RunError` when the three do not agree in length.
+    """
+    completion = output.outputs[0]
+    ids = np.array(completion.token_ids, np.int32)
+    logprobs = np.array(completion.logprobs.logprobs if completion.logprobs is not None else [], np.float32)
+    versions = np.full(len(ids), -1, np.int32)
+    for span in completion.weight_versions or ():
+        versions[span.start : span.end] = int(span.version)
+    if len(logprobs) != len(ids) or (versions < 0).any():
+        raise RunError(
+            f"rollout engine {replica}: vLLM gave {len(ids)} tokens, {len(logprobs)} log-probs and the versions "
+            f"{completion.weight_versions}; this release of vLLM is not one that Headway knows"
+        )
+    if not all(map(math.isfinite, logprobs.tolist())):
+        raise NonFinite(
+            f"rollout engine {replica}: the model's logits are not finite under version {versions[-1]}; "
+            "the weights have diverged (lower actor.optim.lr, or look at the gradient norm)"
+        )
+    return Written(ids, logprobs, versions)
+
+
+def reason_of(output: Any) -> FinishReason | None:
+    """Why an answer ended; None for what vLLM calls anything else than stop, length or abort."""
+    reasons = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
+    return reasons.get(output.outputs[0].finish_reason)

@@ -1,0 +1,98 @@
+"""How new weights reach vLLM's workers: a transfer backend of vLLM's own kind, over memory that both sides map.
+
+    init ──map the buffer──▶ start ──▶ receive: read every tensor, load it, repack what is packed ──▶ finish
+
+Imported by vLLM's workers only. The engine has checked the bytes, and pauses vLLM around the three calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from vllm.distributed.weight_transfer.base import (  # type: ignore[import-not-found]
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory  # type: ignore[import-not-found]
+
+BACKEND = "headway_shared_memory"
+
+
+@dataclass
+class BufferInfo(WeightTransferInitInfo):
+    """Where the weights will be: a file, and what is where in it. Plain data, for it travels as such."""
+
+    path: str
+    nbytes: int
+    slots: list[tuple[str, list[int], str, int, int]]
+    """(name, shape, dtype, offset, nbytes) of each tensor."""
+
+
+@dataclass
+class VersionInfo(WeightTransferUpdateInfo):
+    """What the buffer holds now."""
+
+    version: int
+
+
+class SharedMemoryTransfer(WeightTransferEngine):
+    """Loads all tensors of a version from the mapped buffer, in the checkpoint's names and shapes."""
+
+    init_info_cls = BufferInfo
+    update_info_cls = VersionInfo
+
+    def init_transfer_engine(self, init_info: BufferInfo) -> None:
+        self._flat = torch.from_file(init_info.path, shared=True, size=init_info.nbytes, dtype=torch.uint8)
+        self._slots = init_info.slots
+
+    def start_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import (  # type: ignore[import-not-found]
+            initialize_layerwise_reload,
+        )
+
+        # Before a reload takes tied weights apart: they come once.
+        self._wanted = {name for name, _ in self.model.named_parameters()}
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: VersionInfo) -> None:
+        """Raises `ValueError`, naming a weight, when the version leaves one of the model's out."""
+        loaded = self.model.load_weights(self._tensors())
+        if loaded is not None and (missing := sorted(self._wanted - set(loaded))):
+            raise ValueError(f"version {update_info.version} leaves out {missing[0]} (of {len(missing)} weights)")
+
+    def finish_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self.model, self.model_config)
+        repack(self.model)
+
+    def shutdown(self) -> None:
+        self._flat = torch.empty(0, dtype=torch.uint8)
+        self._slots = []
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, shape, dtype, offset, nbytes in self._slots:
+            values = self._flat[offset : offset + nbytes].view(getattr(torch, dtype)).view(shape)
+            yield name, values.to(self.device)
+
+
+def repack(model: torch.nn.Module) -> None:
+    """Pack anew what a CPU's matrix products read in place of ``weight``.
+
+    A reload packs the modules that tensors were loaded into. An output head that is tied to the embedding is none of
+    them: its packed copy would stay the old version's.
+    """
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if hasattr(module, "cpu_linear") and weight is not None and weight.numel():
+            from vllm.model_executor.layers.utils import (  # type: ignore[import-not-found]
+                dispatch_cpu_unquantized_gemm,
+            )
+
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryTransfer)
