@@ -10,6 +10,7 @@ from hypothesis import settings
 for variable, value in {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
+    "MKL_CBWR": "AUTO,STRICT",
     "TOKENIZERS_PARALLELISM": "false",
     "RAY_USAGE_STATS_ENABLED": "0",
 }.items():

@@ -162,7 +162,7 @@ class Capabilities:
 
     on_update: frozenset[OnUpdate]
     reproducible: bool
-    """A sampled token depends on (seed, trajectory id, position, weights) alone, given the same batch shapes."""
+    """A sampled token depends on (seed, trajectory id, position, weights) alone: not on slots, order or replicas."""
     sleep: bool = False
     double_buffered: bool = True
     """It receives weights while it decodes. False: `stage_weights` writes over what is served, and wants it paused."""

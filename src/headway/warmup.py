@@ -172,7 +172,6 @@ class _Evaluation:
             slots=EVALUATION_SLOTS,
             max_context=self._max_context,
             max_batched_tokens=4096,
-            pad_token_id=self._tokenizer.pad_token_id,
             decode=lambda ids: self._tokenizer.decode(ids, skip_special_tokens=True),
         )
         right = 0.0

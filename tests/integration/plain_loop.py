@@ -51,7 +51,6 @@ async def plain_loop(config_path: Path, out: Path, overrides: list[str]) -> None
         slots=config.rollout.max_concurrent,
         max_context=config.data.max_prompt_length + config.data.max_response_length,
         max_batched_tokens=config.rollout.max_batched_tokens,
-        pad_token_id=tokenizer.pad_token_id,
         decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
         receive=receive,
         manifest=manifest,

@@ -35,5 +35,23 @@ def test_on_policy_equals_a_plain_synchronous_loop_bit_for_bit(
     assert trained != weights(recipe.parent / "model")
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("rollout.max_concurrent=3",),
+        ("rollout.n_gpus_per_node=3", "rollout.max_concurrent=5", "rollout.max_batched_tokens=16"),
+        ("rollout.n_gpus_per_node=2", "rollout.split_groups=true", "param_update.transport=shared_memory"),
+    ],
+    ids=" ".join,
+)
+def test_slots_and_replicas_change_no_bit_of_it(
+    recipe: Path, plain_weights: dict[str, bytes], settings: tuple[str, ...]
+) -> None:
+    run_dir = recipe.parent / "-".join(settings).replace("=", "-")
+    train(recipe, run_dir, "cluster.backend=inline", *settings)
+    trained = weights(run_dir / "model")
+    assert [name for name in trained if trained[name] != plain_weights[name]] == []
+
+
 def weights(folder: Path) -> dict[str, bytes]:
     return {name: tensor.numpy().tobytes() for name, tensor in load_file(folder / "model.safetensors").items()}

@@ -68,7 +68,6 @@ async def serving(
         "slots": 8,
         "max_context": CONTEXT,
         "max_batched_tokens": 64,
-        "pad_token_id": 0,
         "decode": lambda ids: " ".join(map(str, ids)),
         "receive": source.receive if source else None,
         "manifest": source.manifest if source else None,

@@ -70,7 +70,6 @@ def make_core(model: PreTrainedModel, *, slots: int = 8, seed: int = 7, **change
         "slots": slots,
         "max_context": CONTEXT,
         "max_batched_tokens": 48,
-        "pad_token_id": 0,
         "decode": lambda ids: " ".join(map(str, ids)),
         "clock": lambda: float(next(ticks)),
     }

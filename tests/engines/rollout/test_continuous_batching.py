@@ -168,19 +168,19 @@ def test_slots_are_refilled_as_they_become_free() -> None:
 
 def test_a_prefill_never_passes_its_budget_unless_one_context_alone_does(monkeypatch: pytest.MonkeyPatch) -> None:
     core = make_core(MODEL, slots=64, max_batched_tokens=32)
-    sizes: list[tuple[int, int]] = []
+    sizes: list[list[int]] = []
     forward = core._runner._forward
     inner = forward.prefill
 
-    def watched(ids, lengths):  # type: ignore[no-untyped-def]
-        sizes.append(tuple(ids.shape))
-        return inner(ids, lengths)
+    def watched(contexts, least_rows):  # type: ignore[no-untyped-def]
+        sizes.append([len(context) for context in contexts])
+        return inner(contexts, least_rows)
 
     monkeypatch.setattr(forward, "prefill", watched)
     core.submit([make_request(i, n=1, length=size) for i, size in enumerate((40, 3, 9, 8, 8, 8, 20))], "owner")
     steps(core, 1)
-    assert sum(rows for rows, _ in sizes) == 7 and len(sizes) < 7
-    assert all(rows * longest <= 32 or rows == 1 for rows, longest in sizes)
+    assert sum(map(len, sizes)) == 7 and len(sizes) < 7
+    assert all(sum(lengths) <= 32 or len(lengths) == 1 for lengths in sizes)
 
 
 def test_activity_is_a_union_of_spans_in_which_something_decoded() -> None:

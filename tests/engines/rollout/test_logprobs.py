@@ -148,13 +148,14 @@ def test_the_fused_forward_is_used_and_equals_the_module(family: str) -> None:
     module = ModuleForward(copy.deepcopy(model))
     forward = best_forward(model, CONTEXT)
     assert isinstance(forward, FusedForward)
-    ids = torch.randint(0, VOCABULARY, (3, 20))
-    lengths = torch.tensor([20, 7, 1])
-    with torch.inference_mode():
-        logits, kv = forward.prefill(ids, lengths)
-        expected, expected_kv = module.prefill(ids, lengths)
-    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
-    torch.testing.assert_close(kv, expected_kv, atol=1e-5, rtol=0)
+    contexts = [torch.randint(0, VOCABULARY, (length,)) for length in (20, 7, 1, 7)]
+    for least_rows in (1, 50):
+        with torch.inference_mode():
+            logits, kv = forward.prefill(contexts, least_rows)
+            expected, expected_kv = module.prefill(contexts, least_rows)
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(kv, expected_kv, atol=1e-5, rtol=0)
+        assert [part.shape[2] for part in kv] == [20, 7, 1, 7]
 
 
 def test_packing_leaves_the_module_as_it_was_and_takes_no_second_copy() -> None:

@@ -154,7 +154,6 @@ def test_weights_from_a_mapped_file_can_be_given_up(tmp_path: Path) -> None:
         slots=2,
         max_context=16,
         max_batched_tokens=16,
-        pad_token_id=0,
         decode=str,
         clock=float,
     )

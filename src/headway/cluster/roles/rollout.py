@@ -69,7 +69,6 @@ class RolloutRole(Role):
             slots=rollout.max_concurrent,
             max_context=data.max_prompt_length + data.max_response_length,
             max_batched_tokens=rollout.max_batched_tokens,
-            pad_token_id=int(self._tokenizer.pad_token_id),
             decode=partial(self._tokenizer.decode, skip_special_tokens=True),
             receive=self._inbox.receive,
             manifest=manifest,

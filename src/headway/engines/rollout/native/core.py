@@ -48,7 +48,6 @@ class EngineCore:
         slots: int,
         max_context: int,
         max_batched_tokens: int,
-        pad_token_id: int,
         decode: Callable[[Sequence[int]], str],
         clock: Callable[[], float],
         temperature: float = 1.0,
@@ -72,7 +71,6 @@ class EngineCore:
             slots=slots,
             max_context=max_context,
             max_batched_tokens=max_batched_tokens,
-            pad_token_id=pad_token_id,
         )
         self.weights = ServedWeights(model, f"rollout engine {name}")  # after the runner, which may repack them
         self._activity = Activity(clock)
@@ -80,6 +78,11 @@ class EngineCore:
         self._serial = 0
         self._asleep = False
         self.version = 0
+
+    @property
+    def reproducible(self) -> bool:
+        """See `Capabilities`."""
+        return self._runner.invariant
 
     # ------------------------------------------------------------------------------------- commands
 

@@ -81,7 +81,6 @@ class NativeEngine:
         slots: trajectories that decode at once.
         max_context: most tokens of prompt and response together.
         max_batched_tokens: tokens (padding included) of one prefill forward; a longer context is run alone.
-        pad_token_id: fills ragged batches; never attended to.
         decode: token ids to text, for `Trajectory.text`; it gets the stop token too.
         receive: puts a version into a sink, blocking; a transport's end. Without it there are no updates.
         manifest: the layout of what it brings.
@@ -106,7 +105,6 @@ class NativeEngine:
         slots: int,
         max_context: int,
         max_batched_tokens: int,
-        pad_token_id: int,
         decode: Callable[[Sequence[int]], str],
         receive: Callable[[int, WeightSink], None] | None = None,
         manifest: Manifest | None = None,
@@ -122,7 +120,6 @@ class NativeEngine:
                 f"weights are copied by a positive multiple of {ALIGNMENT} bytes; {consume_bucket_bytes} was given "
                 "(see rollout.param_update_consume_bucket_size_mb)"
             )
-        self.capabilities = replace(NativeEngine.capabilities, double_buffered=dual_buffer)
         self._core = EngineCore(
             model,
             name=name,
@@ -130,10 +127,12 @@ class NativeEngine:
             slots=slots,
             max_context=max_context,
             max_batched_tokens=max_batched_tokens,
-            pad_token_id=pad_token_id,
             decode=decode,
             clock=clock,
             temperature=temperature,
+        )
+        self.capabilities = replace(
+            NativeEngine.capabilities, double_buffered=dual_buffer, reproducible=self._core.reproducible
         )
         self._updates: Updates | None = None
         if receive is not None and manifest is not None:

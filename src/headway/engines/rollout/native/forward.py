@@ -8,6 +8,7 @@ Shape suffixes: A decoding rows, B prompts, S padded prompt length, V vocabulary
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,11 +33,14 @@ class RowBlock:
 class PolicyForward(Protocol):
     """A decoder's two kinds of forward pass. Both read the module's current weights."""
 
-    def prefill(self, ids: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run right-padded contexts ``ids`` [B, S] of ``lengths`` [B].
+    def prefill(self, contexts: Sequence[torch.Tensor], least_rows: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Run whole ``contexts`` [T] each, of one token at least.
 
-        Returns the logits [B, V] at each context's last token, and keys and values
-        [layers, B, 2·kv_heads, S, head_dim] (meaningless beyond each context's length).
+        No context is padded to the length of another, and every matrix product has ``least_rows`` rows at least (see
+        `invariance`): what comes out of a context does not depend on those beside it.
+
+        Returns the logits [B, V] at each context's last token, and each one's keys and values
+        [layers, 2·kv_heads, T, head_dim].
         """
 
     def decode(
@@ -55,15 +59,23 @@ class ModuleForward:
         self._model = model
         self._geometry = KvGeometry.of(model.config)
 
-    def prefill(self, ids: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        batch, padded = ids.shape
-        above = torch.ones(padded, padded, dtype=torch.bool, device=ids.device).triu(1)
-        mask = torch.zeros(padded, padded, dtype=self._model.dtype, device=ids.device).masked_fill(above, -torch.inf)
-        store = _PrefillStore(self._geometry)
-        last = lengths - 1
-        kept, which = last.unique(return_inverse=True)
-        logits = self._run(ids, torch.arange(padded, device=ids.device).expand(batch, -1), mask, store, kept)
-        return logits[torch.arange(batch, device=ids.device), which], torch.stack(store.stored)
+    def prefill(self, contexts: Sequence[torch.Tensor], least_rows: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        logits: dict[int, torch.Tensor] = {}
+        kv: dict[int, torch.Tensor] = {}
+        for indices in by_length(contexts):
+            ids = torch.stack([contexts[i] for i in indices])
+            if ids.numel() < least_rows:
+                ids = ids.repeat(-(-least_rows // ids.numel()), 1)
+            batch, length = ids.shape
+            above = torch.ones(length, length, dtype=torch.bool, device=ids.device).triu(1)
+            mask = torch.zeros(length, length, dtype=self._model.dtype, device=ids.device)
+            mask.masked_fill_(above, -torch.inf)
+            store = _PrefillStore(self._geometry)
+            positions = torch.arange(length, device=ids.device)
+            ends = self._run(ids, positions.expand(batch, -1), mask, store, positions[-least_rows:])
+            logits.update(zip(indices, ends[:, -1], strict=False))
+            kv.update(zip(indices, torch.stack(store.stored).unbind(1), strict=False))
+        return torch.stack([logits[i] for i in range(len(contexts))]), [kv[i] for i in range(len(contexts))]
 
     def decode(
         self, tokens: torch.Tensor, lengths: torch.Tensor, cache: SlotCache, blocks: list[RowBlock]
@@ -91,6 +103,14 @@ class ModuleForward:
         )
         logits: torch.Tensor = output.logits
         return logits
+
+
+def by_length(contexts: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Indices of contexts that are equally long, together."""
+    groups: dict[int, list[int]] = {}
+    for index, context in enumerate(contexts):
+        groups.setdefault(len(context), []).append(index)
+    return list(groups.values())
 
 
 class _PrefillStore(Cache):

@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from headway.engines.rollout.native.cache import KvGeometry, SlotCache
-from headway.engines.rollout.native.forward import ModuleForward, PolicyForward, RowBlock
+from headway.engines.rollout.native.forward import ModuleForward, PolicyForward, RowBlock, by_length
 
 logger = logging.getLogger(__name__)
 
@@ -59,15 +59,16 @@ def _largest_difference(module: PolicyForward, fused: PolicyForward, model: PreT
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = (torch.arange(2 * length, device=model.device) * 7919 % vocabulary).view(2, length)
     lengths = torch.tensor([length, max(length // 2, 1)], device=model.device)
+    contexts = [row[:count] for row, count in zip(ids, lengths.tolist(), strict=True)]
     logprobs = []
     with torch.inference_mode():
         for forward in (module, fused):
             cache = SlotCache(
                 KvGeometry.of(model.config), slots=2, context=length + 1, dtype=model.dtype, device=model.device
             )
-            prefilled, kv = forward.prefill(ids, lengths)
+            prefilled, kv = forward.prefill(contexts, 1)
             for row in range(2):
-                cache.fill(range(row, row + 1), kv[:, row])
+                cache.fill(range(row, row + 1), kv[row])
             beyond = torch.arange(length + 1, device=model.device) > lengths[:, None, None, None]
             mask = torch.zeros(beyond.shape, dtype=model.dtype, device=model.device).masked_fill_(beyond, -torch.inf)
             decoded = forward.decode(ids[:, 0], lengths, cache, [RowBlock(0, 2, length + 1, mask)])
@@ -106,27 +107,41 @@ class FusedForward:
             self._layers = [_pack(layer) for layer in decoder.layers]
             self._cos, self._sin = self._rotation(decoder.rotary_emb, max_context, model)
 
-    def prefill(self, ids: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        batch, padded = ids.shape
+    def prefill(self, contexts: Sequence[torch.Tensor], least_rows: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        # Equally long ones side by side: they attend in one call.
+        order = [index for indices in by_length(contexts) for index in indices]
+        lengths = [len(contexts[index]) for index in order]
+        counts = [len(indices) for indices in by_length(contexts)]
+        device, rows = contexts[0].device, sum(lengths)
+        fillers = max(0, least_rows - rows)
+        positions = torch.cat([torch.arange(length, device=device) for length in lengths])
         stored: list[torch.Tensor] = []
 
         def attend(layer: int, queries: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-            kv = kv.view(batch, padded, -1, self._head_dim).transpose(1, 2)
-            stored.append(kv)
-            out = F.scaled_dot_product_attention(
-                queries.view(batch, padded, -1, self._head_dim).transpose(1, 2),
-                kv[:, : self._kv_heads],
-                kv[:, self._kv_heads :],
-                is_causal=True,
-                enable_gqa=True,
-            )
-            return out.transpose(1, 2).reshape(batch * padded, -1)
+            stored.append(kv[:rows])
+            outputs, start, first = [], 0, 0
+            for count in counts:
+                length = lengths[first]
+                stop = start + count * length
+                of_q = queries[start:stop].unflatten(0, (count, length)).transpose(1, 2)
+                of_kv = kv[start:stop].unflatten(0, (count, length)).transpose(1, 2)
+                out = F.scaled_dot_product_attention(
+                    of_q, of_kv[:, : self._kv_heads], of_kv[:, self._kv_heads :], is_causal=True, enable_gqa=True
+                )
+                outputs.append(out.transpose(1, 2).reshape(stop - start, -1))
+                start, first = stop, first + count
+            outputs += [queries[rows:].flatten(1)] if fillers else []
+            return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-        cos = self._cos[:padded].repeat(batch, 1, 1, 1)
-        sin = self._sin[:padded].repeat(batch, 1, 1, 1)
-        hidden = self._run(ids.reshape(-1), cos, sin, attend)
-        last = torch.arange(batch, device=ids.device) * padded + lengths - 1
-        return self._logits(hidden[last]), torch.stack(stored)
+        ids = torch.cat([contexts[index] for index in order])
+        ids, positions = F.pad(ids, (0, fillers)), F.pad(positions, (0, fillers))
+        hidden = self._run(ids, self._cos[positions], self._sin[positions], attend)
+        ends = torch.tensor(lengths, device=device).cumsum(0)
+        back = torch.tensor(order, device=device).argsort()
+        last = F.pad(ends[back] - 1, (0, max(0, least_rows - len(order))))
+        kv = torch.stack(stored).transpose(1, 2).split(lengths, dim=2)  # [layers, 2K, N, D], context by context
+        places = back.tolist()
+        return self._logits(hidden[last])[: len(order)], [kv[place] for place in places]
 
     def decode(
         self, tokens: torch.Tensor, lengths: torch.Tensor, cache: SlotCache, blocks: list[RowBlock]

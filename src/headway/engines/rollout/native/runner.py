@@ -5,6 +5,7 @@ Shape suffixes: A decoding rows, B contexts of one prefill, V vocabulary.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -12,12 +13,14 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from headway.data.collate import token_budget_batches
 from headway.engines.rollout.native.cache import KvGeometry, SlotCache
 from headway.engines.rollout.native.forward import PolicyForward, RowBlock
+from headway.engines.rollout.native.invariance import TOGETHER, least_invariant_rows
 from headway.engines.rollout.native.sampling import BatchSampling, behaviour_logprobs, sample
 from headway.engines.rollout.native.work import Prefilled
 from headway.interfaces import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 SPAN_STEP = 16
 """Attention spans are rounded up to a multiple of this, so that kernels see few and aligned shapes."""
@@ -47,6 +50,20 @@ def blocks_of(spans: NDArray[np.int64]) -> list[tuple[int, int, int]]:
     return blocks
 
 
+def within_budget(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
+    """Indices, in order, batch by batch: at most ``budget`` tokens each, or one context that is longer."""
+    batch: list[int] = []
+    tokens = 0
+    for index, length in enumerate(lengths):
+        if batch and tokens + length > budget:
+            yield batch
+            batch, tokens = [], 0
+        batch.append(index)
+        tokens += length
+    if batch:
+        yield batch
+
+
 class Runner:
     """Owns the model and the KV cache."""
 
@@ -58,29 +75,63 @@ class Runner:
         slots: int,
         max_context: int,
         max_batched_tokens: int,
-        pad_token_id: int,
     ) -> None:
         self._forward = forward
         self._device, self._dtype = model.device, model.dtype
         self._positions = torch.arange(max_context, device=model.device)
         self._max_batched_tokens = max_batched_tokens
-        self._pad_token_id = pad_token_id
+        self._least_rows = 1
+        self._geometry = KvGeometry.of(model.config)
+        self._vocabulary = len(model.get_input_embeddings().weight)
+        least_rows = self._least_invariant_rows()
+        self.invariant = least_rows is not None
+        """A row's logits do not depend on how many are beside it, or on which."""
+        self._least_rows = least_rows or self._fixed_rows(slots)
         self.cache = SlotCache(
-            KvGeometry.of(model.config), slots=slots, context=max_context, dtype=model.dtype, device=model.device
+            self._geometry,
+            slots=max(slots, self._least_rows),
+            context=max_context,
+            dtype=model.dtype,
+            device=model.device,
         )
 
+    @torch.inference_mode()
+    def _least_invariant_rows(self) -> int | None:
+        """See `invariance`. On a GPU the kernels of a step differ with its shape: not looked for."""
+        if self._device.type != "cpu":
+            return None
+        context = min(40, len(self._positions))
+        lengths = 1 + 7 * np.arange(TOGETHER) % (context - 1) if context > 1 else np.zeros(TOGETHER, np.int64)
+        tokens = 11 * np.arange(TOGETHER) % self._vocabulary
+        noise = torch.Generator().manual_seed(0)
+
+        def decode(rows: int) -> torch.Tensor:
+            cache = SlotCache(self._geometry, slots=rows, context=context, dtype=self._dtype, device=self._device)
+            noise.manual_seed(0)
+            for row in range(rows):
+                shape = (self._geometry.layers, 2 * self._geometry.kv_heads, int(lengths[row]), self._geometry.head_dim)
+                cache.fill(range(row, row + 1), torch.randn(shape, generator=noise).to(self._dtype))
+            return self.decode(tokens[:rows], lengths[:rows], cache)
+
+        return least_invariant_rows(decode)
+
+    def _fixed_rows(self, slots: int) -> int:
+        """Rows of every call, where their number matters: then that is always the same."""
+        if self._device.type != "cpu":
+            return 1
+        logger.warning(
+            "a row's logits depend on the number of rows beside it here, so every decoding step is filled up to %d "
+            "rows; what is sampled then depends on rollout.max_concurrent, and on nothing else beside the seed",
+            slots,
+        )
+        return slots
+
     def prefill(self, contexts: Sequence[NDArray[np.int64]]) -> Iterator[tuple[int, Prefilled]]:
-        """Run whole contexts, ``max_batched_tokens`` (padding included) at a time; yields (index, result)."""
-        lengths = [len(context) for context in contexts]
-        for batch in token_budget_batches(lengths, self._max_batched_tokens):
-            padded = np.full((len(batch), lengths[batch[0]]), self._pad_token_id, np.int64)
+        """Run whole contexts, ``max_batched_tokens`` at a time; yields (index, result)."""
+        for batch in within_budget([len(context) for context in contexts], self._max_batched_tokens):
+            logits, kv = self._forward.prefill([self._to_device(contexts[i]) for i in batch], self._least_rows)
             for row, index in enumerate(batch):
-                padded[row, : lengths[index]] = contexts[index]
-            logits, kv = self._forward.prefill(
-                self._to_device(padded), self._to_device(np.array([lengths[index] for index in batch]))
-            )
-            for row, index in enumerate(batch):
-                yield index, Prefilled(kv[:, row, :, : lengths[index]], logits[row])
+                yield index, Prefilled(kv[row], logits[row])
 
     def decode(
         self, tokens: NDArray[np.int64], lengths: NDArray[np.int64], cache: SlotCache | None = None
@@ -89,9 +140,13 @@ class Runner:
 
         ``cache`` is another one than the engine's own, whose rows are then not touched.
         """
+        rows, cache = len(tokens), self.cache if cache is None else cache
+        if rows < self._least_rows:  # rows that nobody uses, with one token each
+            fillers = np.zeros(self._least_rows - rows, np.int64)
+            tokens, lengths = np.concatenate([tokens, fillers]), np.concatenate([lengths, fillers])
         on_device = self._to_device(lengths)
-        cache = self.cache if cache is None else cache
-        return self._forward.decode(self._to_device(tokens), on_device, cache, self._blocks(lengths, on_device))
+        blocks = self._blocks(lengths, on_device, cache.context)
+        return self._forward.decode(self._to_device(tokens), on_device, cache, blocks)[:rows]
 
     def score(self, ids: NDArray[np.int64], given: int, temperature: float) -> NDArray[np.float32]:
         """Log-probs [B, S - given] of the tokens of ``ids`` [B, S] behind the first ``given``, at ``temperature``.
@@ -100,7 +155,7 @@ class Runner:
         takes. Nothing is kept, and no randomness is used.
         """
         rows, length = ids.shape
-        cache = self.cache.scratch(rows, self._span(length))
+        cache = self.cache.scratch(max(rows, self._least_rows), self._span(length, self.cache.context))
         logits = [torch.empty(0)] * rows
         for row, prefilled in self.prefill(list(ids[:, :given])):
             cache.fill(range(row, row + 1), prefilled.kv)
@@ -128,21 +183,20 @@ class Runner:
         tokens, logprobs = sample(logits, sampling, self._to_device(uniforms))
         return tokens.cpu().numpy(), logprobs.cpu().numpy()
 
-    def _blocks(self, lengths: NDArray[np.int64], on_device: torch.Tensor) -> list[RowBlock]:
+    def _blocks(self, lengths: NDArray[np.int64], on_device: torch.Tensor, context: int) -> list[RowBlock]:
         """Partition the rows into neighbours that attend together, each over its own longest row."""
         # On a GPU the time of a step is the number of its kernels: one block.
         whole = (0, len(lengths), int(lengths.max()) + 1)
         blocks = blocks_of(lengths + 1) if self._device.type == "cpu" else [whole]
-        return [self._block(start, stop, span, on_device) for start, stop, span in blocks]
+        return [self._block(start, stop, self._span(span, context), on_device) for start, stop, span in blocks]
 
     def _block(self, start: int, stop: int, span: int, lengths: torch.Tensor) -> RowBlock:
-        span = self._span(span)
         beyond = self._positions[:span] > lengths[start:stop, None]
         mask = torch.zeros(beyond.shape, dtype=self._dtype, device=self._device).masked_fill_(beyond, -torch.inf)
         return RowBlock(start, stop, span, mask[:, None, None])
 
-    def _span(self, positions: int) -> int:
-        return min(-(-positions // SPAN_STEP) * SPAN_STEP, self.cache.context)
+    def _span(self, positions: int, context: int) -> int:
+        return min(-(-positions // SPAN_STEP) * SPAN_STEP, context)
 
     def _to_device(self, array: NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)

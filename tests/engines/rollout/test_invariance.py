@@ -1,0 +1,95 @@
+"""What is sampled depends on seed, trajectory, position and weights alone: not on slots, order of arrival or company."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from headway.engines.rollout.native.core import EngineCore
+from headway.engines.rollout.native.invariance import ALONE, MOST, TOGETHER, least_invariant_rows
+from headway.engines.rollout.native.runner import within_budget
+from tests.engines.rollout.support import make_core, make_model, make_request
+
+NUMBERS = range(12)
+
+
+def drawn(core: EngineCore, order: list[int], at_once: int) -> dict[tuple[int, int], tuple[bytes, bytes]]:
+    """Every trajectory's ids and log-probs, bit for bit; ``at_once`` groups arrive between two steps."""
+    results: dict[tuple[int, int], tuple[bytes, bytes]] = {}
+    left = list(order)
+    with torch.inference_mode():
+        while left or core.has_work:
+            core.submit([make_request(number, n=3) for number in left[:at_once]], "owner")
+            left = left[at_once:]
+            for _, group in core.step():
+                for k, response in enumerate(group.tokens.responses):
+                    results[group.number, k] = (response.ids.tobytes(), response.logprobs.tobytes())
+    return results
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_slots_order_and_company_change_no_bit(family: str) -> None:
+    model = make_model(family)
+    reference = make_core(model, slots=64)
+    if not reference._runner.invariant:
+        pytest.skip("this CPU's matrix products depend on the number of their rows")
+    expected = drawn(reference, list(NUMBERS), at_once=12)
+    shuffled = random.Random(1).sample(NUMBERS, len(NUMBERS))
+    for slots, order, at_once, budget in [
+        (1, list(NUMBERS), 12, 4096),
+        (5, shuffled, 1, 24),
+        (17, list(reversed(NUMBERS)), 2, 40),
+        (40, shuffled, 12, 4096),
+    ]:
+        core = make_core(model, slots=slots, max_batched_tokens=budget)
+        assert drawn(core, order, at_once) == expected, (slots, at_once)
+
+
+def varying(bad: set[int]) -> list[int]:
+    """Rows at which `least_invariant_rows` looks when calls of ``bad`` sizes differ; what it finds is last."""
+    asked: list[int] = []
+
+    def decode(rows: int) -> torch.Tensor:
+        asked.append(rows)
+        return torch.arange(rows, dtype=torch.float32)[:, None] + (1e-7 if rows in bad else 0.0)
+
+    found = least_invariant_rows(decode)
+    return [*asked, -1 if found is None else found]
+
+
+def test_the_least_number_of_rows_is_that_from_which_on_all_calls_agree() -> None:
+    assert varying(set())[-1] == 1
+    assert varying({1})[-1] == 2
+    assert varying({1, 2, 3})[-1] == 4
+    assert varying({3})[-1] == 4
+    assert varying({17})[-1] == -1, f"more than {MOST} rows are not filled up"
+    assert varying({33})[-1] == -1
+    assert varying(set())[:-1] == [TOGETHER, *reversed(ALONE)]
+
+
+def test_where_no_number_of_rows_is_enough_every_step_has_as_many_as_there_are_slots(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("headway.engines.rollout.native.runner.least_invariant_rows", lambda decode: None)
+    model = make_model()
+    core = make_core(model, slots=9)
+    assert not core._runner.invariant
+    assert "filled up to 9 rows" in caplog.text
+    rows = []
+    decode = core._runner._forward.decode
+
+    def watched(tokens: torch.Tensor, *rest: object) -> torch.Tensor:
+        rows.append(len(tokens))
+        return decode(tokens, *rest)
+
+    monkeypatch.setattr(core._runner._forward, "decode", watched)
+    some = drawn(core, list(NUMBERS), at_once=2)
+    assert set(rows) == {9}
+    assert len(some) == 36
+
+
+def test_contexts_are_batched_in_order_within_the_budget() -> None:
+    assert list(within_budget([3, 4, 5, 20, 1, 1], 8)) == [[0, 1], [2], [3], [4, 5]]
+    assert list(within_budget([], 8)) == []
