@@ -45,10 +45,13 @@ def check_model(config: Config, rows: Rows) -> None:
         ModelError: the folder is missing or incomplete, or holds no causal language model.
     """
     from headway.engines.train.advantages import FetchAdvantages
+    from headway.engines.rollout.vllm.launch import check_installed
     from headway.engines.train.fsdp.objective import Objective
 
     FetchAdvantages(config.algorithm)
     Objective(config)
+    if config.rollout.name == "vllm" and config.cluster.address is None:
+        check_installed()  # here, where all workers will be
     if config.model.path is None:
         return
     from headway.models.loading import load_config, load_tokenizer

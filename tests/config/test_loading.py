@@ -92,7 +92,7 @@ def test_numbers_may_name_things_and_bare_on_and_off_are_words() -> None:
             "rollout.top_p: got 1.5 (on the command line), expected a number less than or equal to 1",
         ),
         ("rollout.test_freq=0", "rollout.test_freq: got 0 (on the command line), expected a number of versions, or -1"),
-        ("rollout.name=turbo", "rollout.name: got 'turbo' (on the command line), expected 'native'"),
+        ("rollout.name=turbo", "rollout.name: got 'turbo' (on the command line), expected 'native' or 'vllm'"),
         ("actor.use_kl_loss=maybe", "actor.use_kl_loss: got 'maybe' (on the command line), expected true or false"),
         ("actor.grad_clip=.inf", "actor.grad_clip: got inf (on the command line), expected a finite number"),
         (

@@ -20,7 +20,19 @@ Idle = tuple[str, str]
 def without_effect(config: Config) -> dict[str, str]:
     """Every key, whoever wrote it, whose value changes nothing in this configuration, with the reason."""
     found: dict[str, str] = {}
-    for rules in (_model, _data, _reward, _validation, _actor, _reference, _algorithm, _update, _asynchrony, _devices):
+    for rules in (
+        _model,
+        _engine,
+        _data,
+        _reward,
+        _validation,
+        _actor,
+        _reference,
+        _algorithm,
+        _update,
+        _asynchrony,
+        _devices,
+    ):
         for key, reason in rules(config):
             found.setdefault(key, reason)
     return found
@@ -39,6 +51,15 @@ def _data(config: Config) -> Iterator[Idle]:
         yield "data.val_size", "data.task has held-out problems of its own: data.task.val_size"
     elif data.val is not None:
         yield "data.val_size", "held-out problems come from data.val"
+
+
+def _engine(config: Config) -> Iterator[Idle]:
+    if config.rollout.name == "vllm":
+        for key in ("enable_dual_buffer", "param_update_consume_bucket_size_mb"):
+            yield f"rollout.{key}", "vLLM receives into a copy in host memory, and loads it in its own way"
+    else:
+        for key in ("kv_cache_gib", "engine_args"):
+            yield f"rollout.vllm.{key}", f"rollout.name is {config.rollout.name}"
 
 
 def _reward(config: Config) -> Iterator[Idle]:

@@ -100,9 +100,18 @@ class RewardConfig(Section):
     """Taken off training rewards alone, after dynamic sampling has looked at them."""
 
 
+class VllmConfig(Section):
+    """Settings of ``rollout.name: vllm``."""
+
+    kv_cache_gib: float | None = Field(None, gt=0)
+    """Memory for keys and values. Default: 1 on a CPU, vLLM's own choice elsewhere."""
+    engine_args: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of vLLM's ``AsyncEngineArgs``, such as ``gpu_memory_utilization``."""
+
+
 class RolloutConfig(Section):
-    name: Literal["native"] = "native"
-    """The engine: ``native`` is Headway's own, over any Hugging Face decoder."""
+    name: Literal["native", "vllm"] = "native"
+    """The engine: ``native`` is Headway's own, over any Hugging Face decoder; ``vllm`` has to be installed."""
     n: Positive = 8
     """Trajectories per prompt."""
     temperature: float = Field(1.0, ge=0)
@@ -145,6 +154,7 @@ class RolloutConfig(Section):
     enable_dual_buffer: bool = True
     """Receive new weights into a second copy, in host memory, while decoding goes on. Off: decoding is paused first,
     and they are written over the ones that were served."""
+    vllm: VllmConfig = VllmConfig()
     param_update_preduce_bucket_size_mb: float = Field(64, gt=0)
     """Bucket in which the trainer assembles full tensors."""
     param_update_consume_bucket_size_mb: float = Field(64, gt=0)

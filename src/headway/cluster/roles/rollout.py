@@ -5,20 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headway.cluster.roles.inbox import Inbox
+from headway.cluster.roles.replicas import Replica, start_engine, text_of
 from headway.cluster.roles.role import Role
 from headway.cluster.worker_group import Dispatch, register
 from headway.data.types import GroupTokens
-from headway.interfaces import Capabilities, FinishedGroup, GenerateRequest, ReceiveReport
-from headway.weights.layout import Manifest, bucket_bytes
+from headway.interfaces import Capabilities, FinishedGroup, GenerateRequest, ReceiveReport, RolloutEngine
+from headway.weights.layout import Manifest
 from headway.weights.protocols import Parcel
 from headway.weights.transports.links import Address, Link
-
-if TYPE_CHECKING:
-    from headway.engines.rollout.native.engine import NativeEngine
 
 
 class RolloutRole(Role):
@@ -31,21 +28,19 @@ class RolloutRole(Role):
 
     @register(Dispatch.RANK_ZERO)
     def build(self, store: Address | None) -> None:
-        """Load the model and the tokenizer. A replica is one rank, and meets nobody at ``store``."""
+        """Load the tokenizer. A replica is one rank, and meets nobody at ``store``."""
         import torch
 
-        from headway.models.loading import load_model, load_tokenizer, served_dtype
+        from headway.models.loading import load_tokenizer, served_dtype
 
         self._set_threads()
-        remote = self._config.model.trust_remote_code
-        dtype = served_dtype(self._config, torch.device(self._device))
-        self._model = load_model(self._model_path, dtype=dtype, trust_remote_code=remote).to(self._device)
-        self._tokenizer = load_tokenizer(self._model_path, trust_remote_code=remote)
+        self._dtype = str(served_dtype(self._config, torch.device(self._device))).removeprefix("torch.")
+        self._tokenizer = load_tokenizer(self._model_path, trust_remote_code=self._config.model.trust_remote_code)
 
     @register(Dispatch.RANK_ZERO)
     def served_dtype(self) -> str:
         """Of the weights that it wants to get, as torch spells it without the prefix."""
-        return str(self._model.dtype).removeprefix("torch.")
+        return self._dtype
 
     @register(Dispatch.RANK_ZERO)
     def connect(self, link: Link) -> None:
@@ -54,30 +49,25 @@ class RolloutRole(Role):
 
     @register(Dispatch.RANK_ZERO)
     async def serve(self, manifest: Manifest, clock_offset: float) -> Capabilities:
-        """Start the engine, which gets weights in the layout ``manifest``.
+        """Load the model and start the engine, which gets weights in the layout ``manifest``.
 
         ``clock_offset`` brings this machine's monotonic clock to the driver's.
         """
-        from headway.engines.rollout.native.engine import NativeEngine
-
         self._offset = clock_offset
-        data, rollout = self._config.data, self._config.rollout
-        self.engine: NativeEngine = NativeEngine(
-            self._model,
+        replica = Replica(
+            config=self._config,
+            model_path=self._model_path,
             name=self.name,
-            seed=self._config.run.seed,
-            slots=rollout.max_concurrent,
-            max_context=data.max_prompt_length + data.max_response_length,
-            max_batched_tokens=rollout.max_batched_tokens,
-            decode=partial(self._tokenizer.decode, skip_special_tokens=True),
+            device=self._device,
+            decode=text_of(self._tokenizer),
+            dtype=self._dtype,
             receive=self._inbox.receive,
             manifest=manifest,
-            dual_buffer=self._dual_buffer,
-            consume_bucket_bytes=bucket_bytes(rollout.param_update_consume_bucket_size_mb),
-            temperature=rollout.temperature,
             clock=self.clock,
         )
-        return self.engine.capabilities
+        self.engine: RolloutEngine = await start_engine(replica)
+        capabilities: Capabilities = self.engine.capabilities
+        return capabilities
 
     async def stage_weights(self, version: int, parcel: Parcel | None) -> ReceiveReport:
         """The engine's; ``parcel`` is what the sender left, with a stored transport."""
@@ -108,7 +98,3 @@ class RolloutRole(Role):
         self._inbox.close()  # first: the engine may be waiting for a bucket
         if hasattr(self, "engine"):
             await self.engine.close()
-
-    @property
-    def _dual_buffer(self) -> bool:
-        return self._config.rollout.enable_dual_buffer and self._config.placement.kind == "split"

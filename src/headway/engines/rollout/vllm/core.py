@@ -174,20 +174,20 @@ class VllmCore:
             start, was_halted = self._clock(), self._halted
             await self._halt(clear=False)
             loop = asyncio.get_running_loop()
-            await asyncio.to_thread(
-                load, lambda: asyncio.run_coroutine_threadsafe(self._load(version), loop).result()
-            )
-            if not was_halted:
-                await self._go_on()
+            try:
+                await asyncio.to_thread(
+                    load, lambda: asyncio.run_coroutine_threadsafe(self._load(version), loop).result()
+                )
+            finally:
+                if not was_halted and self._weights is Weights.SERVED and self._over is None:
+                    await self._go_on()
             return self._clock() - start
 
     async def abort(self, numbers: Iterable[int]) -> None:
         """End these training groups as they are."""
         self._check()
         wanted = set(numbers)
-        await self._end(
-            lambda group: group.request.priority is Priority.TRAINING and group.request.number in wanted
-        )
+        await self._end(lambda group: group.request.priority is Priority.TRAINING and group.request.number in wanted)
 
     async def abort_older_than(self, version: int) -> list[int]:
         """`abort` the unfinished training groups with a token of an older version; in order of submission."""
@@ -212,8 +212,8 @@ class VllmCore:
         self._check()
         if not self._can_sleep:
             raise RunError(
-                f"rollout engine {self._name} cannot sleep: vLLM frees nothing on a CPU, and elsewhere only what it was "
-                "started for; set placement.kind=split"
+                f"rollout engine {self._name} cannot sleep: vLLM frees nothing on a CPU, elsewhere only when it was "
+                "started so; set placement.kind=split"
             )
         async with self._turn:
             if self._scheduler.mode is not Mode.PAUSED:
@@ -251,12 +251,14 @@ class VllmCore:
         async with self._turn:
             was_halted = self._halted
             await self._halt(clear=False)
-            with self._telling("compute the probe's log-probs"):
-                scores = await self._llm.collective_rpc(
-                    "headway_score", args=(contexts, tokens, self._temperature or 1.0)
-                )
-            if not was_halted:
-                await self._go_on()
+            try:
+                with self._telling("compute the probe's log-probs"):
+                    scores = await self._llm.collective_rpc(
+                        "headway_score", args=(contexts, tokens, self._temperature or 1.0)
+                    )
+            finally:
+                if not was_halted and self._over is None:
+                    await self._go_on()
         return np.array(next((s for s in scores if s), []), np.float32)
 
     async def stats(self) -> EngineStats:
@@ -316,7 +318,7 @@ class VllmCore:
         del self._running[request], self._following[request]
         self._finish(run, reason)
         self._fill()
-        asyncio.get_running_loop().create_task(self._settle())  # noqa: RUF006 - does nothing that can fail
+        asyncio.get_running_loop().create_task(self._settle())
 
     def _finish(self, run: TrajectoryRun, reason: FinishReason) -> None:
         group = run.group

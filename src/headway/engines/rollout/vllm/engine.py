@@ -1,10 +1,10 @@
 """The vLLM rollout engine: `RolloutEngine` over vLLM's ``AsyncLLM``, which has a thread and an event loop of its own.
 
-    any event loop                            vLLM's loop                        receiving thread
-    ──────────────                            ───────────                        ────────────────
-    generate, pause, activate … ──commands──▶ VllmCore ══▶ vLLM's processes      fill ◀── a transport
-    inboxes, answers ◀────────────────────────┘                ▲                   │
-                                                               └── shared memory ◀─┘
+any event loop                            vLLM's loop                        receiving thread
+──────────────                            ───────────                        ────────────────
+generate, pause, activate … ──commands──▶ VllmCore ══▶ vLLM's processes      fill ◀── a transport
+inboxes, answers ◀────────────────────────┘                ▲                   │
+                                                           └── shared memory ◀─┘
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ class VllmEngine:
         sleep: the device's memory can be given back (GPUs).
         options: further arguments of vLLM's ``AsyncEngineArgs``.
 
-    Reproducible: each trajectory's request has a seed of its own, whose generator vLLM keeps through its pauses, so what
-    is sampled does not depend on when or with whom; across processors, and where logits depend on the size of a batch,
-    only as far as vLLM's arithmetic does not.
+    Reproducible: each trajectory's request has a seed of its own, whose generator vLLM keeps through its pauses: what
+    is sampled depends on when and with whom only where vLLM's logits do. The seeds are Headway's, what they draw is
+    vLLM's: the native engine samples other answers.
 
-    New weights arrive in a buffer of shared memory, of the weights' size, while vLLM decodes; its workers, which have to
-    run on this machine, load them from there.
+    New weights arrive in a buffer of shared memory, of the weights' size, while vLLM decodes; its workers, which have
+    to run on this machine, load them from there.
 
     Raises `ConfigError` where vLLM is not installed, and `ModelError` when ``manifest`` is not of this model.
     """
@@ -297,6 +297,8 @@ class VllmEngine:
             asyncio.run(self._live())
         except BaseException as error:  # whatever ended the thread has to reach those who wait for it
             if not self._started.done():
+                if self._buffer is not None:
+                    self._buffer.unlink()
                 known = isinstance(error, HeadwayError)
                 self._started.set_exception(error if known else WorkerDied(f"vLLM did not start: {error!r}"))
 

@@ -16,7 +16,9 @@ __all__ = ["WorkerExtension", "transfer"]
 class WorkerExtension:
     """Methods for ``collective_rpc``: plain data in, plain data out."""
 
-    def headway_score(self, contexts: Sequence[Sequence[int]], tokens: Sequence[int], temperature: float) -> list[float]:
+    def headway_score(
+        self, contexts: Sequence[Sequence[int]], tokens: Sequence[int], temperature: float
+    ) -> list[float]:
         """The log-prob of each of ``tokens`` behind its context; empty on a worker that does not sample."""
         scores = [score(self, context, token, temperature) for context, token in zip(contexts, tokens, strict=True)]
         return [value for value in scores if value is not None]

@@ -146,4 +146,3 @@ def _shapes(model_path: Path) -> dict[str, tuple[int, ...]]:
             for name in weights.keys():  # noqa: SIM118 - not a mapping
                 shapes[name] = tuple(weights.get_slice(name).get_shape())
     return shapes
-

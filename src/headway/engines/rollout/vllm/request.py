@@ -27,8 +27,9 @@ def prompt_of(run: TrajectoryRun, version: int) -> Any:
 
 def sampling_of(run: TrajectoryRun) -> Any:
     """vLLM's sampling parameters: a seed of its own for each trajectory, log-probs of the sampled tokens, no text."""
-    from vllm import SamplingParams  # type: ignore[import-not-found]
     from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found]
+
+    from vllm import SamplingParams  # type: ignore[import-not-found]
 
     sampling = run.group.request.sampling
     bias: defaultdict[int, float] = defaultdict(float)

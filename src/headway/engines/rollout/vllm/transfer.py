@@ -47,21 +47,28 @@ class SharedMemoryTransfer(WeightTransferEngine):
     def init_transfer_engine(self, init_info: BufferInfo) -> None:
         self._flat = torch.from_file(init_info.path, shared=True, size=init_info.nbytes, dtype=torch.uint8)
         self._slots = init_info.slots
+        # Asked while no reload is under way, which takes tied weights apart.
+        self._wanted = {name for name, _ in self.model.named_parameters()}
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import (  # type: ignore[import-not-found]
             initialize_layerwise_reload,
         )
 
-        # Before a reload takes tied weights apart: they come once.
-        self._wanted = {name for name, _ in self.model.named_parameters()}
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: VersionInfo) -> None:
-        """Raises `ValueError`, naming a weight, when the version leaves one of the model's out."""
-        loaded = self.model.load_weights(self._tensors())
-        if loaded is not None and (missing := sorted(self._wanted - set(loaded))):
-            raise ValueError(f"version {update_info.version} leaves out {missing[0]} (of {len(missing)} weights)")
+        """Raises `ValueError`, naming a weight, when the version leaves one of the model's out.
+
+        After any error the model's values are parts of two versions, but another update can begin.
+        """
+        try:
+            loaded = self.model.load_weights(self._tensors())
+            if loaded is not None and (missing := sorted(self._wanted - set(loaded))):
+                raise ValueError(f"version {update_info.version} leaves out {missing[0]} (of {len(missing)} weights)")
+        except BaseException:
+            self.finish_weight_update()  # or the next update would go on with what this one left
+            raise
 
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload

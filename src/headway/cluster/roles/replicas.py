@@ -1,0 +1,101 @@
+"""The rollout engines by name (``rollout.name``), as a replica starts them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from headway.config.schema import Config
+from headway.errors import ConfigError
+from headway.weights.layout import Manifest, bucket_bytes
+from headway.weights.protocols import WeightSink
+
+Receive = Callable[[int, WeightSink], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """What a replica knows before its engine starts."""
+
+    config: Config
+    model_path: str
+    name: str
+    device: str
+    decode: Callable[[Sequence[int]], str]
+    dtype: str
+    """Of the served weights, as torch spells it without the prefix."""
+    receive: Receive
+    manifest: Manifest
+    clock: Callable[[], float]
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """Arguments of every engine."""
+        data, rollout = self.config.data, self.config.rollout
+        return {
+            "name": self.name,
+            "seed": self.config.run.seed,
+            "slots": rollout.max_concurrent,
+            "max_context": data.max_prompt_length + data.max_response_length,
+            "max_batched_tokens": rollout.max_batched_tokens,
+            "decode": self.decode,
+            "receive": self.receive,
+            "manifest": self.manifest,
+            "temperature": rollout.temperature,
+            "clock": self.clock,
+        }
+
+
+async def start_native(replica: Replica) -> Any:
+    import torch
+
+    from headway.engines.rollout.native.engine import NativeEngine
+    from headway.models.loading import load_model
+
+    config = replica.config
+    dtype, remote = getattr(torch, replica.dtype), config.model.trust_remote_code
+    load = partial(load_model, replica.model_path, dtype=dtype, trust_remote_code=remote)
+    model = (await asyncio.to_thread(load)).to(replica.device)
+    return NativeEngine(
+        model,
+        dual_buffer=config.rollout.enable_dual_buffer and config.placement.kind == "split",
+        consume_bucket_bytes=bucket_bytes(config.rollout.param_update_consume_bucket_size_mb),
+        **replica.common,
+    )
+
+
+async def start_vllm(replica: Replica) -> Any:
+    from headway.engines.rollout.vllm import VllmEngine
+
+    config = replica.config
+    engine = VllmEngine(
+        Path(replica.model_path),
+        dtype=replica.dtype,
+        kv_cache_gib=config.rollout.vllm.kv_cache_gib,
+        trust_remote_code=config.model.trust_remote_code,
+        sleep=config.placement.kind == "shared",
+        options=config.rollout.vllm.engine_args,
+        **replica.common,
+    )
+    await engine.start()
+    return engine
+
+
+ENGINES = {"native": start_native, "vllm": start_vllm}
+
+
+async def start_engine(replica: Replica) -> Any:
+    """The engine that ``rollout.name`` asks for, running. Raises `ConfigError` for one that nobody knows."""
+    name = replica.config.rollout.name
+    if name not in ENGINES:
+        raise ConfigError(f"rollout.name={name}: no such rollout engine; known: {', '.join(sorted(ENGINES))}")
+    return await ENGINES[name](replica)
+
+
+def text_of(tokenizer: Any) -> Callable[[Sequence[int]], str]:
+    """Token ids to text, without special tokens."""
+    return partial(tokenizer.decode, skip_special_tokens=True)
