@@ -200,6 +200,7 @@ class _Run:
                 stop_token_ids=stop_token_ids(self._model_path, tokenizer),
                 watch=workers.watch,
                 watch_replica=workers.watch_replica,
+                replace_replica=workers.replace_replica if workers.replaces else None,
                 probe_tolerance=workers.probe_tolerance,
             )
             pipeline = Pipeline(config, parts, [reports], reports.directory.checkpoints)

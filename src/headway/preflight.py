@@ -44,8 +44,8 @@ def check_model(config: Config, rows: Rows) -> None:
         DataError: prompts that the tokenizer cannot render, or that are all too long.
         ModelError: the folder is missing or incomplete, or holds no causal language model.
     """
-    from headway.engines.train.advantages import FetchAdvantages
     from headway.engines.rollout.vllm.launch import check_installed
+    from headway.engines.train.advantages import FetchAdvantages
     from headway.engines.train.fsdp.objective import Objective
 
     FetchAdvantages(config.algorithm)

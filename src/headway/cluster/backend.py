@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from headway.cluster.engines import CriticGroup, ProximalGroup, ReferenceGroup, RolloutReplica, TrainGroup
 from headway.cluster.hardware import Hardware
+from headway.cluster.replacements import Replacements
 from headway.cluster.startup import Cluster, Startup
 from headway.cluster.worker_group import Worker
 from headway.config.placement import LOGP
@@ -29,7 +30,8 @@ class Workers:
     """Everything that runs for a run. `watch` tells when a part of it dies; `close` ends it."""
 
     train: TrainGroup
-    rollouts: Sequence[RolloutReplica]
+    rollouts: list[RolloutReplica]
+    """Those that were there at the start, and those that replaced some of them."""
     ref: LogProbEngine | None
     """The reference policy, where the algorithm asks for one."""
     proximal: ProximalEngine | None
@@ -46,12 +48,25 @@ class Workers:
     """Nats by which what a replica serves may differ from the trainer."""
     hardware: Mapping[str, Hardware]
     """Worker → what it computes on."""
+    replacements: Replacements | None
     undo: AsyncExitStack
 
     async def watch(self) -> NoReturn:
         """Wait until any worker ends that is needed, also while nobody calls it, and raise `WorkerDied`."""
         await concurrently(worker.died() for worker in self.needed)
         raise AssertionError("unreachable: died() never returns")
+
+    @property
+    def replaces(self) -> bool:
+        """Whether a replica that is gone can be replaced."""
+        return self.replacements is not None
+
+    async def replace_replica(self, lost: str) -> RolloutEngine:
+        """Start a replica in the place of ``lost``; it serves nothing before it has received a version."""
+        assert self.replacements is not None, "ask `replaces` first"
+        replica = await self.replacements.start(lost)
+        self.rollouts.append(replica)
+        return replica
 
     async def watch_replica(self, replica: RolloutEngine) -> NoReturn:
         """Wait until the replica's process ends, and raise `WorkerDied`."""
@@ -94,9 +109,10 @@ async def start_backend(config: Config, *, model_path: str, run_dir: Path, total
                 f"{startup.waiting_for}. Worker logs are in {run_dir / 'logs'}"
             ) from None
         train = TrainGroup(started.actor, started.paths, with_returns=started.critic is not None)
-        return Workers(
+        undo = stack.pop_all()
+        workers = Workers(
             train=train,
-            rollouts=started.rollouts,
+            rollouts=list(started.rollouts),
             ref=ReferenceGroup(started.ref) if started.ref is not None else None,
             proximal=ProximalGroup(started.logp) if started.logp else train if LOGP in started.inside_fetch else None,
             critic=CriticGroup(started.critic) if started.critic is not None else None,
@@ -105,8 +121,12 @@ async def start_backend(config: Config, *, model_path: str, run_dir: Path, total
             needed=started.needed,
             probe_tolerance=max(PROBE_TOLERANCE[dtype] for dtype in started.dtypes),
             hardware=started.hardware,
-            undo=stack.pop_all(),
+            replacements=started.replacements,
+            undo=undo,
         )
+        if workers.replacements is not None:
+            workers.replacements.ends_with(undo)
+        return workers
 
 
 def _for_any_directory(model_path: str) -> str:

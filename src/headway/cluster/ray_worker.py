@@ -80,8 +80,11 @@ class WorkerActor:
             return fetching.result(self._fetch_timeout_s)
         except TimeoutError:
             fetching.cancel()
+            _, missing = ray.wait(list(handles), num_returns=len(handles), timeout=0)
+            which = ", ".join(handle.hex() for handle in missing[:3])
             raise StallError(
-                f"{len(handles)} objects did not come from Ray's object store within {self._fetch_timeout_s:g} s"
+                f"{len(missing)} of {len(handles)} objects did not come from Ray's object store within "
+                f"{self._fetch_timeout_s:g} s ({which})"
             ) from None
 
 

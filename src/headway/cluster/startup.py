@@ -16,6 +16,7 @@ from headway.cluster.engines import LogpReceiver, RolloutReplica, clock_offset
 from headway.cluster.exchange import Exchange, WeightPaths, WithinProcesses, exchange_settings, transport_timeout
 from headway.cluster.hardware import Hardware
 from headway.cluster.plan import ClusterPlan, Rank, WorkerSpec, plan_cluster
+from headway.cluster.replacements import Replacements
 from headway.cluster.roles.actor import ActorRole
 from headway.cluster.roles.critic import CriticRole
 from headway.cluster.roles.logp import LogpRole
@@ -82,6 +83,8 @@ class Started:
     """Workers without any of which the run cannot go on."""
     hardware: dict[str, Hardware]
     """Worker → what it computes on."""
+    replacements: Replacements | None
+    """None where a replica cannot be replaced: it shares its process with a training rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +150,7 @@ class Startup:
             manifests[needed] = await self._wait("actor-0 to lay weights out", _result(groups.actor.layout, needed))
             await self._wait(f"{groups.actor.name} to prepare updates", _result(groups.actor.open_route, needed))
         paths: WeightPaths
+        replacements: Replacements | None = None
         if plan.shared:
             await self._join_within(plan, workers, dtype)
             replicas = {name: worker for name, (worker, _) in holders.items()}
@@ -160,6 +164,16 @@ class Startup:
                 f"{', '.join(holders)} to meet {groups.actor.name} for weights", exchange.reach([*holders])
             )
             paths = exchange
+            replacements = Replacements(
+                self._cluster.launch,
+                lambda group: self._serve(group, manifests[dtype], exchange),
+                exchange,
+                dtype,
+                timeout_s=self._config.cluster.start_timeout_s,
+            )
+            for spec in plan.workers:
+                if spec.role is RolloutRole:
+                    replacements.know(spec, workers[spec.name])
         rollouts = await concurrently(self._serve(group, manifests[dtype], paths) for group in groups.rollouts)
         if groups.logp is not None:
             await self._wait(f"{groups.logp.name} to be ready", _result(groups.logp.serve, manifests[computed]))
@@ -179,6 +193,7 @@ class Startup:
             dtypes=(dtype, computed),
             needed=tuple(worker for name, worker in workers.items() if name not in alone),
             hardware=dict(zip(workers, hardware, strict=True)),
+            replacements=replacements,
         )
 
     async def _launch(self, stack: AsyncExitStack, plan: ClusterPlan) -> dict[str, Worker]:

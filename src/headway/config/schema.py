@@ -253,6 +253,8 @@ class ClusterConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     start_timeout_s: float = Field(120.0, gt=0)
     """For Ray and all workers to come up."""
+    max_replica_restarts: NonNegative = 3
+    """Replicas that are started again in the course of a run, in the place of ones that died or did not answer."""
     stall_timeout_s: float = Field(300.0, gt=0)
     """Nothing happened for so long: the run ends and says who waits for whom. Above the longest optimizer step."""
 

@@ -33,6 +33,8 @@ class Fleet:
         """``others`` hold a copy of the policy and generate nothing. Quick answers may take ``timeout_s``."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when a replica joined the serving ones, or left them."""
+        self.on_lost: Callable[[str], None] = lambda name: None
+        """Called when a serving replica is gone and others go on."""
         self._state = state
         self._router = router
         self._timeout_s = timeout_s
@@ -133,6 +135,7 @@ class Fleet:
         for number in lost:
             self._state.run_again(number, f"{replica.name} {what}")
         self.on_change()
+        self.on_lost(replica.name)
         await self.abort(lost)  # what other replicas generate of a split group is of no use
 
     async def abort(self, numbers: Sequence[int]) -> None:

@@ -49,6 +49,8 @@ class Parts:
     """Runs until cancelled; raises `WorkerDied` as soon as a worker ends that the run cannot go on without."""
     watch_replica: Watch | None = None
     """Runs until cancelled; raises `WorkerDied` as soon as this replica's process ends. Others may go on."""
+    replace_replica: Callable[[str], Coroutine[Any, Any, RolloutEngine]] | None = None
+    """Starts a replica in the place of the one of this name; None where that cannot be."""
     receivers: Sequence[PolicyReceiver] = ()
     """Roles that hold a copy of the policy and generate nothing. They serve each version before its update is over."""
     probe_tolerance: float = 1e-3

@@ -60,7 +60,7 @@ from headway.pipeline.stages.validate import Validate, Validation
 from headway.pipeline.stages.values import Values
 from headway.pipeline.staleness import Staleness
 from headway.pipeline.state import RunState, now
-from headway.pipeline.supervision import Supervision
+from headway.pipeline.supervision import Replacing, Supervision
 
 
 class Status(StrEnum):
@@ -101,6 +101,10 @@ class Pipeline:
             parts.rollouts, parts.receivers, self._state, self._router, timeout_s=config.param_update.timeout_s
         )
         self._supervision = Supervision(self._fleet, parts.watch_replica)
+        if parts.replace_replica is not None:
+            replacing = Replacing(self._state, parts.replace_replica, self.join, config.cluster.max_replica_restarts)
+            self._supervision.replacing = replacing
+            self._fleet.on_lost = self._supervision.replace
         self._stopping = False
         self.stop_reason: str | None = None
         """Why the run stopped itself; None where it did not."""

@@ -170,6 +170,7 @@ class SimulatedRollout:
     async def stage_weights(self, version: int) -> ReceiveReport:
         """Receive ``version``, as the transport has it, while decoding goes on."""
         self._check_alive()
+        self._staged = None  # all or nothing: also not what was there before
         report = await self._while_alive(self._receive(self.name, version))
         self._staged = version
         return report

@@ -147,7 +147,8 @@ class EngineCore:
     def older_than(self, version: int) -> list[int]:
         """Numbers of unfinished training groups with a token of an older version, in order of submission."""
         groups = (group for group in self._groups if group.request.priority is Priority.TRAINING)
-        return [g.request.number for g in groups if g.oldest_version is not None and g.oldest_version < version]
+        old = (g for g in groups if g.oldest_version is not None and g.oldest_version < version)
+        return list(dict.fromkeys(group.request.number for group in old))
 
     def forget(self, owner: Hashable) -> None:
         """Stop and drop everything that ``owner`` submitted."""
@@ -155,7 +156,8 @@ class EngineCore:
 
     def in_flight(self) -> list[int]:
         """Numbers of unfinished training groups, in order of submission."""
-        return [group.request.number for group in self._groups if group.request.priority is Priority.TRAINING]
+        numbers = (group.request.number for group in self._groups if group.request.priority is Priority.TRAINING)
+        return list(dict.fromkeys(numbers))  # two parts of a split group may be here
 
     def sleep(self, *, keep_weights: bool = True) -> None:
         """Free the KV cache and the weights' memory; what was decoding is parked. Raises `RunError` unless paused."""

@@ -29,7 +29,7 @@ from headway.engines.rollout.native.scheduler import Mode, Scheduler
 from headway.engines.rollout.native.work import GroupRun, TrajectoryRun
 from headway.engines.rollout.vllm.activity import Activity
 from headway.engines.rollout.vllm.request import has_tokens, prompt_of, reason_of, sampling_of, written_of
-from headway.errors import HeadwayError, RunError, UpdateFailed, WorkerDied
+from headway.errors import HeadwayError, ModelError, RunError, UpdateFailed, WorkerDied
 from headway.interfaces import EngineStats, FinishedGroup, GenerateRequest, OnUpdate, Paused, Priority
 from headway.models.probe import PROBE_PREFILL, probe_sequences
 
@@ -99,10 +99,12 @@ class VllmCore:
     # ------------------------------------------------------------------------------------- commands
 
     async def begin(self) -> None:
-        """The first weights are version 0."""
+        """The first weights are version 0. Raises `ModelError` for a model that vLLM loads and cannot compute with."""
         with self._telling("start"):
             await self._llm.get_supported_tasks()  # kept by vLLM: requests are then registered without a wait
             await self._llm.update_weight_version("0")
+        with self._telling("compute with the model", ModelError):
+            await self._llm.collective_rpc("headway_score", args=([[0, 0]], [0], 1.0))
 
     async def connect(self, path: str, nbytes: int, slots: list[tuple[str, list[int], str, int, int]]) -> None:
         """Let the workers map the buffer at ``path``."""

@@ -55,7 +55,7 @@ def prepare_environment(on_cpu: bool) -> None:
     Nothing that the user has set is changed. On a CPU, without compilation: a first request for log-probs would else
     compile for half a minute; and without binding to cores, which are shared with the trainer.
     """
-    variables = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    variables = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     if on_cpu:
         variables |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     for variable, value in variables.items():
@@ -94,8 +94,7 @@ def start(settings: VllmSettings, stat_logger: Callable[..., Any]) -> Any:
         "worker_extension_cls": f"{PACKAGE}.extension.WorkerExtension",
         "enable_sleep_mode": settings.sleep,
     }
-    if settings.max_batched_tokens is not None:
-        arguments["max_num_batched_tokens"] = max(settings.max_batched_tokens, settings.slots)
+    arguments |= _batching(settings, on_cpu)
     if gib is not None:
         arguments["kv_cache_memory_bytes"] = int(gib * 2**30)
     try:
@@ -108,6 +107,23 @@ def start(settings: VllmSettings, stat_logger: Callable[..., Any]) -> Any:
         raise ConfigError(f"vLLM does not take its settings: {cause}") from cause
     except RuntimeError as cause:
         raise WorkerDied(f"vLLM did not start: {cause}; its own output says why") from cause
+
+
+def _batching(settings: VllmSettings, on_cpu: bool) -> dict[str, Any]:
+    """How much one step of vLLM's takes.
+
+    On a CPU a prompt is prefilled in one step, beside everything that decodes: vLLM turns a request's generator back
+    for each step that takes only a part of its prompt, and a CPU's generator cannot be turned back.
+    """
+    given, slots = settings.max_batched_tokens, settings.slots
+    if on_cpu:
+        return {
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(given or 0, settings.max_context + slots),
+        }
+    if given is None:
+        return {}
+    return {"max_num_batched_tokens": max(slots, min(given, slots * settings.max_context))}
 
 
 def is_cpu_build() -> bool:

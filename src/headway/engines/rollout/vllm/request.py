@@ -26,7 +26,11 @@ def prompt_of(run: TrajectoryRun, version: int) -> Any:
 
 
 def sampling_of(run: TrajectoryRun) -> Any:
-    """vLLM's sampling parameters: a seed of its own for each trajectory, log-probs of the sampled tokens, no text."""
+    """vLLM's sampling parameters: a seed of its own for each trajectory, log-probs of the sampled tokens, no text.
+
+    Before ``min_tokens`` vLLM withholds the tokenizer's end-of-sequence, too, whatever the request's stop tokens are;
+    and it takes temperatures between 0 and 0.01 for 0.01.
+    """
     from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found]
 
     from vllm import SamplingParams  # type: ignore[import-not-found]
