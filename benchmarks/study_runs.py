@@ -119,8 +119,8 @@ def runs(
     versions: int = VERSIONS,
     val_size: int = VAL_SIZE,
 ) -> Iterator[Run]:
-    """Seed by seed, so that a study that was stopped has whole ones."""
-    for seed, lr, eta, loss in product(seeds, rates, etas, LOSSES):
+    """Rate by rate and seed by seed, so that a study that was stopped has whole ones."""
+    for lr, seed, eta, loss in product(rates, seeds, etas, LOSSES):
         yield Run(loss, eta, lr, seed, versions, val_size)
 
 

@@ -13,7 +13,7 @@ from benchmarks import study_staleness
 from benchmarks.demo_runs import RECIPE
 from benchmarks.study_figure import THEME, draw, themed
 from benchmarks.study_runs import LOSSES, Kept, Result, Run, model_settings, read, runs
-from benchmarks.study_staleness import FULL, PAGE, QUICK, Study, conduct
+from benchmarks.study_staleness import FULL, PAGE, QUICK, RATES, Study, conduct
 from benchmarks.study_tables import accuracy_table, by_cell, health_table, lag_range, time_table, write_into
 from headway.config.doctor import diagnose
 from headway.config.loading import load
@@ -76,7 +76,8 @@ def test_a_version_has_several_optimizer_steps_because_after_one_the_losses_woul
 
 def test_every_run_of_a_study_has_a_name_of_its_own_and_seeds_come_one_after_the_other() -> None:
     assert len({run.name for run in FULL.runs}) == len(FULL.runs)
-    assert [run.seed for run in FULL.runs] == sorted(run.seed for run in FULL.runs)
+    order = [(RATES.index(run.lr), run.seed) for run in FULL.runs]
+    assert order == sorted(order), "a study that was stopped has whole rates, and whole seeds"
 
 
 # ---------------------------------------------------------------------------------------------- a run's result
