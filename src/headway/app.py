@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from headway.cluster.hardware import available_cores
 from headway.cluster.process import math_environment
 from headway.config.loading import LoadedConfig
-from headway.config.placement import CRITIC, LOGP, REF
+from headway.config.placement import CRITIC, LOGP, REF, needs_greedy_baseline
 from headway.config.schema import Config
 from headway.data.sources import Rows, build_sources
 from headway.errors import StoppedByGuard
@@ -189,7 +189,7 @@ class _Run:
                 advantages=workers.train.advantages,
                 group_filter=_group_filter(config),
                 shaping=_shaping(config),
-                greedy_baseline=config.algorithm.adv_estimator == "remax",
+                greedy_baseline=needs_greedy_baseline(config),
                 reference=workers.ref,
                 reference_inside_fetch=REF in workers.inside_fetch,
                 proximal=workers.proximal,

@@ -45,7 +45,7 @@ def check_versions(run: Run) -> Run:
     The engine refuses every version but the one that it serves, from the start of the question to its end.
     """
     asked, fetches = [ask.version for ask in logp(run).asked], [fetch.version for fetch in run.of(FetchTaken)]
-    # In a run that broke off, one that was asked about may not have reached the trainer any more, or the other way round.
+    # In a run that broke off, one that was asked about may not have reached the trainer, or the other way round.
     both = len(fetches) if run.status is not None else min(len(asked), len(fetches))
     assert asked[:both] == fetches[:both]
     if run.status is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ from transformers import PreTrainedModel
 
 from headway.engines.rollout.vllm import VllmEngine
 from headway.interfaces import FinishedGroup, GenerateRequest, OnUpdate, Paused
+from headway.models.make import character_tokenizer
 from headway.models.probe import PROBE_PREFILL, probe_sequences
 from tests.engines.rollout.serving import Source
 from tests.engines.rollout.support import VOCABULARY, make_model, make_request, reference_logprobs
 
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789+="
+"""One token each, with two before them: all that the model knows."""
 CONTEXT = 192
 SLOTS = 8
 TOLERANCE = 5e-5
@@ -26,18 +30,19 @@ WAIT_S = 120.0
 """No wait of these tests comes near it."""
 
 
-def tiny(seed: int = 0, *, tied: bool = True) -> PreTrainedModel:
-    """Two layers, with heads of a size that vLLM's attention on CPUs takes."""
-    return make_model("qwen3", tied=tied, seed=seed, head_dim=32, max_position_embeddings=CONTEXT)
+def tiny(seed: int = 0, *, tied: bool = True, head_dim: int = 32) -> PreTrainedModel:
+    """Two layers, by default with heads of a size that vLLM's attention on CPUs takes."""
+    return make_model("qwen3", tied=tied, seed=seed, head_dim=head_dim, max_position_embeddings=CONTEXT)
 
 
 class Served:
     """An engine, and the model of each version that it has served."""
 
-    def __init__(self, folder: Path, *, tied: bool = True, **changes: Any) -> None:
-        self.folder = folder
-        self.models = {0: tiny(tied=tied)}
+    def __init__(self, folder: Path, *, tied: bool = True, head_dim: int = 32, **changes: Any) -> None:
+        self.models = {0: tiny(tied=tied, head_dim=head_dim)}
         self.models[0].save_pretrained(folder)
+        self.tokenizer = character_tokenizer(CHARACTERS, CONTEXT)
+        self.tokenizer.save_pretrained(folder)
         self.source = Source(self.models[0])
         self.version = 0
         settings: dict[str, Any] = {
@@ -46,11 +51,11 @@ class Served:
             "slots": SLOTS,
             "max_context": CONTEXT,
             "dtype": "float32",
-            "decode": lambda ids: " ".join(map(str, ids)),
+            "decode": partial(self.tokenizer.decode, skip_special_tokens=True),
             "receive": self.source.receive,
             "manifest": self.source.manifest,
+            "max_batched_tokens": 64,
             "kv_cache_gib": 0.1,
-            "options": {"skip_tokenizer_init": True},
         }
         self.engine = VllmEngine(folder, **{**settings, **changes})
 
@@ -90,6 +95,18 @@ class Served:
                 await asyncio.sleep(0.002)
                 tokens -= (await self.engine.stats()).generated_tokens
 
+    async def until(self, condition: Callable[[], Awaitable[bool]]) -> None:
+        """Ask again and again: what the engine does is told by nobody."""
+        async with asyncio.timeout(WAIT_S):
+            while not await condition():  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
+    async def until_in_flight(self, numbers: list[int]) -> None:
+        async def there() -> bool:
+            return await self.engine.in_flight() == numbers
+
+        await self.until(there)
+
     def probe_reference(self, temperature: float = 1.0) -> NDArray[np.float32]:
         ids = torch.from_numpy(probe_sequences(VOCABULARY))
         with torch.no_grad():
@@ -110,3 +127,10 @@ class Served:
 def endless(number: int, **changes: Any) -> GenerateRequest:
     """As long as the context allows."""
     return make_request(number, **{"max_tokens": CONTEXT, "stop_token_ids": (), **changes})
+
+
+async def drains(served: Served) -> bool:
+    """It finishes what it has, and starts nothing that comes later."""
+    core = served.engine._core
+    assert core is not None
+    return core._scheduler.mode.value == "draining"

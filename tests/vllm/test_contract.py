@@ -12,7 +12,7 @@ import torch
 from headway.data.types import FinishReason
 from headway.engines.rollout.native.sampling import BatchSampling, behaviour_logprobs
 from headway.errors import DataError, RunError
-from headway.interfaces import OnUpdate, Priority
+from headway.interfaces import GenerateRequest, OnUpdate, Priority
 from tests.engines.rollout.support import STOP, VOCABULARY, make_request, reference_logprobs, tokens_of
 from tests.vllm.serving import CONTEXT, SLOTS, TOLERANCE, Served, endless
 
@@ -37,7 +37,7 @@ async def test_an_answer_ends_with_its_stop_token_or_at_its_limit(served: Served
             assert (trajectory.finish_reason is FinishReason.STOP) == (ids[-1] == STOP)
             assert trajectory.finish_reason is FinishReason.STOP or len(ids) == 30
             assert trajectory.length == len(ids)
-            assert trajectory.text == " ".join(map(str, ids))
+            assert trajectory.text == served.tokenizer.decode(ids, skip_special_tokens=True)
             assert trajectory.started <= trajectory.finished
     assert reasons == {FinishReason.STOP, FinishReason.LENGTH}
 
@@ -72,7 +72,7 @@ async def test_what_cannot_be_served_is_refused_before_anything_is_submitted(ser
         {"temperature": 0.0},
         {"logit_bias": ((5, 3.0), (7, -1e4), (5, 1.0))},
     ],
-    ids=lambda options: ", ".join(options),
+    ids=", ".join,
 )
 async def test_a_log_prob_is_that_of_the_distribution_that_was_sampled_from(
     served: Served, options: dict[str, object]
@@ -89,6 +89,23 @@ async def test_a_log_prob_is_that_of_the_distribution_that_was_sampled_from(
         np.testing.assert_allclose(response.logprobs, expected.numpy(), atol=TOLERANCE, rtol=0)
         if options.get("temperature") == 0.0:
             assert response.ids.tolist() == logits.argmax(-1).tolist()
+
+
+async def test_a_stop_string_ends_the_answer_that_completes_it(served: Served) -> None:
+    stop = ("a", "bc")
+    options = {"max_tokens": 60, "stop_token_ids": (), "stop": stop}
+    groups = await served.collect([make_request(number, n=6, **options) for number in range(3)])
+    stopped = 0
+    for group in groups:
+        for trajectory, response in zip(group.trajectories, group.tokens.responses, strict=True):
+            if trajectory.finish_reason is FinishReason.STOP:
+                stopped += 1
+                assert trajectory.text.endswith(stop)
+            assert not any(
+                text in served.tokenizer.decode(response.ids[:-1], skip_special_tokens=True) for text in stop
+            )
+    assert stopped > 9
+    served.assert_logprobs(groups)
 
 
 async def test_no_stop_token_is_sampled_before_the_minimum(served: Served) -> None:
@@ -131,9 +148,9 @@ async def test_validation_starts_before_training_that_waits(served: Served) -> N
     validation = make_request(100, n=1, max_tokens=4, stop_token_ids=(), priority=Priority.VALIDATION)
     order: list[int] = []
 
-    async def note(requests: list[object]) -> None:
-        async for group in served.engine.generate(requests):  # type: ignore[arg-type]
-            order.append(group.number)
+    async def note(requests: list[GenerateRequest]) -> None:
+        async for group in served.engine.generate(requests):
+            order.append(group.number)  # noqa: PERF401 - while the others are under way
 
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(note(training))

@@ -15,7 +15,7 @@ from headway.data.types import FinishReason
 from headway.errors import RunError, UpdateFailed
 from headway.interfaces import FinishedGroup, OnUpdate
 from tests.engines.rollout.support import make_request, tokens_of
-from tests.vllm.serving import CONTEXT, SLOTS, TOLERANCE, Served, endless, tiny
+from tests.vllm.serving import CONTEXT, SLOTS, TOLERANCE, Served, drains, endless, tiny
 
 
 def switches(groups: Sequence[FinishedGroup]) -> list[list[list[int]]]:
@@ -87,19 +87,12 @@ async def test_a_drain_finishes_what_was_submitted_and_starts_nothing_new(served
     first = asyncio.create_task(served.collect([make_request(n, n=4, max_tokens=30) for n in range(4)]))
     await served.sampled(10)
     draining = asyncio.create_task(served.update(OnUpdate.DRAIN))
-    while not await drains(served):
-        await asyncio.sleep(0.001)
+    await served.until(lambda: drains(served))
     later = asyncio.create_task(served.collect([make_request(n, n=4, max_tokens=5) for n in range(10, 13)]))
     await draining
     assert {v for g in await first for t in g.trajectories for _, v in t.version_spans} == {old}
     assert {v for g in await later for t in g.trajectories for _, v in t.version_spans} == {old + 1}
     served.assert_logprobs([*first.result(), *later.result()])
-
-
-async def drains(served: Served) -> bool:
-    core = served.engine._core
-    assert core is not None
-    return core._scheduler.mode.value == "draining"
 
 
 @pytest.mark.parametrize("policy", [OnUpdate.INTERRUPT, OnUpdate.KEEP])
@@ -121,9 +114,8 @@ async def test_a_paused_engine_samples_nothing_and_takes_requests(served: Served
     await served.engine.pause(OnUpdate.INTERRUPT)
     await served.engine.stats()
     waiting = asyncio.create_task(served.collect([make_request(2, max_tokens=3)]))
-    while await served.engine.in_flight() != [1, 2]:
-        await asyncio.sleep(0.001)
-    await asyncio.sleep(0.2)
+    await served.until_in_flight([1, 2])
+    await served.engine.probe()  # time enough for a step, if there were one
     stats = await served.engine.stats()
     assert (stats.generated_tokens, stats.busy, stats.running, stats.waiting) == (0, [], 0, 8)
     await served.engine.resume()
@@ -189,8 +181,7 @@ async def test_whoever_leaves_early_frees_the_slots(served: Served) -> None:
     async for group in served.engine.generate([make_request(0, n=1, max_tokens=1), *(endless(n) for n in range(1, 5))]):
         assert group.number == 0
         break
-    while await served.engine.in_flight():
-        await asyncio.sleep(0.001)
+    await served.until_in_flight([])
     (group,) = await served.collect([make_request(9, max_tokens=3)])
     served.assert_logprobs([group])
 
@@ -203,8 +194,7 @@ async def test_cancelling_at_random_times_leaves_the_engine_whole(served: Served
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    while await served.engine.in_flight():
-        await asyncio.sleep(0.001)
+    await served.until_in_flight([])
     groups = await served.collect([make_request(n, max_tokens=6) for n in range(6)])
     served.assert_logprobs(groups)
 

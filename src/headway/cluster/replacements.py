@@ -63,27 +63,27 @@ class Replacements:
 
     async def start(self, lost: str) -> RolloutReplica:
         """A replica in the place of ``lost``, under a name of its own. Raises `StallError` when it does not come up."""
-        place = self._places.pop(lost)
+        place = self._places[lost]
         await place.worker.kill()  # one that was fenced off may still be there, and hold the device
-        restarts = place.restarts + 1
+        place.restarts += 1
         first = place.spec.name.partition("+")[0]
-        spec = replace(place.spec, name=f"{first}+{restarts}")
+        spec = replace(place.spec, name=f"{first}+{place.restarts}")
+        place.worker = worker = self._launch(spec)
+        self._stack.push_async_callback(worker.kill)
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await self._start(spec, restarts)
+                replica = await self._start(worker)
         except TimeoutError:
             raise StallError(
                 f"{spec.name}, which is to replace {lost}, was not up within cluster.start_timeout_s = "
                 f"{self._timeout_s:g} s"
             ) from None
+        self._places[spec.name] = _Place(spec, worker, place.restarts)
+        return replica
 
-    async def _start(self, spec: WorkerSpec, restarts: int) -> RolloutReplica:
-        worker = self._launch(spec)
-        self._stack.push_async_callback(worker.kill)
+    async def _start(self, worker: Worker) -> RolloutReplica:
         await worker.up()
         group = WorkerGroup(RolloutRole, [worker])
         await group.build(None)
         self._exchange.add(worker, self._dtype)
-        replica = await self._serve(group)
-        self._places[spec.name] = _Place(spec, worker, restarts)
-        return replica
+        return await self._serve(group)

@@ -37,7 +37,7 @@ LOSS_KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 """Keys of ``algorithm.policy_loss`` → the losses that look at them."""
-NEVER_CLIPS = ("gpg", "truncated_is", "sapo")
+NEVER_CLIPS = ("gpg", "truncated_is", "sapo", "kl_cov")
 """Losses that look at no ``actor.clip_ratio``."""
 GROUP_RELATIVE = ("grpo", "dr_grpo", "rloo", "opo", "maxrl", "grpo_passk", "pass_at_k", "reinforce_plus_plus_baseline")
 """Estimators that compare the trajectories of a group."""
@@ -87,8 +87,8 @@ def idle_correction_keys(config: Config) -> Iterator[Idle]:
     correction = config.algorithm.rollout_correction
     if config.async_training.use_rollout_log_probs:
         # One of them compares with the current policy, whatever stands for the proximal one.
-        idle = CORRECTION_KEYS if correction.name != SEQUENCE_MASK else ()
-        if any(one.name != SEQUENCE_MASK for one in correction.also):
+        idle = () if _looks_at_the_policy(correction.name) else CORRECTION_KEYS
+        if not all(_looks_at_the_policy(one.name) for one in correction.also):
             idle = (*idle, "also")
         for key in idle:
             yield (
@@ -101,9 +101,15 @@ def idle_correction_keys(config: Config) -> Iterator[Idle]:
             yield f"algorithm.rollout_correction.{key}", "algorithm.rollout_correction.name is not given"
 
 
+def _looks_at_the_policy(name: str | None) -> bool:
+    """A correction that compares π_behav with the current policy, or may."""
+    return name == SEQUENCE_MASK or (name is not None and names_a_file(name))
+
+
 def idle_role_keys(config: Config) -> Iterator[Idle]:
     """Of roles that are there only when the algorithm asks for them, and of what is done about off-policy data."""
     asked = config.async_training.use_rollout_log_probs
+    own_estimator = names_a_file(config.algorithm.adv_estimator)
     if asked:
         yield "actor.prox_logp_method", "async_training.use_rollout_log_probs takes the engine's log-probs for π_prox"
     if not needs_logp(config):
@@ -117,6 +123,21 @@ def idle_role_keys(config: Config) -> Iterator[Idle]:
     if not needs_critic(config):
         for key in (*_SIZES, *CRITIC_KEYS):
             yield f"critic.{key}", f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs no critic; gae does"
+    if config.critic.enable and config.algorithm.adv_estimator != "gae" and not own_estimator:
+        yield "critic.enable", f"algorithm.adv_estimator={config.algorithm.adv_estimator} looks at no values"
+    if config.rollout.greedy_baseline and config.algorithm.adv_estimator != "remax" and not own_estimator:
+        yield (
+            "rollout.greedy_baseline",
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} has its own baseline",
+        )
+    loss = config.algorithm.policy_loss.loss_mode
+    if loss == "truncated_is" and not config.algorithm.use_kl_in_reward:
+        for key in ("async_training.use_rollout_log_probs", "logp.nnodes", "actor.prox_logp_method"):
+            yield key, "algorithm.policy_loss.loss_mode=truncated_is weighs by π_θ/π_behav, and needs no π_prox"
+    if config.algorithm.overlong_filtering:
+        yield "algorithm.policy_loss.ignore_last", "algorithm.overlong_filtering masks answers that were cut off whole"
+    if needs_critic(config) and config.critic.optim.lr_scheduler_type == "constant":
+        yield "critic.optim.min_lr_ratio", "critic.optim.lr_scheduler_type is constant"
     guard, eta = config.offpolicy.guard, config.async_training.staleness_threshold
     if guard.min_ess is None:
         yield "offpolicy.guard.action", "offpolicy.guard.min_ess is not given"
@@ -147,12 +168,32 @@ def algorithm_problems(config: Config) -> Iterator[str]:
                 "algorithm.rollout_correction.also: every correction needs a name, and the first one is that of "
                 "algorithm.rollout_correction itself"
             )
-    if loss == "truncated_is" and algorithm.rollout_correction.name is not None:
+    for one in algorithm.rollout_correction.all if loss == "truncated_is" else ():
+        if one.name != SEQUENCE_MASK:
+            yield (
+                "algorithm.policy_loss.loss_mode=truncated_is weighs by π_θ/π_behav itself; with "
+                f"algorithm.rollout_correction.name={one.name} staleness would be corrected twice; drop one of the two"
+            )
+    clip_high = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
+    c = algorithm.policy_loss.clip_ratio_c
+    if loss == "dual_clip" and c is not None and c <= 1 + clip_high:
         yield (
-            "algorithm.policy_loss.loss_mode=truncated_is weighs by π_θ/π_behav itself; with "
-            f"algorithm.rollout_correction.name={algorithm.rollout_correction.name} staleness would be corrected "
-            "twice; drop one of the two"
+            f"algorithm.policy_loss.clip_ratio_c={c:g} is inside the clip range, which ends at "
+            f"1 + actor.clip_ratio_high = {1 + clip_high:g}; expected more (usual: 3)"
         )
+    for one in algorithm.rollout_correction.all:
+        if (one.lower is not None and one.lower > 1) or (one.bound is not None and one.bound < 1):
+            yield (
+                f"algorithm.rollout_correction: {one.name} with lower={one.lower}, bound={one.bound} is for tokens "
+                "that are off policy alone: a ratio of 1 lies outside; expected lower ≤ 1 ≤ bound"
+            )
+    if algorithm.adv_estimator == "remax" and algorithm.filter_groups.enable:
+        yield (
+            "algorithm.adv_estimator=remax with algorithm.filter_groups: answers that are all right where the greedy "
+            "one is wrong have advantages, and would be filtered; set algorithm.filter_groups.enable=false"
+        )
+    if config.critic.enable is False and algorithm.adv_estimator == "gae":
+        yield "critic.enable=false: algorithm.adv_estimator=gae needs a critic's values; drop one of the two"
     if n == 1 and algorithm.adv_estimator in GROUP_RELATIVE:
         yield (
             f"rollout.n=1: {algorithm.adv_estimator} compares the trajectories of a group, so every advantage would be "

@@ -14,6 +14,7 @@ from headway.config.presets import preset
 from headway.config.schema import Config, Order
 from headway.config.transports import TRANSPORTS, transport_of
 from headway.errors import ConfigError
+from headway.user_code import names_a_file
 
 
 def diagnose(loaded: LoadedConfig) -> list[str]:
@@ -103,7 +104,7 @@ def _sampling(config: Config) -> Iterator[str]:
         ("logit_bias", rollout.logit_bias, {}),
         ("min_tokens", rollout.min_tokens, 0),
     ):
-        if value != off and config.algorithm.rollout_correction.name is None:
+        if value != off and not _corrects_the_sampler(config):
             yield (
                 f"rollout.{key}={value} changes the policy that samples, and nothing corrects for the difference to "
                 f"the policy that is trained; set it to {off} (off), or set async_training.use_rollout_log_probs=false "
@@ -116,6 +117,17 @@ def _sampling(config: Config) -> Iterator[str]:
         )
     if rollout.val_n > 1 and rollout.val_temperature == 0:
         yield f"rollout.val_n={rollout.val_n}: greedy answers are all equal; set rollout.val_temperature above 0"
+
+
+def _corrects_the_sampler(config: Config) -> bool:
+    """Whether what a token is weighed by has the probability in it that it was sampled with."""
+    if config.algorithm.policy_loss.loss_mode == "truncated_is":
+        return True
+    weighs = any(
+        one.name in ("truncate", "mask") or names_a_file(one.name or "")
+        for one in config.algorithm.rollout_correction.all
+    )
+    return weighs and not config.async_training.use_rollout_log_probs
 
 
 def _asynchrony(config: Config) -> Iterator[str]:

@@ -80,8 +80,10 @@ class LogpConfig(Section):
 
 
 class CriticConfig(Section):
-    """The critic, where the advantage estimator asks for one (``gae``). It begins as a copy of the initial model."""
+    """The critic, where the advantage estimator asks for one. It begins as a copy of the initial model."""
 
+    enable: bool | None = None
+    """null: with ``gae``. true: for an estimator of your own that looks at values."""
     nnodes: NonNegative = 0
     """Machines of its own; 0 puts it on the trainer's ranks, inside each fetch."""
     n_gpus_per_node: Positive = 1

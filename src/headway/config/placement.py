@@ -49,7 +49,14 @@ def needs_logp(config: Config) -> bool:
 
 def needs_critic(config: Config) -> bool:
     """Whether the advantages are made from a critic's values."""
-    return config.algorithm.adv_estimator == "gae"
+    enable = config.critic.enable
+    return config.algorithm.adv_estimator == "gae" if enable is None else enable
+
+
+def needs_greedy_baseline(config: Config) -> bool:
+    """Whether each group gets a greedy answer beside its own."""
+    asked = config.rollout.greedy_baseline
+    return config.algorithm.adv_estimator == "remax" if asked is None else asked
 
 
 def resolve_placement(config: Config) -> Placement:

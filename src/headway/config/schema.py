@@ -147,6 +147,9 @@ class RolloutConfig(Section):
     once."""
     threads: NonNegative = 0
     """Torch threads of one replica; 0 divides the machine's cores among the processes."""
+    greedy_baseline: bool | None = None
+    """Beside its own answers each group gets a greedy one, whose reward is their baseline. null: with ``remax``. true:
+    for an estimator of your own that looks at baselines."""
     val_n: Positive = 1
     """Answers per held-out problem."""
     val_temperature: float = Field(0.0, ge=0)

@@ -9,8 +9,10 @@ from does not depend on who was faster.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
+from headway.data.types import Group, Sample
 from headway.events import CriticStepped, Emit
 from headway.interfaces import CriticEngine
 from headway.pipeline.fetches import Fetch
@@ -23,13 +25,23 @@ VALUES, RETURNS = "values", "returns"
 
 class Critic:
     def __init__(
-        self, engine: CriticEngine, emit: Emit, *, mini_batch_size: int, epochs: int, max_nonfinite_steps: int
+        self,
+        engine: CriticEngine,
+        emit: Emit,
+        *,
+        mini_batch_size: int,
+        epochs: int,
+        max_nonfinite_steps: int,
+        mask_cut_off: bool = False,
     ) -> None:
-        """``mini_batch_size``: groups of one optimizer step; ``epochs``: passes over each fetch."""
+        """``mini_batch_size``: groups of one optimizer step; ``epochs``: passes over each fetch;
+        ``mask_cut_off``: answers that did not end by themselves are in no loss.
+        """
         self._engine = engine
         self._emit = emit
         self._mini_batch_size = mini_batch_size
         self._epochs = epochs
+        self._mask_cut_off = mask_cut_off
         self._skipped = SkippedSteps("critic.optim.lr", max_nonfinite_steps)
         self._steps = 0
         self._handed = self._trained = 0
@@ -54,7 +66,11 @@ class Critic:
         for _ in range(self._epochs):
             for mini_batch in (groups[i : i + size] for i in range(0, len(groups), size)):
                 started = now()
-                rows = [sample for group in mini_batch for sample in group.samples((VALUES, RETURNS))]
+                rows = [
+                    sample
+                    for group in mini_batch
+                    for sample in group.samples((VALUES, RETURNS), mask_cut_off=self._mask_cut_off)
+                ]
                 report = await self._engine.train_step(rows)
                 self._emit(
                     CriticStepped(
@@ -71,6 +87,10 @@ class Critic:
                 self._skipped.count(report)
         self._trained += 1
         self._changed.changed()
+
+    def _samples(self, groups: Sequence[Group]) -> list[Sample]:
+        mask = self._mask_cut_off
+        return [sample for group in groups for sample in group.samples((VALUES, RETURNS), mask_cut_off=mask)]
 
     async def save(self, path: Path) -> None:
         """A checkpoint, once it was trained on all that the trainer was."""

@@ -123,9 +123,10 @@ class Fleet:
         if replica.name not in self._gone:
             self._gone.add(replica.name)
             self._state.emit(ReplicaLost(time=now(), replica=replica.name, reason=str(gone.why)))
-        self._joining.pop(replica.name, None)
+        if self._joining.pop(replica.name, None) is not None:
+            self.on_lost(replica.name)  # it served nothing
         if not self.serves(replica):
-            return  # it served nothing, or is known to be gone
+            return
         if len(self._serving) == 1:
             raise gone.why  # and it stays: whoever asks it next learns that it is gone, not of an empty fleet
         del self._serving[replica.name]

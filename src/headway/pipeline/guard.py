@@ -41,6 +41,10 @@ class Guard:
         self._stop = stop
         self._acted_at: int | None = None
         """The version at which it last did what it does once per version."""
+        self._version: int | None = None
+        """Of the last step that was looked at …"""
+        self._was_low = False
+        """… and whether it has had a low one."""
 
     def look(self, report: StepReport, version: int) -> None:
         """Act on one optimizer step of the trainer's ``version``."""
@@ -57,11 +61,8 @@ class Guard:
                 if scale != self.clip_scale:
                     self.clip_scale = scale
                     self._tell(version, ess, least, "tightened" if low else "widened")
-            case "lower_eta" if self._acted_at != version:  # the groups of a version were admitted before it
-                changed = self._state.admit_less_ahead() if low else self._state.admit_further_ahead()
-                if changed:
-                    self._acted_at = version
-                    self._tell(version, ess, least, "lowered η" if low else "raised η")
+            case "lower_eta":
+                self._lower_or_recover(low, version, ess, least)
             case "stop" if low and self._acted_at is None:
                 self._acted_at = version
                 self._tell(version, ess, least, "stopped")
@@ -69,6 +70,20 @@ class Guard:
                     f"offpolicy.guard: the effective sample size of a step of version {version} is {ess:.3g}, below "
                     f"offpolicy.guard.min_ess={least:g}"
                 )
+
+    def _lower_or_recover(self, low: bool, version: int, ess: float, least: float) -> None:
+        """Once per version: at its first low step, or, behind a version that had none, at the next one's first step.
+
+        The first step of a version is the one that is nearest to its data, and says nothing about the others.
+        """
+        if version != self._version:
+            recovers, self._version, self._was_low = self._version is not None and not self._was_low, version, False
+            if recovers and not low and self._state.admit_further_ahead():
+                self._tell(version, ess, least, "raised η")
+        if low and not self._was_low:
+            self._was_low = True
+            if self._state.admit_less_ahead():
+                self._tell(version, ess, least, "lowered η")
 
     def _tell(self, version: int, ess: float, least: float, did: str) -> None:
         clip_scale, eta = self.clip_scale, float(self._state.staleness.eta_now)

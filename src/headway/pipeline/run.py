@@ -260,6 +260,7 @@ class Pipeline:
             mini_batch_size=self.config.actor.ppo_mini_batch_size,
             epochs=self.config.critic.ppo_epochs,
             max_nonfinite_steps=self.config.trainer.max_nonfinite_steps,
+            mask_cut_off=self.config.algorithm.overlong_filtering,
         )
 
     def _sampling(self, temperature: float) -> SamplingParams:

@@ -35,17 +35,17 @@ class Replacing:
 
     async def replace(self, lost: str) -> None:
         """Start a replica in the place of ``lost``, and let it join. A failure is told, and ends nothing."""
-        if self.left == 0:
-            self._tell("no further replica is started in its place: cluster.max_replica_restarts is used up", lost)
+        while self.left > 0:
+            self.left -= 1
+            try:
+                replica = await self.start(lost)
+            except HeadwayError as failure:
+                self._tell(f"no replica could be started in its place: {failure}", lost)
+                continue
+            self.join(replica)
+            self._tell(f"{replica.name} takes its place, and serves from the next version on", lost)
             return
-        self.left -= 1
-        try:
-            replica = await self.start(lost)
-        except HeadwayError as failure:
-            self._tell(f"no replica could be started in its place: {failure}", lost)
-            return
-        self.join(replica)
-        self._tell(f"{replica.name} takes its place, and serves from the next version on", lost)
+        self._tell("no further replica is started in its place: cluster.max_replica_restarts is used up", lost)
 
     def _tell(self, what: str, lost: str) -> None:
         self.state.emit(Note(time=now(), level="warning", text=f"{lost} is gone; {what}"))

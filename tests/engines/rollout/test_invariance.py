@@ -1,4 +1,4 @@
-"""What is sampled depends on seed, trajectory, position and weights alone: not on slots, order of arrival or company."""
+"""What is sampled depends on seed, trajectory, position and weights alone: not on slots, order or company."""
 
 from __future__ import annotations
 

@@ -89,9 +89,9 @@ def plain_loss(decoder: torch.nn.Module, head: torch.Tensor, rows: Sequence[Row]
 
 
 def numpy_explained_variance(rows: Sequence[Row]) -> float:
-    """1 − mean (values − returns)² / variance of the returns, over the tokens that count."""
+    """1 − variance of what is left / variance of the returns, over the tokens that count."""
     values, returns = (np.concatenate([r.columns[n][r.loss_mask] for r in rows]) for n in ("values", "returns"))
-    return float(1 - np.square(values.astype(np.float64) - returns).mean() / np.var(returns.astype(np.float64)))
+    return float(1 - np.var(values.astype(np.float64) - returns) / np.var(returns.astype(np.float64)))
 
 
 def gradient(path: str, config: Config, shares: list[list[Row]]) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
@@ -295,7 +295,7 @@ def test_a_critic_learns_returns_that_stay_the_same(one_rank: None, model_path: 
         metrics = critic.train_step([with_columns(r, values=v) for r, v in zip(rows, values, strict=True)]).metrics
         losses.append(metrics["vf_loss"])
         explained.append(metrics["vf_explained_var"])
-    assert explained[0] < 0
+    assert explained[0] < 0.1
     assert losses[-1] < 0.05 * losses[0]
     assert explained[-1] > 0.9
 

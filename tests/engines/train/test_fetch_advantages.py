@@ -150,8 +150,9 @@ def expected_gae(
     rows: Sequence[Row], outcomes: Outcomes, gamma: float, lam: float, coef: float = 0.0, anchor: str | None = None
 ) -> dict[str, list[np.ndarray]]:
     of_tokens = [
-        gae_loop(token_rewards(row, float(r), coef, anchor), row.columns["values"], bool(end), gamma, lam)
-        for row, r, end in zip(rows, outcomes.rewards, outcomes.finished, strict=True)
+        # An answer that was cut off was scored as it is, and nothing follows it either.
+        gae_loop(token_rewards(row, float(r), coef, anchor), row.columns["values"], True, gamma, lam)
+        for row, r in zip(rows, outcomes.rewards, strict=True)
     ]
     every = [advantage for row in of_tokens for advantage, _ in row.values()]
     mean = math.fsum(every) / len(every)

@@ -52,7 +52,7 @@ class FetchAdvantages:
         _check_finite("rewards", [np.atleast_1d(reward) for reward in outcomes.rewards], outcomes)
         if "values" in rows[0].columns:
             _check_finite("the critic's values", [row.columns["values"][row.loss_mask] for row in rows], outcomes)
-        inputs = self._penalised(_inputs(rows, outcomes), rows)
+        inputs = self._penalised(_inputs(rows, outcomes), rows, outcomes)
         estimate = self._estimator(inputs, **self._params)
         columns = {"advantages": _arrays(estimate, inputs)}
         if isinstance(estimate, Advantages):
@@ -61,9 +61,12 @@ class FetchAdvantages:
             _check_finite(name, arrays, outcomes)
         return columns
 
-    def _penalised(self, inputs: AdvantageInputs, rows: Sequence[Row]) -> AdvantageInputs:
+    def _penalised(self, inputs: AdvantageInputs, rows: Sequence[Row], outcomes: Outcomes) -> AdvantageInputs:
         if not self._algorithm.use_kl_in_reward:
             return inputs
+        for name in ("ref_logprobs", "prox_logprobs"):
+            known = [row.columns.get(name, row.logprobs)[row.loss_mask] for row in rows]
+            _check_finite(name, known, outcomes)
         rewards, _ = kl_in_reward(
             inputs.rewards_of_tokens(),
             _padded(rows, inputs.width, lambda row: row.columns.get("prox_logprobs", row.logprobs)),
@@ -86,7 +89,8 @@ def _inputs(rows: Sequence[Row], outcomes: Outcomes) -> AdvantageInputs:
         lengths=lengths,
         mask=None if all(row.loss_mask.all() for row in rows) else mask,
         values=_padded(rows, width, lambda row: row.columns["values"]) if valued else None,
-        finished=torch.from_numpy(outcomes.finished),
+        # Every answer was scored as it is, also one that was cut off: nothing comes after its last token.
+        finished=None,
         baselines=torch.from_numpy(outcomes.baselines) if outcomes.baselines is not None else None,
     )
 

@@ -63,15 +63,16 @@ class Reward(Stage[Group, Group]):
         except ScoringFailed as failure:
             self._state.discard(group.number, Fate.FAILED, str(failure))
             return
+        shaped = rewards
+        if self._shaping is not None:
+            shaped = self._shaping(rewards, np.array([t.length for t in group.trajectories]))
         if len(rewards) > self._n:
-            rewards = self._split_baseline(group, rewards)
+            rewards, shaped = rewards[: self._n], self._split_baseline(group, shaped)
         self._emit(GroupRewarded(time=now(), number=group.number, rewards=rewards.tolist()))
         if self._filter is not None and (reason := self._filter(rewards)) is not None:
             self._state.discard(group.number, Fate.FILTERED, reason)
             return
-        if self._shaping is not None:
-            rewards = self._shaping(rewards, np.array([t.length for t in group.trajectories]))
-        group.rewards = rewards
+        group.rewards = shaped
         yield group
 
     def _split_baseline(self, group: Group, rewards: NDArray[np.float32]) -> NDArray[np.float32]:

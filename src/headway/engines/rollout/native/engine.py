@@ -171,7 +171,7 @@ class NativeEngine:
                 missing -= 1
                 yield group
         finally:
-            self._post(inbox.loop, lambda: self._forget(inbox))
+            self._post(inbox.loop, lambda: self._forget(inbox, missing))
 
     async def pause(self, policy: OnUpdate) -> Paused:
         """Returns when nothing decodes any more under ``policy``; at once if the engine is paused already."""
@@ -327,8 +327,9 @@ class NativeEngine:
         self._core.submit(requests, inbox)
         self._inboxes.add(inbox)
 
-    def _forget(self, inbox: _Inbox) -> None:
-        self._core.forget(inbox)
+    def _forget(self, inbox: _Inbox, missing: int) -> None:
+        if missing:  # looking through all that waits is slow
+            self._core.forget(inbox)
         self._inboxes.discard(inbox)
 
     def _start_writing(self, updates: Updates, version: int) -> Future[ReceiveReport]:

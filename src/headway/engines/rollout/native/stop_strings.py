@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from os.path import commonprefix
 
 MARGIN = 4
 """Further tokens to look at: at the start of a piece, a tokenizer may drop a space or have half a character."""
@@ -17,5 +16,5 @@ def window(stop: Sequence[str]) -> int:
 def completed(tail: Sequence[int], stop: Sequence[str], decode: Callable[[Sequence[int]], str]) -> bool:
     """Whether the last of ``tail``, an answer's last `window` tokens, completed one of ``stop``."""
     now, before = decode(tail), decode(tail[:-1])
-    old = len(commonprefix([now, before]))  # a last character that was half there is new
+    old = len(before.rstrip("\N{REPLACEMENT CHARACTER}"))  # a character that was half there is new
     return any(text in now[max(0, old - len(text) + 1) :] for text in stop)

@@ -90,8 +90,8 @@ class VllmCore:
         self._halted = False
         """vLLM is paused."""
         self._asleep = False
-        self._moved = asyncio.Condition()
-        """The scheduler's mode may have changed."""
+        self._moved = asyncio.Event()
+        """Set, and replaced, when the scheduler's mode may have changed."""
         self._weights = Weights.SERVED
         self._over: HeadwayError | None = None
         self.version = 0
@@ -140,9 +140,9 @@ class VllmCore:
         """Returns when nothing decodes any more under ``policy``."""
         self._check()
         self._scheduler.pause(policy)
-        await self._settle()
-        async with self._moved:
-            await self._moved.wait_for(lambda: self._scheduler.mode is not Mode.DRAINING or self._over is not None)
+        self._settle()
+        while self._scheduler.mode is Mode.DRAINING and self._over is None:
+            await self._moved.wait()
         self._check()
         async with self._turn:
             if self._scheduler.mode is not Mode.PAUSED:  # resumed meanwhile
@@ -161,7 +161,7 @@ class VllmCore:
             self._check_weights("resume")
             await self._go_on()
             self._scheduler.resume()
-        await self._settle()
+        self._settle()
         self._fill()
 
     async def activate(self, version: int, load: Callable[[Callable[[], None]], None]) -> float:
@@ -320,7 +320,7 @@ class VllmCore:
         del self._running[request], self._following[request]
         self._finish(run, reason)
         self._fill()
-        asyncio.get_running_loop().create_task(self._settle())
+        self._settle()
 
     def _finish(self, run: TrajectoryRun, reason: FinishReason) -> None:
         group = run.group
@@ -340,14 +340,14 @@ class VllmCore:
             with self._telling("abort"):
                 await self._llm.abort(requests)
             await asyncio.wait(tasks)
-        await self._settle()
+        self._settle()
 
-    async def _settle(self) -> None:
+    def _settle(self) -> None:
         """With nothing left to run, end a drain; tell those who wait for that."""
         if self._scheduler.mode is Mode.DRAINING and not self._running and not self._scheduler.queued:
             self._scheduler.drained()
-        async with self._moved:
-            self._moved.notify_all()
+        self._moved.set()
+        self._moved = asyncio.Event()
 
     def _show(self) -> None:
         self._activity.running(0 if self._halted else len(self._running))
@@ -414,8 +414,13 @@ class VllmCore:
                 self._deliver(owner, error)
             self._groups.clear()
             self._activity.running(0)
+            self._settle()
 
     def _check(self) -> None:
+        if self._over is None and self._llm.errored:
+            self._fail(
+                WorkerDied(f"vLLM's processes of rollout engine {self._name} have ended; its own output says why")
+            )
         if self._over is not None:
             raise self._over
 

@@ -62,7 +62,7 @@ class VllmEngine:
         model_path: a Hugging Face folder; its weights are version 0.
         name: of the replica, in results and messages.
         seed: of the run; with a trajectory's id it determines the seed of its request.
-        slots: trajectories that decode at once: vLLM's ``max_num_seqs``.
+        slots: trajectories that decode at once: vLLM never has more of them.
         max_context: most tokens of prompt and response together.
         dtype: of weights and arithmetic, as torch spells it without the prefix; ``auto``: the folder's.
         decode: token ids to text, for `Trajectory.text`; it gets the stop token too.
@@ -258,8 +258,8 @@ class VllmEngine:
             self._buffer.unlink()
         if self._thread.ident is None:
             return
-        with contextlib.suppress(HeadwayError):
-            await self.start()
+        with contextlib.suppress(HeadwayError, TimeoutError):  # what is still starting can only be waited for
+            await asyncio.wait_for(self.start(), CLOSE_TIMEOUT_S)
         if self._loop is not None and self._stop is not None:
             with contextlib.suppress(RuntimeError):  # it has ended already
                 self._loop.call_soon_threadsafe(self._stop.set)
@@ -282,7 +282,13 @@ class VllmEngine:
 
     async def _ask(self, work: Coroutine[Any, Any, T]) -> T:
         """Run ``work`` on vLLM's loop; its result. It goes on when whoever asked does not wait for it any more."""
-        return await asyncio.shield(asyncio.wrap_future(self._post(work)))
+        return await asyncio.shield(asyncio.wrap_future(self._post(self._answered(work))))
+
+    async def _answered(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await work
+        except asyncio.CancelledError:  # by the end of the loop: nobody else can
+            raise self._over() from None
 
     def _post(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         assert self._loop is not None
@@ -321,7 +327,7 @@ class VllmEngine:
         finally:
             if (handler := getattr(llm, "output_handler", None)) is not None:
                 handler.cancel()  # or it takes the end of vLLM's processes for a failure, and says so
-            llm.shutdown()
+            llm.shutdown(timeout=CLOSE_TIMEOUT_S / 2)  # killed, they would leave shared memory behind
 
     def _deliver(self, owner: Hashable, group: FinishedGroup | HeadwayError) -> None:
         assert isinstance(owner, _Inbox)

@@ -85,7 +85,7 @@ def start(settings: VllmSettings, stat_logger: Callable[..., Any]) -> Any:
         "trust_remote_code": settings.trust_remote_code,
         "dtype": settings.dtype,
         "max_model_len": settings.max_context,
-        "max_num_seqs": settings.slots,
+        "max_num_seqs": settings.slots + 1,  # the probe has a place of its own beside requests that stand still
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",  # what the folder recommends must not change the distribution
         "enable_prefix_caching": True,
@@ -119,11 +119,11 @@ def _batching(settings: VllmSettings, on_cpu: bool) -> dict[str, Any]:
     if on_cpu:
         return {
             "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(given or 0, settings.max_context + slots),
+            "max_num_batched_tokens": max(given or 0, settings.max_context + slots + 1),
         }
     if given is None:
         return {}
-    return {"max_num_batched_tokens": max(slots, min(given, slots * settings.max_context))}
+    return {"max_num_batched_tokens": max(slots + 1, min(given, slots * settings.max_context))}
 
 
 def is_cpu_build() -> bool:

@@ -47,12 +47,13 @@ class FsdpCritic:
     def train_step(self, rows: Sequence[Row]) -> StepReport:
         """One optimizer step towards the ``returns`` of ``rows``, this rank's share of a mini-batch.
 
-        Metrics: ``vf_loss``, ``vf_clipfrac``, ``vpred_mean``, ``returns_mean``, ``vf_explained_var`` (1 − the mean
-        squared error of the values at the fetch's start over the variance of the returns), ``grad_norm``, ``lr``.
+        Metrics: ``vf_loss``, ``vf_clipfrac``, ``vpred_mean``, ``returns_mean``, ``vf_explained_var`` (as in verl:
+        1 − Var(R − V)/Var(R), V being the values at the fetch's start), ``grad_norm``, ``lr``.
         """
         report = self._learner.step(rows, self._part)
         metrics = report.metrics
-        square, error = metrics.pop("returns_square"), metrics.pop("error_square")
+        square = metrics.pop("returns_square")
+        error = metrics.pop("error_square") - metrics.pop("error_mean") ** 2
         variance = square - metrics["returns_mean"] ** 2
         # Returns that are all equal leave no exact zero, but what rounding makes of the difference.
         metrics["vf_explained_var"] = 1.0 - error / variance if variance > 1e-12 * square else 0.0
@@ -84,6 +85,7 @@ class FsdpCritic:
                 "vpred_mean": values_NT,
                 "returns_mean": returns_NT,
                 "returns_square": returns_NT.double().square(),
+                "error_mean": (old_NT - returns_NT).double(),
                 "error_square": (old_NT - returns_NT).double().square(),
             }
             sums = {"loss": loss.detach().double(), "vf_loss": loss.detach().double()}

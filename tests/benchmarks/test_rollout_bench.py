@@ -1,0 +1,346 @@
+"""What `make bench-rollout` asks for, how it measures, and what it makes of that."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from benchmarks import rollout, rollout_workload
+from benchmarks.rollout import Bench, interpreters
+from benchmarks.rollout_engines import Continuous, Engine, Generate, Native
+from benchmarks.rollout_process import TimedOut, Worker, WorkerFailed
+from benchmarks.rollout_tables import Measured, Results, markdown, write
+from benchmarks.rollout_update import BEHIND
+from benchmarks.rollout_update import markdown as update_markdown
+from benchmarks.rollout_worker import answer, check
+from benchmarks.rollout_workload import SIZES, Cell, Kind, Request, Setting, Size, cells, long_tailed, requests, work
+
+TINY = Size("tiny", 40, 32, 1, heads=2, kv_heads=1, head_dim=16, intermediate=48, prefill_requests=2)
+CELL = Cell("1m", threads=1, concurrent=32, kind=Kind.RAGGED, tokens=64)
+EVERY = cells(list(SIZES), [1, 2], [32, 128], [64, 256])
+
+
+# ---------------------------------------------------------------------------------------------- the requests
+
+
+def test_long_tailed_lengths_are_the_quantiles_of_a_log_normal_distribution_cut_at_both_ends() -> None:
+    lengths = long_tailed(1000, 1, 256)
+    assert lengths == sorted(lengths)
+    assert (lengths[0], lengths[-1]) == (1, 256)
+    # Median 32 and σ = 1: one standard deviation is a factor of e on either side.
+    assert lengths[499] == pytest.approx(32, abs=1)
+    assert lengths[841] == pytest.approx(32 * 2.71828, rel=0.02)
+    assert lengths[158] == pytest.approx(32 / 2.71828, rel=0.05)
+    assert sum(length == 256 for length in lengths) == pytest.approx(19, abs=2)  # P(Z > ln 8)
+
+
+def test_a_small_batch_has_the_shape_of_a_large_one() -> None:
+    assert fmean(long_tailed(32, 1, 64)) == pytest.approx(fmean(long_tailed(128, 1, 64)), rel=0.05)
+    assert max(long_tailed(32, 1, 64)) == 64
+
+
+@pytest.mark.parametrize("cell", EVERY, ids=lambda cell: cell.name)
+def test_the_requests_of_a_cell_are_the_same_wherever_they_are_made_and_fit_what_engines_are_loaded_for(
+    cell: Cell,
+) -> None:
+    asked = requests(cell)
+    assert asked == requests(Cell.from_json(json.loads(json.dumps(cell.to_json()))))
+    setting = Setting(cell.size, cell.threads, cell.concurrent, cell.tokens)
+    assert all(len(one.prompt) + one.tokens <= setting.context for one in asked)
+    assert all(0 < token < SIZES[cell.size].vocabulary for one in asked for token in one.prompt)
+    assert max(one.tokens for one in asked) == cell.tokens
+
+
+def test_engines_of_different_models_and_threads_get_lengths_that_are_the_same() -> None:
+    lengths = [[(len(one.prompt), one.tokens) for one in requests(replace(CELL, size=size))] for size in SIZES]
+    assert lengths[0] == lengths[1] == lengths[2]
+
+
+def test_ragged_runs_have_twice_as_many_requests_as_slots_and_uniform_ones_are_uniform() -> None:
+    assert len(requests(CELL)) == 64
+    uniform = requests(replace(CELL, kind=Kind.UNIFORM))
+    assert len(uniform) == 32
+    assert {(len(one.prompt), one.tokens) for one in uniform} == {(32, 64)}
+
+
+def test_prefill_is_counted_in_tokens_of_prompts_and_the_rest_in_tokens_of_answers() -> None:
+    asked = [Request((1, 2, 3), 5), Request((4,), 7)]
+    assert work(replace(CELL, kind=Kind.PREFILL), asked) == 4
+    assert work(CELL, asked) == 12
+
+
+def test_cells_that_share_an_engine_are_neighbours_and_prefill_is_measured_once_for_each_number_of_threads() -> None:
+    settings = [(cell.size, cell.threads, cell.concurrent) for cell in EVERY]
+    changes = [setting for k, setting in enumerate(settings) if k == 0 or settings[k - 1] != setting]
+    assert len(changes) == len(set(settings)) == 12
+    assert len([cell for cell in EVERY if cell.kind is Kind.PREFILL]) == 6
+    assert len(EVERY) == len(set(EVERY)) == 78
+
+
+def test_models_have_about_as_many_parameters_as_their_names_say(tmp_path: Path) -> None:
+    assert SIZES["1m"].make(tmp_path / "1m") == pytest.approx(1e6, rel=0.2)
+    assert SIZES["3m"].make(tmp_path / "3m") == pytest.approx(3e6, rel=0.2)
+
+
+# ---------------------------------------------------------------------------------------------- the engines
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(rollout_workload, "SIZES", {**SIZES, "tiny": TINY})
+    TINY.make(tmp_path / "tiny")
+    return tmp_path / "tiny"
+
+
+@pytest.mark.parametrize("make", [Native, Generate, Continuous])
+def test_each_engine_writes_exactly_what_is_wanted_of_every_request(
+    make: Callable[[Path, Setting], Engine], tiny: Path
+) -> None:
+    engine = make(tiny, Setting("tiny", threads=1, concurrent=3, tokens=6))
+    asked = [Request((5,) * length, tokens) for length, tokens in [(4, 2), (1, 6), (7, 1), (3, 3), (2, 4)]]
+    try:
+        assert engine.run(asked) == [2, 6, 1, 3, 4]
+        assert engine.run(asked[:2]) == [2, 6]
+    finally:
+        engine.close()
+
+
+class Short:
+    """An engine whose fourth answer lacks a token."""
+
+    def run(self, requests: Sequence[Request]) -> list[int]:
+        return [request.tokens - (number == 3) for number, request in enumerate(requests)]
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_run_in_which_an_answer_is_too_short_is_no_measurement() -> None:
+    wanted = requests(CELL)[3].tokens
+    found = answer(Short(), CELL)
+    assert found == {"error": f"ValueError: answer 3 has {wanted - 1} tokens; {wanted} were wanted"}
+
+
+def test_a_run_in_which_an_answer_is_missing_is_no_measurement() -> None:
+    with pytest.raises(ValueError, match="1 answers"):
+        check([2], [Request((1,), 2), Request((1,), 3)])
+
+
+# ---------------------------------------------------------------------------------------------- the processes
+
+SCRIPT = """
+import json, sys, time
+print(json.dumps({"ready": 1}), flush=True)
+for line in sys.stdin:
+    kind = json.loads(line)["kind"]
+    if kind == "prefill":
+        time.sleep(1000)
+    if kind == "uniform":
+        print("lost my way", file=sys.stderr)
+        sys.exit(3)
+    answer = {"error": "too much"} if kind == "long-tailed" else {"tokens": 1, "seconds": 2, "cpu_seconds": 2}
+    print(json.dumps(answer), flush=True)
+"""
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Worker:
+    return Worker("fake", [sys.executable, "-c", SCRIPT], 1, tmp_path / "log")
+
+
+def test_a_worker_that_does_not_answer_is_ended_and_loaded_again_for_the_next_question(worker: Worker) -> None:
+    assert worker.run(CELL, 60)["seconds"] == 2
+    with pytest.raises(TimedOut, match=r"within 0\.01 s"):
+        worker.run(replace(CELL, kind=Kind.PREFILL), 0.01)
+    assert worker.run(CELL, 60)["seconds"] == 2
+    worker.stop()
+
+
+def test_what_a_worker_says_about_a_failure_is_passed_on_and_it_goes_on(worker: Worker) -> None:
+    with pytest.raises(WorkerFailed, match="too much"):
+        worker.run(replace(CELL, kind=Kind.LONG_TAILED), 60)
+    assert worker.run(CELL, 60)["seconds"] == 2
+    worker.stop()
+
+
+def test_of_a_worker_that_ends_its_last_words_are_told(worker: Worker) -> None:
+    with pytest.raises(WorkerFailed, match="lost my way"):
+        worker.run(replace(CELL, kind=Kind.UNIFORM), 60)
+    worker.stop()
+
+
+def test_an_engine_that_cannot_be_loaded_is_not_tried_for_every_cell(tmp_path: Path) -> None:
+    tries = tmp_path / "tries"
+    script = f"open({str(tries)!r}, 'a').write('x'); print('{{\"error\": \"no such thing\"}}')"
+    worker = Worker("fake", [sys.executable, "-c", script], 1, tmp_path / "log")
+    for _ in range(2):
+        with pytest.raises(WorkerFailed, match="not loaded: no such thing"):
+            worker.run(CELL, 60)
+    assert tries.read_text() == "x"
+
+
+# ---------------------------------------------------------------------------------------------- the rounds
+
+
+class Scripted:
+    """A worker whose runs take no time."""
+
+    def __init__(self, engine: str, asked: list[str], failure: WorkerFailed | None = None) -> None:
+        self.engine = engine
+        self._asked = asked
+        self._failure = failure
+
+    def run(self, cell: Cell, timeout_s: float) -> dict[str, float]:
+        self._asked.append(self.engine)
+        if self._failure is not None:
+            raise self._failure
+        return {"tokens": 100, "seconds": 2, "cpu_seconds": 1}
+
+
+def bench(rounds: int, cell_s: float) -> Bench:
+    return Bench({}, rounds, cell_s, 5.0, Results())
+
+
+def test_engines_take_turns_and_one_that_timed_out_is_not_asked_again() -> None:
+    asked: list[str] = []
+    workers = [Scripted("native", asked), Scripted("generate", asked, TimedOut("…")), Scripted("vllm", asked)]
+    measured = bench(3, 60).measure(CELL, workers)
+    assert asked == ["native", "generate", "vllm", "native", "vllm", "native", "vllm"]
+    assert measured.failures == {"generate": "over 5 s"}
+    assert measured.rates == {"native": [50.0] * 3, "vllm": [50.0] * 3}
+
+
+def test_a_cell_without_time_left_has_one_round() -> None:
+    asked: list[str] = []
+    measured = bench(3, 0.0).measure(CELL, [Scripted("native", asked), Scripted("vllm", asked)])
+    assert (asked, measured.rounds) == (["native", "vllm"], 1)
+
+
+# ---------------------------------------------------------------------------------------------- the choice
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[Cell]:
+    """The cells of a command line, run by nobody."""
+    found: list[Cell] = []
+    monkeypatch.setattr(Bench, "run", lambda self, wanted: found.extend(wanted))
+    monkeypatch.setattr(rollout, "write", lambda *args, **kwargs: "")
+    rollout.main(arguments)
+    return found
+
+
+def test_by_default_small_models_are_measured_in_full_and_the_large_one_in_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = chosen(monkeypatch)
+    large = [cell for cell in found if cell.size == "100m"]
+    assert len(found) - len(large) == 52
+    assert {(cell.concurrent, cell.tokens) for cell in large} == {(32, 64), (32, 1)}
+    assert {cell.threads for cell in large} == {1, 2}
+
+
+def test_full_measures_everything_and_quick_one_cell_of_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(chosen(monkeypatch, "--full")) == set(EVERY)
+    quick = chosen(monkeypatch, "--quick")
+    assert sorted(cell.kind for cell in quick) == sorted(Kind)
+    assert {(cell.size, cell.threads, cell.concurrent) for cell in quick} == {("1m", 1, 32)}
+
+
+def test_what_is_asked_for_replaces_what_would_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = chosen(monkeypatch, "--quick", "--models", "100m", "--kinds", "ragged", "--threads", "2")
+    assert [(cell.size, cell.kind, cell.threads) for cell in found] == [("100m", Kind.RAGGED, 2)]
+
+
+@pytest.mark.parametrize("flags", [("--models", "9m"), ("--kinds", "odd"), ("--engines", "sglang")])
+def test_an_unknown_name_is_told_with_those_that_are_known(
+    flags: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        rollout.main(flags)
+    assert f"unknown {flags[1]}; known: " in capsys.readouterr().err
+
+
+def test_without_an_environment_for_vllm_it_is_skipped_and_the_table_says_so(tmp_path: Path) -> None:
+    pythons, notes = interpreters(["native", "vllm"], tmp_path / "none")
+    assert pythons == {"native": Path(sys.executable)}
+    assert any(note.startswith("vllm: skipped") for note in notes)
+    assert "vllm: skipped" in markdown(Results(notes=notes))
+    there = interpreters(["native", "vllm"], Path(sys.executable))[0]
+    assert set(there) == {"native", "vllm"}
+
+
+# ---------------------------------------------------------------------------------------------- the tables
+
+
+def measured(cell: Cell = CELL, failures: dict[str, str] | None = None, **rates: Sequence[float]) -> Measured:
+    found = Measured(cell, failures=failures or {})
+    for engine, each in rates.items():
+        for rate in each:
+            found.add(engine, tokens=rate, seconds=1.0, cpu_seconds=0.9)
+    return found
+
+
+def test_the_ratio_is_that_of_medians_against_the_best_other() -> None:
+    found = measured(native=[90, 300, 310], generate=[100, 110, 500], vllm=[40, 150, 160])
+    assert found.best_other == ("vllm", 150)
+    assert found.ratio == 2.0
+    assert found.hit is False
+    assert measured(native=[450], vllm=[150]).hit is True
+    assert measured(replace(CELL, size="100m"), native=[300], vllm=[150]).hit is True
+
+
+def test_an_engine_that_failed_in_a_later_round_is_not_compared_with() -> None:
+    found = measured(native=[300], vllm=[500], generate=[100], failures={"vllm": "over 90 s"})
+    assert found.best_other == ("generate", 100)
+    assert found.rate("vllm") is None
+
+
+def test_without_another_engine_there_is_no_ratio() -> None:
+    found = measured(native=[300])
+    assert (found.best_other, found.ratio, found.hit) == (None, None, None)
+
+
+def test_the_table_shows_rates_time_outs_and_aims(tmp_path: Path) -> None:
+    slow = measured(
+        replace(CELL, concurrent=128),
+        native=[1000],
+        vllm=[200],
+        failures={"generate": "over 90 s", "vllm": "RuntimeError: no"},
+    )
+    quick = measured(native=[1200], generate=[300], vllm=[400])
+    results = Results(["native", "generate", "vllm"], {"1m": 1_173_184}, [quick, slow])
+    text = write(results, tmp_path, show=True)
+    lines = text.splitlines()
+    assert "### 1m: 1,173,184 parameters" in lines
+    assert "| ragged | 1 | 32 | 64 | 1,200 | 300 | 400 | 3.00× | 3.00× | 1 |" in lines
+    assert "| ragged | 1 | 128 | 64 | 1,000 | over 90 s | failed | — | 3.00× | 1 |" in lines
+    assert "| 1m | ragged | 3.00× | 3.00× | 3.00× | 1 of 1 |" in lines
+    assert f"- vLLM, {slow.cell.name}: RuntimeError: no" in lines
+    assert "a core for 90% of its time" in text
+    written = json.loads((tmp_path / "rates.json").read_text())
+    assert written["cells"][0]["ratio"] == 3.0
+    assert written["cells"][0]["rates"]["vllm"] == [400.0]
+    assert (tmp_path / "rates.md").read_text() in text
+
+
+def test_the_mean_of_ratios_is_geometric() -> None:
+    prefill = replace(CELL, kind=Kind.PREFILL, tokens=1)
+    found = [measured(prefill, native=[50], vllm=[100]), measured(prefill, native=[200], vllm=[100])]
+    assert "| 1m | prefill | — | 1.00× | 0.50× | — |" in markdown(Results(["native", "vllm"], {}, found)).splitlines()
+
+
+def test_staging_beside_decoding_is_no_part_of_the_stall() -> None:
+    update = {"pause": 0.001, "stage": 0.010, "activate": 0.002, "resume": 0.100}
+    rows = [
+        {"model": "1m", "threads": 1, "engine": "native", "staged": staged, "updates": [update]}
+        for staged in (BEHIND, "beside decoding")
+    ]
+    lines = update_markdown(rows, 1, ["- 3m: no"]).splitlines()
+    assert "| 1m | 1 | native | behind the pause | 1.0 | 10.0 | 2.0 | 100.0 | 113.0 |" in lines
+    assert "| 1m | 1 | native | beside decoding | 1.0 | 10.0 | 2.0 | 100.0 | 103.0 |" in lines
+    assert "- 3m: no" in lines

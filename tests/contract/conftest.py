@@ -1,0 +1,16 @@
+"""The contract's assertions are in modules that pytest would not rewrite by itself."""
+
+import pytest
+
+for module in (
+    "ending",
+    "harness",
+    "logprobs",
+    "pausing",
+    "reference",
+    "reproducing",
+    "sampling",
+    "serving",
+    "updating",
+):
+    pytest.register_assert_rewrite(f"tests.contract.{module}")

@@ -1,0 +1,56 @@
+"""Part of the contract: after `close` nobody waits, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from headway.errors import RunError
+from headway.interfaces import OnUpdate
+from tests.contract.harness import OfEngine, collect, endless, make_request, sampled, scenario, submit
+
+JOIN_S = 20.0
+
+
+class Ending(OfEngine):
+    @scenario()
+    async def test_closing_while_busy_ends_every_call_and_leaves_nothing_behind(self) -> None:
+        threads, tasks = set(threading.enumerate()), asyncio.all_tasks()
+        async with self.harness.serve(fresh=True) as replica:
+            running = submit(replica, endless(1), endless(2), endless(3))
+            await sampled(replica, 20)
+            draining = asyncio.create_task(replica.engine.pause(OnUpdate.DRAIN))
+            await replica.tick()
+            held = submit(replica, endless(4))
+            await replica.tick()
+            await replica.engine.close()
+            for call in (running, held, draining):
+                with pytest.raises(RunError, match="closed"):
+                    await call
+        left = [thread for thread in set(threading.enumerate()) - threads if thread.name.startswith("headway")]
+        for thread in left:
+            thread.join(JOIN_S)
+        assert not any(thread.is_alive() for thread in left)
+        assert asyncio.all_tasks() == tasks
+
+    @scenario()
+    async def test_a_closed_engine_says_so_to_everybody(self) -> None:
+        async with self.harness.serve(fresh=True) as replica:
+            engine = replica.engine
+            await collect(replica, [make_request(1)])
+            await engine.close()
+            await engine.close()  # twice is once
+            for call in (
+                collect(replica, [make_request(2)]),
+                engine.pause(OnUpdate.INTERRUPT),
+                engine.resume(),
+                engine.abort([1]),
+                engine.abort_older_than(1),
+                engine.in_flight(),
+                engine.stats(),
+                engine.stage_weights(1),
+            ):
+                with pytest.raises(RunError, match="closed"):
+                    await call

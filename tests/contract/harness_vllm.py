@@ -1,0 +1,122 @@
+"""vLLM behind its adapter, for the contract. Only used where vLLM is installed, and imported with it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from headway.engines.rollout.vllm import VllmEngine
+from headway.models.make import character_tokenizer
+from tests.contract.harness import CHARACTERS, CONTEXT, Feature, features_of, text_of
+from tests.contract.harness_native import SEED, model_of
+from tests.engines.rollout.serving import Source
+
+WAIT_S = 280.0
+"""No test comes near it."""
+TICK_S = 0.002
+
+
+class VllmReplica:
+    def __init__(self, folder: Path, slots: int) -> None:
+        model_of(0).save_pretrained(folder)
+        character_tokenizer(CHARACTERS, CONTEXT).save_pretrained(folder)
+        self.version = 0
+        self._source = Source(model_of(0))
+        self.engine = VllmEngine(
+            folder,
+            name="replica",
+            seed=SEED,
+            slots=slots,
+            max_context=CONTEXT,
+            dtype="float32",
+            decode=text_of,
+            receive=self._source.receive,
+            manifest=self._source.manifest,
+            kv_cache_gib=0.1,
+        )
+
+    def model(self, version: int) -> PreTrainedModel:
+        return model_of(version)
+
+    async def stage(self) -> int:
+        version = self.version + 1
+        self._source.model = model_of(version)
+        await self.engine.stage_weights(version)
+        return version
+
+    def break_transfers(self, broken: bool) -> None:
+        self._source.break_after = 2 if broken else None
+
+    async def tick(self) -> None:
+        await asyncio.sleep(TICK_S)  # what vLLM does is told by nobody
+
+    def holds(self) -> str:
+        core = self.engine._core
+        assert core is not None
+        left = {
+            "running": len(core._running),
+            "waiting": core._scheduler.waiting,
+            "groups": len(core._groups),
+        }
+        return ", ".join(f"{count} {what}" for what, count in left.items() if count)
+
+
+class VllmHarness:
+    """One replica serves all tests that leave it as they found it: it takes half a minute to start."""
+
+    name = "vLLM"
+    seed = SEED
+    slots = 8
+    crowd = 8
+    tolerance = 5e-5
+    samples = 6000
+    many = 1000
+    arrival_s = 0.002
+    step_s = 0.01
+
+    def __init__(self, folder: Path) -> None:
+        self.features = features_of(VllmEngine.capabilities) | {Feature.TOKENS}
+        self._folder = folder
+        self._started = 0
+        self._shared: VllmReplica | None = None
+
+    def run(self, test: Coroutine[Any, Any, None]) -> None:
+        async def bounded() -> None:
+            async with asyncio.timeout(WAIT_S):
+                await test
+
+        asyncio.run(bounded())
+
+    @asynccontextmanager
+    async def serve(self, *, slots: int | None = None, fresh: bool = False) -> AsyncIterator[VllmReplica]:
+        replica = None if fresh else self._shared
+        if replica is None:
+            replica = await self._start()
+        if not fresh:
+            self._shared = None  # not for others, should this test fail
+        try:
+            assert await replica.engine.in_flight() == []
+            await replica.engine.stats()  # counts of the test before
+            yield replica
+        except BaseException:
+            await replica.engine.close()
+            raise
+        if fresh:
+            await replica.engine.close()
+        else:
+            self._shared = replica
+
+    async def close(self) -> None:
+        if self._shared is not None:
+            await self._shared.engine.close()
+
+    async def _start(self) -> VllmReplica:
+        self._started += 1
+        replica = VllmReplica(self._folder / str(self._started), self.slots)
+        await replica.engine.start()
+        return replica
