@@ -4,7 +4,7 @@
 # make bench    benchmarks, into build/bench/        (ARGS=... is passed on)
 # make bench-update   what updates of the weights cost, about 25 minutes   (ARGS="--models 1m --only broadcast")
 # make bench-rollout  generation against its peers, about 40 minutes  (ARGS="--quick", "--full", "--update --models 1m")
-# make study-staleness     what stale data costs, by loss, about half an hour        (ARGS="--quick" for two minutes)
+# make study-staleness     what stale data costs, by loss, about 17 minutes        (ARGS="--quick" for two minutes)
 # make format   rewrite the sources in the house style
 # make clean    remove everything that is made here, .venv included
 
@@ -86,5 +86,5 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-vllm build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -27,7 +27,8 @@ PAGE = Path("docs/staleness-study.md")
 FIGURE = Path("docs/images/staleness-study.svg")
 
 ETAS = (0, 1, 4, 8)
-RATES = (2e-4, 5e-5)
+RATES = (2e-4,)
+"""The demo's."""
 SEEDS = (0, 1, 2)
 
 
