@@ -84,9 +84,7 @@ class AdvantageInputs:
             RunError: a reward is not finite.
         """
         if self.token_rewards is not None:
-            # An answer in which nothing counts has no token to hold its reward, and keeps it all the same.
-            empty_S = ~self.counts().any(dim=1)
-            return torch.where(empty_S, self.rewards.double(), self.rewards_of_tokens().sum(dim=1))
+            return self.rewards_of_tokens().sum(dim=1)
         _check_finite(self.rewards, "reward")
         return self.rewards.double()
 

@@ -195,7 +195,8 @@ class VllmCore:
         """`abort` the unfinished training groups with a token of an older version; in order of submission."""
         self._check()
         training = [group for group in self._groups if group.request.priority is Priority.TRAINING]
-        old = [g.request.number for g in training if g.oldest_version is not None and g.oldest_version < version]
+        older = (g for g in training if g.oldest_version is not None and g.oldest_version < version)
+        old = list(dict.fromkeys(group.request.number for group in older))
         await self.abort(old)
         return old
 
@@ -207,7 +208,8 @@ class VllmCore:
     async def in_flight(self) -> list[int]:
         """Numbers of unfinished training groups, in order of submission."""
         self._check()
-        return [group.request.number for group in self._groups if group.request.priority is Priority.TRAINING]
+        numbers = (group.request.number for group in self._groups if group.request.priority is Priority.TRAINING)
+        return list(dict.fromkeys(numbers))  # two parts of a split group may be here
 
     async def sleep(self, keep_weights: bool) -> None:
         """Free the device's memory. Raises `RunError` unless paused, and where the platform cannot."""
