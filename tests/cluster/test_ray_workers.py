@@ -21,7 +21,7 @@ from headway.cluster.backend import start_backend
 from headway.cluster.plan import ClusterPlan
 from headway.cluster.processes import Family
 from headway.cluster.ray_cluster import RayCluster
-from headway.cluster.ray_worker import RayWorker
+from headway.cluster.ray_worker import RayWorker, Recent
 from headway.cluster.resource_pool import ResourcePool
 from headway.cluster.worker_group import WorkerGroup
 from headway.config.schema import Config
@@ -208,3 +208,22 @@ async def test_a_start_that_fails_leaves_no_worker_behind(ray_here: None, tmp_pa
     with pytest.raises(ModelError, match="no such folder"):
         await start_backend(tiny_config("ray"), model_path=missing, run_dir=tmp_path, total_optimizer_steps=4)
     assert Family("WorkerActor").left_after(10) == []
+
+
+def test_what_was_fetched_last_is_kept_and_what_is_older_is_forgotten() -> None:
+    recent = Recent()
+
+    def fetch(*handles: str) -> list[str]:
+        missing = recent.missing(handles)
+        brought.append(missing)
+        recent.add(missing, [handle.upper() for handle in missing], largest=len(handles))
+        return recent.get(handles)
+
+    brought: list[list[str]] = []
+    assert fetch("a", "b", "a") == ["A", "B", "A"]
+    assert fetch("b") == ["B"]
+    assert fetch("c", "d", "e") == ["C", "D", "E"]
+    assert fetch("f", "a") == ["F", "A"], "five others are not more than twice three"
+    assert fetch("g") == ["G"]
+    assert fetch("b", "c") == ["B", "C"]
+    assert brought == [["a", "b"], [], ["c", "d", "e"], ["f"], ["g"], ["b"]]

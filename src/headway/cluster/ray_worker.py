@@ -46,6 +46,7 @@ class WorkerActor:
         )
         self._host = RoleHost(role, spec.name)
         self._fetch_timeout_s = transport_timeout(spec.arguments["config"])
+        self._recent = Recent()
 
     async def pid(self) -> int:
         """Process id; the first call that is answered, so it also says that the worker is up."""
@@ -71,7 +72,11 @@ class WorkerActor:
 
     def _fetch(self, handles: Sequence[Handle[Any]]) -> list[Any]:
         """Called on the role's thread, so the event loop is free to bring all the objects side by side."""
+        missing = self._recent.missing(handles)
+        self._recent.add(missing, self._bring(missing), largest=len(handles))
+        return self._recent.get(handles)
 
+    def _bring(self, handles: Sequence[Handle[Any]]) -> list[Any]:
         async def fetch() -> list[Any]:
             return await asyncio.gather(*handles)
 
@@ -86,6 +91,36 @@ class WorkerActor:
                 f"{len(missing)} of {len(handles)} objects did not come from Ray's object store within "
                 f"{self._fetch_timeout_s:g} s ({which})"
             ) from None
+
+
+class Recent:
+    """What was fetched last, with its references: a fetch of groups is asked for by several calls, one after the other.
+
+    Besides saving the way, a reference that is kept is not given back and borrowed again: an object for which that
+    happened was, once in a while, never delivered.
+    """
+
+    def __init__(self) -> None:
+        self._objects: dict[Handle[Any], Any] = {}
+        """In order of use."""
+        self._largest = 0
+
+    def missing(self, handles: Sequence[Handle[Any]]) -> list[Handle[Any]]:
+        return [handle for handle in dict.fromkeys(handles) if handle not in self._objects]
+
+    def add(self, handles: Sequence[Handle[Any]], objects: Sequence[Any], *, largest: int) -> None:
+        """Keep these too; ``largest``: handles of the whole call. Twice as many as the largest call had are kept."""
+        self._objects.update(zip(handles, objects, strict=True))
+        self._largest = max(self._largest, largest)
+
+    def get(self, handles: Sequence[Handle[Any]]) -> list[Any]:
+        """All of them are here. The oldest others may be forgotten."""
+        objects = [self._objects[handle] for handle in handles]
+        for handle in handles:
+            self._objects[handle] = self._objects.pop(handle)
+        for handle in list(self._objects)[: max(0, len(self._objects) - 2 * self._largest)]:
+            del self._objects[handle]
+        return objects
 
 
 class RayWorker:
