@@ -67,12 +67,14 @@ class VllmReplica:
 
 
 class VllmHarness:
-    """One replica serves all tests that leave it as they found it: it takes half a minute to start."""
+    """Two replicas, of `slots` and of `crowd`, serve all tests that leave them as they found them: one takes half a
+    minute to start.
+    """
 
     name = "vLLM"
     seed = SEED
     slots = 8
-    crowd = 8
+    crowd = 256
     tolerance = 5e-5
     samples = 6000
     many = 1000
@@ -83,7 +85,8 @@ class VllmHarness:
         self.features = features_of(VllmEngine.capabilities) | {Feature.TOKENS}
         self._folder = folder
         self._started = 0
-        self._shared: VllmReplica | None = None
+        self._shared: dict[int, VllmReplica] = {}
+        """By slots."""
 
     def run(self, test: Coroutine[Any, Any, None]) -> None:
         async def bounded() -> None:
@@ -94,11 +97,11 @@ class VllmHarness:
 
     @asynccontextmanager
     async def serve(self, *, slots: int | None = None, fresh: bool = False) -> AsyncIterator[VllmReplica]:
-        replica = None if fresh else self._shared
+        slots = slots or self.slots
+        # Away from the others, should this test fail.
+        replica = None if fresh else self._shared.pop(slots, None)
         if replica is None:
-            replica = await self._start()
-        if not fresh:
-            self._shared = None  # not for others, should this test fail
+            replica = await self._start(slots)
         try:
             assert await replica.engine.in_flight() == []
             await replica.engine.stats()  # counts of the test before
@@ -109,14 +112,14 @@ class VllmHarness:
         if fresh:
             await replica.engine.close()
         else:
-            self._shared = replica
+            self._shared[slots] = replica
 
     async def close(self) -> None:
-        if self._shared is not None:
-            await self._shared.engine.close()
+        for replica in self._shared.values():
+            await replica.engine.close()
 
-    async def _start(self) -> VllmReplica:
+    async def _start(self, slots: int) -> VllmReplica:
         self._started += 1
-        replica = VllmReplica(self._folder / str(self._started), self.slots)
+        replica = VllmReplica(self._folder / str(self._started), slots)
         await replica.engine.start()
         return replica

@@ -23,8 +23,9 @@ def test_async_partial_trains_over_vllm(tmp_path: Path) -> None:
         "mode=async_partial",
         f"run.dir={tmp_path / 'run'}",
         "cluster.backend=inline",
+        "cluster.start_timeout_s=240",
         "rollout.name=vllm",
-        "rollout.vllm.kv_cache_gib=0.1",
+        "rollout.kv_cache_gib=0.1",
         "rollout.total_rollout_steps=48",
         f"model.path={tmp_path / 'wide'}",
     )

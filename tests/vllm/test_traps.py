@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ from headway.interfaces import OnUpdate
 from headway.weights.layout import Manifest, TensorSlot
 from tests.engines.rollout.serving import manifest_of
 from tests.engines.rollout.support import make_request, tokens_of
-from tests.vllm.serving import CONTEXT, TOLERANCE, Served, drains, endless, tiny
+from tests.vllm.serving import CONTEXT, TOLERANCE, WAIT_S, Served, drains, endless, tiny
 
 Slots = list[tuple[str, list[int], str, int, int]]
 
@@ -88,17 +88,23 @@ async def test_prompts_that_do_not_fit_into_one_step_together_are_prefilled_one_
 
 async def test_the_death_of_vllms_processes_reaches_whoever_waits(tmp_path: Path) -> None:
     served = Served(tmp_path / "model")
+    resource_tracker.ensure_running()  # Python's own, of this process
     before = set(psutil.Process().children(recursive=True))
     await served.engine.start()
     mine = set(psutil.Process().children(recursive=True)) - before
     try:
-        task = asyncio.create_task(served.collect([endless(1)]))
+        calls: list[asyncio.Task[object]] = [asyncio.create_task(served.collect([endless(1)]))]
         await served.sampled(8)
-        for process in mine:
-            if "EngineCore" in process.name() or "EngineCore" in " ".join(process.cmdline()):
-                os.kill(process.pid, signal.SIGKILL)
-        with pytest.raises(WorkerDied, match="ended"):
-            await task
+        (core,) = (process for process in mine if "EngineCore" in f"{process.name()} {process.cmdline()}")
+        core.suspend()
+        calls.append(asyncio.create_task(served.engine.pause(OnUpdate.DRAIN)))
+        await served.until(lambda: drains(served))
+        calls.append(asyncio.create_task(served.engine.probe()))  # vLLM will never answer this
+        core.kill()
+        async with asyncio.timeout(WAIT_S):
+            for call in calls:
+                with pytest.raises(WorkerDied, match="ended"):
+                    await call
         with pytest.raises(WorkerDied):
             await served.engine.pause(OnUpdate.KEEP)
     finally:

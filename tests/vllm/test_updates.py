@@ -95,6 +95,25 @@ async def test_a_drain_finishes_what_was_submitted_and_starts_nothing_new(served
     served.assert_logprobs([*first.result(), *later.result()])
 
 
+async def test_a_drain_that_keeping_ended_leaves_keys_and_values_where_they_are(served: Served) -> None:
+    old = served.version
+    task = asyncio.create_task(served.collect([endless(number, n=2) for number in range(2)]))
+    await served.sampled(40)
+    draining = asyncio.create_task(served.engine.pause(OnUpdate.DRAIN))
+    await served.until(lambda: drains(served))
+    await served.engine.pause(OnUpdate.KEEP)
+    await draining
+    await served.update(OnUpdate.KEEP)
+    groups = await task
+    assert len(switches(groups)) == 4
+    for group in groups:
+        for trajectory, response in zip(group.trajectories, group.tokens.responses, strict=True):
+            (_, first), (switch, second) = trajectory.version_spans
+            assert (first, second) == (old, old + 1)
+            expected = across(served.models[old], served.models[old + 1], group.tokens.prompt_ids, response.ids, switch)
+            np.testing.assert_allclose(response.logprobs, expected, atol=TOLERANCE, rtol=0)
+
+
 @pytest.mark.parametrize("policy", [OnUpdate.INTERRUPT, OnUpdate.KEEP])
 async def test_pausing_changes_no_token_when_the_weights_stay(served: Served, policy: OnUpdate) -> None:
     requests = [endless(number, n=4) for number in range(3)]

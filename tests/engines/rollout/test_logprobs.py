@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from headway.data.types import FinishReason
 from headway.engines.rollout.native import fused
 from headway.engines.rollout.native.forward import ModuleForward
 from headway.engines.rollout.native.fused import FusedForward, best_forward
+from headway.engines.rollout.native.windows import Windows
 from headway.errors import ModelError
 from headway.interfaces import OnUpdate
 from tests.engines.rollout.support import (
@@ -145,7 +147,8 @@ def test_trajectories_that_start_after_an_update_do_not_see_the_old_prompt() -> 
 @every_family
 def test_the_fused_forward_is_used_and_equals_the_module(family: str) -> None:
     model = make_model(family)
-    module = ModuleForward(copy.deepcopy(model))
+    windows = Windows.of(model.config, CONTEXT)
+    module = ModuleForward(copy.deepcopy(model), windows)
     forward = best_forward(model, CONTEXT)
     assert isinstance(forward, FusedForward)
     contexts = [torch.randint(0, VOCABULARY, (length,)) for length in (20, 7, 1, 7)]
@@ -158,10 +161,10 @@ def test_the_fused_forward_is_used_and_equals_the_module(family: str) -> None:
         assert [part.shape[2] for part in kv] == [20, 7, 1, 7]
 
 
-def test_packing_leaves_the_module_as_it_was_and_takes_no_second_copy() -> None:
+def test_packing_leaves_the_module_as_it_was_and_shares_the_joined_ones() -> None:
     model = make_model("llama")
     before = copy.deepcopy(model.state_dict())
-    FusedForward(model, CONTEXT)
+    FusedForward(model, CONTEXT, Windows.of(model.config, CONTEXT))
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
     attention = model.model.layers[0].self_attn
     storages = {p.weight.untyped_storage().data_ptr() for p in (attention.q_proj, attention.k_proj, attention.v_proj)}
@@ -246,9 +249,55 @@ def test_bfloat16_is_served_with_float32_log_probs() -> None:
             np.testing.assert_allclose(response.logprobs, reference_logprobs(model, group, k), atol=0.2, rtol=0)
 
 
-def test_a_context_beyond_the_models_positions_or_window_is_refused() -> None:
+def test_a_context_beyond_the_models_positions_is_refused() -> None:
     with pytest.raises(ModelError, match="made for 64"):
         make_core(make_model(), max_context=65)
-    windowed = make_model("qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=0)
-    with pytest.raises(ModelError, match="last 16"):
-        make_core(windowed)
+
+
+@pytest.mark.parametrize("forward", [FusedForward, ModuleForward])
+@pytest.mark.parametrize("windowed_from", [0, 1, 2], ids=["all layers", "one layer", "no layer"])
+def test_a_sliding_window_hides_what_lies_before_it(
+    forward: type, windowed_from: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if forward is ModuleForward:
+        monkeypatch.setattr("headway.engines.rollout.native.fused.FAMILY", frozenset())
+    model = make_model("qwen2", use_sliding_window=True, sliding_window=5, max_window_layers=windowed_from, seed=1)
+    core = make_core(model)
+    assert isinstance(core._runner._forward, forward)
+    requests = [make_request(i, length=3 + 5 * i, max_tokens=20, stop_token_ids=()) for i in range(4)]
+    core.submit(requests, "owner")
+    groups = steps(core, 8)
+    core.pause(OnUpdate.INTERRUPT)  # what was written is prefilled again, through the window
+    core.resume()
+    assert_logprobs(groups + finish(core), {0: model})
+
+
+def test_an_unknown_kind_of_attention_is_refused() -> None:
+    model = make_model("qwen2")
+    model.config.layer_types = ["full_attention", "chunked_attention"]
+    with pytest.raises(ModelError, match=r"chunked_attention.*rollout\.name=vllm"):
+        make_core(model)
+
+
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "llama3", "longrope"])
+def test_every_scaling_of_rotary_positions_is_the_modules(kind: str) -> None:
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 10_000.0, "factor": 4.0}
+    if kind == "yarn":
+        rope["original_max_position_embeddings"] = 16
+    if kind == "llama3":
+        rope |= {"original_max_position_embeddings": 16, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    if kind == "longrope":
+        rope |= {"original_max_position_embeddings": CONTEXT, "short_factor": [1.5] * 4, "long_factor": [3.0] * 4}
+    model = make_model("llama", rope_parameters=rope)
+    core = make_core(model)
+    assert isinstance(core._runner._forward, FusedForward)
+    core.submit([make_request(i, max_tokens=40, stop_token_ids=()) for i in range(3)], "owner")
+    assert_logprobs(finish(core), {0: model})
+
+
+def test_positions_that_would_all_turn_differently_later_are_refused() -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+    model = make_model("llama", rope_parameters={**rope, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4})
+    with pytest.raises(ModelError, match=r"from 32 on .*longrope"):
+        make_core(model)
+    make_core(model, max_context=32)

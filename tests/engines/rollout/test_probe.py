@@ -15,6 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 from headway.engines.rollout.native.core import EngineCore
 from headway.engines.rollout.native.forward import ModuleForward
 from headway.engines.rollout.native.fused import FusedForward
+from headway.engines.rollout.native.projection import Projection
 from headway.errors import RunError
 from headway.interfaces import OnUpdate
 from headway.models.probe import PROBE_PREFILL, probe_rows, probe_sequences, probe_vector
@@ -99,21 +100,22 @@ def test_the_runs_temperature_is_applied(temperature: float, applied: float) -> 
     np.testing.assert_allclose(probe(core), reference(model, applied), atol=TOLERANCE, rtol=0)
 
 
+def goes_stale(part: Projection) -> None:
+    """An update does not reach it: it has a copy of the weights as they are."""
+    part._weight = part._weight.clone()
+    part._transposed = part._weight.t()
+
+
 def stale_head(core: EngineCore) -> None:
-    head = core._runner._forward._head  # type: ignore[attr-defined]
-    head.weight = torch.nn.Parameter(head.weight.detach().clone())
+    goes_stale(core._runner._forward._head)  # type: ignore[attr-defined]
 
 
 def stale_qkv(core: EngineCore) -> None:
-    forward = core._runner._forward
-    layer = forward._layers[1]  # type: ignore[attr-defined]
-    object.__setattr__(layer, "qkv", layer.qkv.clone())
+    goes_stale(core._runner._forward._layers[1].qkv)  # type: ignore[attr-defined]
 
 
 def stale_gate_up(core: EngineCore) -> None:
-    forward = core._runner._forward
-    layer = forward._layers[0]  # type: ignore[attr-defined]
-    object.__setattr__(layer, "gate_up", layer.gate_up.clone())
+    goes_stale(core._runner._forward._layers[0].gate_up)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("go_stale", [stale_head, stale_qkv, stale_gate_up])
@@ -126,6 +128,15 @@ def test_a_tensor_that_an_update_does_not_reach_is_noticed(go_stale: Callable[[E
     core = make_core(old)
     go_stale(core)
     np.testing.assert_allclose(probe(core), reference(old), atol=TOLERANCE, rtol=0)
+    activate(core, 1, new)
+    assert np.abs(probe(core) - reference(new)).max() > 100 * TOLERANCE
+
+
+def test_a_packed_copy_that_is_not_made_again_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.engines.rollout.native.projection.PACKED_FROM", 0)
+    core = make_core(make_model())
+    monkeypatch.setattr(core._runner._forward, "refresh", lambda: None)
+    new = make_model(seed=1)
     activate(core, 1, new)
     assert np.abs(probe(core) - reference(new)).max() > 100 * TOLERANCE
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,18 +37,16 @@ either_buffer = pytest.mark.parametrize("dual_buffer", [True, False], ids=["dual
 
 
 def device_bytes(core: EngineCore) -> int:
-    """Of every tensor that the forward pass reads a weight from, packed ones included; each storage once."""
+    """Of every tensor that the forward pass reads a weight from, joined ones included; each storage once."""
     forward = core._runner._forward
     assert isinstance(forward, FusedForward)
-    tensors = [
-        forward._embedding.weight,
-        forward._head.weight,
-        forward._final_norm.weight,
-        *core.weights._tensors.values(),
-    ]
+    tensors = [forward._embedding.weight, forward._final_norm.weight, *core.weights._tensors.values()]
+    parts: list[Any] = [forward._head]
     for layer in forward._layers:
-        values = (getattr(layer, name) for name in layer.__slots__)
-        tensors += [value for value in values if isinstance(value, torch.Tensor)]
+        tensors += [layer.input_norm, layer.mlp_norm]
+        parts += [layer.qkv, layer.out, layer.gate_up, layer.down]
+        tensors += [] if layer.head_norms is None else [layer.head_norms.query, layer.head_norms.key]
+    tensors += [tensor for part in parts for tensor in (part._weight, part._bias) if tensor is not None]
     storages = {id(tensor): tensor.untyped_storage() for tensor in tensors}.values()
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
@@ -82,6 +81,19 @@ def test_the_kv_cache_is_freed_and_taken_again(keep_weights: bool) -> None:
     assert cache() is None
     core.wake()
     assert core._runner.cache._kv.count_nonzero() == 0
+
+
+@pytest.mark.parametrize("keep_weights", [True, False])
+def test_copies_of_the_weights_are_freed_and_made_again(keep_weights: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.engines.rollout.native.projection.PACKED_FROM", 0)
+    core = make_core(MODEL)
+    forward = core._runner._forward
+    assert isinstance(forward, FusedForward)
+    projections = [forward._head, *(part for layer in forward._layers for part in layer._projections())]
+    asleep(core, keep_weights=keep_weights)
+    assert all(projection._packed is None for projection in projections)
+    core.wake()
+    assert all(projection._packed is not None for projection in projections)
 
 
 def test_prompts_that_were_prefilled_for_later_are_freed_too() -> None:

@@ -69,6 +69,12 @@ class Watching:
     def decode(self, *args: Any) -> Any:
         return self._checked(self._forward.decode, *args)
 
+    def refresh(self) -> None:
+        self._forward.refresh()
+
+    def release(self) -> None:
+        self._forward.release()
+
     def _checked(self, forward: Callable[..., Any], *args: Any) -> Any:
         self._assert_whole()
         result = forward(*args)

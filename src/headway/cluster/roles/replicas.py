@@ -63,6 +63,7 @@ async def start_native(replica: Replica) -> Any:
     return NativeEngine(
         model,
         dual_buffer=config.rollout.enable_dual_buffer and config.placement.kind == "split",
+        kv_cache_bytes=None if config.rollout.kv_cache_gib is None else int(config.rollout.kv_cache_gib * 2**30),
         consume_bucket_bytes=bucket_bytes(config.rollout.param_update_consume_bucket_size_mb),
         **replica.common,
     )
@@ -75,7 +76,7 @@ async def start_vllm(replica: Replica) -> Any:
     engine = VllmEngine(
         Path(replica.model_path),
         dtype=replica.dtype,
-        kv_cache_gib=config.rollout.vllm.kv_cache_gib,
+        kv_cache_gib=config.rollout.kv_cache_gib,
         trust_remote_code=config.model.trust_remote_code,
         sleep=config.placement.kind == "shared",
         options=config.rollout.vllm.engine_args,

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from headway.events import DecodeSteps, PrefillStep, Span
-from headway.interfaces import EngineStats
+from headway.engines.rollout.activity import Counts
+from headway.events import Span
 
 
 @dataclass(slots=True)
@@ -22,18 +22,12 @@ class Step:
     """Tokens in the KV cache."""
 
 
-class Activity:
-    """Collects busy spans and counts between two calls of `take`."""
+class Activity(Counts):
+    """Every step is timed where it is made."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._busy: list[Span] = []
+        super().__init__(clock)
         self._open: Span | None = None
-        self._slot_seconds = 0.0
-        self._generated = 0
-        self._prefilled = 0
-        self._decode_steps: dict[int, DecodeSteps] = {}
-        self._prefill_steps: list[PrefillStep] = []
 
     @contextmanager
     def step(self) -> Iterator[Step]:
@@ -45,8 +39,7 @@ class Activity:
         self._open = (opened, end)
         self._slot_seconds += step.active * (end - start)
         self._generated += step.active
-        self._prefilled += step.prefilled
-        self._count(step, end - before)
+        self._count(active=step.active, prefilled=step.prefilled, seconds=end - before, cached=step.cached)
 
     def stop(self) -> None:
         """The engine computes nothing from here to its next step."""
@@ -54,27 +47,5 @@ class Activity:
             self._busy.append(self._open)
             self._open = None
 
-    def take(self, running: int, waiting: int, version: int) -> EngineStats:
-        """Everything since the last call."""
+    def _close(self) -> None:
         self.stop()
-        stats = EngineStats(
-            busy=self._busy,
-            slot_seconds=self._slot_seconds,
-            generated_tokens=self._generated,
-            prefilled_tokens=self._prefilled,
-            running=running,
-            waiting=waiting,
-            version=version,
-            decode_steps=self._decode_steps,
-            prefill_steps=self._prefill_steps,
-        )
-        self._busy, self._slot_seconds, self._generated, self._prefilled = [], 0.0, 0, 0
-        self._decode_steps, self._prefill_steps = {}, []
-        return stats
-
-    def _count(self, step: Step, seconds: float) -> None:
-        if step.prefilled:
-            self._prefill_steps.append((step.active, step.prefilled, seconds, step.cached))
-        else:
-            steps, total, cached = self._decode_steps.get(step.active, (0, 0.0, 0))
-            self._decode_steps[step.active] = (steps + 1, total + seconds, cached + step.cached)

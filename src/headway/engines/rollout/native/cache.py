@@ -1,18 +1,25 @@
-"""The KV cache: one fixed row per decoding slot, keys and values side by side.
+"""The KV cache: one row per decoding slot, keys and values side by side, all rows as long as the longest needs.
 
-    [layers, slots, 2·kv_heads, context, head_dim]        heads 0..kv_heads-1 are keys, the rest are values
+    [layers, rows, 2·kv_heads, room, head_dim]        heads 0..kv_heads-1 are keys, the rest are values
 
-Rows 0..active-1 are in use, so that what attention reads is a view and finished rows cost nothing.
+Rows 0..active-1 are in use, so that what attention reads is a view and finished rows cost nothing. The memory is taken
+once, for so many tokens; how they are divided into rows and room changes with what decodes: many short rows or few long
+ones. Rows move when it does, within that memory, once in `ROOM_STEP` tokens at most.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
 from headway.errors import ModelError
+
+ROOM_STEP = 64
+"""Rows are made longer by so many positions at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,32 +49,61 @@ class SlotCache:
     """Owns the cache's memory and knows how rows are written, filled and moved."""
 
     def __init__(
-        self, geometry: KvGeometry, *, slots: int, context: int, dtype: torch.dtype, device: torch.device
+        self,
+        geometry: KvGeometry,
+        *,
+        slots: int,
+        context: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        tokens: int | None = None,
     ) -> None:
+        """``slots``, ``context``: most rows, most positions of one; ``tokens``: of all. Default: their product."""
         self.geometry = geometry
         self.slots = slots
         self.context = context
+        self.tokens = slots * context if tokens is None else tokens
         self._dtype, self._device = dtype, device
         self._heads = 2 * geometry.kv_heads
-        self._first_rows = torch.arange(slots, device=device).unsqueeze(1) * self._heads
-        self._first_rows = (self._first_rows + torch.arange(self._heads, device=device)) * context
         self.allocate()
 
     def allocate(self) -> None:
-        # Zeros, not garbage: attention reads masked positions too, and 0 · NaN would not be 0.
+        # Zeros, not garbage: attention reads masked positions too, and 0 · NaN would not be 0. What rows leave behind
+        # when they move is finite.
         g = self.geometry
-        shape = (g.layers, self.slots, self._heads, self.context, g.head_dim)
+        shape = (g.layers, self.tokens * self._heads * g.head_dim)
         self._kv = torch.zeros(shape, dtype=self._dtype, device=self._device)
-        self._layers = list(self._kv.unbind(0))
-        self._flat = [layer.view(-1, g.head_dim) for layer in self._layers]
+        self._divide(self._rounded(1))
 
     def release(self) -> None:
         """Give the memory back; every row is lost. `allocate` brings it back."""
-        del self._kv, self._layers, self._flat
+        del self._kv, self._rows, self._layers, self._flat
 
     def scratch(self, slots: int, context: int) -> SlotCache:
         """Another cache of the same geometry, for a few short rows beside those that decode."""
-        return SlotCache(self.geometry, slots=slots, context=context, dtype=self._dtype, device=self._device)
+        cache = SlotCache(self.geometry, slots=slots, context=context, dtype=self._dtype, device=self._device)
+        cache.reserve(slots, context, np.zeros(0, np.int64))
+        return cache
+
+    def fits(self, rows: int, positions: int) -> bool:
+        """Whether there is memory for so many rows, the longest of ``positions``."""
+        return rows * self._rounded(positions) <= self.tokens
+
+    def reserve(self, rows: int, positions: int, lengths: NDArray[np.int64]) -> None:
+        """Divide the memory so that ``rows`` rows have room for ``positions``, which `fits`.
+
+        The rows that are in use keep what they hold, ``lengths`` [A] positions each.
+        """
+        needed = self._rounded(positions)
+        if needed <= self.room < 2 * needed and rows * self.room <= self.tokens:
+            return
+        before, room = self._rows, self.room
+        self._divide(needed)
+        # Front to back if rows get shorter, else back to front: no row is written over before it has moved.
+        order = range(len(lengths)) if needed < room else reversed(range(len(lengths)))
+        for row in order:
+            length = int(lengths[row])
+            self._rows[:, row, :, :length] = before[:, row, :, :length].clone()
 
     def addresses(self, lengths: torch.Tensor) -> torch.Tensor:
         """[A, 2·kv_heads] where rows 0..A-1 store their next token, given ``lengths`` [A]; for `append`."""
@@ -84,8 +120,23 @@ class SlotCache:
 
     def fill(self, rows: range, kv: torch.Tensor) -> None:
         """Copy one context's keys and values [layers, 2·kv_heads, T, head_dim] to the start of each of ``rows``."""
-        self._kv[:, rows.start : rows.stop, :, : kv.shape[2]] = kv.unsqueeze(1)
+        self._rows[:, rows.start : rows.stop, :, : kv.shape[2]] = kv.unsqueeze(1)
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first ``length`` positions of row ``source`` to row ``target``."""
-        self._kv[:, target, :, :length] = self._kv[:, source, :, :length]
+        self._rows[:, target, :, :length] = self._rows[:, source, :, :length]
+
+    def _divide(self, room: int) -> None:
+        """View the memory as rows of ``room`` positions."""
+        g, rows = self.geometry, min(self.slots, self.tokens // room)
+        self.room = room
+        self._rows = self._kv[:, : rows * self._heads * room * g.head_dim].unflatten(
+            1, (rows, self._heads, room, g.head_dim)
+        )
+        self._layers = list(self._rows.unbind(0))
+        self._flat = [layer.view(-1, g.head_dim) for layer in self._layers]
+        first = torch.arange(rows, device=self._device).unsqueeze(1) * self._heads
+        self._first_rows = (first + torch.arange(self._heads, device=self._device)) * room
+
+    def _rounded(self, positions: int) -> int:
+        return min(-(-positions // ROOM_STEP) * ROOM_STEP, self.context)

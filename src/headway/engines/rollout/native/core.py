@@ -48,6 +48,7 @@ class EngineCore:
         slots: int,
         max_context: int,
         max_batched_tokens: int,
+        kv_cache_bytes: int | None = None,
         decode: Callable[[Sequence[int]], str],
         clock: Callable[[], float],
         temperature: float = 1.0,
@@ -71,6 +72,7 @@ class EngineCore:
             slots=slots,
             max_context=max_context,
             max_batched_tokens=max_batched_tokens,
+            kv_cache_bytes=kv_cache_bytes,
         )
         self.weights = ServedWeights(model, f"rollout engine {name}")  # after the runner, which may repack them
         self._activity = Activity(clock)
@@ -134,6 +136,7 @@ class EngineCore:
         self._activity.stop()
         start = self._clock()
         load()
+        self._runner.refresh()
         for group in self._groups:
             group.prefilled = None  # its logits are the old version's
         self.version = version
@@ -166,7 +169,7 @@ class EngineCore:
         self.weights.check_unwritten("sleep")
         if not self._asleep:
             self._park()
-            self._runner.cache.release()
+            self._runner.release()
             self._asleep = True
         self.weights.sleep(keep=keep_weights)
 
@@ -174,7 +177,7 @@ class EngineCore:
         """Take the memory again: the weights', with what was kept of them, and the KV cache's."""
         if self._asleep:
             self.weights.memory.restore()
-            self._runner.cache.allocate()
+            self._runner.restore()
             self._asleep = False
 
     def probe(self) -> NDArray[np.float32] | None:
@@ -210,12 +213,13 @@ class EngineCore:
         """Start what fits, sample one token for every active row, and return the groups that this finished."""
         self.weights.check("decode")
         with self._activity.step() as step:
+            self._preempt()
             decoding = self._rows.active
             logits = []
             if decoding:
                 logits.append(self._runner.decode(self._rows.tokens[:decoding], self._rows.lengths[:decoding]))
                 self._rows.lengths[:decoding] += 1
-            if starting := self._scheduler.take(self._rows.slots - decoding):
+            if starting := self._scheduler.take(self._rows.slots - decoding, self._fits):
                 logits.append(torch.stack(self._start(starting, step)))
             step.active = self._rows.active
             step.cached = self._rows.cached
@@ -230,9 +234,29 @@ class EngineCore:
         self._settle()
         return finished
 
+    def _positions(self, starting: Sequence[TrajectoryRun]) -> int:
+        """Of the longest row, those that are ``starting`` included, with its next token."""
+        longest = int(self._rows.lengths[: self._rows.active].max(initial=0))
+        return max([longest, *(len(run.group.prompt_ids) + len(run.written.ids) for run in starting)]) + 1
+
+    def _fits(self, starting: Sequence[TrajectoryRun]) -> bool:
+        """The KV cache has room for all that decode and these."""
+        return self._runner.fits(self._rows.active + len(starting), self._positions(starting))
+
+    def _preempt(self) -> None:
+        """Make room for every row's next token; where there is not enough, the rows that came last are parked.
+
+        They keep what they wrote, and are the first to go on.
+        """
+        while (active := self._rows.active) and not self._runner.fits(active, self._positions(())):
+            latest = max(range(active), key=lambda row: self._rows.runs[row].serial)
+            self._scheduler.put_back([self._remove(latest)])
+        self._runner.cache.reserve(active, self._positions(()), self._rows.lengths[:active])
+
     def _start(self, runs: list[TrajectoryRun], step: Step) -> list[torch.Tensor]:
         """Give ``runs`` the next rows, their contexts in the cache; logits [V] of each one's next token."""
         first = self._rows.active
+        self._runner.cache.reserve(first + len(runs), self._positions(runs), self._rows.lengths[:first])
         for row, run in enumerate(runs, first):
             self._rows.add(run)
             sampling = run.group.request.sampling

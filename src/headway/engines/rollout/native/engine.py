@@ -28,6 +28,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from headway.engines.rollout.inboxes import Inbox
 from headway.engines.rollout.native.core import EngineCore, Finished
 from headway.engines.served.update import Beside, Over, Updates
 from headway.errors import ConfigError, HeadwayError, RunError, StallError, UpdateFailed, WorkerDied, boundary
@@ -63,14 +64,6 @@ class _Command:
     answer: asyncio.Future[Any] | None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Inbox:
-    """Where one `generate` call waits for its groups."""
-
-    loop: asyncio.AbstractEventLoop
-    groups: asyncio.Queue[FinishedGroup | HeadwayError]
-
-
 class NativeEngine:
     """`RolloutEngine` over ``model``, which it takes over: nobody else may use the module from then on.
 
@@ -80,7 +73,8 @@ class NativeEngine:
         seed: of the run; with a trajectory's id and a position it determines the uniform that a token is sampled with.
         slots: trajectories that decode at once.
         max_context: most tokens of prompt and response together.
-        max_batched_tokens: tokens (padding included) of one prefill forward; a longer context is run alone.
+        max_batched_tokens: of one prefill forward; a longer context is run alone.
+        kv_cache_bytes: where they are short, answers wait, or are parked and go on. Default: enough for ``slots``.
         decode: token ids to text, for `Trajectory.text`; it gets the stop token too.
         receive: puts a version into a sink, blocking; a transport's end. Without it there are no updates.
         manifest: the layout of what it brings.
@@ -105,6 +99,7 @@ class NativeEngine:
         slots: int,
         max_context: int,
         max_batched_tokens: int,
+        kv_cache_bytes: int | None = None,
         decode: Callable[[Sequence[int]], str],
         receive: Callable[[int, WeightSink], None] | None = None,
         manifest: Manifest | None = None,
@@ -127,6 +122,7 @@ class NativeEngine:
             slots=slots,
             max_context=max_context,
             max_batched_tokens=max_batched_tokens,
+            kv_cache_bytes=kv_cache_bytes,
             decode=decode,
             clock=clock,
             temperature=temperature,
@@ -143,7 +139,7 @@ class NativeEngine:
 
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._unanswered: list[tuple[_Command, Any]] = []
-        self._inboxes: set[_Inbox] = set()
+        self._inboxes: set[Inbox] = set()
         self._outgoing: defaultdict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = defaultdict(list)
         self._over = threading.Lock()
         """Held to post a command, and to declare that none will be read any more."""
@@ -160,17 +156,13 @@ class NativeEngine:
         Leaving the iterator early drops the groups that are left. Raises `DataError`, before anything is submitted,
         for a prompt that does not fit or parameters that make no sense.
         """
-        inbox = _Inbox(asyncio.get_running_loop(), asyncio.Queue())
-        missing = len(requests)
+        inbox = Inbox.of(len(requests))
         try:
             await self._ask(lambda: self._submit(requests, inbox))
-            while missing:
-                group = await inbox.groups.get()
-                if isinstance(group, HeadwayError):
-                    raise group
-                missing -= 1
-                yield group
+            while inbox.missing:
+                yield await inbox.next()
         finally:
+            missing = inbox.missing
             self._post(inbox.loop, lambda: self._forget(inbox, missing))
 
     async def pause(self, policy: OnUpdate) -> Paused:
@@ -205,7 +197,7 @@ class NativeEngine:
         return await self._ask(lambda: self._activate(version))
 
     async def probe(self) -> NDArray[np.float32] | None:
-        """The log-probs [12] of `headway.models.probe` through prefill and decoding as they are served.
+        """The log-probs [8] of `headway.models.probe` through prefill and decoding as they are served.
 
         None where a context is too short for them. Raises `RunError` while there are no whole weights on the device.
         """
@@ -323,11 +315,11 @@ class NativeEngine:
         else:
             self._unanswered.append((command, result))
 
-    def _submit(self, requests: Sequence[GenerateRequest], inbox: _Inbox) -> None:
+    def _submit(self, requests: Sequence[GenerateRequest], inbox: Inbox) -> None:
         self._core.submit(requests, inbox)
         self._inboxes.add(inbox)
 
-    def _forget(self, inbox: _Inbox, missing: int) -> None:
+    def _forget(self, inbox: Inbox, missing: int) -> None:
         if missing:  # looking through all that waits is slow
             self._core.forget(inbox)
         self._inboxes.discard(inbox)
@@ -347,7 +339,7 @@ class NativeEngine:
 
     def _collect(self, finished: list[Finished]) -> None:
         for owner, group in finished:
-            assert isinstance(owner, _Inbox)
+            assert isinstance(owner, Inbox)
             self._outgoing[owner.loop].append(partial(owner.groups.put_nowait, group))
 
     def _send(self) -> None:

@@ -16,6 +16,7 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from headway.engines.rollout.native.cache import KvGeometry, SlotCache
+from headway.engines.rollout.native.windows import FULL, SLIDING, Windows
 from headway.errors import ModelError
 
 
@@ -28,10 +29,22 @@ class RowBlock:
     span: int
     mask: torch.Tensor
     """[stop - start, 1, 1, span], 0 where a row has a token (the new one included), else -inf."""
+    windowed: torch.Tensor
+    """The same for layers with a sliding window: of those tokens, the last."""
+
+    @classmethod
+    def of(cls, rows: range, span: int, lengths: torch.Tensor, window: int | None, dtype: torch.dtype) -> RowBlock:
+        """For ``rows`` of those whose new token is at ``lengths`` [A]."""
+        newest = lengths[rows.start : rows.stop, None]
+        positions = torch.arange(span, device=lengths.device)
+        zeros = torch.zeros(len(rows), span, dtype=dtype, device=lengths.device)
+        mask = zeros.masked_fill_(positions > newest, -torch.inf)
+        windowed = mask if window is None else mask.masked_fill(positions <= newest - window, -torch.inf)
+        return cls(rows.start, rows.stop, span, mask[:, None, None], windowed[:, None, None])
 
 
 class PolicyForward(Protocol):
-    """A decoder's two kinds of forward pass. Both read the module's current weights."""
+    """A decoder's two kinds of forward pass. Both compute with the module's weights as of the last `refresh`."""
 
     def prefill(self, contexts: Sequence[torch.Tensor], least_rows: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Run whole ``contexts`` [T] each, of one token at least.
@@ -51,12 +64,19 @@ class PolicyForward(Protocol):
         ``blocks`` partition the rows. Returns logits [A, V].
         """
 
+    def refresh(self) -> None:
+        """The module's weights were written: derive from them again what is derived."""
+
+    def release(self) -> None:
+        """Give up what is derived from the weights, until `refresh`."""
+
 
 class ModuleForward:
     """Runs the module itself, with a cache that writes into slots."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, windows: Windows) -> None:
         self._model = model
+        self._windows = windows
         self._geometry = KvGeometry.of(model.config)
 
     def prefill(self, contexts: Sequence[torch.Tensor], least_rows: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -67,12 +87,13 @@ class ModuleForward:
             if ids.numel() < least_rows:
                 ids = ids.repeat(-(-least_rows // ids.numel()), 1)
             batch, length = ids.shape
-            above = torch.ones(length, length, dtype=torch.bool, device=ids.device).triu(1)
-            mask = torch.zeros(length, length, dtype=self._model.dtype, device=ids.device)
-            mask.masked_fill_(above, -torch.inf)
+            mask, windowed = (
+                self._windows.causal(length, self._model.dtype, ids.device, windowed=kind).expand(batch, 1, -1, -1)
+                for kind in (False, True)
+            )
             store = _PrefillStore(self._geometry)
             positions = torch.arange(length, device=ids.device)
-            ends = self._run(ids, positions.expand(batch, -1), mask, store, positions[-least_rows:])
+            ends = self._run(ids, positions.expand(batch, -1), mask, windowed, store, positions[-least_rows:])
             logits.update(zip(indices, ends[:, -1], strict=False))
             kv.update(zip(indices, torch.stack(store.stored).unbind(1), strict=False))
         return torch.stack([logits[i] for i in range(len(contexts))]), [kv[i] for i in range(len(contexts))]
@@ -82,20 +103,35 @@ class ModuleForward:
     ) -> torch.Tensor:
         span = max(block.span for block in blocks)
         mask = torch.full((len(tokens), 1, 1, span), -torch.inf, dtype=self._model.dtype, device=tokens.device)
+        windowed = mask.clone()
         for block in blocks:
             mask[block.start : block.stop, :, :, : block.span] = block.mask
+            windowed[block.start : block.stop, :, :, : block.span] = block.windowed
         store = _DecodeStore(cache, cache.addresses(lengths), span)
         one = torch.zeros(1, dtype=torch.int64, device=tokens.device)
-        return self._run(tokens.unsqueeze(1), lengths.unsqueeze(1), mask, store, one).squeeze(1)
+        return self._run(tokens.unsqueeze(1), lengths.unsqueeze(1), mask, windowed, store, one).squeeze(1)
+
+    def refresh(self) -> None:
+        """Nothing is derived from the weights."""
+
+    def release(self) -> None:
+        """Nothing is held."""
 
     def _run(
-        self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, store: Cache, kept: torch.Tensor
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor,
+        windowed: torch.Tensor,
+        store: Cache,
+        kept: torch.Tensor,
     ) -> torch.Tensor:
-        """Logits [B, len(kept), V] at the positions ``kept``."""
+        """Logits [B, len(kept), V] at the positions ``kept``. A model with layers of both kinds takes both masks."""
+        masks = {FULL: mask, SLIDING: windowed} if self._windows.mixed else windowed
         # A four-dimensional mask is taken as it is, by every attention implementation that takes masks at all.
         output = self._model(
             input_ids=ids,
-            attention_mask=mask.expand(len(ids), 1, -1, -1),
+            attention_mask=masks,
             position_ids=positions,
             past_key_values=store,
             use_cache=True,

@@ -20,12 +20,13 @@ def prepare_model(model: PreTrainedModel, max_context: int) -> None:
             f"prompt and response may take {max_context} tokens together, but the model was made for {positions} "
             "(lower data.max_prompt_length or data.max_response_length, or raise the model's max_position_embeddings)"
         )
-    window = getattr(config, "sliding_window", None)
-    sliding = "sliding_attention" in (getattr(config, "layer_types", None) or [])
-    if sliding and window is not None and max_context > window:
+    rope = getattr(config, "rope_parameters", None) or {}
+    original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+    if rope.get("rope_type") == "longrope" and original is not None and max_context > original:
         raise ModelError(
-            f"prompt and response may take {max_context} tokens together, but some of the model's layers attend only "
-            f"to the last {window}, which the native rollout engine does not support"
+            f"prompt and response may take {max_context} tokens together; from {original} on this model turns all "
+            "positions differently (longrope), those that are cached too, which the native rollout engine cannot do "
+            f"(keep data.max_prompt_length + data.max_response_length to {original}, or set rollout.name=vllm)"
         )
     model.eval()
     model.tie_weights()

@@ -17,7 +17,9 @@ from headway.engines.rollout.native.cache import KvGeometry, SlotCache
 from headway.engines.rollout.native.forward import PolicyForward, RowBlock
 from headway.engines.rollout.native.invariance import TOGETHER, least_invariant_rows
 from headway.engines.rollout.native.sampling import BatchSampling, behaviour_logprobs, sample
+from headway.engines.rollout.native.windows import Windows
 from headway.engines.rollout.native.work import Prefilled
+from headway.errors import ConfigError
 from headway.interfaces import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -75,10 +77,13 @@ class Runner:
         slots: int,
         max_context: int,
         max_batched_tokens: int,
+        kv_cache_bytes: int | None = None,
     ) -> None:
+        """Raises `ConfigError` where ``kv_cache_bytes`` (default: enough for ``slots``) are too few for one context."""
         self._forward = forward
         self._device, self._dtype = model.device, model.dtype
-        self._positions = torch.arange(max_context, device=model.device)
+        self._max_context = max_context
+        self._window = Windows.of(model.config, max_context).size
         self._max_batched_tokens = max_batched_tokens
         self._least_rows = 1
         self._geometry = KvGeometry.of(model.config)
@@ -93,14 +98,32 @@ class Runner:
             context=max_context,
             dtype=model.dtype,
             device=model.device,
+            tokens=None if kv_cache_bytes is None else self._tokens_in(kv_cache_bytes),
         )
+
+    def fits(self, rows: int, positions: int) -> bool:
+        """Whether the KV cache has memory for a step of so many rows, the longest of ``positions``."""
+        return self.cache.fits(max(rows, self._least_rows), positions)
+
+    def _tokens_in(self, kv_cache_bytes: int) -> int:
+        geometry = self._geometry
+        of_token: int = geometry.layers * 2 * geometry.kv_heads * geometry.head_dim * self._dtype.itemsize
+        tokens, least = kv_cache_bytes // of_token, self._least_rows * self._max_context
+        if tokens < least:
+            raise ConfigError(
+                f"rollout.kv_cache_gib={kv_cache_bytes / 2**30:.3g} holds the keys and values of {tokens} tokens, and "
+                f"a replica needs room for {least}: {self._least_rows} rows of {self._max_context}, of "
+                f"{of_token} bytes a token; give it {least * of_token / 2**30:.3g} or more, or let answers be shorter "
+                "(data.max_response_length)"
+            )
+        return tokens
 
     @torch.inference_mode()
     def _least_invariant_rows(self) -> int | None:
         """See `invariance`. On a GPU the kernels of a step differ with its shape: not looked for."""
         if self._device.type != "cpu":
             return None
-        context = min(40, len(self._positions))
+        context = min(40, self._max_context)
         lengths = 1 + 7 * np.arange(TOGETHER) % (context - 1) if context > 1 else np.zeros(TOGETHER, np.int64)
         tokens = 11 * np.arange(TOGETHER) % self._vocabulary
         noise = torch.Generator().manual_seed(0)
@@ -145,8 +168,23 @@ class Runner:
             fillers = np.zeros(self._least_rows - rows, np.int64)
             tokens, lengths = np.concatenate([tokens, fillers]), np.concatenate([lengths, fillers])
         on_device = self._to_device(lengths)
-        blocks = self._blocks(lengths, on_device, cache.context)
+        blocks = self._blocks(lengths, on_device, cache.room)
         return self._forward.decode(self._to_device(tokens), on_device, cache, blocks)[:rows]
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """The model's weights were written."""
+        self._forward.refresh()
+
+    def release(self) -> None:
+        """Free the KV cache, every row of which is lost, and what the forward pass derived from the weights."""
+        self.cache.release()
+        self._forward.release()
+
+    def restore(self) -> None:
+        """The weights are there again: take the memory that `release` gave up."""
+        self.cache.allocate()
+        self.refresh()
 
     def score(self, ids: NDArray[np.int64], given: int, temperature: float) -> NDArray[np.float32]:
         """Log-probs [B, S - given] of the tokens of ``ids`` [B, S] behind the first ``given``, at ``temperature``.
@@ -183,20 +221,18 @@ class Runner:
         tokens, logprobs = sample(logits, sampling, self._to_device(uniforms))
         return tokens.cpu().numpy(), logprobs.cpu().numpy()
 
-    def _blocks(self, lengths: NDArray[np.int64], on_device: torch.Tensor, context: int) -> list[RowBlock]:
+    def _blocks(self, lengths: NDArray[np.int64], on_device: torch.Tensor, room: int) -> list[RowBlock]:
         """Partition the rows into neighbours that attend together, each over its own longest row."""
         # On a GPU the time of a step is the number of its kernels: one block.
         whole = (0, len(lengths), int(lengths.max()) + 1)
         blocks = blocks_of(lengths + 1) if self._device.type == "cpu" else [whole]
-        return [self._block(start, stop, self._span(span, context), on_device) for start, stop, span in blocks]
+        return [
+            RowBlock.of(range(start, stop), self._span(span, room), on_device, self._window, self._dtype)
+            for start, stop, span in blocks
+        ]
 
-    def _block(self, start: int, stop: int, span: int, lengths: torch.Tensor) -> RowBlock:
-        beyond = self._positions[:span] > lengths[start:stop, None]
-        mask = torch.zeros(beyond.shape, dtype=self._dtype, device=self._device).masked_fill_(beyond, -torch.inf)
-        return RowBlock(start, stop, span, mask[:, None, None])
-
-    def _span(self, positions: int, context: int) -> int:
-        return min(-(-positions // SPAN_STEP) * SPAN_STEP, context)
+    def _span(self, positions: int, most: int) -> int:
+        return min(-(-positions // SPAN_STEP) * SPAN_STEP, most)
 
     def _to_device(self, array: NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)

@@ -218,12 +218,14 @@ def inverse_cdf(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """[A] the first token whose cumulative probability exceeds ``uniform``; never one of probability zero.
 
     The cumulative sum is taken in float64 and scaled by its own end, so that it cannot stop short of the uniform. A
-    parallel scan (on GPUs) may still differ in the last bit between neighbours and land on a token of probability
+    parallel scan, on GPUs, may still differ in the last bit between neighbours and land on a token of probability
     zero; the most likely token stands in there.
     """
     probs = logprobs.exp()
     cumulative = probs.cumsum(-1, dtype=torch.float64)
     threshold = (uniform * cumulative[:, -1]).unsqueeze(1)
     tokens = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=logprobs.shape[1] - 1)
+    if probs.device.type == "cpu":
+        return tokens.squeeze(1)
     possible = probs.gather(1, tokens) > 0
     return torch.where(possible, tokens, probs.argmax(-1, keepdim=True)).squeeze(1)

@@ -3,14 +3,14 @@
     RUNNING ──pause(drain)──▶ DRAINING ──nothing left──▶ PAUSED ──resume──▶ RUNNING
        └────pause(interrupt | keep)──────────────────────▶┘
 
-Waiting trajectories start in order of submission, validation before training. While draining, what is submitted is held
-back; it joins the queue when the drain is over.
+Waiting trajectories start in order of submission, validation before training; those that were decoding before go on
+first. While draining, what is submitted is held back; it joins the queue when the drain is over.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 
 from headway.engines.rollout.native.work import GroupRun, TrajectoryRun
@@ -39,13 +39,18 @@ class Scheduler:
         else:
             self._enqueue(runs)
 
-    def take(self, free: int) -> list[TrajectoryRun]:
-        """Remove and return the next trajectories to start, at most ``free``."""
+    def take(self, free: int, fits: Callable[[Sequence[TrajectoryRun]], bool] | None = None) -> list[TrajectoryRun]:
+        """Remove and return the next trajectories to start, at most ``free``, as long as those together ``fit``.
+
+        Nobody is passed over: where the next one does not fit, shorter ones behind it wait, too.
+        """
         if self.mode is Mode.PAUSED:
             return []
         taken: list[TrajectoryRun] = []
         for queue in self._queues.values():
             while queue and len(taken) < free:
+                if fits is not None and not fits([*taken, queue[0]]):
+                    return taken
                 taken.append(queue.popleft())
         return taken
 

@@ -3,62 +3,80 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from headway.events import Span
-from headway.interfaces import EngineStats
+from headway.engines.rollout.activity import Counts
 
 
-class Activity:
-    """Counts between two calls of `take`. vLLM steps for as long as it has a trajectory and is not paused."""
+class Activity(Counts):
+    """vLLM steps for as long as it has a trajectory and is not paused; what a step did, it says behind each.
+
+    Prefilled tokens are those that a step computed beside one for each trajectory that goes on: of an interrupted
+    trajectory's context all but the last, and nothing of what is found in the prefix cache.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._busy: list[Span] = []
+        super().__init__(clock)
         self._since: float | None = None
         """Where the open span starts, …"""
         self._counted = 0.0
         """… and up to where its slots are counted."""
+        self._last = 0.0
+        """When a step was heard of last, or computing began again."""
+        self._goes_on = False
+        """There was a step since then."""
         self._running = 0
-        self._slot_seconds = 0.0
-        self._generated = 0
-        self._prefilled = 0
+        self._cached = 0
+        """Tokens of all trajectories that have some, their prompts' included."""
 
     def running(self, trajectories: int) -> None:
         """So many compute from now on."""
         now = self._clock()
-        self._count(now)
+        self._count_slots(now)
         self._running = trajectories
         if trajectories and self._since is None:
-            self._since = now
+            self._since = self._last = now
+            self._goes_on = False
         elif not trajectories and self._since is not None:
             self._busy.append((self._since, now))
             self._since = None
 
-    def step(self, generated: int, prefilled: int) -> None:
-        """Tokens of one step of vLLM's."""
-        self._generated += generated
-        self._prefilled += prefilled
+    def step(self, scheduler: Any, iteration: Any) -> None:
+        """vLLM made a step, or has something else to say: its ``SchedulerStats`` and ``IterationStats``, or None.
 
-    def take(self, running: int, waiting: int, version: int) -> EngineStats:
-        """Everything since the last call."""
+        A step takes from the one before to its own end on vLLM's clock, where some trajectory has tokens of both; else,
+        and behind a halt, for which vLLM counts the halt, too, it ends now.
+        """
+        details = getattr(scheduler, "iteration_details", None)
+        active, latencies = 0, []
+        if iteration is not None:
+            self._generated += iteration.num_generation_tokens
+            self._cached += iteration.num_generation_tokens + iteration.prompt_token_stats.total
+            latencies = iteration.inter_token_latencies_iter
+            active = len(latencies) + len(iteration.time_to_first_tokens_iter)
+        if details is None:
+            self._prefilled += 0 if iteration is None else iteration.prompt_token_stats.computed
+            return
         now = self._clock()
-        self._count(now)
+        seconds = min(latencies) if latencies and self._goes_on else now - self._last
+        self._last, self._goes_on = now, True
+        prefilled = details.num_ctx_tokens + details.num_generation_tokens - details.num_generation_requests
+        if active or prefilled:  # else all that it was for have been aborted meanwhile
+            # The last token of each is not among its keys and values yet.
+            self._count(active=active, prefilled=prefilled, seconds=seconds, cached=self._cached - active)
+
+    def ended(self, tokens: int) -> None:
+        """A trajectory has, of so many tokens with its prompt's; 0 if it never had one of its own."""
+        self._cached -= tokens
+
+    def _close(self) -> None:
+        now = self._clock()
+        self._count_slots(now)
         if self._since is not None:
             self._busy.append((self._since, now))
             self._since = now
-        stats = EngineStats(
-            busy=self._busy,
-            slot_seconds=self._slot_seconds,
-            generated_tokens=self._generated,
-            prefilled_tokens=self._prefilled,
-            running=running,
-            waiting=waiting,
-            version=version,
-        )
-        self._busy, self._slot_seconds, self._generated, self._prefilled = [], 0.0, 0, 0
-        return stats
 
-    def _count(self, now: float) -> None:
+    def _count_slots(self, now: float) -> None:
         if self._running:
             self._slot_seconds += self._running * (now - self._counted)
         self._counted = now

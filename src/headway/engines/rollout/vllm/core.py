@@ -17,14 +17,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Sequence
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headway.data.types import FinishReason
+from headway.engines.rollout.groups import Groups, numbered, owned_by
 from headway.engines.rollout.native.scheduler import Mode, Scheduler
 from headway.engines.rollout.native.work import GroupRun, TrajectoryRun
 from headway.engines.rollout.vllm.activity import Activity
@@ -32,6 +33,8 @@ from headway.engines.rollout.vllm.request import has_tokens, prompt_of, reason_o
 from headway.errors import HeadwayError, ModelError, RunError, UpdateFailed, WorkerDied
 from headway.interfaces import EngineStats, FinishedGroup, GenerateRequest, OnUpdate, Paused, Priority
 from headway.models.probe import PROBE_PREFILL, probe_sequences
+
+T = TypeVar("T")
 
 Deliver = Callable[[Hashable, FinishedGroup | HeadwayError], None]
 """Hands a finished group, or the engine's end, to whoever submitted it."""
@@ -80,31 +83,35 @@ class VllmCore:
         self._temperature = temperature
         self._can_sleep = can_sleep
         self._scheduler = Scheduler()
-        self._groups: list[GroupRun] = []
+        self._groups = Groups()
         self._running: dict[str, TrajectoryRun] = {}
         """What vLLM has, by request id."""
         self._following: dict[str, asyncio.Task[None]] = {}
-        self._serial = 0
         self._turn = asyncio.Lock()
         """Held while vLLM is told to pause, to load or to go on."""
         self._halted = False
         """vLLM is paused."""
+        self._cleared = False
+        """Paused, and all keys and values are gone."""
         self._asleep = False
         self._moved = asyncio.Event()
         """Set, and replaced, when the scheduler's mode may have changed."""
         self._weights = Weights.SERVED
         self._over: HeadwayError | None = None
+        self._ended_for_good = asyncio.Event()
+        """Set with it."""
         self.version = 0
 
     # ------------------------------------------------------------------------------------- commands
 
     async def begin(self) -> None:
         """The first weights are version 0. Raises `ModelError` for a model that vLLM loads and cannot compute with."""
-        with self._telling("start"):
-            await self._llm.get_supported_tasks()  # kept by vLLM: requests are then registered without a wait
-            await self._llm.update_weight_version("0")
-        with self._telling("compute with the model", ModelError):
-            await self._llm.collective_rpc("headway_score", args=([[0, 0]], [0], 1.0))
+        if (handler := getattr(self._llm, "output_handler", None)) is not None:
+            handler.add_done_callback(lambda _: self._lost())  # also when nobody generates
+        await self._tell("start", self._llm.get_supported_tasks())  # kept by vLLM: requests then register at once
+        await self._tell("start", self._llm.update_weight_version("0"))
+        first = self._llm.collective_rpc("headway_score", args=([[0, 0]], [0], 1.0))
+        await self._tell("compute with the model", first, ModelError)
 
     async def connect(self, path: str, nbytes: int, slots: list[tuple[str, list[int], str, int, int]]) -> None:
         """Let the workers map the buffer at ``path``."""
@@ -113,26 +120,23 @@ class VllmCore:
         )
 
         request = WeightTransferInitRequest({"path": path, "nbytes": nbytes, "slots": slots})
-        with self._telling("map the buffer for new weights", UpdateFailed):
-            await self._llm.init_weight_transfer_engine(request)
+        mapped = self._llm.init_weight_transfer_engine(request)
+        await self._tell("map the buffer for new weights", mapped, UpdateFailed)
 
     async def submit(self, requests: Sequence[GenerateRequest], owner: Hashable) -> None:
         """Queue all requests at once, or none: raises `DataError` for one that cannot be served."""
         self._check()
-        groups, serial = [], self._serial
-        for request in requests:
-            group = GroupRun.of(
+        groups = self._groups.submit(
+            requests,
+            lambda request, serial: GroupRun.of(
                 request,
                 owner,
                 seed=self._seed,
                 serial=serial,
                 max_context=self._max_context,
                 vocabulary=self._vocabulary,
-            )
-            groups.append(group)
-            serial += request.n
-        self._serial = serial
-        self._groups.extend(groups)
+            ),
+        )
         self._scheduler.submit(groups)
         self._fill()
 
@@ -144,18 +148,18 @@ class VllmCore:
         while self._scheduler.mode is Mode.DRAINING and self._over is None:
             await self._moved.wait()
         self._check()
-        async with self._turn:
+        async with self._alone():
             if self._scheduler.mode is not Mode.PAUSED:  # resumed meanwhile
                 return Paused()
-            await self._halt(clear=policy is not OnUpdate.KEEP)
-        if policy is not OnUpdate.INTERRUPT:
-            return Paused()
-        return Paused(sum(run.started is not None for run in self._running.values()))
+            cut = policy is OnUpdate.INTERRUPT and not self._cleared
+            # A drain that another pause ended leaves what that one keeps as it is.
+            await self._halt(clear=cut or (policy is OnUpdate.DRAIN and not self._running))
+        return Paused(sum(run.started is not None for run in self._running.values()) if cut else 0)
 
     async def resume(self) -> None:
         """Go on. Raises `RunError` while asleep, and while there is no whole version to sample from."""
         self._check()
-        async with self._turn:
+        async with self._alone():
             if self._asleep:
                 raise RunError(f"rollout engine {self._name} was told to resume while asleep; call wake() first")
             self._check_weights("resume")
@@ -172,7 +176,7 @@ class VllmCore:
         vLLM was told to load them.
         """
         self._check()
-        async with self._turn:
+        async with self._alone():
             start, was_halted = self._clock(), self._halted
             await self._halt(clear=False)
             loop = asyncio.get_running_loop()
@@ -185,31 +189,27 @@ class VllmCore:
                     await self._go_on()
             return self._clock() - start
 
-    async def abort(self, numbers: Iterable[int]) -> None:
+    async def abort(self, numbers: Sequence[int]) -> None:
         """End these training groups as they are."""
         self._check()
-        wanted = set(numbers)
-        await self._end(lambda group: group.request.priority is Priority.TRAINING and group.request.number in wanted)
+        await self._end(numbered(numbers))
 
     async def abort_older_than(self, version: int) -> list[int]:
         """`abort` the unfinished training groups with a token of an older version; in order of submission."""
         self._check()
-        training = [group for group in self._groups if group.request.priority is Priority.TRAINING]
-        older = (g for g in training if g.oldest_version is not None and g.oldest_version < version)
-        old = list(dict.fromkeys(group.request.number for group in older))
+        old = self._groups.older_than(version)
         await self.abort(old)
         return old
 
     async def forget(self, owner: Hashable) -> None:
         """Stop and drop everything that ``owner`` submitted."""
         if self._over is None:
-            await self._end(lambda group: group.owner == owner)
+            await self._end(owned_by(owner))
 
     async def in_flight(self) -> list[int]:
         """Numbers of unfinished training groups, in order of submission."""
         self._check()
-        numbers = (group.request.number for group in self._groups if group.request.priority is Priority.TRAINING)
-        return list(dict.fromkeys(numbers))  # two parts of a split group may be here
+        return self._groups.in_flight()
 
     async def sleep(self, keep_weights: bool) -> None:
         """Free the device's memory. Raises `RunError` unless paused, and where the platform cannot."""
@@ -219,13 +219,12 @@ class VllmCore:
                 f"rollout engine {self._name} cannot sleep: vLLM frees nothing on a CPU, elsewhere only when it was "
                 "started so; set placement.kind=split"
             )
-        async with self._turn:
+        async with self._alone():
             if self._scheduler.mode is not Mode.PAUSED:
                 raise RunError(f"rollout engine {self._name} was told to sleep while decoding; pause it first")
             if self._asleep:
                 return
-            with self._telling("sleep"):
-                await self._llm.sleep(level=1 if keep_weights else 2, mode="keep")
+            await self._tell("sleep", self._llm.sleep(level=1 if keep_weights else 2, mode="keep"))
             self._asleep = True
             if not keep_weights:
                 self._weights = Weights.GONE
@@ -233,12 +232,12 @@ class VllmCore:
     async def wake(self) -> None:
         """Take the device's memory back; still paused."""
         self._check()
-        async with self._turn:
+        async with self._alone():
             if self._asleep:
-                with self._telling("wake"):
-                    await self._llm.wake_up()
-                    await self._llm.pause_generation(mode="keep", clear_cache=True)  # waking lets it go on
-                self._asleep = False
+                await self._tell("wake", self._llm.wake_up())
+                # Waking lets it go on.
+                await self._tell("pause", self._llm.pause_generation(mode="keep", clear_cache=True))
+                self._asleep, self._cleared = False, True
 
     async def probe(self) -> NDArray[np.float32] | None:
         """Log-probs [8] of `headway.models.probe`'s sequences; None where a context is too short for them."""
@@ -252,14 +251,12 @@ class VllmCore:
         positions = range(PROBE_PREFILL, sequences.shape[1])
         contexts = [ids[:position].tolist() for ids in sequences for position in positions]
         tokens = [int(ids[position]) for ids in sequences for position in positions]
-        async with self._turn:
+        async with self._alone():
             was_halted = self._halted
             await self._halt(clear=False)
             try:
-                with self._telling("compute the probe's log-probs"):
-                    scores = await self._llm.collective_rpc(
-                        "headway_score", args=(contexts, tokens, self._temperature or 1.0)
-                    )
+                scoring = self._llm.collective_rpc("headway_score", args=(contexts, tokens, self._temperature or 1.0))
+                scores = await self._tell("compute the probe's log-probs", scoring)
             finally:
                 if not was_halted and self._over is None:
                     await self._go_on()
@@ -320,6 +317,9 @@ class VllmCore:
 
     def _ended(self, request: str, run: TrajectoryRun, reason: FinishReason) -> None:
         del self._running[request], self._following[request]
+        if self._over is not None:  # whoever waited was told so
+            return
+        self._activity.ended(0 if run.fresh else len(run.context))
         self._finish(run, reason)
         self._fill()
         self._settle()
@@ -339,8 +339,7 @@ class VllmCore:
         requests = [request for request, run in self._running.items() if belongs(run.group)]
         tasks = [self._following[request] for request in requests]
         if requests:
-            with self._telling("abort"):
-                await self._llm.abort(requests)
+            await self._tell("abort", self._llm.abort(requests))
             await asyncio.wait(tasks)
         self._settle()
 
@@ -356,40 +355,54 @@ class VllmCore:
 
     # ------------------------------------------------------------------------------------- vLLM
 
+    @contextlib.asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        """One order after the other. Raises what the engine ended with, also while this one waited."""
+        async with self._turn:
+            self._check()
+            yield
+
     async def _halt(self, *, clear: bool) -> None:
         """Nothing runs any more, and the outputs of what ran are here. Clearing means that all is prefilled again."""
-        if self._halted and not clear:
+        if self._halted and (self._cleared or not clear):
             return
-        with self._telling("pause"):
-            await self._llm.pause_generation(mode="keep", clear_cache=clear)
-        self._halted = True
+        await self._tell("pause", self._llm.pause_generation(mode="keep", clear_cache=clear))
+        self._halted, self._cleared = True, clear
         self._show()
 
     async def _go_on(self) -> None:
         if self._halted:
-            with self._telling("go on"):
-                await self._llm.resume_generation()
-            self._halted = False
+            await self._tell("go on", self._llm.resume_generation())
+            self._halted = self._cleared = False
             self._show()
 
     async def _load(self, version: int) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        self._weights = Weights.TORN  # until all of it is loaded
-        with self._telling(f"load version {version}", UpdateFailed):
+        async def load() -> None:
             if self._asleep:
                 await self._llm.wake_up(["weights"])
             await self._llm.start_weight_update()
             await self._llm.update_weights(WeightTransferUpdateRequest({"version": version}))
             await self._llm.finish_weight_update(str(version))
+
+        self._weights = Weights.TORN  # until all of it is loaded
+        await self._tell(f"load version {version}", load(), UpdateFailed)
         self._weights = Weights.SERVED
         self.version = version
 
-    @contextlib.contextmanager
-    def _telling(self, what: str, error: type[HeadwayError] = RunError) -> Iterator[None]:
-        """Attribute what vLLM raises when it is told to do ``what``; its end ends this engine."""
+    async def _tell(self, what: str, order: Coroutine[Any, Any, T], error: type[HeadwayError] = RunError) -> T:
+        """vLLM's answer to an ``order`` to do ``what``, or what this engine ended with: a dead vLLM never answers.
+
+        Raises ``error`` for what vLLM raises; its end ends this engine.
+        """
+        answer = asyncio.create_task(order)
+        ended = asyncio.create_task(self._ended_for_good.wait())
         try:
-            yield
+            await asyncio.wait((answer, ended), return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                self._check()
+            return await answer
         except HeadwayError:
             raise
         except Exception as cause:
@@ -397,6 +410,9 @@ class VllmCore:
             if isinstance(attributed, WorkerDied):
                 self._fail(attributed)
             raise attributed from cause
+        finally:
+            answer.cancel()
+            ended.cancel()
 
     def _attributed(self, what: str, cause: Exception, error: type[HeadwayError]) -> HeadwayError:
         detail = f"{type(cause).__name__}: {cause}"
@@ -412,17 +428,20 @@ class VllmCore:
         """Nothing more is served: whoever waits, and whoever asks from now on, gets ``error``."""
         if self._over is None:
             self._over = error
-            for owner in dict.fromkeys(group.owner for group in self._groups):
+            self._ended_for_good.set()
+            for owner in self._groups.owners():
                 self._deliver(owner, error)
             self._groups.clear()
             self._activity.running(0)
             self._settle()
 
+    def _lost(self) -> None:
+        """vLLM's outputs have ended: by its death, unless this engine ended before."""
+        self._fail(WorkerDied(f"vLLM's processes of rollout engine {self._name} have ended; its own output says why"))
+
     def _check(self) -> None:
         if self._over is None and self._llm.errored:
-            self._fail(
-                WorkerDied(f"vLLM's processes of rollout engine {self._name} have ended; its own output says why")
-            )
+            self._lost()
         if self._over is not None:
             raise self._over
 

@@ -15,13 +15,14 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.engines.rollout.inboxes import Inbox
 from headway.engines.rollout.vllm.activity import Activity
 from headway.engines.rollout.vllm.buffer import SharedBackBuffer
 from headway.engines.rollout.vllm.core import VllmCore
@@ -45,14 +46,6 @@ T = TypeVar("T")
 
 CLOSE_TIMEOUT_S = 60.0
 """For vLLM's processes to end."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Inbox:
-    """Where one `generate` call waits for its groups."""
-
-    loop: asyncio.AbstractEventLoop
-    groups: asyncio.Queue[FinishedGroup | HeadwayError]
 
 
 class VllmEngine:
@@ -143,6 +136,8 @@ class VllmEngine:
         self._core: VllmCore | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
+        self._answering: set[asyncio.Task[Any]] = set()
+        """Tasks of vLLM's loop that somebody waits for."""
         self._started: Future[None] = Future()
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name=f"headway-vllm-{name}", daemon=True)
@@ -164,18 +159,13 @@ class VllmEngine:
         Leaving the iterator early drops the groups that are left. Raises `DataError`, before anything is submitted,
         for a prompt that does not fit or parameters that make no sense.
         """
-        inbox = _Inbox(asyncio.get_running_loop(), asyncio.Queue())
-        missing = len(requests)
+        inbox = Inbox.of(len(requests))
         try:
             await self._ask(self._there.submit(requests, inbox))
-            while missing:
-                group = await inbox.groups.get()
-                if isinstance(group, HeadwayError):
-                    raise group
-                missing -= 1
-                yield group
+            while inbox.missing:
+                yield await inbox.next()
         finally:
-            if missing:
+            if inbox.missing:
                 with contextlib.suppress(RunError):  # it has ended, and with it everything that was left
                     self._post(self._there.forget(inbox))
 
@@ -246,7 +236,7 @@ class VllmEngine:
         await self._ask(self._there.wake())
 
     async def stats(self) -> EngineStats:
-        """Activity since the last call. Steps are not timed one by one."""
+        """Activity since the last call; steps as `Activity` of this package has them."""
         return await self._ask(self._there.stats())
 
     async def close(self) -> None:
@@ -285,10 +275,15 @@ class VllmEngine:
         return await asyncio.shield(asyncio.wrap_future(self._post(self._answered(work))))
 
     async def _answered(self, work: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        self._answering.add(task)
         try:
             return await work
         except asyncio.CancelledError:  # by the end of the loop: nobody else can
             raise self._over() from None
+        finally:
+            self._answering.discard(task)
 
     def _post(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         assert self._loop is not None
@@ -324,13 +319,15 @@ class VllmEngine:
             self._started.set_result(None)
             await self._stop.wait()
             await core.close(self._over())
+            if self._answering:  # who was told what the engine ended with is to say so
+                await asyncio.wait(self._answering, timeout=CLOSE_TIMEOUT_S / 4)
         finally:
             if (handler := getattr(llm, "output_handler", None)) is not None:
                 handler.cancel()  # or it takes the end of vLLM's processes for a failure, and says so
             llm.shutdown(timeout=CLOSE_TIMEOUT_S / 2)  # killed, they would leave shared memory behind
 
     def _deliver(self, owner: Hashable, group: FinishedGroup | HeadwayError) -> None:
-        assert isinstance(owner, _Inbox)
+        assert isinstance(owner, Inbox)
         with contextlib.suppress(RuntimeError):  # that loop was closed: nobody there waits any more
             owner.loop.call_soon_threadsafe(owner.groups.put_nowait, group)
 
@@ -365,7 +362,7 @@ class _Beside:
 
 
 def _counting(activity: Activity) -> Callable[..., Any]:
-    """What vLLM calls once a step, with counts."""
+    """What vLLM calls behind each step."""
 
     class Counts:
         """vLLM's stat logger."""
@@ -373,8 +370,7 @@ def _counting(activity: Activity) -> Callable[..., Any]:
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...
 
         def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
-            if iteration_stats is not None:
-                activity.step(iteration_stats.num_generation_tokens, iteration_stats.prompt_token_stats.computed)
+            activity.step(scheduler_stats, iteration_stats)
 
         def log(self) -> None: ...
 

@@ -93,6 +93,7 @@ def start(settings: VllmSettings, stat_logger: Callable[..., Any]) -> Any:
         "weight_transfer_config": WeightTransferConfig(backend=transfer.BACKEND),
         "worker_extension_cls": f"{PACKAGE}.extension.WorkerExtension",
         "enable_sleep_mode": settings.sleep,
+        "enable_logging_iteration_details": True,  # what a step computed is told to nobody else
     }
     arguments |= _batching(settings, on_cpu)
     if gib is not None:

@@ -1,0 +1,55 @@
+"""How much an engine computed between two reports; what a busy span is, each engine knows for itself."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from headway.events import DecodeSteps, PrefillStep, Span
+from headway.interfaces import EngineStats
+
+
+class Counts(ABC):
+    """Busy spans, tokens and steps since the last `take`."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._reset()
+
+    def take(self, running: int, waiting: int, version: int) -> EngineStats:
+        """Everything since the last call."""
+        self._close()
+        stats = EngineStats(
+            busy=self._busy,
+            slot_seconds=self._slot_seconds,
+            generated_tokens=self._generated,
+            prefilled_tokens=self._prefilled,
+            running=running,
+            waiting=waiting,
+            version=version,
+            decode_steps=self._decode_steps,
+            prefill_steps=self._prefill_steps,
+        )
+        self._reset()
+        return stats
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Bring spans and slot time up to date; what goes on afterwards begins a new span."""
+
+    def _count(self, *, active: int, prefilled: int, seconds: float, cached: int) -> None:
+        """One step, as `PrefillStep` describes it."""
+        self._prefilled += prefilled
+        if prefilled:
+            self._prefill_steps.append((active, prefilled, seconds, cached))
+        else:
+            steps, total, before = self._decode_steps.get(active, (0, 0.0, 0))
+            self._decode_steps[active] = (steps + 1, total + seconds, before + cached)
+
+    def _reset(self) -> None:
+        self._busy: list[Span] = []
+        self._slot_seconds = 0.0
+        self._generated = 0
+        self._prefilled = 0
+        self._decode_steps: dict[int, DecodeSteps] = {}
+        self._prefill_steps: list[PrefillStep] = []
