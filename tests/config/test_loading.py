@@ -175,8 +175,8 @@ def test_an_unknown_key_is_refused_with_what_was_probably_meant(key: str, sugges
 
 
 def test_an_unknown_key_unlike_any_other_is_refused_without_a_guess(write: Write) -> None:
-    path = write("banana: {split: 3}\n")
-    assert refusal(path=path) == f"banana.split: unknown key (in {path})"
+    path = write("banana: {peel: 3}\n")
+    assert refusal(path=path) == f"banana.peel: unknown key (in {path})"
 
 
 def test_all_problems_come_in_one_message_each_with_its_place(write: Write) -> None:

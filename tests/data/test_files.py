@@ -82,8 +82,8 @@ def test_a_prompt_of_another_type_is_refused_with_its_place(tmp_path: Path, prom
 
 def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_text('{"prompt": "p", "answer": "a"}\n\n{"prompt": \n')
-    with pytest.raises(DataError, match=r"a.jsonl, line 3: not JSON"):
+    path.write_text('{"prompt": "p", "answer": "a"}\n\n{"prompt": }\n')
+    with pytest.raises(DataError, match=r"a.jsonl, line 3: not JSON: Expecting value at character 12; each line"):
         read(str(path))
 
 
@@ -101,7 +101,9 @@ def test_a_line_that_is_no_object_is_named(tmp_path: Path) -> None:
         ("a.csv", b"prompt,answer", "end in .jsonl or .parquet, not '.csv'"),
         ("a", b"", "end in .jsonl or .parquet, not 'nothing'"),
         ("a.jsonl", b"\n\n", "the file has no rows"),
-        ("a.jsonl", b"\xff\xfe\x00", "cannot be read: UnicodeDecodeError"),
+        ("a.jsonl", b'{"prompt": "p", "answer": 1}\n\xff\xfe\x00', "line 2 cannot be read: UnicodeDecodeError"),
+        ("a.jsonl", b'{"prompt": "p", "answer": ' + b"[" * 100_000, "line 1 cannot be read: RecursionError"),
+        ("a.jsonl", b'{"prompt": "p", "answer": ' + b"1" * 5000 + b"}", "line 1 cannot be read: ValueError"),
         ("a.parquet", b"not parquet at all", "cannot be read as Parquet"),
     ],
 )
@@ -119,3 +121,36 @@ def test_a_parquet_file_without_rows_says_so(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(DataError, match="no rows"):
         read(str(tmp_path / "a.parquet"))
+
+
+def test_a_parquet_file_without_the_columns_is_refused_before_its_rows_are_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", [{"question": "q", "answer": "a"}])
+    with pytest.raises(DataError, match=r"a\.parquet: there is no column 'prompt'; there are question, answer"):
+        read(path)
+
+
+def test_a_parquet_row_that_is_no_text_is_named(tmp_path: Path) -> None:
+    """Arrow does not check that text is UTF-8 when it is written."""
+    answers = pyarrow.array([b"fine", b"\xff"]).view(pyarrow.string())
+    table = pyarrow.table({"prompt": ["p", "q"], "answer": answers})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet, row 1 cannot be read: UnicodeDecodeError"):
+        read(str(tmp_path / "a.parquet"))
+
+
+def test_a_folder_is_refused_with_both_ways_to_read_what_is_in_it(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"a folder, not a file; name a .jsonl or .parquet file in it, or, .*dataset: "):
+        read(str(tmp_path))
+
+
+def test_a_byte_order_mark_and_windows_line_ends_do_no_harm(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "p", "answer": 1}\r\n\r\n{"prompt": "q", "answer": 2}')
+    records = read(str(path))
+    assert [(record.prompt, record.where) for record in records] == [("p", f"{path}, line 1"), ("q", f"{path}, line 3")]
+
+
+def test_every_record_knows_its_row(file: Path) -> None:
+    place = "line {}" if file.suffix == ".jsonl" else "row {}"
+    first = 1 if file.suffix == ".jsonl" else 0
+    assert [r.where for r in read(write(file, ROWS))] == [f"{file}, {place.format(first + i)}" for i in range(2)]

@@ -11,7 +11,7 @@ from headway.config.idle import without_effect
 from headway.config.loading import LoadedConfig, mode_config
 from headway.config.placement import ACTOR, LOGP, resolve_placement
 from headway.config.presets import preset
-from headway.config.schema import Config, Order
+from headway.config.schema import Config, Order, RewardConfig
 from headway.config.transports import TRANSPORTS, transport_of
 from headway.errors import ConfigError
 from headway.user_code import names_a_file
@@ -26,6 +26,7 @@ def diagnose(loaded: LoadedConfig) -> list[str]:
     checks: Sequence[Callable[[Config], Iterator[str]]] = (
         _model,
         _data,
+        _reward,
         _length,
         _sampling,
         algorithm_problems,
@@ -65,18 +66,41 @@ def _model(config: Config) -> Iterator[str]:
 
 def _data(config: Config) -> Iterator[str]:
     data = config.data
-    if data.train is None and data.task is None:
+    if not data.train_sources and data.task is None:
         yield "data: give data.train (a JSONL or Parquet file), or data.task for a procedural task"
-    if data.train is not None and data.task is not None:
+    if data.train_sources and data.task is not None:
         yield "data: data.train and data.task are both given; set one of them to null"
-    overlong = config.reward.overlong_buffer
+    for key, sources in (("train", "sources"), ("val", "val_sources")):
+        if getattr(data, key) is not None and getattr(data, sources):
+            yield f"data: data.{key} and data.{sources} are both given; give data.{key} a list of all sources"
+    weighted = [source.weight is not None for source in data.sources]
+    if any(weighted) and not all(weighted):
+        without = ", ".join(source.label for source in data.sources if source.weight is None)
+        yield f"data.train: {without} has no weight, and others have; give every source one, or none"
+    elif weighted == [True]:
+        yield f"data.train: weight has no effect: {data.sources[0].label} is the only source; drop it"
+    if any(source.weight is not None for source in data.val_sources):
+        yield "data.val: weight has no effect: every held-out prompt is asked at each validation; drop it"
+
+
+def _reward(config: Config) -> Iterator[str]:
+    reward, data = config.reward, config.data
+    if reward.functions is not None and (reward.function != RewardConfig().function or reward.params):
+        yield (
+            "reward.functions replaces reward.function and reward.params, but both are given; drop those two "
+            f"(the default is reward.function={RewardConfig().function}), or set reward.functions=null"
+        )
+    labels = [one.label for one in reward.all]
+    if twice := sorted({label for label in labels if labels.count(label) > 1}):
+        yield f"reward.functions: {', '.join(twice)} is the name of more than one; give them names of their own"
+    if any(one.function == "task" for one in reward.all) and data.task is None:
+        yield "reward.function=task is data.task's verifier, and no task is given; use exact_match or file.py:function"
+    overlong = reward.overlong_buffer
     if overlong.enable and overlong.len > data.max_response_length:
         yield (
             f"reward.overlong_buffer.len={overlong.len} is more than data.max_response_length="
             f"{data.max_response_length}: every answer would be penalised; lower it"
         )
-    if config.reward.function == "task" and data.task is None:
-        yield "reward.function=task is data.task's verifier, and no task is given; use exact_match or file.py:function"
 
 
 def _length(config: Config) -> Iterator[str]:

@@ -49,8 +49,15 @@ def _data(config: Config) -> Iterator[Idle]:
         for key in ("val", "prompt_key", "answer_key"):
             yield f"data.{key}", "problems come from data.task, not from files"
         yield "data.val_size", "data.task has held-out problems of its own: data.task.val_size"
-    elif data.val is not None:
+    elif data.held_out_sources:
         yield "data.val_size", "held-out problems come from data.val"
+    for key in ("prompt_key", "answer_key"):
+        sources = [*data.train_sources, *data.held_out_sources]
+        if sources and all(getattr(source, key) is not None for source in sources):
+            yield f"data.{key}", "every source has its own"
+    for key in ("sources", "val_sources"):
+        if not getattr(data, key):
+            yield f"data.{key}", "it names no source"
 
 
 def _engine(config: Config) -> Iterator[Idle]:
@@ -58,8 +65,7 @@ def _engine(config: Config) -> Iterator[Idle]:
         for key in ("enable_dual_buffer", "param_update_consume_bucket_size_mb"):
             yield f"rollout.{key}", "vLLM receives into a copy in host memory, and loads it in its own way"
     else:
-        for key in ("kv_cache_gib", "engine_args"):
-            yield f"rollout.vllm.{key}", f"rollout.name is {config.rollout.name}"
+        yield "rollout.vllm.engine_args", f"rollout.name is {config.rollout.name}"
 
 
 def _reward(config: Config) -> Iterator[Idle]:
@@ -70,7 +76,7 @@ def _reward(config: Config) -> Iterator[Idle]:
 
 def _validation(config: Config) -> Iterator[Idle]:
     data = config.data
-    if data.task is None and data.val is None and data.val_size == 0:
+    if data.task is None and not data.held_out_sources and data.val_size == 0:
         for key in ("test_freq", "val_n", "val_temperature"):
             yield f"rollout.{key}", "data.val_size=0 leaves no held-out problems"
 

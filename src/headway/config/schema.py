@@ -8,12 +8,21 @@ in `headway.config.model`, those of what is learned and how in `headway.config.l
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from headway.config.learning import (
     ActorConfig,
@@ -24,7 +33,18 @@ from headway.config.learning import (
     RefConfig,
 )
 from headway.config.model import ModelConfig
-from headway.config.section import Eta, Every, NonNegative, Positive, Probability, Section, Share, on_or_off
+from headway.config.section import (
+    Eta,
+    Every,
+    NonNegative,
+    Positive,
+    Probability,
+    Section,
+    Share,
+    exact_fraction,
+    on_or_off,
+    shortest_spelling,
+)
 from headway.config.transports import known_transport
 
 
@@ -50,17 +70,74 @@ class TaskConfig(Section):
     """Parameters of the task, passed through."""
 
 
+Weight = Annotated[Fraction, BeforeValidator(exact_fraction), Field(gt=0), PlainSerializer(shortest_spelling)]
+
+
+class SourceConfig(Section):
+    """One of several sources of prompts: a file, or a Hugging Face dataset. A bare path is ``{path: …}``."""
+
+    path: str | None = None
+    """A JSONL or Parquet file."""
+    dataset: str | None = None
+    """A dataset on the Hugging Face Hub, or a folder that one was saved to; needs the extra ``datasets``."""
+    subset: str | None = None
+    """Of the dataset, where it has several (``main`` of ``openai/gsm8k``)."""
+    split: str | None = None
+    """Of the dataset. Default: ``train`` for training, ``test`` for held-out prompts."""
+    revision: str | None = None
+    """Of the dataset: a commit or tag of its repository."""
+    name: str | None = None
+    """The source that its rows count to, whatever their ``data_source`` says."""
+    weight: Weight | None = None
+    """Its share of the training prompts, relative to the others': of all sources or of none (docs/data.md)."""
+    prompt_key: str | None = None
+    """Default: ``data.prompt_key``."""
+    answer_key: str | None = None
+    """Default: ``data.answer_key``."""
+
+    @property
+    def label(self) -> str:
+        """How messages call it."""
+        return self.path or self.dataset or ""
+
+    @model_validator(mode="after")
+    def _is_one_thing(self) -> SourceConfig:
+        if (self.path is None) == (self.dataset is None):
+            raise ValueError("expected exactly one of path (a file) and dataset (of Hugging Face)")
+        if self.path is not None and any(v is not None for v in (self.subset, self.split, self.revision)):
+            raise ValueError("expected subset, split and revision beside a dataset alone; a file has none")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _what_is_given(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: value for key, value in serialize(self).items() if value is not None}
+
+
+def _path_or_section(value: Any) -> Any:
+    return {"path": value} if isinstance(value, str) else value
+
+
+Sources = tuple[Annotated[SourceConfig, BeforeValidator(_path_or_section)], ...]
+
+
 class DataConfig(Section):
     train: str | None = None
-    """A JSONL or Parquet file of training prompts. Replaces ``task``."""
+    """A JSONL or Parquet file of training prompts. Replaces ``task``. Several files, or a dataset: see ``sources``."""
     val: str | None = None
-    """A JSONL or Parquet file of held-out prompts. Default: ``val_size`` rows split off ``train`` by seed."""
+    """A JSONL or Parquet file of held-out prompts, or like ``train`` several. Default: ``val_size`` rows split off
+    ``train`` by seed."""
+    sources: Sources = ()
+    """What ``train`` becomes when it is given a source's keys or a list of sources. Mixed by weight, where they have
+    weights."""
+    val_sources: Sources = ()
+    """The same of ``val``."""
     task: TaskConfig | None = None
     """A procedural task instead of files."""
     prompt_key: str = "prompt"
     """Column of the prompt: text, or a list of chat messages."""
-    answer_key: str = "answer"
-    """Column of the ground truth."""
+    answer_key: str = "auto"
+    """Column of the ground truth, or by dots a value inside one. ``auto``: verl's ``reward_model.ground_truth`` where a
+    row has that, else ``answer``."""
     val_size: NonNegative = 128
     """Rows of ``train`` held out when ``val`` is not given."""
     chat_template: Literal["auto", "always", "never"] = "auto"
@@ -76,6 +153,38 @@ class DataConfig(Section):
     prefetch: NonNegative = 64
     """Prompts tokenised ahead of admission."""
 
+    @property
+    def label(self) -> str:
+        """What is trained on, in short: ``a.jsonl × 3, openai/gsm8k × 1``; the task's name; or nothing."""
+        named = [
+            f"{one.label} × {shortest_spelling(one.weight)}" if one.weight else one.label for one in self.train_sources
+        ]
+        return ", ".join(named) or (self.task.name if self.task else "")
+
+    @property
+    def train_sources(self) -> tuple[SourceConfig, ...]:
+        """Of training: none with a task."""
+        return self.sources if self.train is None else (SourceConfig(path=self.train),)
+
+    @property
+    def held_out_sources(self) -> tuple[SourceConfig, ...]:
+        """Of validation: none where held-out rows are split off."""
+        return self.val_sources if self.val is None else (SourceConfig(path=self.val),)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lists_are_sources(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        result = dict(values)
+        for key, sources in (("train", "sources"), ("val", "val_sources")):
+            given = result.get(key)
+            if isinstance(given, Mapping | list | tuple):
+                if result.get(sources):
+                    raise ValueError(f"expected one of {key} and {sources}, which is what a list under {key} becomes")
+                result[key], result[sources] = None, [given] if isinstance(given, Mapping) else given
+        return result
+
 
 class OverlongBufferConfig(Section):
     """DAPO's soft overlong penalty."""
@@ -87,9 +196,32 @@ class OverlongBufferConfig(Section):
     """The penalty of an answer of full length."""
 
 
+class RewardFunctionConfig(Section):
+    """One reward of several."""
+
+    function: str
+    """As ``reward.function``."""
+    name: str | None = None
+    """In metrics and messages. Default: the function's own."""
+    weight: float = 1.0
+    """What its values are multiplied by before they are added up."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """As ``reward.params``."""
+
+    @property
+    def label(self) -> str:
+        """``name``, or the function's."""
+        return self.name or self.function.rpartition(":")[2]
+
+
 class RewardConfig(Section):
     function: str = "exact_match"
-    """``exact_match``, ``task`` (the task's own verifier) or ``file.py:function``."""
+    """``exact_match``, ``math_verify``, ``regex``, ``format``, ``task`` (the task's own verifier) or
+    ``file.py:function``: a function of one's own, or one that was written for TRL or verl."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Parameters of the function (verl's ``reward_kwargs``)."""
+    functions: Annotated[tuple[RewardFunctionConfig, ...], Field(min_length=1)] | None = None
+    """Several functions instead of one: the reward is Σ ``weight`` · value over those that apply."""
     workers: Positive = 1
     """Processes that run the reward; they never import torch and are killed on a time-out."""
     timeout_s: float = Field(10.0, gt=0)
@@ -99,12 +231,15 @@ class RewardConfig(Section):
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
     """Taken off training rewards alone, after dynamic sampling has looked at them."""
 
+    @property
+    def all(self) -> tuple[RewardFunctionConfig, ...]:
+        """``functions``, or the one ``function``."""
+        return self.functions or (RewardFunctionConfig(function=self.function, params=self.params),)
+
 
 class VllmConfig(Section):
     """Settings of ``rollout.name: vllm``."""
 
-    kv_cache_gib: float | None = Field(None, gt=0)
-    """Memory for keys and values. Default: 1 on a CPU, vLLM's own choice elsewhere."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's ``AsyncEngineArgs``, such as ``gpu_memory_utilization``."""
 
@@ -138,6 +273,9 @@ class RolloutConfig(Section):
     """Trajectories that one replica decodes at once. Bounds memory, not staleness."""
     max_batched_tokens: Positive = 4096
     """Prompt tokens of one prefill forward."""
+    kv_cache_gib: float | None = Field(None, gt=0)
+    """Memory for keys and values. Where it is short, answers wait, or are parked and go on. Default with ``native``:
+    enough for ``max_concurrent`` answers; with ``vllm``: 1 on a CPU, vLLM's own choice elsewhere."""
     nnodes: NonNegative = 1
     """Machines of the rollout role."""
     n_gpus_per_node: Positive = 1
@@ -243,7 +381,9 @@ class TrainerConfig(Section):
     threads: NonNegative = 0
     """Torch threads of one training rank; 0 divides the machine's cores among the processes."""
     save_freq: Every = -1
-    """Versions between two checkpoints; -1: only at the end."""
+    """Versions between two checkpoints; -1: only at the end, and a run that is killed before cannot be resumed."""
+    max_actor_ckpt_to_keep: Positive | None = None
+    """Checkpoints that are kept, the newest ones, each with its critic's; null: all."""
     max_nonfinite_steps: NonNegative = 10
     """Optimizer steps in a row that may be skipped for a non-finite loss or gradient."""
 

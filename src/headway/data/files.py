@@ -1,4 +1,7 @@
-"""Prompts from JSONL and Parquet files: one record per row, checked as it is read."""
+"""Rows of JSONL and Parquet files, and from rows to records: checked as they are read, whoever read them.
+
+file ─▶ (where, row) ─▶ `records_of` ─▶ Record          (rows of Hugging Face datasets: `headway.data.hub`)
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,24 @@ from headway.errors import DataError, boundary
 Messages = list[dict[str, Any]]
 """A chat: ``{"role": …, "content": …}``, oldest first."""
 
+ANSWER_KEYS = ("reward_model.ground_truth", "answer")
+"""Where the ground truth is when nothing else is said: the first that a row has. The former is verl's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """How a source names what is needed."""
+
+    prompt: str = "prompt"
+    answer: str = "auto"
+    """A column, or by dots a value inside one; ``auto``: the first of `ANSWER_KEYS` that the row has."""
+    name: str | None = None
+    """The source's, over whatever the rows say."""
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        return ANSWER_KEYS if self.answer == "auto" else (self.answer,)
+
 
 @dataclass(frozen=True, slots=True)
 class Record:
@@ -22,83 +43,132 @@ class Record:
     answer: Any
     source: str
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Every other column."""
-
-
-def read_records(path: str, *, prompt_key: str, answer_key: str) -> list[Record]:
-    """All rows of a ``.jsonl`` or ``.parquet`` file, in order.
-
-    ``source`` is the row's ``data_source`` column where it has one, else the file's name without its ending.
-
-    Raises:
-        DataError: the file is missing, empty, of another kind or unreadable, or a row lacks a column or holds a value
-            of the wrong type; the message names the file and the row (for JSONL its line).
-    """
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise DataError(f"{path}: no such file; data.train and data.val name a .jsonl or .parquet file")
-    match file.suffix:
-        case ".jsonl":
-            rows = _jsonl_rows(file)
-        case ".parquet":
-            rows = _parquet_rows(file, (prompt_key, answer_key))
-        case other:
-            raise DataError(f"{path}: data files end in .jsonl or .parquet, not {other or 'nothing'!r}")
-    records = list(_records(rows, file, prompt_key, answer_key))
-    if not records:
-        raise DataError(f"{path}: the file has no rows")
-    return records
+    """Every other column, as it is."""
+    where: str = field(default="", compare=False)
+    """The place that it was read from, for messages."""
 
 
 Row = tuple[str, Any]
 """Where it is (``file, line 3``), and what is there."""
 
 
+def read_records(path: str, *, prompt_key: str, answer_key: str = "auto", name: str | None = None) -> list[Record]:
+    """All rows of a ``.jsonl`` or ``.parquet`` file, in order.
+
+    ``source`` is ``name`` where it is given, else the row's ``data_source`` column where it has one, else the file's
+    name without its ending. ``answer_key`` is read as `Columns.answer` is.
+
+    Raises:
+        DataError: the file is missing, empty, of another kind or unreadable, or a row lacks a column or holds a value
+            of the wrong type; the message names the file and the row (for JSONL its line).
+    """
+    file, columns = Path(path).expanduser(), Columns(prompt_key, answer_key, name)
+    if file.is_dir():
+        raise DataError(
+            f"{path}: a folder, not a file; name a .jsonl or .parquet file in it, or, to read it as a Hugging Face "
+            f"dataset, {{dataset: {path}}}"
+        )
+    if not file.is_file():
+        raise DataError(f"{path}: no such file; data.train and data.val name a .jsonl or .parquet file")
+    match file.suffix:
+        case ".jsonl":
+            rows = _jsonl_rows(file)
+        case ".parquet":
+            rows = _parquet_rows(file, columns)
+        case other:
+            raise DataError(f"{path}: data files end in .jsonl or .parquet, not {other or 'nothing'!r}")
+    records = list(records_of(rows, columns, default_source=file.stem))
+    if not records:
+        raise DataError(f"{path}: the file has no rows")
+    return records
+
+
+def records_of(rows: Iterable[Row], columns: Columns, default_source: str) -> Iterator[Record]:
+    """Rows as records, each checked. Raises `DataError` for one that lacks a column or holds another type."""
+    for where, row in rows:
+        if not isinstance(row, dict):
+            raise DataError(f"{where}: expected an object with columns, not {type(row).__name__}")
+        check_columns(row, columns, where)
+        answer_key, answer = _answer(row, columns, where)
+        given = columns.name or row.get("data_source")
+        yield Record(
+            prompt=_checked_prompt(row[columns.prompt], f"{where}, {columns.prompt!r}"),
+            answer=answer,
+            source=given if isinstance(given, str) and given else default_source,
+            extra={name: value for name, value in row.items() if name not in (columns.prompt, answer_key)},
+            where=where,
+        )
+
+
+def check_columns(present: Iterable[str], columns: Columns, where: str) -> None:
+    """Raise `DataError`, naming what there is, where the prompt's or the ground truth's column is missing."""
+    names = list(present)
+    missing = [] if columns.prompt in names else [repr(columns.prompt)]
+    if not any(key in names or key.partition(".")[0] in names for key in columns.answers):
+        missing += map(repr, columns.answers)
+    if missing:
+        raise _missing(missing, names, where)
+
+
+def _missing(keys: Iterable[str], present: Iterable[str], where: str) -> DataError:
+    return DataError(
+        f"{where}: there is no column {' or '.join(keys)}; there are {', '.join(present) or 'none'}. "
+        "Set data.prompt_key and data.answer_key, or prompt_key and answer_key of the source, to the columns that hold "
+        "prompt and answer"
+    )
+
+
+def _answer(row: Mapping[str, Any], columns: Columns, where: str) -> tuple[str, Any]:
+    """The key of the ground truth and what is there. A column whose own name has dots goes before looking inside."""
+    for key in columns.answers:
+        value: Any = row
+        for step in (key,) if key in row else key.split("."):
+            if not isinstance(value, Mapping) or step not in value:
+                break
+            value = value[step]
+        else:
+            return key, value
+    raise _missing(map(repr, columns.answers), row, where)
+
+
 def _jsonl_rows(file: Path) -> Iterator[Row]:
-    with boundary(f"{file} cannot be read", DataError), file.open(encoding="utf-8") as lines:
+    with boundary(f"{file} cannot be read", DataError), file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if line.strip():
-                where = f"{file}, line {number}"
+            where = f"{file}, line {number}"
+            with boundary(f"{where} cannot be read", DataError):
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                if not text.strip():
+                    continue
                 try:
-                    yield where, json.loads(line)
+                    row = json.loads(text)
                 except json.JSONDecodeError as cause:
-                    raise DataError(f"{where}: not JSON: {cause}; each line is one object") from cause
+                    at = f"{cause.msg} at character {cause.pos + 1}"
+                    raise DataError(f"{where}: not JSON: {at}; each line is one object") from cause
+            yield where, row
 
 
-def _parquet_rows(file: Path, needed: tuple[str, ...]) -> Iterator[Row]:
+def _parquet_rows(file: Path, columns: Columns) -> Iterator[Row]:
     import pyarrow.parquet  # 0.2 s, for Parquet only
 
     with boundary(f"{file} cannot be read as Parquet", DataError):
         parquet = pyarrow.parquet.ParquetFile(file)
-        _require(needed, parquet.schema_arrow.names, str(file))
+        check_columns(parquet.schema_arrow.names, columns, str(file))
         number = 0
         for batch in parquet.iter_batches():
-            for row in batch.to_pylist():
+            for row in _plain_rows(batch, file, number):
                 yield f"{file}, row {number}", row
                 number += 1
 
 
-def _records(rows: Iterable[Row], file: Path, prompt_key: str, answer_key: str) -> Iterator[Record]:
-    for where, row in rows:
-        if not isinstance(row, dict):
-            raise DataError(f"{where}: expected an object with columns, not {type(row).__name__}")
-        _require((prompt_key, answer_key), row, where)
-        source = row.get("data_source")
-        yield Record(
-            prompt=_checked_prompt(row[prompt_key], f"{where}, {prompt_key!r}"),
-            answer=row[answer_key],
-            source=source if isinstance(source, str) else file.stem,
-            extra={name: value for name, value in row.items() if name not in (prompt_key, answer_key)},
-        )
-
-
-def _require(needed: tuple[str, ...], present: Iterable[str], where: str) -> None:
-    names = list(present)
-    if missing := [name for name in needed if name not in names]:
-        raise DataError(
-            f"{where}: there is no column {' or '.join(map(repr, missing))}; there are {', '.join(names) or 'none'}. "
-            "Set data.prompt_key and data.answer_key to the columns that hold prompt and answer"
-        )
+def _plain_rows(batch: Any, file: Path, first: int) -> Iterator[Any]:
+    """Arrow's rows as plain Python values; one that cannot be such is named."""
+    try:
+        yield from batch.to_pylist()
+    except (ValueError, ArithmeticError):  # of which row, the whole batch does not say
+        for i in range(len(batch)):
+            with boundary(f"{file}, row {first + i} cannot be read", DataError):
+                batch.slice(i, 1).to_pylist()
+        raise
 
 
 def _checked_prompt(prompt: Any, where: str) -> str | Messages:
@@ -109,7 +179,8 @@ def _checked_prompt(prompt: Any, where: str) -> str | Messages:
     for message in prompt:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
             raise DataError(f'{where}: a chat message is {{"role": …, "content": …}}, not {_shown(message)}')
-    return prompt
+    # In Parquet all messages have the same fields: what one does not have is null, which templates would print.
+    return [{k: v for k, v in message.items() if v is not None or k == "content"} for message in prompt]
 
 
 def _shown(value: Any) -> str:

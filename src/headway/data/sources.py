@@ -1,49 +1,51 @@
 """Where prompts come from: records in a seeded order, tokenised a little ahead, with a cursor that can be saved.
 
-files or task ─▶ records ─▶ PromptTokenizer ─▶ RowSource ─▶ admission        (training: epoch after epoch)
-                        └─▶ held-out records ─▶ list[Prompt]                 (validation: once, in order)
+files, datasets or task ─▶ records ─▶ PromptTokenizer ─▶ RowSource ─▶ admission        (training: epoch after epoch)
+                                  └─▶ held-out records ─▶ list[Prompt]                 (validation: once, in order)
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, overload
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.data.files import Record, read_records
-from headway.data.tasks import Problem, split_task
+from headway.data.files import Record
+from headway.data.mixing import Mixture, Part
+from headway.data.rows import Rows, read_rows
 from headway.data.tokenize import PromptTokenizer
 from headway.data.types import Prompt
-from headway.errors import ConfigError, DataError
+from headway.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from headway.config.schema import Config, DataConfig
+    from headway.config.schema import Config
 
-SHUFFLE_KEY, SPLIT_KEY = 1, 2
-"""Keep the streams of random numbers of one seed apart."""
+__all__ = ["Cursor", "DataBundle", "RowSource", "Rows", "build_sources", "read_rows"]
 
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """What was handed out: ``position`` rows of ``epoch``'s order, of which ``left_out`` were too long in epoch 0."""
+    """What was handed out: ``position`` draws of ``epoch``'s order."""
 
     epoch: int = 0
     position: int = 0
-    left_out: int = 0
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """Rows met so far whose prompt is too long, by source."""
 
 
 class RowSource:
     """Records as prompts: every epoch in an order of its own, keyed by (seed, epoch).
 
     Prompts are tokenised in chunks of ``prefetch``; the cursor is that of the prompts handed out, never of those ahead.
-    Implements `interfaces.PromptSource`.
+    A row that comes again in one epoch (`Mixture`) has another ``Prompt.row`` each time: its number plus a multiple of
+    ``stride``. Implements `interfaces.PromptSource`.
     """
 
     def __init__(
@@ -56,40 +58,52 @@ class RowSource:
         epochs: int | None = None,
         prefetch: int = 64,
         row_numbers: Sequence[int] | None = None,
+        stride: int | None = None,
+        parts: Sequence[Part] | None = None,
     ) -> None:
-        """``row_numbers`` are the prompts' ``row``; default: the index in ``records``.
+        """``row_numbers`` are the prompts' ``row``; default: the index in ``records``. ``stride`` is above all row
+        numbers of the run; default: above these. ``parts`` divide ``records``; default: one of all.
 
         Raises:
-            DataError: there are no records, or all prompts are longer than the tokenizer's limit.
+            DataError: there are no records, or all prompts of a part are longer than the tokenizer's limit, or a part
+                has no place in an epoch.
         """
         if not records:
             raise DataError("there are no training prompts")
         self._records = records
         self._tokenizer = tokenizer
-        self._seed = seed
-        self._shuffle = shuffle
         self._epochs = epochs
         self._chunk = max(1, prefetch)
         self._row_numbers = row_numbers if row_numbers is not None else range(len(records))
+        self._stride = stride if stride is not None else max(self._row_numbers) + 1
+        self._mixture = Mixture(parts or [Part("", len(records))], seed=seed, shuffle=shuffle)
+        if self._mixture.rows != len(records):
+            raise ValueError(f"the parts have {self._mixture.rows} rows, but there are {len(records)} records")
+        sources = [[part.name, part.rows, n] for part, n in zip(self._mixture.parts, self._mixture.quotas, strict=True)]
+        self._identity = {"seed": seed, "rows": len(records), "shuffle": shuffle, "sources": sources}
         self._handed_out = Cursor()
         self._ahead = Cursor()
         self._ready: deque[tuple[Prompt, Cursor]] = deque()
-        self._order: tuple[int, NDArray[np.int64]] = (0, self._order_of(0))
+        self._order = (0, self._mixture.epoch(0))
+        if len(self._mixture.parts) > 1:
+            self._check_parts()
         self._refill()
         if not self._ready:  # found now, so that it ends the run before it starts
-            raise DataError(
-                f"all {self.rows} prompts have more than data.max_prompt_length={tokenizer.max_length} tokens; raise it"
-            )
+            raise self._all_too_long(self.rows, "")
 
     @property
     def rows(self) -> int:
-        """Rows of one epoch, those left out included."""
+        """Draws of one epoch, those left out included: as many as there are rows."""
         return len(self._records)
 
     @property
     def left_out(self) -> int:
         """Rows met so far whose prompt is too long; each counts once, whatever the number of epochs."""
-        return self._handed_out.left_out
+        return sum(self.left_out_by_source.values())
+
+    @property
+    def left_out_by_source(self) -> dict[str, int]:
+        return dict(self._handed_out.left_out)
 
     def next(self) -> Prompt | None:
         if not self._ready:
@@ -104,21 +118,43 @@ class RowSource:
         return dataclasses.replace(prompt, attempt=prompt.attempt + 1)
 
     def state(self) -> dict[str, Any]:
-        return {"seed": self._seed, "rows": self.rows, **dataclasses.asdict(self._handed_out)}
+        cursor = self._handed_out
+        return {
+            **self._identity,
+            "epoch": cursor.epoch,
+            "position": cursor.position,
+            "left_out": dict(cursor.left_out),
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken. Raises `DataError` where that was over other data or another seed."""
-        here = {"seed": self._seed, "rows": self.rows}
+        """Go on where `state` was taken. Raises `DataError` where that was over other data, another mix or seed."""
+        here = self._identity
         if differing := [f"{name} {state[name]} then, {here[name]} now" for name in here if state[name] != here[name]]:
             raise DataError(f"the checkpoint's data differ: {'; '.join(differing)}. Resume with the same data and seed")
-        self._handed_out = self._ahead = Cursor(state["epoch"], state["position"], state["left_out"])
+        self._handed_out = self._ahead = Cursor(state["epoch"], state["position"], dict(state["left_out"]))
         self._ready.clear()
+
+    def _check_parts(self) -> None:
+        """Every part has a prompt that fits. Most often the first chunk of each shows one."""
+        start = 0
+        for part in self._mixture.parts:
+            end = start + part.rows
+            chunks = (self._records[i : min(i + self._chunk, end)] for i in range(start, end, self._chunk))
+            if not any(tokenised is not None for chunk in chunks for tokenised in self._tokenizer(chunk)):
+                raise self._all_too_long(part.rows, f" of {part.name}")
+            start = end
+
+    def _all_too_long(self, rows: int, of: str) -> DataError:
+        return DataError(
+            f"all {rows} prompts{of} have more than data.max_prompt_length={self._tokenizer.max_length} tokens; "
+            "raise it"
+        )
 
     def _refill(self) -> None:
         """Tokenise chunks until a prompt is ready or all epochs are over.
 
-        Two epochs of rows without one mean that there is none: the only good row may be an epoch's first and the next
-        epoch's last.
+        Two epochs of rows without one mean that there is none: some part gets as many draws as it has rows, or more,
+        so each epoch shows all of them; the only good one may be an epoch's first and the next epoch's last.
         """
         scanned = 0
         while not self._ready and scanned < 2 * self.rows and not self._over:
@@ -129,65 +165,50 @@ class RowSource:
         return self._epochs is not None and self._ahead.epoch >= self._epochs
 
     def _tokenise_chunk(self) -> int:
-        """Tokenise the next rows, at most up to the epoch's end; returns how many."""
+        """Tokenise the next draws, at most up to the epoch's end; returns how many."""
         epoch, start = self._ahead.epoch, self._ahead.position
         if self._order[0] != epoch:
-            self._order = (epoch, self._order_of(epoch))
-        indices = self._order[1][start : start + self._chunk].tolist()
-        records = [self._records[i] for i in indices]
-        for position, (index, record, tokenised) in enumerate(
-            zip(indices, records, self._tokenizer(records), strict=True), start=start + 1
+            self._order = (epoch, self._mixture.epoch(epoch))
+        chunk = slice(start, start + self._chunk)
+        draws = list(zip(*(column[chunk].tolist() for column in self._order[1]), strict=True))
+        records = [self._records[index] for index, _, _ in draws]
+        for position, ((index, turn, first), record, tokenised) in enumerate(
+            zip(draws, records, self._tokenizer(records), strict=True), start=start + 1
         ):
-            too_long = self._ahead.left_out + (tokenised is None and epoch == 0)
+            left_out = self._ahead.left_out
+            if tokenised is None and first:
+                left_out = {**left_out, record.source: left_out.get(record.source, 0) + 1}
             at_end = position == self.rows
-            self._ahead = Cursor(epoch + at_end, 0 if at_end else position, too_long)
+            self._ahead = Cursor(epoch + at_end, 0 if at_end else position, left_out)
             if tokenised is not None:
-                self._ready.append((_prompt(record, self._row_numbers[index], tokenised, epoch), self._ahead))
-        return len(indices)
-
-    def _order_of(self, epoch: int) -> NDArray[np.int64]:
-        if not self._shuffle:
-            return np.arange(len(self._records))
-        return _generator(self._seed, SHUFFLE_KEY, epoch).permutation(len(self._records))
+                row = self._row_numbers[index] + turn * self._stride
+                self._ready.append((_prompt(record, row, tokenised, epoch), self._ahead))
+        return len(draws)
 
 
 @dataclass(frozen=True, slots=True)
 class DataBundle:
-    """Everything that a run reads. ``rows`` counts training rows of one epoch."""
+    """Everything that a run reads. ``rows`` counts training draws of one epoch."""
 
     train: RowSource
     val: list[Prompt]
     """Held-out prompts, disjoint from training; their ``row`` is none of training's."""
     rows: int
-    val_left_out: int
+    val_left_out_by_source: Mapping[str, int]
+
+    @property
+    def val_left_out(self) -> int:
+        return sum(self.val_left_out_by_source.values())
 
     @property
     def left_out(self) -> dict[str, int]:
         """Prompts too long for ``data.max_prompt_length``: of training's, those met so far."""
-        return {"train": self.train.left_out, "val": self.val_left_out}
+        return {part: sum(counts.values()) for part, counts in self.left_out_by_source.items()}
 
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Records of the two parts, with the row number of each."""
-
-    train: Sequence[Record]
-    train_rows: Sequence[int]
-    val: Sequence[Record]
-    val_rows: Sequence[int]
-
-
-def read_rows(config: Config) -> Rows:
-    """The run's records, from ``data.train`` or ``data.task``, before any tokenizer saw them.
-
-    Held out are: ``data.val``, or ``data.val_size`` rows of ``data.train`` chosen by ``run.seed``, or the task's own.
-
-    Raises:
-        ConfigError: neither ``data.train`` nor ``data.task``, or a task that cannot be made.
-        DataError: files that cannot be used.
-    """
-    data, seed = config.data, config.run.seed
-    return _task_rows(data, seed) if data.train is None else _file_rows(data, seed)
+    @property
+    def left_out_by_source(self) -> dict[str, dict[str, int]]:
+        """The same for each ``Prompt.source``, of ``train`` and ``val``; sources without such a prompt are absent."""
+        return {"train": self.train.left_out_by_source, "val": dict(self.val_left_out_by_source)}
 
 
 def build_sources(config: Config, tokenizer: PreTrainedTokenizerBase, rows: Rows | None = None) -> DataBundle:
@@ -207,81 +228,22 @@ def build_sources(config: Config, tokenizer: PreTrainedTokenizerBase, rows: Rows
         epochs=data.epochs,
         prefetch=data.prefetch,
         row_numbers=split.train_rows,
+        stride=len(split.train) + len(split.val),
+        parts=split.parts,
     )
-    val = [
-        _prompt(record, row, tokenised, epoch=0)
-        for record, row, tokenised in zip(split.val, split.val_rows, prompts(split.val), strict=True)
-        if tokenised is not None
-    ]
+    val: list[Prompt] = []
+    too_long: Counter[str] = Counter()
+    for record, row, tokenised in zip(split.val, split.val_rows, prompts(split.val), strict=True):
+        if tokenised is None:
+            too_long[record.source] += 1
+        else:
+            val.append(_prompt(record, row, tokenised, epoch=0))
     if split.val and not val:
         raise DataError(
             f"all {len(split.val)} held-out prompts have more than "
             f"data.max_prompt_length={data.max_prompt_length} tokens; raise it"
         )
-    return DataBundle(train=train, val=val, rows=train.rows, val_left_out=len(split.val) - len(val))
-
-
-def _task_rows(data: DataConfig, seed: int) -> Rows:
-    if data.task is None:
-        raise ConfigError("there is nothing to train on: give data.train (a file) or data.task (a procedural task)")
-    task = data.task
-    val_size = task.val_size if data.val is None else 0
-    split = split_task(task.name, task.params, seed=seed, size=task.size, val_size=val_size)
-    val = _val_file(data) if data.val is not None else [_record(problem, task.name) for problem in split.val]
-    return Rows(_TaskRecords(split.train, task.name), range(task.size), val, _rows_after(task.size, val))
-
-
-def _file_rows(data: DataConfig, seed: int) -> Rows:
-    assert data.train is not None
-    records = read_records(data.train, prompt_key=data.prompt_key, answer_key=data.answer_key)
-    if data.val is not None:
-        val = _val_file(data)
-        return Rows(records, range(len(records)), val, _rows_after(len(records), val))
-    if data.val_size >= len(records):
-        raise DataError(
-            f"{data.train}: data.val_size={data.val_size} held-out rows leave nothing of {len(records)} rows to train "
-            "on; make data.val_size smaller, or give data.val"
-        )
-    order = _generator(seed, SPLIT_KEY, 0).permutation(len(records))
-    val_rows = sorted(order[: data.val_size].tolist())
-    train_rows = sorted(order[data.val_size :].tolist())
-    return Rows([records[i] for i in train_rows], train_rows, [records[i] for i in val_rows], val_rows)
-
-
-def _val_file(data: DataConfig) -> list[Record]:
-    assert data.val is not None
-    return read_records(data.val, prompt_key=data.prompt_key, answer_key=data.answer_key)
-
-
-def _rows_after(training_rows: int, val: Sequence[Record]) -> range:
-    """Row numbers that no training prompt has: rows key the sampling's randomness."""
-    return range(training_rows, training_rows + len(val))
-
-
-class _TaskRecords(Sequence[Record]):
-    """A task's training problems as records, made when asked for."""
-
-    def __init__(self, problems: Sequence[Problem], source: str) -> None:
-        self._problems = problems
-        self._source = source
-
-    def __len__(self) -> int:
-        return len(self._problems)
-
-    @overload
-    def __getitem__(self, index: int) -> Record: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Record]: ...
-
-    def __getitem__(self, index: int | slice) -> Record | list[Record]:
-        if isinstance(index, slice):
-            return [_record(problem, self._source) for problem in self._problems[index]]
-        return _record(self._problems[index], self._source)
-
-
-def _record(problem: Problem, source: str) -> Record:
-    return Record(problem.prompt, problem.answer, source, problem.extra)
+    return DataBundle(train=train, val=val, rows=train.rows, val_left_out_by_source=dict(too_long))
 
 
 def _prompt(record: Record, row: int, tokenised: tuple[str, NDArray[np.int32]], epoch: int) -> Prompt:
@@ -295,9 +257,5 @@ def _prompt(record: Record, row: int, tokenised: tuple[str, NDArray[np.int32]], 
         token_ids=token_ids,
         answer=record.answer,
         extra=record.extra,
+        messages=record.prompt if isinstance(record.prompt, list) else None,
     )
-
-
-def _generator(seed: int, key: int, epoch: int) -> np.random.Generator:
-    """A generator of its own for each use: the order never depends on what else drew random numbers."""
-    return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(key, epoch)))

@@ -58,7 +58,7 @@ class PromptTokenizer:
             return [{"role": "user", "content": record.prompt}] if self._chat_template == "always" else None
         if self._chat_template == "never":
             raise DataError(
-                f"prompts of {record.source} are chat messages, and data.chat_template=never renders none; "
+                f"prompts of {_named(record)} are chat messages, and data.chat_template=never renders none; "
                 "use auto, or give the prompts as text"
             )
         return record.prompt
@@ -66,13 +66,18 @@ class PromptTokenizer:
     def _render(self, messages: Messages, record: Record) -> str:
         if not self._tokenizer.chat_template:
             raise DataError(
-                f"prompts of {record.source} need a chat template (data.chat_template={self._chat_template}), and the "
+                f"prompts of {_named(record)} need a chat template (data.chat_template={self._chat_template}), and the "
                 "model's tokenizer has none; use an instruct model, or text prompts with data.chat_template=auto"
             )
-        with boundary(f"the tokenizer's chat template fails on a prompt of {record.source}", DataError):
+        with boundary(f"the tokenizer's chat template fails on a prompt of {_named(record)}", DataError):
             return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
     def _checked(self, record: Record, text: str, ids: list[int]) -> tuple[str, NDArray[np.int32]] | None:
         if not ids:
-            raise DataError(f"a prompt of {record.source} has no tokens: {text!r}; leave such rows out")
+            raise DataError(f"a prompt of {_named(record)} has no tokens: {text!r}; leave such rows out")
         return (text, np.asarray(ids, dtype=np.int32)) if len(ids) <= self.max_length else None
+
+
+def _named(record: Record) -> str:
+    """Its source, and the row where it is known."""
+    return f"{record.source} ({record.where})" if record.where else record.source

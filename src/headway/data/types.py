@@ -50,6 +50,8 @@ class Prompt:
     """Ground truth, handed to the reward as it is."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Every other column of the row."""
+    messages: list[dict[str, Any]] | None = None
+    """The prompt as chat messages, where the row gives it so."""
 
     def trajectory_id(self, k: int) -> TrajectoryId:
         return TrajectoryId(self.epoch, self.row, self.attempt, k)

@@ -1,0 +1,101 @@
+"""Rows of Hugging Face datasets, by name or from a folder. The library ``datasets`` is imported when one is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from headway.data.files import Columns, Record, Row, check_columns, records_of
+from headway.errors import ConfigError, DataError, boundary
+
+MOST_SHOWN = 400
+"""Characters of a library's message that are passed on."""
+
+
+def read_dataset(
+    dataset: str, columns: Columns, *, split: str | None, default_split: str, subset: str | None, revision: str | None
+) -> list[Record]:
+    """All rows of one split, in order.
+
+    ``dataset`` is a name on the Hub (``openai/gsm8k``), a folder that ``load_dataset`` takes, or one that
+    ``save_to_disk`` wrote. Where that holds a single split, ``default_split`` is not asked for.
+
+    ``source`` is as for files (`headway.data.files.read_records`), with the dataset's name in the place of the file's.
+
+    Raises:
+        ConfigError: the library is not installed.
+        DataError: the dataset cannot be had, has no such split, is empty, or has rows that cannot be used.
+    """
+    table = _load(dataset, split, default_split, subset, revision)
+    where = f"dataset {dataset}, {split or default_split}"
+    if not len(table):
+        raise DataError(f"{where}: the split has no rows")
+    check_columns(table.column_names, columns, where)
+    folder = Path(dataset).expanduser()
+    return list(records_of(_rows(table, where), columns, default_source=folder.name if folder.is_dir() else dataset))
+
+
+def _rows(table: Any, where: str) -> Iterator[Row]:
+    with boundary(f"{where} cannot be read", DataError):
+        for number, row in enumerate(table.with_format(None)):  # a saved format would give arrays
+            yield f"{where}, row {number}", row
+
+
+def _load(dataset: str, split: str | None, default_split: str, subset: str | None, revision: str | None) -> Any:
+    try:
+        import datasets
+    except ImportError as cause:
+        raise ConfigError(
+            f"dataset {dataset}: Hugging Face datasets are read with the library datasets, which is not installed; "
+            "pip install 'headway[datasets]', or give a .jsonl or .parquet file"
+        ) from cause
+    folder = Path(dataset).expanduser()
+    given = {"subset": subset, "revision": revision}
+    try:
+        if _saved_to_disk(folder):
+            if useless := [key for key, value in given.items() if value is not None]:
+                raise DataError(f"dataset {dataset}: a saved folder has no {' or '.join(useless)}; drop that key")
+            return _split_of(datasets.load_from_disk(str(folder)), dataset, split, default_split)
+        return datasets.load_dataset(
+            str(folder) if folder.is_dir() else dataset, subset, split=split or default_split, revision=revision
+        )
+    except DataError:
+        raise
+    except Exception as cause:
+        given["split"] = split or default_split
+        asked = ", ".join(f"{key} {value}" for key, value in given.items() if value)
+        check = "its files, split and subset"
+        if not folder.is_dir():
+            check = (
+                "its name, split and subset, and that this machine reaches the Hub; offline, name a folder or a .jsonl "
+                "or .parquet file"
+            )
+        raise DataError(f"dataset {dataset} ({asked}) cannot be loaded: {_said(cause)}. Check {check}") from cause
+
+
+def _said(error: BaseException) -> str:
+    """In one line; also what was at the bottom of it, which a ``DatasetGenerationError`` does not say itself."""
+    root = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    causes = [error] if root is error else [error, root]
+    return ", from ".join(
+        f"{type(one).__name__}: {' '.join(str(one).split())[:MOST_SHOWN].rstrip('.')}" for one in causes
+    )
+
+
+def _saved_to_disk(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
+
+
+def _split_of(loaded: Any, dataset: str, split: str | None, default_split: str) -> Any:
+    """The asked-for split of what `save_to_disk` left: a mapping of splits, or one without a name."""
+    if not isinstance(loaded, Mapping):
+        if split is not None:
+            raise DataError(f"dataset {dataset}: the folder holds one split without a name; drop split: {split}")
+        return loaded
+    wanted = split or default_split
+    if wanted not in loaded:
+        raise DataError(f"dataset {dataset}: there is no split {wanted!r}; there are {', '.join(loaded)}. Set split")
+    return loaded[wanted]

@@ -1,0 +1,122 @@
+"""Which rows an epoch hands out, and in which order, where they come from several sources.
+
+parts ─▶ quotas ─▶ each part's draws of this epoch ─▶ one order of all N
+
+An epoch is N draws: as many as there are rows. Without weights each row is drawn once. With weights part i has the
+quota qᵢ = N·wᵢ/Σw, rounded by largest remainder to a sum of N. Its rows come in *passes*, each of which is all of its
+rows once; epoch e takes the draws e·qᵢ … (e+1)·qᵢ − 1 of that stream. So no row of a part comes again before all others
+of the part did, and an epoch follows from (seed, epoch) alone: what was drawn before need not be known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.errors import DataError
+
+SHUFFLE_KEY, SPLIT_KEY, PASS_KEY = 1, 2, 3
+"""Keep the streams of random numbers of one seed apart."""
+
+
+def generator(seed: int, *key: int) -> np.random.Generator:
+    """A generator of its own for each use: an order never depends on what else drew random numbers."""
+    return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=key))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One source's share of the records, which lie one part after the other."""
+
+    name: str
+    rows: int
+    weight: Fraction | None = None
+    """Its share of an epoch, relative to the other parts'; None for all of them: every row once."""
+
+
+class Draws(NamedTuple):
+    """One epoch in order: N draws."""
+
+    indices: NDArray[np.int64]
+    """[N], of records"""
+    turns: NDArray[np.int64]
+    """[N], the draw's pass, counted from the part's first one in this epoch: (index, turn) is unique."""
+    first: NDArray[np.bool_]
+    """[N], whether no earlier draw of any epoch had this row."""
+
+
+def quotas(parts: Sequence[Part]) -> list[int]:
+    """Draws of each part in one epoch; their sum is that of the rows.
+
+    Raises:
+        DataError: a part has no rows, or so small a weight that an epoch has none of it.
+    """
+    total = sum(part.rows for part in parts)
+    for part in parts:
+        if part.rows == 0:
+            raise DataError(f"{part.name}: all of its rows are held out (data.val_size); lower that, or give data.val")
+    weights = [part.weight for part in parts if part.weight is not None]
+    if not weights:
+        return [part.rows for part in parts]
+    assert len(weights) == len(parts), "the schema asks for the weights of all sources or of none"
+    exact = [total * weight / sum(weights) for weight in weights]
+    result = [int(share) for share in exact]
+    by_remainder = sorted(range(len(parts)), key=lambda i: (int(exact[i]) - exact[i], i))
+    for i in by_remainder[: total - sum(result)]:
+        result[i] += 1
+    for part, quota in zip(parts, result, strict=True):
+        if quota == 0:
+            raise DataError(
+                f"{part.name}: its weight {part.weight} of {sum(weights)} gives it none of an epoch's {total} prompts; "
+                "raise it, or leave the source out"
+            )
+    return result
+
+
+class Mixture:
+    """The draws of every epoch, a function of (parts, seed, shuffle, epoch).
+
+    Shuffled, an epoch's draws are in one random order. Otherwise parts follow each other as they are without weights,
+    and with weights are spread evenly over the epoch.
+    """
+
+    def __init__(self, parts: Sequence[Part], *, seed: int, shuffle: bool) -> None:
+        """Raises `DataError` as `quotas` does."""
+        self.parts = tuple(parts)
+        self.quotas = quotas(parts)
+        self.rows = sum(self.quotas)
+        """N."""
+        self._seed = seed
+        self._shuffle = shuffle
+
+    def epoch(self, epoch: int) -> Draws:
+        drawn = [self._draws(number, epoch) for number in range(len(self.parts))]
+        offsets = np.cumsum([0, *(part.rows for part in self.parts[:-1])])
+        order = self._order(epoch)
+        return Draws(
+            np.concatenate([rows + offset for (rows, _), offset in zip(drawn, offsets, strict=True)])[order],
+            np.concatenate([passes - passes[0] for _, passes in drawn])[order],
+            np.concatenate([passes == 0 for _, passes in drawn])[order],
+        )
+
+    def _draws(self, number: int, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """A part's rows and their passes, [q] each, in the order of its stream."""
+        rows, quota = self.parts[number].rows, self.quotas[number]
+        passes, within = np.divmod(np.arange(epoch * quota, (epoch + 1) * quota, dtype=np.int64), rows)
+        if self._shuffle and quota % rows:  # else epochs have whole passes, whose inner order the epoch's own replaces
+            for one in range(int(passes[0]), int(passes[-1]) + 1):
+                at = slice(max(one * rows - epoch * quota, 0), (one + 1) * rows - epoch * quota)
+                within[at] = generator(self._seed, PASS_KEY, number, one).permutation(rows)[within[at]]
+        return within, passes
+
+    def _order(self, epoch: int) -> NDArray[np.int64]:
+        if self._shuffle:
+            return generator(self._seed, SHUFFLE_KEY, epoch).permutation(self.rows)
+        if self.parts[0].weight is None:
+            return np.arange(self.rows)
+        return np.argsort(np.concatenate([(np.arange(quota) + 0.5) / quota for quota in self.quotas]), kind="stable")
