@@ -170,17 +170,34 @@ def test_a_prefill_never_passes_its_budget_unless_one_context_alone_does(monkeyp
     core = make_core(MODEL, slots=64, max_batched_tokens=32)
     sizes: list[list[int]] = []
     forward = core._runner._forward
-    inner = forward.prefill
+    inner = forward.step
 
-    def watched(contexts, least_rows):  # type: ignore[no-untyped-def]
+    def watched(decoding, contexts, least_rows):  # type: ignore[no-untyped-def]
         sizes.append([len(context) for context in contexts])
-        return inner(contexts, least_rows)
+        return inner(decoding, contexts, least_rows)
 
-    monkeypatch.setattr(forward, "prefill", watched)
+    monkeypatch.setattr(forward, "step", watched)
     core.submit([make_request(i, n=1, length=size) for i, size in enumerate((40, 3, 9, 8, 8, 8, 20))], "owner")
     steps(core, 1)
     assert sum(map(len, sizes)) == 7 and len(sizes) < 7
     assert all(sum(lengths) <= 32 or len(lengths) == 1 for lengths in sizes)
+
+
+def test_prompts_are_prefilled_in_the_pass_in_which_others_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = make_core(MODEL, slots=8)
+    core.submit([make_request(0, n=4, stop_token_ids=())], "owner")
+    steps(core, 2)
+    passes: list[tuple[int, list[int]]] = []
+    inner = core._runner._forward.step
+
+    def watched(decoding, contexts, least_rows):  # type: ignore[no-untyped-def]
+        passes.append((len(decoding.tokens), [len(context) for context in contexts]))
+        return inner(decoding, contexts, least_rows)
+
+    monkeypatch.setattr(core._runner._forward, "step", watched)
+    core.submit([make_request(1, n=2, length=7), make_request(2, n=2, length=9)], "owner")
+    steps(core, 2)
+    assert passes == [(4, [7, 9]), (8, [])]
 
 
 def test_activity_is_a_union_of_spans_in_which_something_decoded() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 
 from headway.engines.rollout.native.core import EngineCore
+from headway.engines.rollout.native.forward import Decoding
 from headway.engines.rollout.native.invariance import ALONE, MOST, TOGETHER, least_invariant_rows
 from headway.engines.rollout.native.runner import within_budget
 from tests.engines.rollout.support import make_core, make_model, make_request
@@ -78,13 +81,14 @@ def test_where_no_number_of_rows_is_enough_every_step_has_as_many_as_there_are_s
     assert not core._runner.invariant
     assert "filled up to 9 rows" in caplog.text
     rows = []
-    decode = core._runner._forward.decode
+    inner = core._runner._forward.step
 
-    def watched(tokens: torch.Tensor, *rest: object) -> torch.Tensor:
-        rows.append(len(tokens))
-        return decode(tokens, *rest)
+    def watched(decoding: Decoding | None, contexts: Sequence[torch.Tensor], least_rows: int) -> Any:
+        if decoding is not None:
+            rows.append(len(decoding.tokens) + sum(map(len, contexts)))
+        return inner(decoding, contexts, least_rows)
 
-    monkeypatch.setattr(core._runner._forward, "decode", watched)
+    monkeypatch.setattr(core._runner._forward, "step", watched)
     some = drawn(core, list(NUMBERS), at_once=2)
     assert set(rows) == {9}
     assert len(some) == 36

@@ -15,6 +15,7 @@ from headway.data.types import FinishReason
 from headway.engines.rollout.native import fused
 from headway.engines.rollout.native.forward import ModuleForward
 from headway.engines.rollout.native.fused import FusedForward, best_forward
+from headway.engines.rollout.native.projection import Projection
 from headway.engines.rollout.native.windows import Windows
 from headway.errors import ModelError
 from headway.interfaces import OnUpdate
@@ -154,8 +155,8 @@ def test_the_fused_forward_is_used_and_equals_the_module(family: str) -> None:
     contexts = [torch.randint(0, VOCABULARY, (length,)) for length in (20, 7, 1, 7)]
     for least_rows in (1, 50):
         with torch.inference_mode():
-            logits, kv = forward.prefill(contexts, least_rows)
-            expected, expected_kv = module.prefill(contexts, least_rows)
+            logits, kv = forward.step(None, contexts, least_rows)
+            expected, expected_kv = module.step(None, contexts, least_rows)
         torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
         torch.testing.assert_close(kv, expected_kv, atol=1e-5, rtol=0)
         assert [part.shape[2] for part in kv] == [20, 7, 1, 7]
@@ -175,7 +176,7 @@ def test_a_fused_forward_that_differs_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = make_model()
-    monkeypatch.setattr(FusedForward, "_logits", lambda self, hidden: torch.zeros(len(hidden), VOCABULARY))
+    monkeypatch.setattr(Projection, "__call__", lambda self, x: torch.zeros(len(x), len(self._weight)))
     with caplog.at_level(logging.WARNING, logger=fused.__name__):
         assert isinstance(best_forward(model, CONTEXT), ModuleForward)
     assert "differs from the module" in caplog.text

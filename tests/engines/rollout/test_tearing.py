@@ -63,11 +63,8 @@ class Watching:
         self._forward = forward
         self.forwards = 0
 
-    def prefill(self, *args: Any) -> Any:
-        return self._checked(self._forward.prefill, *args)
-
-    def decode(self, *args: Any) -> Any:
-        return self._checked(self._forward.decode, *args)
+    def step(self, *args: Any) -> Any:
+        return self._checked(self._forward.step, *args)
 
     def refresh(self) -> None:
         self._forward.refresh()

@@ -10,7 +10,7 @@ the time. Commands run between two steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from headway.data.types import FinishReason
-from headway.engines.rollout.native.activity import Activity, Step
+from headway.engines.rollout.native.activity import Activity
 from headway.engines.rollout.native.fused import best_forward
 from headway.engines.rollout.native.prepare import prepare_model
 from headway.engines.rollout.native.rows import Rows
@@ -215,12 +215,18 @@ class EngineCore:
         with self._activity.step() as step:
             self._preempt()
             decoding = self._rows.active
-            logits = []
-            if decoding:
-                logits.append(self._runner.decode(self._rows.tokens[:decoding], self._rows.lengths[:decoding]))
-                self._rows.lengths[:decoding] += 1
-            if starting := self._scheduler.take(self._rows.slots - decoding, self._fits):
-                logits.append(torch.stack(self._start(starting, step)))
+            starting = self._scheduler.take(self._rows.slots - decoding, self._fits)
+            missing = self._to_prefill(starting)
+            contexts = [starting[share.start].context for share in missing]
+            step.prefilled = sum(map(len, contexts))
+            tokens, lengths = self._rows.tokens[:decoding], self._rows.lengths[:decoding]
+            positions = self._positions(starting)
+            decoded, prefilled = self._runner.step(tokens, lengths, contexts)
+            lengths += 1
+            logits = [decoded] if decoding else []
+            if starting:
+                self._runner.cache.reserve(decoding + len(starting), positions, lengths)
+                logits.append(torch.stack(self._start(starting, dict(zip(missing, prefilled, strict=True)))))
             step.active = self._rows.active
             step.cached = self._rows.cached
             self._sample(logits[0] if len(logits) == 1 else torch.cat(logits))
@@ -235,7 +241,7 @@ class EngineCore:
         return finished
 
     def _positions(self, starting: Sequence[TrajectoryRun]) -> int:
-        """Of the longest row, those that are ``starting`` included, with its next token."""
+        """Of the longest row, those that are ``starting`` included, after this step."""
         longest = int(self._rows.lengths[: self._rows.active].max(initial=0))
         return max([longest, *(len(run.group.prompt_ids) + len(run.written.ids) for run in starting)]) + 1
 
@@ -253,44 +259,33 @@ class EngineCore:
             self._scheduler.put_back([self._remove(latest)])
         self._runner.cache.reserve(active, self._positions(()), self._rows.lengths[:active])
 
-    def _start(self, runs: list[TrajectoryRun], step: Step) -> list[torch.Tensor]:
+    def _to_prefill(self, runs: Sequence[TrajectoryRun]) -> list[range]:
+        """Of the contexts that ``runs`` go on from, those that no prefill of before was kept for."""
+        return [share for share in shared_contexts(runs) if self._kept(runs[share.start]) is None]
+
+    def _kept(self, run: TrajectoryRun) -> Prefilled | None:
+        """A group's prompt is run once for all its fresh trajectories, and kept for those that start later."""
+        return run.group.prefilled if run.fresh else None
+
+    def _start(self, runs: list[TrajectoryRun], prefilled: Mapping[range, Prefilled]) -> list[torch.Tensor]:
         """Give ``runs`` the next rows, their contexts in the cache; logits [V] of each one's next token."""
         first = self._rows.active
-        self._runner.cache.reserve(first + len(runs), self._positions(runs), self._rows.lengths[:first])
         for row, run in enumerate(runs, first):
             self._rows.add(run)
             sampling = run.group.request.sampling
             if sampling.repetition_penalty != 1:
                 self._seen.add(row, run.context)
             self._looks_for_text = self._looks_for_text or bool(sampling.stop)
-        logits: dict[int, torch.Tensor] = {}
-        for share, prefilled in self._prefilled(runs, step):
-            self._runner.cache.fill(range(first + share.start, first + share.stop), prefilled.kv)
-            logits.update(dict.fromkeys(share, prefilled.logits))
-        return [logits[index] for index in range(len(runs))]
-
-    def _prefilled(self, runs: list[TrajectoryRun], step: Step) -> Iterator[tuple[range, Prefilled]]:
-        """The context of each of ``runs``, as index ranges that share one.
-
-        A group's prompt is run once for all its fresh trajectories; the result is kept for those that start later.
-        """
-        missing: list[range] = []
+        logits: list[torch.Tensor] = []
         for share in shared_contexts(runs):
             leader = runs[share.start]
-            kept = leader.group.prefilled if leader.fresh else None
-            if kept is not None:
-                leader.group.place(len(share), kept)
-                yield share, kept
-            else:
-                missing.append(share)
-        contexts = [runs[share.start].context for share in missing]
-        step.prefilled += sum(map(len, contexts))
-        for index, prefilled in self._runner.prefill(contexts):
-            share = missing[index]
-            leader = runs[share.start]
+            context = prefilled.get(share) or self._kept(leader)
+            assert context is not None
             if leader.fresh:
-                leader.group.place(len(share), prefilled)
-            yield share, prefilled
+                leader.group.place(len(share), context)
+            self._runner.cache.fill(range(first + share.start, first + share.stop), context.kv)
+            logits += [context.logits] * len(share)
+        return logits
 
     def _sample(self, logits: torch.Tensor) -> None:
         """Sample from ``logits`` [A, V], one row each, and record the tokens."""

@@ -43,25 +43,34 @@ class RowBlock:
         return cls(rows.start, rows.stop, span, mask[:, None, None], windowed[:, None, None])
 
 
-class PolicyForward(Protocol):
-    """A decoder's two kinds of forward pass. Both compute with the module's weights as of the last `refresh`."""
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """Rows 0..A-1 of a cache, which run one token each."""
 
-    def prefill(self, contexts: Sequence[torch.Tensor], least_rows: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Run whole ``contexts`` [T] each, of one token at least.
+    tokens: torch.Tensor
+    """[A]"""
+    lengths: torch.Tensor
+    """[A] positions of the tokens."""
+    cache: SlotCache
+    """Stores their keys and values."""
+    blocks: list[RowBlock]
+    """Partition the rows."""
+
+
+class PolicyForward(Protocol):
+    """A decoder's forward pass. It computes with the module's weights as of the last `refresh`."""
+
+    def step(
+        self, decoding: Decoding | None, contexts: Sequence[torch.Tensor], least_rows: int
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Run one token for each row that is ``decoding``, and whole ``contexts`` [T] each, of one token at least.
 
         No context is padded to the length of another, and every matrix product has ``least_rows`` rows at least (see
-        `invariance`): what comes out of a context does not depend on those beside it.
+        `invariance`), as many as ``decoding`` has, if there is any: what comes out of a row or a context does not
+        depend on those beside it.
 
-        Returns the logits [B, V] at each context's last token, and each one's keys and values
-        [layers, 2·kv_heads, T, head_dim].
-        """
-
-    def decode(
-        self, tokens: torch.Tensor, lengths: torch.Tensor, cache: SlotCache, blocks: list[RowBlock]
-    ) -> torch.Tensor:
-        """Run one token for each of rows 0..A-1: ``tokens`` [A] at positions ``lengths`` [A], stored in ``cache``.
-
-        ``blocks`` partition the rows. Returns logits [A, V].
+        Returns the logits [A + B, V], of the rows and then at each context's last token, and the contexts' keys and
+        values [layers, 2·kv_heads, T, head_dim] each.
         """
 
     def refresh(self) -> None:
@@ -79,7 +88,23 @@ class ModuleForward:
         self._windows = windows
         self._geometry = KvGeometry.of(model.config)
 
-    def prefill(self, contexts: Sequence[torch.Tensor], least_rows: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def step(
+        self, decoding: Decoding | None, contexts: Sequence[torch.Tensor], least_rows: int
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        logits = [] if decoding is None else [self._decode(decoding)]
+        kv: list[torch.Tensor] = []
+        if contexts:
+            prefilled, kv = self._prefill(contexts, least_rows)
+            logits.append(prefilled)
+        return logits[0] if len(logits) == 1 else torch.cat(logits), kv
+
+    def refresh(self) -> None:
+        """Nothing is derived from the weights."""
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+    def _prefill(self, contexts: Sequence[torch.Tensor], least_rows: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
         logits: dict[int, torch.Tensor] = {}
         kv: dict[int, torch.Tensor] = {}
         for indices in by_length(contexts):
@@ -98,24 +123,17 @@ class ModuleForward:
             kv.update(zip(indices, torch.stack(store.stored).unbind(1), strict=False))
         return torch.stack([logits[i] for i in range(len(contexts))]), [kv[i] for i in range(len(contexts))]
 
-    def decode(
-        self, tokens: torch.Tensor, lengths: torch.Tensor, cache: SlotCache, blocks: list[RowBlock]
-    ) -> torch.Tensor:
-        span = max(block.span for block in blocks)
+    def _decode(self, decoding: Decoding) -> torch.Tensor:
+        tokens, lengths = decoding.tokens, decoding.lengths
+        span = max(block.span for block in decoding.blocks)
         mask = torch.full((len(tokens), 1, 1, span), -torch.inf, dtype=self._model.dtype, device=tokens.device)
         windowed = mask.clone()
-        for block in blocks:
+        for block in decoding.blocks:
             mask[block.start : block.stop, :, :, : block.span] = block.mask
             windowed[block.start : block.stop, :, :, : block.span] = block.windowed
-        store = _DecodeStore(cache, cache.addresses(lengths), span)
+        store = _DecodeStore(decoding.cache, decoding.cache.addresses(lengths), span)
         one = torch.zeros(1, dtype=torch.int64, device=tokens.device)
         return self._run(tokens.unsqueeze(1), lengths.unsqueeze(1), mask, windowed, store, one).squeeze(1)
-
-    def refresh(self) -> None:
-        """Nothing is derived from the weights."""
-
-    def release(self) -> None:
-        """Nothing is held."""
 
     def _run(
         self,

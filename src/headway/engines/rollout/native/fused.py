@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from headway.engines.rollout.native.cache import KvGeometry, SlotCache
-from headway.engines.rollout.native.forward import ModuleForward, PolicyForward, RowBlock, by_length
+from headway.engines.rollout.native.forward import Decoding, ModuleForward, PolicyForward, RowBlock, by_length
 from headway.engines.rollout.native.projection import Projection
 from headway.engines.rollout.native.rms_norm import RmsNorm
 from headway.engines.rollout.native.windows import Windows
@@ -74,11 +74,11 @@ def _largest_difference(
             cache = SlotCache(
                 KvGeometry.of(model.config), slots=2, context=length + 1, dtype=model.dtype, device=model.device
             )
-            prefilled, kv = forward.prefill(contexts, 1)
+            prefilled, kv = forward.step(None, contexts, 1)
             for row in range(2):
                 cache.fill(range(row, row + 1), kv[row])
             block = RowBlock.of(range(2), length + 1, lengths, windows.size, model.dtype)
-            decoded = forward.decode(ids[:, 0], lengths, cache, [block])
+            decoded, _ = forward.step(Decoding(ids[:, 0], lengths, cache, [block]), (), 1)
             logprobs.append(torch.log_softmax(torch.cat([prefilled, decoded]).float(), -1))
     return float((logprobs[0] - logprobs[1]).abs().max())
 
@@ -125,88 +125,143 @@ class _Layer:
         return self.qkv, self.out, self.gate_up, self.down
 
 
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """Of a model's attention."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    windows: Windows
+    dtype: torch.dtype
+
+
+class _Decode:
+    """Rows that run one token each: where they are in a step, and how they attend."""
+
+    def __init__(self, shape: _Shape, decoding: Decoding) -> None:
+        self._shape = shape
+        self._cache, self._blocks = decoding.cache, decoding.blocks
+        self._addresses = decoding.cache.addresses(decoding.lengths)
+        self.tokens, self.positions = decoding.tokens, decoding.lengths
+        self.count = len(decoding.tokens)
+        self.last = torch.arange(self.count, device=decoding.tokens.device)
+        # Query heads that share keys attend as if they were query positions: no copy of the keys for each.
+        self._queries = (self.count, shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim)
+
+    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        """[A, H + 2K, D] → [A, H·D]"""
+        self._cache.append(layer, self._addresses, qkv[:, self._shape.heads :])
+        queries = qkv[:, : self._shape.heads].reshape(self._queries)
+        parts = []
+        for block in self._blocks:
+            keys, values = self._cache.view(layer, block.start, block.stop, block.span)
+            mask = block.windowed if self._shape.windows.layers[layer] else block.mask
+            part = F.scaled_dot_product_attention(queries[block.start : block.stop], keys, values, attn_mask=mask)
+            parts.append(part.reshape(block.stop - block.start, -1))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class _Prefill:
+    """Whole contexts, equally long ones side by side: they attend in one call."""
+
+    def __init__(self, shape: _Shape, contexts: Sequence[torch.Tensor]) -> None:
+        self._shape = shape
+        self._device = contexts[0].device
+        groups = by_length(contexts)
+        self._order = [index for indices in groups for index in indices]
+        self._lengths = [len(contexts[index]) for index in self._order]
+        self._groups = [(len(indices), len(contexts[indices[0]])) for indices in groups]
+        self._stored: list[torch.Tensor] = []
+        self._masks: dict[int, torch.Tensor] = {}
+        self.tokens = torch.cat([contexts[index] for index in self._order])
+        self.positions = torch.cat([torch.arange(length, device=self._device) for length in self._lengths])
+        self.count = len(self.tokens)
+        ends = torch.tensor(self._lengths, device=self._device).cumsum(0)
+        self._places = torch.tensor(self._order, device=self._device).argsort()
+        self.last = ends[self._places] - 1
+
+    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        """[N, H + 2K, D] → [N, H·D]"""
+        shape = self._shape
+        self._stored.append(qkv[:, shape.heads :])
+        outputs, start = [], 0
+        for count, length in self._groups:
+            stop = start + count * length
+            heads = qkv[start:stop].unflatten(0, (count, length)).transpose(1, 2)
+            queries, keys, values = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
+            mask = self._mask(layer, length)
+            out = F.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+            )
+            outputs.append(out.transpose(1, 2).reshape(stop - start, -1))
+            start = stop
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def kv(self) -> list[torch.Tensor]:
+        """Keys and values [layers, 2K, T, D] of each context, in the order given."""
+        stored = torch.stack(self._stored).transpose(1, 2).split(self._lengths, dim=2)
+        return [stored[place] for place in self._places.tolist()]
+
+    def _mask(self, layer: int, length: int) -> torch.Tensor | None:
+        """None where all that is before a token is in its window."""
+        windows = self._shape.windows
+        if windows.size is None or not windows.layers[layer] or length <= windows.size:
+            return None
+        if length not in self._masks:
+            self._masks[length] = windows.causal(length, self._shape.dtype, self._device, windowed=True)
+        return self._masks[length]
+
+
+def _with_fillers(parts: Sequence[torch.Tensor], fillers: int) -> torch.Tensor:
+    """One behind the other, then zeros."""
+    joint = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    return F.pad(joint, (0, fillers)) if fillers else joint
+
+
 class FusedForward:
     """`PolicyForward` of the Llama family. Repacks the module's parameters: its projections become views."""
 
     def __init__(self, model: PreTrainedModel, max_context: int, windows: Windows) -> None:
         config, decoder = model.config, model.get_decoder()
         geometry = KvGeometry.of(config)
-        self._windows = windows
-        self._dtype = model.dtype
-        self._kv_heads, self._head_dim = geometry.kv_heads, geometry.head_dim
-        self._heads = int(config.num_attention_heads)
+        self.shape = _Shape(int(config.num_attention_heads), geometry.kv_heads, geometry.head_dim, windows, model.dtype)
         self._norm = RmsNorm(float(config.rms_norm_eps), model.device, model.dtype)
         self._embedding = model.get_input_embeddings()
         self._final_norm = decoder.norm
         with torch.no_grad():
-            self._layers = [_pack(layer, self._heads, self._kv_heads) for layer in decoder.layers]
+            self._layers = [_pack(layer, self.shape.heads, self.shape.kv_heads) for layer in decoder.layers]
             self._head = _joint(model.get_output_embeddings())
             self._cos, self._sin = self._rotation(decoder.rotary_emb, max_context, model)
 
-    def prefill(self, contexts: Sequence[torch.Tensor], least_rows: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        # Equally long ones side by side: they attend in one call.
-        groups = by_length(contexts)
-        order = [index for indices in groups for index in indices]
-        lengths = [len(contexts[index]) for index in order]
-        device, rows = contexts[0].device, sum(lengths)
-        fillers = max(0, least_rows - rows)
-        stored: list[torch.Tensor] = []
-
-        @lru_cache
-        def windowed(length: int) -> torch.Tensor:
-            return self._windows.causal(length, self._dtype, device, windowed=True)
-
-        def mask_of(layer: int, length: int) -> torch.Tensor | None:
-            """None where all that is before a token is in its window."""
-            size = self._windows.size
-            needed = size is not None and self._windows.layers[layer] and length > size
-            return windowed(length) if needed else None
+    def step(
+        self, decoding: Decoding | None, contexts: Sequence[torch.Tensor], least_rows: int
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        parts: list[_Decode | _Prefill] = []
+        if decoding is not None:
+            parts.append(_Decode(self.shape, decoding))
+        if contexts:
+            prefill = _Prefill(self.shape, contexts)
+            parts.append(prefill)
+        counts = [part.count for part in parts]
+        fillers = max(0, least_rows - sum(counts))
 
         def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
-            stored.append(qkv[:rows, self._heads :])
-            outputs, start = [], 0
-            for indices in groups:
-                shape = (len(indices), len(contexts[indices[0]]))
-                stop = start + shape[0] * shape[1]
-                heads = qkv[start:stop].unflatten(0, shape).transpose(1, 2)
-                queries, keys, values = heads.split([self._heads, self._kv_heads, self._kv_heads], dim=1)
-                mask = mask_of(layer, shape[1])
-                out = F.scaled_dot_product_attention(
-                    queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
-                )
-                outputs.append(out.transpose(1, 2).reshape(stop - start, -1))
-                start = stop
-            outputs += [qkv[rows:, : self._heads].flatten(1)] if fillers else []
+            pieces = qkv.split([*counts, fillers])
+            outputs = [part.attend(layer, piece) for part, piece in zip(parts, pieces, strict=False)]
+            outputs += [pieces[-1][:, : self.shape.heads].flatten(1)] if fillers else []
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-        ids = F.pad(torch.cat([contexts[index] for index in order]), (0, fillers))
-        positions = torch.cat([torch.arange(length, device=device) for length in [*lengths, fillers]])
-        hidden = self._run(ids, self._cos[positions], self._sin[positions], attend)
-        ends = torch.tensor(lengths, device=device).cumsum(0)
-        back = torch.tensor(order, device=device).argsort()
-        last = F.pad(ends[back] - 1, (0, max(0, least_rows - len(order))))
-        kv = torch.stack(stored).transpose(1, 2).split(lengths, dim=2)  # [layers, 2K, N, D], context by context
-        return self._logits(hidden[last])[: len(order)], [kv[place] for place in back.tolist()]
-
-    def decode(
-        self, tokens: torch.Tensor, lengths: torch.Tensor, cache: SlotCache, blocks: list[RowBlock]
-    ) -> torch.Tensor:
-        addresses = cache.addresses(lengths)
-        # Query heads that share keys attend as if they were query positions: no copy of the keys for each.
-        shape = (len(tokens), self._kv_heads, self._heads // self._kv_heads, self._head_dim)
-
-        def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
-            cache.append(layer, addresses, qkv[:, self._heads :])
-            queries = qkv[:, : self._heads].reshape(shape)
-            parts = []
-            for block in blocks:
-                keys, values = cache.view(layer, block.start, block.stop, block.span)
-                mask = block.windowed if self._windows.layers[layer] else block.mask
-                part = F.scaled_dot_product_attention(queries[block.start : block.stop], keys, values, attn_mask=mask)
-                parts.append(part.reshape(block.stop - block.start, -1))
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-        return self._logits(self._run(tokens, self._cos[lengths], self._sin[lengths], attend))
+        tokens = _with_fillers([part.tokens for part in parts], fillers)
+        positions = _with_fillers([part.positions for part in parts], fillers)
+        hidden = self._run(tokens, self._cos[positions], self._sin[positions], attend)
+        starts = accumulate(counts, initial=0)
+        last = _with_fillers([start + part.last for start, part in zip(starts, parts, strict=False)], 0)
+        wanted = len(last)
+        if contexts:  # else every row is wanted
+            hidden = hidden[_with_fillers([last], max(0, least_rows - wanted))]
+        logits = self._head(self._norm(hidden, self._final_norm.weight))[:wanted]
+        return logits, prefill.kv() if contexts else []
 
     def refresh(self) -> None:
         for layer in self._layers:
@@ -221,9 +276,9 @@ class FusedForward:
     def _run(self, tokens: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Hidden states [N, hidden] before the final norm, of ``tokens`` [N]; ``cos``, ``sin`` [N, 1, D]."""
         x = F.embedding(tokens, self._embedding.weight)
-        rotated, half = self._heads + self._kv_heads, self._head_dim // 2
+        rotated, half = self.shape.heads + self.shape.kv_heads, self.shape.head_dim // 2
         for index, layer in enumerate(self._layers):
-            qkv = layer.qkv(self._norm(x, layer.input_norm)).view(len(tokens), -1, self._head_dim)
+            qkv = layer.qkv(self._norm(x, layer.input_norm)).view(len(tokens), -1, self.shape.head_dim)
             to_rotate = qkv[:, :rotated]
             qk = to_rotate if layer.head_norms is None else self._norm(to_rotate, layer.head_norms.joint)
             # The right-hand side's operands are copies when the product is written over what they were made of.
@@ -233,9 +288,6 @@ class FusedForward:
             x = layer.down.added_to(x, F.silu(gate).mul_(up))
         return x
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._head(self._norm(hidden, self._final_norm.weight))
-
     def _rotation(
         self, rotary: nn.Module, max_context: int, model: PreTrainedModel
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -243,7 +295,7 @@ class FusedForward:
         like = torch.empty(1, dtype=model.dtype, device=model.device)
         cos, sin = rotary(like, torch.arange(max_context, device=model.device).unsqueeze(0))
         cos, sin = (table[0].unsqueeze(1).clone() for table in (cos, sin))
-        sin[:, :, : self._head_dim // 2].neg_()
+        sin[:, :, : self.shape.head_dim // 2].neg_()
         return cos, sin
 
 

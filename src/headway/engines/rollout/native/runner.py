@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from headway.engines.rollout.native.cache import KvGeometry, SlotCache
-from headway.engines.rollout.native.forward import PolicyForward, RowBlock
+from headway.engines.rollout.native.forward import Decoding, PolicyForward, RowBlock
 from headway.engines.rollout.native.invariance import TOGETHER, least_invariant_rows
 from headway.engines.rollout.native.sampling import BatchSampling, behaviour_logprobs, sample
 from headway.engines.rollout.native.windows import Windows
@@ -92,6 +92,7 @@ class Runner:
         self.invariant = least_rows is not None
         """A row's logits do not depend on how many are beside it, or on which."""
         self._least_rows = least_rows or self._fixed_rows(slots)
+        self._mixes = self.invariant or self._device.type != "cpu"
         self.cache = SlotCache(
             self._geometry,
             slots=max(slots, self._least_rows),
@@ -149,27 +150,42 @@ class Runner:
         )
         return slots
 
-    def prefill(self, contexts: Sequence[NDArray[np.int64]]) -> Iterator[tuple[int, Prefilled]]:
-        """Run whole contexts, ``max_batched_tokens`` at a time; yields (index, result)."""
-        for batch in within_budget([len(context) for context in contexts], self._max_batched_tokens):
-            logits, kv = self._forward.prefill([self._to_device(contexts[i]) for i in batch], self._least_rows)
-            for row, index in enumerate(batch):
-                yield index, Prefilled(kv[row], logits[row])
+    def step(
+        self, tokens: NDArray[np.int64], lengths: NDArray[np.int64], contexts: Sequence[NDArray[np.int64]]
+    ) -> tuple[torch.Tensor, list[Prefilled]]:
+        """One token for each of rows 0..A-1, ``tokens`` [A] at positions ``lengths`` [A], and whole ``contexts``.
 
-    def decode(
-        self, tokens: NDArray[np.int64], lengths: NDArray[np.int64], cache: SlotCache | None = None
-    ) -> torch.Tensor:
-        """One token for each of rows 0..A-1: ``tokens`` [A] at positions ``lengths`` [A]. Logits [A, V].
-
-        ``cache`` is another one than the engine's own, whose rows are then not touched.
+        Contexts go into the same pass, as many as ``max_batched_tokens`` allow, and into further ones; into others than
+        the rows where these need a fixed number of rows. Returns the
+        rows' logits [A, V] and a result for each context.
         """
-        rows, cache = len(tokens), self.cache if cache is None else cache
-        if rows < self._least_rows:  # rows that nobody uses, with one token each
-            fillers = np.zeros(self._least_rows - rows, np.int64)
+        batches = list(within_budget([len(context) for context in contexts], self._max_batched_tokens))
+        if len(tokens) and not (batches and self._mixes):
+            batches.insert(0, [])  # a pass for the rows alone
+        decoding = self._decoding(tokens, lengths, self.cache) if len(tokens) else None
+        decoded = torch.empty(0)
+        prefilled: list[Prefilled] = []
+        for batch in batches:
+            given = [self._to_device(contexts[i]) for i in batch]
+            logits, kv = self._forward.step(decoding, given, self._least_rows)
+            if decoding is not None:
+                decoded, logits = logits[: len(tokens)], logits[len(decoding.tokens) :]
+                decoding = None  # once
+            prefilled += [Prefilled(of, last) for of, last in zip(kv, logits, strict=True)]
+        return decoded, prefilled
+
+    def decode(self, tokens: NDArray[np.int64], lengths: NDArray[np.int64], cache: SlotCache) -> torch.Tensor:
+        """As `step`, without contexts, and in another cache than the engine's own."""
+        logits, _ = self._forward.step(self._decoding(tokens, lengths, cache), (), self._least_rows)
+        return logits[: len(tokens)]
+
+    def _decoding(self, tokens: NDArray[np.int64], lengths: NDArray[np.int64], cache: SlotCache) -> Decoding:
+        if len(tokens) < self._least_rows:  # rows that nobody uses, with one token each
+            fillers = np.zeros(self._least_rows - len(tokens), np.int64)
             tokens, lengths = np.concatenate([tokens, fillers]), np.concatenate([lengths, fillers])
         on_device = self._to_device(lengths)
         blocks = self._blocks(lengths, on_device, cache.room)
-        return self._forward.decode(self._to_device(tokens), on_device, cache, blocks)[:rows]
+        return Decoding(self._to_device(tokens), on_device, cache, blocks)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -195,7 +211,8 @@ class Runner:
         rows, length = ids.shape
         cache = self.cache.scratch(max(rows, self._least_rows), self._span(length, self.cache.context))
         logits = [torch.empty(0)] * rows
-        for row, prefilled in self.prefill(list(ids[:, :given])):
+        nothing = np.zeros(0, np.int64)
+        for row, prefilled in enumerate(self.step(nothing, nothing, list(ids[:, :given]))[1]):
             cache.fill(range(row, row + 1), prefilled.kv)
             logits[row] = prefilled.logits
         sampling = BatchSampling.of([SamplingParams(1, temperature)] * rows, logits[0].shape[0], self._device)
