@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,11 +21,13 @@ from headway.config.schema import TaskConfig
 from headway.data.tasks import make_task
 from headway.data.types import Prompt
 from headway.errors import ConfigError, ScoringFailed, UserCodeError, WorkerDied
+from headway.rewards import pool as pool_module
+from headway.rewards import worker
 from headway.rewards.pool import RewardPool
-from headway.rewards.request import RewardSpec
+from headway.rewards.request import RewardPart, RewardSpec, ScoreRequest, Scores
 
 USER_FILE = '''
-import asyncio, os, re, sys
+import asyncio, os, re, signal, subprocess, sys
 import numpy as np
 
 calls = 0
@@ -82,9 +86,43 @@ def talks(response):
     os.write(1, b"straight to the descriptor\\n")
     return 1.0
 
+def takes_the_alarm(response):
+    signal.alarm(0)
+    while True:
+        pass
+
+def forks(response):
+    os.fork()
+    return float(len(response))
+
+def starts_a_process(response, pid_file):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    with open(pid_file, "w") as file:
+        file.write(str(child.pid))
+    if response == "waits":
+        child.wait()
+    return 1.0
+
+def for_trl(prompts, completions, solution, **kwargs):
+    return [None if s is None else float(c == s) for c, s in zip(completions, solution)]
+
+def for_verl(data_source, solution_str, ground_truth, extra_info, scale=1.0):
+    return {"score": scale * (solution_str == ground_truth), "source": data_source}
+
+def forgets_to_return(responses):
+    [float(len(text)) for text in responses]
+
+def text(response):
+    return "1.0"
+
+def raises_on_some(response):
+    if response == "b":
+        raise KeyError("b")
+    return 1.0
+
 def light(responses):
-    heavy = [name for name in ("torch", "transformers", "ray", "pydantic", "reasoning_gym") if name in sys.modules]
-    return [len(heavy)] * len(responses)
+    heavy = {"torch", "transformers", "ray", "pydantic", "reasoning_gym", "sympy"}
+    return [len(heavy & set(sys.modules))] * len(responses)
 '''
 
 
@@ -108,8 +146,11 @@ async def pool_of(
     timeout_s: float = 10.0,
     retries: int = 0,
     log_path: Path | None = None,
+    params: Any = None,
 ) -> AsyncIterator[RewardPool]:
-    spec = RewardSpec(function, timeout_s, *((task.name, task.params) if task else ()))
+    spec = RewardSpec(
+        (RewardPart.of(function, **(params or {})),), timeout_s, *((task.name, task.params) if task else ())
+    )
     pool = RewardPool(spec, workers=workers, retries=retries, log_path=log_path)
     try:
         await pool.start()
@@ -161,6 +202,10 @@ async def test_workers_stay_light(user_file: Path) -> None:
         ("exits", "exception: SystemExit: 4"),
         ("nan", "returned nan for response 0"),
         ("too_few", "returned 1 values for 2 responses"),
+        ("forgets_to_return", "returned None for 2 responses, expected a list of 2 numbers"),
+        ("text", "returned '1.0' for response 0, expected a finite number"),
+        ("raises_on_some", "exception: KeyError: 'b'"),
+        ("for_trl", "no reward applies to response 0: None was returned for it"),
     ],
 )
 async def test_what_a_function_does_wrong_is_the_reason(
@@ -168,7 +213,7 @@ async def test_what_a_function_does_wrong_is_the_reason(
 ) -> None:
     async with pool_of(f"{user_file}:{function}", log_path=tmp_path / "logs" / "reward.log") as pool:
         with pytest.raises(ScoringFailed) as error:
-            await pool.score(prompt(), ["a", "b"])
+            await pool.score(prompt(solution=None), ["a", "b"])
     assert str(error.value).startswith(reason)
 
 
@@ -197,6 +242,80 @@ async def test_endless_and_dying_calls_fail_their_group_and_the_pool_goes_on(use
             assert (await pool.score(prompt(), ["fine"])).tolist() == [1.0]
 
 
+async def test_a_call_that_takes_the_alarm_for_itself_ends_by_the_groups_limit(user_file: Path) -> None:
+    async with pool_of(f"{user_file}:takes_the_alarm", timeout_s=0.2) as pool:
+        with pytest.raises(ScoringFailed, match=r"timeout after 0.2 s"):
+            await pool.score(prompt(), ["a"])
+
+
+async def test_a_function_that_forks_is_answered_by_its_worker(user_file: Path) -> None:
+    async with pool_of(f"{user_file}:forks") as pool:
+        for responses in (["a"], ["bb", "ccc"], ["dddd"]):
+            assert (await pool.score(prompt(), responses)).tolist() == [len(text) for text in responses]
+
+
+@pytest.mark.parametrize("ends_by", ["returning", "raising"])
+def test_a_child_that_a_function_forks_ends_where_the_worker_goes_on(monkeypatch, ends_by: str) -> None:
+    """Else there would be two processes at the worker's pipes, and twice as many after each call."""
+    children = []
+
+    def forks(request: ScoreRequest) -> Scores:
+        children.append(os.fork())
+        if ends_by == "raising":
+            raise ScoringFailed("no")
+        return Scores([1.0], {})
+
+    monkeypatch.setattr(worker._Process, "scorer", staticmethod(forks))
+    with contextlib.suppress(ScoringFailed):
+        worker.score(ScoreRequest("", ["a"], "", "", {}))
+    if children == [0]:
+        os._exit(1)  # the child, and it went on
+    assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="watches processes through pidfd")
+@pytest.mark.parametrize("response", ["waits", "leaves it"])
+async def test_what_a_function_starts_ends_with_its_worker(user_file: Path, tmp_path: Path, response: str) -> None:
+    """Whether the worker is killed over it, or closed later on."""
+    pid_file = tmp_path / "pid"
+    async with pool_of(f"{user_file}:starts_a_process", timeout_s=2, params={"pid_file": str(pid_file)}) as pool:
+        scored = asyncio.create_task(pool.score(prompt(), [response]))
+        await asyncio.wait([scored])
+        assert isinstance(scored.exception(), ScoringFailed if response == "waits" else type(None))
+    with contextlib.suppress(ProcessLookupError), ended(int(pid_file.read_text())):
+        pass
+
+
+async def test_functions_for_trl_and_verl_score_in_the_pool(user_file: Path) -> None:
+    async with pool_of(f"{user_file}:for_trl") as pool:
+        assert (await pool.score(prompt(solution="a"), ["a", "b"])).tolist() == [1.0, 0.0]
+    async with pool_of(f"{user_file}:for_verl", params={"scale": 0.5}) as pool:
+        assert (await pool.score(prompt(), ["yes", "b"])).tolist() == [0.5, 0.0]
+
+
+async def test_the_parts_of_a_sum_come_with_it(user_file: Path) -> None:
+    parts = (RewardPart.of(f"{user_file}:right"), RewardPart("exact_match", "exact", 0.5))
+    pool = RewardPool(RewardSpec(parts, timeout_s=10), workers=1, retries=0, log_path=None)
+    try:
+        scores = await pool.score_parts(prompt(), ["yes", " yes"])
+        nothing = await pool.score_parts(prompt(), [])
+    finally:
+        await pool.close()
+    assert scores == Scores([1.5, 0.5], {"right": [1.0, 0.0], "exact": [1.0, 1.0]})
+    assert nothing == Scores([], {"right": [], "exact": []})
+
+
+async def test_math_verify_scores_in_the_pool_and_is_killed_over_what_never_ends(tmp_path: Path) -> None:
+    """A tower of powers is one multiplication that never gives the interpreter back."""
+    log = tmp_path / "reward.log"
+    async with pool_of("math_verify", timeout_s=3, log_path=log) as pool:
+        assert (await pool.score(prompt("1/2"), [r"\boxed{0.5}", "0.4"])).tolist() == [1.0, 0.0]
+        with pytest.raises(ScoringFailed, match="timeout after 3 s"):
+            await pool.score(prompt("1/2"), [r"\boxed{9^{9^{9^9}}}"])
+        assert (await pool.score(prompt("1/2"), ["2/4"])).tolist() == [1.0]
+    assert log.read_text() == ""
+
+
 async def test_one_groups_endless_call_does_not_hold_up_the_others(user_file: Path) -> None:
     async with pool_of(f"{user_file}:moody", timeout_s=5, workers=2) as pool:
         endless = asyncio.create_task(pool.score(prompt(), ["loop"]))
@@ -218,7 +337,9 @@ async def test_what_workers_print_goes_to_the_log_only(user_file: Path, tmp_path
 
 
 async def test_closing_leaves_no_process_and_fails_what_is_still_awaited(user_file: Path) -> None:
-    pool = RewardPool(RewardSpec(f"{user_file}:moody", timeout_s=60), workers=2, retries=3, log_path=None)
+    pool = RewardPool(
+        RewardSpec((RewardPart.of(f"{user_file}:moody"),), timeout_s=60), workers=2, retries=3, log_path=None
+    )
     await pool.start()
     workers = list(pool._pool._pool_manager.worker_manager.workers)
     endless = [asyncio.create_task(pool.score(prompt(), ["loop"])) for _ in range(3)]
@@ -273,7 +394,27 @@ async def test_a_file_that_ends_its_process_is_found_at_the_start(tmp_path: Path
             pass
 
 
-@pytest.mark.parametrize(("function", "message"), [("exact", "known: exact_match, task"), ("task", "needs data.task")])
+async def test_a_file_whose_import_never_ends_is_found_at_the_start(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(pool_module, "START_TIMEOUT_S", 0.5)
+    (tmp_path / "mine.py").write_text("while True: pass")
+    with pytest.raises(WorkerDied, match=r"no reward worker was ready within 0.5 s: it was loading .*mine.py:score"):
+        async with pool_of(f"{tmp_path}/mine.py:score"):
+            pass
+
+
+async def test_a_function_for_trl_gets_messages_where_the_row_has_them(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def score(prompts, completions):\n"
+        "    return [float(p[0]['content'] == c[0]['content']) for p, c in zip(prompts, completions)]"
+    )
+    chat = replace(prompt(), messages=[{"role": "user", "content": "echo"}])
+    async with pool_of(f"{tmp_path}/mine.py:score") as pool:
+        assert (await pool.score(chat, ["echo", "question"])).tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"), [("exact", "known: exact_match, format"), ("task", "needs data.task")]
+)
 async def test_an_unknown_reward_is_a_config_error(function: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         async with pool_of(function):
@@ -285,10 +426,10 @@ import asyncio, sys
 import numpy as np
 from headway.data.types import Prompt
 from headway.rewards.pool import RewardPool
-from headway.rewards.request import RewardSpec
+from headway.rewards.request import RewardPart, RewardSpec
 
 async def main():
-    pool = RewardPool(RewardSpec(sys.argv[1], timeout_s=600), workers=1, retries=0, log_path=None)
+    pool = RewardPool(RewardSpec((RewardPart.of(sys.argv[1]),), timeout_s=600), workers=1, retries=0, log_path=None)
     await pool.start()
     # Before the worker says that it is busy, on the same pipe.
     print(next(iter(pool._pool._pool_manager.worker_manager.workers)), flush=True)

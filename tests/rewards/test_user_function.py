@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from headway.errors import ScoringFailed, UserCodeError
 from headway.rewards.request import ScoreRequest
-from headway.rewards.scorers import checked, exact_match
+from headway.rewards.scorers import checked
 from headway.rewards.user_function import UserFunction
 
 REQUEST = ScoreRequest(
@@ -21,8 +23,18 @@ REQUEST = ScoreRequest(
 )
 
 
-def user(function: Callable[..., Any]) -> UserFunction:
-    return UserFunction(function, "mine.py:score")
+CHAT = replace(REQUEST, messages=[{"role": "user", "content": "2+2="}])
+VERLS = ScoreRequest(
+    prompt="2+2=",
+    responses=["4", "5"],
+    answer="4",
+    source="openai/gsm8k",
+    extra={"ability": "math", "extra_info": {"index": 3, "split": "train"}},
+)
+
+
+def user(function: Callable[..., Any], answer_keys: tuple[str, ...] = (), **params: Any) -> UserFunction:
+    return UserFunction(function, "mine.py:score", params, answer_keys)
 
 
 def test_a_function_gets_the_arguments_that_it_names() -> None:
@@ -127,7 +139,13 @@ def test_an_object_with_an_asynchronous_call_is_awaited() -> None:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda text: 0, r"takes \(text\); a reward has a parameter response"),
+        (
+            lambda text: 0,
+            r"takes \(text\); a reward has a parameter response .* completions, as for TRL; or sol",
+        ),
+        (lambda completions, solution_str: 0, "a reward has a parameter response"),
+        (lambda completions, responses: 0, "a reward has a parameter response"),
+        (lambda solution_str, solution_strs: 0, "a reward has a parameter response"),
         (lambda response, responses: 0, "response"),
         (lambda response, /: 0, "'response' is positional"),
         (lambda *response: 0, "'response' is positional"),
@@ -139,16 +157,190 @@ def test_a_signature_that_does_not_fit_is_the_users_error(function: Callable[...
         user(function)
 
 
+def test_the_answers_own_column_is_a_name_of_it() -> None:
+    def score(response, solution, answer):
+        return (solution, answer)
+
+    assert user(score, ("solution",)).score_one(REQUEST, "5") == ("4", "4")
+
+
+# ---------------------------------------------------------------------------------------------- parameters
+
+
+def test_parameters_are_further_arguments_and_stand_before_columns() -> None:
+    def score(response, level, scale=1.0):
+        return (level, scale)
+
+    assert user(score, scale=2.0).score_one(REQUEST, "5") == (3, 2.0)
+    assert user(score, level=7).score_one(REQUEST, "5") == (7, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("function", "params", "message"),
+    [
+        (lambda response: 0, {"scale": 2}, r"score takes \(response\), not 'scale'"),
+        (lambda response, **kwargs: 0, {"answer": 2}, "'answer' is given to score anyway"),
+        (lambda completions, **kwargs: [], {"prompts": 2}, "'prompts' is given to score anyway"),
+        (lambda solution_str, **kwargs: 0, {"extra_info": {}}, "'extra_info' is given to score anyway"),
+    ],
+)
+def test_a_parameter_that_the_function_does_not_take_is_the_users_error(
+    function: Callable[..., Any], params: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserCodeError, match=f"reward.params: {message}"):
+        user(function, **params)
+
+
+# ---------------------------------------------------------------------------------------------- TRL
+
+
+def test_a_function_for_trl_gets_lists_of_prompts_completions_and_columns() -> None:
+    def score(prompts, completions, solution, level, **kwargs):
+        assert sorted(kwargs) == ["answer", "scale"]
+        return [
+            (p, c, s, lv, kwargs["scale"]) for p, c, s, lv in zip(prompts, completions, solution, level, strict=True)
+        ]
+
+    request = replace(REQUEST, extra={"level": 3})
+    function = user(score, ("solution",), scale=0.5)
+    assert function.whole_group
+    assert function.score_all(request) == [("2+2=", "4", "4", 3, 0.5), ("2+2=", "5", "4", 3, 0.5)]
+
+
+def test_a_function_for_trl_gets_messages_where_prompts_are_a_chat() -> None:
+    def score(prompts, completions):
+        return [(prompt[-1]["content"], completion[0]) for prompt, completion in zip(prompts, completions, strict=True)]
+
+    assert user(score).score_all(CHAT) == [
+        ("2+2=", {"role": "assistant", "content": "4"}),
+        ("2+2=", {"role": "assistant", "content": "5"}),
+    ]
+
+
+def test_a_column_of_the_data_sets_own_stands_before_the_answer_for_trl() -> None:
+    def score(completions, answer):
+        return answer
+
+    assert user(score).score_all(REQUEST) == ["shadowed", "shadowed"]
+
+
+def test_an_asynchronous_function_for_trl_is_awaited() -> None:
+    async def score(completions, **kwargs):
+        return [float(len(text)) for text in completions]
+
+    assert user(score).score_all(REQUEST) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda completion_ids, **kwargs: [], "needs 'completion_ids', .* rewards read text, not token ids"),
+        (lambda completions_ids, **kwargs: [], "needs 'completions_ids', .* rewards read text, not token ids"),
+        (lambda completions, trainer_state: [], "needs 'trainer_state', .* know nothing of its state"),
+    ],
+)
+def test_what_trl_gives_and_headway_does_not_is_told_at_the_start(function: Callable[..., Any], message: str) -> None:
+    with pytest.raises(UserCodeError, match=message):
+        user(function)
+
+
+def test_what_headway_does_not_give_may_have_a_default() -> None:
+    def score(completions, completion_ids=None, trainer_state=None, log_extra=None):
+        return [(completion_ids, trainer_state, log_extra)] * len(completions)
+
+    assert user(score).score_all(REQUEST) == [(None, None, None)] * 2
+
+
+def test_a_column_that_a_function_for_trl_needs_is_looked_for_before_the_run() -> None:
+    function = user(lambda completions, solution, **kwargs: [])
+    with pytest.raises(UserCodeError, match="score needs 'solution', but the rows have level beside prompt and answer"):
+        function.check_columns(["level"])
+    function.check_columns(["solution"])
+    user(lambda completions, solution: [], ("solution",)).check_columns([])
+    user(lambda completions, solution: [], solution="x").check_columns([])
+
+
+# ---------------------------------------------------------------------------------------------- verl
+
+
+def test_a_function_for_verl_gets_its_four_arguments_and_its_reward_kwargs() -> None:
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None, scale=1.0):
+        return (data_source, solution_str, ground_truth, extra_info, scale)
+
+    expected = ("openai/gsm8k", "5", "4", {"index": 3, "split": "train"}, 2.0)
+    assert user(compute_score, scale=2.0).score_one(VERLS, "5") == expected
+
+
+def test_without_a_column_extra_info_the_other_columns_are_verls_extra_info() -> None:
+    def compute_score(solution_str, extra_info):
+        return extra_info
+
+    assert user(compute_score).score_one(REQUEST, "5") == {"level": 3, "answer": "shadowed"}
+
+
+def test_with_keyword_arguments_a_function_for_verl_gets_no_columns() -> None:
+    def compute_score(solution_str, **kwargs):
+        return sorted(kwargs)
+
+    assert user(compute_score).score_one(VERLS, "5") == ["data_source", "extra_info", "ground_truth"]
+
+
+@pytest.mark.parametrize("value", [0.5, True, {"score": 0.5, "acc": True, "pred": "4"}])
+def test_a_function_for_verl_returns_a_number_or_a_dictionary_with_score(value: Any) -> None:
+    def compute_score(data_source, solution_str, ground_truth, extra_info):
+        return value
+
+    function = user(compute_score)
+    assert not function.whole_group
+    assert function.score_one(VERLS, "5") == (0.5 if value is not True else True)
+
+
+def test_a_batch_function_for_verl_scores_the_group() -> None:
+    def compute_score(data_sources, solution_strs, ground_truths, extra_infos, **kwargs):
+        rows = zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True)
+        return [{"score": float(text == truth), "index": info["index"]} for _, text, truth, info in rows]
+
+    assert user(compute_score).score_all(VERLS) == [1.0, 0.0]
+
+
+def test_asynchronous_calls_for_verl_are_awaited_together() -> None:
+    async def compute_score(solution_str, ground_truth, **kwargs):
+        await asyncio.sleep(0)
+        return {"score": float(solution_str == ground_truth)}
+
+    assert user(compute_score).score_all(VERLS) == [1.0, 0.0]
+
+
+def test_what_a_function_for_verl_needs_beyond_that_is_told_before_the_run() -> None:
+    function = user(lambda solution_str, reward_model_tokenizer: 0)
+    with pytest.raises(UserCodeError, match="needs 'reward_model_tokenizer', and a function with solution_str"):
+        function.check_columns(["reward_model_tokenizer"])
+
+
+# ---------------------------------------------------------------------------------------------- values
+
+
 @pytest.mark.parametrize("value", [1, 0.5, True, np.float32(0.5), np.int64(2), np.bool_(True), Fraction(1, 2)])
 def test_numbers_and_truth_values_are_rewards(value: Any) -> None:
     assert checked([value], 1) == [float(value)]
+
+
+def test_what_may_not_apply_may_be_none() -> None:
+    assert checked([None, 1], 2, optional=True) == [None, 1.0]
+    with pytest.raises(ScoringFailed, match="returned None for 2 responses, expected a list of 2 numbers"):
+        checked(None, 2, optional=True)
+
+
+def test_tensors_and_their_scalars_are_numbers() -> None:
+    assert checked(torch.tensor([0.0, 1.5]), 2) == [0.0, 1.5]
+    assert checked([torch.tensor(0.5), np.array(2.0)], 2) == [0.5, 2.0]
 
 
 def test_an_array_of_numbers_is_a_list_of_rewards() -> None:
     assert checked(np.array([0.0, 1.5]), 2) == [0.0, 1.5]
 
 
-@pytest.mark.parametrize("value", [None, "1.0", math.nan, math.inf, -math.inf, 1e39, [1.0], 1j])
+@pytest.mark.parametrize("value", [None, "1.0", math.nan, math.inf, -math.inf, 1e39, [1.0], 1j, {"acc": 1.0}])
 def test_anything_else_is_refused_with_what_it_was(value: Any) -> None:
     with pytest.raises(ScoringFailed) as error:
         checked([0.0, value], 2)
@@ -164,8 +356,3 @@ def test_a_batch_function_returns_a_list(values: Any) -> None:
 def test_a_list_of_the_wrong_length_is_refused() -> None:
     with pytest.raises(ScoringFailed, match="returned 1 values for 2 responses"):
         checked([1.0], 2)
-
-
-@pytest.mark.parametrize(("response", "score"), [("4", 1.0), (" 4\n", 1.0), ("44", 0.0), ("", 0.0)])
-def test_an_exact_match_ignores_surrounding_space(response: str, score: float) -> None:
-    assert exact_match(REQUEST, response) == score

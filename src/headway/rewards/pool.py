@@ -1,6 +1,6 @@
 """Reward worker processes behind `interfaces.RewardFn`.
 
-    score(prompt, responses) ─▶ one call per group ─▶ worker process ─▶ n floats
+    score(prompt, responses) ─▶ one call per group ─▶ worker process ─▶ n floats, and each part's values
            ▲                          │ exception, time-out, nonsense, death of the worker
            └── retry, then ScoringFailed(reason) ◀─┘
 
@@ -24,7 +24,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from headway.errors import ScoringFailed, UserError, WorkerDied
 from headway.rewards import worker
-from headway.rewards.request import RewardSpec, ScoreRequest
+from headway.rewards.request import RewardSpec, ScoreRequest, Scores
 
 if TYPE_CHECKING:
     from headway.data.types import Prompt
@@ -65,7 +65,7 @@ class RewardPool:
         """Start the workers and have one of them load the reward.
 
         Raises:
-            ConfigError: unknown reward or task.
+            ConfigError: unknown reward or task, or parameters that it does not take.
             UserCodeError: the user's file does not import, lacks the function, or the function's parameters do not fit.
             WorkerDied: the process ended, or did not get ready in time.
         """
@@ -74,22 +74,37 @@ class RewardPool:
         except UserError:
             raise
         except TimeoutError as cause:
-            raise WorkerDied(f"no reward worker was ready within {START_TIMEOUT_S:g} s{self._see_log()}") from cause
+            raise WorkerDied(
+                f"no reward worker was ready within {START_TIMEOUT_S:g} s: it was loading {self._spec.function}"
+                f"{self._see_log()}"
+            ) from cause
         except (ProcessExpired, BrokenProcessPool) as cause:
             raise WorkerDied(f"a reward worker ended while it loaded {self._spec.function}{self._see_log()}") from cause
 
     async def score(self, prompt: Prompt, responses: Sequence[str]) -> NDArray[np.float32]:
-        """[n] finite rewards, one per response, in order.
+        """[n] finite rewards, one per response, in order. Raises as `score_parts` does."""
+        return np.asarray((await self.score_parts(prompt, responses)).rewards, dtype=np.float32)
+
+    async def score_parts(self, prompt: Prompt, responses: Sequence[str]) -> Scores:
+        """The rewards, and what each part of them gave.
 
         Raises `ScoringFailed` with a short reason when every try failed: ``exception: ValueError: …``,
-        ``timeout after 10 s``, ``returned nan for response 3, …``, ``worker ended with exit code 1``.
+        ``timeout after 10 s``, ``returned nan for response 3, …``, ``worker ended with exit code 1``. Where there are
+        several parts, the name of the one that failed comes first, if its worker lived to tell.
         """
         if not responses:
-            return np.zeros(0, dtype=np.float32)
-        request = ScoreRequest(prompt.text, list(responses), prompt.answer, prompt.source, dict(prompt.extra))
+            return Scores([], {part.name: [] for part in self._spec.parts})
+        request = ScoreRequest(
+            prompt.text,
+            list(responses),
+            prompt.answer,
+            prompt.source,
+            dict(prompt.extra),
+            messages=prompt.messages,
+        )
         for tries_left in range(self._retries, -1, -1):
             try:
-                return np.asarray(await self._try(request), dtype=np.float32)
+                return await self._try(request)
             except ScoringFailed:
                 if not tries_left:
                     raise
@@ -106,10 +121,11 @@ class RewardPool:
             if hanging:
                 raise WorkerDied(f"reward workers did not end within {STOP_TIMEOUT_S:g} s{self._see_log()}")
 
-    async def _try(self, request: ScoreRequest) -> list[float]:
+    async def _try(self, request: ScoreRequest) -> Scores:
         timeout_s = self._spec.timeout_s
+        calls = len(request.responses) * len(self._spec.parts)
         try:
-            return await self._run(worker.score, request, timeout_s=timeout_s * len(request.responses) + GRACE_S)
+            return await self._run(worker.score, request, timeout_s=timeout_s * calls + GRACE_S)
         except TimeoutError as cause:
             raise ScoringFailed(_timeout_reason(timeout_s)) from cause
         except ProcessExpired as cause:

@@ -1,4 +1,4 @@
-"""What travels to a reward worker: which reward it runs, and one group to score. Plain data that pickles."""
+"""What travels to a reward worker and back: which rewards it runs, a group, its scores. Plain data that pickles."""
 
 from __future__ import annotations
 
@@ -13,30 +13,63 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class RewardSpec:
-    """Which reward a worker runs. Raises nothing; the worker finds out whether it exists."""
+class RewardPart:
+    """One reward of a weighted sum."""
 
     function: str
-    """``exact_match``, ``task`` or ``file.py:function`` (absolute path)."""
+    """A built-in reward or ``file.py:function`` (absolute path)."""
+    name: str
+    """In metrics and messages."""
+    weight: float = 1.0
+    params: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, function: str, **params: Any) -> RewardPart:
+        """One under the function's own name, of weight 1."""
+        return cls(function, function.rpartition(":")[2], params=params)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardSpec:
+    """What a worker scores with. Raises nothing; the worker finds out whether it exists."""
+
+    parts: tuple[RewardPart, ...]
     timeout_s: float
-    """For one call of the function."""
+    """For one call of one function."""
     task_name: str | None = None
     task_params: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
+    answer_keys: tuple[str, ...] = ()
+    """Columns that ground truths are from: a user's function may ask for the answer by these names, too."""
     columns: tuple[str, ...] | None = None
     """Other columns of the rows, where they are known: a user's function must not need one that is not there."""
 
     @classmethod
     def of(cls, config: Config) -> RewardSpec:
         """The reward that ``config`` asks for."""
-        function, task = config.reward.function, config.data.task
+        data, task = config.data, config.data.task
+        keys = (data.answer_key, *(source.answer_key for source in (*data.sources, *data.val_sources)))
         return cls(
-            function=resolve_spec(function) if names_a_file(function) else function,
+            parts=tuple(
+                RewardPart(
+                    resolve_spec(one.function) if names_a_file(one.function) else one.function,
+                    one.label,
+                    one.weight,
+                    one.params,
+                )
+                for one in config.reward.all
+            ),
             timeout_s=config.reward.timeout_s,
             task_name=task.name if task else None,
             task_params=task.params if task else {},
             seed=config.run.seed,
+            answer_keys=tuple(dict.fromkeys(key for key in keys if key is not None and key.isidentifier())),
         )
+
+    @property
+    def function(self) -> str:
+        """Its functions, as text for messages. With one in a file, `names_a_file` says so of the text, too."""
+        return ", ".join(part.function for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +77,20 @@ class ScoreRequest:
     """One group: a prompt and its n responses."""
 
     prompt: str
+    """The text that the model read, its chat template applied."""
     responses: list[str]
     answer: Any
     source: str
     extra: Mapping[str, Any]
+    messages: list[dict[str, Any]] | None = None
+    """The prompt as chat messages, where the row gives it so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Of one group's n responses, in order."""
+
+    rewards: list[float]
+    """[n] Finite: Σ weight · value over the parts that apply."""
+    parts: dict[str, list[float | None]]
+    """By name, what each part gave, [n], before its weight. None: it does not apply to the response."""

@@ -1,9 +1,14 @@
-"""The kinds of reward, each as a scorer: one group in, one value per response out. Runs in a worker, without torch."""
+"""A group's scores: each reward of the sum by its kind, checked, then added up. Runs in a worker, without torch.
+
+ScoreRequest ─▶ part: built-in | task | user's function ─▶ n values, None where it does not apply ─┐
+             └▶ part: …                                                                           ─┴▶ Σ weight · value
+"""
 
 from __future__ import annotations
 
 import numbers
 import signal
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,69 +16,85 @@ from typing import Any
 import numpy as np
 
 from headway.data.tasks import make_task
-from headway.errors import ConfigError, ScoringFailed
-from headway.rewards.request import RewardSpec, ScoreRequest
+from headway.errors import ConfigError, HeadwayError, ScoringFailed
+from headway.rewards.built_in import BUILT_IN, make_rule
+from headway.rewards.request import RewardPart, RewardSpec, ScoreRequest, Scores
 from headway.rewards.user_function import UserFunction
 from headway.user_code import load_function, names_a_file
 
-Scorer = Callable[[ScoreRequest], list[float]]
+Scorer = Callable[[ScoreRequest], Scores]
+Values = list[float | None]
+"""[n] of one part: finite, or None where it does not apply."""
 
-BUILT_IN = ("exact_match", "task")
 LARGEST = float(np.finfo(np.float32).max)
 """Rewards are float32; anything larger would become infinite there."""
+REASON_LENGTH = 200
 
 
 def make_scorer(spec: RewardSpec) -> Scorer:
-    """The scorer that ``spec`` names.
+    """The scorer that ``spec`` asks for.
 
     Raises:
-        ConfigError: unknown reward or task.
+        ConfigError: unknown reward or task, or parameters that it does not take.
         UserCodeError: the user's file does not load, or its function needs what it is not given.
     """
-    match spec.function:
-        case "exact_match":
-            return _one_by_one(exact_match, spec.timeout_s)
+    parts = [(part, _make_part(part, spec)) for part in spec.parts]
+
+    def scorer(request: ScoreRequest) -> Scores:
+        values = {}
+        for part, score in parts:
+            with _attributed(part.name if len(parts) > 1 else None):
+                values[part.name] = score(request)
+        weighted = [(part.weight, values[part.name]) for part, _ in parts]
+        return Scores([_sum(weighted, k) for k in range(len(request.responses))], values)
+
+    return scorer
+
+
+def _make_part(part: RewardPart, spec: RewardSpec) -> Callable[[ScoreRequest], Values]:
+    match part.function:
+        case name if name in BUILT_IN:
+            return _one_by_one(make_rule(name, part.params), spec.timeout_s)
         case "task":
             if spec.task_name is None:
                 raise ConfigError("reward.function=task needs data.task; for files: exact_match or file.py:function")
+            if part.params:
+                raise ConfigError("reward.params: task takes none; the task's own are data.task.params")
             task = make_task(spec.task_name, spec.task_params, seed=spec.seed)
             return _one_by_one(lambda r, text: task.score(text, r.answer, r.extra), spec.timeout_s)
         case name if names_a_file(name):
-            function = UserFunction(load_function(name), name)
+            function = UserFunction(load_function(name), name, part.params, spec.answer_keys)
             if spec.columns is not None:
                 function.check_columns(spec.columns)
             return _user_scorer(function, spec.timeout_s)
         case name:
             raise ConfigError(
                 f"reward.function: unknown reward {name!r}; "
-                f"known: {', '.join(BUILT_IN)}, or file.py:function for your own"
+                f"known: {', '.join(sorted([*BUILT_IN, 'task']))}, or file.py:function for your own"
             )
 
 
-def exact_match(request: ScoreRequest, response: str) -> float:
-    """1 where response and answer are the same text, surrounding space aside."""
-    return float(response.strip() == str(request.answer).strip())
-
-
-def _one_by_one(score: Callable[[ScoreRequest, str], Any], timeout_s: float) -> Scorer:
-    def scorer(request: ScoreRequest) -> list[float]:
+def _one_by_one(
+    score: Callable[[ScoreRequest, str], Any], timeout_s: float, *, optional: bool = False
+) -> Callable[[ScoreRequest], Values]:
+    def scorer(request: ScoreRequest) -> Values:
         values = []
         for response in request.responses:
             with killed_after(timeout_s):
                 values.append(score(request, response))
-        return checked(values, len(request.responses))
+        return checked(values, len(request.responses), optional=optional)
 
     return scorer
 
 
-def _user_scorer(function: UserFunction, timeout_s: float) -> Scorer:
+def _user_scorer(function: UserFunction, timeout_s: float) -> Callable[[ScoreRequest], Values]:
     if not function.whole_group:
         return _one_by_one(function.score_one, timeout_s)
 
-    def scorer(request: ScoreRequest) -> list[float]:
+    def scorer(request: ScoreRequest) -> Values:
         with killed_after(timeout_s):
             values = function.score_all(request)
-        return checked(values, len(request.responses))
+        return checked(values, len(request.responses), optional=function.may_not_apply)
 
     return scorer
 
@@ -83,7 +104,8 @@ def killed_after(seconds: float) -> Iterator[None]:
     """Let the kernel end this process when the block takes longer.
 
     The alarm's default action needs no interpreter: it also ends a call that never gives it back (a regular expression
-    that backtracks for ever). The pool reads the signal from the exit code.
+    that backtracks for ever). The pool reads the signal from the exit code. A call that takes the alarm for itself is
+    left to the pool's limit on the whole group.
     """
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # each time: user code may have set a handler of its own
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -93,20 +115,54 @@ def killed_after(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def checked(values: Any, n: int) -> list[float]:
-    """``values`` as n finite floats. Raises `ScoringFailed` with what was returned instead."""
-    if isinstance(values, str | bytes) or not isinstance(values, Sequence | np.ndarray):
+@contextmanager
+def _attributed(name: str | None) -> Iterator[None]:
+    """Whatever goes wrong in the block as `ScoringFailed`, under the part's ``name``; the traceback is printed."""
+    where = f"{name}: " if name is not None else ""
+    try:
+        yield
+    except ScoringFailed as error:
+        raise ScoringFailed(f"{where}{error}") from error
+    except HeadwayError:
+        raise
+    except (Exception, SystemExit) as error:
+        traceback.print_exc()
+        # As text: the user's exception may not survive pickling, or need modules that the driver lacks.
+        text = " ".join(f"{where}exception: {type(error).__name__}: {error}".split())
+        raise ScoringFailed(text if len(text) <= REASON_LENGTH else f"{text[: REASON_LENGTH - 1]}…") from None
+
+
+def checked(values: Any, n: int, *, optional: bool = False) -> Values:
+    """``values`` as n finite floats, or None if ``optional``. Raises `ScoringFailed` with what was returned instead."""
+    items = _plain(values)
+    if isinstance(items, str | bytes) or not isinstance(items, Sequence):
         raise ScoringFailed(f"returned {_shown(values)} for {n} responses, expected a list of {n} numbers")
-    if len(values) != n:
-        raise ScoringFailed(f"returned {len(values)} values for {n} responses")
-    return [_number(value, k) for k, value in enumerate(values)]
+    if len(items) != n:
+        raise ScoringFailed(f"returned {len(items)} values for {n} responses")
+    return [None if optional and value is None else _number(value, k) for k, value in enumerate(items)]
 
 
 def _number(value: Any, k: int) -> float:
-    is_number = isinstance(value, numbers.Real | np.bool_)  # NumPy's booleans are no numbers.Real
-    if not is_number or not abs(float(value)) <= LARGEST:  # not >, so that NaN is refused too
+    number = _plain(value)
+    if not isinstance(number, numbers.Real) or not abs(float(number)) <= LARGEST:  # not >, so that NaN is refused too
         raise ScoringFailed(f"returned {_shown(value)} for response {k}, expected a finite number")
-    return float(value)
+    return float(number)
+
+
+def _plain(value: Any) -> Any:
+    """Arrays, tensors and their scalars as lists and numbers of Python's own."""
+    return value.tolist() if callable(getattr(value, "tolist", None)) else value
+
+
+def _sum(weighted: Sequence[tuple[float, Values]], k: int) -> float:
+    """Σ weight · value of response ``k`` over the parts that apply to it."""
+    terms = [weight * value for weight, values in weighted if (value := values[k]) is not None]
+    if not terms:
+        raise ScoringFailed(f"no reward applies to response {k}: None was returned for it")
+    total = sum(terms)
+    if not abs(total) <= LARGEST:
+        raise ScoringFailed(f"the weighted sum for response {k} is {total:g}, which is no finite float32")
+    return total
 
 
 def _shown(value: Any) -> str:

@@ -1,36 +1,85 @@
-"""How a user's reward function is called. The rule is its signature:
+"""How a user's reward function is called. The rule is its signature. All arguments are passed by keyword; of those that
+there are, a function gets the ones that it names, and with ``**kwargs`` all of them.
 
-- It is called with keyword arguments: whichever it names of ``prompt`` (the text the model read), ``response``,
-  ``answer``, ``source``, ``extra`` (a dictionary of the row's other columns), and those columns by their names.
-  With ``**kwargs`` it gets them all.
-- With a parameter ``responses`` it scores a whole group in one call: it gets a list of n texts and returns n numbers.
-  Otherwise it has a parameter ``response`` and is called once for each response.
-- ``async def`` works for both; one-response calls of a group are then awaited together.
+| a parameter | makes it | which is given |
+|---|---|---|
+| ``response`` | Headway's, called per response | ``prompt``, ``response``, ``answer``, ``source``, ``extra``, columns |
+| ``responses`` | Headway's, called per group | the same, with ``responses``, a list of n texts |
+| ``completions`` or ``prompts`` | TRL's, called per group | ``prompts``, ``completions``, columns: each a list of n |
+| ``solution_str`` | verl's, called per response | ``data_source``, ``solution_str``, ``ground_truth``, ``extra_info`` |
+| ``solution_strs`` | verl's, called per group | the same four in the plural, each a list of n |
+| ``**kwargs`` alone | as ``response`` | |
+
+- The row's columns go by their own names; the one that is the ground truth is there as ``answer``, too.
+  ``prompt`` is the text that the model read, ``extra`` a dictionary of the columns but prompt and ground truth.
+- It returns a number per response: a list of n where it is called per group. One of TRL's may give None for a response
+  that it does not apply to, one of verl's a dictionary with ``score``.
+- ``reward.params`` are further arguments (verl's ``reward_kwargs``); they stand before columns of the same name.
+- Where prompts are chat messages, TRL's functions get messages: each prompt a list of them, each completion a list of
+  one. verl's ``extra_info`` is the row's column of that name, else a dictionary of all other columns.
+- ``async def`` works for all; one-response calls of a group are then awaited together.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Mapping
+from enum import Enum
 from typing import Any
 
 from headway.errors import ScoringFailed, UserCodeError
 from headway.rewards.request import ScoreRequest
 
-ALWAYS_GIVEN = frozenset({"prompt", "response", "responses", "answer", "source", "extra"})
+NEVER_GIVEN: Mapping[str, str] = {
+    "completion_ids": "rewards read text, not token ids",
+    "completions_ids": "rewards read text, not token ids",
+    "trainer_state": "rewards run beside the trainer and know nothing of its state",
+}
+"""What TRL's trainer gives and Headway does not, and why."""
+
+
+class Dialect(Enum):
+    """Whose convention a function follows: the parameters that show it, what it is always given, whether per group."""
+
+    RESPONSE = (("response",), ("prompt", "response", "answer", "source", "extra"), False)
+    RESPONSES = (("responses",), ("prompt", "responses", "answer", "source", "extra"), True)
+    TRL = (("completions", "prompts", "completion_ids", "completions_ids"), ("prompts", "completions", "answer"), True)
+    VERL = (("solution_str",), ("data_source", "solution_str", "ground_truth", "extra_info"), False)
+    VERL_BATCH = (("solution_strs",), ("data_sources", "solution_strs", "ground_truths", "extra_infos"), True)
+
+    def __init__(self, markers: tuple[str, ...], given: tuple[str, ...], per_group: bool) -> None:
+        self.markers = markers
+        self.given = given
+        self.per_group = per_group
+
+    @property
+    def of_verl(self) -> bool:
+        return self in (Dialect.VERL, Dialect.VERL_BATCH)
 
 
 class UserFunction:
     """A function of the user's own, called by the rule above. ``spec`` is how the user named it."""
 
-    def __init__(self, function: Callable[..., Any], spec: str) -> None:
-        """Raises `UserCodeError` where the signature does not fit the rule."""
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        spec: str,
+        params: Mapping[str, Any] | None = None,
+        answer_keys: Collection[str] = (),
+    ) -> None:
+        """``answer_keys``: further names of the ground truth.
+
+        Raises `UserCodeError` where the signature does not fit the rule, or does not take ``params``.
+        """
         self._function = function
         self._name = spec.rpartition(":")[2]
+        self._params = dict(params or {})
+        self._answer_keys = tuple(answer_keys)
         self._parameters = _keyword_parameters(function, spec)
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in self._parameters.values())
-        self._is_batch = "responses" in self._parameters
+        self.dialect = _dialect_of(self._parameters, self._takes_all, spec)
+        self._check_params()
         self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
             getattr(function, "__call__", None)  # noqa: B004 - an object whose __call__ is asynchronous
         )
@@ -40,30 +89,47 @@ class UserFunction:
     @property
     def whole_group(self) -> bool:
         """Whether one call scores the group: `score_all` rather than `score_one`."""
-        return self._is_batch or self._is_async
+        return self.dialect.per_group or self._is_async
+
+    @property
+    def may_not_apply(self) -> bool:
+        """Whether None is a value of its: the function does not apply to that response."""
+        return self.dialect is Dialect.TRL
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Raises `UserCodeError` where a parameter without a default is neither always given nor one of ``columns``."""
-        for name, parameter in self._parameters.items():
-            optional = parameter.kind is parameter.VAR_KEYWORD or parameter.default is not parameter.empty
-            if not optional and name not in ALWAYS_GIVEN | set(columns):
+        given = {*self.dialect.given, *self._params}
+        if not self.dialect.of_verl:
+            given |= {*columns, *self._answer_keys}
+        for name in self._required():
+            if name in given:
+                continue
+            if self.dialect.of_verl:
                 raise UserCodeError(
-                    f"reward.function: {self._name} needs {name!r}, but the rows have {_listed(columns)} beside prompt "
-                    "and answer; give the parameter a default, or the rows that column"
+                    f"reward.function: {self._name} needs {name!r}, and a function with solution_str is given "
+                    f"{', '.join(self.dialect.given)}; give the parameter a default, or a value in reward.params"
                 )
+            raise UserCodeError(
+                f"reward.function: {self._name} needs {name!r}, but the rows have {_listed(columns)} beside prompt "
+                "and answer; give the parameter a default, or the rows that column"
+            )
 
     def score_one(self, request: ScoreRequest, response: str) -> Any:
-        return self._call(request, response=response)
+        return self._value(self._call(self._arguments(request, [response])))
 
     def score_all(self, request: ScoreRequest) -> Any:
         if self._runner is None:
-            return self._call(request, responses=list(request.responses))
-        return self._runner.run(self._score_all_async(request))
+            values = self._call(self._arguments(request, request.responses))
+        else:
+            values = self._runner.run(self._score_all_async(request))
+        return [self._value(value) for value in values] if isinstance(values, list | tuple) else values
 
     async def _score_all_async(self, request: ScoreRequest) -> Any:
-        if self._is_batch:
-            return await self._call(request, responses=list(request.responses))
-        calls: list[Coroutine[Any, Any, Any]] = [self._call(request, response=text) for text in request.responses]
+        if self.dialect.per_group:
+            return await self._call(self._arguments(request, request.responses))
+        calls: list[Coroutine[Any, Any, Any]] = [
+            self._call(self._arguments(request, [text])) for text in request.responses
+        ]
         tasks = [asyncio.create_task(call) for call in calls]
         try:
             return await asyncio.gather(*tasks)
@@ -71,24 +137,83 @@ class UserFunction:
             for task in tasks:  # the loop lives on: nothing of a group that failed may run in it
                 task.cancel()
 
-    def _call(self, request: ScoreRequest, **responses: Any) -> Any:
-        available = {
+    def _arguments(self, request: ScoreRequest, responses: list[str]) -> dict[str, Any]:
+        """All there is for a call over ``responses``: the group's, or one of them."""
+        match self.dialect:
+            case Dialect.RESPONSE:
+                return self._headways_arguments(request) | {"response": responses[0]}
+            case Dialect.RESPONSES:
+                return self._headways_arguments(request) | {"responses": list(responses)}
+            case Dialect.TRL:
+                return self._trls_arguments(request, responses)
+            case Dialect.VERL:
+                return self._params | _verls_arguments(request) | {"solution_str": responses[0]}
+            case Dialect.VERL_BATCH:
+                lists = {f"{name}s": [value] * len(responses) for name, value in _verls_arguments(request).items()}
+                return self._params | lists | {"solution_strs": list(responses)}
+
+    def _headways_arguments(self, request: ScoreRequest) -> dict[str, Any]:
+        return {
+            **dict.fromkeys(self._answer_keys, request.answer),
             **request.extra,
+            **self._params,
             "prompt": request.prompt,
             "answer": request.answer,
             "source": request.source,
             "extra": dict(request.extra),
-            **responses,
         }
+
+    def _trls_arguments(self, request: ScoreRequest, responses: list[str]) -> dict[str, Any]:
+        columns = {**dict.fromkeys(("answer", *self._answer_keys), request.answer), **request.extra}
+        chat = request.messages
+        return {
+            **{name: [value] * len(responses) for name, value in columns.items()},
+            **self._params,
+            "prompts": [request.prompt if chat is None else list(chat) for _ in responses],
+            "completions": [text if chat is None else [{"role": "assistant", "content": text}] for text in responses],
+        }
+
+    def _call(self, available: Mapping[str, Any]) -> Any:
         if self._takes_all:
             return self._function(**available)
-        for name, parameter in self._parameters.items():
-            if name not in available and parameter.default is parameter.empty:
+        for name in self._required():
+            if name not in available:
                 raise ScoringFailed(
                     f"{self._name} needs {name!r}, and the row has {', '.join(sorted(available))}; "
                     "give the parameter a default or the row that column"
                 )
         return self._function(**{name: available[name] for name in self._parameters if name in available})
+
+    def _value(self, value: Any) -> Any:
+        """The score of a dictionary that verl's functions may return; what they add to it is not used."""
+        return value["score"] if self.dialect.of_verl and isinstance(value, dict) and "score" in value else value
+
+    def _required(self) -> list[str]:
+        return [n for n, p in self._parameters.items() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+
+    def _check_params(self) -> None:
+        for name in self._params:
+            if name in self.dialect.given:
+                raise UserCodeError(f"reward.params: {name!r} is given to {self._name} anyway; drop it")
+            if name not in self._parameters and not self._takes_all:
+                raise UserCodeError(
+                    f"reward.params: {self._name} takes ({', '.join(self._parameters)}), not {name!r}; drop it"
+                )
+        for name in self._required():
+            if name in NEVER_GIVEN and self.dialect is Dialect.TRL and name not in self._params:
+                raise UserCodeError(
+                    f"reward.function: {self._name} needs {name!r}, which Headway does not give: {NEVER_GIVEN[name]}; "
+                    "give the parameter a default"
+                )
+
+
+def _verls_arguments(request: ScoreRequest) -> dict[str, Any]:
+    info = request.extra.get("extra_info")
+    return {
+        "data_source": request.source,
+        "ground_truth": request.answer,
+        "extra_info": dict(info if isinstance(info, Mapping) else request.extra),
+    }
 
 
 def _listed(names: Collection[str]) -> str:
@@ -105,10 +230,19 @@ def _keyword_parameters(function: Callable[..., Any], spec: str) -> dict[str, in
     for name, parameter in parameters.items():
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
             raise UserCodeError(f"{spec}: parameter {name!r} is positional; rewards are called with keyword arguments")
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    if len({"response", "responses"} & set(parameters)) != 1 and not (takes_all and "responses" not in parameters):
+    return parameters
+
+
+def _dialect_of(parameters: Collection[str], takes_all: bool, spec: str) -> Dialect:
+    matching = [dialect for dialect in Dialect if set(dialect.markers) & set(parameters)]
+    if Dialect.RESPONSE in matching or Dialect.RESPONSES in matching:
+        matching = [dialect for dialect in matching if dialect is not Dialect.TRL or "completions" in parameters]
+    if not matching and takes_all:
+        return Dialect.RESPONSE
+    if len(matching) != 1:
         raise UserCodeError(
             f"{spec}: takes ({', '.join(parameters)}); a reward has a parameter response (one text) or responses "
-            "(all texts of a group), for example score(response, answer)"
+            "(all texts of a group), for example score(response, answer); or completions, as for TRL; or solution_str, "
+            "as for verl"
         )
-    return parameters
+    return matching[0]

@@ -7,16 +7,20 @@ import os
 import signal
 import sys
 import threading
-import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import connection, parent_process
 from pathlib import Path
 
-from headway.errors import ConfigError, HeadwayError, ScoringFailed, UserError
-from headway.rewards.request import RewardSpec, ScoreRequest
+from headway.errors import ConfigError, UserError
+from headway.rewards.request import RewardSpec, ScoreRequest, Scores
 from headway.rewards.scorers import Scorer, make_scorer
 
 PR_SET_PDEATHSIG = 1
-REASON_LENGTH = 200
+MOST_FILES = 65536
+"""More than a worker may have open."""
+STARTS_A_PROCESS = frozenset({"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"})
+"""Audit events of Python's, raised before each."""
 
 
 class _Process:
@@ -27,13 +31,15 @@ class _Process:
 
 def initialize(spec: RewardSpec, log_path: Path | None) -> None:
     """Run first in every worker. Never raises: what is wrong with the reward is told by `check` and `score`."""
+    _leave_no_children()
     die_with_parent()
     if log_path is not None:
         _redirect_output(log_path)
-    try:
-        _Process.scorer = make_scorer(spec)
-    except UserError as error:
-        _Process.scorer = error
+    with _nothing_returns_but_this_process():
+        try:
+            _Process.scorer = make_scorer(spec)
+        except UserError as error:
+            _Process.scorer = error
 
 
 def check() -> None:
@@ -41,24 +47,65 @@ def check() -> None:
     _ready_scorer()
 
 
-def score(request: ScoreRequest) -> list[float]:
-    """One finite float per response. Raises `ScoringFailed` with the reason; the traceback goes to the log."""
+def score(request: ScoreRequest) -> Scores:
+    """The group's scores. Raises `ScoringFailed` with the reason; a traceback of the user's code goes to the log."""
     scorer = _ready_scorer()
-    try:
+    with _nothing_returns_but_this_process():
         return scorer(request)
-    except HeadwayError:
-        raise
-    except (Exception, SystemExit) as error:
-        traceback.print_exc()
-        # As text: the user's exception may not survive pickling, or need modules that the driver lacks.
-        text = " ".join(f"exception: {type(error).__name__}: {error}".split())
-        raise ScoringFailed(text if len(text) <= REASON_LENGTH else f"{text[: REASON_LENGTH - 1]}…") from None
+
+
+@contextmanager
+def _nothing_returns_but_this_process() -> Iterator[None]:
+    """End at the block's end, whatever that is, the children that user code forked in it and let return.
+
+    Such a child holds the worker's pipes; it would answer the pool a second time.
+    """
+    pid = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() != pid:
+            os._exit(0)
 
 
 def _ready_scorer() -> Scorer:
     if isinstance(_Process.scorer, UserError):
         raise _Process.scorer
     return _Process.scorer
+
+
+def _leave_no_children() -> None:
+    """See to it that processes that user code starts (to run what the model wrote) end with this one."""
+    watched = False
+
+    def before(event: str, _arguments: object) -> None:
+        nonlocal watched
+        if not watched and event in STARTS_A_PROCESS:
+            watched = True  # first: what follows forks, too
+            _start_watcher()
+
+    sys.addaudithook(before)
+
+
+def _start_watcher() -> None:
+    """Lead a group of processes, with a watcher in it that ends the group once this process has ended, in whatever way.
+
+    A worker that is killed, for a time-out above all, cannot end its children itself.
+    """
+    if os.getpid() != os.getpgrp():
+        os.setpgid(0, 0)
+    watched, held_here = os.pipe()  # not inheritable: a process that user code starts does not hold it
+    if os.fork() == 0:
+        try:
+            os.closerange(0, watched)  # above all the pool's pipes, whose ends tell it who is alive
+            os.closerange(watched + 1, MOST_FILES)
+            os.read(watched, 1)  # nothing is ever written: this returns when nobody holds the other end any more
+            os.killpg(0, signal.SIGKILL)
+        finally:
+            os._exit(1)  # whatever went wrong, the watcher never runs on in the user's code
+    os.close(watched)
+    held = [held_here]
+    os.register_at_fork(after_in_child=lambda: os.close(held.pop()) if held else None)
 
 
 def die_with_parent() -> None:

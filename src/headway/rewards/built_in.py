@@ -1,0 +1,134 @@
+"""Rewards that need no file: each a function of one response, made from ``reward.params``.
+
+`BUILT_IN` names them. A maker's keyword arguments are the parameters; what it makes is called once for each response.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from headway.errors import ConfigError, ScoringFailed
+from headway.rewards.request import ScoreRequest
+
+Rule = Callable[[ScoreRequest, str], float]
+"""``rule(request, response)``: the value of one of the group's responses."""
+
+
+def exact_match() -> Rule:
+    """1 where response and answer are the same text, surrounding space aside."""
+    return lambda request, response: float(response.strip() == _answer_of(request).strip())
+
+
+def regex(pattern: str, group: int | str | None = None, answer_pattern: str | None = None) -> Rule:
+    """1 where the last match of ``pattern`` in the response is the answer, surrounding space aside; 0 without a match.
+
+    ``group`` of the match is compared: a number or a name. Default: 1 where the pattern has groups, else all of it.
+    ``answer_pattern`` finds the ground truth within the answer in the same way, such as GSM8K's after ``####``.
+    """
+    find = _finder("pattern", pattern, group)
+    find_answer = _finder("answer_pattern", answer_pattern, None) if answer_pattern is not None else None
+
+    def rule(request: ScoreRequest, response: str) -> float:
+        answer: str | None = _answer_of(request)
+        if answer is not None and find_answer is not None:
+            answer = find_answer(answer)
+        if answer is None:
+            raise ScoringFailed(f"reward.params.answer_pattern finds nothing in the answer {request.answer!r}")
+        found = find(response)
+        return float(found is not None and found.strip() == answer.strip())
+
+    return rule
+
+
+def format_reward(tags: Sequence[str] = ("think", "answer"), pattern: str | None = None) -> Rule:
+    """1 where the response, surrounding space aside, has the form: each of ``tags`` opened and closed once, in order.
+
+    Nothing but space may stand between the tags: ``<think>…</think> <answer>…</answer>``. With ``pattern``, a regular
+    expression, the whole response has to match that instead; its ``.`` matches line ends, too.
+    """
+    if pattern is None and (isinstance(tags, str) or not tags or not all(isinstance(tag, str) and tag for tag in tags)):
+        raise ConfigError(f"reward.params.tags: expected a list of names, such as [think, answer], not {tags!r}")
+    form = _compiled("pattern", pattern if pattern is not None else _tagged(tags), re.DOTALL)
+    return lambda request, response: float(form.fullmatch(response.strip()) is not None)
+
+
+def math_verify(float_rounding: int = 6, strict: bool = True) -> Rule:
+    """1 where the response's final expression equals the answer's, as mathematics (`headway.rewards.mathematics`)."""
+    from headway.rewards.mathematics import equals  # here, so that only its users pay for importing SymPy
+
+    for name, value, kind in (("float_rounding", float_rounding, int), ("strict", strict, bool)):
+        if type(value) is not kind:
+            raise ConfigError(f"reward.params.{name}: expected {kind.__name__}, not {value!r}")
+
+    def rule(request: ScoreRequest, response: str) -> float:
+        return float(equals(request.answer, response, float_rounding=float_rounding, strict=strict))
+
+    return rule
+
+
+BUILT_IN: Mapping[str, Callable[..., Rule]] = {
+    "exact_match": exact_match,
+    "format": format_reward,
+    "math_verify": math_verify,
+    "regex": regex,
+}
+
+
+def make_rule(name: str, params: Mapping[str, Any]) -> Rule:
+    """The rule of `BUILT_IN` called ``name``. Raises `ConfigError` for parameters that it does not take, or lacks."""
+    maker = BUILT_IN[name]
+    known = inspect.signature(maker).parameters
+    for param in params:
+        if param not in known:
+            close = difflib.get_close_matches(param, known, n=1)
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            raise ConfigError(
+                f"reward.params: {name} has no parameter {param!r}{hint}; it takes {', '.join(known) or 'none'}"
+            )
+    for param, parameter in known.items():
+        if parameter.default is parameter.empty and param not in params:
+            raise ConfigError(f"reward.params: {name} needs {param!r}; it takes {', '.join(known)}")
+    return maker(**params)
+
+
+def _answer_of(request: ScoreRequest) -> str:
+    if request.answer is None:
+        raise ScoringFailed("the row has no answer (null) to compare with; leave such rows out, or score without it")
+    return str(request.answer)
+
+
+def _finder(name: str, pattern: str, group: int | str | None) -> Callable[[str], str | None]:
+    """The last match's ``group`` of ``pattern`` in a text. None without a match, or where the group took no part."""
+    compiled = _compiled(name, pattern)
+    if group is None:
+        group = 1 if compiled.groups else 0
+    if group not in {*range(compiled.groups + 1), *compiled.groupindex}:
+        raise ConfigError(f"reward.params.group: {pattern!r} has no group {group!r}")
+
+    def find(text: str) -> str | None:
+        last = None
+        for match in compiled.finditer(text):
+            last = match
+        return last.group(group) if last is not None else None
+
+    return find
+
+
+def _compiled(name: str, pattern: Any, flags: int = 0) -> re.Pattern[str]:
+    if not isinstance(pattern, str):
+        raise ConfigError(f"reward.params.{name}: expected a regular expression, not {pattern!r}")
+    try:
+        return re.compile(pattern, flags)
+    except re.error as cause:
+        raise ConfigError(f"reward.params.{name}: {pattern!r} is no regular expression: {cause}") from cause
+
+
+def _tagged(tags: Sequence[str]) -> str:
+    """``<a>…</a> <b>…</b>``, where no … holds any of these tags. It matches in linear time."""
+    names = "|".join(map(re.escape, tags))
+    inside = rf"(?:(?!</?(?:{names})>).)*"
+    return r"\s*".join(rf"<{re.escape(tag)}>{inside}</{re.escape(tag)}>" for tag in tags)

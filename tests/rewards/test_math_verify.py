@@ -1,0 +1,141 @@
+"""What counts as the same mathematics, where a response's answer is looked for, and answers that cannot be read."""
+
+from __future__ import annotations
+
+import signal
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.errors import ScoringFailed
+from headway.rewards.mathematics import equals, final_answer, ground_truth
+
+GSM8K_ANSWER = "He has 3*4 = <<3*4=12>>12 boxes of 90.\n#### 1,080"
+
+
+@pytest.mark.parametrize(
+    ("answer", "response"),
+    [
+        ("42", "The answer is 42."),
+        ("42", "42.0"),
+        ("42.0", r"\boxed{42}"),
+        (42, "$42$"),
+        (0.5, r"\boxed{\frac12}"),
+        (1e-05, r"\boxed{0.00001}"),
+        ("3.5e4", "35000"),
+        ("1,234", "1234"),
+        ("1234", "so it is 1,234"),
+        (GSM8K_ANSWER, "#### 1080"),
+        (GSM8K_ANSWER, "#### 1,080"),
+        (GSM8K_ANSWER, r"\boxed{1080}"),
+        ("#### -5", "-5"),
+        (r"\frac{1}{2}", "0.5"),
+        (r"\frac{1}{2}", r"\boxed{\frac{2}{4}}"),
+        (r"$\frac{1}{2}$", "1/2"),
+        (r"So $x = 7$, and $2x$ is \boxed{14}.", "14"),
+        ("x^2+2x+1", r"\boxed{(x+1)^2}"),
+        (r"\{1,2\}", r"\boxed{\{2,1\}}"),
+        ("[0,1)", r"\boxed{[0,1)}"),
+        (r"3\frac{1}{2}", r"\boxed{3.5}"),
+        (r"\$18", "$18"),
+        ("18", r"\boxed{\$18}"),
+        ("18", r"\boxed{18\text{ dollars}}"),
+        (r"50\%", r"\boxed{0.5}"),
+        ("x=3", r"\boxed{3}"),
+        ("A", r"\boxed{A}"),
+    ],
+)
+def test_other_spellings_of_the_answer_are_right(answer: object, response: str) -> None:
+    assert equals(answer, response)
+
+
+@pytest.mark.parametrize(
+    ("answer", "response"),
+    [
+        ("42", "43"),
+        ("5", "-5"),
+        ("5", ""),
+        ("5", "five"),
+        ("5", r"\boxed{"),
+        (r"\pi", "3.14"),
+        ("x^2+2x+1", r"\boxed{(x+2)^2}"),
+        ("(1,2)", r"\boxed{(2,1)}"),
+        ("[0,1)", r"\boxed{[0,1]}"),
+        ("A", r"\boxed{B}"),
+        ("10", r"\boxed{10} \boxed{11}"),
+        (GSM8K_ANSWER, "12"),
+    ],
+)
+def test_something_else_is_wrong(answer: object, response: str) -> None:
+    assert not equals(answer, response)
+
+
+@pytest.mark.parametrize(
+    ("response", "right"),
+    [
+        (r"\boxed{12}, since 3 + 4 = 7", True),
+        (r"first \boxed{13}, then 5 is prime", False),
+        (r"<think>\boxed{13}</think> \boxed{12}", True),
+        (r"<think>12</think> 13", False),
+        (r"<think>it is \boxed{12}", False),
+        (r"as the prompt began to think: 13</think>12", True),
+        ("<answer>12</answer>", True),
+        ("<answer>13</answer> <answer> 12 </answer>", True),
+        ("<answer>12</answer> <answer>13</answer>", False),
+        (r"<answer>\boxed{12}</answer> or 13", True),
+        ("<answer>twelve</answer> 12", False),
+    ],
+)
+def test_the_answer_is_looked_for_where_it_is_final(response: str, right: bool) -> None:
+    assert equals("12", response) is right
+
+
+@pytest.mark.parametrize("answer", ["", " ", "???", "#### ", None, True, ["1"], {"value": 1}])
+def test_an_answer_that_is_no_mathematics_is_named(answer: object) -> None:
+    with pytest.raises(ScoringFailed) as error:
+        equals(answer, "1")
+    assert str(error.value) == f"math_verify cannot read the answer {answer!r}; give LaTeX or a number"
+
+
+def test_digits_that_count_may_be_set() -> None:
+    assert not equals(r"\frac13", "0.33")
+    assert equals(r"\frac13", "0.33", float_rounding=2)
+
+
+def test_variables_of_other_names_count_unless_they_need_not_be_the_same() -> None:
+    assert not equals("x+1", r"\boxed{y+1}")
+    assert equals("x+1", r"\boxed{y+1}", strict=False)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.fractions(min_value=-50, max_value=50, max_denominator=40), st.integers(1, 6), st.booleans())
+def test_a_fraction_equals_all_its_spellings_and_no_neighbour(q: Fraction, k: int, near: bool) -> None:
+    """The arithmetic is `fractions`', of the standard library."""
+    given_value = q + Fraction(1, 7) if near else q
+    spelled = rf"\boxed{{\frac{{{given_value.numerator * k}}}{{{given_value.denominator * k}}}}}"
+    assert equals(f"{q.numerator}/{q.denominator}", spelled) is not near
+
+
+def test_the_alarm_is_left_to_whoever_set_it() -> None:
+    """math-verify's own time limits would take it: `signal.alarm(0)` at the end of each of its calls."""
+    handler, limit_of_this_test = signal.getsignal(signal.SIGALRM), signal.setitimer(signal.ITIMER_REAL, 1000)
+    try:
+        assert equals("1/2", r"\boxed{0.5}")
+        assert signal.getitimer(signal.ITIMER_REAL)[0] > 0
+        assert signal.getsignal(signal.SIGALRM) is handler
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *limit_of_this_test)
+
+
+def test_numbers_are_written_out_as_math_verify_reads_them() -> None:
+    assert ground_truth("1,234,567.50") == "1234567.50"
+    assert ground_truth("-2.5E+3") == "-2500"
+    assert ground_truth("1e400000") == "1e400000"
+    assert ground_truth(r"a #### \frac12") == r"\frac12"
+
+
+def test_a_tagged_answer_is_put_into_a_math_environment_unless_it_has_one() -> None:
+    assert final_answer(r"<answer>\frac12</answer>") == r"\boxed{\frac12}"
+    assert final_answer("<answer>$3$</answer>") == "$3$"

@@ -1,0 +1,202 @@
+"""Several rewards at once: their weighted sum, what does not apply, and whose fault a failure was."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.config.doctor import diagnose
+from headway.config.loading import dump, load
+from headway.config.schema import Config
+from headway.errors import ConfigError, ScoringFailed, UserCodeError
+from headway.rewards.request import RewardPart, RewardSpec, ScoreRequest
+from headway.rewards.scorers import Scorer, make_scorer
+from headway.user_code import names_a_file
+
+REQUEST = ScoreRequest("2+2=", ["4", "<think></think><answer>4</answer>", "five"], "4", "sums", {"kind": "math"})
+
+USER_FILE = """
+def math_only(completions, kind, **kwargs):
+    return [float("4" in text) if k == "math" else None for text, k in zip(completions, kind)]
+
+def code_only(completions, kind, **kwargs):
+    return [1.0 if k == "code" else None for k in kind]
+
+def unlike_five(completions, **kwargs):
+    return [None if text == "five" else 1.0 for text in completions]
+
+def length(solution_str, scale=1.0, **kwargs):
+    return {"score": len(solution_str) * scale}
+
+def huge(responses):
+    return [3e38] * len(responses)
+
+def raises(response):
+    raise ValueError("no verdict")
+
+def leaves(response):
+    raise SystemExit(3)
+
+def nan(response):
+    return float("nan")
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> str:
+    file = tmp_path / "mine.py"
+    file.write_text(USER_FILE)
+    return str(file)
+
+
+def scorer(*parts: RewardPart) -> Scorer:
+    return make_scorer(RewardSpec(parts, timeout_s=10))
+
+
+def part(function: str, weight: float = 1.0, **params: Any) -> RewardPart:
+    return RewardPart(function, function.rpartition(":")[2], weight, params)
+
+
+def test_the_reward_is_the_weighted_sum_and_the_parts_are_known(mine: str) -> None:
+    score = scorer(part("math_verify"), part("format", 0.5), part(f"{mine}:length", -0.01, scale=2.0))(REQUEST)
+    lengths = [2.0 * len(text) for text in REQUEST.responses]
+    assert score.parts == {"math_verify": [1.0, 1.0, 0.0], "format": [0.0, 1.0, 0.0], "length": lengths}
+    assert score.rewards == pytest.approx([1.0 - 0.02, 1.5 - 0.01 * lengths[1], -0.08], rel=1e-12)
+
+
+def test_a_single_reward_is_its_own_sum(mine: str) -> None:
+    score = scorer(part(f"{mine}:length"))(REQUEST)
+    assert score.rewards == score.parts["length"] == [1.0, 33.0, 4.0]
+
+
+def test_what_does_not_apply_is_left_out_of_the_sum(mine: str) -> None:
+    score = scorer(part(f"{mine}:math_only"), part(f"{mine}:code_only", 2.0))(REQUEST)
+    assert score.rewards == [1.0, 1.0, 0.0]
+    assert score.parts["code_only"] == [None, None, None]
+
+
+def test_a_response_that_no_reward_applies_to_cannot_be_scored(mine: str) -> None:
+    with pytest.raises(ScoringFailed, match="no reward applies to response 2: None was returned for it"):
+        scorer(part(f"{mine}:code_only"), part(f"{mine}:unlike_five"))(REQUEST)
+
+
+@given(st.lists(st.tuples(st.floats(-1e3, 1e3), st.booleans(), st.booleans()), min_size=1, max_size=5))
+def test_sums_are_those_of_a_scalar_loop(parts: list[tuple[float, bool, bool]]) -> None:
+    """Patterns that match the first response, the second, both or none, with any weights."""
+    responses = ["a", "b"]
+    spec = [
+        RewardPart("regex", f"part {i}", weight, {"pattern": f"[{'a' * first}{'b' * second}z]", "group": 0})
+        for i, (weight, first, second) in enumerate(parts)
+    ]
+    rewards = []
+    for k, response in enumerate(responses):
+        got = make_scorer(RewardSpec(tuple(spec), timeout_s=10))(ScoreRequest("", responses, response, "", {}))
+        rewards.append(got.rewards[k])
+    for k in range(2):
+        assert rewards[k] == pytest.approx(math.fsum(one[0] for one in parts if one[1 + k]), rel=1e-12, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        ("raises", "raises: exception: ValueError: no verdict"),
+        ("leaves", "leaves: exception: SystemExit: 3"),
+        ("nan", "nan: returned nan for response 0, expected a finite number"),
+    ],
+)
+def test_of_several_rewards_the_one_that_failed_is_named(mine: str, function: str, reason: str) -> None:
+    with pytest.raises(ScoringFailed) as error:
+        scorer(part("exact_match"), part(f"{mine}:{function}"))(REQUEST)
+    assert str(error.value) == reason
+
+
+def test_a_sum_that_float32_cannot_hold_is_refused(mine: str) -> None:
+    with pytest.raises(ScoringFailed, match="the weighted sum for response 0 is 6e"):
+        scorer(part(f"{mine}:huge", 2.0))(REQUEST)
+
+
+def test_what_a_part_does_not_take_is_found_when_it_is_made(mine: str) -> None:
+    with pytest.raises(ConfigError, match="exact_match has no parameter 'case'"):
+        scorer(part("exact_match", case=True))
+    with pytest.raises(UserCodeError, match="'scales'"):
+        scorer(part(f"{mine}:nan", scales=2))
+    with pytest.raises(ConfigError, match="task takes none"):
+        make_scorer(RewardSpec((part("task", x=1),), timeout_s=1, task_name="sort"))
+
+
+# ---------------------------------------------------------------------------------------------- configuration
+
+FILE = ("model.path=/m", "data.train=train.jsonl", "rollout.total_rollout_steps=128")
+TWO = "reward.functions=[{function: math_verify}, {function: format, weight: 0.2, params: {tags: [a]}}]"
+
+
+def configured(*overrides: str) -> Config:
+    loaded = load(None, [*FILE, *overrides])
+    diagnose(loaded)
+    return loaded.config
+
+
+def test_one_function_has_weight_one_and_its_own_name() -> None:
+    spec = RewardSpec.of(configured("reward.function=regex", "reward.params={pattern: a}"))
+    assert spec.parts == (RewardPart("regex", "regex", 1.0, {"pattern": "a"}),)
+
+
+def test_several_functions_have_weights_names_and_parameters_of_their_own() -> None:
+    spec = RewardSpec.of(configured(TWO))
+    assert spec.parts == (
+        RewardPart("math_verify", "math_verify"),
+        RewardPart("format", "format", 0.2, {"tags": ["a"]}),
+    )
+    assert spec.function == "math_verify, format"
+
+
+def test_functions_of_files_are_found_from_elsewhere_and_keep_their_names(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    two = "[{function: a.py:score}, {function: a.py:score, name: again}]"
+    spec = RewardSpec.of(configured(f"reward.functions={two}"))
+    assert [(one.function, one.name) for one in spec.parts] == [
+        (f"{tmp_path}/a.py:score", "score"),
+        (f"{tmp_path}/a.py:score", "again"),
+    ]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_sum_with_a_file_is_known_to_have_one(order: int) -> None:
+    parts = (part("math_verify"), part("/a.py:score"), part("exact_match"))[::order]
+    assert names_a_file(RewardSpec(parts, timeout_s=1).function)
+    assert not names_a_file(RewardSpec(parts[::2], timeout_s=1).function)
+
+
+def test_the_answers_column_is_handed_to_functions_by_name() -> None:
+    assert RewardSpec.of(configured("data.answer_key=solution")).answer_keys == ("solution",)
+    assert RewardSpec.of(configured("data.answer_key=reward_model.ground_truth")).answer_keys == ()
+
+
+def test_a_configuration_with_several_functions_loads_back(tmp_path: Path) -> None:
+    config = configured(TWO)
+    (tmp_path / "dumped.yaml").write_text(dump(config))
+    assert load(tmp_path / "dumped.yaml").config == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ((TWO, "reward.function=regex"), "reward.functions replaces reward.function and reward.params, but both are"),
+        ((TWO, "reward.params={a: 1}"), "reward.functions replaces reward.function and reward.params, but both are"),
+        (("reward.functions=[{function: format}, {function: format}]",), "format is the name of more than one"),
+        (("reward.functions=[{function: task}]",), "reward.function=task is data.task's verifier"),
+        (("reward.functions=[]",), "reward.functions: got [] (on the command line), expected at least 1 value"),
+        (("reward.functions=[{weight: 2}]",), "reward.functions[0].function: got nothing"),
+        (("reward.functions=[{function: format, wieght: 2}]",), "reward.functions[0].wieght: unknown key"),
+        (("reward.functions=[{function: format, weight: .nan}]",), "reward.functions[0].weight: got nan"),
+    ],
+)
+def test_functions_that_contradict_each_other_are_told(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        configured(*overrides)
+    assert message in str(error.value)
