@@ -10,12 +10,11 @@ from headway.data.types import TrajectoryId
 from headway.engines.rollout.native.sampling import (
     BatchSampling,
     behaviour_logprobs,
-    check_sampling,
     inverse_cdf,
     sample,
-    trajectory_key,
-    uniforms,
 )
+from headway.engines.rollout.randomness import trajectory_key, uniforms
+from headway.engines.rollout.work import check_sampling
 from headway.errors import DataError
 from headway.interfaces import OnUpdate, SamplingParams
 from tests.engines.rollout.support import finish, make_core, make_model, make_request, steps, tokens_of

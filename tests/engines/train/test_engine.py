@@ -169,6 +169,26 @@ def test_training_resumes_bit_for_bit(model_path: ModelPath, tmp_path: Path) -> 
     assert_same(weights(resumed), weights(trainer))
 
 
+def test_the_optimizers_settings_are_those_of_the_run_that_resumes(model_path: ModelPath, tmp_path: Path) -> None:
+    """Its state is the checkpoint's; what is configured anew has an effect."""
+    rows = random_rows(5)
+    trainer = engine(model_path(), configured(optim=OptimConfig(lr=1e-2, weight_decay=0.1)))
+    trainer.train_step(rows, StepContext())
+    trainer.save(tmp_path / "checkpoint", {})
+
+    def after_a_step(weight_decay: float) -> dict[str, torch.Tensor]:
+        resumed = engine(model_path(), configured(optim=OptimConfig(lr=1e-2, weight_decay=weight_decay)))
+        resumed.load(tmp_path / "checkpoint")
+        before = weights(resumed)
+        resumed.train_step(rows, StepContext())
+        return {name: after - before[name] * (1 - 1e-2 * weight_decay) for name, after in weights(resumed).items()}
+
+    # AdamW decays apart from its step: what is left once the decay is taken off is the same step.
+    little, much = after_a_step(0.1), after_a_step(0.5)
+    for name, step in little.items():
+        torch.testing.assert_close(much[name], step, rtol=0, atol=1e-6)
+
+
 def test_a_checkpoint_replaces_the_one_before_it(model_path: ModelPath, tmp_path: Path) -> None:
     trainer = engine(model_path())
     trainer.save(tmp_path / "latest", {"version": 1})

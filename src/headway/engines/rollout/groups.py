@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
+from headway.engines.rollout.work import GroupRun
 from headway.interfaces import GenerateRequest, Priority
-
-if TYPE_CHECKING:  # the native engine imports this module: at run time the way is one way
-    from headway.engines.rollout.native.work import GroupRun
 
 
 class Groups:
@@ -20,6 +17,9 @@ class Groups:
 
     def __len__(self) -> int:
         return len(self._groups)
+
+    def __iter__(self) -> Iterator[GroupRun]:
+        return iter(self._groups)
 
     def submit(
         self, requests: Iterable[GenerateRequest], check: Callable[[GenerateRequest, int], GroupRun]

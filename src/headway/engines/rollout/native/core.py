@@ -18,18 +18,19 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from headway.data.types import FinishReason
+from headway.engines.rollout.groups import Groups, numbered, owned_by
 from headway.engines.rollout.native.activity import Activity
 from headway.engines.rollout.native.fused import best_forward
 from headway.engines.rollout.native.prepare import prepare_model
 from headway.engines.rollout.native.rows import Rows
 from headway.engines.rollout.native.runner import Runner
-from headway.engines.rollout.native.scheduler import Mode, Scheduler
 from headway.engines.rollout.native.seen import SeenTokens
 from headway.engines.rollout.native.stop_strings import completed, window
-from headway.engines.rollout.native.work import GroupRun, Prefilled, TrajectoryRun
+from headway.engines.rollout.scheduler import Mode, Scheduler
+from headway.engines.rollout.work import GroupRun, Prefilled, TrajectoryRun
 from headway.engines.served.weights import ServedWeights
 from headway.errors import NonFinite, RunError, UpdateFailed
-from headway.interfaces import EngineStats, FinishedGroup, GenerateRequest, OnUpdate, Paused, Priority
+from headway.interfaces import EngineStats, FinishedGroup, GenerateRequest, OnUpdate, Paused
 from headway.models.probe import PROBE_PREFILL, probe_sequences
 
 Finished = tuple[Hashable, FinishedGroup]
@@ -76,8 +77,7 @@ class EngineCore:
         )
         self.weights = ServedWeights(model, f"rollout engine {name}")  # after the runner, which may repack them
         self._activity = Activity(clock)
-        self._groups: list[GroupRun] = []
-        self._serial = 0
+        self._groups = Groups()
         self._asleep = False
         self.version = 0
 
@@ -90,9 +90,9 @@ class EngineCore:
 
     def submit(self, requests: Sequence[GenerateRequest], owner: Hashable) -> None:
         """Queue all requests at once, or none: raises `DataError` for one that cannot be served."""
-        groups, serial = [], self._serial
-        for request in requests:
-            group = GroupRun.of(
+
+        def check(request: GenerateRequest, serial: int) -> GroupRun:
+            return GroupRun.of(
                 request,
                 owner,
                 seed=self._seed,
@@ -100,11 +100,8 @@ class EngineCore:
                 max_context=self._max_context,
                 vocabulary=self._vocabulary,
             )
-            groups.append(group)
-            serial += request.n
-        self._serial = serial
-        self._groups.extend(groups)
-        self._scheduler.submit(groups)
+
+        self._scheduler.submit(self._groups.submit(requests, check))
 
     def pause(self, policy: OnUpdate) -> Paused:
         """Start to drain, or stop now; `draining` says whether the former is still under way."""
@@ -144,23 +141,19 @@ class EngineCore:
 
     def abort(self, numbers: Iterable[int]) -> list[Finished]:
         """End these training groups as they are."""
-        wanted = set(numbers)
-        return self._end(lambda group: group.request.priority is Priority.TRAINING and group.request.number in wanted)
+        return self._end(numbered(tuple(numbers)))
 
     def older_than(self, version: int) -> list[int]:
         """Numbers of unfinished training groups with a token of an older version, in order of submission."""
-        groups = (group for group in self._groups if group.request.priority is Priority.TRAINING)
-        old = (g for g in groups if g.oldest_version is not None and g.oldest_version < version)
-        return list(dict.fromkeys(group.request.number for group in old))
+        return self._groups.older_than(version)
 
     def forget(self, owner: Hashable) -> None:
         """Stop and drop everything that ``owner`` submitted."""
-        self._end(lambda group: group.owner == owner)
+        self._end(owned_by(owner))
 
     def in_flight(self) -> list[int]:
         """Numbers of unfinished training groups, in order of submission."""
-        numbers = (group.request.number for group in self._groups if group.request.priority is Priority.TRAINING)
-        return list(dict.fromkeys(numbers))  # two parts of a split group may be here
+        return self._groups.in_flight()
 
     def sleep(self, *, keep_weights: bool = True) -> None:
         """Free the KV cache and the weights' memory; what was decoding is parked. Raises `RunError` unless paused."""
@@ -181,7 +174,7 @@ class EngineCore:
             self._asleep = False
 
     def probe(self) -> NDArray[np.float32] | None:
-        """Log-probs [12] of `headway.models.probe`'s sequences; None where a context is too short for them.
+        """Log-probs [8] of `headway.models.probe`'s sequences; None where a context is too short for them.
 
         Nothing that decodes is touched. Raises `RunError` while there is no whole version to compute with.
         """

@@ -22,8 +22,9 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
+from headway.engines.rollout.native.attention import AttentionShape, DecodeAttention, PrefillAttention
 from headway.engines.rollout.native.cache import KvGeometry, SlotCache
-from headway.engines.rollout.native.forward import Decoding, ModuleForward, PolicyForward, RowBlock, by_length
+from headway.engines.rollout.native.forward import Decoding, ModuleForward, PolicyForward, RowBlock
 from headway.engines.rollout.native.projection import Projection
 from headway.engines.rollout.native.rms_norm import RmsNorm
 from headway.engines.rollout.native.windows import Windows
@@ -125,94 +126,6 @@ class _Layer:
         return self.qkv, self.out, self.gate_up, self.down
 
 
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """Of a model's attention."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    windows: Windows
-    dtype: torch.dtype
-
-
-class _Decode:
-    """Rows that run one token each: where they are in a step, and how they attend."""
-
-    def __init__(self, shape: _Shape, decoding: Decoding) -> None:
-        self._shape = shape
-        self._cache, self._blocks = decoding.cache, decoding.blocks
-        self._addresses = decoding.cache.addresses(decoding.lengths)
-        self.tokens, self.positions = decoding.tokens, decoding.lengths
-        self.count = len(decoding.tokens)
-        self.last = torch.arange(self.count, device=decoding.tokens.device)
-        # Query heads that share keys attend as if they were query positions: no copy of the keys for each.
-        self._queries = (self.count, shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim)
-
-    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """[A, H + 2K, D] → [A, H·D]"""
-        self._cache.append(layer, self._addresses, qkv[:, self._shape.heads :])
-        queries = qkv[:, : self._shape.heads].reshape(self._queries)
-        parts = []
-        for block in self._blocks:
-            keys, values = self._cache.view(layer, block.start, block.stop, block.span)
-            mask = block.windowed if self._shape.windows.layers[layer] else block.mask
-            part = F.scaled_dot_product_attention(queries[block.start : block.stop], keys, values, attn_mask=mask)
-            parts.append(part.reshape(block.stop - block.start, -1))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-class _Prefill:
-    """Whole contexts, equally long ones side by side: they attend in one call."""
-
-    def __init__(self, shape: _Shape, contexts: Sequence[torch.Tensor]) -> None:
-        self._shape = shape
-        self._device = contexts[0].device
-        groups = by_length(contexts)
-        self._order = [index for indices in groups for index in indices]
-        self._lengths = [len(contexts[index]) for index in self._order]
-        self._groups = [(len(indices), len(contexts[indices[0]])) for indices in groups]
-        self._stored: list[torch.Tensor] = []
-        self._masks: dict[int, torch.Tensor] = {}
-        self.tokens = torch.cat([contexts[index] for index in self._order])
-        self.positions = torch.cat([torch.arange(length, device=self._device) for length in self._lengths])
-        self.count = len(self.tokens)
-        ends = torch.tensor(self._lengths, device=self._device).cumsum(0)
-        self._places = torch.tensor(self._order, device=self._device).argsort()
-        self.last = ends[self._places] - 1
-
-    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """[N, H + 2K, D] → [N, H·D]"""
-        shape = self._shape
-        self._stored.append(qkv[:, shape.heads :])
-        outputs, start = [], 0
-        for count, length in self._groups:
-            stop = start + count * length
-            heads = qkv[start:stop].unflatten(0, (count, length)).transpose(1, 2)
-            queries, keys, values = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
-            mask = self._mask(layer, length)
-            out = F.scaled_dot_product_attention(
-                queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
-            )
-            outputs.append(out.transpose(1, 2).reshape(stop - start, -1))
-            start = stop
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-    def kv(self) -> list[torch.Tensor]:
-        """Keys and values [layers, 2K, T, D] of each context, in the order given."""
-        stored = torch.stack(self._stored).transpose(1, 2).split(self._lengths, dim=2)
-        return [stored[place] for place in self._places.tolist()]
-
-    def _mask(self, layer: int, length: int) -> torch.Tensor | None:
-        """None where all that is before a token is in its window."""
-        windows = self._shape.windows
-        if windows.size is None or not windows.layers[layer] or length <= windows.size:
-            return None
-        if length not in self._masks:
-            self._masks[length] = windows.causal(length, self._shape.dtype, self._device, windowed=True)
-        return self._masks[length]
-
-
 def _with_fillers(parts: Sequence[torch.Tensor], fillers: int) -> torch.Tensor:
     """One behind the other, then zeros."""
     joint = parts[0] if len(parts) == 1 else torch.cat(list(parts))
@@ -225,7 +138,9 @@ class FusedForward:
     def __init__(self, model: PreTrainedModel, max_context: int, windows: Windows) -> None:
         config, decoder = model.config, model.get_decoder()
         geometry = KvGeometry.of(config)
-        self.shape = _Shape(int(config.num_attention_heads), geometry.kv_heads, geometry.head_dim, windows, model.dtype)
+        self.shape = AttentionShape(
+            int(config.num_attention_heads), geometry.kv_heads, geometry.head_dim, windows, model.dtype
+        )
         self._norm = RmsNorm(float(config.rms_norm_eps), model.device, model.dtype)
         self._embedding = model.get_input_embeddings()
         self._final_norm = decoder.norm
@@ -237,16 +152,18 @@ class FusedForward:
     def step(
         self, decoding: Decoding | None, contexts: Sequence[torch.Tensor], least_rows: int
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        parts: list[_Decode | _Prefill] = []
+        parts: list[DecodeAttention | PrefillAttention] = []
         if decoding is not None:
-            parts.append(_Decode(self.shape, decoding))
+            parts.append(DecodeAttention(self.shape, decoding))
         if contexts:
-            prefill = _Prefill(self.shape, contexts)
+            prefill = PrefillAttention(self.shape, contexts)
             parts.append(prefill)
         counts = [part.count for part in parts]
         fillers = max(0, least_rows - sum(counts))
 
         def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
+            if len(parts) == 1 and not fillers:
+                return parts[0].attend(layer, qkv)
             pieces = qkv.split([*counts, fillers])
             outputs = [part.attend(layer, piece) for part, piece in zip(parts, pieces, strict=False)]
             outputs += [pieces[-1][:, : self.shape.heads].flatten(1)] if fillers else []

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.data.types import FinishReason
-from headway.engines.rollout.native.sampling import uniforms
-from headway.engines.rollout.native.work import TrajectoryRun, Written
+from headway.engines.rollout.randomness import uniforms
+from headway.engines.rollout.work import TrajectoryRun, Written
 
 
 class Rows:

@@ -18,7 +18,7 @@ from headway.engines.rollout.native.forward import Decoding, PolicyForward, RowB
 from headway.engines.rollout.native.invariance import TOGETHER, least_invariant_rows
 from headway.engines.rollout.native.sampling import BatchSampling, behaviour_logprobs, sample
 from headway.engines.rollout.native.windows import Windows
-from headway.engines.rollout.native.work import Prefilled
+from headway.engines.rollout.work import Prefilled
 from headway.errors import ConfigError
 from headway.interfaces import SamplingParams
 

@@ -2,10 +2,7 @@
 
     logits [A, V] ─▶ biases, penalty, temperature, filters ─▶ log-probs ─▶ inverse CDF at one uniform per row ─▶ token
 
-The uniform of a token is a pure function of (run seed, trajectory id, position in the response): the trajectory's
-fields are folded into a 64-bit key, and position ``t`` is output ``t`` of a SplitMix64 generator whose state starts at
-that key (Steele, Lea & Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014). There is no generator
-state to carry across interrupts, replicas or restarts.
+The uniforms come from `headway.engines.rollout.randomness`.
 
 Shape suffixes: A rows of the batch, V vocabulary.
 """
@@ -20,58 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headway.data.types import TrajectoryId
-from headway.errors import DataError
 from headway.interfaces import SamplingParams
-
-_GAMMA = 0x9E3779B97F4A7C15
-_MIX1, _MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_MASK = (1 << 64) - 1
-
-
-def _mix(z: int) -> int:
-    z = ((z ^ (z >> 30)) * _MIX1) & _MASK
-    z = ((z ^ (z >> 27)) * _MIX2) & _MASK
-    return z ^ (z >> 31)
-
-
-def trajectory_key(seed: int, trajectory: TrajectoryId) -> int:
-    """The 64-bit key of one trajectory's uniforms. Injective in each field while the others are fixed."""
-    key = _mix((seed + _GAMMA) & _MASK)
-    for field in trajectory:
-        key = _mix((key + _GAMMA * (field + 1)) & _MASK)
-    return key
-
-
-def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """[A] uniforms in [0, 1) with 53 random bits, one for each (key, position in the response)."""
-    z = keys + np.uint64(_GAMMA) * (positions.astype(np.uint64) + np.uint64(1))
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX1)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(_MIX2)
-    z ^= z >> np.uint64(31)
-    bits: NDArray[np.uint64] = z >> np.uint64(11)
-    return np.ldexp(bits.astype(np.float64), -53)
-
-
-def check_sampling(params: SamplingParams, vocabulary: int) -> None:
-    """Raise `DataError` if ``params`` cannot be sampled from by a model of so many tokens."""
-    if params.max_tokens < 1:
-        raise DataError(f"sampling needs max_tokens ≥ 1, got {params.max_tokens}")
-    if not 0 <= params.min_tokens <= params.max_tokens:
-        raise DataError(f"sampling needs 0 ≤ min_tokens ≤ max_tokens={params.max_tokens}, got {params.min_tokens}")
-    if params.temperature < 0 or not 0 < params.top_p <= 1 or params.top_k < 0 or not 0 <= params.min_p <= 1:
-        raise DataError(
-            "sampling needs temperature ≥ 0, 0 < top_p ≤ 1, top_k ≥ 0 and 0 ≤ min_p ≤ 1, got "
-            f"temperature {params.temperature}, top_p {params.top_p}, top_k {params.top_k}, min_p {params.min_p}"
-        )
-    if not 0 < params.repetition_penalty < math.inf:
-        raise DataError(f"sampling needs a repetition_penalty above 0, got {params.repetition_penalty}")
-    if unknown := [token for token, _ in params.logit_bias if not 0 <= token < vocabulary]:
-        raise DataError(f"logit_bias names token {unknown[0]}, but the model knows 0 to {vocabulary - 1}")
-    if not all(math.isfinite(bias) for _, bias in params.logit_bias):
-        raise DataError("logit_bias must be finite; to forbid a token, give it -1e4")
-    if any(not text for text in params.stop):
-        raise DataError("an empty stop string ends every answer before it begins; drop it")
 
 
 @dataclass(frozen=True, slots=True)

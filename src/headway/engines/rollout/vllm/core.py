@@ -26,10 +26,10 @@ from numpy.typing import NDArray
 
 from headway.data.types import FinishReason
 from headway.engines.rollout.groups import Groups, numbered, owned_by
-from headway.engines.rollout.native.scheduler import Mode, Scheduler
-from headway.engines.rollout.native.work import GroupRun, TrajectoryRun
+from headway.engines.rollout.scheduler import Mode, Scheduler
 from headway.engines.rollout.vllm.activity import Activity
 from headway.engines.rollout.vllm.request import has_tokens, prompt_of, reason_of, sampling_of, written_of
+from headway.engines.rollout.work import GroupRun, TrajectoryRun
 from headway.errors import HeadwayError, ModelError, RunError, UpdateFailed, WorkerDied
 from headway.interfaces import EngineStats, FinishedGroup, GenerateRequest, OnUpdate, Paused, Priority
 from headway.models.probe import PROBE_PREFILL, probe_sequences

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from headway.data.types import FinishReason
-from headway.engines.rollout.native.work import TrajectoryRun, Written
+from headway.engines.rollout.work import TrajectoryRun, Written
 from headway.errors import NonFinite, RunError
 
 _FIRST_AND_LAST = 2**31

@@ -10,6 +10,7 @@ With ranks on several machines the path must be on a file system that they share
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from shutil import rmtree
@@ -42,7 +43,10 @@ def save_checkpoint(model: nn.Module, optimizer: Optimizer, path: Path, state: M
         temporary.mkdir(parents=True)
 
     def finish() -> None:
-        (temporary / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+        with (temporary / STATE_FILE).open("w", encoding="utf-8") as file:
+            file.write(json.dumps(state, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())  # as the shards are: the rename must not outlive what it says is complete
         replace_folder(temporary, path)
 
     on_rank_zero(prepare)

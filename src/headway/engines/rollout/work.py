@@ -7,6 +7,7 @@ GroupRun ──▶ n × TrajectoryRun:  waiting ─▶ decoding ─▶ finished
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -15,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 
 from headway.data.types import FinishReason, GroupTokens, ResponseTokens, Trajectory, version_spans
-from headway.engines.rollout.native.sampling import check_sampling, trajectory_key
+from headway.engines.rollout.randomness import trajectory_key
 from headway.errors import DataError
-from headway.interfaces import FinishedGroup, GenerateRequest
+from headway.interfaces import FinishedGroup, GenerateRequest, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,3 +173,24 @@ class GroupRun:
             trajectories=trajectories,
             tokens=GroupTokens(self.prompt_ids.astype(np.int32), responses),
         )
+
+
+def check_sampling(params: SamplingParams, vocabulary: int) -> None:
+    """Raise `DataError` if ``params`` cannot be sampled from by a model of so many tokens."""
+    if params.max_tokens < 1:
+        raise DataError(f"sampling needs max_tokens ≥ 1, got {params.max_tokens}")
+    if not 0 <= params.min_tokens <= params.max_tokens:
+        raise DataError(f"sampling needs 0 ≤ min_tokens ≤ max_tokens={params.max_tokens}, got {params.min_tokens}")
+    if params.temperature < 0 or not 0 < params.top_p <= 1 or params.top_k < 0 or not 0 <= params.min_p <= 1:
+        raise DataError(
+            "sampling needs temperature ≥ 0, 0 < top_p ≤ 1, top_k ≥ 0 and 0 ≤ min_p ≤ 1, got "
+            f"temperature {params.temperature}, top_p {params.top_p}, top_k {params.top_k}, min_p {params.min_p}"
+        )
+    if not 0 < params.repetition_penalty < math.inf:
+        raise DataError(f"sampling needs a repetition_penalty above 0, got {params.repetition_penalty}")
+    if unknown := [token for token, _ in params.logit_bias if not 0 <= token < vocabulary]:
+        raise DataError(f"logit_bias names token {unknown[0]}, but the model knows 0 to {vocabulary - 1}")
+    if not all(math.isfinite(bias) for _, bias in params.logit_bias):
+        raise DataError("logit_bias must be finite; to forbid a token, give it -1e4")
+    if any(not text for text in params.stop):
+        raise DataError("an empty stop string ends every answer before it begins; drop it")

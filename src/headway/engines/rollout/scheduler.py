@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 
-from headway.engines.rollout.native.work import GroupRun, TrajectoryRun
+from headway.engines.rollout.work import GroupRun, TrajectoryRun
 from headway.interfaces import OnUpdate, Priority
 
 
