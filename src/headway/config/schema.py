@@ -272,7 +272,7 @@ class RolloutConfig(Section):
     max_concurrent: Positive = 64
     """Trajectories that one replica decodes at once. Bounds memory, not staleness."""
     max_batched_tokens: Positive = 4096
-    """Prompt tokens of one prefill forward."""
+    """Prompt tokens of the answers that start in one step."""
     kv_cache_gib: float | None = Field(None, gt=0)
     """Memory for keys and values. Where it is short, answers wait, or are parked and go on. Default with ``native``:
     enough for ``max_concurrent`` answers; with ``vllm``: 1 on a CPU, vLLM's own choice elsewhere."""

@@ -178,9 +178,16 @@ def test_a_prefill_never_passes_its_budget_unless_one_context_alone_does(monkeyp
 
     monkeypatch.setattr(forward, "step", watched)
     core.submit([make_request(i, n=1, length=size) for i, size in enumerate((40, 3, 9, 8, 8, 8, 20))], "owner")
-    steps(core, 1)
-    assert sum(map(len, sizes)) == 7 and len(sizes) < 7
-    assert all(sum(lengths) <= 32 or len(lengths) == 1 for lengths in sizes)
+    steps(core, 5)
+    assert sizes == [[40], [3, 9, 8, 8], [8, 20], [], []]  # the rest start in later steps, and the first go on
+
+
+def test_a_prompt_that_several_answers_share_counts_once_against_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = make_core(MODEL, slots=64, max_batched_tokens=32)
+    core.submit([make_request(i, n=8, length=10) for i in range(6)], "owner")
+    for active in (24, 48):
+        steps(core, 1)
+        assert core.stats().running == active
 
 
 def test_prompts_are_prefilled_in_the_pass_in_which_others_decode(monkeypatch: pytest.MonkeyPatch) -> None:

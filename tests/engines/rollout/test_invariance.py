@@ -12,7 +12,6 @@ import torch
 from headway.engines.rollout.native.core import EngineCore
 from headway.engines.rollout.native.forward import Decoding
 from headway.engines.rollout.native.invariance import ALONE, MOST, TOGETHER, least_invariant_rows
-from headway.engines.rollout.native.runner import within_budget
 from tests.engines.rollout.support import make_core, make_model, make_request
 
 NUMBERS = range(12)
@@ -92,8 +91,3 @@ def test_where_no_number_of_rows_is_enough_every_step_has_as_many_as_there_are_s
     some = drawn(core, list(NUMBERS), at_once=2)
     assert set(rows) == {9}
     assert len(some) == 36
-
-
-def test_contexts_are_batched_in_order_within_the_budget() -> None:
-    assert list(within_budget([3, 4, 5, 20, 1, 1], 8)) == [[0, 1], [2], [3], [4, 5]]
-    assert list(within_budget([], 8)) == []

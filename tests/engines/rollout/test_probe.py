@@ -88,7 +88,7 @@ def test_it_equals_a_plain_forward_where_the_module_itself_is_served() -> None:
         vocab_size=VOCABULARY, n_positions=CONTEXT, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3
     )
     model = GPT2LMHeadModel(config).eval()
-    core = make_core(model, max_batched_tokens=6)  # one sequence at a time
+    core = make_core(model, max_batched_tokens=6)
     assert isinstance(core._runner._forward, ModuleForward)
     np.testing.assert_allclose(probe(core), reference(model), atol=TOLERANCE, rtol=0)
 

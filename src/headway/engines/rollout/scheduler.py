@@ -10,7 +10,7 @@ first. While draining, what is submitted is held back; it joins the queue when t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 
 from headway.engines.rollout.work import GroupRun, TrajectoryRun
@@ -39,17 +39,15 @@ class Scheduler:
         else:
             self._enqueue(runs)
 
-    def take(self, free: int, fits: Callable[[Sequence[TrajectoryRun]], bool] | None = None) -> list[TrajectoryRun]:
-        """Remove and return the next trajectories to start, at most ``free``, as long as those together ``fit``.
+    def take(self, free: int, admits: Callable[[TrajectoryRun], bool] = lambda _: True) -> list[TrajectoryRun]:
+        """Remove and return the next trajectories to start: at most ``free``, and until one is not admitted.
 
-        Nobody is passed over: where the next one does not fit, shorter ones behind it wait, too.
+        Nobody is passed over: where the next one has to wait, those behind it do, too.
         """
-        if self.mode is Mode.PAUSED:
-            return []
         taken: list[TrajectoryRun] = []
-        for queue in self._queues.values():
+        for queue in () if self.mode is Mode.PAUSED else self._queues.values():
             while queue and len(taken) < free:
-                if fits is not None and not fits([*taken, queue[0]]):
+                if not admits(queue[0]):
                     return taken
                 taken.append(queue.popleft())
         return taken

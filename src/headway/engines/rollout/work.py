@@ -67,6 +67,11 @@ class TrajectoryRun:
         return len(self.written.ids) == 0
 
     @property
+    def length(self) -> int:
+        """Of its `context`."""
+        return len(self.group.prompt_ids) + len(self.written.ids)
+
+    @property
     def context(self) -> NDArray[np.int64]:
         """[P + T] what has to be prefilled before its next token."""
         return np.concatenate([self.group.prompt_ids, self.written.ids.astype(np.int64)])

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from headway.data.types import FinishReason
 from headway.engines.rollout.groups import Groups, numbered, owned_by
 from headway.engines.rollout.native.activity import Activity
+from headway.engines.rollout.native.admission import Admission
 from headway.engines.rollout.native.fused import best_forward
 from headway.engines.rollout.native.prepare import prepare_model
 from headway.engines.rollout.native.rows import Rows
@@ -57,6 +58,7 @@ class EngineCore:
         self._name = name
         self._seed = seed
         self._max_context = max_context
+        self._max_batched_tokens = max_batched_tokens
         self._vocabulary = len(model.get_input_embeddings().weight)
         self._decode_text = decode
         self._temperature = temperature
@@ -72,7 +74,6 @@ class EngineCore:
             best_forward(model, max_context),
             slots=slots,
             max_context=max_context,
-            max_batched_tokens=max_batched_tokens,
             kv_cache_bytes=kv_cache_bytes,
         )
         self.weights = ServedWeights(model, f"rollout engine {name}")  # after the runner, which may repack them
@@ -208,17 +209,19 @@ class EngineCore:
         with self._activity.step() as step:
             self._preempt()
             decoding = self._rows.active
-            starting = self._scheduler.take(self._rows.slots - decoding, self._fits)
+            admission = Admission(
+                rows=decoding, longest=self._longest, budget=self._max_batched_tokens, fits=self._runner.fits
+            )
+            starting = self._scheduler.take(self._rows.slots - decoding, admission)
             missing = self._to_prefill(starting)
             contexts = [starting[share.start].context for share in missing]
             step.prefilled = sum(map(len, contexts))
             tokens, lengths = self._rows.tokens[:decoding], self._rows.lengths[:decoding]
-            positions = self._positions(starting)
             decoded, prefilled = self._runner.step(tokens, lengths, contexts)
             lengths += 1
             logits = [decoded] if decoding else []
             if starting:
-                self._runner.cache.reserve(decoding + len(starting), positions, lengths)
+                self._runner.cache.reserve(decoding + len(starting), admission.positions, lengths)
                 logits.append(torch.stack(self._start(starting, dict(zip(missing, prefilled, strict=True)))))
             step.active = self._rows.active
             step.cached = self._rows.cached
@@ -233,24 +236,20 @@ class EngineCore:
         self._settle()
         return finished
 
-    def _positions(self, starting: Sequence[TrajectoryRun]) -> int:
-        """Of the longest row, those that are ``starting`` included, after this step."""
-        longest = int(self._rows.lengths[: self._rows.active].max(initial=0))
-        return max([longest, *(len(run.group.prompt_ids) + len(run.written.ids) for run in starting)]) + 1
-
-    def _fits(self, starting: Sequence[TrajectoryRun]) -> bool:
-        """The KV cache has room for all that decode and these."""
-        return self._runner.fits(self._rows.active + len(starting), self._positions(starting))
+    @property
+    def _longest(self) -> int:
+        """Positions that the longest row has."""
+        return int(self._rows.lengths[: self._rows.active].max(initial=0))
 
     def _preempt(self) -> None:
         """Make room for every row's next token; where there is not enough, the rows that came last are parked.
 
         They keep what they wrote, and are the first to go on.
         """
-        while (active := self._rows.active) and not self._runner.fits(active, self._positions(())):
+        while (active := self._rows.active) and not self._runner.fits(active, self._longest + 1):
             latest = max(range(active), key=lambda row: self._rows.runs[row].serial)
             self._scheduler.put_back([self._remove(latest)])
-        self._runner.cache.reserve(active, self._positions(()), self._rows.lengths[:active])
+        self._runner.cache.reserve(active, self._longest + 1, self._rows.lengths[:active])
 
     def _to_prefill(self, runs: Sequence[TrajectoryRun]) -> list[range]:
         """Of the contexts that ``runs`` go on from, those that no prefill of before was kept for."""

@@ -73,7 +73,7 @@ class NativeEngine:
         seed: of the run; with a trajectory's id and a position it determines the uniform that a token is sampled with.
         slots: trajectories that decode at once.
         max_context: most tokens of prompt and response together.
-        max_batched_tokens: of one prefill forward; a longer context is run alone.
+        max_batched_tokens: of the contexts that start in one step; a longer one starts alone.
         kv_cache_bytes: where they are short, answers wait, or are parked and go on. Default: enough for ``slots``.
         decode: token ids to text, for `Trajectory.text`; it gets the stop token too.
         receive: puts a version into a sink, blocking; a transport's end. Without it there are no updates.

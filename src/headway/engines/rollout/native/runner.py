@@ -6,7 +6,7 @@ Shape suffixes: A decoding rows, B contexts of one prefill, V vocabulary.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -52,20 +52,6 @@ def blocks_of(spans: NDArray[np.int64]) -> list[tuple[int, int, int]]:
     return blocks
 
 
-def within_budget(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
-    """Indices, in order, batch by batch: at most ``budget`` tokens each, or one context that is longer."""
-    batch: list[int] = []
-    tokens = 0
-    for index, length in enumerate(lengths):
-        if batch and tokens + length > budget:
-            yield batch
-            batch, tokens = [], 0
-        batch.append(index)
-        tokens += length
-    if batch:
-        yield batch
-
-
 class Runner:
     """Owns the model and the KV cache."""
 
@@ -76,7 +62,6 @@ class Runner:
         *,
         slots: int,
         max_context: int,
-        max_batched_tokens: int,
         kv_cache_bytes: int | None = None,
     ) -> None:
         """Raises `ConfigError` where ``kv_cache_bytes`` (default: enough for ``slots``) are too few for one context."""
@@ -84,7 +69,6 @@ class Runner:
         self._device, self._dtype = model.device, model.dtype
         self._max_context = max_context
         self._window = Windows.of(model.config, max_context).size
-        self._max_batched_tokens = max_batched_tokens
         self._least_rows = 1
         self._geometry = KvGeometry.of(model.config)
         self._vocabulary = len(model.get_input_embeddings().weight)
@@ -155,23 +139,20 @@ class Runner:
     ) -> tuple[torch.Tensor, list[Prefilled]]:
         """One token for each of rows 0..A-1, ``tokens`` [A] at positions ``lengths`` [A], and whole ``contexts``.
 
-        Contexts go into the same pass, as many as ``max_batched_tokens`` allow, and into further ones; into others than
-        the rows where these need a fixed number of rows. Returns the
-        rows' logits [A, V] and a result for each context.
+        In one pass, except where rows need a fixed number beside them. Returns the rows' logits [A, V] and a result for
+        each context.
         """
-        batches = list(within_budget([len(context) for context in contexts], self._max_batched_tokens))
-        if len(tokens) and not (batches and self._mixes):
-            batches.insert(0, [])  # a pass for the rows alone
-        decoding = self._decoding(tokens, lengths, self.cache) if len(tokens) else None
         decoded = torch.empty(0)
         prefilled: list[Prefilled] = []
-        for batch in batches:
-            given = [self._to_device(contexts[i]) for i in batch]
-            logits, kv = self._forward.step(decoding, given, self._least_rows)
-            if decoding is not None:
-                decoded, logits = logits[: len(tokens)], logits[len(decoding.tokens) :]
-                decoding = None  # once
-            prefilled += [Prefilled(of, last) for of, last in zip(kv, logits, strict=True)]
+        rows = self._decoding(tokens, lengths, self.cache) if len(tokens) else None
+        if rows is not None and not self._mixes:
+            decoded, rows = self._forward.step(rows, (), self._least_rows)[0][: len(tokens)], None
+        if rows is not None or contexts:
+            given = [self._to_device(context) for context in contexts]
+            logits, kv = self._forward.step(rows, given, self._least_rows)
+            if rows is not None:
+                decoded, logits = logits[: len(tokens)], logits[len(rows.tokens) :]
+            prefilled = [Prefilled(of, last) for of, last in zip(kv, logits, strict=False)]
         return decoded, prefilled
 
     def decode(self, tokens: NDArray[np.int64], lengths: NDArray[np.int64], cache: SlotCache) -> torch.Tensor:

@@ -1,0 +1,46 @@
+"""Which of those that wait start in a step: as many as there are slots, memory and prefill budget for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from headway.engines.rollout.work import GroupRun, TrajectoryRun
+
+
+class Admission:
+    """Of one step. Called with those that wait, in order; the first that it refuses ends it."""
+
+    def __init__(self, *, rows: int, longest: int, budget: int, fits: Callable[[int, int], bool]) -> None:
+        """
+        Args:
+            rows: that decode already.
+            longest: positions that the longest of them has.
+            budget: tokens that a step prefills, unless one context alone is longer.
+            fits: whether the KV cache has memory for (rows, positions).
+        """
+        self._rows = rows
+        self._budget = budget
+        self._fits = fits
+        self._prefilled = 0
+        self._started = 0
+        self._group: GroupRun | None = None
+        self.positions = longest + 1
+        """That the longest row needs, with its next token."""
+
+    def __call__(self, run: TrajectoryRun) -> bool:
+        """Whether ``run`` starts, too."""
+        length = run.length
+        tokens = self._prefilled + (0 if self._is_prefilled(run) else length)
+        if self._started and tokens > self._budget:
+            return False
+        positions = max(self.positions, length + 1)
+        if not self._fits(self._rows + self._started + 1, positions):
+            return False
+        self._prefilled, self.positions = tokens, positions
+        self._group = run.group if run.fresh else None
+        self._started += 1
+        return True
+
+    def _is_prefilled(self, run: TrajectoryRun) -> bool:
+        """Its context is its group's prompt, which is kept, or which the one before it brings."""
+        return run.fresh and (run.group.prefilled is not None or run.group is self._group)
