@@ -2,6 +2,8 @@
 
 preflight ─▶ reports ─▶ model (the user's, or made and warmed up) ─▶ data, reward, workers ─▶ Pipeline ─▶ export
                 └──────────────── closed last, after pipeline, workers and reward, whatever happened ◀──────┘
+
+A run that is resumed finds its reports and its model, and loads a checkpoint between workers and Pipeline.
 """
 
 from __future__ import annotations
@@ -10,11 +12,12 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from math import ceil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,19 +25,26 @@ from numpy.typing import NDArray
 from headway.cluster.hardware import available_cores
 from headway.cluster.process import math_environment
 from headway.config.loading import LoadedConfig
-from headway.config.placement import CRITIC, LOGP, REF, needs_greedy_baseline
+from headway.config.placement import CRITIC, LOGP, REF, needs_critic, needs_greedy_baseline
+from headway.config.resuming import check_changes
 from headway.config.schema import Config
 from headway.data.sources import Rows, build_sources
-from headway.errors import StoppedByGuard
-from headway.events import Note, RunFinished, WorkerDescribed
-from headway.pipeline.ledger import Ledger
+from headway.errors import ConfigError, StoppedByGuard, UserError
+from headway.events import Note, PromptsLeftOut, RunFinished, WorkerDescribed
 from headway.pipeline.parts import Parts
+from headway.pipeline.resume import Taken, balance
 from headway.pipeline.run import Pipeline, Status
 from headway.pipeline.stages.reward import GroupFilter, Shaping
 from headway.preflight import check_inputs, check_model
-from headway.reports.bundle import Reports, open_reports
+from headway.reports.bundle import Reports, open_reports, reopen_reports
+from headway.reports.checkpoints import Checkpoints, Retention
+from headway.reports.events_file import Record, look_through
+from headway.reports.run_directory import RunDirectory, RunLock
 from headway.rewards.pool import RewardPool
 from headway.rewards.request import RewardSpec
+
+if TYPE_CHECKING:
+    from headway.cluster.backend import Workers
 
 EXIT_INTERRUPTED = 130
 """As shells have it for a program that Ctrl-C ended."""
@@ -47,18 +57,105 @@ def train(loaded: LoadedConfig) -> int:
     rows = check_inputs(config)  # this and the next before the run's directory: what is wrong here leaves no trace
     check_model(config, rows)
     run_dir = config.run.dir or Path("runs") / f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    reports = open_reports(config, run_dir)
+    return _carry_out(loaded, rows, open_reports(config, run_dir), start=None)
+
+
+def resume(path: Path, before: Config, loaded: LoadedConfig) -> int:
+    """Run ``headway train --resume``: go on with the run in the directory ``path`` from its newest checkpoint.
+
+    ``before`` is its configuration so far, ``loaded`` the one that holds from now on. Returns the exit code.
+
+    Raises:
+        UserError: there is no run, no checkpoint of it, or nothing left to do; another process trains it.
+        ConfigError: a setting is changed that the checkpoint rules out.
+        DataError: the data are not those of the checkpoint.
+    """
+    config = loaded.config
+    _set_math_environment(config)
+    directory = RunDirectory.existing(path)
+    lock = RunLock(directory.lock)
+    lock.take()
+    try:
+        checkpoints = Checkpoints(directory.checkpoints)
+        record = look_through(directory.events)
+        version = _newest(directory, checkpoints, record, before)
+        changes = check_changes(before, config, version)
+        longer = _is_longer(before, config, version)
+        if record.ended == Status.COMPLETED and directory.model.is_dir() and not longer:
+            total, epochs = config.rollout.total_rollout_steps, config.data.epochs or 1
+            length = f"rollout.total_rollout_steps={2 * total}" if total is not None else f"data.epochs={2 * epochs}"
+            raise UserError(
+                f"{path}: this run is complete, at version {version}; there is nothing to resume. To train it longer "
+                f"give a new length, like {length}"
+            )
+        rows = check_inputs(config)
+        check_model(config, rows)
+        if config.model.path is None and not directory.initial_model.is_dir():
+            raise UserError(f"{directory.initial_model}: the model that this run was begun with is not there any more")
+        checkpoints.forget_above(version)
+        reports = reopen_reports(config, directory, lock, version)
+    except BaseException:
+        lock.release()
+        raise
+    _note(reports, f"resuming from the checkpoint of version {version}")
+    for key, (then, now) in changes.items():
+        _note(reports, f"changed: {key}={now!r}, was {then!r}")
+    return _carry_out(loaded, rows, reports, _From(version, longer))
+
+
+@dataclass(frozen=True, slots=True)
+class _From:
+    """Where a resumed run goes on."""
+
+    version: int
+    """Of the checkpoint."""
+    longer: bool
+    """There is more to train than until then."""
+
+
+def _newest(directory: RunDirectory, checkpoints: Checkpoints, record: Record, config: Config) -> int:
+    """The version to resume: the newest complete checkpoint of which the record tells."""
+    found = checkpoints.complete(with_critic=needs_critic(config))
+    if usable := [version for version in found if version in record.boundaries]:
+        return usable[-1]
+    path, freq = directory.path, config.trainer.save_freq
+    if found:
+        raise UserError(
+            f"{path}: {directory.events.name} does not tell of any checkpoint that is there ({found}); a run cannot be "
+            "resumed without its record"
+        )
+    every = "every version" if freq == 1 else f"every {freq} versions"
+    when = "only at a run's end" if freq < 0 else f"{every}, and at a run's end"
+    raise UserError(
+        f"{path}: there is no complete checkpoint to resume from; trainer.save_freq={freq} saves {when}. Start over "
+        f"with: headway train {directory.config} run.dir=ANOTHER trainer.save_freq=1"
+    )
+
+
+def _is_longer(before: Config, config: Config, version: int) -> bool:
+    total = config.rollout.total_rollout_steps
+    if total is not None:
+        return total > version * config.groups_per_version
+    return (config.data.epochs or 0) > (before.data.epochs or 0)
+
+
+def _carry_out(loaded: LoadedConfig, rows: Rows, reports: Reports, start: _From | None) -> int:
+    """``start``: None for a run that begins."""
+    config, directory = loaded.config, reports.directory
     try:
         for text in loaded.notes:
             _note(reports, text)
-        model_path = _prepare_model(config, rows, run_dir, reports)
-        run = _Run(config, rows, model_path, run_dir, reports)
+        if start is None:
+            model_path = _prepare_model(config, rows, directory, reports)
+        else:
+            model_path = config.model.path or str(directory.initial_model)
+        run = _Run(config, rows, model_path, reports, start)
         status = asyncio.run(run.run())
-        reports.report_end(reports.directory.model)
+        reports.report_end(directory.model)
         if run.stop_reason is not None:
             raise StoppedByGuard(
-                f"{run.stop_reason}. The run ended after that version: its model and a checkpoint are in {run_dir}. "
-                "Lower async_training.staleness_threshold or actor.optim.lr, add a correction "
+                f"{run.stop_reason}. The run ended after that version: its model and a checkpoint are in "
+                f"{directory.path}. Lower async_training.staleness_threshold or actor.optim.lr, add a correction "
                 "(docs/algorithms/corrections.md), or set offpolicy.guard.action to what goes on"
             )
     except (KeyboardInterrupt, asyncio.CancelledError):
@@ -88,14 +185,17 @@ def _note(reports: Reports, text: str) -> None:
 def _end(reports: Reports, status: Status, reason: str) -> None:
     """Say how the run ended where the pipeline did not: it had not started, or had finished already."""
     if not reports.ended:
-        balance = Ledger().counts()
-        reports.emit(RunFinished(time=time.monotonic(), status=status.value, reason=reason, version=0, groups=balance))
+        version, groups = reports.version, reports.groups
+        finished = RunFinished(
+            time=time.monotonic(), status=status.value, reason=reason, version=version, groups=groups
+        )
+        reports.emit(finished)
 
 
 # ---------------------------------------------------------------------------------------------- model
 
 
-def _prepare_model(config: Config, rows: Rows, run_dir: Path, reports: Reports) -> str:
+def _prepare_model(config: Config, rows: Rows, directory: RunDirectory, reports: Reports) -> str:
     """The folder of the model to start from: the user's, or one made (and warmed up) in the run's directory."""
     if config.model.path is not None:
         return config.model.path
@@ -103,7 +203,7 @@ def _prepare_model(config: Config, rows: Rows, run_dir: Path, reports: Reports) 
         raise AssertionError("unreachable: the doctor asks for one of model.path and model.make")
     from headway.models.make import make_model
 
-    path = run_dir / "initial_model"
+    path = directory.initial_model
     reports.phase("making the model")
     make_model(config.model.make, config.run.seed, path)
     if config.model.warmup is not None:
@@ -142,12 +242,15 @@ def _warm_up(config: Config, rows: Rows, path: Path, reports: Reports) -> None:
 class _Run:
     """From a model to a better one. Opens what the pipeline needs, and closes it in the reverse order."""
 
-    def __init__(self, config: Config, rows: Rows, model_path: str, run_dir: Path, reports: Reports) -> None:
+    def __init__(
+        self, config: Config, rows: Rows, model_path: str, reports: Reports, start: _From | None = None
+    ) -> None:
+        """``start``: None for a run that begins."""
         self._config = config
         self._rows = rows
         self._model_path = model_path
-        self._run_dir = run_dir
         self._reports = reports
+        self._start = start
         self.stop_reason: str | None = None
         """Why the run stopped itself."""
 
@@ -159,9 +262,7 @@ class _Run:
         reports.phase("starting workers")
         tokenizer = load_tokenizer(self._model_path, trust_remote_code=config.model.trust_remote_code)
         data = build_sources(config, tokenizer, self._rows)
-        for name, count in data.left_out.items():
-            if count:
-                _note(reports, f"{count} {name} prompts of more than {config.data.max_prompt_length} tokens left out")
+        self._report_left_out("held-out", data.left_out_by_source["val"])
         async with AsyncExitStack() as stack:
             reward = RewardPool(
                 RewardSpec.of(config),
@@ -174,7 +275,7 @@ class _Run:
             workers = await start_backend(
                 config,
                 model_path=self._model_path,
-                run_dir=self._run_dir,
+                run_dir=reports.directory.path,
                 total_optimizer_steps=_optimizer_steps(config, data.rows),
             )
             stack.push_async_callback(workers.close)
@@ -203,13 +304,45 @@ class _Run:
                 replace_replica=workers.replace_replica if workers.replaces else None,
                 probe_tolerance=workers.probe_tolerance,
             )
-            pipeline = Pipeline(config, parts, [reports], reports.directory.checkpoints)
+            taken = None if self._start is None else await self._load(workers, self._start)
+            checkpoints = Checkpoints(reports.directory.checkpoints)
+            retention = Retention(checkpoints, keep=config.trainer.max_actor_ckpt_to_keep)
+            pipeline = Pipeline(config, parts, [reports, retention], reports.directory.checkpoints, taken)
             with _graceful_interrupts(pipeline, reports):
                 status = await pipeline.run()
             self.stop_reason = pipeline.stop_reason
+            self._report_left_out("training", data.left_out_by_source["train"])  # only now are they met
             reports.phase("exporting the model")
             await workers.train.export(reports.directory.model)
         return status
+
+    def _report_left_out(self, part: str, by_source: Mapping[str, int]) -> None:
+        limit = self._config.data.max_prompt_length
+        for source, count in sorted(by_source.items()):
+            self._reports.emit(
+                PromptsLeftOut(time=time.monotonic(), part=part, source=source, count=count, max_tokens=limit)
+            )
+
+    async def _load(self, workers: Workers, start: _From) -> Taken:
+        """The checkpoint into trainer and critic; returns the driver's part of it."""
+        self._reports.phase("loading the checkpoint", f"version {start.version}")
+        checkpoints = Checkpoints(self._reports.directory.checkpoints)
+        taken = await workers.train.load(checkpoints.actor(start.version))
+        if workers.critic is not None:
+            await workers.critic.load(checkpoints.critic(start.version))
+        if (told := self._reports.groups) != (saved := balance(taken)):
+            raise UserError(
+                f"{checkpoints.actor(start.version)} is not the checkpoint of which "
+                f"{self._reports.directory.events.name} tells: it holds the groups {saved}, the record has {told}. "
+                "Remove it, to resume from the one before"
+            )
+        if taken["data_ended"] and start.longer:
+            raise ConfigError(
+                f"data.epochs: the run ended where its data did, within version {start.version}: it has trained "
+                f"{taken['consumed']} groups, which is no multiple of {self._config.groups_per_version} per version. "
+                "It cannot be made longer; start another one with model.path set to its model folder"
+            )
+        return taken
 
 
 @contextmanager

@@ -7,8 +7,8 @@ share that clock; their spans arrive as ``[start, end]`` pairs on it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Protocol, Self
 
 Span = tuple[float, float]
 
@@ -26,11 +26,26 @@ class Event:
     """Base of all events."""
 
     kind: ClassVar[str] = "event"
+    on_clock: ClassVar[tuple[str, ...]] = ("time",)
+    """Fields that hold moments: numbers, spans, or lists of spans."""
     time: float
 
     def to_json(self) -> dict[str, Any]:
         """The event as one flat JSON object, ``kind`` first. Its values are the event's own, not copies."""
         return {"kind": self.kind, **{f.name: getattr(self, f.name) for f in fields(self)}}
+
+    def later(self, seconds: float) -> Self:
+        """The same event on a clock that is ahead by so much."""
+        return replace(self, **{name: _later(getattr(self, name), seconds) for name in self.on_clock})
+
+
+def _later(moment: Any, seconds: float) -> Any:
+    match moment:
+        case tuple():
+            return tuple(end + seconds for end in moment)
+        case list():
+            return [_later(span, seconds) for span in moment]
+    return moment + seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +102,8 @@ class GroupAdmitted(Event):
     admitted: int
     discarded: int
     limit: int
+    source: str = ""
+    """Of the prompt: a file, a dataset, or what its row says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +111,7 @@ class TrajectoryFinished(Event):
     """``version_spans`` is ``[[start, version], …]``: tokens from ``start`` on were sampled under ``version``."""
 
     kind: ClassVar[str] = "trajectory.finished"
+    on_clock: ClassVar[tuple[str, ...]] = ("time", "started", "finished")
     number: int
     k: int
     replica: str
@@ -109,9 +127,12 @@ class TrajectoryFinished(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRewarded(Event):
+    """``parts`` has what each part of a reward of several gave, by name, before its weight; None: it does not apply."""
+
     kind: ClassVar[str] = "group.rewarded"
     number: int
     rewards: list[float]
+    parts: dict[str, list[float | None]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +149,7 @@ class GroupSettled(Event):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchTaken(Event):
     kind: ClassVar[str] = "fetch.taken"
+    on_clock: ClassVar[tuple[str, ...]] = ("time", "waited")
     fetch: int
     version: int
     numbers: list[int]
@@ -139,6 +161,7 @@ class TrainerBusy(Event):
     """The trainer computed during ``span``: ``what`` is ``forward``, ``critic``, ``step`` or ``gather``."""
 
     kind: ClassVar[str] = "trainer.busy"
+    on_clock: ClassVar[tuple[str, ...]] = ("time", "span")
     what: str
     version: int
     span: Span
@@ -167,6 +190,7 @@ class CriticStepped(Event):
     """One optimizer step of the critic."""
 
     kind: ClassVar[str] = "critic.stepped"
+    on_clock: ClassVar[tuple[str, ...]] = ("time", "span")
     step: int
     fetch: int
     version: int
@@ -257,6 +281,7 @@ class ReplicaHalted(Event):
     """
 
     kind: ClassVar[str] = "replica.halted"
+    on_clock: ClassVar[tuple[str, ...]] = ("time", "span")
     replica: str
     reason: str
     span: Span
@@ -288,6 +313,7 @@ class LeaseChanged(Event):
     """Shared devices went to ``holder``, ``train`` or ``generate``. The hand-over began at ``asked``."""
 
     kind: ClassVar[str] = "lease.changed"
+    on_clock: ClassVar[tuple[str, ...]] = ("time", "asked")
     holder: str
     asked: float
     validation_s: float = 0.0
@@ -299,6 +325,7 @@ class ReplicaActivity(Event):
     """Spans of prefill or decoding since the replica's last report; ``slot_seconds`` sums active slots × time."""
 
     kind: ClassVar[str] = "replica.activity"
+    on_clock: ClassVar[tuple[str, ...]] = ("time", "busy")
     replica: str
     busy: list[Span]
     slot_seconds: float
@@ -312,17 +339,58 @@ class ReplicaActivity(Event):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationFinished(Event):
     kind: ClassVar[str] = "validation.finished"
+    on_clock: ClassVar[tuple[str, ...]] = ("time", "span")
     version: int
     accuracy: float
     problems: int
     mean_tokens: float
     failed: int
     span: Span
+    by_source: dict[str, float] = field(default_factory=dict)
+    """The accuracy of each source's problems, where there are several sources."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptsLeftOut(Event):
+    """``count`` prompts of ``source`` had more than ``max_tokens`` tokens; ``part`` is ``training`` or ``held-out``."""
+
+    kind: ClassVar[str] = "prompts.left_out"
+    part: str
+    source: str
+    count: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionReached(Event):
+    """A boundary: all that came before ``version`` is consumed, and the update to it comes next.
+
+    A checkpoint of ``version`` holds what was true at this instant; a run that is resumed there undoes what came after.
+    """
+
+    kind: ClassVar[str] = "version.reached"
+    version: int
+    groups: dict[str, int]
+    """The ledger's balance."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResumed(Event):
+    """The run goes on from its checkpoint of ``version``: what was told since that `VersionReached` is undone.
+
+    `RunStarted` follows, with what holds from now on.
+    """
+
+    kind: ClassVar[str] = "run.resumed"
+    version: int
+    times: int
+    """How often the run was resumed, this time included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSaved(Event):
     kind: ClassVar[str] = "checkpoint.saved"
+    on_clock: ClassVar[tuple[str, ...]] = ("time", "span")
     version: int
     path: str
     span: Span

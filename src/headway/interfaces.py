@@ -44,11 +44,21 @@ class PromptSource(Protocol):
 # ---------------------------------------------------------------------------------------------- rewards
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """Of one group's n responses, in order."""
+
+    rewards: NDArray[np.float32]
+    """[n] Finite: Σ weight · value over the parts that apply."""
+    parts: Mapping[str, list[float | None]] = field(default_factory=dict)
+    """By name, what each part gave, [n], before its weight. None: it does not apply to the response."""
+
+
 class RewardFn(Protocol):
     """Scores responses in processes of its own."""
 
-    async def score(self, prompt: Prompt, responses: Sequence[str]) -> NDArray[np.float32]:
-        """[n] finite rewards, one per response, in order.
+    async def score(self, prompt: Prompt, responses: Sequence[str]) -> Scores:
+        """The rewards of the responses, and what each part of them gave.
 
         Raises `ScoringFailed` after the retry budget: an exception, a time-out, or a value that is not a finite number.
         """

@@ -9,6 +9,7 @@ from typer.testing import CliRunner, Result
 
 import headway
 from headway.cli import cli
+from headway.cli.training import summary
 from headway.config.loading import LoadedConfig, load
 from headway.errors import HeadwayError, WorkerDied
 
@@ -131,10 +132,15 @@ def test_the_doctor_shows_idle_devices_epochs_and_a_missing_bound(recipe: str) -
         "rollout.total_rollout_steps=null",
         "data.epochs=2",
     ).output
-    assert "idle     device 1" in output
+    assert ["idle", "device", "1"] in [line.split() for line in output.splitlines()]
     assert "2 epochs" in output
     assert "no bound (order ready)" in output
     assert "note: async_training.order=ready" in output
+
+
+def test_the_summary_names_every_source_of_data(recipe: str) -> None:
+    loaded = load(Path(recipe), ["data.train=[{path: a.jsonl, weight: 3}, {dataset: x/y, weight: 1}]"])
+    assert summary(loaded.config)["data"] == "a.jsonl × 3, x/y × 1"
 
 
 def test_the_doctor_ends_with_2_and_every_problem_on_stderr(recipe: str) -> None:

@@ -49,6 +49,19 @@ def changed(job: dict[str, Any], section: str, **values: Any) -> Config:
     return Config.model_validate(job | {section: job.get(section, {}) | values})
 
 
+def test_a_reward_may_ask_for_what_all_sources_have_and_for_nothing_else(job: dict[str, Any], tmp_path: Path) -> None:
+    sources = []
+    for name, columns in (("a", {"level": 1, "hint": ""}), ("b", {"level": 2})):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps({"prompt": f"{i}=", "answer": i, **columns}) + "\n" for i in range(4)))
+        sources.append(str(path))
+    (tmp_path / "asks.py").write_text("def level(response, level): return 1.0\ndef hint(response, hint): return 1.0\n")
+    job = job | {"data": job["data"] | {"train": sources, "val_size": 0}}
+    check_inputs(changed(job, "reward", function=f"{tmp_path}/asks.py:level"))
+    with pytest.raises(UserCodeError, match="hint"):
+        check_inputs(changed(job, "reward", function=f"{tmp_path}/asks.py:hint"))
+
+
 def check(config: Config) -> None:
     check_model(config, check_inputs(config))
 

@@ -92,3 +92,10 @@ def test_partial_rollout_against_a_contrary_on_update_is_refused(partial: str, o
 
 def test_a_partial_rollout_that_is_no_truth_value_is_refused() -> None:
     assert "async_training.partial_rollout: got 'some'" in refusal("async_training.partial_rollout=some")
+
+
+def test_verls_parameters_of_a_reward_are_found_by_whatever_lies_in_them(minimal: Load) -> None:
+    with pytest.raises(
+        ConfigError, match=r"reward_kwargs\.scale: unknown key .*; did you mean reward\.params\.scale\?"
+    ):
+        minimal("custom_reward_function.reward_kwargs.scale=2")

@@ -230,10 +230,33 @@ def test_another_task_does_not_get_the_parameters_of_the_first(write: Write) -> 
         ("model.path=/m", "model.make.hidden_size=64"),
         ("model.path=/m", "model.warmup={}"),
         ("data.train=a.jsonl", "data.task.name=sort"),
+        ("reward.functions=[{function: format}]", "reward.function=regex"),
+        ("reward.functions=[{function: format}]", "reward.params={a: 1}"),
     ],
 )
 def test_two_choices_in_one_place_are_refused(overrides: tuple[str, ...]) -> None:
     assert "but both are given on the command line" in refusal(*overrides)
+
+
+def test_several_rewards_replace_the_one_of_a_layer_before_and_one_replaces_several(write: Write) -> None:
+    one = write("reward: {function: regex, params: {pattern: a}}\n", "one.yaml")
+    several = load(one, ["reward.functions=[{function: format}]"])
+    assert [part.function for part in several.config.reward.all] == ["format"]
+    assert several.user_keys == {"reward.functions"}
+    path = write("defaults: [one.yaml]\nreward: {functions: [{function: format}]}\n")
+    reward = load(path, ["reward.function=math_verify", "reward.params.strict=false"]).config.reward
+    assert (reward.function, reward.params, reward.functions) == ("math_verify", {"strict": False}, None)
+
+
+@pytest.mark.parametrize(("function", "params"), [("regex", {"pattern": "a", "group": 1}), ("format", {"group": 1})])
+def test_another_reward_does_not_get_the_parameters_of_the_first(write: Write, function: str, params: object) -> None:
+    path = write("reward: {function: regex, params: {pattern: a}}\n")
+    assert load(path, [f"reward.function={function}", "reward.params.group=1"]).config.reward.params == params
+
+
+def test_several_rewards_with_data_of_the_users_own_need_no_note(minimal: Load) -> None:
+    loaded = minimal("data.train=mine.jsonl", "reward.functions=[{function: format}]")
+    assert (loaded.config.reward.all[0].function, loaded.notes) == ("format", [])
 
 
 # ------------------------------------------------------------------------------------------- dump, and η

@@ -158,3 +158,9 @@ def test_messages_without_a_template_name_the_row(write: WriteRows, tmp_path: Pa
 def test_a_prompt_says_its_messages_only_where_the_row_had_them(write: WriteRows, make_tokenizer) -> None:
     config = config_of(train=write("a", 1), val_size=0, chat_template="always")
     assert build_sources(config, make_tokenizer(CHAT_TEMPLATE)).train.next().messages is None
+
+
+def test_a_source_all_of_whose_rows_are_held_out_has_no_say_in_the_columns(write: WriteRows) -> None:
+    rows = read_rows(config_of(train=[write("a", 1, level=1), write("b", 1, level=1)], val_size=1))
+    assert sorted(part.rows for part in rows.parts) == [0, 1]
+    assert rows.columns == ("level",)

@@ -1,5 +1,6 @@
 """Whole runs of a tiny job, as a user starts them."""
 
+import json
 import os
 import shutil
 import signal
@@ -44,6 +45,33 @@ def test_every_mode_runs_by_switching_its_name_alone(recipe: Path, tmp_path: Pat
 def test_one_step_off_has_lag_0_then_1_for_ever(recipe: Path, tmp_path: Path) -> None:
     train(recipe, tmp_path / "run", "mode=one_step_off", "cluster.backend=inline", "rollout.total_rollout_steps=24")
     assert [set(step["lags"]) for step in events(tmp_path / "run", "optimizer.stepped")] == [{0}, *[{1}] * 5]
+
+
+def test_a_run_of_several_sources_and_rewards_tells_of_each(recipe: Path, tmp_path: Path) -> None:
+    for name, long in (("short", []), ("mixed", ["sort:" + "3" * 40 + "="] * 3)):
+        prompts = ["sort:31=", "sort:52=", "sort:74=", *long]
+        rows = ({"prompt": prompt, "answer": "13", "data_source": name} for prompt in prompts)
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = f"[{tmp_path}/short.jsonl, {tmp_path}/mixed.jsonl]"
+    functions = f"[{{function: {recipe.parent}/reward.py:score}}, {{function: format, weight: 0.5}}]"
+    result = train(
+        recipe,
+        tmp_path / "run",
+        "cluster.backend=inline",
+        f"data.train={files}",
+        f"data.val={files}",
+        f"reward.functions={functions}",
+    )
+    assert result["left_out"] == {"held-out": {"mixed": 3}, "training": {"mixed": 3}}
+    assert all(entry["by_source"].keys() == {"mixed", "short"} for entry in result["eval"])
+    rewarded = events(tmp_path / "run", "group.rewarded")
+    assert all(event["parts"].keys() == {"score", "format"} for event in rewarded)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert sum(row.get(f"groups/source/{name}", 0) for row in rows for name in ("short", "mixed")) == 16
+    for row in rows:
+        if "reward/mean" in row:
+            parts = row["reward/score/mean"] + 0.5 * row["reward/format/mean"]
+            assert row["reward/mean"] == pytest.approx(parts, abs=1e-6)
 
 
 def test_the_exported_model_opens_as_a_hugging_face_folder(recipe: Path, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from headway.interfaces import (
     Paused,
     Priority,
     ReceiveReport,
+    Scores,
 )
 from headway.simulate.profile import PhaseProfile, RolloutProfile, UpdateProfile
 from headway.simulate.rollout import SimulatedRollout
@@ -108,19 +109,25 @@ def validation_prompts(count: int) -> list[Prompt]:
 
 
 class FakeReward:
-    """Scores ``seconds`` after it was asked. ``rewards`` gives the scores, or raises what the reward should raise."""
+    """Scores ``seconds`` after it was asked. ``rewards`` gives the scores, or raises what the reward should raise.
+
+    ``parts``: what each part of the reward gave to every answer.
+    """
 
     def __init__(
         self,
         rewards: Callable[[Prompt], Sequence[float]] | None = None,
         seconds: Callable[[Prompt], float] = lambda _: 0.25,
+        parts: Mapping[str, Sequence[float | None]] | None = None,
     ) -> None:
         self._rewards = rewards
         self._seconds = seconds
+        self._parts = parts or {}
 
-    async def score(self, prompt: Prompt, responses: Sequence[str]) -> NDArray[np.float32]:
+    async def score(self, prompt: Prompt, responses: Sequence[str]) -> Scores:
         await asyncio.sleep(self._seconds(prompt))
-        return self.rewards(prompt, len(responses))
+        parts = {name: list(values[: len(responses)]) for name, values in self._parts.items()}
+        return Scores(self.rewards(prompt, len(responses)), parts)
 
     def rewards(self, prompt: Prompt, n: int) -> NDArray[np.float32]:
         """[n]"""

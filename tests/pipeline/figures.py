@@ -265,7 +265,9 @@ def reported_until(run: Run, events: Sequence[Event]) -> list[float]:
     reported = {replica.name: 0.0 for replica in run.rollouts if not is_late(replica)}
     for event in events:
         match event:
-            case ReplicaActivity() | ReplicaJoined():
+            case ReplicaJoined():
+                reported[event.replica] = event.time
+            case ReplicaActivity() if event.replica in reported:  # an answer may come when its replica is lost already
                 reported[event.replica] = event.time
             case ReplicaLost():
                 reported.pop(event.replica, None)

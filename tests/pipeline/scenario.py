@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -176,6 +176,7 @@ class Scenario:
     test_freq: int = 1
     reward: FakeReward = field(default_factory=FakeReward)
     group_filter: GroupFilter | None = None
+    greedy_baseline: bool = False
     trainer: dict[str, Any] = field(default_factory=dict)
     """Arguments of `FakeTrainer`."""
     engine: dict[str, Any] = field(default_factory=dict)
@@ -199,6 +200,8 @@ class Scenario:
     """Names of roles that hold a copy of the policy and generate nothing."""
     supervised: bool = False
     """The pipeline is told at once when a replica dies, whether anybody asks it for anything or not."""
+    resume_from: Mapping[str, Any] | None = None
+    """The driver's state of a checkpoint, of another run of the same scenario."""
     watched: bool = False
     """`beside` is given to the pipeline as its watch, so that what it raises is the pipeline's affair."""
 
@@ -255,6 +258,7 @@ class Scenario:
             reward=self.reward,
             advantages=zero_advantages if self.critic is None else self.critic.advantages,
             group_filter=self.group_filter,
+            greedy_baseline=self.greedy_baseline,
             reference=trainer if self.reference_inside_fetch else self.reference,
             proximal=(logp or trainer) if needs_logp(self.config) else None,
             proximal_inside_fetch=logp is None,
@@ -265,7 +269,7 @@ class Scenario:
             watch_replica=(lambda replica: replica.died()) if self.supervised else None,  # type: ignore[attr-defined]
             watch=(lambda: self._watch(run)) if self.watched else None,
         )
-        pipeline = Pipeline(self.config, parts, [recorder], Path("checkpoints"))
+        pipeline = Pipeline(self.config, parts, [recorder], Path("checkpoints"), self.resume_from)
         run = Run(None, None, recorder.events, pipeline, source, rollouts, trainer, 0.0, [], transport, self, recorder)
         run.others, run.logp = [*others, *ranks], logp
         if self.script is not None:

@@ -71,7 +71,8 @@ def test_the_checkpoint_names_the_rows_that_are_open():
     for row in (4, 7, 2):
         ledger.admit(prompt(1, row, attempt=3))
     ledger.settle(1, Fate.TRAINED)
-    assert ledger.state() == {"admitted": 3, "fates": {"trained": 1}, "open": [[0, 1, 4, 3], [2, 1, 2, 3]]}
+    state = ledger.state()
+    assert state == {"admitted": 3, "fates": {"trained": 1}, "reasons": {}, "open": [[0, 1, 4, 3], [2, 1, 2, 3]]}
 
 
 # ---------------------------------------------------------------------------------------------- the run's state

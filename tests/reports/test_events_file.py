@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
@@ -13,13 +13,25 @@ from hypothesis import strategies as st
 
 from headway import events
 from headway.errors import DataError
-from headway.events import Event, Note, OptimizerStepped, RunFinished, TrainerBusy
-from headway.reports.events_file import EventsFile, read_events
+from headway.events import (
+    Event,
+    Note,
+    OptimizerStepped,
+    ReplicaActivity,
+    RunFinished,
+    RunResumed,
+    Span,
+    TrainerBusy,
+    VersionReached,
+)
+from headway.reports.events_file import EventsFile, cut_off_half_line, look_through, read_events
 from tests.reports.scripted_run import ScriptedRun
 
 EVENT_TYPES = [
     cls for cls in vars(events).values() if isinstance(cls, type) and issubclass(cls, Event) and cls is not Event
 ]
+ALONE = [cls for cls in EVENT_TYPES if cls is not RunResumed]
+"""A run that was resumed has a boundary to go back to."""
 SCALARS: dict[Any, st.SearchStrategy[Any]] = {
     int: st.integers(-(2**40), 2**40),
     float: st.floats(allow_nan=False, allow_infinity=False),
@@ -43,7 +55,7 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
 
 
 def fields_of(cls: type[Event]) -> dict[str, st.SearchStrategy[Any]]:
-    return {name: values(hint) for name, hint in get_type_hints(cls).items() if name != "kind"}
+    return {name: values(hint) for name, hint in get_type_hints(cls).items() if get_origin(hint) is not ClassVar}
 
 
 def unexpected(problem: str) -> None:
@@ -57,7 +69,7 @@ def write(path: Path, run: list[Event], report: Callable[[str], None] = unexpect
     file.close()
 
 
-@pytest.mark.parametrize("cls", EVENT_TYPES, ids=lambda cls: cls.kind)
+@pytest.mark.parametrize("cls", ALONE, ids=lambda cls: cls.kind)
 def test_every_kind_of_event_comes_back_as_it_was_written(cls: type[Event], tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
 
@@ -164,3 +176,104 @@ def test_optional_fields_come_back_as_none(tmp_path: Path) -> None:
     event = RunFinished(time=0, status="completed", reason=None, version=1, groups={"admitted": 3})
     write(tmp_path / "e", [event])
     assert list(read_events(tmp_path / "e")) == [event]
+
+
+# ---------------------------------------------------------------------------------------------- resumed runs
+
+
+def note(text: str) -> Note:
+    return Note(time=0.0, level="info", text=text)
+
+
+def reached(version: int) -> VersionReached:
+    return VersionReached(time=0.0, version=version, groups={"admitted": version})
+
+
+def resumed(version: int, times: int) -> RunResumed:
+    return RunResumed(time=0.0, version=version, times=times)
+
+
+def ended(status: str) -> RunFinished:
+    return RunFinished(time=0.0, status=status, reason=None, version=0, groups={})
+
+
+def test_what_came_after_the_boundary_that_a_run_went_back_to_is_undone(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    first = [note("a"), reached(0), note("b"), reached(1), note("c")]
+    undone = [reached(2), note("d"), ended("failed")]
+    second = [resumed(1, 1), note("e"), reached(2), note("f")]
+    write(path, [*first[:-1], first[-1], *undone, *second])
+    survived = [*first[:-1], *second]
+    assert list(read_events(path)) == survived
+    record = look_through(path)
+    assert (sorted(record.boundaries), record.resumed, record.ended) == ([0, 1, 2], 1, None)
+
+
+def test_a_run_may_go_back_behind_an_earlier_return(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    write(
+        path,
+        [
+            *[reached(0), note("a"), reached(1), note("b"), reached(2), note("c")],
+            *[resumed(2, 1), note("d"), reached(3), note("e")],
+            *[resumed(3, 2), note("f")],
+            *[resumed(1, 3), note("g"), reached(2), ended("completed")],
+        ],
+    )
+    assert list(read_events(path)) == [
+        *[reached(0), note("a"), reached(1), resumed(1, 3), note("g"), reached(2), ended("completed")]
+    ]
+    record = look_through(path)
+    assert (sorted(record.boundaries), record.resumed, record.ended) == ([0, 1, 2], 3, "completed")
+    assert list(read_events(path, until=1)) == [reached(0), note("a"), reached(1)]
+
+
+def test_a_run_cannot_have_gone_back_to_what_it_never_reached(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    write(path, [reached(0), resumed(1, 1)])
+    with pytest.raises(DataError, match=r"events.jsonl:2: the run went back to a version that it did not reach"):
+        list(read_events(path))
+
+
+@pytest.mark.parametrize("half", ["", '{"kind": "note", "ti', "x" * 200_000])
+def test_what_a_kill_left_of_a_line_is_cut_off(half: str, tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    write(path, [note("a"), note("b")])
+    with path.open("a") as file:
+        file.write(half)
+    cut_off_half_line(path)
+    write(path, [note("c")])
+    assert list(read_events(path)) == [note("a"), note("b"), note("c")]
+
+
+def test_a_file_of_half_a_line_becomes_empty(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"kind"')
+    cut_off_half_line(path)
+    assert path.read_text() == ""
+
+
+def test_a_boundary_is_on_disk_as_soon_as_it_was_told(tmp_path: Path) -> None:
+    """Whoever kills the process then finds a checkpoint, and the boundary that it belongs to."""
+    path = tmp_path / "events.jsonl"
+    file = EventsFile(path, unexpected)
+    file.on_event(note("a"))
+    assert list(read_events(path)) == []
+    file.on_event(reached(1))
+    assert list(read_events(path)) == [note("a"), reached(1)]
+    file.close()
+
+
+@pytest.mark.parametrize("cls", EVENT_TYPES, ids=lambda cls: cls.kind)
+def test_every_span_of_an_event_is_on_the_runs_clock(cls: type[Event]) -> None:
+    spans = {name for name, hint in get_type_hints(cls).items() if hint in (Span, list[Span])}
+    assert spans | {"time"} <= set(cls.on_clock)
+
+
+def test_an_event_on_another_clock_has_all_its_moments_moved() -> None:
+    event = ReplicaActivity(
+        time=3.0, replica="r", busy=[(1.0, 2.0), (2.5, 3.0)], slot_seconds=1.5, generated_tokens=4, prefilled_tokens=0
+    )
+    later = event.later(10.0)
+    assert isinstance(later, ReplicaActivity)
+    assert (later.time, later.busy, later.slot_seconds) == (13.0, [(11.0, 12.0), (12.5, 13.0)], 1.5)

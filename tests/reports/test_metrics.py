@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
@@ -19,6 +20,7 @@ from headway.events import (
     GroupRewarded,
     GroupSettled,
     OptimizerStepped,
+    PromptsLeftOut,
     ReplicaActivity,
     ReplicaJoined,
     ReplicaLost,
@@ -508,3 +510,66 @@ def test_a_checkpoint_is_not_work_of_the_trainer() -> None:
         stepped(4.0, 0),
     ]
     assert summary(observe(run)[0])["trainer/idle_ratio"] == pytest.approx(0.5)
+
+
+def trained(number: int, rewards: list[float], source: str = "", **parts: list[float | None]) -> list[Event]:
+    return [
+        replace(admitted(number, 1.0), source=source),
+        finished(number, [[0, 0]]),
+        GroupRewarded(time=1.0, number=number, rewards=rewards, parts=parts),
+        FetchTaken(time=2.0, fetch=0, version=0, numbers=[number], waited=(0.0, 2.0)),
+        stepped(3.0, 0),
+        GroupSettled(time=3.0, number=number, fate="trained", lag=0),
+    ]
+
+
+def test_each_part_of_the_reward_has_its_mean_over_answers_that_it_applies_to() -> None:
+    filtered = GroupRewarded(time=1.0, number=2, rewards=[9.0, 9.0], parts={"right": [9.0, 9.0]})
+    _, rows = observe(
+        [
+            started(),
+            *trained(0, [1.0, 0.0], right=[1.0, 0.0], short=[None, 0.5], code=[None, None]),
+            *trained(1, [1.0, 1.0], right=[1.0, 1.0], short=[0.25, None], code=[None, None]),
+            admitted(2, 1.0),
+            filtered,
+            GroupSettled(time=3.0, number=2, fate="filtered"),
+        ]
+    )
+    assert (rows[0]["reward/right/mean"], rows[0]["reward/short/mean"]) == (0.75, 0.375)
+    assert not any(name.startswith("reward/code") for row in rows for name in row)
+
+
+def test_each_source_has_its_mean_and_its_groups_once_there_are_several() -> None:
+    _, rows = observe(
+        [
+            started(),
+            *trained(0, [1.0, 0.0], "math"),
+            *trained(1, [1.0, 1.0], "math"),
+            *trained(2, [0.0, 0.5], "org/code"),
+        ]
+    )
+    assert (rows[0]["reward/source/math/mean"], rows[0]["reward/source/org/code/mean"]) == (0.75, 0.25)
+    assert (rows[0]["groups/source/math"], rows[0]["groups/source/org/code"]) == (2, 1)
+
+
+def test_one_source_has_no_figures_of_its_own() -> None:
+    _, rows = observe([started(), *trained(0, [1.0, 0.0], "math"), *trained(1, [1.0, 1.0], "math")])
+    assert not any("source" in name for row in rows for name in row)
+
+
+def test_a_validation_has_an_accuracy_for_each_of_several_sources() -> None:
+    event = ValidationFinished(
+        time=7.0, version=0, accuracy=0.5, problems=2, mean_tokens=1, failed=0, span=(6.0, 7.0), by_source={"a": 1.0}
+    )
+    metrics, rows = observe([started(), admitted(0, 1.0), stepped(3.0, 0), event])
+    assert rows[0]["validation/source/a/accuracy"] == 1.0
+    assert summary(metrics)["eval"] == [{"version": 0, "accuracy": 0.5, "by_source": {"a": 1.0}}]
+
+
+def test_the_summary_counts_prompts_that_were_left_out_as_they_were_told_last() -> None:
+    def left_out(part: str, source: str, count: int) -> PromptsLeftOut:
+        return PromptsLeftOut(time=9.0, part=part, source=source, count=count, max_tokens=16)
+
+    told = [left_out("held-out", "a", 1), left_out("training", "a", 2), left_out("training", "a", 5)]
+    metrics, _ = observe([started(), *told, left_out("training", "b", 3)])
+    assert summary(metrics)["left_out"] == {"held-out": {"a": 1}, "training": {"a": 5, "b": 3}}

@@ -32,6 +32,19 @@ def test_each_versions_numbers_are_scalars_at_that_step(tmp_path: Path) -> None:
     assert scalars(tmp_path) == {"reward/mean": [(0, 0.5), (1, 0.75)], "lag/max": [(0, 1.0)]}
 
 
+def test_what_is_undone_is_forgotten_and_the_rest_stays_as_it_was_written(tmp_path: Path) -> None:
+    first = TensorBoardFile(tmp_path, pytest.fail)
+    for version in range(4):
+        first.on_row({"version": version, "reward/mean": float(version)})
+    first.close()
+    resumed = TensorBoardFile(tmp_path, pytest.fail, purge_step=2)
+    for version in (2, 3, 4):
+        resumed.on_row({"version": version, "reward/mean": 10.0 * version})
+    resumed.close()
+    assert scalars(tmp_path) == {"reward/mean": [(0, 0.0), (1, 1.0), (2, 20.0), (3, 30.0), (4, 40.0)]}
+    assert [path.name for path in tmp_path.iterdir() if "tfevents" not in path.name] == []
+
+
 def test_a_writer_that_fails_is_reported_once_and_the_run_goes_on(tmp_path: Path) -> None:
     class Broken:
         def add_scalar(self, *_: object) -> None:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import io
 import re
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from headway.events import Event, Note, RunStarted
+from headway.events import Event, Note, PromptsLeftOut, RunStarted, ValidationFinished
 from headway.reports.console_view import Outcome, report_end
 from headway.reports.live import LiveView
 from headway.reports.metrics import RunMetrics
 from headway.reports.panel import panel
-from headway.reports.plain import PlainView
+from headway.reports.plain import PlainView, validation_line
 from headway.reports.snapshot import Snapshot, SnapshotTaker
 from headway.reports.summary import summary
 from tests.reports.scripted_run import ScriptedRun
@@ -214,3 +215,26 @@ def test_the_first_line_of_a_run_without_a_bound_says_so() -> None:
     )
     (_, line) = plain_lines([started])
     assert "1,024 groups per version, ready, no bound on lag" in line
+
+
+LEFT_OUT = PromptsLeftOut(time=0.0, part="training", source="math", count=1234, max_tokens=512)
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_prompts_that_were_left_out_are_a_line(live: bool) -> None:
+    console = Console(file=io.StringIO(), width=120, force_terminal=live)
+    view = LiveView(console, watched([]), threading.RLock()) if live else PlainView(console, watched([]))
+    view.on_event(LEFT_OUT)
+    view.on_event(replace(LEFT_OUT, part="held-out", count=1))
+    view.close()
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "1,234 training prompts were left out: more than 512 tokens (math)" in text
+    assert "1 held-out prompt was left out" in text
+
+
+def test_a_validation_line_names_the_sources_where_there_are_several() -> None:
+    one = ValidationFinished(time=1.0, version=3, accuracy=0.5, problems=8, mean_tokens=1, failed=0, span=(0.0, 1.0))
+    assert "(" not in validation_line(one)
+    several = validation_line(replace(one, by_source={"code": 0.25, "math": 0.75}))
+    assert "accuracy 0.500 on 8 problems (code 0.250, math 0.750)" in several

@@ -21,10 +21,11 @@ from headway.config.schema import TaskConfig
 from headway.data.tasks import make_task
 from headway.data.types import Prompt
 from headway.errors import ConfigError, ScoringFailed, UserCodeError, WorkerDied
+from headway.interfaces import Scores
 from headway.rewards import pool as pool_module
 from headway.rewards import worker
 from headway.rewards.pool import RewardPool
-from headway.rewards.request import RewardPart, RewardSpec, ScoreRequest, Scores
+from headway.rewards.request import RewardPart, RewardSpec, ScoreRequest
 
 USER_FILE = '''
 import asyncio, os, re, signal, subprocess, sys
@@ -161,8 +162,8 @@ async def pool_of(
 
 async def test_a_group_is_scored_in_order(user_file: Path) -> None:
     async with pool_of(f"{user_file}:right") as pool:
-        rewards = await pool.score(prompt(), ["yes", "no", "yes"])
-        nothing = await pool.score(prompt(), [])
+        rewards = (await pool.score(prompt(), ["yes", "no", "yes"])).rewards
+        nothing = (await pool.score(prompt(), [])).rewards
     assert rewards.tolist() == [1.0, 0.0, 1.0]
     assert rewards.dtype == nothing.dtype == np.float32
     assert nothing.shape == (0,)
@@ -170,28 +171,28 @@ async def test_a_group_is_scored_in_order(user_file: Path) -> None:
 
 async def test_an_asynchronous_function_scores_in_the_pool(user_file: Path) -> None:
     async with pool_of(f"{user_file}:awaited") as pool:
-        assert (await pool.score(prompt(), ["no", "yes"])).tolist() == [0.0, 1.0]
+        assert (await pool.score(prompt(), ["no", "yes"])).rewards.tolist() == [0.0, 1.0]
 
 
 async def test_exact_match_compares_with_the_answer() -> None:
     async with pool_of("exact_match") as pool:
-        assert (await pool.score(prompt(42), ["42 ", "43"])).tolist() == [1.0, 0.0]
+        assert (await pool.score(prompt(42), ["42 ", "43"])).rewards.tolist() == [1.0, 0.0]
 
 
 async def test_a_tasks_own_verifier_scores() -> None:
     config = TaskConfig(name="reasoning_gym/countdown", size=10, val_size=1)
     problem = make_task(config.name, config.params, seed=0, problems=10).problem(3)
     async with pool_of("task", task=config) as pool:
-        rewards = await pool.score(
+        scores = await pool.score(
             prompt(problem.answer, **problem.extra), [f"<answer>{problem.answer}</answer>", "no idea"]
         )
-    assert rewards[0] == 1.0
-    assert rewards[1] < 1.0
+    assert scores.rewards[0] == 1.0
+    assert scores.rewards[1] < 1.0
 
 
 async def test_workers_stay_light(user_file: Path) -> None:
     async with pool_of(f"{user_file}:light") as pool:
-        assert (await pool.score(prompt(), ["a"])).tolist() == [0.0]
+        assert (await pool.score(prompt(), ["a"])).rewards.tolist() == [0.0]
 
 
 @pytest.mark.parametrize(
@@ -227,7 +228,7 @@ async def test_a_traceback_goes_to_the_log(user_file: Path, tmp_path: Path) -> N
 
 async def test_a_failure_is_tried_again_within_the_budget(user_file: Path) -> None:
     async with pool_of(f"{user_file}:succeeds_the_second_time", retries=1) as pool:
-        assert (await pool.score(prompt(), ["a"])).tolist() == [1.0]
+        assert (await pool.score(prompt(), ["a"])).rewards.tolist() == [1.0]
 
 
 async def test_endless_and_dying_calls_fail_their_group_and_the_pool_goes_on(user_file: Path) -> None:
@@ -239,7 +240,7 @@ async def test_endless_and_dying_calls_fail_their_group_and_the_pool_goes_on(use
         ]:
             with pytest.raises(ScoringFailed, match=reason):
                 await pool.score(prompt(), ["fine", response])
-            assert (await pool.score(prompt(), ["fine"])).tolist() == [1.0]
+            assert (await pool.score(prompt(), ["fine"])).rewards.tolist() == [1.0]
 
 
 async def test_a_call_that_takes_the_alarm_for_itself_ends_by_the_groups_limit(user_file: Path) -> None:
@@ -251,7 +252,7 @@ async def test_a_call_that_takes_the_alarm_for_itself_ends_by_the_groups_limit(u
 async def test_a_function_that_forks_is_answered_by_its_worker(user_file: Path) -> None:
     async with pool_of(f"{user_file}:forks") as pool:
         for responses in (["a"], ["bb", "ccc"], ["dddd"]):
-            assert (await pool.score(prompt(), responses)).tolist() == [len(text) for text in responses]
+            assert (await pool.score(prompt(), responses)).rewards.tolist() == [len(text) for text in responses]
 
 
 @pytest.mark.parametrize("ends_by", ["returning", "raising"])
@@ -263,7 +264,7 @@ def test_a_child_that_a_function_forks_ends_where_the_worker_goes_on(monkeypatch
         children.append(os.fork())
         if ends_by == "raising":
             raise ScoringFailed("no")
-        return Scores([1.0], {})
+        return Scores(np.ones(1, np.float32))
 
     monkeypatch.setattr(worker._Process, "scorer", staticmethod(forks))
     with contextlib.suppress(ScoringFailed):
@@ -288,31 +289,32 @@ async def test_what_a_function_starts_ends_with_its_worker(user_file: Path, tmp_
 
 async def test_functions_for_trl_and_verl_score_in_the_pool(user_file: Path) -> None:
     async with pool_of(f"{user_file}:for_trl") as pool:
-        assert (await pool.score(prompt(solution="a"), ["a", "b"])).tolist() == [1.0, 0.0]
+        assert (await pool.score(prompt(solution="a"), ["a", "b"])).rewards.tolist() == [1.0, 0.0]
     async with pool_of(f"{user_file}:for_verl", params={"scale": 0.5}) as pool:
-        assert (await pool.score(prompt(), ["yes", "b"])).tolist() == [0.5, 0.0]
+        assert (await pool.score(prompt(), ["yes", "b"])).rewards.tolist() == [0.5, 0.0]
 
 
 async def test_the_parts_of_a_sum_come_with_it(user_file: Path) -> None:
     parts = (RewardPart.of(f"{user_file}:right"), RewardPart("exact_match", "exact", 0.5))
     pool = RewardPool(RewardSpec(parts, timeout_s=10), workers=1, retries=0, log_path=None)
     try:
-        scores = await pool.score_parts(prompt(), ["yes", " yes"])
-        nothing = await pool.score_parts(prompt(), [])
+        scores = await pool.score(prompt(), ["yes", " yes"])
+        nothing = await pool.score(prompt(), [])
     finally:
         await pool.close()
-    assert scores == Scores([1.5, 0.5], {"right": [1.0, 0.0], "exact": [1.0, 1.0]})
-    assert nothing == Scores([], {"right": [], "exact": []})
+    assert scores.rewards.tolist() == [1.5, 0.5]
+    assert scores.parts == {"right": [1.0, 0.0], "exact": [1.0, 1.0]}
+    assert (nothing.rewards.tolist(), nothing.parts) == ([], {"right": [], "exact": []})
 
 
 async def test_math_verify_scores_in_the_pool_and_is_killed_over_what_never_ends(tmp_path: Path) -> None:
     """A tower of powers is one multiplication that never gives the interpreter back."""
     log = tmp_path / "reward.log"
     async with pool_of("math_verify", timeout_s=3, log_path=log) as pool:
-        assert (await pool.score(prompt("1/2"), [r"\boxed{0.5}", "0.4"])).tolist() == [1.0, 0.0]
+        assert (await pool.score(prompt("1/2"), [r"\boxed{0.5}", "0.4"])).rewards.tolist() == [1.0, 0.0]
         with pytest.raises(ScoringFailed, match="timeout after 3 s"):
             await pool.score(prompt("1/2"), [r"\boxed{9^{9^{9^9}}}"])
-        assert (await pool.score(prompt("1/2"), ["2/4"])).tolist() == [1.0]
+        assert (await pool.score(prompt("1/2"), ["2/4"])).rewards.tolist() == [1.0]
     assert log.read_text() == ""
 
 
@@ -321,7 +323,7 @@ async def test_one_groups_endless_call_does_not_hold_up_the_others(user_file: Pa
         endless = asyncio.create_task(pool.score(prompt(), ["loop"]))
         others = await asyncio.gather(*(pool.score(prompt(), ["fine"]) for _ in range(20)))
         assert not endless.done()
-        assert np.concatenate(others).tolist() == [1.0] * 20
+        assert [scores.rewards.tolist() for scores in others] == [[1.0]] * 20
         endless.cancel()
         with pytest.raises(asyncio.CancelledError):
             await endless
@@ -330,7 +332,7 @@ async def test_one_groups_endless_call_does_not_hold_up_the_others(user_file: Pa
 async def test_what_workers_print_goes_to_the_log_only(user_file: Path, tmp_path: Path, capfd) -> None:
     log = tmp_path / "reward.log"
     async with pool_of(f"{user_file}:talks", log_path=log) as pool:
-        assert (await pool.score(prompt(), ["a", "b"])).tolist() == [1.0, 1.0]
+        assert (await pool.score(prompt(), ["a", "b"])).rewards.tolist() == [1.0, 1.0]
     assert log.stat().st_size > 6_000_000
     assert b"straight to the descriptor" in log.read_bytes()
     assert capfd.readouterr() == ("", "")
@@ -358,16 +360,16 @@ async def test_closing_leaves_no_process_and_fails_what_is_still_awaited(user_fi
 
 async def test_a_killed_idle_worker_is_replaced(user_file: Path) -> None:
     async with pool_of(f"{user_file}:pids") as pool:
-        before = int((await pool.score(prompt(), ["a"]))[0])
+        before = int((await pool.score(prompt(), ["a"])).rewards[0])
         with ended(before):
             os.kill(before, signal.SIGKILL)
-        rewards = None
+        scores = None
         for _ in range(5):  # the pool may lose a try while it finds out
             with contextlib.suppress(ScoringFailed):
-                rewards = await pool.score(prompt(), ["a"])
+                scores = await pool.score(prompt(), ["a"])
                 break
-        assert rewards is not None
-        assert int(rewards[0]) != before
+        assert scores is not None
+        assert int(scores.rewards[0]) != before
 
 
 @pytest.mark.parametrize(
@@ -409,7 +411,7 @@ async def test_a_function_for_trl_gets_messages_where_the_row_has_them(tmp_path:
     )
     chat = replace(prompt(), messages=[{"role": "user", "content": "echo"}])
     async with pool_of(f"{tmp_path}/mine.py:score") as pool:
-        assert (await pool.score(chat, ["echo", "question"])).tolist() == [1.0, 0.0]
+        assert (await pool.score(chat, ["echo", "question"])).rewards.tolist() == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(

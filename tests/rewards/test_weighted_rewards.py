@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -66,17 +67,18 @@ def test_the_reward_is_the_weighted_sum_and_the_parts_are_known(mine: str) -> No
     score = scorer(part("math_verify"), part("format", 0.5), part(f"{mine}:length", -0.01, scale=2.0))(REQUEST)
     lengths = [2.0 * len(text) for text in REQUEST.responses]
     assert score.parts == {"math_verify": [1.0, 1.0, 0.0], "format": [0.0, 1.0, 0.0], "length": lengths}
-    assert score.rewards == pytest.approx([1.0 - 0.02, 1.5 - 0.01 * lengths[1], -0.08], rel=1e-12)
+    assert score.rewards.dtype == np.float32
+    assert score.rewards == pytest.approx([1.0 - 0.02, 1.5 - 0.01 * lengths[1], -0.08], rel=1e-7)
 
 
 def test_a_single_reward_is_its_own_sum(mine: str) -> None:
     score = scorer(part(f"{mine}:length"))(REQUEST)
-    assert score.rewards == score.parts["length"] == [1.0, 33.0, 4.0]
+    assert score.rewards.tolist() == score.parts["length"] == [1.0, 33.0, 4.0]
 
 
 def test_what_does_not_apply_is_left_out_of_the_sum(mine: str) -> None:
     score = scorer(part(f"{mine}:math_only"), part(f"{mine}:code_only", 2.0))(REQUEST)
-    assert score.rewards == [1.0, 1.0, 0.0]
+    assert score.rewards.tolist() == [1.0, 1.0, 0.0]
     assert score.parts["code_only"] == [None, None, None]
 
 
@@ -87,7 +89,7 @@ def test_a_response_that_no_reward_applies_to_cannot_be_scored(mine: str) -> Non
 
 @given(st.lists(st.tuples(st.floats(-1e3, 1e3), st.booleans(), st.booleans()), min_size=1, max_size=5))
 def test_sums_are_those_of_a_scalar_loop(parts: list[tuple[float, bool, bool]]) -> None:
-    """Patterns that match the first response, the second, both or none, with any weights."""
+    """Patterns that match the first response, the second, both or none, with any weights. The sum is rounded once."""
     responses = ["a", "b"]
     spec = [
         RewardPart("regex", f"part {i}", weight, {"pattern": f"[{'a' * first}{'b' * second}z]", "group": 0})
@@ -98,7 +100,7 @@ def test_sums_are_those_of_a_scalar_loop(parts: list[tuple[float, bool, bool]]) 
         got = make_scorer(RewardSpec(tuple(spec), timeout_s=10))(ScoreRequest("", responses, response, "", {}))
         rewards.append(got.rewards[k])
     for k in range(2):
-        assert rewards[k] == pytest.approx(math.fsum(one[0] for one in parts if one[1 + k]), rel=1e-12, abs=1e-9)
+        assert rewards[k] == pytest.approx(math.fsum(one[0] for one in parts if one[1 + k]), rel=1e-7, abs=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -175,19 +177,20 @@ def test_a_sum_with_a_file_is_known_to_have_one(order: int) -> None:
 def test_the_answers_column_is_handed_to_functions_by_name() -> None:
     assert RewardSpec.of(configured("data.answer_key=solution")).answer_keys == ("solution",)
     assert RewardSpec.of(configured("data.answer_key=reward_model.ground_truth")).answer_keys == ()
+    assert RewardSpec.of(configured("data.answer_key=auto")).answer_keys == ()
 
 
 def test_a_configuration_with_several_functions_loads_back(tmp_path: Path) -> None:
     config = configured(TWO)
-    (tmp_path / "dumped.yaml").write_text(dump(config))
+    text = dump(config)
+    (tmp_path / "dumped.yaml").write_text(text)
     assert load(tmp_path / "dumped.yaml").config == config
+    assert "exact_match" not in text
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ((TWO, "reward.function=regex"), "reward.functions replaces reward.function and reward.params, but both are"),
-        ((TWO, "reward.params={a: 1}"), "reward.functions replaces reward.function and reward.params, but both are"),
         (("reward.functions=[{function: format}, {function: format}]",), "format is the name of more than one"),
         (("reward.functions=[{function: task}]",), "reward.function=task is data.task's verifier"),
         (("reward.functions=[]",), "reward.functions: got [] (on the command line), expected at least 1 value"),

@@ -95,7 +95,7 @@ def test_groups_are_scored_in_order_by_so_many_workers() -> None:
 def filtered(seed: int, share: float, groups: int) -> list[bool]:
     async def main() -> list[bool]:
         reward = SimulatedReward(RewardProfile(filtered=share), seed)
-        scores = [await reward.score(prompt, [""] * 4) for prompt in given(SimulatedSource(by_row), groups)]
+        scores = [(await reward.score(prompt, [""] * 4)).rewards for prompt in given(SimulatedSource(by_row), groups)]
         assert all(score.shape == (4,) and score.dtype == np.float32 for score in scores)
         return [not has_variance(score) for score in scores]
 
@@ -112,7 +112,7 @@ def test_what_is_known_of_a_group_decides_instead_of_the_share() -> None:
     async def main() -> list[bool]:
         reward = SimulatedReward(RewardProfile(filtered=0.5), seed=0)
         source = SimulatedSource(by_row, filtered=lambda id, number: number % 3 == 0)
-        return [has_variance(await reward.score(prompt, [""] * 4)) for prompt in given(source, 9)]
+        return [has_variance((await reward.score(prompt, [""] * 4)).rewards) for prompt in given(source, 9)]
 
     assert run_virtual(main()) == [False, True, True] * 3
 
@@ -126,7 +126,7 @@ def test_which_groups_are_filtered_depends_on_the_seed_and_a_further_attempt_is_
         prompt = given(source, 1)[0]
         outcomes = set()
         for _ in range(20):
-            outcomes.add(has_variance(await reward.score(prompt, ["", ""])))
+            outcomes.add(has_variance((await reward.score(prompt, ["", ""])).rewards))
             prompt = source.again(prompt)
         return outcomes
 

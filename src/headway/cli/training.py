@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from headway.config.loading import LoadedConfig
     from headway.config.schema import Config
 
+OptionalConfig = Annotated[
+    Path | None, typer.Argument(metavar="CONFIG", help="YAML file of settings, like recipes/demo.yaml.")
+]
+Resume = Annotated[
+    Path | None,
+    typer.Option("--resume", metavar="RUN", help="Go on with the run in this directory, from its newest checkpoint."),
+]
 ConfigFile = Annotated[Path, typer.Argument(help="YAML file of settings, like recipes/demo.yaml.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="a.b=c", help="Settings that replace the file's, like rollout.n=4.")
@@ -25,19 +32,60 @@ DryRun = Annotated[
 ]
 
 
-def train(config: ConfigFile, overrides: Overrides = None, dry_run: DryRun = False, debug: Debug = False) -> None:
-    """Train a model."""
+def train(
+    config: OptionalConfig = None,
+    overrides: Overrides = None,
+    resume: Resume = None,
+    dry_run: DryRun = False,
+    debug: Debug = False,
+) -> None:
+    """Train a model, or go on with a run that ended early: CONFIG [a.b=c …], or --resume RUN [a.b=c …]."""
     with errors_as_messages(debug):
-        loaded = load_checked(config, overrides or [])
-        if dry_run:
-            from headway.preflight import check_inputs
+        if resume is not None:
+            given = [] if config is None else [str(config)]
+            _resume(resume, [*given, *(overrides or [])], dry_run)
+        elif config is None:
+            raise ConfigError("expected CONFIG, a YAML file like recipes/demo.yaml, or --resume RUN")
+        else:
+            _train(config, overrides or [], dry_run)
 
-            print_resolved(loaded)
-            check_inputs(loaded.config)
-            return
-        from headway.app import train as run
 
-        raise typer.Exit(run(loaded))
+def _train(config: Path, overrides: list[str], dry_run: bool) -> None:
+    loaded = load_checked(config, overrides)
+    if dry_run:
+        _dry_run(loaded)
+        return
+    from headway.app import train as run
+
+    raise typer.Exit(run(loaded))
+
+
+def _resume(run: Path, overrides: list[str], dry_run: bool) -> None:
+    from headway.config.doctor import diagnose
+    from headway.config.layers import read_overrides
+    from headway.config.loading import load
+    from headway.reports.run_directory import RunDirectory
+
+    if files := [override for override in overrides if "=" not in override]:
+        raise ConfigError(f"--resume RUN takes the settings that RUN was begun with; drop {files[0]}, or give a.b=c")
+    directory = RunDirectory.existing(run)
+    # The run wrote its file itself: what has no effect any more by a change is no mistake of the user's.
+    loaded = load(directory.config, overrides)
+    loaded = replace(loaded, user_keys=frozenset(read_overrides(overrides).values))
+    loaded = replace(loaded, notes=diagnose(loaded))
+    if dry_run:
+        _dry_run(loaded)
+        return
+    from headway.app import resume
+
+    raise typer.Exit(resume(run, load(directory.config).config, loaded))
+
+
+def _dry_run(loaded: LoadedConfig) -> None:
+    from headway.preflight import check_inputs
+
+    print_resolved(loaded)
+    check_inputs(loaded.config)
 
 
 def doctor(config: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
@@ -98,16 +146,26 @@ def summary(config: Config) -> dict[str, str]:
     lines = {
         "mode": config.mode,
         "model": config.model.path or f"made here ({config.model.make.architecture if config.model.make else ''})",
-        "data": config.data.train or (config.data.task.name if config.data.task else ""),
+        "data": config.data.label,
         "B": f"{b} groups per version: fetches {settings.trigger_parameter_sync_step} × "
         f"mini-batches {settings.require_batches} × groups {config.actor.ppo_mini_batch_size}",
         "η": f"{float(eta):g}: at most {admission_limit(0, eta, b)} groups admitted and not trained",
         "lag": "no bound (order ready)" if bound is None else f"at most {bound} versions",
         "length": f"{config.data.epochs} epochs" if total is None else f"{total} groups = {total // b} versions",
+        "saves": checkpoints(config),
         "backend": config.cluster.backend,
     }
     roles = {role: f"{len(on)} × ({device_range(on)})" for role, on in placement.devices.items()}
     return lines | roles | ({"idle": device_range(placement.idle)} if placement.idle else {})
+
+
+def checkpoints(config: Config) -> str:
+    """How often, and how many are kept."""
+    freq, keep = config.trainer.save_freq, config.trainer.max_actor_ckpt_to_keep
+    if freq < 0:
+        return "at the end: before that, a run that is killed cannot be resumed (trainer.save_freq)"
+    often = "every version" if freq == 1 else f"every {freq} versions"
+    return often if keep is None else f"{often}, the newest {keep} are kept"
 
 
 def device_range(devices: tuple[int, ...]) -> str:

@@ -45,6 +45,7 @@ FIXED: Mapping[str, Fixed] = {
 RENAMED: Mapping[str, str] = {
     "custom_reward_function.path": "reward.function",
     "custom_reward_function.name": "reward.function",
+    "custom_reward_function.reward_kwargs": "reward.params",
     "data.train_files": "data.train",
     "data.val_files": "data.val",
     "trainer.default_local_dir": "run.dir",

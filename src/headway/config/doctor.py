@@ -11,7 +11,7 @@ from headway.config.idle import without_effect
 from headway.config.loading import LoadedConfig, mode_config
 from headway.config.placement import ACTOR, LOGP, resolve_placement
 from headway.config.presets import preset
-from headway.config.schema import Config, Order, RewardConfig
+from headway.config.schema import Config, Order
 from headway.config.transports import TRANSPORTS, transport_of
 from headway.errors import ConfigError
 from headway.user_code import names_a_file
@@ -85,11 +85,6 @@ def _data(config: Config) -> Iterator[str]:
 
 def _reward(config: Config) -> Iterator[str]:
     reward, data = config.reward, config.data
-    if reward.functions is not None and (reward.function != RewardConfig().function or reward.params):
-        yield (
-            "reward.functions replaces reward.function and reward.params, but both are given; drop those two "
-            f"(the default is reward.function={RewardConfig().function}), or set reward.functions=null"
-        )
     labels = [one.label for one in reward.all]
     if twice := sorted({label for label in labels if labels.count(label) > 1}):
         yield f"reward.functions: {', '.join(twice)} is the name of more than one; give them names of their own"

@@ -69,6 +69,9 @@ def _engine(config: Config) -> Iterator[Idle]:
 
 
 def _reward(config: Config) -> Iterator[Idle]:
+    if config.reward.functions is not None:
+        for key in ("function", "params"):
+            yield f"reward.{key}", "reward.functions is given"
     if not config.reward.overlong_buffer.enable:
         for key in ("len", "penalty_factor"):
             yield f"reward.overlong_buffer.{key}", "reward.overlong_buffer.enable is off"

@@ -96,7 +96,7 @@ def _flat_values(config: Config) -> dict[str, Any]:
 
 
 def _replace_whole_choices(layers: Sequence[Layer]) -> tuple[list[Layer], list[str]]:
-    """Where a later layer brings its own model, data or task, what earlier layers say about theirs is dropped."""
+    """Where a later layer brings its own model, data, task or reward, what earlier ones say of theirs is dropped."""
     kept: list[Layer] = []
     notes: list[str] = []
     for layer in layers:
@@ -105,10 +105,14 @@ def _replace_whole_choices(layers: Sequence[Layer]) -> tuple[list[Layer], list[s
         if layer.gives("data.train"):
             kept = _replace(kept, layer, "data.train", "data.task")
             kept, lost = _drop_task_reward(kept)
-            if lost and not any(later.gives("reward.function") for later in layers[len(kept) :]):
+            if lost and not any(later.gives("reward.function", "reward.functions") for later in layers[len(kept) :]):
                 notes.append("reward.function is exact_match: data.train replaced the task whose verifier it was")
         if layer.gives("data.task.name"):
             kept = _drop_other_task(kept, layer.values["data.task.name"])
+        if layer.gives("reward.functions"):
+            kept = _replace(kept, layer, "reward.functions", "reward.function", "reward.params")
+        elif layer.gives("reward.function"):
+            kept = _drop_other_reward(kept, layer.values["reward.function"])
         kept.append(layer)
     return kept, notes
 
@@ -140,6 +144,13 @@ def _drop_other_task(layers: Sequence[Layer], name: str) -> list[Layer]:
         Layer(layer.origin, {**layer.without(*sections).values, **{s: {} for s in sections if layer.gives(s)}})
         for layer in layers
     ]
+
+
+def _drop_other_reward(layers: Sequence[Layer], function: str) -> list[Layer]:
+    """The layers less several functions, and less the parameters, unless they were written for this ``function``."""
+    before = [layer.values["reward.function"] for layer in layers if layer.gives("reward.function")]
+    dropped = ["reward.functions"] if before[-1:] == [function] else ["reward.functions", "reward.params"]
+    return [layer.without(*dropped) for layer in layers]
 
 
 def _origins(layers: Sequence[Layer]) -> dict[str, str]:

@@ -141,8 +141,8 @@ def _suggest(key: str, root: type[Section]) -> str:
     """What was probably meant: a renamed key, the same name in other sections, or else the most similar spelling."""
     keys = list(dict.fromkeys(known_keys(root)))
     plain = re.sub(r"\[\d+\]", "", key)
-    if RENAMED.get(plain) in keys:
-        return f"; did you mean {RENAMED[plain]}?"
+    if old := next((old for old, new in RENAMED.items() if lies_in(plain, old) and new in keys), None):
+        return f"; did you mean {RENAMED[old]}{plain.removeprefix(old)}?"
     same_name = [known for known in keys if _name(known) == _name(plain)]
     misspelt_section = difflib.get_close_matches(plain, same_name, n=1, cutoff=NEARLY_EQUAL)
     if candidates := misspelt_section or same_name or _similar(plain, keys):

@@ -39,7 +39,7 @@ class Rows:
     def columns(self) -> tuple[str, ...]:
         """Names of further columns that each training source has, by its first row: what a reward may ask for."""
         first = accumulate((part.rows for part in self.parts[:-1]), initial=0)
-        found = [self.train[i].extra for i in first]
+        found = [self.train[i].extra for i, part in zip(first, self.parts, strict=True) if part.rows]
         return tuple(name for name in found[0] if all(name in extra for extra in found))
 
 

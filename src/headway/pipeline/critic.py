@@ -9,8 +9,9 @@ from does not depend on who was faster.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from headway.data.types import Group, Sample
 from headway.events import CriticStepped, Emit
@@ -91,6 +92,16 @@ class Critic:
     def _samples(self, groups: Sequence[Group]) -> list[Sample]:
         mask = self._mask_cut_off
         return [sample for group in groups for sample in group.samples((VALUES, RETURNS), mask_cut_off=mask)]
+
+    def state(self) -> dict[str, Any]:
+        """For the checkpoint, once it was trained on all that the trainer was."""
+        return {"steps": self._steps, "skipped_in_row": self._skipped.state()}
+
+    def restore(self, state: Mapping[str, Any], fetches: int) -> None:
+        """Go on after ``fetches``, on all of which it was trained."""
+        self._steps = state["steps"]
+        self._skipped.restore(state["skipped_in_row"])
+        self._handed = self._trained = fetches
 
     async def save(self, path: Path) -> None:
         """A checkpoint, once it was trained on all that the trainer was."""

@@ -74,13 +74,23 @@ class Fetches:
         self._fill_first = fill_first
         self._ended = False
 
+    @property
+    def taken(self) -> int:
+        """Fetches; for the checkpoint."""
+        return self._count
+
+    def restore(self, taken: int) -> None:
+        """Go on counting after so many. The queue is empty, and filled first where it was at the start."""
+        self._count = taken
+
     async def get(self) -> Fetch | None:
         state = self._state
         await state.changed.until(lambda: not state.took_version)
         if self._ended or not state.trains_more:
             return None
-        if self._fill_first and self._count == 0:
+        if self._fill_first:
             await state.queue.until_full()
+            self._fill_first = False
         groups = await state.take(self._size)
         if not state.trains_more:
             return None  # a stop was asked for meanwhile, and this fetch abandoned

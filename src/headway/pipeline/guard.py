@@ -9,8 +9,9 @@ has all the weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from headway.events import GuardActed, Note
 from headway.interfaces import StepReport
@@ -45,6 +46,16 @@ class Guard:
         """Of the last step that was looked at …"""
         self._was_low = False
         """… and whether it has had a low one."""
+
+    def state(self) -> dict[str, Any]:
+        """For the checkpoint. By how much less than η is admitted is `RunState`'s."""
+        return {"clip_scale": self.clip_scale, "version": self._version, "was_low": self._was_low}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """What it warned of, or stopped for, is told anew."""
+        if self._settings.action == "tighten":
+            self.clip_scale = state["clip_scale"]
+        self._version, self._was_low = state["version"], state["was_low"]
 
     def look(self, report: StepReport, version: int) -> None:
         """Act on one optimizer step of the trainer's ``version``."""

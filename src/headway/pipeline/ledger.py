@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
@@ -41,6 +42,11 @@ class Ledger:
     def prompt(self, number: int) -> Prompt:
         return self._open[number]
 
+    @property
+    def open_prompts(self) -> list[Prompt]:
+        """By number of their groups."""
+        return [prompt for _, prompt in sorted(self._open.items())]
+
     def settle(self, number: int, fate: Fate, reason: str | None = None) -> None:
         """Raises `LedgerImbalance` if the group was never admitted or already met a fate."""
         if self._open.pop(number, None) is None:
@@ -68,5 +74,13 @@ class Ledger:
         return {
             "admitted": self.admitted,
             "fates": {fate.value: count for fate, count in sorted(self._fates.items())},
+            "reasons": self.reasons(),
             "open": [[n, p.epoch, p.row, p.attempt] for n, p in sorted(self._open.items())],
         }
+
+    def restore(self, state: Mapping[str, Any], open_prompts: Mapping[int, Prompt]) -> None:
+        """Go on from what `state` gave. ``open_prompts``: by number, the prompts of the groups that were open then."""
+        self.admitted = state["admitted"]
+        self._fates = Counter({Fate(fate): count for fate, count in state["fates"].items()})
+        self._reasons = Counter(state["reasons"])
+        self._open = dict(open_prompts)

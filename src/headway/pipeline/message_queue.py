@@ -43,6 +43,11 @@ class MessageQueue:
     def __contains__(self, number: int) -> bool:
         return number in self._finished
 
+    def restore(self, admitted: int, taken: int) -> None:
+        """Go on empty, after so many groups were admitted and taken; none of them is live."""
+        self._admitted = self._head = admitted
+        self._taken = taken
+
     def expect(self, number: int, version: int) -> None:
         """The group was admitted, while ``version`` was the oldest one served."""
         self._live[number] = version

@@ -13,6 +13,13 @@ class SkippedSteps:
         self._limit = limit
         self._in_row = 0
 
+    def state(self) -> int:
+        """For the checkpoint."""
+        return self._in_row
+
+    def restore(self, state: int) -> None:
+        self._in_row = state
+
     def count(self, report: StepReport) -> None:
         """Raises `NonFinite` when this was one too many."""
         self._in_row = self._in_row + 1 if report.skipped else 0

@@ -21,10 +21,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from headway.config.algorithm import GROUP_RELATIVE
 from headway.config.schema import Config
 from headway.data.types import Group
 from headway.errors import UpdateFailed, WorkerDied
-from headway.events import CheckpointSaved, Emit, Observer, RunFinished, RunStarted, fan_out
+from headway.events import CheckpointSaved, Emit, Observer, RunFinished, RunStarted, VersionReached, fan_out
 from headway.interfaces import (
     FinishedGroup,
     OnUpdate,
@@ -34,6 +35,7 @@ from headway.interfaces import (
 from headway.pipeline.channel import Channel
 from headway.pipeline.concurrently import Tasks, concurrently, failing_as_one
 from headway.pipeline.critic import Critic
+from headway.pipeline.equal_rewards import VERSIONS, EqualRewards
 from headway.pipeline.fetches import Fetch, Fetches, FetchSource
 from headway.pipeline.fleet import Fleet
 from headway.pipeline.guard import Guard, GuardSettings
@@ -44,7 +46,9 @@ from headway.pipeline.monitor import Monitor
 from headway.pipeline.on_update import Halts
 from headway.pipeline.parts import Parts
 from headway.pipeline.preparation import Preparation
+from headway.pipeline.prompts import Prompts
 from headway.pipeline.receiver import Gone, Replica
+from headway.pipeline.resume import DriverState, Taken
 from headway.pipeline.router import Router
 from headway.pipeline.stage import Stage
 from headway.pipeline.stages.actor_train import ActorTrain, TrainSettings, Update
@@ -72,8 +76,17 @@ class Status(StrEnum):
 class Pipeline:
     """Built once, run once."""
 
-    def __init__(self, config: Config, parts: Parts, observers: Sequence[Observer], checkpoints: Path) -> None:
+    def __init__(
+        self,
+        config: Config,
+        parts: Parts,
+        observers: Sequence[Observer],
+        checkpoints: Path,
+        resume_from: Taken | None = None,
+    ) -> None:
+        """``resume_from``: the driver's state of the checkpoint that the trainer, and the critic, have loaded."""
         self.config = config
+        self._resume_from = resume_from
         self._parts = parts
         self._checkpoints = checkpoints
         self._emit: Emit
@@ -110,6 +123,12 @@ class Pipeline:
         """Why the run stopped itself; None where it did not."""
         self._saved_version: int | None = None
         self._critic = self._make_critic()
+        self._prompts = Prompts(parts.source)
+        guard = config.offpolicy.guard
+        self._guard = Guard(GuardSettings(guard.min_ess, guard.action), self._state, self.request_stop)
+        self._fetches = Fetches(self._state, config.groups_per_fetch, fill_first=settings.fill_queue)
+        self._boundary: Taken
+        """The driver's state at the last version boundary."""
         self._wire()
 
     @property
@@ -123,6 +142,7 @@ class Pipeline:
         """
         self._emit_started()
         try:
+            self._begin()
             await self._run_stages()
         except (asyncio.CancelledError, KeyboardInterrupt):
             self._emit_finished(Status.INTERRUPTED, "left at once")
@@ -168,7 +188,7 @@ class Pipeline:
 
         self._loader = PromptLoader(
             state,
-            parts.source,
+            self._prompts,
             waves,
             admission=config.async_training.admission,
             n=n,
@@ -178,28 +198,45 @@ class Pipeline:
         fleet, halts = self._fleet, Halts(state, self._fleet, OnUpdate(config.async_training.on_update))
         generate = Generate(state, waves, finished, fleet, halts, self._router)
         fleet.on_change, halts.gate = halts.fleet_changed, generate.gate
+        equal = None
+        if parts.group_filter is None:
+            within_groups = config.algorithm.adv_estimator in GROUP_RELATIVE
+            equal = EqualRewards(VERSIONS * config.groups_per_version, within_groups=within_groups)
         self._upstream: list[Stage[Any, Any]] = [
             self._loader,
             generate,
             Rollout(state, finished, unrewarded, n=n, baselines=parts.greedy_baseline),
-            Reward(state, unrewarded, rewarded, parts.reward, parts.group_filter, parts.shaping, n=n),
+            Reward(state, unrewarded, rewarded, parts.reward, parts.group_filter, parts.shaping, n=n, equal=equal),
         ]
         if parts.reference is not None and isinstance(rewarded, Channel):
             self._upstream.append(RefLogProb(state, rewarded, state.queue, parts.reference))
+        *before_actor, actor = self._training(updates, halts)
+        update = ParamUpdate(
+            state,
+            updates,
+            self._validations,
+            parts.trainer,
+            fleet,
+            halts,
+            overlapped=config.param_update.schedule == "overlapped",
+            test_freq=config.rollout.test_freq if parts.validation else -1,
+            timeout_s=config.param_update.timeout_s,
+            probe_tolerance=parts.probe_tolerance,
+        )
+        self._driver = DriverState(
+            state,
+            self._prompts,
+            self._fetches,
+            actor,
+            self._guard,
+            lowers_eta=config.offpolicy.guard.action == "lower_eta",
+            update=update,
+            critic=self._critic,
+        )
         self._downstream: list[Stage[Any, Any]] = [
-            *self._training(updates, halts),
-            ParamUpdate(
-                state,
-                updates,
-                self._validations,
-                parts.trainer,
-                fleet,
-                halts,
-                overlapped=config.param_update.schedule == "overlapped",
-                test_freq=config.rollout.test_freq if parts.validation else -1,
-                timeout_s=config.param_update.timeout_s,
-                probe_tolerance=parts.probe_tolerance,
-            ),
+            *before_actor,
+            actor,
+            update,
             Validate(
                 state,
                 self._validations,
@@ -211,11 +248,11 @@ class Pipeline:
             ),
         ]
 
-    def _training(self, updates: Channel[Update], halts: Halts) -> list[Stage[Any, Any]]:
-        """ActorTrain, and what stands between it and the queue, or beside it, with ranks of its own."""
+    def _training(self, updates: Channel[Update], halts: Halts) -> tuple[*tuple[Stage[Any, Any], ...], ActorTrain]:
+        """What stands between the queue and ActorTrain, or beside it, with ranks of its own; and ActorTrain."""
         config, parts, state, fleet = self.config, self._parts, self._state, self._fleet
         settings = self._train_settings()
-        source: FetchSource = Fetches(state, settings.fetch_size, fill_first=config.async_training.fill_queue)
+        source: FetchSource = self._fetches
         follows = "groups from the message queue"
         stages: list[Stage[Any, Any]] = []
         if parts.proximal is not None and not parts.proximal_inside_fetch:
@@ -232,7 +269,6 @@ class Pipeline:
             proximal=parts.proximal if parts.proximal_inside_fetch else None,
             critic=critic if parts.critic_inside_fetch else None,
         )
-        guard = config.offpolicy.guard
         shared = config.placement.kind == "shared"
         actor = ActorTrain(
             state,
@@ -243,13 +279,14 @@ class Pipeline:
             settings,
             lease=SharedDevices(state, fleet, halts) if shared else OwnDevices(),
             fleet=fleet,
-            guard=Guard(GuardSettings(guard.min_ess, guard.action), state, self.request_stop),
+            guard=self._guard,
+            reached=self._reached,
             checkpoint=self._checkpoint,
             critic=critic,
             to_critic=to_critic,
             follows=follows,
         )
-        return [*stages, actor]
+        return (*stages, actor)
 
     def _make_critic(self) -> Critic | None:
         if self._parts.critic is None:
@@ -298,8 +335,17 @@ class Pipeline:
 
     # ------------------------------------------------------------------------------------------ running
 
+    def _begin(self) -> None:
+        """At version 0's boundary, or at the checkpoint's: that is told already, and saved as it was."""
+        if self._resume_from is None:
+            self._reached(0)
+        else:
+            self._driver.restore(self._resume_from)
+            self._saved_version = self._state.version
+
     async def _run_stages(self) -> None:
-        await self._validate_first_version()
+        if self._state.version == 0:  # later ones are validated when replicas have them
+            await self._validate_first_version()
         await failing_as_one(self._run_to_the_end)
 
     async def _run_to_the_end(self, tasks: Tasks) -> None:
@@ -335,25 +381,22 @@ class Pipeline:
             self._state.validation(replica.name, running=True)
             await self._validations.send(Validation(self._state.version, replica))
 
+    def _reached(self, version: int) -> None:
+        """A version boundary. What a checkpoint of ``version`` will hold of the driver is what holds now."""
+        self._state.check_balance()
+        self._boundary = self._driver.take()
+        self._emit(VersionReached(time=now(), version=version, groups=self._state.ledger.counts()))
+
     async def _checkpoint(self, version: int) -> None:
-        """Save everything that a resumed run needs. The driver's part is taken before the first wait."""
+        """Save all that a resumed run needs: the last boundary, and models that were not trained since."""
         self._state.check_balance()
         if self._saved_version == version:
             return
         path = self._checkpoints / f"version_{version}"
-        started = now()
-        driver_state = {
-            "version": version,
-            "consumed": self._state.consumed,
-            "admitted": self._state.staleness.admitted,
-            "discarded": self._state.staleness.discarded,
-            "ledger": self._state.ledger.state(),
-            "again": [[p.epoch, p.row, p.attempt] for p in self._state.waiting_again],
-            "source": self._parts.source.state(),
-        }
+        started, taken = now(), self._boundary
         if self._critic is not None:  # first: a checkpoint whose own folder is there is complete
             await self._critic.save(self._checkpoints / "critic" / path.name)
-        await self._parts.trainer.save(path, driver_state)
+        await self._parts.trainer.save(path, self._driver.with_critic(taken))
         self._saved_version = version
         self._emit(CheckpointSaved(time=now(), version=version, path=str(path), span=(started, now())))
 

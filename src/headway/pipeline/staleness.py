@@ -53,6 +53,8 @@ class Staleness:
     """Groups older than ``max_lag`` are dropped; else the fetch waits for those that would become so."""
     admitted: int = 0
     discarded: int = 0
+    starts_at: int = 0
+    """Nothing is admitted before every serving replica has loaded this version: that of a resumed run's checkpoint."""
     eta_now: Fraction = field(init=False)
     """What is admitted by: η, or less (`lower`). The bound on lag stays that of η: groups were admitted by it."""
     served_version: int = field(init=False)
@@ -93,6 +95,8 @@ class Staleness:
     @property
     def room(self) -> int:
         """How many groups the inequality and the run's total allow right now."""
+        if self.served_version < self.starts_at:
+            return 0
         limit = self.limit if self.total is None else min(self.limit, self.total)
         return max(0, limit - (self.admitted - self.discarded))
 
@@ -110,6 +114,11 @@ class Staleness:
     def recover(self) -> bool:
         """Undo one `lower`. False: nothing is lowered."""
         return self._admit_by(min(self.eta, max(2 * self.eta_now, Fraction(1, self.groups_per_version))))
+
+    def restore(self, *, version: int, admitted: int, discarded: int, eta_now: Fraction) -> None:
+        """Go on at a checkpoint of ``version``: by the same counters, and by no more than η as it is configured now."""
+        self.starts_at, self.admitted, self.discarded = version, admitted, discarded
+        self._admit_by(min(self.eta, eta_now))
 
     def _admit_by(self, eta: Fraction) -> bool:
         changed = eta != self.eta_now

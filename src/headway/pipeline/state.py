@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from math import ceil
+from typing import Any
 
 from headway.data.types import Group, Prompt
 from headway.errors import LedgerImbalance, NothingToTrain
@@ -77,6 +80,42 @@ class RunState:
         staleness = self.staleness
         return staleness.total is not None and staleness.admitted - staleness.discarded >= staleness.total
 
+    def state(self) -> dict[str, Any]:
+        """For the checkpoint, at a version boundary: no group is in a fetch."""
+        return {
+            "version": self.version,
+            "consumed": self.consumed,
+            "data_ended": self.data_ended,
+            "admitted": self.staleness.admitted,
+            "discarded": self.staleness.discarded,
+            "eta_now": str(self.staleness.eta_now),
+            "ledger": self.ledger.state(),
+            "again": [[p.epoch, p.row, p.attempt] for p in self.waiting_again],
+        }
+
+    def restore(
+        self, state: Mapping[str, Any], *, open_prompts: Sequence[Prompt], again: Sequence[Prompt], eta_now: Fraction
+    ) -> None:
+        """Go on at the boundary where `state` was taken.
+
+        What was under way is lost: groups that were open then are ``dropped(resume)``, and their prompts, in order,
+        come back behind those (``again``) that were waiting already.
+        """
+        numbers = [number for number, *_ in state["ledger"]["open"]]
+        self.consumed, self.data_ended = state["consumed"], state["data_ended"]
+        self.ledger.restore(state["ledger"], dict(zip(numbers, open_prompts, strict=True)))
+        self.staleness.restore(
+            version=state["version"],
+            admitted=state["admitted"],
+            discarded=state["discarded"] + len(numbers),
+            eta_now=eta_now,
+        )
+        self.queue.restore(admitted=state["admitted"], taken=self.consumed)
+        self.waiting_again.extend([*again, *open_prompts])
+        for number in numbers:
+            self._settle(number, Fate.DROPPED, "resume")
+        self.check_balance()
+
     def admit(self, prompt: Prompt) -> int:
         """Charge a group against the inequality; returns its number."""
         number = self.ledger.admit(prompt)
@@ -95,6 +134,7 @@ class RunState:
                 admitted=self.staleness.admitted,
                 discarded=self.staleness.discarded,
                 limit=limit,
+                source=prompt.source,
             )
         )
         return number

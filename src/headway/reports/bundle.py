@@ -2,25 +2,29 @@
 
 emit ─▶ events.jsonl ─▶ RunMetrics ──rows──▶ metrics.jsonl, TensorBoard, the console's view
                            └─ summary() ──▶ summary.json
+
+A run that is resumed goes on in its files. What is undone of its record leaves ``metrics.jsonl`` and TensorBoard, which
+are made from what survives, and its clock stands still between the boundary that it goes back to and its new start.
 """
 
 from __future__ import annotations
 
 import threading
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from headway.config.schema import Config
-from headway.events import Event, Observer
+from headway.events import Event, Observer, RunResumed, RunStarted
 from headway.reports.console_view import ConsoleView, Outcome, report_end
-from headway.reports.events_file import EventsFile, JsonLines
+from headway.reports.events_file import EventsFile, JsonLines, cut_off_half_line, look_through, read_events
 from headway.reports.live import LiveView
 from headway.reports.metrics import RowSink, RunMetrics
 from headway.reports.plain import PlainView
-from headway.reports.run_directory import RunDirectory
+from headway.reports.run_directory import RunDirectory, RunLock
 from headway.reports.snapshot import SnapshotTaker
 from headway.reports.summary import summary
 from headway.reports.tensorboard import TensorBoardFile
@@ -41,6 +45,19 @@ class MetricsFile:
         self._lines.close()
 
 
+@dataclass(slots=True)
+class RunClock:
+    """Of a resumed run: its start is at ``boundary``, and what happens on the way there at that very instant."""
+
+    boundary: float
+    _ahead: float | None = None
+
+    def read(self, event: Event) -> Event:
+        if isinstance(event, RunStarted):
+            self._ahead = self.boundary - event.time
+        return event.later(self.boundary - event.time if self._ahead is None else self._ahead)
+
+
 class Reports:
     """An observer that feeds every report. Methods may be called from any thread; close once, whatever happened."""
 
@@ -53,6 +70,8 @@ class Reports:
         observers: list[Observer],
         sinks: list[RowSink],
         lock: Lock,
+        run_lock: RunLock,
+        clock: RunClock | None = None,
     ) -> None:
         self.directory = directory
         self._console = console
@@ -61,11 +80,15 @@ class Reports:
         self._observers = observers
         self._sinks = sinks
         self._lock = lock
+        self._run_lock = run_lock
+        self._clock = clock
         self._closed = False
 
     def on_event(self, event: Event) -> None:
         """Hand ``event`` to every report."""
         with self._lock:
+            if self._clock is not None:
+                event = self._clock.read(event)
             for observer in self._observers:
                 observer.on_event(event)
 
@@ -80,6 +103,18 @@ class Reports:
         """The run so far, as in ``summary.json``."""
         with self._lock:
             return summary(self._metrics)
+
+    @property
+    def groups(self) -> dict[str, int]:
+        """The ledger's balance so far, by what was told."""
+        with self._lock:
+            return self._metrics.tally.counts()
+
+    @property
+    def version(self) -> int:
+        """The newest one that was published."""
+        with self._lock:
+            return self._metrics.version
 
     @property
     def ended(self) -> bool:
@@ -104,6 +139,7 @@ class Reports:
             except OSError as cause:
                 self._view.warn(f"cannot write {self.directory.summary}: {cause.strerror or cause}")
         self._view.close()
+        self._run_lock.release()
 
     def report_end(self, model: Path | None) -> None:
         """Close, then print the final block: what came of the run, and where its things lie."""
@@ -119,18 +155,70 @@ def open_reports(config: Config, run_dir: Path, console: Console | None = None) 
     Raises `UserError` when the directory already holds a run or cannot be written.
     """
     directory = RunDirectory.create(run_dir, config)
+    lock = RunLock(directory.lock)
+    lock.take()
+    return _open(config, directory, lock, RunMetrics(), console or Console())
+
+
+def reopen_reports(
+    config: Config, directory: RunDirectory, lock: RunLock, version: int, console: Console | None = None
+) -> Reports:
+    """Go on with a run's reports at the boundary of ``version``; ``lock`` is held, and released with them.
+
+    Raises `DataError` when the record cannot be read, or has no such boundary.
+    """
+    cut_off_half_line(directory.events)
+    resumed = look_through(directory.events).resumed + 1
+    rows = directory.metrics.with_name(f"{directory.metrics.name}.tmp")
+    rows.unlink(missing_ok=True)
+    kept, boundary = _Kept(JsonLines(rows, (console or Console()).print)), 0.0
+    metrics = RunMetrics([kept])
+    for event in read_events(directory.events, until=version):
+        metrics.on_event(event)
+        boundary = event.time
+    kept.close()
+    rows.replace(directory.metrics)
+    directory.summary.unlink(missing_ok=True)  # it tells of an end that is none any more
+    directory.write_config(config)
+    reports = _open(
+        config, directory, lock, metrics, console or Console(), clock=RunClock(boundary), purge_step=kept.last + 1
+    )
+    reports.emit(RunResumed(time=boundary, version=version, times=resumed))
+    return reports
+
+
+class _Kept(MetricsFile):
+    """The rows of a record that survived."""
+
+    last = -1
+    """The version of the last one."""
+
+    def on_row(self, row: dict[str, Any]) -> None:
+        self.last = max(self.last, row["version"])
+        super().on_row(row)
+
+
+def _open(
+    config: Config,
+    directory: RunDirectory,
+    run_lock: RunLock,
+    metrics: RunMetrics,
+    console: Console,
+    *,
+    clock: RunClock | None = None,
+    purge_step: int | None = None,
+) -> Reports:
     sinks: list[RowSink] = []
-    metrics = RunMetrics(sinks)
+    metrics.sinks = sinks
     lock = threading.RLock()  # a signal may deliver an event in the middle of another one
-    console = console or Console()
     view = _open_view(config, console, SnapshotTaker(metrics), lock)
     sinks.append(MetricsFile(JsonLines(directory.metrics, view.warn)))
     if config.reports.tensorboard:
-        sinks.append(TensorBoardFile(directory.tensorboard, view.warn))
+        sinks.append(TensorBoardFile(directory.tensorboard, view.warn, purge_step=purge_step))
     sinks.append(view)
     events_file = EventsFile(directory.events, view.warn)
     # Metrics before the view, so that what is shown includes the event that caused it to be shown.
-    return Reports(directory, console, metrics, view, [events_file, metrics, view], sinks, lock)
+    return Reports(directory, console, metrics, view, [events_file, metrics, view], sinks, lock, run_lock, clock)
 
 
 def _open_view(config: Config, console: Console, snapshots: SnapshotTaker, lock: Lock) -> ConsoleView:

@@ -1,4 +1,11 @@
-"""The run's record, ``events.jsonl``: one JSON object a line, written as events happen, read back as typed events."""
+"""The run's record, ``events.jsonl``: one JSON object a line, written as events happen, read back as typed events.
+
+    … version.reached (2) … version.reached (3) … killed │ run.resumed (2) … version.reached (3) …
+                          └──────── undone ──────────────┘
+
+A run that is resumed goes on in the same file. Its *surviving history* is what led to the weights that it has: all but
+what was told between the boundary that it went back to and its return. Nothing is ever removed from the file.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +14,7 @@ import math
 import time
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, TextIO, Union, get_args, get_origin, get_type_hints
@@ -15,9 +23,11 @@ import numpy as np
 
 from headway import events
 from headway.errors import DataError
-from headway.events import Event
+from headway.events import Event, RunFinished, RunResumed, VersionReached
 
 FLUSH_EVERY_S = 1.0
+AT_ONCE = (VersionReached, RunResumed)
+"""Flushed when they happen: a checkpoint, and whoever reads the file after a kill, relies on them."""
 
 
 class JsonLines:
@@ -33,12 +43,12 @@ class JsonLines:
         self._file: TextIO | None = path.open("a", encoding="utf-8")
         self._flushed = time.monotonic()
 
-    def write(self, row: dict[str, Any]) -> None:
+    def write(self, row: dict[str, Any], *, at_once: bool = False) -> None:
         if self._file is None:
             return
         try:
             self._file.write(to_json_line(row) + "\n")
-            if time.monotonic() - self._flushed >= FLUSH_EVERY_S:
+            if at_once or time.monotonic() - self._flushed >= FLUSH_EVERY_S:
                 self._file.flush()
                 self._flushed = time.monotonic()
         except OSError as cause:
@@ -64,7 +74,7 @@ class EventsFile:
         self._lines = JsonLines(path, report)
 
     def on_event(self, event: Event) -> None:
-        self._lines.write(event.to_json())
+        self._lines.write(event.to_json(), at_once=isinstance(event, AT_ONCE))
 
     def close(self) -> None:
         self._lines.close()
@@ -104,16 +114,93 @@ def _key(key: Any) -> Any:
     return key.item() if isinstance(key, np.generic) else key
 
 
-def read_events(path: Path) -> Iterator[Event]:
-    """The events of a run, in order. A last line that was cut off (a run that was killed) is left out.
+@dataclass(slots=True)
+class Record:
+    """What of a record survived, as ranges of lines, and how the run stands."""
 
-    Raises `DataError` when the file cannot be read or holds something else.
+    lines: list[tuple[int, int]] = field(default_factory=list)
+    """[from, to) by index, in order."""
+    boundaries: dict[int, int] = field(default_factory=dict)
+    """Version → index of its `VersionReached` that survived."""
+    resumed: int = 0
+    """Times, those undone included."""
+    ended: str | None = None
+    """The status that the run ended with; None where it did not say."""
+
+    def back_to(self, version: int, now: int) -> None:
+        """What stands between the boundary of ``version`` and the line ``now`` is undone."""
+        end = self.boundaries[version] + 1
+        self.lines = [(first, min(last, end)) for first, last in self.lines if first < end]
+        self.boundaries = {reached: line for reached, line in self.boundaries.items() if line < end}
+        self.lines.append((now, now))
+
+
+def look_through(path: Path) -> Record:
+    """Raises `DataError` when the file cannot be read, or a run went back to a boundary that it does not have."""
+    record = Record(lines=[(0, 0)])
+    kinds = {f'{{"kind": "{event.kind}"': event for event in (VersionReached, RunResumed, RunFinished)}
+    prefixes = tuple(kinds)
+    for index, line in _lines(path):
+        if line.startswith(prefixes):
+            match event := _parse(line, f"{path}:{index + 1}"):
+                case VersionReached():
+                    record.boundaries[event.version] = index
+                case RunFinished():
+                    record.ended = event.status
+                case RunResumed():
+                    if event.version not in record.boundaries:
+                        raise DataError(f"{path}:{index + 1}: the run went back to a version that it did not reach")
+                    record.back_to(event.version, index)
+                    record.resumed, record.ended = event.times, None
+        record.lines[-1] = (record.lines[-1][0], index + 1)
+    return record
+
+
+def read_events(path: Path, *, until: int | None = None) -> Iterator[Event]:
+    """The surviving history of a run, in order; only up to the boundary of the version ``until``, where that is given.
+
+    A last line that was cut off (a run that was killed) is left out.
+
+    Raises `DataError` when the file cannot be read, holds something else, or has no such boundary.
     """
+    record = look_through(path)
+    if until is not None:
+        if until not in record.boundaries:
+            raise DataError(f"{path} has no boundary of version {until}")
+        record.back_to(until, 0)
+    ranges = iter(record.lines)
+    first, last = next(ranges)
+    for index, line in _lines(path):
+        while index >= last:
+            if (following := next(ranges, None)) is None:
+                return
+            first, last = following
+        if index >= first:
+            yield _parse(line, f"{path}:{index + 1}")
+
+
+def cut_off_half_line(path: Path) -> None:
+    """Whoever was killed while it wrote may have left a line without an end: what is appended must not continue it."""
+    with path.open("rb+") as file:
+        end = position = file.seek(0, 2)
+        while position > 0:
+            start = max(0, position - 65_536)
+            file.seek(start)
+            if (found := file.read(position - start).rfind(b"\n")) >= 0:
+                position = start + found + 1
+                break
+            position = start
+        if position < end:
+            file.truncate(position)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Complete lines, with their index."""
     try:
         with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
+            for index, line in enumerate(file):
                 if line.endswith("\n"):
-                    yield _parse(line, f"{path}:{number}")
+                    yield index, line
     except OSError as cause:
         raise DataError(f"cannot read the events of a run: {cause}") from cause
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from headway.events import (
@@ -27,10 +27,12 @@ from headway.events import (
     LeaseChanged,
     Note,
     OptimizerStepped,
+    PromptsLeftOut,
     ReplicaActivity,
     ReplicaJoined,
     ReplicaLost,
     RunFinished,
+    RunResumed,
     RunStarted,
     Span,
     StageChanged,
@@ -107,20 +109,25 @@ class RunMetrics:
         self.tally = GroupTally()
         self.occupancy = Occupancy()
         self.started: RunStarted | None = None
+        """Since when, and what holds since it was resumed last."""
         self.finished: RunFinished | None = None
+        self.resumed = 0
+        """How often the run was resumed."""
         self.version = 0
         self.served: dict[str, int] = {}
         """Version that each replica has loaded."""
         self.lags: Counter[int] = Counter()
         """Lag → trained groups."""
         self.evaluations: dict[int, ValidationFinished] = {}
+        self.left_out: dict[str, dict[str, int]] = {}
+        """Training or held-out → source → prompts that were too long."""
         self.warnings: list[str] = []
         self.totals = Totals()
         self.updates: list[tuple[UpdateFinished, PhaseTimes]] = []
         """Updates that finished after the first admission: what was published before it cost the run nothing."""
         self.lease_validation_s = 0.0
         """Time in which the trainer waited for validations before it got shared devices."""
-        self._sinks = sinks
+        self.sinks = sinks
         self._rows: dict[int, VersionRow] = {}
         self._closed: deque[ClosedRow] = deque()
         """Not handed out yet, in order."""
@@ -176,13 +183,15 @@ class RunMetrics:
             case ValidationFinished():
                 self._on_validation(event)
             case RunStarted():
-                self.started = event
-                self.occupancy.declare(event.slots)
-                self.served = dict.fromkeys(event.slots, self.version)
+                self._on_started(event)
+            case RunResumed():
+                self.resumed, self.version = event.times, max(self.version, event.version)
             case RunFinished():
                 self.finished = event
                 self._close_rows(event.time, below=None)
                 self._hand_out_all()
+            case PromptsLeftOut():
+                self.left_out.setdefault(event.part, {})[event.source] = event.count
             case Note(level="warning") if len(self.warnings) < KEPT_WARNINGS:
                 self.warnings.append(event.text)
 
@@ -190,6 +199,16 @@ class RunMetrics:
         """Hands out the rows of a run that did not get to its end."""
         self._close_rows(self._last_step, below=None)
         self._hand_out_all()
+
+    def _on_started(self, event: RunStarted) -> None:
+        """Again when it is resumed: with workers that are new, and the initial model until the first update."""
+        if self.started is None:
+            self.occupancy.declare(event.slots)
+        else:
+            self.occupancy.restart(event.slots, event.time)
+            event = replace(event, time=self.started.time)
+        self.started = event
+        self.served = dict.fromkeys(event.slots, 0)
 
     def _on_admitted(self, event: GroupAdmitted) -> None:
         self.tally.admit(event)
@@ -264,7 +283,7 @@ class RunMetrics:
             row = self._rows.pop(version)
             if row.is_empty:
                 continue
-            values = row.values() | self._cumulative()
+            values = row.values(by_source=len(self.tally.sources) > 1) | self._cumulative()
             window = None
             if until is not None and until > self._row_opened:
                 covered, self._row_opened = (self._row_opened, until), until
@@ -286,7 +305,7 @@ class RunMetrics:
 
     def _hand_out(self, closed: ClosedRow) -> None:
         idle = {} if closed.window is None else self._idle(closed.window)
-        for sink in self._sinks:
+        for sink in self.sinks:
             sink.on_row(closed.values | idle)
 
     def _cumulative(self) -> dict[str, Any]:

@@ -120,6 +120,15 @@ class Occupancy:
         for name, count in slots.items():
             self.replicas.setdefault(name, ReplicaTime(count)).slots = count
 
+    def restart(self, slots: dict[str, int], time: float) -> None:
+        """The run was resumed: it has these replicas from ``time`` on, some of which it had before."""
+        for name, replica in self.replicas.items():
+            if name not in slots:
+                replica.lost = min(replica.lost, time)
+        for name, count in slots.items():
+            replica = self.replicas.setdefault(name, ReplicaTime(count, joined=time))
+            replica.slots, replica.lost = count, inf
+
     def join(self, event: ReplicaJoined) -> None:
         self.replicas[event.replica] = ReplicaTime(event.slots, joined=event.time)
 

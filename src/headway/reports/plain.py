@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from headway.events import Event, Note, RunFinished, RunStarted, ValidationFinished
+from headway.events import Event, Note, PromptsLeftOut, RunFinished, RunStarted, ValidationFinished
 from headway.reports import human
 from headway.reports.snapshot import SnapshotTaker
 
@@ -35,6 +35,8 @@ class PlainView:
                 self._line(started_line(event))
             case ValidationFinished():
                 self._line(validation_line(event))
+            case PromptsLeftOut():
+                self._line(left_out_line(event))
             case Note():
                 self._line(event.text if event.level == "info" else f"{event.level}: {event.text}")
             case RunFinished():
@@ -75,9 +77,19 @@ def started_line(event: RunStarted) -> str:
     )
 
 
+def left_out_line(event: PromptsLeftOut) -> str:
+    were = "prompt was" if event.count == 1 else "prompts were"
+    return (
+        f"{human.count(event.count)} {event.part} {were} left out: more than {human.count(event.max_tokens)} tokens "
+        f"({event.source})"
+    )
+
+
 def validation_line(event: ValidationFinished) -> str:
     failed = f", {human.count(event.failed)} failed" if event.failed else ""
+    sources = ", ".join(f"{name} {human.score(accuracy)}" for name, accuracy in event.by_source.items())
     return (
         f"validation of version {event.version}: accuracy {human.score(event.accuracy)} on "
-        f"{human.count(event.problems)} problems{failed}, {human.duration(event.span[1] - event.span[0])}"
+        f"{human.count(event.problems)} problems{f' ({sources})' if sources else ''}{failed}, "
+        f"{human.duration(event.span[1] - event.span[0])}"
     )

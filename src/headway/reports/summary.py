@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from headway.events import Span
+from headway.events import Span, ValidationFinished
 from headway.reports.diagnosis import TimeShares, bottleneck
 from headway.reports.metrics import RunMetrics
 from headway.reports.version_row import histogram, partial_values
@@ -35,6 +35,7 @@ def summary(metrics: RunMetrics) -> dict[str, Any]:
         "seed": started.seed if started else None,
         "status": finished.status if finished else "running",
         "reason": finished.reason if finished else None,
+        "resumed": metrics.resumed,
         "fetches": totals.fetches,
         "optimizer_steps": totals.optimizer_steps,
         "skipped_steps": totals.skipped_steps,
@@ -43,13 +44,14 @@ def summary(metrics: RunMetrics) -> dict[str, Any]:
         "groups": metrics.tally.counts(),
         "reasons": {fate: dict(reasons) for fate, reasons in metrics.tally.reasons.items()},
         "balanced": metrics.tally.balances(finished.groups if finished else None),
+        "left_out": metrics.left_out,
         "trajectories": totals.trajectories,
         "tokens": {
             "generated": totals.generated_tokens,
             "trained": totals.trained.tokens,
             "prefilled": totals.prefilled_tokens,
         },
-        "eval": [{"version": v, "accuracy": metrics.evaluations[v].accuracy} for v in sorted(metrics.evaluations)],
+        "eval": [_evaluation(metrics.evaluations[v]) for v in sorted(metrics.evaluations)],
         "lag": _lag(metrics),
         "trainer/idle_ratio": occupancy.trainer_idle(window) if window else None,
         "rollouter/idle_ratio": occupancy.rollouter_idle(window) if window else None,
@@ -92,6 +94,11 @@ def time_shares(metrics: RunMetrics) -> TimeShares | None:
 
 def _seconds(window: Span | None) -> float:
     return window[1] - window[0] if window else 0.0
+
+
+def _evaluation(event: ValidationFinished) -> dict[str, Any]:
+    by_source = {"by_source": event.by_source} if event.by_source else {}
+    return {"version": event.version, "accuracy": event.accuracy, **by_source}
 
 
 def _lag(metrics: RunMetrics) -> dict[str, Any]:

@@ -22,7 +22,10 @@ class GroupRecord:
     """What is known of one group between its admission and its fate."""
 
     number: int
+    source: str = ""
     rewards: list[float] | None = None
+    parts: dict[str, list[float | None]] = field(default_factory=dict)
+    """By name, what each part of a reward of several gave."""
     trajectories: list[TrajectoryFinished] = field(default_factory=list)
     taken_at: int | None = None
     """The trainer's version when the group was taken into a fetch."""
@@ -59,6 +62,8 @@ class GroupTally:
         self.fates: Counter[str] = Counter()
         self.reasons: dict[str, Counter[str]] = defaultdict(Counter)
         self.problems: list[str] = []
+        self.sources: set[str] = set()
+        """Of the prompts that were admitted."""
         self._records: dict[int, GroupRecord] = {}
         self._lowest: int | None = None
         self._highest = -1
@@ -70,7 +75,8 @@ class GroupTally:
         self._lowest = event.number if self._lowest is None else min(self._lowest, event.number)
         self._highest = max(self._highest, event.number)
         self.admitted += 1
-        self._records[event.number] = GroupRecord(event.number)
+        self._records[event.number] = GroupRecord(event.number, event.source)
+        self.sources.add(event.source)
 
     def finish_trajectory(self, event: TrajectoryFinished) -> None:
         if not event.baseline and (record := self._records.get(event.number)) is not None:
@@ -78,7 +84,7 @@ class GroupTally:
 
     def reward(self, event: GroupRewarded) -> None:
         if (record := self._records.get(event.number)) is not None:
-            record.rewards = event.rewards
+            record.rewards, record.parts = event.rewards, event.parts
 
     def take(self, event: FetchTaken) -> None:
         for number in event.numbers:

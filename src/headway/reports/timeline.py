@@ -31,6 +31,7 @@ from headway.events import (
     ReplicaJoined,
     ReplicaLost,
     RunFinished,
+    RunResumed,
     RunStarted,
     Span,
     StageChanged,
@@ -202,7 +203,7 @@ class _Builder:
                 self.admission.total = event.total_groups
                 self.updates.start(event)
                 self.replicas.declare(event.slots)
-                self.counters.slots += sum(event.slots.values())
+                self.counters.slots = sum(event.slots.values())
             case ReplicaJoined():
                 self.updates.join(event)
                 self.replicas.declare([event.replica])
@@ -297,6 +298,8 @@ def _mark_of(event: Event) -> Mark | None:
             return Mark(event.time, MarkKind.LOST, f"{event.replica} is lost: {event.reason}")
         case Note():
             return Mark(event.time, MarkKind.WARNING if event.level == "warning" else MarkKind.NOTE, event.text)
+        case RunResumed():
+            return Mark(event.time, MarkKind.NOTE, f"resumed from the checkpoint of v{event.version}")
         case RunFinished():
             why = f": {event.reason}" if event.reason else ""
             return Mark(event.time, MarkKind.FINISHED, f"the run {event.status}{why}")

@@ -30,7 +30,11 @@ class Updates:
     _phases: dict[str, dict[int, list[UpdatePhase]]] = field(default_factory=lambda: defaultdict(dict))
 
     def start(self, event: RunStarted) -> None:
-        self.served = {replica: [(event.time, 0)] for replica in event.slots}
+        """Again when the run is resumed: all replicas are new, and have the initial model until the next update."""
+        for replica, points in self.served.items():
+            points.append((event.time, 0 if replica in event.slots else None))
+        for replica in event.slots:
+            self.served.setdefault(replica, [(event.time, 0)])
 
     def phase(self, event: UpdatePhase) -> None:
         self._phases[event.where].setdefault(event.version, []).append(event)

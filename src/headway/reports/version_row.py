@@ -58,6 +58,10 @@ class VersionRow:
 
     version: int
     rewards: list[float] = field(default_factory=list)
+    reward_parts: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """By name, what a part of the reward gave to answers that it applies to."""
+    source_rewards: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    source_groups: Counter[str] = field(default_factory=Counter)
     generated_rewards: list[float] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     clipped: int = 0
@@ -89,6 +93,10 @@ class VersionRow:
 
     def add_trained(self, group: GroupRecord, lag: int | None) -> None:
         self.rewards += group.rewards or []
+        for name, values in group.parts.items():
+            self.reward_parts[name] += [value for value in values if value is not None]
+        self.source_rewards[group.source] += group.rewards or []
+        self.source_groups[group.source] += 1
         self.lengths += [t.tokens for t in group.trajectories]
         self.clipped += sum(1 for t in group.trajectories if t.finish_reason == "length")
         self.trained_trajectories += len(group.trajectories)
@@ -120,11 +128,12 @@ class VersionRow:
             for name, value in event.metrics.items():
                 self.actor[f"critic/{name}"].append(float(value))
 
-    def values(self) -> dict[str, Any]:
-        """Flat metric names to values, the learning first."""
+    def values(self, *, by_source: bool = False) -> dict[str, Any]:
+        """Flat metric names to values, the learning first; ``by_source``: that of each source, too."""
         return {
             "version": self.version,
             **self._learning(),
+            **(self._sources() if by_source else {}),
             **self._staleness(),
             **self._partial(),
             **self._update(),
@@ -135,6 +144,7 @@ class VersionRow:
         values: dict[str, Any] = {}
         if self.rewards:
             values["reward/mean"] = fmean(self.rewards)
+        values.update((f"reward/{name}/mean", fmean(given)) for name, given in self.reward_parts.items() if given)
         if self.generated_rewards:
             values["reward/generated_mean"] = fmean(self.generated_rewards)
         if self.lengths:
@@ -145,6 +155,12 @@ class VersionRow:
         values["actor/optimizer_steps"] = self.optimizer_steps
         values["actor/skipped_steps"] = self.skipped_steps
         return values
+
+    def _sources(self) -> dict[str, Any]:
+        rewards = {
+            f"reward/source/{name}/mean": fmean(given) for name, given in sorted(self.source_rewards.items()) if given
+        }
+        return rewards | {f"groups/source/{name}": self.source_groups[name] for name in sorted(self.source_groups)}
 
     def _staleness(self) -> dict[str, Any]:
         if not self.lags:
@@ -197,6 +213,7 @@ def validation_values(event: ValidationFinished) -> dict[str, Any]:
         "validation/accuracy": event.accuracy,
         "validation/mean_tokens": event.mean_tokens,
         "validation/failed": event.failed,
+        **{f"validation/source/{name}/accuracy": accuracy for name, accuracy in event.by_source.items()},
     }
 
 

@@ -13,7 +13,7 @@ import re
 from decimal import Decimal
 from typing import Any
 
-from math_verify import ExprExtractionConfig, LatexExtractionConfig, grader, parse, parser, verify  # type: ignore[import-untyped]
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, grader, parse, parser, verify
 
 from headway.errors import ScoringFailed
 

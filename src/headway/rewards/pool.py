@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 from pebble import ProcessExpired, ProcessPool
 
 from headway.errors import ScoringFailed, UserError, WorkerDied
+from headway.interfaces import Scores
 from headway.rewards import worker
-from headway.rewards.request import RewardSpec, ScoreRequest, Scores
+from headway.rewards.request import RewardSpec, ScoreRequest
 
 if TYPE_CHECKING:
     from headway.data.types import Prompt
@@ -81,11 +81,7 @@ class RewardPool:
         except (ProcessExpired, BrokenProcessPool) as cause:
             raise WorkerDied(f"a reward worker ended while it loaded {self._spec.function}{self._see_log()}") from cause
 
-    async def score(self, prompt: Prompt, responses: Sequence[str]) -> NDArray[np.float32]:
-        """[n] finite rewards, one per response, in order. Raises as `score_parts` does."""
-        return np.asarray((await self.score_parts(prompt, responses)).rewards, dtype=np.float32)
-
-    async def score_parts(self, prompt: Prompt, responses: Sequence[str]) -> Scores:
+    async def score(self, prompt: Prompt, responses: Sequence[str]) -> Scores:
         """The rewards, and what each part of them gave.
 
         Raises `ScoringFailed` with a short reason when every try failed: ``exception: ValueError: …``,
@@ -93,7 +89,7 @@ class RewardPool:
         several parts, the name of the one that failed comes first, if its worker lived to tell.
         """
         if not responses:
-            return Scores([], {part.name: [] for part in self._spec.parts})
+            return Scores(np.zeros(0, np.float32), {part.name: [] for part in self._spec.parts})
         request = ScoreRequest(
             prompt.text,
             list(responses),

@@ -1,4 +1,4 @@
-"""What travels to a reward worker and back: which rewards it runs, a group, its scores. Plain data that pickles."""
+"""What travels to a reward worker: which rewards it runs, and a group. Plain data that pickles."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class RewardSpec:
             task_name=task.name if task else None,
             task_params=task.params if task else {},
             seed=config.run.seed,
-            answer_keys=tuple(dict.fromkeys(key for key in keys if key is not None and key.isidentifier())),
+            answer_keys=tuple(dict.fromkeys(key for key in keys if key not in (None, "auto") and key.isidentifier())),
         )
 
     @property
@@ -84,13 +84,3 @@ class ScoreRequest:
     extra: Mapping[str, Any]
     messages: list[dict[str, Any]] | None = None
     """The prompt as chat messages, where the row gives it so."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """Of one group's n responses, in order."""
-
-    rewards: list[float]
-    """[n] Finite: Σ weight · value over the parts that apply."""
-    parts: dict[str, list[float | None]]
-    """By name, what each part gave, [n], before its weight. None: it does not apply to the response."""

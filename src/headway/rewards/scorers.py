@@ -17,8 +17,9 @@ import numpy as np
 
 from headway.data.tasks import make_task
 from headway.errors import ConfigError, HeadwayError, ScoringFailed
+from headway.interfaces import Scores
 from headway.rewards.built_in import BUILT_IN, make_rule
-from headway.rewards.request import RewardPart, RewardSpec, ScoreRequest, Scores
+from headway.rewards.request import RewardPart, RewardSpec, ScoreRequest
 from headway.rewards.user_function import UserFunction
 from headway.user_code import load_function, names_a_file
 
@@ -46,7 +47,8 @@ def make_scorer(spec: RewardSpec) -> Scorer:
             with _attributed(part.name if len(parts) > 1 else None):
                 values[part.name] = score(request)
         weighted = [(part.weight, values[part.name]) for part, _ in parts]
-        return Scores([_sum(weighted, k) for k in range(len(request.responses))], values)
+        rewards = [_sum(weighted, k) for k in range(len(request.responses))]
+        return Scores(np.array(rewards, np.float32), values)
 
     return scorer
 

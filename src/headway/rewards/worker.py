@@ -13,7 +13,8 @@ from multiprocessing import connection, parent_process
 from pathlib import Path
 
 from headway.errors import ConfigError, UserError
-from headway.rewards.request import RewardSpec, ScoreRequest, Scores
+from headway.interfaces import Scores
+from headway.rewards.request import RewardSpec, ScoreRequest
 from headway.rewards.scorers import Scorer, make_scorer
 
 PR_SET_PDEATHSIG = 1

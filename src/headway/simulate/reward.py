@@ -8,9 +8,9 @@ import struct
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headway.data.types import Prompt
+from headway.interfaces import Scores
 from headway.simulate.profile import RewardProfile
 
 
@@ -26,9 +26,9 @@ class SimulatedReward:
         self._filtered = profile.filtered
         self._seed = seed
         self._workers = asyncio.Semaphore(profile.workers)
-        self._rewards: dict[tuple[int, bool], NDArray[np.float32]] = {}
+        self._scores: dict[tuple[int, bool], Scores] = {}
 
-    async def score(self, prompt: Prompt, responses: Sequence[str]) -> NDArray[np.float32]:
+    async def score(self, prompt: Prompt, responses: Sequence[str]) -> Scores:
         if self._seconds > 0:
             async with self._workers:
                 await asyncio.sleep(self._seconds)
@@ -43,10 +43,10 @@ class SimulatedReward:
         digest = hashlib.blake2b(key, digest_size=4, person=b"reward").digest()
         return int.from_bytes(digest, "little") / 2**32
 
-    def _shared(self, n: int, *, varied: bool) -> NDArray[np.float32]:
-        """[n] One array for all groups: it cannot be written to."""
-        if (rewards := self._rewards.get((n, varied))) is None:
+    def _shared(self, n: int, *, varied: bool) -> Scores:
+        """Of n answers. One array [n] for all groups: it cannot be written to."""
+        if (scores := self._scores.get((n, varied))) is None:
             rewards = np.arange(n, dtype=np.float32) % 2 if varied else np.zeros(n, np.float32)
             rewards.setflags(write=False)
-            self._rewards[n, varied] = rewards
-        return rewards
+            scores = self._scores[n, varied] = Scores(rewards)
+        return scores

@@ -5,15 +5,18 @@ waits for       enough groups, in the order of consumption, and for whoever adds
 is unblocked by the queue; by the lease, on shared devices; after a version, by ParamUpdate (all replicas loaded it, or
                 a copy of the weights was made)
 produces        one update per version; each fetch, with its returns, for CriticTrain
+
+A resumed run begins with an update: replicas have the initial model, and the trainer the checkpoint's.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from headway.data.types import Group, Trajectory
 from headway.events import FetchTaken, OptimizerStepped, TrainerBusy
@@ -69,7 +72,14 @@ class TrainSettings:
         return self.mini_batch_size * self.mini_batches_per_fetch
 
 
-class ActorTrain(Stage[Fetch, Update]):
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """The trainer holds ``version`` from a checkpoint, and nobody else has it."""
+
+    version: int
+
+
+class ActorTrain(Stage[Fetch | Resumed, Update]):
     waits_for_output = "ParamUpdate"
 
     def __init__(
@@ -84,12 +94,16 @@ class ActorTrain(Stage[Fetch, Update]):
         lease: Lease,
         fleet: Fleet,
         guard: Guard,
+        reached: Callable[[int], object],
         checkpoint: Callable[[int], Awaitable[object]],
         critic: Critic | None = None,
         to_critic: Channel[Fetch] | None = None,
         follows: str = "groups from the message queue",
     ) -> None:
-        """``to_critic``: to a critic with ranks of its own; ``follows``: where fetches come from, for the user."""
+        """``reached``: called at each version's boundary, when all of it is consumed and nothing of the next one is;
+        ``checkpoint``: saves that boundary, once its version is published; ``to_critic``: to a critic with ranks of its
+        own; ``follows``: where fetches come from, for the user.
+        """
         super().__init__(state.emit)
         self.waits_for_input = follows
         self._state = state
@@ -101,14 +115,29 @@ class ActorTrain(Stage[Fetch, Update]):
         self._lease = lease
         self._fleet = fleet
         self._guard = guard
+        self._reached = reached
         self._checkpoint = checkpoint
         self._critic = critic
         self._to_critic = to_critic
         self._skipped = SkippedSteps("actor.optim.lr", settings.max_nonfinite_steps)
         self._steps = 0
         self._steps_of_version = 0
+        self._to_publish: Resumed | None = None
 
-    async def get_input_data(self) -> Fetch | None:
+    def counters(self) -> dict[str, Any]:
+        """For the checkpoint, at a version boundary."""
+        return {"steps": self._steps, "skipped_in_row": self._skipped.state()}
+
+    def restore(self, state: Mapping[str, Any], version: int) -> None:
+        """Go on from `counters` at the boundary of ``version``, which is published before anything else is done."""
+        self._steps = state["steps"]
+        self._skipped.restore(state["skipped_in_row"])
+        self._to_publish = Resumed(version) if version > 0 else None  # version 0 is the initial model: all have it
+
+    async def get_input_data(self) -> Fetch | Resumed | None:
+        if self._to_publish is not None:
+            resumed, self._to_publish = self._to_publish, None
+            return resumed
         started = now()
         fetch = await self._input.get()
         if fetch is not None and fetch.groups:
@@ -116,7 +145,13 @@ class ActorTrain(Stage[Fetch, Update]):
             self._emit(FetchTaken(time=now(), fetch=fetch.index, version=fetch.version, numbers=numbers, waited=waited))
         return fetch
 
-    async def process_data(self, fetch: Fetch) -> AsyncGenerator[Update, None]:
+    async def process_data(self, item: Fetch | Resumed) -> AsyncGenerator[Update, None]:
+        if isinstance(item, Resumed):
+            await self._lease.to_train(self._waiting_within, new_weights=True)
+            yield Update(item.version)
+            await self._lease.to_generate(self._waiting_within)
+            return
+        fetch = item
         # Only now, with a whole fetch in hand: generation could not make the rest of one without its devices.
         size = len(fetch.groups)
         await self._lease.to_train(self._waiting_within, new_weights=self._makes_version(size))
@@ -127,6 +162,7 @@ class ActorTrain(Stage[Fetch, Update]):
         if self._state.at_boundary or self._state.data_ended:
             version = self._state.version
             self._steps_of_version = 0
+            self._reached(version)  # before the first wait: nothing that follows belongs to this boundary
             await self._drop_overdue(version)
             yield Update(version)
             if self._settings.save_freq > 0 and version % self._settings.save_freq == 0 and self._state.trains_more:

@@ -159,6 +159,10 @@ class ParamUpdate(Stage[Update, Validation]):
         else:
             self._schedule = Synchronous(trainer, transfer, loading, fleet)
 
+    def restore(self, version: int) -> None:
+        """``version`` will be published first, and its validation ordered if it is due: its result is not known."""
+        self._validated = max(0, version - 1)
+
     async def get_input_data(self) -> Update | None:
         return await self._input.get()
 

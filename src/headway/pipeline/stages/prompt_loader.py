@@ -13,8 +13,9 @@ from dataclasses import replace
 
 from headway.config.schema import Admission
 from headway.data.types import Prompt
-from headway.interfaces import GenerateRequest, PromptSource, SamplingParams
+from headway.interfaces import GenerateRequest, SamplingParams
 from headway.pipeline.channel import Channel
+from headway.pipeline.prompts import Prompts
 from headway.pipeline.stage import Stage
 from headway.pipeline.staleness import wave_size
 from headway.pipeline.state import RunState
@@ -28,7 +29,7 @@ class PromptLoader(Stage[list[Prompt], Wave]):
     def __init__(
         self,
         state: RunState,
-        source: PromptSource,
+        source: Prompts,
         output: Channel[Wave],
         *,
         admission: Admission,

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from headway.data.types import Group
 from headway.errors import ScoringFailed
-from headway.events import GroupRewarded
+from headway.events import GroupRewarded, Note
 from headway.interfaces import RewardFn
 from headway.pipeline.channel import Channel
+from headway.pipeline.equal_rewards import EqualRewards
 from headway.pipeline.ledger import Fate
 from headway.pipeline.message_queue import MessageQueue
 from headway.pipeline.stage import Stage
@@ -43,8 +44,11 @@ class Reward(Stage[Group, Group]):
         shaping: Shaping | None = None,
         *,
         n: int,
+        equal: EqualRewards | None = None,
     ) -> None:
-        """``n``: trajectories that are trained on. A further one is the group's baseline."""
+        """``n``: trajectories that are trained on. A further one is the group's baseline. ``equal``: who warns where
+        nothing filters groups without variance.
+        """
         super().__init__(state.emit)
         self._state = state
         self._input = input
@@ -53,22 +57,27 @@ class Reward(Stage[Group, Group]):
         self._filter = group_filter
         self._shaping = shaping
         self._n = n
+        self._equal = equal
 
     async def get_input_data(self) -> Group | None:
         return await self._input.get()
 
     async def process_data(self, group: Group) -> AsyncGenerator[Group, None]:
         try:
-            rewards = await self._reward.score(group.prompt, [t.text for t in group.trajectories])
+            scores = await self._reward.score(group.prompt, [t.text for t in group.trajectories])
         except ScoringFailed as failure:
             self._state.discard(group.number, Fate.FAILED, str(failure))
             return
-        shaped = rewards
+        shaped = rewards = scores.rewards
         if self._shaping is not None:
             shaped = self._shaping(rewards, np.array([t.length for t in group.trajectories]))
+        warning = self._equal.look(shaped) if self._equal is not None else None
         if len(rewards) > self._n:
             rewards, shaped = rewards[: self._n], self._split_baseline(group, shaped)
-        self._emit(GroupRewarded(time=now(), number=group.number, rewards=rewards.tolist()))
+        parts = {name: values[: self._n] for name, values in scores.parts.items()} if len(scores.parts) > 1 else {}
+        self._emit(GroupRewarded(time=now(), number=group.number, rewards=rewards.tolist(), parts=parts))
+        if warning is not None:
+            self._emit(Note(time=now(), level="warning", text=warning))
         if self._filter is not None and (reason := self._filter(rewards)) is not None:
             self._state.discard(group.number, Fate.FILTERED, reason)
             return

@@ -103,16 +103,21 @@ class Validate(Stage[Validation, None]):
             self._state.validation(replica.name, running=True)
         trajectories = [t for finished, _ in answers for t in finished.trajectories]
         scores = [score for _, score in answers]
+        by_source = {
+            name: _accuracy([score for finished, score in answers if self._prompts[finished.number].source == name])
+            for name in sorted({prompt.source for prompt in self._prompts})
+        }
         await before.wait()
         self._emit(
             ValidationFinished(
                 time=now(),
                 version=_version_of(trajectories, validation.version),
-                accuracy=sum(score or 0.0 for score in scores) / max(1, len(scores)),
+                accuracy=_accuracy(scores),
                 problems=len(scores),
                 mean_tokens=sum(t.length for t in trajectories) / max(1, len(trajectories)),
                 failed=sum(score is None for score in scores),
                 span=(started, now()),
+                by_source=by_source if len(by_source) > 1 else {},
             )
         )
 
@@ -150,7 +155,11 @@ class Validate(Stage[Validation, None]):
             scores = await self._reward.score(prompt, [t.text for t in finished.trajectories])
         except ScoringFailed:
             return None
-        return float(scores.mean())
+        return float(scores.rewards.mean())
+
+
+def _accuracy(scores: Sequence[float | None]) -> float:
+    return sum(score or 0.0 for score in scores) / max(1, len(scores))
 
 
 def _version_of(trajectories: Sequence[Trajectory], otherwise: int) -> int:

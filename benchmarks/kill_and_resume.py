@@ -1,0 +1,255 @@
+"""``python -m benchmarks.kill_and_resume``: one run, killed at random moments and resumed, again and again.
+
+Each process is killed with SIGKILL, together with nothing else: what it started must end by itself. At the end the
+record is checked: every group has one fate, no prompt was trained twice within an epoch, as many groups were trained as
+the run is long. The learning curve is printed beside that of a run that nobody killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.demo_runs import RECIPE
+from headway.cluster.processes import descendants
+from headway.events import GroupAdmitted, GroupSettled, RunResumed, RunStarted
+from headway.reports.events_file import read_events
+
+STRAGGLERS_S = 20.0
+"""What a killed process started may take to notice it."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kill_and_resume", description=__doc__)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument(
+        "--life", type=float, default=10.0, help="most seconds that a process trains before it is killed"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--recipe", type=Path, default=RECIPE)
+    parser.add_argument("--compare", action="store_true", help="also run once without kills, from the same model")
+    parser.add_argument("--keep", type=Path, help="leave the run's directory here")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c")
+    chosen = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="headway-kills-") as scratch:
+        directory = chosen.keep or Path(scratch) / "run"
+        settings = ["trainer.save_freq=1", *chosen.overrides]
+        killed = run_with_kills(
+            directory, chosen.recipe, settings, chosen.kills, chosen.life, random.Random(chosen.seed)
+        )
+        problems = check(directory)
+        print(table(killed))
+        curves = {"killed": curve(directory)}
+        if chosen.compare:
+            model = directory / "initial_model"
+            same_model = [f"model.path={model}"] if model.is_dir() else []
+            undisturbed = Path(scratch) / "undisturbed"
+            end(start(undisturbed, chosen.recipe, [*settings, *same_model]))
+            curves["undisturbed"] = curve(undisturbed)
+        print(curve_table(curves))
+        print("\n".join(problems) or "the ledger balances; nothing was lost and nothing trained twice")
+    sys.exit(bool(problems))
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """``lived``: seconds from the process's start."""
+
+    lived: float
+    moment: str
+    resumed_at: int | None
+    """The version that the next process went back to; None: it started over."""
+    stragglers_s: float
+
+
+def run_with_kills(
+    directory: Path, recipe: Path, settings: Sequence[str], kills: int, life: float, moments: random.Random
+) -> list[Kill]:
+    killed: list[Kill] = []
+    process = start(directory, recipe, settings)
+    while len(killed) < kills:
+        began, trained = time.monotonic(), wait_until_it_trains(process, directory, moments)
+        if trained:
+            wait(process, moments.uniform(0.0, life))
+        if process.poll() is not None:
+            print(
+                f"the run ended by itself after {len(killed)} kills: give it more groups, or less life", file=sys.stderr
+            )
+            return killed
+        family = [pid for pid in descendants(process.pid) if not is_rays_own(pid)]
+        lived = time.monotonic() - began
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        stragglers_s = wait_for_stragglers(family)
+        can_resume = any((directory / "checkpoints").glob("version_*"))
+        if not can_resume:
+            shutil.rmtree(directory, ignore_errors=True)
+        process = start(directory, recipe, settings, resume=can_resume)
+        version = newest(directory) if can_resume else None
+        killed.append(Kill(lived, "in training" if trained else "at its start", version, stragglers_s))
+        print(f"kill {len(killed)}: lived {lived:.1f} s; goes on from {version}", file=sys.stderr)
+    end(process)
+    return killed
+
+
+def start(directory: Path, recipe: Path, settings: Sequence[str], resume: bool = False) -> subprocess.Popen[bytes]:
+    arguments = ["--resume", str(directory)] if resume else [str(recipe), *settings, f"run.dir={directory}"]
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    log = directory.with_suffix(".log").open("ab")
+    return subprocess.Popen(
+        [sys.executable, "-m", "headway", "train", *arguments], stdout=log, stderr=subprocess.STDOUT, env={**os.environ}
+    )
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    if process.wait() != 0:
+        sys.exit(f"the last process failed with {process.returncode}")
+
+
+def wait(process: subprocess.Popen[bytes], seconds: float) -> None:
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return
+
+
+def wait_until_it_trains(process: subprocess.Popen[bytes], directory: Path, moments: random.Random) -> bool:
+    """False: it is to be killed before that, one time in five."""
+    if moments.random() < 1 / 5:
+        wait(process, moments.uniform(0.0, 8.0))
+        return False
+    before = starts(directory)
+    while process.poll() is None and starts(directory) == before:
+        time.sleep(0.05)
+    return True
+
+
+def starts(directory: Path) -> int:
+    events = directory / "events.jsonl"
+    return events.read_bytes().count(b'"kind": "run.started"') if events.exists() else 0
+
+
+def wait_for_stragglers(pids: Sequence[int]) -> float:
+    """Seconds until all have ended. Exits when one stays."""
+    began = time.monotonic()
+    while left := [pid for pid in pids if alive(pid)]:
+        if time.monotonic() - began > STRAGGLERS_S:
+            sys.exit(f"processes {left} outlived the run that started them by {STRAGGLERS_S:g} s")
+        time.sleep(0.05)
+    return time.monotonic() - began
+
+
+def alive(pid: int) -> bool:
+    return title(pid) != b""
+
+
+def is_rays_own(pid: int) -> bool:
+    """Two agents of Ray's notice only after a minute that their node is gone. They have nothing of the run's."""
+    return title(pid).startswith((b"ray::DashboardAgent", b"ray::RuntimeEnvAgent"))
+
+
+def title(pid: int) -> bytes:
+    """Empty for a process that has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def newest(directory: Path) -> int:
+    return max(int(path.name.removeprefix("version_")) for path in (directory / "checkpoints").glob("version_*"))
+
+
+def check(directory: Path) -> list[str]:
+    """What is wrong with the surviving history, counted from its events alone."""
+    admitted: dict[int, GroupAdmitted] = {}
+    fates: dict[int, GroupSettled] = {}
+    started: RunStarted | None = None
+    resumed = 0
+    for event in read_events(directory / "events.jsonl"):
+        match event:
+            case RunStarted():
+                started = event
+            case RunResumed():
+                resumed = event.times
+            case GroupAdmitted():
+                admitted[event.number] = event
+            case GroupSettled():
+                if event.number in fates:
+                    return [f"group {event.number} met two fates"]
+                fates[event.number] = event
+    problems: list[str] = []
+    trained = Counter((admitted[n].epoch, admitted[n].row) for n, settled in fates.items() if settled.fate == "trained")
+    ended = Counter((admitted[n].epoch, admitted[n].row) for n, settled in fates.items() if settled.reason != "resume")
+    if admitted.keys() != fates.keys():
+        problems.append(f"{len(admitted.keys() - fates.keys())} groups have no fate")
+    if sorted(admitted) != list(range(len(admitted))):
+        problems.append("group numbers do not follow each other")
+    if twice := [row for row, count in trained.items() if count > 1]:
+        problems.append(f"trained twice within an epoch: {twice[:10]}")
+    if lost := [row for row in {(e.epoch, e.row) for e in admitted.values()} if ended[row] == 0]:
+        problems.append(f"dropped at a resume and never run again: {sorted(lost)[:10]}")
+    if started is not None and started.total_groups not in (None, trained.total()):
+        problems.append(f"{trained.total()} groups were trained, not {started.total_groups}")
+    summary = json.loads((directory / "summary.json").read_text())
+    if not summary["balanced"]:
+        problems.append("summary.json says that the ledger does not balance")
+    rows = [json.loads(line)["version"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    repeated = [
+        version for version, count in Counter(rows).items() if count > 2
+    ]  # a late validation has a row of its own
+    if repeated or sorted(set(rows)) != list(range(max(rows) + 1)):
+        problems.append(f"metrics.jsonl has not one row for each version: {rows}")
+    fate_counts = Counter(settled.fate for settled in fates.values())
+    resume_drops = sum(settled.reason == "resume" for settled in fates.values())
+    print(f"resumed {resumed} times; {len(admitted)} groups survive: {dict(fate_counts)}")
+    print(f"{resume_drops} groups were in flight at a checkpoint that was gone back to, and ran again")
+    return problems
+
+
+def curve(directory: Path) -> dict[int, dict[str, Any]]:
+    rows: dict[int, dict[str, Any]] = {}
+    for line in (directory / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        rows.setdefault(row["version"], {}).update(row)
+    return rows
+
+
+def table(killed: Sequence[Kill]) -> str:
+    lines = ["kill  killed        lived    went on from  its workers gone after"]
+    for number, kill in enumerate(killed, start=1):
+        went_on = "the beginning" if kill.resumed_at is None else f"version {kill.resumed_at}"
+        lines.append(f"{number:4d}  {kill.moment:12s}  {kill.lived:4.1f} s   {went_on:13s} {kill.stragglers_s:5.1f} s")
+    return "\n".join(lines)
+
+
+def curve_table(curves: dict[str, dict[int, dict[str, Any]]]) -> str:
+    lines = ["version  " + "  ".join(f"{name}: reward, accuracy".ljust(30) for name in curves)]
+    for version in sorted({version for rows in curves.values() for version in rows}):
+        cells = []
+        for rows in curves.values():
+            row = rows.get(version, {})
+            reward, accuracy = row.get("reward/mean"), row.get("validation/accuracy")
+            cells.append(
+                ("     -" if reward is None else f"{reward:6.3f}")
+                + ("       -" if accuracy is None else f"  {accuracy:6.3f}")
+            )
+        lines.append(f"{version:7d}  " + "  ".join(cell.ljust(30) for cell in cells))
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

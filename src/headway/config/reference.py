@@ -1,0 +1,358 @@
+"""The configuration reference, ``docs/configuration.md``, written from the schema.
+
+Section classes ─▶ keys(): type, range, default, docstring ─▶ page(): Markdown
+PRESETS, RENAMED, FIXED ────────────────────────────────────┘
+
+python -m headway.config.reference > docs/configuration.md
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from fractions import Fraction
+from inspect import cleandoc
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+import yaml
+from pydantic import AfterValidator
+from pydantic.fields import FieldInfo
+
+from headway.config.aliases import FIXED, RENAMED
+from headway.config.presets import PRESETS
+from headway.config.schema import Config
+from headway.config.section import Section, never_or_every, shortest_spelling
+from headway.config.transports import TRANSPORTS, known_transport
+
+REQUIRED = "required"
+"""Stands for the default of a key that has none."""
+
+CHOICES: Mapping[str, Sequence[str]] = {"mode": tuple(PRESETS)}
+"""Values of a key whose type is text, and which are looked up elsewhere."""
+RULES: Mapping[Callable[..., Any], str] = {never_or_every: "not 0"}
+"""What a validator of a type adds to its range."""
+NAMES: Mapping[Callable[..., Any], Sequence[str]] = {known_transport: ("auto", *TRANSPORTS)}
+"""What a validator of a type makes of it: one of these."""
+
+SELF_EVIDENT: Mapping[str, str] = {
+    "run": "The run's name, place and seed.",
+    "model": "The model that is trained: one that is loaded, or a small one that is made.",
+    "model.make.architecture": "The family of the model, of `transformers`.",
+    "model.make.hidden_size": "Width of the residual stream.",
+    "model.make.num_hidden_layers": "Decoder layers.",
+    "model.make.num_attention_heads": "Query heads of a layer.",
+    "model.make.num_key_value_heads": "Key and value heads of a layer; a divisor of `num_attention_heads`.",
+    "model.make.head_dim": "Width of a head.",
+    "model.make.intermediate_size": "Width of the feed-forward layer.",
+    "model.make.max_position_embeddings": "Longest context: prompt and response have to fit.",
+    "model.make.tie_word_embeddings": "Use the embedding as the output layer, too.",
+    "model.warmup.batch_size": "Problems of one supervised step.",
+    "model.warmup.lr": "Learning rate of the first supervised step.",
+    "model.trust_remote_code": "Run the code that comes with the model's folder.",
+    "data": "Prompts, ground truths and lengths (docs/data.md).",
+    "reward": "What turns a response into a number (docs/rewards.md).",
+    "reward.overlong_buffer.enable": "Whether the penalty is taken off.",
+    "rollout": "Generation: sampling, the engine, its devices, validation, the length of the run.",
+    "rollout.temperature": "Of sampling, and of the log-probs that are trained on. 0 is greedy, and refused.",
+    "rollout.top_p": "Sample from the most likely tokens that have this probability together; 1 is off.",
+    "actor": "The policy's loss, mini-batches and optimizer.",
+    "actor.clip_ratio": "ε, where `clip_ratio_low` and `clip_ratio_high` are not given: ratios count in 1 ± ε.",
+    "actor.entropy_coeff": "Subtract this times the policy's mean entropy from the loss.",
+    "actor.kl_loss_coef": "Coefficient of the KL term in the loss.",
+    "actor.optim": "AdamW, of the policy.",
+    "actor.fsdp_config": "How the policy is sharded.",
+    "actor.fsdp_config.reshard_after_forward": (
+        "Free a layer's gathered parameters after its forward pass and gather them again in the backward pass: less "
+        "memory, more communication."
+    ),
+    "optim.lr": "Learning rate after warm-up.",
+    "optim.min_lr_ratio": "Share of `lr` that is left at the last optimizer step.",
+    "optim.weight_decay": "AdamW's decoupled weight decay.",
+    "optim.betas": "AdamW's decay rates of the first and second moment.",
+    "critic.optim": "AdamW, of the critic.",
+    "n_gpus_per_node": "Devices on each of its machines (on CPUs: processes).",
+    "algorithm": "Advantages, losses, corrections and filters (docs/algorithms/grpo.md and the pages beside it).",
+    "algorithm.rollout_correction.also[]": "A further correction.",
+    "algorithm.filter_groups": "Dynamic sampling.",
+    "algorithm.kl_ctrl": "Of `use_kl_in_reward`.",
+    "offpolicy": "What is done about data that is too far off policy (docs/algorithms/health.md).",
+    "async_training.order": (
+        "Which finished group is taken next: `fifo` by number, `window` any whose number is within W of the oldest, "
+        "`ready` whichever finished first (docs/staleness.md)."
+    ),
+    "async_training.on_update": (
+        "What happens to answers in flight when new weights arrive: `drain` finishes them first, `interrupt` stops "
+        "them and goes on under the new weights, `keep` goes on in place with the old KV cache."
+    ),
+    "param_update": "How new weights get to the replicas (docs/parameter-update.md).",
+    "placement": "Where the two sides run.",
+    "trainer": "Training ranks and checkpoints.",
+    "trainer.nnodes": "Machines of the training role.",
+    "cluster": "Ray, devices, and how long anything is waited for.",
+    "cluster.device": "What workers compute on; `auto` is `cuda` where there are GPUs.",
+    "reports": "What a run shows and writes.",
+    "reports.tensorboard": "Write TensorBoard files.",
+}
+"""Meaning of keys and sections without a docstring, by the longest ending of their dotted names that is here."""
+
+_BOUNDS: Sequence[tuple[type, str, str]] = (
+    (annotated_types.Gt, "gt", ">"),
+    (annotated_types.Ge, "ge", "≥"),
+    (annotated_types.Lt, "lt", "<"),
+    (annotated_types.Le, "le", "≤"),
+)
+_PLAIN: Mapping[Any, str] = {
+    str: "text",
+    int: "integer",
+    float: "number",
+    Fraction: "exact number",
+    Path: "path",
+    bool: "`true` or `false`",
+    type(None): "`null`",
+    Any: "any value",
+}
+_PAGES = re.compile(r"docs/([\w/-]+\.md)")
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key that holds a value."""
+
+    name: str
+    """Dotted; ``[]`` after a list of sections."""
+    value: str
+    """Type and range, in Markdown."""
+    default: str
+    """As YAML on one line, or `REQUIRED`."""
+    meaning: str
+    """Plain Markdown on one line; empty where nobody has said it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A section and its own keys, without those of the sections in it."""
+
+    name: str
+    """Dotted; empty for the whole configuration."""
+    meaning: str
+    keys: tuple[Key, ...]
+
+
+def parts(section: type[Section] = Config, name: str = "", default: Section | None = None) -> Iterator[Part]:
+    """Every section in the schema's order, each followed by those in it.
+
+    ``default`` is what the section is by default; where it is None, or absent from a list, its class's own defaults
+    hold once it is given.
+    """
+    own: list[Key] = []
+    inner: list[tuple[type[Section], str, Section | None]] = []
+    for field_name, field in section.model_fields.items():
+        key = f"{name}.{field.alias or field_name}".lstrip(".")
+        sections = _sections(field.annotation)
+        value = _default(section, field_name) if default is None else getattr(default, field_name)
+        if not (sections and isinstance(value, Section)):
+            own.append(Key(key, _value(key, field), _spelled(value), _meaning(key, field.description)))
+        suffix = "[]" if sections and _holds_a_list(field.annotation) else ""
+        inner += [(one, key + suffix, value if isinstance(value, Section) else None) for one in sections]
+    yield Part(name, _meaning(name, section.__doc__), tuple(own))
+    for one, where, given in inner:
+        yield from parts(one, where, given)
+
+
+def keys() -> Iterator[Key]:
+    """Every key of the schema, in its order."""
+    for part in parts():
+        yield from part.keys
+
+
+def page() -> str:
+    """The whole page."""
+    lines = [INTRODUCTION]
+    for part in parts():
+        if part.name:
+            level = "##" if "." not in part.name else "###"
+            lines += [f"{level} `{part.name}`", part.meaning]
+        rows = [[f"`{key.name}`", key.value, _default_cell(key), key.meaning] for key in part.keys]
+        lines += [_table(("key", "value", "default", "meaning"), rows)] if rows else []
+    lines += [MODES, _table(("key", *(f"`{mode}`" for mode in PRESETS)), _preset_rows())]
+    renamed = [[f"`{old}`", f"`{new}`"] for old, new in RENAMED.items()]
+    fixed = [
+        [f"`{key}`", ", ".join(f"`{_spelled(v)}`" for v in rule.values), rule.reason] for key, rule in FIXED.items()
+    ]
+    lines += [OTHER_NAMES, _table(("verl's", "here"), renamed)]
+    lines += [ONE_VALUE, _table(("key", "accepted at", "because"), fixed)]
+    return "\n\n".join(line for line in lines if line) + "\n"
+
+
+INTRODUCTION = """\
+# Configuration
+
+<!-- Written by `python -m headway.config.reference > docs/configuration.md`; a test compares the two. -->
+
+Every key, from the schema. A configuration is a YAML file with the values that differ from the defaults, and settings
+on the command line over it: `headway train CONFIG rollout.n=4 'actor.optim.betas=[0.9, 0.99]'`. From the bottom up:
+
+1. the defaults in the tables below;
+2. the values of the [mode](#what-each-mode-sets), which are only defaults, too;
+3. the files that a file names under `defaults:`, relative to it, and then the file;
+4. `a.b=c` on the command line, whose values are YAML.
+
+`null` takes a value back: the key counts as not given. A section that is `null` by default is made with its own
+defaults by `{}` or by any key in it; `[]` after a section's name means that there is a list of such sections. An unknown
+key, a value out of range, settings that contradict each other and a setting that would have no effect are errors before
+anything starts, with exit code 2; `headway doctor CONFIG …` looks for them alone, and `headway train CONFIG … --dry-run`
+prints all values as they are resolved. *Integer*, *number* and *text* are YAML's; an *exact number* may also be a
+fraction like `3/10`."""
+
+MODES = """\
+## What each mode sets
+
+How to choose one: [modes.md](modes.md)."""
+
+OTHER_NAMES = """\
+## verl's names
+
+Keys have verl's names wherever verl has one, and a leading `actor_rollout_ref.` or `+` is taken off. These have others
+here; an error names the new one."""
+
+ONE_VALUE = "These are accepted, and change nothing:"
+
+
+def _sections(annotation: Any) -> list[type[Section]]:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    return [section for argument in get_args(annotation) for section in _sections(argument)]
+
+
+def _holds_a_list(annotation: Any) -> bool:
+    return get_origin(annotation) is tuple or any(_holds_a_list(argument) for argument in get_args(annotation))
+
+
+def _default(section: type[Section], name: str) -> Any:
+    field = section.model_fields[name]
+    return REQUIRED if field.is_required() else field.get_default(call_default_factory=True, validated_data={})
+
+
+def _value(key: str, field: FieldInfo) -> str:
+    if key in CHOICES:
+        return _one_of(CHOICES[key])
+    return _described(field.annotation, field.metadata)
+
+
+def _described(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """A type with its range, in Markdown. Raises `TypeError` for a type or a validator that it has no words for."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        inner = [entry for m in arguments[1:] for entry in (m.metadata if isinstance(m, FieldInfo) else [m])]
+        return _described(arguments[0], [*inner, *metadata])
+    if origin in (Union, types.UnionType):
+        return " or ".join(_described(argument, () if argument is type(None) else metadata) for argument in arguments)
+    if origin is Literal:
+        return _one_of(arguments)
+    if origin is tuple:
+        return _list(arguments, metadata)
+    if origin is dict:
+        return "mapping" if arguments == (str, Any) else f"mapping of {' to '.join(map(_described, arguments))}"
+    if isinstance(annotation, type) and issubclass(annotation, StrEnum):
+        return _one_of([one.value for one in annotation])
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return "section"
+    for entry in metadata:
+        if isinstance(entry, AfterValidator) and entry.func in NAMES:
+            return _one_of(NAMES[entry.func])
+    if annotation not in _PLAIN:
+        raise TypeError(f"the reference has no words for {annotation!r}")
+    return _PLAIN[annotation] + _range(metadata)
+
+
+def _list(arguments: tuple[Any, ...], metadata: Sequence[Any]) -> str:
+    if arguments[-1] is not Ellipsis and len(set(map(_described, arguments))) > 1:
+        raise TypeError(f"the reference has no words for a list of {arguments!r}")
+    several = "list" if arguments[-1] is Ellipsis else f"list of {len(arguments)}"
+    not_empty = any(isinstance(entry, annotated_types.MinLen) for entry in metadata)
+    return f"{'non-empty ' * not_empty}{several}: {_described(arguments[0])}"
+
+
+def _range(metadata: Sequence[Any]) -> str:
+    """Bounds as `` > 0 and ≤ 1``, and what validators add."""
+    bounds = [
+        f"{sign} {getattr(entry, name):g}"
+        for kind, name, sign in _BOUNDS
+        for entry in metadata
+        if isinstance(entry, kind)
+    ]
+    rules = ["not empty" for entry in metadata if isinstance(entry, annotated_types.MinLen)]
+    for entry in metadata:
+        if isinstance(entry, AfterValidator):
+            if entry.func not in RULES:
+                raise TypeError(f"the reference has no words for {entry.func!r}")
+            rules.append(RULES[entry.func])
+    text = f" {' and '.join(bounds)}" if bounds else ""
+    return "".join([text, *(f", {rule}" for rule in rules)])
+
+
+def _one_of(values: Sequence[Any]) -> str:
+    return ", ".join(f"`{value if isinstance(value, str) else _spelled(value)}`" for value in values)
+
+
+def _plain(value: Any) -> Any:
+    """As YAML knows it."""
+    match value:
+        case Fraction():
+            return shortest_spelling(value)
+        case StrEnum():
+            return value.value
+        case Path():
+            return str(value)
+        case tuple() | list():
+            return [_plain(one) for one in value]
+        case Section():
+            return {name: _plain(one) for name, one in value}
+    return value
+
+
+def _spelled(value: Any) -> str:
+    """YAML on one line, which reads back as the value."""
+    if isinstance(value, str) and re.fullmatch(r"[\w./-]+", value) and yaml.safe_load(value) == value:
+        return value
+    if isinstance(value, float) and not isinstance(value, bool) and value != 0 and abs(value) < 1e-3:
+        mantissa, exponent = f"{value:e}".split("e")
+        return f"{float(mantissa)}e{int(exponent)}"
+    text: str = yaml.safe_dump(_plain(value), default_flow_style=True, width=10_000, allow_unicode=True)
+    return text.removesuffix("...\n").strip()
+
+
+def _meaning(key: str, description: str | None) -> str:
+    names = key.split(".")
+    endings = [".".join(names[start:]) for start in range(len(names))]
+    known = next((SELF_EVIDENT[ending] for ending in endings if ending in SELF_EVIDENT), "")
+    text = cleandoc(description) if description else known
+    return _linked(" ".join(text.split()).replace("``", "`"))
+
+
+def _linked(text: str) -> str:
+    """Names of pages become links, relative to ``docs/``."""
+    return _PAGES.sub(r"[\1](\1)", text).replace("(docs/algorithms)", "([algorithms](algorithms))")
+
+
+def _default_cell(key: Key) -> str:
+    return REQUIRED if key.default == REQUIRED else f"`{key.default}`"
+
+
+def _preset_rows() -> list[list[str]]:
+    names = list(dict.fromkeys(key for values in PRESETS.values() for key in values))
+    return [[f"`{key}`", *(f"`{_spelled(values[key])}`" for values in PRESETS.values())] for key in names]
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [list(head), ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    print(page(), end="")

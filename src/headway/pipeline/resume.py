@@ -1,0 +1,83 @@
+"""The driver's part of a checkpoint: what the pipeline knows at a version boundary, taken there and put back.
+
+    boundary of version k ──take()──▶ JSON ──saved with the trainer's state, in one rename──▶ restore() ──▶ version k
+                                                  └──▶ the groups that were open: dropped(resume), their prompts again
+
+A boundary is the instant at which version k−1 is consumed and nothing of version k has begun: the update to k comes
+after it. So a resumed run begins with that update, and admits nothing before it. Everything that has a state says so
+here; whatever is not here is either configuration, or made anew at every start (docs/resume.md lists it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from headway.pipeline.critic import Critic
+from headway.pipeline.fetches import Fetches
+from headway.pipeline.guard import Guard
+from headway.pipeline.ledger import Fate, Ledger
+from headway.pipeline.prompts import Prompts
+from headway.pipeline.stages.actor_train import ActorTrain
+from headway.pipeline.stages.param_update import ParamUpdate
+from headway.pipeline.state import RunState
+
+Taken = Mapping[str, Any]
+"""JSON values."""
+
+
+def balance(taken: Taken) -> dict[str, int]:
+    """The ledger's, as a `VersionReached` of that boundary tells it."""
+    ledger = Ledger()
+    ledger.restore(taken["ledger"], {})
+    return ledger.counts() | {Fate.IN_FLIGHT.value: len(taken["ledger"]["open"])}
+
+
+@dataclass(frozen=True, slots=True)
+class DriverState:
+    """Everything of the pipeline that a resumed run cannot know by itself."""
+
+    run: RunState
+    prompts: Prompts
+    fetches: Fetches
+    actor: ActorTrain
+    guard: Guard
+    lowers_eta: bool
+    """The guard may admit by less than η."""
+    update: ParamUpdate
+    critic: Critic | None
+
+    def take(self) -> Taken:
+        """At a boundary, before the first wait behind it. The critic may be busy still: see `with_critic`."""
+        return {
+            **self.run.state(),
+            **self.prompts.state([*self.run.waiting_again, *self.run.ledger.open_prompts]),
+            "fetches": self.fetches.taken,
+            "trainer": self.actor.counters(),
+            "guard": self.guard.state(),
+        }
+
+    def with_critic(self, taken: Taken) -> Taken:
+        """Once the critic has been trained on all that the trainer was, and saved."""
+        return taken if self.critic is None else {**taken, "critic": self.critic.state()}
+
+    def restore(self, taken: Taken) -> None:
+        """Before anything runs. Emits the fates of the groups that were open.
+
+        Raises `DataError` when the data are not those of the checkpoint.
+        """
+        self.prompts.restore(taken)
+        again = [(epoch, row, attempt) for epoch, row, attempt in taken["again"]]
+        lost = [(epoch, row, attempt) for _, epoch, row, attempt in taken["ledger"]["open"]]
+        found = self.prompts.find([*again, *lost])
+        eta_now = Fraction(taken["eta_now"]) if self.lowers_eta else self.run.staleness.eta
+        self.run.restore(taken, again=found[: len(again)], open_prompts=found[len(again) :], eta_now=eta_now)
+        version = self.run.version
+        self.fetches.restore(taken["fetches"])
+        self.actor.restore(taken["trainer"], version)
+        self.guard.restore(taken["guard"])
+        self.update.restore(version)
+        if self.critic is not None:
+            self.critic.restore(taken["critic"], taken["fetches"])

@@ -1,0 +1,81 @@
+"""A run's checkpoints as folders: which are complete, and which are not needed any more.
+
+checkpoints/version_N          the trainer's, and the driver's state       renamed into place when it is whole …
+checkpoints/critic/version_N   the critic's, where there is one            … after this one was
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from shutil import rmtree
+from threading import Thread
+
+from headway.events import CheckpointSaved, Event
+
+PREFIX = "version_"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    path: Path
+
+    def actor(self, version: int) -> Path:
+        return self.path / f"{PREFIX}{version}"
+
+    def critic(self, version: int) -> Path:
+        return self.path / "critic" / f"{PREFIX}{version}"
+
+    def complete(self, *, with_critic: bool) -> list[int]:
+        """Versions, ascending."""
+        found = dict(_versions(self.path))
+        return sorted(version for version in found if not with_critic or self.critic(version).is_dir())
+
+    def forget_above(self, version: int) -> None:
+        """Remove those of later versions, and what was left half written or half removed."""
+        for folder in (self.path, self.path / "critic"):
+            for later, path in list(_versions(folder)):
+                if later > version:
+                    rmtree(path)
+            for pattern in (f".{PREFIX}*.partial", f".{PREFIX}*.old"):
+                for path in folder.glob(pattern):
+                    rmtree(path, ignore_errors=True)
+
+    def set_aside(self, version: int) -> list[Path]:
+        """It is no checkpoint any more; returns the folders that are left to remove."""
+        there = [path for path in (self.actor(version), self.critic(version)) if path.is_dir()]
+        return [path.rename(path.with_name(f".{path.name}.old")) for path in there]
+
+
+class Retention:
+    """An observer that removes the oldest checkpoints, each in a thread: files may be many, and the run goes on."""
+
+    def __init__(self, checkpoints: Checkpoints, *, keep: int | None) -> None:
+        """``keep``: how many; None: all."""
+        self._checkpoints = checkpoints
+        self._keep = keep
+        self._removing: list[Thread] = []
+
+    def on_event(self, event: Event) -> None:
+        if self._keep is None or not isinstance(event, CheckpointSaved):
+            return
+        for version in self._checkpoints.complete(with_critic=False)[: -self._keep]:
+            for path in self._checkpoints.set_aside(version):
+                thread = Thread(
+                    target=rmtree, args=(path,), kwargs={"ignore_errors": True}, name=f"removes {path.name}"
+                )
+                thread.start()
+                self._removing.append(thread)
+
+    def close(self) -> None:
+        """Wait until all are removed."""
+        for thread in self._removing:
+            thread.join()
+
+
+def _versions(folder: Path) -> Iterator[tuple[int, Path]]:
+    for path in folder.glob(f"{PREFIX}*"):
+        number = path.name.removeprefix(PREFIX)
+        if path.is_dir() and number.isdecimal():
+            yield int(number), path

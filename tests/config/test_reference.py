@@ -1,0 +1,131 @@
+"""The configuration reference: the page is what the schema says, says something of every key, and its defaults hold."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+import yaml
+from pydantic import AfterValidator, Field
+
+from headway.config import reference
+from headway.config.layers import nest
+from headway.config.messages import known_keys
+from headway.config.presets import PRESETS
+from headway.config.reference import REQUIRED, SELF_EVIDENT, keys, page, parts
+from headway.config.schema import Config
+from headway.config.section import Section
+
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+ROWS = [
+    [cell.replace("\\|", "|").strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+    for line in PAGE.read_text().splitlines()
+    if line.startswith("| `")
+]
+DEFAULTS = {row[0].strip("`"): row[2].strip("`") for row in ROWS if len(row) == 4}
+"""Key → default, as the page has them."""
+
+
+def test_the_page_is_what_the_schema_says_now() -> None:
+    assert PAGE.read_text() == page(), "run: python -m headway.config.reference > docs/configuration.md"
+
+
+def test_the_page_has_every_key_once() -> None:
+    named = [name.replace("[]", "") for name in DEFAULTS]
+    sections = {"model.make", "model.warmup", "model.warmup.give_up", "data.task"}  # null by default: values, too
+    lists = {"data.sources", "data.val_sources", "reward.functions", "algorithm.rollout_correction.also"}
+    assert sorted(named) == sorted([*known_keys(), *sections, *lists])
+
+
+def test_every_key_and_every_section_has_a_meaning() -> None:
+    silent = [key.name for key in keys() if not key.meaning] + [part.name for part in parts() if not part.meaning]
+    assert silent == []
+
+
+def test_no_meaning_is_given_for_a_key_that_has_a_docstring_or_is_not_there() -> None:
+    undocumented = set(undescribed(Config))
+    unused = {
+        ending
+        for ending in SELF_EVIDENT
+        if not any(name == ending or name.endswith(f".{ending}") for name in undocumented)
+    }
+    assert unused == set()
+
+
+def test_defaults_on_the_page_read_back_as_the_default_configuration() -> None:
+    top = {
+        name: yaml.safe_load(text)
+        for name, text in DEFAULTS.items()
+        if "[]" not in name and not name.startswith(("model.make.", "model.warmup.", "data.task."))
+    }
+    assert Config.model_validate(nest(top)) == Config()
+
+
+@pytest.mark.parametrize("section", ["model.make", "model.warmup", "data.task"])
+def test_defaults_of_a_section_that_is_null_hold_once_it_is_given(section: str) -> None:
+    given = {
+        name: yaml.safe_load(text)
+        for name, text in DEFAULTS.items()
+        if name.startswith(f"{section}.") and text != REQUIRED and not name.startswith("model.warmup.give_up.")
+    }
+    assert given
+    assert Config.model_validate(nest(given)) == Config.model_validate(nest({section: {}}))
+
+
+def test_required_keys_are_those_without_which_their_section_is_refused() -> None:
+    assert {name for name, text in DEFAULTS.items() if text == REQUIRED} == {
+        "model.warmup.give_up.above",
+        "model.warmup.give_up.rate",
+        "reward.functions[].function",
+    }
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rollout.n", "integer > 0"),
+        ("rollout.test_freq", "integer ≥ -1, not 0"),
+        ("rollout.top_p", "number > 0 and ≤ 1"),
+        ("rollout.kv_cache_gib", "number > 0 or `null`"),
+        ("rollout.logit_bias", "mapping of integer to number"),
+        ("async_training.staleness_threshold", "exact number ≥ 0"),
+        ("async_training.window", "integer > 0 or `B` or `null`"),
+        ("async_training.order", "`fifo`, `window`, `ready`"),
+        ("trainer.use_nodes_ratios", "list of 4: exact number ≥ 0 and ≤ 1 or `null`"),
+        ("reward.functions", "non-empty list: section or `null`"),
+        ("data.shuffle", "`true` or `false`"),
+        ("mode", ", ".join(f"`{mode}`" for mode in PRESETS)),
+    ],
+)
+def test_a_range_is_spelled_out(key: str, value: str) -> None:
+    assert next(one.value for one in keys() if one.name == key) == value
+
+
+def test_the_critics_learning_rate_is_its_own_and_not_that_of_its_class() -> None:
+    assert float(DEFAULTS["critic.optim.lr"]) == 1e-5
+    assert float(DEFAULTS["actor.optim.lr"]) == 1e-6
+
+
+@pytest.mark.parametrize("annotation", [bytes, Annotated[int, AfterValidator(abs)]])
+def test_a_type_that_there_are_no_words_for_is_an_error(annotation: Any) -> None:
+    class Odd(Section):
+        odd: annotation = Field(1)  # type: ignore[valid-type]
+
+    with pytest.raises(TypeError, match="no words"):
+        list(reference.parts(Odd))
+
+
+def undescribed(section: type[Section], name: str = "") -> Iterator[str]:
+    """Dotted names of keys and sections that the schema says nothing about, by its own classes."""
+    for field_name, field in section.model_fields.items():
+        key = f"{name}.{field_name}".lstrip(".")
+        inner = [one for one in reference._sections(field.annotation) if not one.__doc__]
+        if not field.description and (inner or not reference._sections(field.annotation)):
+            yield key
+        for one in reference._sections(field.annotation):
+            if not one.__doc__:
+                yield f"{key}[]"
+            yield from undescribed(one, key)

@@ -1,0 +1,159 @@
+"""Whole runs of a tiny job that end early and are resumed, as a user does it."""
+
+import json
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from headway.cluster.processes import descendants
+from tests.integration.support import alive, events, finish, make_job, start, summary, train, wait_for
+from tests.integration.test_on_policy import weights
+
+REACHED = '"kind": "version.reached", '
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_job(tmp_path_factory.mktemp("resume"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(recipe: Path) -> Path:
+    run_dir = recipe.parent / "undisturbed"
+    train(recipe, run_dir, "cluster.backend=inline", "trainer.save_freq=1")
+    return run_dir
+
+
+def resume(run_dir: Path, *overrides: str) -> tuple[int, str]:
+    return finish(start("-m", "headway", "train", "--resume", str(run_dir), *overrides))
+
+
+def kill(recipe: Path, run_dir: Path, versions: int, *overrides: str) -> None:
+    """SIGKILL the driver once it has reached so many versions, the first included. Its workers end by themselves."""
+    process = start("-m", "headway", "train", str(recipe), *overrides, "trainer.save_freq=1", f"run.dir={run_dir}")
+    wait_for(REACHED, process, run_dir, times=versions)
+    workers = [pid for pid in descendants(process.pid) if not is_rays_own(pid)]
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + 30
+    while left := alive(workers):
+        assert time.monotonic() < deadline, f"processes {left} outlive their driver"
+        time.sleep(0.1)
+
+
+def is_rays_own(pid: int) -> bool:
+    """Two agents of Ray's notice only after a minute that their node is gone. They have nothing of the run's."""
+    try:
+        title = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+    return title.startswith((b"ray::DashboardAgent", b"ray::RuntimeEnvAgent"))
+
+
+@pytest.mark.parametrize("backend", ["inline", "ray"])
+def test_on_policy_ends_with_the_weights_of_a_run_that_nobody_killed_bit_for_bit(
+    recipe: Path, undisturbed: Path, tmp_path: Path, backend: str
+) -> None:
+    run_dir = tmp_path / "run"
+    kill(recipe, run_dir, 4, f"cluster.backend={backend}")
+    code, output = resume(run_dir)
+    assert code == 0, output
+    assert "resuming from the checkpoint of version" in output
+    assert weights(run_dir / "model") == weights(undisturbed / "model")
+    told, expected = summary(run_dir), summary(undisturbed)
+    assert (told["resumed"], told["balanced"], told["groups"]) == (1, True, expected["groups"])
+    assert told["eval"] == expected["eval"]
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["version"] for row in rows] == [0, 1, 2, 3, 4]
+
+
+def test_another_transport_and_schedule_go_on_too(recipe: Path, tmp_path: Path) -> None:
+    """The trainer's copy of what was sent is gone, and so is what replicas had: the first update is a whole one."""
+    run_dir = tmp_path / "run"
+    settings = ("mode=overlapped", "param_update.transport=object_store", "param_update.encoding=delta")
+    kill(recipe, run_dir, 4, *settings, "cluster.backend=ray", "rollout.total_rollout_steps=32")
+    code, output = resume(run_dir)
+    assert code == 0, output
+    told = summary(run_dir)
+    assert (told["status"], told["balanced"], told["groups"]["trained"]) == ("completed", True, 32)
+    assert told["lag"]["max"] <= told["lag"]["bound"]
+
+
+def test_critic_and_policy_go_on_together(recipe: Path, tmp_path: Path) -> None:
+    settings = (
+        "mode=async_stale",
+        "algorithm.adv_estimator=gae",
+        "cluster.backend=inline",
+        "rollout.total_rollout_steps=64",
+    )
+    run_dir = tmp_path / "run"
+    kill(recipe, run_dir, 3, *settings)
+    code, output = resume(run_dir)
+    assert code == 0, output
+    told = summary(run_dir)
+    assert (told["balanced"], told["groups"]["trained"]) == (True, 64)
+    assert (run_dir / "checkpoints" / "critic" / "version_4").is_dir()
+
+
+def test_a_run_that_was_interrupted_is_finished(recipe: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    arguments = ("mode=async_partial", "cluster.backend=inline", "rollout.total_rollout_steps=256")
+    process = start("-m", "headway", "train", str(recipe), *arguments, f"run.dir={run_dir}")
+    wait_for(REACHED, process, run_dir, times=2)
+    process.send_signal(signal.SIGINT)
+    assert finish(process)[0] == 130
+    assert summary(run_dir)["status"] == "interrupted"
+    code, output = resume(run_dir, "rollout.total_rollout_steps=128")
+    assert code == 0, output
+    assert "changed: rollout.total_rollout_steps=128, was 256" in output
+    told = summary(run_dir)
+    assert (told["status"], told["balanced"], told["groups"]["trained"]) == ("completed", True, 128)
+    assert {event["reason"] for event in events(run_dir, "group.settled") if event["fate"] == "dropped"} <= {"resume"}
+
+
+def test_what_cannot_be_resumed_is_one_message(undisturbed: Path, tmp_path: Path) -> None:
+    code, output = resume(undisturbed)
+    assert code == 2
+    assert "this run is complete, at version 4" in output
+    assert "rollout.total_rollout_steps=32" in output
+
+    without = Path(shutil.copytree(undisturbed, tmp_path / "without", ignore=shutil.ignore_patterns("version_*")))
+    code, output = resume(without)
+    assert code == 2
+    assert "there is no complete checkpoint to resume from" in output
+    assert f"headway train {without}/config.yaml run.dir=ANOTHER" in output
+
+    code, output = resume(undisturbed, "run.seed=1", "actor.ppo_mini_batch_size=2")
+    assert code == 2
+    assert "run.seed: 1 instead of 0" in output
+    assert "actor.ppo_mini_batch_size: 2 instead of 4" in output
+
+
+def test_a_complete_run_is_made_longer(undisturbed: Path, tmp_path: Path) -> None:
+    run_dir = Path(shutil.copytree(undisturbed, tmp_path / "longer"))
+    code, output = resume(run_dir, "rollout.total_rollout_steps=24", "trainer.max_actor_ckpt_to_keep=2")
+    assert code == 0, output
+    told = summary(run_dir)
+    assert (told["version"], told["groups"]["trained"], told["resumed"]) == (6, 24, 1)
+    kept = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+    assert kept == ["version_5", "version_6"]
+    assert "total_rollout_steps: 24" in (run_dir / "config.yaml").read_text()
+
+
+def test_a_run_that_is_being_trained_is_not_resumed(recipe: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start(
+        "-m", "headway", "train", str(recipe), "cluster.backend=inline", "trainer.save_freq=1",
+        "rollout.total_rollout_steps=65536", f"run.dir={run_dir}",
+    )  # fmt: skip
+    wait_for("checkpoint.saved", process, run_dir)
+    code, output = resume(run_dir)
+    process.kill()
+    process.communicate()
+    assert code == 2
+    assert f"process {process.pid} on" in output
+    assert "trains this run right now" in output
+    assert alive([process.pid]) == []

@@ -1,0 +1,231 @@
+"""The reports of a run that was killed and resumed, against those of one that nobody killed."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from headway.errors import DataError, UserError
+from headway.events import CheckpointSaved, Note, RunResumed, RunStarted, VersionReached
+from headway.reports.bundle import Reports, open_reports, reopen_reports
+from headway.reports.checkpoints import Checkpoints, Retention
+from headway.reports.events_file import read_events
+from headway.reports.report import report
+from headway.reports.run_directory import RunDirectory, RunLock
+from tests.pipeline.scenario import Run, Scenario
+
+SCENARIO = Scenario("on_policy", sections={"trainer": {"save_freq": 1}}, problems=3)
+TIMES = ("idle_ratio", "slot_utilization")
+"""What replicas report once a second, of which the last report before the kill is lost."""
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO(), width=100)
+
+
+def observed(scenario: Scenario, reports: Reports, killed_at: float | None = None) -> Run:
+    def script(run: Run) -> None:
+        run.recorder.on = reports.emit
+
+    return replace(scenario, script=script).run(killed_at)
+
+
+def rows(directory: Path) -> list[dict[str, Any]]:
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if not k.endswith(TIMES)} for line in lines]
+
+
+def summary(directory: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((directory / "summary.json").read_text())
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("undisturbed") / "run"
+    reports = open_reports(SCENARIO.config, directory, quiet())
+    observed(SCENARIO, reports).assert_completed()
+    reports.close()
+    return directory
+
+
+def killed(folder: Path, at: float) -> tuple[Path, dict[str, Any]]:
+    """What a kill leaves, the last line half written; and the driver's state of the last checkpoint."""
+    reports = open_reports(SCENARIO.config, folder / "before", quiet())
+    run = observed(SCENARIO, reports, at)
+    left = Path(shutil.copytree(folder / "before", folder / "run"))
+    reports.close()
+    with (left / "events.jsonl").open("a") as file:
+        file.write('{"kind": "note", "ti')
+    return left, json.loads(json.dumps(run.trainer.saved[-1][1]))
+
+
+def resumed(directory: Path, state: dict[str, Any], killed_at: float | None = None) -> Run:
+    lock = RunLock(directory / "run.lock")
+    lock.take()
+    reports = reopen_reports(SCENARIO.config, RunDirectory.existing(directory), lock, state["version"], quiet())
+    reports.emit(Note(time=1e6, level="info", text="workers are up"))
+    run = observed(replace(SCENARIO, resume_from=state), reports, killed_at)
+    reports.close()
+    return run
+
+
+@pytest.mark.parametrize("at", [14.0, 18.0, 33.0])
+def test_a_resumed_run_reports_what_an_undisturbed_one_does(undisturbed: Path, tmp_path: Path, at: float) -> None:
+    directory, state = killed(tmp_path, at)
+    resumed(directory, state)
+    assert rows(directory) == rows(undisturbed)
+    told, expected = summary(directory), summary(undisturbed)
+    assert (told["resumed"], expected["resumed"]) == (1, 0)
+    for key in ("status", "groups", "balanced", "eval", "lag", "version", "optimizer_steps", "fetches", "wall_s"):
+        assert told[key] == expected[key], key
+    assert told["balanced"]
+
+
+def test_a_run_may_be_resumed_and_killed_again_and_again(undisturbed: Path, tmp_path: Path) -> None:
+    directory, state = killed(tmp_path, 14.0)
+    for _ in range(3):
+        run = resumed(directory, state, killed_at=14.0)
+        assert run.trainer.saved[-1][1]["version"] > state["version"]
+        state = json.loads(json.dumps(run.trainer.saved[-1][1]))
+    resumed(directory, state)
+    assert rows(directory) == rows(undisturbed)
+    assert (summary(directory)["resumed"], summary(directory)["groups"]) == (4, summary(undisturbed)["groups"])
+
+
+def test_the_clock_stands_still_between_the_boundary_and_the_new_start(tmp_path: Path) -> None:
+    directory, state = killed(tmp_path, 14.0)
+    resumed(directory, state)
+    events = list(read_events(directory / "events.jsonl"))
+    times = [event.time for event in events]
+    assert times == sorted(times)
+    boundary = next(e.time for e in events if isinstance(e, VersionReached) and e.version == state["version"])
+    at_boundary = {type(event) for event in events if event.time == boundary}
+    assert at_boundary >= {VersionReached, RunResumed, Note, RunStarted}
+    assert next(event for event in events if isinstance(event, RunResumed)).times == 1
+
+
+def points(directory: Path, name: str) -> list[int]:
+    accumulator = EventAccumulator(str(directory / "tensorboard"))
+    accumulator.Reload()
+    return sorted(point.step for point in accumulator.Tensors(name))
+
+
+def test_tensorboard_forgets_what_is_undone(undisturbed: Path, tmp_path: Path) -> None:
+    """As its own reader has it: one point for each version."""
+    directory, state = killed(tmp_path, 18.0)
+    assert points(directory, "reward/mean") == [0]
+    resumed(directory, state)
+    assert points(directory, "reward/mean") == [row["version"] for row in rows(undisturbed) if "reward/mean" in row]
+
+
+def test_views_of_the_record_read_a_resumed_run(tmp_path: Path) -> None:
+    directory, state = killed(tmp_path, 14.0)
+    resumed(directory, state)
+    written = report(directory)
+    assert f"resumed from the checkpoint of v{state['version']}" in written.html.read_text()
+
+
+def test_there_is_no_going_back_to_what_the_record_does_not_have(tmp_path: Path) -> None:
+    directory, _ = killed(tmp_path, 14.0)
+    lock = RunLock(directory / "run.lock")
+    with pytest.raises(DataError, match=r"events.jsonl has no boundary of version 17"):
+        reopen_reports(SCENARIO.config, RunDirectory.existing(directory), lock, 17, quiet())
+
+
+# ---------------------------------------------------------------------------------------------- the directory
+
+
+def test_two_processes_cannot_train_the_same_run(tmp_path: Path) -> None:
+    first, second = RunLock(tmp_path / "run.lock"), RunLock(tmp_path / "run.lock")
+    first.take()
+    with pytest.raises(UserError, match=r"process \d+ on .* trains this run right now"):
+        second.take()
+    first.release()
+    second.take()
+    second.release()
+
+
+def test_a_run_holds_its_lock_until_its_reports_are_closed(tmp_path: Path) -> None:
+    reports = open_reports(SCENARIO.config, tmp_path / "run", quiet())
+    with pytest.raises(UserError, match="right now"):
+        RunLock(tmp_path / "run" / "run.lock").take()
+    reports.close()
+    lock = RunLock(tmp_path / "run" / "run.lock")
+    lock.take()
+    lock.release()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: None, "does not exist"),
+        (lambda path: path.write_text(""), "is a file"),
+        (lambda path: path.mkdir(), "has no config.yaml"),
+        (lambda path: (path.mkdir(), (path / "config.yaml").write_text("")), "has no events.jsonl"),
+    ],
+)
+def test_only_a_runs_directory_is_one(make: Any, message: str, tmp_path: Path) -> None:
+    make(tmp_path / "run")
+    with pytest.raises(UserError, match=message):
+        RunDirectory.existing(tmp_path / "run")
+
+
+# ---------------------------------------------------------------------------------------------- checkpoints
+
+
+def make_checkpoints(folder: Path, actor: list[str], critic: list[str]) -> Checkpoints:
+    for name in actor:
+        (folder / name).mkdir(parents=True)
+        (folder / name / "state.json").write_text("{}")
+    for name in critic:
+        (folder / "critic" / name).mkdir(parents=True)
+    return Checkpoints(folder)
+
+
+def test_a_checkpoint_is_complete_with_its_critic(tmp_path: Path) -> None:
+    checkpoints = make_checkpoints(
+        tmp_path, ["version_2", "version_10", ".version_12.partial", "version_x"], ["version_10", "version_12"]
+    )
+    assert checkpoints.complete(with_critic=False) == [2, 10]
+    assert checkpoints.complete(with_critic=True) == [10]
+
+
+def test_what_is_undone_or_half_written_is_removed(tmp_path: Path) -> None:
+    checkpoints = make_checkpoints(
+        tmp_path,
+        ["version_2", "version_4", "version_6", ".version_8.partial", ".version_1.old"],
+        ["version_2", "version_4", "version_6", ".version_8.partial"],
+    )
+    checkpoints.forget_above(4)
+    left = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*version*"))
+    assert left == ["critic/version_2", "critic/version_4", "version_2", "version_4"]
+
+
+def saved(version: int) -> CheckpointSaved:
+    return CheckpointSaved(time=0.0, version=version, path="", span=(0.0, 0.0))
+
+
+def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
+    names = ["version_2", "version_9", "version_10", "version_11"]
+    retention = Retention(make_checkpoints(tmp_path, names, names), keep=2)
+    retention.on_event(saved(11))
+    retention.close()
+    left = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*version*"))
+    assert left == ["critic/version_10", "critic/version_11", "version_10", "version_11"]
+
+
+def test_all_checkpoints_are_kept_where_nobody_says_how_many(tmp_path: Path) -> None:
+    checkpoints = make_checkpoints(tmp_path, ["version_1", "version_2"], [])
+    retention = Retention(checkpoints, keep=None)
+    retention.on_event(saved(2))
+    retention.close()
+    assert checkpoints.complete(with_critic=False) == [1, 2]
