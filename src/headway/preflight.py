@@ -28,7 +28,7 @@ def check_inputs(config: Config) -> Rows:
         UserCodeError: the reward's file does not import, or its function needs what the rows lack.
     """
     rows = read_rows(config)
-    spec = replace(RewardSpec.of(config), columns=tuple(rows.train[0].extra))
+    spec = replace(RewardSpec.of(config), columns=rows.columns)
     if names_a_file(spec.function):
         asyncio.run(_load_in_a_process(spec))
     else:

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from headway.data.files import read_records
 from headway.rewards.request import RewardPart, RewardSpec, ScoreRequest
 from headway.rewards.scorers import make_scorer
@@ -22,7 +24,7 @@ def test_the_examples_reward_scores_the_examples_data(tmp_path: Path) -> None:
         a, b = map(int, record.prompt.removesuffix("=").split("+"))
         right, wrong = str(a + b), str(a + b + 1)
         request = ScoreRequest(record.prompt, [right, f" {right}\n", wrong, "?"], record.answer, record.source, {})
-        assert score(request).rewards == [1.0, 1.0, 0.1, 0.0]
+        assert score(request).rewards.tolist() == pytest.approx([1.0, 1.0, 0.1, 0.0])
 
 
 def test_the_examples_prompts_may_be_worded_otherwise(tmp_path: Path) -> None:
@@ -43,10 +45,10 @@ def test_the_rewards_for_trl_score_text_and_chats_and_leave_out_what_they_do_not
         request = ScoreRequest("2+2=", ["4", "it is 4", "5", ""], "4", "sums", {}, messages)
         scores = score(request)
         assert scores.parts == {"accuracy": [1.0, 1.0, 0.0, 0.0], "brevity": [1.0, 0.0, 1.0, None]}
-        assert scores.rewards == [1.1, 1.0, 0.1, 0.0]
+        assert scores.rewards.tolist() == pytest.approx([1.1, 1.0, 0.1, 0.0])
 
 
 def test_the_reward_for_verl_returns_its_score() -> None:
     part = RewardPart.of(f"{EXAMPLES / 'reward_verl.py'}:compute_score", hint=0.25)
     request = ScoreRequest("?", ["#### 1,072", "#### 7", "1072"], "1072", "openai/gsm8k", {"extra_info": {"index": 0}})
-    assert make_scorer(RewardSpec((part,), timeout_s=10))(request).rewards == [1.0, 0.25, 0.0]
+    assert make_scorer(RewardSpec((part,), timeout_s=10))(request).rewards.tolist() == [1.0, 0.25, 0.0]
