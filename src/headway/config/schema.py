@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import StrEnum
 from fractions import Fraction
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -36,6 +35,7 @@ from headway.config.model import ModelConfig
 from headway.config.section import (
     Eta,
     Every,
+    Folder,
     NonNegative,
     Positive,
     Probability,
@@ -51,7 +51,7 @@ from headway.config.transports import known_transport
 class RunConfig(Section):
     name: str = "headway"
     """Names the run's directory when ``run.dir`` is not given."""
-    dir: Path | None = None
+    dir: Folder | None = None
     """Where everything of the run goes. Default: ``runs/<name>-<time>``."""
     seed: int = Field(0, ge=0)
     """Seeds model, data order and sampling."""
@@ -354,7 +354,7 @@ class ParamUpdateConfig(Section):
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """Of ``broadcast``: ``nccl`` from GPU to GPU, ``gloo`` through host memory; ``auto`` is ``nccl`` where there are
     GPUs and the trainer waits for the update."""
-    directory: Path | None = None
+    directory: Folder | None = None
     """Of the files of ``disk``, which every worker must reach. Default: ``weights`` in the run's directory."""
     verify: bool = True
     """After each update, compare what each replica serves with the trainer on a few fixed sequences. Checksums of what
@@ -380,9 +380,9 @@ class TrainerConfig(Section):
     """η + 1, the other way to say ``async_training.staleness_threshold``. Loading says it there; here it stays null."""
     threads: NonNegative = 0
     """Torch threads of one training rank; 0 divides the machine's cores among the processes."""
-    save_freq: Every = -1
+    save_freq: Every = 10
     """Versions between two checkpoints; -1: only at the end, and a run that is killed before cannot be resumed."""
-    max_actor_ckpt_to_keep: Positive | None = None
+    max_actor_ckpt_to_keep: Positive | None = 2
     """Checkpoints that are kept, the newest ones, each with its critic's; null: all."""
     max_nonfinite_steps: NonNegative = 10
     """Optimizer steps in a row that may be skipped for a non-finite loss or gradient."""
