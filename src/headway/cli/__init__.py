@@ -2,7 +2,7 @@
 
 headway COMMAND CONFIG [a.b=c ...] ─▶ load ─▶ diagnose ─▶ the command's own work
 
-    training.py   train, doctor          planning.py   plan, profile, report
+    training.py   train, doctor          planning.py   plan, profile, report          evaluation.py   eval
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 import headway
+from headway.cli.evaluation import evaluate
 from headway.cli.planning import plan, profile, report
 from headway.cli.training import doctor, train
 
@@ -26,6 +27,7 @@ cli = typer.Typer(
 )
 for command in (train, plan, profile, report, doctor):
     cli.command()(command)
+cli.command("eval")(evaluate)
 
 
 def print_version(wanted: bool) -> None:

@@ -28,8 +28,9 @@ class Replica:
     decode: Callable[[Sequence[int]], str]
     dtype: str
     """Of the served weights, as torch spells it without the prefix."""
-    receive: Receive
-    manifest: Manifest
+    receive: Receive | None
+    """None, as ``manifest``: its weights stay what they are."""
+    manifest: Manifest | None
     clock: Callable[[], float]
 
     @property

@@ -1,0 +1,324 @@
+"""``headway eval``: answers to questions, counted."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
+
+import typer
+
+from headway.cli.common import Debug, errors_as_messages
+from headway.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+
+    from headway.evaluation.answers import Questions
+    from headway.evaluation.figures import Estimate, Figures, Solved
+    from headway.evaluation.settings import Job
+
+MOST_CHARACTERS = 300
+"""Of a prompt or a response in the table: the last ones, where a question is asked and an answer given."""
+
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A Hugging Face folder or name on the hub, or a run's directory.")
+]
+Data = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[DATA]",
+        help="A JSONL or Parquet file, or a task like reasoning_gym/leg_counting. Default: what the run held out.",
+    ),
+]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="a.b=c", help="Settings of data, reward and rollout, as for train.")
+]
+
+
+def evaluate(
+    model: Model,
+    data: Data = None,
+    overrides: Overrides = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="CONFIG", help="Take data, reward and engine from this recipe.")
+    ] = None,
+    n: Annotated[int | None, typer.Option("--n", min=1, help="Answers per problem; default: rollout.val_n, 1.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="0 is greedy; default: rollout.val_temperature, 0.")
+    ] = None,
+    k: Annotated[
+        str | None, typer.Option("--k", metavar="LIST", help="Of pass@k, like 1,4,16; default: 1,2,4,…,n.")
+    ] = None,
+    threshold: Annotated[float, typer.Option(help="An answer is correct, for pass@k, from this reward on.")] = 1.0,
+    limit: Annotated[int | None, typer.Option(min=1, help="Ask only so many problems, the first ones.")] = None,
+    samples: Annotated[int, typer.Option(min=0, help="Problems to show, with their first answer.")] = 4,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write every answer as a line of JSON.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Measure a model: accuracy, pass@k, lengths, and a table of samples."""
+    with errors_as_messages(debug):
+        from rich.console import Console
+
+        from headway.evaluation.settings import settle
+
+        given = list(overrides or [])
+        if data is not None and "=" in data and not Path(data).exists():
+            given, data = [data, *given], None
+        job = settle(model, data, given, config_file=config, n=n, temperature=temperature)
+        ks = _ks(k, job.config.rollout.val_n)
+        if output is not None and (output.is_dir() or not output.absolute().parent.is_dir()):
+            raise ConfigError(f"--output {output} cannot be written; expected a file in a directory that exists")
+        questions, solved = _solve(job, limit, output)
+        console = Console(markup=False, highlight=False)
+        print_figures(console, job, questions.left_out, solved, ks, threshold)
+        if samples:
+            print_samples(console, solved, samples)
+        if output is not None:
+            typer.echo(f"answers: {output}")
+
+
+def _ks(given: str | None, n: int) -> tuple[int, ...]:
+    from headway.evaluation.figures import usual_ks
+
+    if given is None:
+        return usual_ks(n)
+    words = given.split(",")
+    if not all(word.strip().isdecimal() and 1 <= int(word) <= n for word in words):
+        raise ConfigError(f"--k {given}: expected numbers from 1 to --n, which is {n}, like 1,4")
+    return tuple(sorted({int(word) for word in words}))
+
+
+def _solve(job: Job, limit: int | None, output: Path | None) -> tuple[Questions, list[Solved]]:
+    import asyncio
+
+    from rich.console import Console
+
+    from headway.cluster.hardware import available_cores
+    from headway.cluster.process import math_environment
+
+    for variable, value in math_environment(job.config.rollout.threads or available_cores()).items():
+        os.environ.setdefault(variable, value)  # before torch is imported: the math libraries read these once
+    from headway.evaluation.answers import read_questions, solve
+
+    console = Console(stderr=True, markup=False, highlight=False)
+    for note in job.notes:
+        console.print(f"note: {note}", soft_wrap=True)
+    questions = read_questions(job, limit)
+    with _written(output) as file, _progress(console, len(questions.prompts)) as progress:
+
+        def ready() -> None:
+            progress.start()
+
+        def solved(problem: Solved) -> None:
+            if file is not None:
+                _write(file, problem)
+            progress.advance()
+
+        return questions, asyncio.run(solve(job.config, questions, ready, solved))
+
+
+# ---------------------------------------------------------------------------------------------- output
+
+
+@contextmanager
+def _written(path: Path | None) -> Iterator[TextIO | None]:
+    if path is None:
+        yield None
+        return
+    with path.open("w", encoding="utf-8") as file:
+        yield file
+
+
+def _write(file: TextIO, problem: Solved) -> None:
+    """One line for each answer; a problem's are on disk when the next problem's come."""
+    for answer in problem.answers:
+        row = {
+            "row": problem.row,
+            "k": answer.k,
+            "source": problem.source,
+            "prompt": problem.prompt,
+            "answer": problem.truth,
+            "response": answer.text,
+            "reward": None if problem.failure is not None else answer.reward,
+            "tokens": answer.tokens,
+            "finish_reason": answer.finish_reason,
+        }
+        if len(answer.parts) > 1:
+            row["parts"] = answer.parts
+        if problem.failure is not None:
+            row["failure"] = problem.failure
+        file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+    file.flush()
+
+
+class Tenths:
+    """Progress as plain lines, where no terminal is attached: the start, and each tenth of the problems."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        self._console, self._total, self._done = console, total, 0
+
+    def start(self) -> None:
+        self._console.print(f"answering {self._total} problems", soft_wrap=True)
+
+    def advance(self) -> None:
+        before, self._done = self._done * 10 // self._total, self._done + 1
+        if self._done * 10 // self._total > before:
+            self._console.print(f"{self._done} of {self._total} problems", soft_wrap=True)
+
+
+class Bar:
+    """Progress as a bar, which is gone at the end."""
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress, self._total = progress, total
+        self._task = progress.add_task("loading the model", total=None)
+
+    def start(self) -> None:
+        self._progress.update(self._task, description="answering", total=self._total)
+
+    def advance(self) -> None:
+        self._progress.advance(self._task)
+
+
+@contextmanager
+def _progress(console: Console, total: int) -> Iterator[Bar | Tenths]:
+    if not console.is_terminal:
+        yield Tenths(console, total)
+        return
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
+        yield Bar(progress, total)
+
+
+# ---------------------------------------------------------------------------------------------- tables
+
+
+def print_figures(
+    console: Console,
+    job: Job,
+    left_out: Mapping[str, int],
+    solved: Sequence[Solved],
+    ks: Sequence[int],
+    threshold: float,
+) -> None:
+    """What was measured, and how; then by source, where there are several."""
+    from headway.evaluation.figures import by_source, figures
+    from headway.reports import human
+
+    config, every = job.config, figures(solved, ks, threshold)
+    rollout, limit = config.rollout, config.data.max_response_length
+    how = "greedy" if rollout.val_temperature == 0 else f"temperature {rollout.val_temperature:g}"
+    several = f"{rollout.val_n} answers each, " if rollout.val_n > 1 else ""
+    lines = {
+        "model": str(config.model.path),
+        "data": f"{job.data}: {human.count(every.problems)} problems, {several}{how}",
+        "reward": " + ".join(one.label for one in config.reward.all),
+        "accuracy": f"{_estimate(every.accuracy)}  mean reward ± standard error over problems",
+    }
+    correct = f"a reward of at least {threshold:g} is correct"
+    for k in ks:
+        lines[f"pass@{k}"] = _estimate(every.pass_at[k]) + (f"  {correct}" if k == ks[0] else "")
+    lines["length"] = f"mean {every.mean_tokens:.1f}, longest {human.count(every.max_tokens)} tokens"
+    lines["cut off"] = f"{human.share(every.cut_off)} of the answers, at {human.count(limit)} tokens"
+    table = _grid(lines)
+    if too_long := sum(left_out.values()):
+        table.add_row(
+            "left out", f"{human.count(too_long)} prompts of more than {config.data.max_prompt_length} tokens"
+        )
+    if every.failed:
+        reasons = {problem.failure for problem in solved if problem.failure is not None}
+        first = next(problem.failure for problem in solved if problem.failure is not None)
+        more = f", and {len(reasons) - 1} other reasons" if len(reasons) > 1 else ""
+        table.add_row("failed", f"{human.count(every.failed)} problems, which count as 0: {first}{more}")
+    console.print(table)
+    sources = by_source(solved)
+    if len(sources) > 1:
+        console.print()
+        console.print(_by_source({name: figures(of, ks, threshold) for name, of in sources.items()}, ks))
+
+
+def _grid(lines: Mapping[str, str]) -> Table:
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    for name, value in lines.items():
+        table.add_row(name, value)
+    return table
+
+
+def _by_source(found: Mapping[str, Figures], ks: Sequence[int]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    from headway.reports import human
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("source")
+    for name in ("problems", "accuracy", *(f"pass@{k}" for k in ks), "tokens", "cut off"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for source, of in found.items():
+        shares = [human.score(of.pass_at[k].value) for k in ks]
+        rest = (f"{of.mean_tokens:.1f}", human.share(of.cut_off))
+        table.add_row(source, human.count(of.problems), _estimate(of.accuracy), *shares, *rest)
+    return table
+
+
+def print_samples(console: Console, solved: Sequence[Solved], count: int) -> None:
+    """``count`` problems from all over the data, each with its first answer."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    from headway.reports import human
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_lines=True)
+    table.add_column("row", justify="right")
+    for name in ("prompt", "answer", "response"):
+        table.add_column(name, overflow="fold", ratio=1 if name == "answer" else 3)
+    table.add_column("reward", justify="right")
+    table.add_column("tokens", justify="right")
+    for problem in _spread(solved, count):
+        answer = problem.answers[0]
+        table.add_row(
+            str(problem.row),
+            *(Text(_end_of(text)) for text in (problem.prompt, str(problem.truth), answer.text)),
+            "failed" if problem.failure is not None else human.number(answer.reward),
+            human.count(answer.tokens) + ("+" if answer.cut_off else ""),
+        )
+    console.print()
+    console.print(table)
+
+
+def _spread(solved: Sequence[Solved], count: int) -> list[Solved]:
+    """``count`` of them at even distances, the first among them; all where there are fewer."""
+    shown = min(count, len(solved))
+    return [solved[i * len(solved) // shown] for i in range(shown)]
+
+
+def _end_of(text: Any) -> str:
+    stripped = str(text).strip()
+    return stripped if len(stripped) <= MOST_CHARACTERS else "…" + stripped[1 - MOST_CHARACTERS :]
+
+
+def _estimate(estimate: Estimate) -> str:
+    from headway.reports import human
+
+    error = "" if estimate.error is None else f" ± {human.score(estimate.error)}"
+    return human.score(estimate.value) + error

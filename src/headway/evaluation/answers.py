@@ -1,0 +1,189 @@
+"""Prompts to scored answers, by the tokenizing, the engine and the reward processes of training.
+
+prompts ─▶ engine, all at once ─▶ a finished group ─▶ reward, beside what still decodes ─▶ Solved, in order of prompts
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, cast
+
+from headway.data.sources import build_sources, read_rows
+from headway.data.types import FinishReason, Prompt
+from headway.errors import DataError, ScoringFailed
+from headway.evaluation.figures import Answer, Solved
+from headway.evaluation.settings import Job
+from headway.interfaces import FinishedGroup, GenerateRequest, RolloutEngine, SamplingParams
+from headway.pipeline.concurrently import Tasks, failing_as_one
+from headway.rewards.pool import RewardPool
+from headway.rewards.request import RewardSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from headway.config.schema import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Questions:
+    """What is asked, and with what it was read."""
+
+    prompts: tuple[Prompt, ...]
+    left_out: Mapping[str, int]
+    """Rows met on the way whose prompt is too long, by source."""
+    tokenizer: PreTrainedTokenizerBase
+
+
+def read_questions(job: Job, limit: int | None) -> Questions:
+    """The first ``limit`` prompts of the job's data (None: all), with the model looked at as before a run.
+
+    Raises:
+        UserError: as `headway.preflight.check_model` and `read_rows` do; also where nothing is left to ask.
+    """
+    from headway.models.loading import load_tokenizer
+    from headway.preflight import check_model
+
+    config = job.config
+    rows = read_rows(config)
+    check_model(config, rows)
+    path = str(config.model.path)
+    tokenizer = load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
+    sources = build_sources(config, tokenizer, rows)
+    if job.held_out:
+        prompts, left_out = sources.val[:limit], dict(sources.val_left_out_by_source)
+    else:
+        prompts = list(islice(iter(sources.train.next, None), limit))
+        left_out = sources.train.left_out_by_source
+    if not prompts:
+        raise DataError(
+            f"{job.data}: nothing to ask; the configuration holds no problems out (data.val_size=0), give DATA"
+        )
+    return Questions(tuple(prompts), left_out, tokenizer)
+
+
+async def solve(
+    config: Config, questions: Questions, ready: Callable[[], None], solved: Callable[[Solved], None]
+) -> list[Solved]:
+    """All questions with their answers. ``ready`` is told when decoding begins, ``solved`` of each question in order.
+
+    Raises:
+        UserError: a reward or a model that does not load.
+        WorkerDied: the reward's processes, or the engine's, ended.
+    """
+    from headway.models.loading import stop_token_ids
+
+    spec = replace(RewardSpec.of(config), columns=_columns(questions.prompts))
+    async with AsyncExitStack() as stack:
+        reward = RewardPool(spec, workers=config.reward.workers, retries=config.reward.retries, log_path=None)
+        stack.push_async_callback(reward.close)
+        await reward.start()
+        engine = await _start_engine(config, questions.tokenizer)
+        stack.push_async_callback(engine.close)
+        ready()
+        sampling = _sampling(config, stop_token_ids(str(config.model.path), questions.tokenizer))
+        ask = partial(_ask, engine, reward, questions.prompts, config.rollout.val_n, sampling, solved)
+        found = await failing_as_one(ask)
+    return [found[i] for i in range(len(questions.prompts))]
+
+
+def _columns(prompts: Sequence[Prompt]) -> tuple[str, ...]:
+    """Those that a reward may ask for: every row has them."""
+    return tuple(name for name in prompts[0].extra if all(name in prompt.extra for prompt in prompts))
+
+
+def _sampling(config: Config, stop: tuple[int, ...]) -> SamplingParams:
+    rollout = config.rollout
+    return SamplingParams(
+        max_tokens=config.data.max_response_length,
+        temperature=rollout.val_temperature,
+        stop_token_ids=stop,
+        stop=rollout.stop,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        repetition_penalty=rollout.repetition_penalty,
+        logit_bias=tuple(rollout.logit_bias.items()),
+        min_tokens=rollout.min_tokens,
+    )
+
+
+async def _start_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
+    """The engine of ``rollout.name`` as a replica starts it, but for updates: no weights ever come."""
+    import torch
+
+    from headway.cluster.inline import InlineCluster
+    from headway.cluster.roles.replicas import Replica, start_engine, text_of
+    from headway.models.loading import served_dtype
+
+    device = await InlineCluster(config).connect()
+    replica = Replica(
+        config=config,
+        model_path=str(config.model.path),
+        name="eval",
+        device=device,
+        decode=text_of(tokenizer),
+        dtype=str(served_dtype(config, torch.device(device))).removeprefix("torch."),
+        receive=None,
+        manifest=None,
+        clock=time.monotonic,
+    )
+    engine: RolloutEngine = await start_engine(replica)
+    return engine
+
+
+async def _ask(
+    engine: RolloutEngine,
+    reward: RewardPool,
+    prompts: Sequence[Prompt],
+    n: int,
+    sampling: SamplingParams,
+    solved: Callable[[Solved], None],
+    tasks: Tasks,
+) -> dict[int, Solved]:
+    """By number of the prompt; complete when all of ``tasks`` have ended."""
+    requests = [GenerateRequest(i, prompt, n, sampling) for i, prompt in enumerate(prompts)]
+    found: dict[int, Solved] = {}
+    told = 0
+
+    async def score(finished: FinishedGroup) -> None:
+        nonlocal told
+        found[finished.number] = await _scored(reward, prompts[finished.number], finished)
+        while told in found:
+            solved(found[told])
+            told += 1
+
+    # An engine's generate is an asynchronous generator, whatever else its protocol says.
+    groups = cast(AsyncGenerator[FinishedGroup, None], engine.generate(requests))
+    async with aclosing(groups):
+        async for finished in groups:
+            tasks.start(score(finished))
+    return found
+
+
+async def _scored(reward: RewardPool, prompt: Prompt, finished: FinishedGroup) -> Solved:
+    trajectories, failure = finished.trajectories, None
+    rewards: Sequence[float] = [0.0] * len(trajectories)
+    parts: Mapping[str, Sequence[float | None]] = {}
+    try:
+        scores = await reward.score(prompt, [t.text for t in trajectories])
+        rewards, parts = scores.rewards.tolist(), scores.parts
+    except ScoringFailed as failed:
+        failure = str(failed)
+    answers = tuple(
+        Answer(
+            k=k,
+            text=t.text,
+            tokens=t.length,
+            cut_off=t.finish_reason is FinishReason.LENGTH,
+            finish_reason=str(t.finish_reason),
+            reward=rewards[k],
+            parts={name: values[k] for name, values in parts.items()},
+        )
+        for k, t in enumerate(trajectories)
+    )
+    return Solved(prompt.row, prompt.source, prompt.text, prompt.answer, answers, failure)

@@ -1,0 +1,120 @@
+"""What an evaluation's answers amount to: accuracy, pass@k, lengths, each over problems, with its standard error."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer to a problem, scored."""
+
+    k: int
+    text: str
+    tokens: int
+    """End-of-sequence included."""
+    cut_off: bool
+    """It reached the length limit."""
+    finish_reason: str
+    reward: float
+    """0 where it could not be scored."""
+    parts: dict[str, float | None]
+    """What each part of the reward gave, before its weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """A problem with its answers, in order of k."""
+
+    row: int
+    source: str
+    prompt: str
+    """As the model read it, chat template included."""
+    truth: object
+    answers: tuple[Answer, ...]
+    failure: str | None = None
+    """Why its answers could not be scored."""
+
+    def correct(self, threshold: float) -> int:
+        """Answers whose reward is at least ``threshold``. None of those that could not be scored."""
+        if self.failure is not None:
+            return 0
+        # As float32, which rewards are: 0.9 of a reward is not below a threshold of 0.9.
+        return sum(bool(np.float32(answer.reward) >= np.float32(threshold)) for answer in self.answers)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over problems and its standard error, which is None for a single problem."""
+
+    value: float
+    error: float | None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Estimate:
+        """Answers of one problem are no independent draws, so ``values`` are problems': s/√N with s of N − 1."""
+        return cls(fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of the problems of one source, or of all."""
+
+    problems: int
+    answers: int
+    failed: int
+    """Problems whose answers could not be scored; they count as 0, and as wrong."""
+    accuracy: Estimate
+    """Mean reward, as validation during training has it."""
+    pass_at: dict[int, Estimate]
+    mean_tokens: float
+    max_tokens: int
+    cut_off: float
+    """Share of the answers that reached the length limit."""
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Unbiased estimate, from ``n`` answers of which ``c`` are correct, that one of ``k`` answers is correct.
+
+    1 − C(n−c, k)/C(n, k), as the product 1 − ∏_{i=n−c+1…n} (1 − k/i), in which nothing overflows: Chen et al. 2021,
+    arXiv:2107.03374, equation 1. Raises `ValueError` unless 0 ≤ c ≤ n and 1 ≤ k ≤ n.
+    """
+    if not (0 <= c <= n and 1 <= k <= n):
+        raise ValueError(f"expected 0 <= c <= n and 1 <= k <= n, not n={n}, c={c}, k={k}")
+    if n - c < k:
+        return 1.0
+    return 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
+
+
+def usual_ks(n: int) -> tuple[int, ...]:
+    """1, 2, 4, … up to ``n``, and ``n``."""
+    return tuple(sorted({2**i for i in range(n.bit_length())} | {n}))
+
+
+def figures(solved: Sequence[Solved], ks: Iterable[int], threshold: float) -> Figures:
+    """Of at least one problem."""
+    answers = [answer for problem in solved for answer in problem.answers]
+    correct = [(len(problem.answers), problem.correct(threshold)) for problem in solved]
+    return Figures(
+        problems=len(solved),
+        answers=len(answers),
+        failed=sum(problem.failure is not None for problem in solved),
+        accuracy=Estimate.of([fmean(answer.reward for answer in problem.answers) for problem in solved]),
+        pass_at={k: Estimate.of([pass_at_k(n, c, k) for n, c in correct]) for k in ks},
+        mean_tokens=fmean(answer.tokens for answer in answers),
+        max_tokens=max(answer.tokens for answer in answers),
+        cut_off=fmean(answer.cut_off for answer in answers),
+    )
+
+
+def by_source(solved: Sequence[Solved]) -> dict[str, list[Solved]]:
+    """Problems by their source, in the order in which sources come."""
+    found: dict[str, list[Solved]] = {}
+    for problem in solved:
+        found.setdefault(problem.source, []).append(problem)
+    return found

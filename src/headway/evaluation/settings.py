@@ -1,0 +1,206 @@
+"""From MODEL, DATA and ``a.b=c`` to the configuration of an evaluation.
+
+RUN's config.yaml, or --config, or nothing ─▶ what DATA means ─▶ a.b=c ─▶ less what only trains ─▶ doctor ─▶ Job
+    (beneath)                                                   (on top)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headway.config.doctor import diagnose
+from headway.config.layers import lies_in, read_overrides
+from headway.config.learning import AlgorithmConfig
+from headway.config.loading import LoadedConfig, load
+from headway.config.model import ModelConfig
+from headway.config.schema import (
+    AsyncTrainingConfig,
+    ClusterConfig,
+    Config,
+    OverlongBufferConfig,
+    RolloutConfig,
+    RunConfig,
+)
+from headway.data.tasks import REASONING_GYM, TASKS
+from headway.errors import ConfigError, UserError
+from headway.reports.run_directory import RunDirectory
+from headway.user_code import names_a_file
+
+SAID_OTHERWISE = {"model.path": "MODEL", "rollout.n": "--n", "rollout.temperature": "--temperature"}
+OF_A_FILE = ("data.train", "data.sources", "data.val", "data.val_sources", "data.val_size", "data.task")
+OF_A_TASK = ("data.train", "data.sources", "data.val", "data.val_sources", "data.val_size", "data.task.name")
+"""Settings that DATA has made already."""
+OF_THE_ENGINE = (
+    "name",
+    "val_n",
+    "val_temperature",
+    "stop",
+    "dtype",
+    "max_concurrent",
+    "max_batched_tokens",
+    "kv_cache_gib",
+    "threads",
+    "vllm",
+)
+"""Settings of ``rollout`` that an evaluation takes from a run, too."""
+FILTERS = ("top_p", "top_k", "min_p", "repetition_penalty", "logit_bias", "min_tokens")
+"""Of sampling while training; validation has none of them."""
+MEANINGFUL = (
+    "run.seed",
+    "model.dtype",
+    "model.trust_remote_code",
+    "data",
+    "reward",
+    *(f"rollout.{key}" for key in (*OF_THE_ENGINE, *FILTERS)),
+    "cluster.device",
+)
+"""Settings that change an evaluation, …"""
+IDLE = ("data.epochs", "data.shuffle", "data.prefetch", "reward.overlong_buffer")
+"""… except these, which are training's."""
+NEVER_S = 1e9
+"""Nothing watches an evaluation for a stall, so nothing is too long for that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """An evaluation. ``config`` has ``model.path``; its ``rollout.val_n`` and ``val_temperature`` count."""
+
+    config: Config
+    held_out: bool
+    """The configuration's held-out problems are asked; else all rows of ``data.train``."""
+    data: str
+    """For people."""
+    notes: tuple[str, ...]
+
+
+def settle(
+    model: str,
+    data: str | None,
+    overrides: Sequence[str],
+    *,
+    config_file: Path | None = None,
+    n: int | None = None,
+    temperature: float | None = None,
+) -> Job:
+    """What is to be evaluated, checked as far as settings can be without the model and the data.
+
+    Raises:
+        UserError: MODEL is a run's directory without a model.
+        ConfigError: unknown settings, settings without effect here, no DATA where nothing else names any, or several
+            greedy answers.
+    """
+    path, run_config = _model(model)
+    if run_config is not None and config_file is not None:
+        raise ConfigError(
+            f"--config {config_file}: {model} is a run with a config.yaml of its own; drop one of the two"
+        )
+    base = config_file if config_file is not None else run_config
+    if data is None and base is None:
+        raise ConfigError(
+            f"expected DATA: a .jsonl or .parquet file, or a task ({_tasks()}). It may be left out where MODEL is a "
+            "run's directory or --config is given: their held-out problems are asked then"
+        )
+    given = frozenset(read_overrides(overrides).values)
+    _refuse({key: "DATA says what is read; drop one of the two" for key in given if lies_in(key, *_made_by(data))})
+    options = [f"rollout.val_n={n}"] if n is not None else []
+    options += [f"rollout.val_temperature={temperature}"] if temperature is not None else []
+    loaded = load(base, [*_meaning(data), *overrides, *options])
+    # After loading, which knows better what an unknown key is.
+    _refuse({key: f"{SAID_OTHERWISE[key]} says that here" for key in given if key in SAID_OTHERWISE})
+    _refuse(
+        {
+            key: "no effect on an evaluation; drop it"
+            for key in given
+            if lies_in(key, *IDLE) or not lies_in(key, *MEANINGFUL)
+        }
+    )
+    other_task = data is not None and _is_task(data) and (base is None or _task_of(base) != data)
+    own_verifier = other_task and not any(lies_in(key, "reward.function", "reward.functions") for key in given)
+    config = _less_training(loaded.config, path, given, own_verifier=own_verifier)
+    if config.rollout.val_n > 1 and config.rollout.val_temperature == 0:
+        raise ConfigError(
+            f"--n {config.rollout.val_n}: greedy answers (--temperature 0) are all equal; give a --temperature above "
+            "0, such as 1.0, or --n 1"
+        )
+    diagnose(LoadedConfig(config))
+    held_out = data is None or _is_task(data)
+    sources = ", ".join(source.label for source in config.data.held_out_sources)
+    named = data or f"held-out problems of {sources or config.data.label}"
+    return Job(config, held_out, named, tuple(loaded.notes))
+
+
+def _model(model: str) -> tuple[str, Path | None]:
+    """The model's folder (or its name on the hub), and the configuration of the run that it is of."""
+    directory = RunDirectory(Path(model).expanduser())
+    if not directory.config.is_file() or (directory.path / "config.json").is_file():
+        return model, None
+    if not directory.model.is_dir():
+        raise UserError(
+            f"{model}: this run has no {directory.model.name}/, which is written at its end; wait for that, or give a "
+            "Hugging Face folder"
+        )
+    return str(directory.model), directory.config
+
+
+def _is_task(data: str) -> bool:
+    return data.startswith(REASONING_GYM) or names_a_file(data) or data in TASKS.names()
+
+
+def _task_of(base: Path) -> str | None:
+    task = load(base).config.data.task
+    return task.name if task is not None else None
+
+
+def _tasks() -> str:
+    return f"{', '.join(TASKS.names())}, {REASONING_GYM}<dataset>, or file.py:function"
+
+
+def _meaning(data: str | None) -> list[str]:
+    """DATA as settings: it takes the place of whatever data there were."""
+    if data is None:
+        return []
+    nothing_else = ["data.sources=[]", "data.val=null", "data.val_sources=[]"]
+    if _is_task(data):
+        return [*nothing_else, f"data.task.name={json.dumps(data)}", "data.train=null"]
+    if Path(data).suffix not in (".jsonl", ".parquet"):
+        raise ConfigError(f"DATA: got {data}, expected a .jsonl or .parquet file, or a task: {_tasks()}")
+    return [*nothing_else, f"data.train={json.dumps(data)}", "data.val_size=0"]
+
+
+def _made_by(data: str | None) -> tuple[str, ...]:
+    if data is None:
+        return ()
+    return OF_A_TASK if _is_task(data) else OF_A_FILE
+
+
+def _refuse(problems: Mapping[str, str]) -> None:
+    """Raise `ConfigError` with a line for each key."""
+    if problems:
+        raise ConfigError("\n".join(f"{key}: {problems[key]}" for key in sorted(problems)))
+
+
+def _less_training(config: Config, model: str, given: frozenset[str], *, own_verifier: bool) -> Config:
+    """``config`` with the defaults of all that only trains, in one process.
+
+    Filters of sampling that the run trained with are not among what is left; those that are ``given`` are. The doctor
+    asks for a correction where there are filters, which is training's, and gets one.
+    """
+    kept = [*OF_THE_ENGINE, *(key for key in FILTERS if any(lies_in(g, f"rollout.{key}") for g in given))]
+    rollout = {key: getattr(config.rollout, key) for key in kept}
+    reward = config.reward.model_copy(update={"overlong_buffer": OverlongBufferConfig()})
+    if own_verifier:
+        reward = reward.model_copy(update={"function": "task", "params": {}, "functions": None})
+    return Config(
+        mode="on_policy",
+        run=RunConfig(seed=config.run.seed),
+        model=ModelConfig(path=model, dtype=config.model.dtype, trust_remote_code=config.model.trust_remote_code),
+        data=config.data.model_copy(update={"epochs": 1, "shuffle": False}),
+        reward=reward,
+        rollout=RolloutConfig().model_copy(update=rollout),
+        algorithm=AlgorithmConfig.model_validate({"rollout_correction": {"name": "truncate"}}),
+        async_training=AsyncTrainingConfig(use_rollout_log_probs=False),
+        cluster=ClusterConfig(backend="inline", device=config.cluster.device, stall_timeout_s=NEVER_S),
+    )

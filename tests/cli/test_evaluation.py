@@ -1,0 +1,396 @@
+"""``headway eval``: what it asks, what it counts, what it refuses, how it ends."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from fractions import Fraction
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import Result
+
+from headway.cluster.process import math_environment
+from headway.cluster.processes import descendants
+from headway.config.loading import dump, load
+from headway.config.model import MakeModelConfig
+from headway.evaluation.figures import Answer, Estimate, Solved, figures, pass_at_k, usual_ks
+from headway.evaluation.settings import settle
+from headway.models.make import make_model
+from tests.cli.test_commands import python, run
+from tests.integration.support import alive
+
+LENGTH = 6
+SHORT = (f"data.max_response_length={LENGTH}", "rollout.threads=1")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model over characters, which answers with something for every prompt."""
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    make_model(
+        MakeModelConfig(
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            head_dim=16,
+            intermediate_size=64,
+            max_position_embeddings=1024,
+            vocabulary="0123456789abcdefghijklmnopqrstuvwxyz:=,|+-*() .?",
+        ),
+        0,
+        folder,
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def greedy(tiny: Path) -> dict[str, str]:
+    """Prompt → the model's greedy answer, by transformers, without a cache."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny), AutoTokenizer.from_pretrained(tiny)
+    found = {}
+    for prompt in (f"{a}+{b}=" for a in range(4) for b in range(3)):
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        length = ids.shape[1]
+        for _ in range(LENGTH):
+            with torch.inference_mode():
+                ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+            if ids[0, -1] == tokenizer.eos_token_id:
+                break
+        found[prompt] = tokenizer.decode(ids[0, length:], skip_special_tokens=True)
+    return found
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def said(result: Result) -> dict[str, str]:
+    """The figures that were printed, by name."""
+    assert result.exit_code == 0, result.output
+    words = [line.split(maxsplit=1) for line in result.stdout.partition("\n\n")[0].splitlines()]
+    return {name: rest.strip() for name, rest in words}
+
+
+# ------------------------------------------------------------------------------------------- figures
+
+
+def test_pass_at_k_is_the_share_of_subsets_of_k_answers_with_a_correct_one() -> None:
+    for n in range(1, 8):
+        for c in range(n + 1):
+            correct = [True] * c + [False] * (n - c)
+            for k in range(1, n + 1):
+                subsets = list(combinations(correct, k))
+                assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(10_000, 3, 1000), (10_000, 9, 1), (5000, 2500, 100), (2000, 1, 1999)])
+def test_pass_at_k_is_exact_where_binomials_overflow(n: int, c: int, k: int) -> None:
+    exact = 1 - Fraction(math.comb(n - c, k), math.comb(n, k))
+    assert pass_at_k(n, c, k) == pytest.approx(float(exact), rel=1e-10)
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(4, 5, 1), (4, -1, 1), (4, 1, 0), (4, 1, 5)])
+def test_pass_at_k_refuses_counts_that_cannot_be(n: int, c: int, k: int) -> None:
+    with pytest.raises(ValueError, match="expected 0 <= c <= n"):
+        pass_at_k(n, c, k)
+
+
+def test_the_usual_ks_are_powers_of_two_and_n() -> None:
+    assert [usual_ks(n) for n in (1, 2, 6, 8)] == [(1,), (1, 2), (1, 2, 4, 6), (1, 2, 4, 8)]
+
+
+def test_an_estimate_has_the_standard_error_of_a_mean() -> None:
+    values = [0.0, 1.0, 0.5, 0.25, 1.0]
+    mean = sum(values) / 5
+    variance = sum((value - mean) ** 2 for value in values) / 4
+    estimate = Estimate.of(values)
+    assert estimate.value == pytest.approx(mean)
+    assert estimate.error == pytest.approx((variance / 5) ** 0.5)
+    assert Estimate.of([0.5]) == Estimate(0.5, None)
+
+
+def solved(rewards: list[float], failure: str | None = None) -> Solved:
+    answers = tuple(
+        Answer(k, "x", tokens=k + 1, cut_off=k == 0, finish_reason="stop", reward=reward, parts={})
+        for k, reward in enumerate(rewards)
+    )
+    return Solved(0, "s", "p", "a", answers, failure)
+
+
+def test_rewards_from_the_threshold_on_are_correct_also_when_they_are_single_precision() -> None:
+    nine_tenths = float(torch.tensor(0.9))
+    assert nine_tenths < 0.9
+    assert solved([nine_tenths, 0.8, 1.0]).correct(0.9) == 2
+    assert solved([1.0, 1.0], failure="timeout after 10 s").correct(0.0) == 0
+
+
+def test_figures_are_means_over_problems() -> None:
+    found = figures([solved([1.0, 0.0]), solved([0.5, 0.5]), solved([0.0, 0.0], failure="no")], (1, 2), threshold=0.5)
+    assert (found.problems, found.answers, found.failed) == (3, 6, 1)
+    assert found.accuracy.value == pytest.approx(1 / 3)
+    assert found.pass_at[1].value == pytest.approx((0.5 + 1 + 0) / 3)
+    assert found.pass_at[2].value == pytest.approx(2 / 3)
+    assert (found.mean_tokens, found.max_tokens, found.cut_off) == (1.5, 2, 0.5)
+
+
+# ------------------------------------------------------------------------------------------- evaluations
+
+
+def test_greedy_answers_are_those_of_transformers_and_are_counted(
+    tiny: Path, greedy: dict[str, str], tmp_path: Path
+) -> None:
+    prompts = list(greedy)
+    rows = [{"prompt": p, "answer": greedy[p] if i % 3 else "wrong"} for i, p in enumerate(prompts)]
+    output = tmp_path / "answers.jsonl"
+    done = run("eval", str(tiny), write(tmp_path / "test.jsonl", rows), *SHORT, "-o", str(output))
+    right = sum(greedy[p].strip() == row["answer"].strip() for p, row in zip(prompts, rows, strict=True))
+    assert right == 8
+    error = (8 / 12 * 4 / 12 / 11) ** 0.5  # of a mean of zeros and ones
+    figures = said(done)
+    assert figures["accuracy"].startswith(f"{8 / 12:.3f} ± {error:.3f} ")
+    assert figures["pass@1"].startswith(f"{8 / 12:.3f} ± {error:.3f} ")
+    answers = lines_of(output)
+    assert [answer["row"] for answer in answers] == list(range(12))
+    assert [answer["response"] for answer in answers] == [greedy[p] for p in prompts]
+    assert figures["length"].startswith(f"mean {sum(a['tokens'] for a in answers) / 12:.1f}, ")
+    assert "12 of 12 problems" in done.stderr
+
+
+def test_several_answers_are_counted_by_pass_at_k_and_come_again_with_the_seed(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text("def score(response): return float(response[:1] < 'h')\n")
+    data = write(tmp_path / "test.jsonl", [{"prompt": f"{i}+{i}=", "answer": ""} for i in range(5)])
+    outputs = [tmp_path / f"{i}.jsonl" for i in range(3)]
+    for output, seed in zip(outputs, (0, 0, 1), strict=True):
+        arguments = [data, "--n", "6", "--temperature", "1", "--k", "4,2", "-o", str(output), *SHORT]
+        settings = [f"reward.function={tmp_path}/reward.py:score", f"run.seed={seed}"]
+        figures = said(run("eval", str(tiny), *arguments, *settings))
+        answers = lines_of(output)
+        assert [(a["row"], a["k"]) for a in answers] == [(row, k) for row in range(5) for k in range(6)]
+        for k in (2, 4):
+            shares = []
+            for row in range(5):
+                rewards = [a["reward"] for a in answers if a["row"] == row]
+                subsets = list(combinations(rewards, k))
+                shares.append(sum(max(subset) for subset in subsets) / len(subsets))
+            assert figures[f"pass@{k}"].startswith(f"{sum(shares) / 5:.3f} ")
+            assert 0 < sum(shares) < 5
+        assert "pass@1" not in figures
+    first, again, other = ([a["response"] for a in lines_of(output)] for output in outputs)
+    assert first == again
+    assert first != other
+
+
+def test_more_answers_than_the_engine_decodes_at_once_are_all_there(tiny: Path, tmp_path: Path) -> None:
+    output = tmp_path / "answers.jsonl"
+    arguments = ["sort", "--n", "9", "--temperature", "1", "--limit", "3", "-o", str(output)]
+    run("eval", str(tiny), *arguments, *SHORT, "rollout.max_concurrent=2")
+    assert len(lines_of(output)) == 27
+
+
+def test_the_sources_of_a_file_are_told_apart(tiny: Path, greedy: dict[str, str], tmp_path: Path) -> None:
+    rows = [
+        {"prompt": p, "answer": greedy[p] if source == "easy" else "wrong", "data_source": source}
+        for p, source in zip(greedy, ("easy", "hard", "hard", "easy"), strict=False)
+    ]
+    done = run("eval", str(tiny), write(tmp_path / "test.jsonl", rows), *SHORT, "--samples", "0")
+    table = [line.split() for line in done.stdout.partition("source")[2].splitlines()]
+    shown = {words[0]: words[1:3] for words in table if words and words[0] in ("easy", "hard")}
+    assert shown == {"easy": ["2", "1.000"], "hard": ["2", "0.000"]}
+
+
+def test_prompts_that_are_too_long_and_answers_that_cannot_be_scored_are_told(tiny: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "1" * n, "answer": "1" if n != 2 else None} for n in (1, 2, 30)]
+    data = write(tmp_path / "test.jsonl", rows)
+    output = tmp_path / "answers.jsonl"
+    settings = ["data.max_prompt_length=8", "reward.retries=0"]
+    figures = said(run("eval", str(tiny), data, *SHORT, *settings, "-o", str(output)))
+    assert figures["left"] == "out  1 prompts of more than 8 tokens"
+    assert figures["failed"].startswith("1 problems, which count as 0: the row has no answer")
+    assert [(a["row"], a["reward"], "failure" in a) for a in lines_of(output)] == [(0, 0.0, False), (1, None, True)]
+
+
+def test_samples_are_from_all_over_the_data(tiny: Path, tmp_path: Path) -> None:
+    data = write(tmp_path / "test.jsonl", [{"prompt": f"{i}=", "answer": f"t{i}"} for i in range(10)])
+    shown = run("eval", str(tiny), data, *SHORT, "--samples", "2").stdout
+    assert [i for i in range(10) if f"t{i}" in shown] == [0, 5]
+    assert "prompt" in shown
+    assert "prompt" not in run("eval", str(tiny), data, *SHORT, "--samples", "0").stdout
+
+
+# ------------------------------------------------------------------------------------------- settings
+
+RUN = """\
+mode: async_partial
+run: {seed: 7}
+model: {make: {}}
+data: {task: {name: sort, val_size: 5, params: {max_length: 9, mean_length: 4}}, max_response_length: 4}
+reward: {function: task}
+actor: {ppo_mini_batch_size: 16, optim: {lr: 1.0e-4}}
+rollout: {total_rollout_steps: 64, top_p: 0.5, val_n: 2, val_temperature: 0.7}
+async_training: {use_rollout_log_probs: false}
+algorithm: {rollout_correction: {name: truncate}}
+"""
+
+
+@pytest.fixture
+def run_dir(tiny: Path, tmp_path: Path) -> Path:
+    (tmp_path / "recipe.yaml").write_text(RUN)
+    directory = tmp_path / "run"
+    shutil.copytree(tiny, directory / "model")
+    (directory / "config.yaml").write_text(dump(load(tmp_path / "recipe.yaml").config))
+    return directory
+
+
+def test_a_run_is_asked_what_it_held_out_as_its_validation_asks(run_dir: Path) -> None:
+    job = settle(str(run_dir), None, [])
+    config = job.config
+    assert (config.model.path, config.run.seed) == (str(run_dir / "model"), 7)
+    assert job.held_out
+    assert config.data.task is not None
+    assert config.data.task.val_size == 5
+    assert (config.rollout.val_n, config.rollout.val_temperature, config.rollout.top_p) == (2, 0.7, 1.0)
+    assert (
+        said(run("eval", str(run_dir)))["data"]
+        == "held-out problems of sort: 5 problems, 2 answers each, temperature 0.7"
+    )
+
+
+def test_filters_that_are_given_count(run_dir: Path) -> None:
+    config = settle(str(run_dir), None, ["rollout.top_p=0.9", "rollout.logit_bias={3: 1.0}"]).config
+    assert (config.rollout.top_p, config.rollout.logit_bias) == (0.9, {3: 1.0})
+
+
+def test_a_file_takes_the_place_of_the_runs_task(run_dir: Path, tmp_path: Path) -> None:
+    data = write(tmp_path / "odd: name, [1].jsonl", [{"prompt": "1+1=", "answer": "2"}])
+    job = settle(str(run_dir), data, [])
+    assert (job.held_out, job.config.data.task, job.config.data.train) == (False, None, data)
+    assert job.config.reward.function == "exact_match"
+    assert "exact_match" in job.notes[0]
+    assert said(run("eval", str(run_dir), data))["data"].startswith(f"{data}"[:40])
+
+
+def test_a_task_is_scored_by_its_own_verifier_unless_the_reward_is_given(tiny: Path, run_dir: Path) -> None:
+    def reward(model: Path, data: str, *overrides: str) -> str:
+        return settle(str(model), data, overrides).config.reward.function
+
+    assert reward(tiny, "sort") == "task"
+    assert reward(tiny, "reasoning_gym/leg_counting") == "task"
+    assert reward(tiny, "reverse", "reward.function=exact_match") == "exact_match"
+    other = run_dir.with_name("other")
+    shutil.copytree(run_dir, other)
+    (other / "config.yaml").write_text(RUN.replace("function: task", "function: exact_match"))
+    assert reward(other, "sort") == "exact_match"
+    assert reward(other, "reverse") == "task"
+
+
+def test_a_recipe_gives_data_and_reward_to_any_model(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(RUN)
+    job = settle(str(tiny), None, [], config_file=tmp_path / "recipe.yaml", n=1, temperature=0.0)
+    assert (job.config.model.path, job.config.reward.function, job.held_out) == (str(tiny), "task", True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["MODEL"], "expected DATA"),
+        (["MODEL", "data.max_response_length=4"], "expected DATA"),
+        (["MODEL", "test.csv"], "DATA: got test.csv, expected a .jsonl or .parquet file, or a task"),
+        (["MODEL", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
+        (["nowhere", "sort"], "nowhere: no such folder"),
+        (["MODEL", "reasoning_gym/leg_countin"], "did you mean 'leg_counting'"),
+        (["MODEL", "sort", "--n", "4"], "greedy answers (--temperature 0) are all equal"),
+        (["MODEL", "sort", "--n", "2", "--temperature", "1", "--k", "1,4"], "--k 1,4: expected numbers from 1 to --n"),
+        (["MODEL", "sort", "--k", "one"], "--k one: expected numbers"),
+        (["MODEL", "sort", "rollout.m=1"], "rollout.m: unknown key"),
+        (["MODEL", "sort", "actor.optim.lr=1"], "actor.optim.lr: no effect on an evaluation"),
+        (["MODEL", "sort", "data.epochs=1"], "data.epochs: no effect on an evaluation"),
+        (["MODEL", "sort", "rollout.n=4"], "rollout.n: --n says that here"),
+        (["MODEL", "sort", "data.train=a.jsonl"], "data.train: DATA says what is read"),
+        (["MODEL", "sort", "reward.function=nowhere.py:score"], "there is no file"),
+        (["MODEL", "sort", "data.max_prompt_length=4096"], "more than the 1024 positions"),
+        (["MODEL", "sort", "-o", "/nowhere/answers.jsonl"], "cannot be written"),
+        (["RUN", "--config", "recipe.yaml"], "a config.yaml of its own"),
+    ],
+)
+def test_what_the_user_got_wrong_is_one_message_with_code_2(
+    tiny: Path, run_dir: Path, arguments: list[str], message: str
+) -> None:
+    places = {"MODEL": str(tiny), "RUN": str(run_dir)}
+    done = run("eval", *(places.get(word, word) for word in arguments))
+    assert done.exit_code == 2, done.output
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_run_without_its_model_says_so(run_dir: Path) -> None:
+    shutil.rmtree(run_dir / "model")
+    done = run("eval", str(run_dir))
+    assert done.exit_code == 2
+    assert "has no model/, which is written at its end" in done.stderr
+
+
+def test_help_loads_neither_torch_nor_ray() -> None:
+    code = """
+import sys
+from headway.cli import cli
+try:
+    cli(["eval", "--help"])
+except SystemExit as end:
+    assert end.code == 0, end.code
+heavy = {"torch", "transformers", "ray", "numpy"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_ctrl_c_ends_it_with_what_was_answered_on_disk(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(
+        "import time\ndef score(response, answer):\n    time.sleep(0 if answer == '0' else 60)\n    return 1.0\n"
+    )
+    data = write(tmp_path / "test.jsonl", [{"prompt": f"{i}=", "answer": str(i // 2)} for i in range(20)])
+    output = tmp_path / "answers.jsonl"
+    settings = [f"reward.function={tmp_path}/reward.py:score", "reward.timeout_s=90", "rollout.max_concurrent=1"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "headway", "eval", str(tiny), data, *SHORT, *settings, "-o", str(output)],
+        env={**os.environ, **math_environment(1)},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stderr is not None
+    try:
+        while "2 of 20 problems" not in (line := process.stderr.readline()):
+            assert line, "it ended before it had answered anything"
+        workers = descendants(process.pid)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of its processes
+        out, err = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 130
+    assert err.splitlines()[-1] == "interrupted"
+    assert "Traceback" not in err + out
+    assert [answer["row"] for answer in lines_of(output)] == [0, 1]
+    assert workers
+    deadline = time.monotonic() + 30
+    while alive(workers):  # multiprocessing's own helper ends a moment after its parent
+        assert time.monotonic() < deadline, f"{alive(workers)} of {workers} are left"
+        time.sleep(0.05)
