@@ -166,3 +166,11 @@ def test_tasks_load_without_torch_pydantic_or_reasoning_gym() -> None:
         "sys.exit(str({'torch', 'pydantic', 'reasoning_gym', 'transformers'} & set(sys.modules) or '') or None)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={"PYTHONPATH": ":".join(sys.path)})
+
+
+def test_a_mixture_of_reasoning_gyms_datasets_is_written_as_a_config_has_it() -> None:
+    mixture = {"datasets": [{"name": "leg_counting", "weight": 1}, {"name": "chain_sum", "config": {"min_terms": 2}}]}
+    task = make_task("reasoning_gym/composite", mixture, seed=3, problems=12)
+    names = {task.problem(i).extra["metadata"]["source_dataset"] for i in range(12)}
+    assert names == {"leg_counting", "chain_sum"}
+    assert all(task.score(p.answer, p.answer, p.extra) == 1 for p in map(task.problem, range(12)))

@@ -20,6 +20,11 @@ ANSWER_KEYS = ("reward_model.ground_truth", "answer")
 """Where the ground truth is when nothing else is said: the first that a row has. The former is verl's."""
 
 
+ARCHIVES = (".gz", ".zip", ".bz2", ".xz", ".zst", ".tar", ".tgz")
+COMPRESSED = (b"\x1f\x8b", b"PK\x03\x04", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
+"""How such files begin, whatever their name."""
+
+
 @dataclass(frozen=True, slots=True)
 class Columns:
     """How a source names what is needed."""
@@ -62,6 +67,8 @@ def read_records(path: str, *, prompt_key: str, answer_key: str = "auto", name: 
         DataError: the file is missing, empty, of another kind or unreadable, or a row lacks a column or holds a value
             of the wrong type; the message names the file and the row (for JSONL its line).
     """
+    if not path.strip():
+        raise DataError(f"data: got {path!r}, expected the name of a .jsonl or .parquet file")
     file, columns = Path(path).expanduser(), Columns(prompt_key, answer_key, name)
     if file.is_dir():
         raise DataError(
@@ -69,17 +76,19 @@ def read_records(path: str, *, prompt_key: str, answer_key: str = "auto", name: 
             f"dataset, {{dataset: {path}}}"
         )
     if not file.is_file():
-        raise DataError(f"{path}: no such file; data.train and data.val name a .jsonl or .parquet file")
+        what = "not a file" if file.exists() else "no such file"
+        raise DataError(f"{path}: {what}; data.train and data.val name a .jsonl or .parquet file")
     match file.suffix:
         case ".jsonl":
             rows = _jsonl_rows(file)
         case ".parquet":
             rows = _parquet_rows(file, columns)
         case other:
-            raise DataError(f"{path}: data files end in .jsonl or .parquet, not {other or 'nothing'!r}")
+            way_out = "unpack it" if other in ARCHIVES else "convert it: JSONL has one JSON object on each line"
+            raise DataError(f"{path}: data files end in .jsonl or .parquet, not {other or 'nothing'!r}; {way_out}")
     records = list(records_of(rows, columns, default_source=file.stem))
     if not records:
-        raise DataError(f"{path}: the file has no rows")
+        raise DataError(f"{path}: the file has no rows; expected one for each prompt")
     return records
 
 
@@ -87,7 +96,7 @@ def records_of(rows: Iterable[Row], columns: Columns, default_source: str) -> It
     """Rows as records, each checked. Raises `DataError` for one that lacks a column or holds another type."""
     for where, row in rows:
         if not isinstance(row, dict):
-            raise DataError(f"{where}: expected an object with columns, not {type(row).__name__}")
+            raise DataError(f'{where}: a row is an object like {{"prompt": …, "answer": …}}, not {_shown(row)}')
         check_columns(row, columns, where)
         answer_key, answer = _answer(row, columns, where)
         given = columns.name or row.get("data_source")
@@ -136,7 +145,12 @@ def _jsonl_rows(file: Path) -> Iterator[Row]:
         for number, line in enumerate(lines, start=1):
             where = f"{file}, line {number}"
             with boundary(f"{where} cannot be read", DataError):
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                try:
+                    text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                except UnicodeDecodeError as cause:
+                    found = f"byte {line[cause.start]:#04x} at position {cause.start + 1}"
+                    what = "a compressed file; unpack it" if line.startswith(COMPRESSED) else "save the file as UTF-8"
+                    raise DataError(f"{where}: not text in UTF-8 ({found}); {what}") from None
                 if not text.strip():
                     continue
                 try:
@@ -177,10 +191,20 @@ def _checked_prompt(prompt: Any, where: str) -> str | Messages:
     if not isinstance(prompt, list) or not prompt:
         raise DataError(f"{where}: a prompt is text or a list of chat messages, not {_shown(prompt)}")
     for message in prompt:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+        if not _is_message(message):
             raise DataError(f'{where}: a chat message is {{"role": …, "content": …}}, not {_shown(message)}')
     # In Parquet all messages have the same fields: what one does not have is null, which templates would print.
     return [{k: v for k, v in message.items() if v is not None or k == "content"} for message in prompt]
+
+
+def _is_message(message: Any) -> bool:
+    """``content`` is text, null beside something else, or a list of parts: whatever templates know."""
+    return (
+        isinstance(message, dict)
+        and isinstance(message.get("role"), str)
+        and "content" in message
+        and (message["content"] is None or isinstance(message["content"], str | list))
+    )
 
 
 def _shown(value: Any) -> str:

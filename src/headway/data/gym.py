@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 import reasoning_gym
+from reasoning_gym.composite import DatasetSpec
 from reasoning_gym.factory import DATASETS
 from reasoning_gym.utils import extract_answer
 
@@ -27,7 +28,7 @@ class GymTask:
         self.name = REASONING_GYM + dataset
         _check_names(dataset, params)
         with boundary(f"data.task.params: {self.name} does not take {dict(params)}", ConfigError):
-            self._dataset = reasoning_gym.create_dataset(dataset, size=problems, seed=seed, **params)
+            self._dataset = reasoning_gym.create_dataset(dataset, size=problems, seed=seed, **_typed(params))
 
     def problem(self, index: int) -> Problem:
         with boundary(f"{self.name}: problem {index} could not be made", DataError):
@@ -42,6 +43,14 @@ class GymTask:
             return float(self._dataset.score_answer(response.strip() if given is None else given, entry))
         except ValueError:  # some verifiers parse without a check: what they cannot parse is no right answer
             return 0.0
+
+
+def _typed(params: Mapping[str, Any]) -> dict[str, Any]:
+    """``composite`` wants its ``datasets`` as objects: {name, weight, config} each."""
+    typed = dict(params)
+    if "datasets" in typed:
+        typed["datasets"] = [DatasetSpec(**{"weight": 1, "config": {}, **one}) for one in typed["datasets"]]
+    return typed
 
 
 def _check_names(dataset: str, params: Mapping[str, Any]) -> None:

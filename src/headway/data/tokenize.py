@@ -43,11 +43,18 @@ class PromptTokenizer:
         ids: list[list[int]] = [[] for _ in records]
         for templated in (False, True):
             indices = [i for i, chat in enumerate(chats) if (chat is not None) is templated]
-            if indices:
-                with boundary(f"the model's tokenizer cannot read a prompt of {records[indices[0]].source}", DataError):
-                    encoded = self._tokenizer([texts[i] for i in indices], add_special_tokens=not templated)
-                for i, token_ids in zip(indices, encoded["input_ids"], strict=True):
-                    ids[i] = token_ids
+            if not indices:
+                continue
+            try:
+                encoded = self._tokenizer([texts[i] for i in indices], add_special_tokens=not templated)
+            except Exception:  # of which prompt, the batch does not say
+                for i in indices:
+                    doing = f"the model's tokenizer cannot read a prompt of {_named(records[i])}: {_shown(texts[i])}"
+                    with boundary(doing, DataError):
+                        self._tokenizer([texts[i]], add_special_tokens=not templated)
+                raise
+            for i, token_ids in zip(indices, encoded["input_ids"], strict=True):
+                ids[i] = token_ids
         return [
             self._checked(record, text, token_ids) for record, text, token_ids in zip(records, texts, ids, strict=True)
         ]
@@ -81,3 +88,7 @@ class PromptTokenizer:
 def _named(record: Record) -> str:
     """Its source, and the row where it is known."""
     return f"{record.source} ({record.where})" if record.where else record.source
+
+
+def _shown(text: str, most: int = 60) -> str:
+    return repr(text) if len(text) <= most else f"{text[:most]!r} …"
