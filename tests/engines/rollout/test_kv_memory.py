@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from headway.engines.rollout.native.cache import ROOM_STEP, KvGeometry, SlotCache
 from headway.engines.rollout.native.core import EngineCore
 from headway.errors import ConfigError
-from headway.interfaces import FinishedGroup, OnUpdate
+from headway.interfaces import FinishedGroup, OnUpdate, Priority
 from tests.engines.rollout.support import assert_logprobs, make_core, make_model, make_request
 
 GEOMETRY = KvGeometry(layers=2, kv_heads=1, head_dim=4)
@@ -106,12 +106,31 @@ def test_what_does_not_fit_waits_and_what_no_longer_fits_is_parked_and_goes_on()
 def test_with_memory_for_every_slot_nobody_is_parked() -> None:
     core = long_core(8 * LONG, slots=8)
     core.submit([make_request(i, n=2, max_tokens=200, stop_token_ids=()) for i in range(6)], "owner")
-    finished, _ = watched(core)
-    model = make_core(make_model(max_position_embeddings=LONG), max_context=LONG, slots=8)
-    model.submit([make_request(i, n=2, max_tokens=200, stop_token_ids=()) for i in range(6)], "owner")
-    expected, _ = watched(model)
-    tokens = [[r.ids.tolist() for r in group.tokens.responses] for group in finished]
-    assert tokens == [[r.ids.tolist() for r in group.tokens.responses] for group in expected]
+    _, parked = watched(core)
+    assert parked == 0
+
+
+def test_training_gives_way_to_validation() -> None:
+    core = long_core(4 * LONG, slots=16)
+    core.submit([make_request(i, n=2, max_tokens=200, stop_token_ids=()) for i in range(4)], "owner")
+    asked = make_request(9, n=2, max_tokens=200, stop_token_ids=(), priority=Priority.VALIDATION)
+    core.submit([asked], "validation")
+    parked = 0
+    with torch.inference_mode():
+        for _ in range(200):
+            assert sum(run.group.request.number == 9 for run in core._rows.runs) == 2 or not core._rows.active
+            queued = core._scheduler.queued
+            core.step()
+            parked += core._scheduler.queued > queued
+    assert parked > 0
+    assert 9 not in {group.request.number for group in core._groups}
+
+
+def test_no_more_memory_is_taken_than_every_slot_can_use() -> None:
+    core = long_core(1000 * LONG, slots=8)
+    assert core._runner.cache.tokens == 8 * LONG
+    assert core.reproducible == core._runner.invariant
+    assert not long_core(7 * LONG, slots=8).reproducible
 
 
 @pytest.mark.parametrize("policy", OnUpdate)

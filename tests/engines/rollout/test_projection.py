@@ -54,6 +54,12 @@ def test_small_and_whole_number_weights_are_not_packed() -> None:
     assert not can_pack(torch.zeros(1000, 1000, device="meta"))
 
 
+def test_bfloat16_is_packed_only_where_the_cpu_has_kernels_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    assert not can_pack(torch.zeros(1000, 1000, dtype=torch.bfloat16))
+    assert can_pack(torch.zeros(1000, 1000))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("policy", OnUpdate)
 def test_with_packed_weights_every_token_has_the_log_prob_of_its_version(

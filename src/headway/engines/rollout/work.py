@@ -2,7 +2,7 @@
 
 GroupRun ──▶ n × TrajectoryRun:  waiting ─▶ decoding ─▶ finished
                                     ▲          │
-                                    └──────────┘  parked by an interrupt: tokens kept, KV cache dropped
+                                    └──────────┘  parked, by an interrupt or for want of memory: tokens kept, KV dropped
 """
 
 from __future__ import annotations

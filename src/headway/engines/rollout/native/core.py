@@ -1,7 +1,7 @@
 """The engine without its thread: commands and one decode step, synchronous and deterministic.
 
     submit ─▶ Scheduler ─take─▶ Rows ◀─▶ Runner (prefill, decode, sample) ─▶ finished groups
-                  ▲ put_back (interrupt)
+                  ▲ put_back (an interrupt, or no memory)
 
 One step gives every active row exactly one token: rows that were decoding run one position; rows that just started take
 theirs from their prefill. Which rows run in a step depends on what was submitted and on the steps made so far, never on
@@ -10,6 +10,7 @@ the time. Commands run between two steps.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -31,8 +32,10 @@ from headway.engines.rollout.scheduler import Mode, Scheduler
 from headway.engines.rollout.work import GroupRun, Prefilled, TrajectoryRun
 from headway.engines.served.weights import ServedWeights
 from headway.errors import NonFinite, RunError, UpdateFailed
-from headway.interfaces import EngineStats, FinishedGroup, GenerateRequest, OnUpdate, Paused
+from headway.interfaces import EngineStats, FinishedGroup, GenerateRequest, OnUpdate, Paused, Priority
 from headway.models.probe import PROBE_PREFILL, probe_sequences
+
+logger = logging.getLogger(__name__)
 
 Finished = tuple[Hashable, FinishedGroup]
 """A finished group and its owner."""
@@ -84,8 +87,8 @@ class EngineCore:
 
     @property
     def reproducible(self) -> bool:
-        """See `Capabilities`."""
-        return self._runner.invariant
+        """See `Capabilities`. What is parked for want of memory is prefilled again, which may change its last bits."""
+        return self._runner.invariant and self._runner.roomy
 
     # ------------------------------------------------------------------------------------- commands
 
@@ -197,7 +200,9 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """A step would sample something."""
-        return self._scheduler.mode is not Mode.PAUSED and bool(self._rows.active or self._scheduler.queued)
+        if self._scheduler.mode is Mode.PAUSED or self.weights.problem is not None:
+            return False
+        return bool(self._rows.active or self._scheduler.queued)
 
     @property
     def draining(self) -> bool:
@@ -244,10 +249,11 @@ class EngineCore:
     def _preempt(self) -> None:
         """Make room for every row's next token; where there is not enough, the rows that came last are parked.
 
-        They keep what they wrote, and are the first to go on.
+        Those of validation only when no others are left. All keep what they wrote, and are the first to go on.
         """
         while (active := self._rows.active) and not self._runner.fits(active, self._longest + 1):
-            latest = max(range(active), key=lambda row: self._rows.runs[row].serial)
+            latest = max(range(active), key=lambda row: _later(self._rows.runs[row]))
+            logger.debug("%s: no room for %d answers of %d tokens; parking one", self._name, active, self._longest)
             self._scheduler.put_back([self._remove(latest)])
         self._runner.cache.reserve(active, self._longest + 1, self._rows.lengths[:active])
 
@@ -347,6 +353,11 @@ class EngineCore:
             self._scheduler.drained()
         if not self.has_work:
             self._activity.stop()
+
+
+def _later(run: TrajectoryRun) -> tuple[bool, int]:
+    """Sorts by who has to give way: training before validation, then the younger."""
+    return run.group.request.priority is Priority.TRAINING, run.serial
 
 
 def shared_contexts(runs: Sequence[TrajectoryRun]) -> Iterator[range]:

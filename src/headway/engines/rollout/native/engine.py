@@ -31,7 +31,16 @@ from transformers import PreTrainedModel
 from headway.engines.rollout.inboxes import Inbox
 from headway.engines.rollout.native.core import EngineCore, Finished
 from headway.engines.served.update import Beside, Over, Updates
-from headway.errors import ConfigError, HeadwayError, RunError, StallError, UpdateFailed, WorkerDied, boundary
+from headway.errors import (
+    ConfigError,
+    HeadwayError,
+    NonFinite,
+    RunError,
+    StallError,
+    UpdateFailed,
+    WorkerDied,
+    boundary,
+)
 from headway.interfaces import (
     Capabilities,
     EngineStats,
@@ -376,7 +385,9 @@ class NativeEngine:
             self._outgoing[inbox.loop].append(partial(inbox.groups.put_nowait, error()))
         self._deliver()
 
-    def _died(self, cause: BaseException) -> WorkerDied:
+    def _died(self, cause: BaseException) -> HeadwayError:
+        if isinstance(cause, NonFinite):  # no fault of this replica's: another would find the same
+            return cause
         error = WorkerDied(f"the decoding thread of rollout engine {self.name} ended: {type(cause).__name__}: {cause}")
         error.__cause__ = cause
         return error

@@ -83,25 +83,27 @@ class Runner:
             context=max_context,
             dtype=model.dtype,
             device=model.device,
-            tokens=None if kv_cache_bytes is None else self._tokens_in(kv_cache_bytes),
+            tokens=None if kv_cache_bytes is None else self._tokens_in(kv_cache_bytes, slots),
         )
+        self.roomy = self.cache.tokens >= slots * max_context
+        """There is memory for a whole context in every slot."""
 
     def fits(self, rows: int, positions: int) -> bool:
         """Whether the KV cache has memory for a step of so many rows, the longest of ``positions``."""
         return self.cache.fits(max(rows, self._least_rows), positions)
 
-    def _tokens_in(self, kv_cache_bytes: int) -> int:
+    def _tokens_in(self, kv_cache_bytes: int, slots: int) -> int:
         geometry = self._geometry
         of_token: int = geometry.layers * 2 * geometry.kv_heads * geometry.head_dim * self._dtype.itemsize
         tokens, least = kv_cache_bytes // of_token, self._least_rows * self._max_context
         if tokens < least:
             raise ConfigError(
-                f"rollout.kv_cache_gib={kv_cache_bytes / 2**30:.3g} holds the keys and values of {tokens} tokens, and "
-                f"a replica needs room for {least}: {self._least_rows} rows of {self._max_context}, of "
-                f"{of_token} bytes a token; give it {least * of_token / 2**30:.3g} or more, or let answers be shorter "
-                "(data.max_response_length)"
+                f"rollout.kv_cache_gib={kv_cache_bytes / 2**30:.3g} holds the keys and values of {tokens} tokens, of "
+                f"{of_token} bytes each, and a replica needs room for {least}: {self._least_rows} rows of "
+                f"{self._max_context} (fewer rows are filled up, so that none depends on those beside it); give it "
+                f"{least * of_token / 2**30:.3g} or more, or let answers be shorter (data.max_response_length)"
             )
-        return tokens
+        return min(tokens, max(slots, self._least_rows) * self._max_context)
 
     @torch.inference_mode()
     def _least_invariant_rows(self) -> int | None:
@@ -139,20 +141,21 @@ class Runner:
     ) -> tuple[torch.Tensor, list[Prefilled]]:
         """One token for each of rows 0..A-1, ``tokens`` [A] at positions ``lengths`` [A], and whole ``contexts``.
 
-        In one pass, except where rows need a fixed number beside them. Returns the rows' logits [A, V] and a result for
-        each context.
+        In one pass, except where a row's result depends on the number of rows: then each context has one of its own.
+        Returns the rows' logits [A, V] and a result for each context.
         """
         decoded = torch.empty(0)
         prefilled: list[Prefilled] = []
         rows = self._decoding(tokens, lengths, self.cache) if len(tokens) else None
         if rows is not None and not self._mixes:
             decoded, rows = self._forward.step(rows, (), self._least_rows)[0][: len(tokens)], None
-        if rows is not None or contexts:
-            given = [self._to_device(context) for context in contexts]
-            logits, kv = self._forward.step(rows, given, self._least_rows)
+        given = [self._to_device(context) for context in contexts]
+        together = [given] if self._mixes and (given or rows is not None) else [[context] for context in given]
+        for batch in together:
+            logits, kv = self._forward.step(rows, batch, self._least_rows)
             if rows is not None:
                 decoded, logits = logits[: len(tokens)], logits[len(rows.tokens) :]
-            prefilled = [Prefilled(of, last) for of, last in zip(kv, logits, strict=False)]
+            prefilled += [Prefilled(of, last) for of, last in zip(kv, logits, strict=True)]
         return decoded, prefilled
 
     def decode(self, tokens: NDArray[np.int64], lengths: NDArray[np.int64], cache: SlotCache) -> torch.Tensor:

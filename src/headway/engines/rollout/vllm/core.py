@@ -177,7 +177,7 @@ class VllmCore:
         """
         self._check()
         async with self._alone():
-            start, was_halted = self._clock(), self._halted
+            start = self._clock()
             await self._halt(clear=False)
             loop = asyncio.get_running_loop()
             try:
@@ -185,7 +185,8 @@ class VllmCore:
                     load, lambda: asyncio.run_coroutine_threadsafe(self._load(version), loop).result()
                 )
             finally:
-                if not was_halted and self._weights is Weights.SERVED and self._over is None:
+                goes_on = self._scheduler.mode is not Mode.PAUSED and not self._asleep
+                if goes_on and self._weights is Weights.SERVED and self._over is None:
                     await self._go_on()
             return self._clock() - start
 
@@ -223,6 +224,7 @@ class VllmCore:
             if self._scheduler.mode is not Mode.PAUSED:
                 raise RunError(f"rollout engine {self._name} was told to sleep while decoding; pause it first")
             if self._asleep:
+                self._weights = self._weights if keep_weights else Weights.GONE
                 return
             await self._tell("sleep", self._llm.sleep(level=1 if keep_weights else 2, mode="keep"))
             self._asleep = True
@@ -245,13 +247,13 @@ class VllmCore:
         sequences = probe_sequences(self._vocabulary)
         if sequences.shape[1] > self._max_context:
             return None
-        self._check_weights("probe")
-        if self._asleep:
-            raise RunError(f"rollout engine {self._name} was told to probe while asleep; call wake() first")
         positions = range(PROBE_PREFILL, sequences.shape[1])
         contexts = [ids[:position].tolist() for ids in sequences for position in positions]
         tokens = [int(ids[position]) for ids in sequences for position in positions]
         async with self._alone():
+            self._check_weights("probe")
+            if self._asleep:
+                raise RunError(f"rollout engine {self._name} was told to probe while asleep; call wake() first")
             was_halted = self._halted
             await self._halt(clear=False)
             try:

@@ -54,8 +54,15 @@ def save_checkpoint(model: nn.Module, optimizer: Optimizer, path: Path, state: M
     try:
         save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=temporary)
     except CheckpointException as error:
-        raise RunError(f"could not write the checkpoint {path}: {error}") from error
+        rmtree(temporary, ignore_errors=True)  # where the disk was full, others need the space
+        raise RunError(f"could not write the checkpoint {path}: {_causes(error)}") from error
     on_rank_zero(finish)
+
+
+def _causes(error: CheckpointException) -> str:
+    """What failed on which rank, without the tracebacks that the error's own text has."""
+    found = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in sorted(error.failures.items())]
+    return "; ".join(found) or str(error)
 
 
 def load_checkpoint(model: nn.Module, optimizer: Optimizer, path: Path) -> dict[str, Any]:
@@ -76,6 +83,6 @@ def load_checkpoint(model: nn.Module, optimizer: Optimizer, path: Path) -> dict[
     try:
         load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
     except CheckpointException as error:
-        raise ModelError(f"{path}: the checkpoint does not fit this model and optimizer: {error}") from error
+        raise ModelError(f"{path}: the checkpoint does not fit this model and optimizer: {_causes(error)}") from error
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
     return state

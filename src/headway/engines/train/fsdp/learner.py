@@ -82,9 +82,8 @@ class Learner:
     def load(self, model: nn.Module, path: Path) -> dict[str, Any]:
         """Restore what `save` wrote, on any number of ranks; returns its ``extra``."""
         state = load_checkpoint(model, self._optimizer, path)
-        for (
-            group
-        ) in self._optimizer.param_groups:  # the checkpoint's settings came with its state; the run's may differ
+        # The checkpoint's settings came with its state; the run's may differ.
+        for group in self._optimizer.param_groups:
             group["betas"], group["weight_decay"] = self._optim.betas, self._optim.weight_decay
         self._steps = int(state["optimizer_steps"])
         extra: dict[str, Any] = state["extra"]
