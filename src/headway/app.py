@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import signal
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +31,7 @@ from headway.config.placement import CRITIC, LOGP, REF, needs_critic, needs_gree
 from headway.config.resuming import check_changes
 from headway.config.schema import Config
 from headway.data.sources import Rows, build_sources
-from headway.errors import ConfigError, StoppedByGuard, UserError
+from headway.errors import ConfigError, DataError, RunError, StoppedByGuard, UserError, boundary
 from headway.events import Note, PromptsLeftOut, RunFinished, WorkerDescribed
 from headway.pipeline.parts import Parts
 from headway.pipeline.resume import Taken, balance
@@ -118,18 +120,22 @@ def _newest(directory: RunDirectory, checkpoints: Checkpoints, record: Record, c
     found = checkpoints.complete(with_critic=needs_critic(config))
     if usable := [version for version in found if version in record.boundaries]:
         return usable[-1]
-    path, freq = directory.path, config.trainer.save_freq
+    path = directory.path
     if found:
         raise UserError(
             f"{path}: {directory.events.name} does not tell of any checkpoint that is there ({found}); a run cannot be "
             "resumed without its record"
         )
-    every = "every version" if freq == 1 else f"every {freq} versions"
-    when = "only at a run's end" if freq < 0 else f"{every}, and at a run's end"
     raise UserError(
-        f"{path}: there is no complete checkpoint to resume from; trainer.save_freq={freq} saves {when}. Start over "
+        f"{path}: there is no complete checkpoint to resume from; {_when_saved(config)}. Start over "
         f"with: headway train {directory.config} run.dir=ANOTHER trainer.save_freq=1"
     )
+
+
+def _when_saved(config: Config) -> str:
+    freq = config.trainer.save_freq
+    every = "every version" if freq == 1 else f"every {freq} versions"
+    return f"trainer.save_freq={freq} saves {'only' if freq < 0 else f'{every}, and'} at a run's end"
 
 
 def _is_longer(before: Config, config: Config, version: int) -> bool:
@@ -145,13 +151,14 @@ def _carry_out(loaded: LoadedConfig, rows: Rows, reports: Reports, start: _From 
     try:
         for text in loaded.notes:
             _note(reports, text)
-        if start is None:
-            model_path = _prepare_model(config, rows, directory, reports)
-        else:
-            model_path = config.model.path or str(directory.initial_model)
-        run = _Run(config, rows, model_path, reports, start)
-        status = asyncio.run(run.run())
-        reports.report_end(directory.model)
+        with _terminations_as_interrupts():
+            if start is None:
+                model_path = _prepare_model(config, rows, directory, reports)
+            else:
+                model_path = config.model.path or str(directory.initial_model)
+            run = _Run(config, rows, model_path, reports, start)
+            status = asyncio.run(run.run())
+        reports.report_end(directory.model, resumable=status is Status.INTERRUPTED)
         if run.stop_reason is not None:
             raise StoppedByGuard(
                 f"{run.stop_reason}. The run ended after that version: its model and a checkpoint are in "
@@ -159,15 +166,36 @@ def _carry_out(loaded: LoadedConfig, rows: Rows, reports: Reports, start: _From 
                 "(docs/algorithms/corrections.md), or set offpolicy.guard.action to what goes on"
             )
     except (KeyboardInterrupt, asyncio.CancelledError):
-        _note(reports, "left at once; nothing more was saved")
+        if reports.summary()["status"] == Status.COMPLETED and directory.model.is_dir():
+            _note(reports, f"left at once; the run was complete, and its model is in {directory.model}")
+        else:
+            _note(reports, f"left at once; nothing more was saved. {_how_to_go_on(reports, config)}".rstrip())
         _end(reports, Status.INTERRUPTED, "left at once")
         return EXIT_INTERRUPTED
     except Exception as failure:
         _end(reports, Status.FAILED, f"{type(failure).__name__}: {failure}")
+        if how := _how_to_go_on(reports, config):
+            failure.add_note(how)
         raise
     finally:
         reports.close()
     return 0 if status is Status.COMPLETED else EXIT_INTERRUPTED
+
+
+def _how_to_go_on(reports: Reports, config: Config) -> str:
+    """For a run that ended early: the command that goes on with it. Empty where nothing was trained."""
+    directory = reports.directory
+    try:
+        told = look_through(directory.events).boundaries
+    except (DataError, OSError):
+        return ""
+    complete = Checkpoints(directory.checkpoints).complete(with_critic=needs_critic(config))
+    if saved := [version for version in complete if version in told]:
+        command = f"headway train --resume {shlex.quote(str(directory.path))}"
+        return f"The newest checkpoint is that of version {saved[-1]}; go on from it with: {command}"
+    if not reports.version:
+        return ""
+    return f"There is no checkpoint to go on from; {_when_saved(config)}"
 
 
 def _set_math_environment(config: Config) -> None:
@@ -255,6 +283,15 @@ class _Run:
         """Why the run stopped itself."""
 
     async def run(self) -> Status:
+        with _Interrupts(self._reports) as interrupts:
+            async with AsyncExitStack() as stack:
+                try:
+                    return await self._open_and_run(stack, interrupts)
+                finally:
+                    interrupts.leave_undisturbed()
+
+    async def _open_and_run(self, stack: AsyncExitStack, interrupts: _Interrupts) -> Status:
+        """What has to be closed is left on ``stack``."""
         from headway.cluster.backend import start_backend
         from headway.models.loading import load_tokenizer, stop_token_ids
 
@@ -263,56 +300,56 @@ class _Run:
         tokenizer = load_tokenizer(self._model_path, trust_remote_code=config.model.trust_remote_code)
         data = build_sources(config, tokenizer, self._rows)
         self._report_left_out("held-out", data.left_out_by_source["val"])
-        async with AsyncExitStack() as stack:
-            reward = RewardPool(
-                RewardSpec.of(config),
-                workers=config.reward.workers,
-                retries=config.reward.retries,
-                log_path=reports.directory.logs / "reward.log",
-            )
-            stack.push_async_callback(reward.close)
-            await reward.start()
-            workers = await start_backend(
-                config,
-                model_path=self._model_path,
-                run_dir=reports.directory.path,
-                total_optimizer_steps=_optimizer_steps(config, data.rows),
-            )
-            stack.push_async_callback(workers.close)
-            for name, hardware in workers.hardware.items():
-                reports.emit(WorkerDescribed(time=time.monotonic(), worker=name, **asdict(hardware)))
-            parts = Parts(
-                source=data.train,
-                validation=data.val,
-                rollouts=workers.rollouts,
-                trainer=workers.train,
-                reward=reward,
-                advantages=workers.train.advantages,
-                group_filter=_group_filter(config),
-                shaping=_shaping(config),
-                greedy_baseline=needs_greedy_baseline(config),
-                reference=workers.ref,
-                reference_inside_fetch=REF in workers.inside_fetch,
-                proximal=workers.proximal,
-                proximal_inside_fetch=LOGP in workers.inside_fetch,
-                critic=workers.critic,
-                critic_inside_fetch=CRITIC in workers.inside_fetch,
-                receivers=workers.receivers,
-                stop_token_ids=stop_token_ids(self._model_path, tokenizer),
-                watch=workers.watch,
-                watch_replica=workers.watch_replica,
-                replace_replica=workers.replace_replica if workers.replaces else None,
-                probe_tolerance=workers.probe_tolerance,
-            )
-            taken = None if self._start is None else await self._load(workers, self._start)
-            checkpoints = Checkpoints(reports.directory.checkpoints)
-            retention = Retention(checkpoints, keep=config.trainer.max_actor_ckpt_to_keep)
-            pipeline = Pipeline(config, parts, [reports, retention], reports.directory.checkpoints, taken)
-            with _graceful_interrupts(pipeline, reports):
-                status = await pipeline.run()
-            self.stop_reason = pipeline.stop_reason
-            self._report_left_out("training", data.left_out_by_source["train"])  # only now are they met
-            reports.phase("exporting the model")
+        reward = RewardPool(
+            RewardSpec.of(config),
+            workers=config.reward.workers,
+            retries=config.reward.retries,
+            log_path=reports.directory.logs / "reward.log",
+        )
+        stack.push_async_callback(reward.close)
+        await reward.start()
+        workers = await start_backend(
+            config,
+            model_path=self._model_path,
+            run_dir=reports.directory.path,
+            total_optimizer_steps=_optimizer_steps(config, data.rows),
+        )
+        stack.push_async_callback(workers.close)
+        for name, hardware in workers.hardware.items():
+            reports.emit(WorkerDescribed(time=time.monotonic(), worker=name, **asdict(hardware)))
+        parts = Parts(
+            source=data.train,
+            validation=data.val,
+            rollouts=workers.rollouts,
+            trainer=workers.train,
+            reward=reward,
+            advantages=workers.train.advantages,
+            group_filter=_group_filter(config),
+            shaping=_shaping(config),
+            greedy_baseline=needs_greedy_baseline(config),
+            reference=workers.ref,
+            reference_inside_fetch=REF in workers.inside_fetch,
+            proximal=workers.proximal,
+            proximal_inside_fetch=LOGP in workers.inside_fetch,
+            critic=workers.critic,
+            critic_inside_fetch=CRITIC in workers.inside_fetch,
+            receivers=workers.receivers,
+            stop_token_ids=stop_token_ids(self._model_path, tokenizer),
+            watch=workers.watch,
+            watch_replica=workers.watch_replica,
+            replace_replica=workers.replace_replica if workers.replaces else None,
+            probe_tolerance=workers.probe_tolerance,
+        )
+        taken = None if self._start is None else await self._load(workers, self._start)
+        checkpoints = Checkpoints(reports.directory.checkpoints)
+        retention = Retention(checkpoints, keep=config.trainer.max_actor_ckpt_to_keep)
+        pipeline = Pipeline(config, parts, [reports, retention], reports.directory.checkpoints, taken)
+        with interrupts.asking(pipeline):
+            status = await pipeline.run()
+        self.stop_reason = pipeline.stop_reason
+        self._report_left_out("training", data.left_out_by_source["train"])  # only now are they met
+        reports.phase("exporting the model")
+        with boundary(f"could not export the model to {reports.directory.model}", RunError):
             await workers.train.export(reports.directory.model)
         return status
 
@@ -345,28 +382,64 @@ class _Run:
         return taken
 
 
+class _Interrupts:
+    """Ctrl-C and SIGTERM, as long as there is anything to close.
+
+    While the pipeline runs the first one asks it to finish its version; any other leaves at once. What is open is then
+    closed, which takes a few seconds; nothing disturbs that, so that no process is left behind.
+    """
+
+    def __init__(self, reports: Reports) -> None:
+        self._reports = reports
+        self._pipeline: Pipeline | None = None
+        self._task: asyncio.Task[Any] | None = None
+        """None once it leaves."""
+
+    def __enter__(self) -> _Interrupts:
+        self._task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().remove_signal_handler(number)
+
+    @contextmanager
+    def asking(self, pipeline: Pipeline) -> Iterator[None]:
+        """The first interrupt within is ``pipeline``'s."""
+        self._pipeline = pipeline
+        try:
+            yield
+        finally:
+            self._pipeline = None
+
+    def leave_undisturbed(self) -> None:
+        self._task = None
+
+    def _on_signal(self) -> None:
+        if self._task is None:
+            _note(self._reports, "ending the workers, which takes a few seconds")
+        elif self._pipeline is not None:
+            _note(self._reports, "stopping after this version; press Ctrl-C again to leave at once")
+            self._pipeline.request_stop()
+            self._pipeline = None
+        else:
+            self._task.cancel()
+            self._task = None
+
+
 @contextmanager
-def _graceful_interrupts(pipeline: Pipeline, reports: Reports) -> Iterator[None]:
-    """The first Ctrl-C (or SIGTERM) asks the pipeline to finish its version; the second leaves at once."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    asked = False
-
-    def on_signal() -> None:
-        nonlocal asked
-        if asked and task is not None:
-            task.cancel()
-            return
-        asked = True
-        _note(reports, "stopping after this version; press Ctrl-C again to leave at once")
-        pipeline.request_stop()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
+def _terminations_as_interrupts() -> Iterator[None]:
+    """SIGTERM raises `KeyboardInterrupt`, as Ctrl-C does, where no event loop handles it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
+        signal.signal(signal.SIGTERM, before)
 
 
 def _optimizer_steps(config: Config, rows: int) -> int:

@@ -102,4 +102,12 @@ def boundary(doing: str, error: type[HeadwayError]) -> Iterator[None]:
     except HeadwayError:
         raise
     except Exception as cause:
-        raise error(f"{doing}: {type(cause).__name__}: {cause}") from cause
+        raise error(f"{doing}: {said_by(cause)}") from cause
+
+
+def said_by(cause: BaseException, most: int = 300) -> str:
+    """A foreign error in one line: its type, and what it says, of which at most ``most`` characters are kept."""
+    text = " ".join(str(cause).split())
+    if len(text) > most:
+        text = f"{text[: most - 1].rstrip()}…"
+    return f"{type(cause).__name__}: {text}" if text else type(cause).__name__

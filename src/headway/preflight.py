@@ -1,22 +1,32 @@
 """What a run needs from outside, tried before a run's directory is made, a model warmed up or a worker started.
 
-`check_inputs` ─▶ the rows to train on        reward, data: no torch, so that ``--dry-run`` and the doctor can ask, too
-`check_model`  ─▶ nothing                     the algorithm's names, the folder of ``model.path``, prompts as tokens
+`check_inputs` ─▶ the rows to train on        the model's files, data, reward: no torch, so that ``--dry-run`` and the
+                                              doctor can ask, too
+`check_model`  ─▶ nothing                     the algorithm's names, what the model's files say, prompts as tokens
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
+import urllib.request
 from dataclasses import replace
 from typing import Any
+from urllib.parse import urlsplit
 
 from headway.config.schema import Config
 from headway.data.sources import Rows, build_sources, read_rows
-from headway.errors import ConfigError
+from headway.errors import ConfigError, DataError, ModelError, UserCodeError, WorkerDied
+from headway.models.folder import check_folder, find_folder
 from headway.rewards.pool import RewardPool
 from headway.rewards.request import RewardSpec
 from headway.rewards.scorers import make_scorer
 from headway.user_code import names_a_file
+
+CONNECT_TIMEOUT_S = 10.0
+NEEDS_ANSWERS = ("exact_match", "math_verify", "regex")
+"""Built-in rewards that cannot score a row whose answer is null."""
 
 
 def check_inputs(config: Config) -> Rows:
@@ -25,9 +35,14 @@ def check_inputs(config: Config) -> Rows:
     Raises:
         ConfigError: no such reward or task, or parameters that the task does not take.
         DataError: a data file is missing, or holds something else than it should.
+        ModelError: the folder of ``model.path`` is missing, or lacks a file, or has one that is damaged.
         UserCodeError: the reward's file does not import, or its function needs what the rows lack.
     """
+    go_offline_without_a_hub(config)
+    if config.model.path is not None:
+        check_folder(config.model.path)
     rows = read_rows(config)
+    _check_answers(config, rows)
     spec = replace(RewardSpec.of(config), columns=rows.columns)
     if names_a_file(spec.function):
         asyncio.run(_load_in_a_process(spec))
@@ -50,23 +65,93 @@ def check_model(config: Config, rows: Rows) -> None:
 
     FetchAdvantages(config.algorithm)
     Objective(config)
-    if config.rollout.name == "vllm" and config.cluster.address is None:
-        check_installed()  # here, where all workers will be
+    if config.cluster.address is not None:
+        _check_listens(config.cluster.address, min(config.cluster.start_timeout_s, CONNECT_TIMEOUT_S))
+    else:  # here, where all workers will be
+        if config.rollout.name == "vllm":
+            check_installed()
+        _check_device(config)
     if config.model.path is None:
         return
     from headway.models.loading import load_config, load_tokenizer
 
     trust_remote_code = config.model.trust_remote_code
-    _check_positions(config, load_config(config.model.path, trust_remote_code=trust_remote_code))
-    build_sources(config, load_tokenizer(config.model.path, trust_remote_code=trust_remote_code), rows)
+    model_config = load_config(config.model.path, trust_remote_code=trust_remote_code)
+    _check_positions(config, model_config)
+    tokenizer = load_tokenizer(config.model.path, trust_remote_code=trust_remote_code)
+    _check_vocabulary(config.model.path, model_config, tokenizer)
+    build_sources(config, tokenizer, rows)
+
+
+def go_offline_without_a_hub(config: Config) -> None:
+    """Where the model or a dataset is named and the hub's host is not even known here, have libraries look at their
+    cache alone, here and in all workers: they would try again for half a minute each time.
+
+    Must come before their import: they read this once.
+    """
+    datasets = any(source.dataset is not None for source in config.data.sources + config.data.val_sources)
+    model = config.model.path is not None and find_folder(config.model.path) is None
+    if not (datasets or model) or urllib.request.getproxies():
+        return
+    host = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 async def _load_in_a_process(spec: RewardSpec) -> None:
     pool = RewardPool(spec, workers=1, retries=0, log_path=None)
     try:
         await pool.start()
+    except WorkerDied as cause:  # on its own it is only ever the user's code that ends it, or does not come back
+        raise UserCodeError(
+            f"{cause}; see to it that the file imports, quickly and without ending its process"
+        ) from cause
     finally:
         await pool.close()
+
+
+def _check_device(config: Config) -> None:
+    import torch
+
+    if config.cluster.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("cluster.device=cuda, but torch sees no GPU here; set cluster.device=cpu")
+
+
+def _check_listens(address: str, timeout_s: float) -> None:
+    """Whether it is Ray that answers, only Ray can tell."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdigit():  # auto
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()
+    except OSError as error:
+        raise ConfigError(
+            f"cluster.address={address}: nothing answers there ({error}). Start Ray with `ray start --head`, give its "
+            "address, or leave cluster.address out to start Ray here"
+        ) from None
+
+
+def _check_answers(config: Config, rows: Rows) -> None:
+    """Of files alone: a task's problems are made on demand, and have answers."""
+    needing = [one.function for one in config.reward.all if one.function in NEEDS_ANSWERS]
+    if needing and config.data.train_sources and all(record.answer is None for record in rows.train):
+        raise DataError(
+            f"{config.data.label}: the answer of all {len(rows.train)} rows is null, and reward.function={needing[0]} "
+            "compares with it; set data.answer_key to the column that holds it, or give a reward that needs none"
+        )
+
+
+def _check_vocabulary(path: str, model_config: Any, tokenizer: Any) -> None:
+    """A token without a row in the embedding would end the run at its first prompt, or at a GPU's assertion."""
+    size = getattr(model_config.get_text_config(), "vocab_size", None)
+    highest = max(tokenizer.get_vocab().values(), default=-1)
+    if size is not None and highest >= size:
+        raise ModelError(
+            f"{path}: the tokenizer has token ids up to {highest}, and the model's embedding (vocab_size in "
+            f"config.json) has {size} rows; give the tokenizer that belongs to the model, or resize its embedding"
+        )
 
 
 def _check_positions(config: Config, model_config: Any) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from headway.errors import UserCodeError
+from headway.errors import UserCodeError, said_by
 
 
 def names_a_file(spec: str) -> bool:
@@ -59,5 +59,5 @@ def _import_file(path: Path) -> ModuleType:
         module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as cause:
         del sys.modules[module_name]
-        raise UserCodeError(f"{path} does not import: {type(cause).__name__}: {cause}") from cause
+        raise UserCodeError(f"{path} does not import: {said_by(cause)}") from cause
     return module

@@ -3,10 +3,12 @@ from __future__ import annotations
 import asyncio
 import socket
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from headway.cluster.backend import start_backend
 from headway.cluster.engines import clock_offset
 from headway.cluster.hardware import available_cores
 from headway.cluster.inline import InlineCluster
@@ -134,3 +136,16 @@ async def test_an_address_at_which_something_else_than_ray_listens_is_a_config_e
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match="no Ray cluster answered within 2 s"):
             await check_answers(f"127.0.0.1:{port}", 2.0)
+
+
+async def test_such_an_address_is_named_before_the_start_as_a_whole_runs_out_of_time(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        cluster = {"backend": "ray", "device": "cpu", "address": address, "start_timeout_s": 2}
+        with pytest.raises(ConfigError, match=f"cluster.address={address}: something listens there"):
+            await start_backend(
+                Config(cluster=cluster),  # type: ignore[arg-type]
+                model_path="m",
+                run_dir=tmp_path,
+                total_optimizer_steps=1,
+            )

@@ -8,12 +8,14 @@ import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import pytest_asyncio
 import ray
+from ray.exceptions import OutOfMemoryError
 from ray.util import placement_group_table
 
 from headway.cluster import resource_pool
@@ -148,9 +150,19 @@ async def test_a_foreign_error_names_the_worker_the_method_and_the_log(workers: 
 
 async def test_a_killed_worker_is_named_by_the_call_that_was_waiting_for_it(workers: list[RayWorker]) -> None:
     async with asyncio.timeout(15):
-        with pytest.raises(WorkerDied, match=r"worker echo-0 died.*'die'.*echo-0\.log"):
+        with pytest.raises(WorkerDied, match=r"worker echo-0 died.*'die'.*echo-0\.log.*memory had run out"):
             await workers[0].call("die")
     assert (await workers[1].call("describe"))["rank"] == 1
+
+
+def test_a_worker_that_ray_ended_for_lack_of_memory_died_and_the_message_is_one_line() -> None:
+    worker = cast(RayWorker, SimpleNamespace(name="rollout-0", pid=7, log_file=Path("rollout-0.log")))
+    with (
+        pytest.raises(WorkerDied, match=r"^worker rollout-0 died: .*pid 7.*memory had almost run out: 2 were") as died,
+        RayWorker._failures(worker, "supervision"),
+    ):
+        raise OutOfMemoryError("2 were killed (0.97)\nThe top ten users are\n…")
+    assert "top ten" not in str(died.value)
 
 
 async def test_a_killed_worker_is_noticed_while_nobody_calls_it(workers: list[RayWorker]) -> None:

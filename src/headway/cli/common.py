@@ -29,10 +29,10 @@ def errors_as_messages(debug: bool) -> Iterator[None]:
     except Exception as error:
         if debug:
             traceback.print_exc()
-        if isinstance(error, HeadwayError):
-            typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(error.exit_code) from error
-        typer.echo(f"error: unexpected {type(error).__name__}: {error}", err=True)
-        if not debug:
+        expected = isinstance(error, HeadwayError)
+        typer.echo(f"error: {error}" if expected else f"error: unexpected {type(error).__name__}: {error}", err=True)
+        if not expected and not debug:
             typer.echo("This should not happen. Run again with --debug to see where it did.", err=True)
-        raise typer.Exit(EXIT_FAILED) from error
+        for note in getattr(error, "__notes__", ()):
+            typer.echo(note, err=True)
+        raise typer.Exit(error.exit_code if isinstance(error, HeadwayError) else EXIT_FAILED) from error

@@ -23,7 +23,7 @@ from headway.errors import ConfigError, RunError, boundary
 MIN_OBJECT_STORE = 256 * 2**20
 VERSIONS_STORED = 3
 """The one that is being sent, the one before, which the driver still holds, and room to breathe."""
-RESERVING_SHARE = 0.95
+RESERVING_SHARE = ANSWERING_SHARE = 0.95
 """Of the time that the start has left: what is lacking must be said before the start as a whole runs out of time."""
 
 
@@ -55,7 +55,8 @@ class RayCluster:
         self._deadline = asyncio.get_running_loop().time() + self._config.cluster.start_timeout_s
         if not ray.is_initialized():
             if self._config.cluster.address is not None:
-                await check_answers(self._config.cluster.address, self._config.cluster.start_timeout_s)
+                timeout_s = ANSWERING_SHARE * self._config.cluster.start_timeout_s
+                await check_answers(self._config.cluster.address, timeout_s)
             # Not in a thread of a pool: Ray's processes die with the very thread that started them.
             self._entered = True
             self._init()
@@ -157,17 +158,19 @@ async def check_answers(address: str, timeout_s: float) -> None:
     Joining cannot be cancelled, and Ray ends the process when nobody answers for a minute: so it is tried in a process
     of its own first.
     """
-    await _check_listens(address, timeout_s)
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    listens = await _check_listens(address, timeout_s)
     probe = await asyncio.create_subprocess_exec(
         sys.executable, "-c", _PROBE, address, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
     )
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout_at(deadline):
             _, errors = await probe.communicate()
     except TimeoutError:
+        but = "something listens there, but " if listens else ""
         raise ConfigError(
-            f"cluster.address={address}: something listens there, but no Ray cluster answered within {timeout_s:g} s. "
-            "Give the address that `ray start --head` printed"
+            f"cluster.address={address}: {but}no Ray cluster answered within {timeout_s:g} s "
+            "(cluster.start_timeout_s). Give the address that `ray start --head` printed"
         ) from None
     finally:
         if probe.returncode is None:
@@ -183,11 +186,11 @@ async def check_answers(address: str, timeout_s: float) -> None:
         raise ConfigError(f"cluster.address={address}: cannot join the Ray cluster there: {reason}")
 
 
-async def _check_listens(address: str, timeout_s: float) -> None:
-    """Fail at once where nothing listens at a ``host:port`` address. Other addresses are Ray's to resolve."""
+async def _check_listens(address: str, timeout_s: float) -> bool:
+    """Fail at once where nothing listens at a ``host:port`` address. False: other addresses are Ray's to resolve."""
     host, separator, port = address.rpartition(":")
     if not separator or not port.isdigit() or "/" in host:
-        return
+        return False
     try:
         async with asyncio.timeout(timeout_s):
             _, writer = await asyncio.open_connection(host, int(port))
@@ -197,6 +200,7 @@ async def _check_listens(address: str, timeout_s: float) -> None:
             "address, or leave cluster.address out to start Ray here"
         ) from None
     writer.close()
+    return True
 
 
 def object_store_bytes(config: Config) -> int:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from headway.cluster.exchange import transport_timeout
 from headway.cluster.plan import WorkerSpec
@@ -26,6 +26,8 @@ from headway.errors import HeadwayError, RunError, StallError, WorkerDied
 MAX_CALLS = 100_000
 """At once, on one actor: every admitted group is a call that waits for its tokens, and a pause must get through."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_VANISHED = "Worker unexpectedly exits with a connection error"
+"""What Ray says of a process of which only a closed connection is left: one that SIGKILL ended, or a crash."""
 END_TIMEOUT_S = 10.0
 """For a killed process to be gone."""
 
@@ -185,13 +187,30 @@ class RayWorker:
             raise RunError(
                 f"worker {self.name} failed in {doing!r}: {type(cause).__name__}: {cause}. Its log: {self.log_file}"
             ) from error
-        except RayActorError as error:
+        except (RayActorError, OutOfMemoryError) as error:
+            process = "its process" if self.pid is None else f"its process (pid {self.pid})"
             raise WorkerDied(
-                f"worker {self.name} died: its process (pid {self.pid}) ended during {doing!r}. "
-                f"Its log: {self.log_file}. Ray says: {_first_lines(str(error))}"
+                f"worker {self.name} died: {process} ended during {doing!r}. Its log: {self.log_file}. "
+                f"{why_it_died(error)}"
             ) from error
         except RayError as error:
             raise RunError(f"worker {self.name}, {doing!r}: {type(error).__name__}: {error}") from error
+
+
+def why_it_died(error: RayError) -> str:
+    """What to tell the user of a process that ended. If somebody else killed it, Ray only lists what may have been."""
+    ray_says = str(error)
+    if isinstance(error, OutOfMemoryError):
+        return (
+            f"Ray ended it because its machine's memory had almost run out: {ray_says.splitlines()[0]}. Fewer "
+            "workers or smaller batches need less; RAY_memory_usage_threshold says how full is too full"
+        )
+    if _VANISHED in ray_says:
+        return (
+            "If the log does not tell why, the process was killed from outside: most often by the kernel, because "
+            "memory had run out (`dmesg` tells; fewer workers or smaller batches need less)"
+        )
+    return f"Ray says: {_first_lines(ray_says)}"
 
 
 def _first_lines(text: str, limit: int = 300) -> str:

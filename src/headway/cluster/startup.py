@@ -9,12 +9,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Protocol, TypeVar
 
 from headway.cluster.engines import LogpReceiver, RolloutReplica, clock_offset
 from headway.cluster.exchange import Exchange, WeightPaths, WithinProcesses, exchange_settings, transport_timeout
 from headway.cluster.hardware import Hardware
+from headway.cluster.memory_files import directory_in_memory
 from headway.cluster.plan import ClusterPlan, Rank, WorkerSpec, plan_cluster
 from headway.cluster.replacements import Replacements
 from headway.cluster.roles.actor import ActorRole
@@ -235,8 +235,7 @@ class Startup:
                     raise ConfigError(
                         f"param_update.transport=shared_memory: this system has no {SHARED_MEMORY}; choose another"
                     )
-                memory = TemporaryDirectory(prefix="headway-", dir=SHARED_MEMORY, ignore_cleanup_errors=True)
-                return Path(stack.enter_context(memory))
+                return stack.enter_context(directory_in_memory(Path(SHARED_MEMORY)))
             case _:
                 return None
 

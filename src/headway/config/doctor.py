@@ -211,11 +211,22 @@ def _devices(config: Config) -> Iterator[str]:
 
 def _backend(config: Config) -> Iterator[str]:
     if config.cluster.backend == "ray":
+        address = config.cluster.address
+        if address is not None and address != "auto" and not _names_a_port(address):
+            yield (
+                f"cluster.address={address!r}: expected host:port, as `ray start --head` printed it, or auto; leave it "
+                "out to start Ray here"
+            )
         return
     if config.trainer.use_nodes_ratios is not None:
         yield "trainer.use_nodes_ratios divides devices among processes; cluster.backend=inline has one process"
     elif (ranks := config.trainer.nnodes * config.trainer.n_gpus_per_node) > 1:
         yield f"cluster.backend=inline has one process, so one training rank; trainer.* asks for {ranks}"
+
+
+def _names_a_port(address: str) -> bool:
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    return bool(host) and "/" not in host and port.isascii() and port.isdigit() and 0 < int(port[:9]) < 65536
 
 
 def _update(config: Config) -> Iterator[str]:

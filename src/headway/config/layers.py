@@ -114,7 +114,7 @@ def _read(path: Path, including: tuple[Path, ...]) -> Iterator[Layer]:
     resolved = path.resolve()
     if resolved in including:
         raise ConfigError(f"{path}: includes itself, by way of {' and '.join(map(str, including))}")
-    content = _parse_file(path)
+    content = _parse_file(path, including)
     defaults = content.pop(DEFAULTS, [])
     if not isinstance(defaults, list) or not all(isinstance(name, str) for name in defaults):
         raise ConfigError(f"{path}: {DEFAULTS}: got {defaults!r}, expected a list of YAML files, relative to this one")
@@ -123,7 +123,7 @@ def _read(path: Path, including: tuple[Path, ...]) -> Iterator[Layer]:
     flat: dict[str, Any] = {}
     for key, value in flatten(content):
         if clash := next((other for other in flat if _excludes(other, flat[other], key, value)), None):
-            raise ConfigError(f"{path}: {key} and {clash} cannot both be given")
+            raise ConfigError(f"{path}: {key} and {clash} cannot both be given; drop one of them")
         flat[key] = value
     try:
         yield Layer(f"in {path}", translate(flat))
@@ -131,22 +131,26 @@ def _read(path: Path, including: tuple[Path, ...]) -> Iterator[Layer]:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def _parse_file(path: Path) -> dict[Any, Any]:
+def _parse_file(path: Path, including: tuple[Path, ...] = ()) -> dict[Any, Any]:
+    """``including``: the files whose ``defaults`` led here."""
     try:
         text = path.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         if root is None:
             return {}
         if not isinstance(root, yaml.MappingNode):
-            raise ConfigError(f"{path}: expected a mapping of keys to values at the top")
+            raise ConfigError(f"{path}: expected a mapping of keys to values at the top, as in recipes/demo.yaml")
         content = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     except FileNotFoundError:
+        if including:
+            named = f"{DEFAULTS} of {including[-1]} name it, relative to their file"
+            raise ConfigError(f"{path}: there is no such file; {named}") from None
         raise ConfigError(f"{path}: there is no such file; give a YAML file, like recipes/demo.yaml") from None
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; give a YAML file that you may read") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not a text file in UTF-8") from error
-    except (YAMLError, OmegaConfBaseException) as error:
+    except (YAMLError, OmegaConfBaseException, RecursionError) as error:
         raise ConfigError(f"{path}: not valid YAML: {_yaml_problem(error)}") from error
     assert isinstance(content, dict)
     return content
@@ -162,6 +166,10 @@ def _parse_override(override: str) -> dict[str, Any]:
         problem = error.problem if isinstance(error, MarkedYAMLError) else _first_line(error)
         raise ConfigError(f"{override!r}: the value is not valid YAML: {problem}") from error
     assert isinstance(parsed, dict)
+    if isinstance(parsed["value"], dict) and not value.lstrip().startswith(("{", "$")):
+        raise ConfigError(
+            f"{override!r}: a value with a colon at its end, or before a space, needs quotes, as in '\"a:\"'"
+        )
     return dict(flatten({key.strip(): parsed["value"]}))
 
 
@@ -184,7 +192,7 @@ def _has_below(values: Mapping[str, Any], section: str) -> bool:
 def _yaml_problem(error: Exception) -> str:
     if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
         return f"line {error.problem_mark.line + 1}: {error.problem}"
-    return _first_line(error)
+    return "nested too deeply" if isinstance(error, RecursionError) else _first_line(error)
 
 
 def _first_line(error: Exception) -> str:

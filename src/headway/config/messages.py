@@ -125,6 +125,8 @@ def _expectation(detail: ErrorDetails) -> str:
             return "a number"
         case "string_type":
             return "text"
+        case "path_type":
+            return "a path, as text"
         case "greater_than" | "greater_than_equal" | "less_than" | "less_than_equal":
             return detail["msg"].replace("Input should be", "a number")
         case _:

@@ -84,4 +84,5 @@ def preset(mode: Any) -> Values:
         return PRESETS[mode]
     close = difflib.get_close_matches(str(mode), PRESETS, n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
-    raise ConfigError(f"mode: there is no mode {mode!r}{hint}; choose one of {', '.join(PRESETS)}")
+    given = "null" if mode is None else repr(mode)
+    raise ConfigError(f"mode: there is no mode {given}{hint}; choose one of {', '.join(PRESETS)}")

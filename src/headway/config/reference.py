@@ -18,7 +18,6 @@ from inspect import cleandoc
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-import annotated_types
 import yaml
 from pydantic import AfterValidator
 from pydantic.fields import FieldInfo
@@ -100,12 +99,8 @@ SELF_EVIDENT: Mapping[str, str] = {
 }
 """Meaning of keys and sections without a docstring, by the longest ending of their dotted names that is here."""
 
-_BOUNDS: Sequence[tuple[type, str, str]] = (
-    (annotated_types.Gt, "gt", ">"),
-    (annotated_types.Ge, "ge", "≥"),
-    (annotated_types.Lt, "lt", "<"),
-    (annotated_types.Le, "le", "≤"),
-)
+_BOUNDS: Mapping[str, str] = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
+"""Attributes of the entries of a type's metadata."""
 _PLAIN: Mapping[Any, str] = {
     str: "text",
     int: "integer",
@@ -203,11 +198,11 @@ on the command line over it: `headway train CONFIG rollout.n=4 'actor.optim.beta
 4. `a.b=c` on the command line, whose values are YAML.
 
 `null` takes a value back: the key counts as not given. A section that is `null` by default is made with its own
-defaults by `{}` or by any key in it; `[]` after a section's name means that there is a list of such sections. An unknown
-key, a value out of range, settings that contradict each other and a setting that would have no effect are errors before
-anything starts, with exit code 2; `headway doctor CONFIG …` looks for them alone, and `headway train CONFIG … --dry-run`
-prints all values as they are resolved. *Integer*, *number* and *text* are YAML's; an *exact number* may also be a
-fraction like `3/10`."""
+defaults by `{}` or by any key in it; `[]` after a section's name means that there is a list of such sections. An
+unknown key, a value out of range, settings that contradict each other and a setting that would have no effect are
+errors before anything starts, with exit code 2; `headway doctor CONFIG …` looks for them alone, and `headway train
+CONFIG … --dry-run` prints all values as they are resolved. *Integer*, *number* and *text* are YAML's; an *exact number*
+may also be a fraction like `3/10`."""
 
 MODES = """\
 ## What each mode sets
@@ -274,19 +269,22 @@ def _list(arguments: tuple[Any, ...], metadata: Sequence[Any]) -> str:
     if arguments[-1] is not Ellipsis and len(set(map(_described, arguments))) > 1:
         raise TypeError(f"the reference has no words for a list of {arguments!r}")
     several = "list" if arguments[-1] is Ellipsis else f"list of {len(arguments)}"
-    not_empty = any(isinstance(entry, annotated_types.MinLen) for entry in metadata)
-    return f"{'non-empty ' * not_empty}{several}: {_described(arguments[0])}"
+    return f"{'non-empty ' * _not_empty(metadata)}{several}: {_described(arguments[0])}"
+
+
+def _not_empty(metadata: Sequence[Any]) -> bool:
+    return any(getattr(entry, "min_length", None) for entry in metadata)
 
 
 def _range(metadata: Sequence[Any]) -> str:
     """Bounds as `` > 0 and ≤ 1``, and what validators add."""
     bounds = [
-        f"{sign} {getattr(entry, name):g}"
-        for kind, name, sign in _BOUNDS
+        f"{sign} {bound:g}"
+        for name, sign in _BOUNDS.items()
         for entry in metadata
-        if isinstance(entry, kind)
+        if (bound := getattr(entry, name, None)) is not None
     ]
-    rules = ["not empty" for entry in metadata if isinstance(entry, annotated_types.MinLen)]
+    rules = ["not empty"] if _not_empty(metadata) else []
     for entry in metadata:
         if isinstance(entry, AfterValidator):
             if entry.func not in RULES:

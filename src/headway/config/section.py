@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import (
@@ -27,6 +28,13 @@ def exact_fraction(value: Any) -> Any:
         return Fraction(str(value))
     except (ValueError, ZeroDivisionError):
         raise ValueError("expected a number, like 1, 0.3 or 3/10") from None
+
+
+def folder_path(value: Any) -> Any:
+    """Text as a path, ``~`` expanded. An empty one would silently be the working directory."""
+    if not isinstance(value, str | Path) or not str(value).strip() or "\0" in str(value):
+        raise ValueError("expected the path of a directory, as text")
+    return Path(value).expanduser()
 
 
 def types_in(annotation: Any) -> set[Any]:
@@ -55,6 +63,7 @@ def shortest_spelling(value: Fraction) -> int | float | str:
 
 Eta = Annotated[Fraction, BeforeValidator(exact_fraction), Field(ge=0), PlainSerializer(shortest_spelling)]
 Share = Annotated[Fraction, BeforeValidator(exact_fraction), Field(ge=0, le=1), PlainSerializer(shortest_spelling)]
+Folder = Annotated[Path, BeforeValidator(folder_path)]
 Every = Annotated[int, Field(ge=-1), AfterValidator(never_or_every)]
 """A number of versions between two events, or -1."""
 

@@ -149,7 +149,7 @@ def _jsonl_rows(file: Path) -> Iterator[Row]:
                     text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 except UnicodeDecodeError as cause:
                     found = f"byte {line[cause.start]:#04x} at position {cause.start + 1}"
-                    what = "a compressed file; unpack it" if line.startswith(COMPRESSED) else "save the file as UTF-8"
+                    what = "it is compressed: unpack it" if line.startswith(COMPRESSED) else "save the file as UTF-8"
                     raise DataError(f"{where}: not text in UTF-8 ({found}); {what}") from None
                 if not text.strip():
                     continue

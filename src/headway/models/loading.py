@@ -22,7 +22,10 @@ from transformers.utils import logging
 
 from headway.config.schema import Config
 from headway.errors import ModelError, boundary
+from headway.models.folder import find_folder
 
+DECODERS_ALWAYS = ("gpt_neox", "gpt_neox_japanese")
+"""Kinds of models that have an ``is_decoder`` of no meaning, which is false."""
 LOADING = threading.Lock()
 """Held while a model is loaded: roles of one process load theirs one after the other."""
 
@@ -58,14 +61,22 @@ def load_model(
     config = load_config(path, trust_remote_code=trust_remote_code)
     doing = f"{path}: cannot load the weights (a folder needs model.safetensors or its shards)"
     # from_pretrained patches global state while it works, so that two loads at once corrupt each other.
-    with LOADING, boundary(doing, ModelError), without_progress_bars():
+    with LOADING, boundary(doing, ModelError), without_progress_bars(), _without_reports():
         model, info = AutoModelForCausalLM.from_pretrained(
             _expanded(path),
             config=config,
             dtype=dtype,
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
+            ignore_mismatched_sizes=True,  # else it raises, and says neither which nor how
             output_loading_info=True,
+        )
+    if mismatched := info["mismatched_keys"]:
+        name, there, expected = min(mismatched)
+        others = f", and {len(mismatched) - 1} others" if len(mismatched) > 1 else ""
+        raise ModelError(
+            f"{path}: cannot load the weights: their sizes are not those of config.json: {name} is {list(there)}, not "
+            f"{list(expected)}{others}. Give config and weights of one model"
         )
     if missing := info["missing_keys"]:
         raise ModelError(
@@ -78,10 +89,26 @@ def load_model(
 def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
     """The model's configuration. Raises `ModelError` when there is none, or it is not that of a causal LM."""
     _check_folder(path)
-    with boundary(f"{path}: cannot read the model's configuration", ModelError):
-        config = AutoConfig.from_pretrained(_expanded(path), trust_remote_code=trust_remote_code)
+    what = (
+        "the model's configuration"
+        if Path(_expanded(path)).is_dir()
+        else "it from the hub, and no folder has that name"
+    )
+    try:
+        with boundary(f"{path}: cannot read {what}", ModelError):
+            config = AutoConfig.from_pretrained(_expanded(path), trust_remote_code=trust_remote_code)
+    except ModelError as error:
+        if trust_remote_code or "trust_remote_code" not in str(error.__cause__):
+            raise
+        raise ModelError(
+            f"{path}: the model brings Python code of its own, which runs only with model.trust_remote_code=true; set "
+            "that if you trust the code"
+        ) from error
     remote = trust_remote_code and "AutoModelForCausalLM" in getattr(config, "auto_map", {})
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not remote:
+    reads_both_ways = getattr(config, "is_encoder_decoder", False) or (
+        getattr(config, "is_decoder", None) is False and config.model_type not in DECODERS_ALWAYS
+    )
+    if (type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or reads_both_ways) and not remote:
         raise ModelError(
             f"{path}: a {config.model_type!r} model is not a causal language model; give a decoder such as Qwen3 or "
             "Llama"
@@ -127,6 +154,17 @@ def stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> tupl
 
 
 @contextmanager
+def _without_reports() -> Iterator[None]:
+    """transformers' tables of what it did not find off inside: `load_model` says it in one message."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+@contextmanager
 def without_progress_bars() -> Iterator[None]:
     """transformers' own progress bars off inside: they would tear the live view, and fill the workers' logs."""
     shown = logging.is_progress_bar_enabled()
@@ -140,23 +178,13 @@ def without_progress_bars() -> Iterator[None]:
 
 def _check_folder(path: str | Path) -> None:
     """A path that is there must be a model's folder; one that is not may only be a name on the hub (``owner/name``)."""
-    folder = Path(_expanded(path))
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ModelError(f"{path}: the folder has no config.json; give a Hugging Face model folder")
-    elif folder.exists():
-        raise ModelError(f"{path} is a file; give a Hugging Face model folder")
-    elif _is_path(path):
-        raise ModelError(f"{path}: no such folder; give a Hugging Face model folder or a model's name on the hub")
+    folder = find_folder(path)
+    if folder is not None and not (folder / "config.json").is_file():
+        raise ModelError(f"{path}: the folder has no config.json; give a Hugging Face model folder")
 
 
 def _expanded(path: str | Path) -> str:
     return str(Path(path).expanduser()) if str(path).startswith("~") else str(path)
-
-
-def _is_path(path: str | Path) -> bool:
-    spelled = str(path)
-    return isinstance(path, Path) or spelled.startswith(("/", ".", "~")) or spelled.count("/") != 1
 
 
 def _some(names: Iterable[str], limit: int = 3) -> str:

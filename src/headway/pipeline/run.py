@@ -24,7 +24,7 @@ from typing import Any
 from headway.config.algorithm import GROUP_RELATIVE
 from headway.config.schema import Config
 from headway.data.types import Group
-from headway.errors import UpdateFailed, WorkerDied
+from headway.errors import RunError, UpdateFailed, WorkerDied, boundary
 from headway.events import CheckpointSaved, Emit, Observer, RunFinished, RunStarted, VersionReached, fan_out
 from headway.interfaces import (
     FinishedGroup,
@@ -394,9 +394,10 @@ class Pipeline:
             return
         path = self._checkpoints / f"version_{version}"
         started, taken = now(), self._boundary
-        if self._critic is not None:  # first: a checkpoint whose own folder is there is complete
-            await self._critic.save(self._checkpoints / "critic" / path.name)
-        await self._parts.trainer.save(path, self._driver.with_critic(taken))
+        with boundary(f"could not write the checkpoint {path}", RunError):
+            if self._critic is not None:  # first: a checkpoint whose own folder is there is complete
+                await self._critic.save(self._checkpoints / "critic" / path.name)
+            await self._parts.trainer.save(path, self._driver.with_critic(taken))
         self._saved_version = version
         self._emit(CheckpointSaved(time=now(), version=version, path=str(path), span=(started, now())))
 

@@ -141,11 +141,11 @@ class Reports:
         self._view.close()
         self._run_lock.release()
 
-    def report_end(self, model: Path | None) -> None:
-        """Close, then print the final block: what came of the run, and where its things lie."""
+    def report_end(self, model: Path | None, *, resumable: bool = False) -> None:
+        """Close, then print the final block: what came of the run, where its things lie, how to go on with it."""
         self.close()
         tensorboard = self.directory.tensorboard if any(self.directory.tensorboard.iterdir()) else None
-        outcome = Outcome(self.directory.events, tensorboard, model)
+        outcome = Outcome(self.directory.events, tensorboard, model, self.directory.path if resumable else None)
         report_end(self._console, self.summary(), outcome)
 
 

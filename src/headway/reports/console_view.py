@@ -42,6 +42,8 @@ class Outcome:
     tensorboard: Path | None
     model: Path | None
     """The exported model; None when there is none (the run failed before it)."""
+    resumable: Path | None = None
+    """The run's directory, where there is something to go on with."""
 
 
 def report_end(console: Console, summary: dict[str, Any], outcome: Outcome) -> None:
@@ -60,6 +62,9 @@ def report_end(console: Console, summary: dict[str, Any], outcome: Outcome) -> N
     if outcome.tensorboard is not None:
         command = f"tensorboard --logdir {shlex.quote(str(outcome.tensorboard))}"
         console.print(_place("next", Text(command, style="bold")), soft_wrap=True)
+    if outcome.resumable is not None:
+        command = f"headway train --resume {shlex.quote(str(outcome.resumable))}"
+        console.print(_place("go on", Text(command, style="bold")), soft_wrap=True)
 
 
 def _place(name: str, what: Text) -> Text:

@@ -1,0 +1,50 @@
+"""A directory in memory for one run, which must not outlive it: what lies there takes memory until somebody removes it.
+
+made ─▶ locked ─▶ named headway-run-… ─▶ … ─▶ removed at the end
+                                         └─ killed: the lock ends with the process, and the next run removes it
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
+
+PREFIX = "headway-run-"
+
+
+@contextmanager
+def directory_in_memory(parent: Path) -> Iterator[Path]:
+    """A directory in ``parent`` until the block ends. Those of runs that were killed are removed first."""
+    remove_abandoned(parent)
+    made = Path(mkdtemp(prefix=f".{PREFIX}", dir=parent))
+    lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
+    path = made
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        path = made.rename(made.with_name(made.name.removeprefix(".")))  # locked already when others can find it
+        yield path
+    finally:
+        rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def remove_abandoned(parent: Path) -> None:
+    """Remove the directories whose runs have ended, however they did. Other users' are left alone."""
+    for path in parent.glob(f"{PREFIX}*"):
+        try:
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError:  # another user's, or gone meanwhile
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue
+        else:
+            rmtree(path, ignore_errors=True)
+        finally:
+            os.close(lock)

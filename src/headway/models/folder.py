@@ -1,0 +1,151 @@
+"""What is wrong with a model's folder, by its files alone: no torch, so that ``--dry-run`` and the doctor ask, too.
+
+config.json ─▶ a whole model, trainable? ─▶ the other JSON files ─▶ a tokenizer ─▶ weights: every shard, whole
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from headway.errors import ModelError
+
+SAFETENSORS = "model.safetensors"
+SAFETENSORS_INDEX = "model.safetensors.index.json"
+OTHER_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+"""Weights that transformers reads, too; what is in them only loading tells."""
+ADAPTER = "adapter_config.json"
+OPTIONAL_JSON = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+"""At least one of them is there, unless the model brings a tokenizer's code of its own."""
+LFS_POINTER = b"version https://git-lfs"
+GET_AGAIN = "copy or download it again"
+
+
+def check_folder(path: str) -> None:
+    """Look at what can be told without loading anything. A name on the hub passes: its files come later.
+
+    Raises:
+        ModelError: not a folder, an adapter, a quantised model; or a file that is missing, cut short or not readable.
+    """
+    folder = find_folder(path)
+    if folder is None:
+        return
+    if not (folder / "config.json").exists():
+        if (folder / ADAPTER).exists():
+            raise _adapter(path, folder)
+        raise ModelError(f"{path}: the folder has no config.json; give a Hugging Face model folder")
+    config = _object(folder / "config.json")
+    for name in OPTIONAL_JSON:
+        if (folder / name).exists():
+            _object(folder / name)
+    if not config.get("model_type") and "auto_map" not in config:
+        raise ModelError(f"{folder / 'config.json'}: there is no model_type; give a Hugging Face model folder")
+    if quantisation := config.get("quantization_config"):
+        method = quantisation.get("quant_method") if isinstance(quantisation, Mapping) else None
+        raise ModelError(
+            f"{path}: a quantised model ({method or 'quantization_config in config.json'}) cannot be trained; give the "
+            "model that it was made from, in bfloat16 or float32"
+        )
+    _check_weights(path, folder)
+    if "auto_map" not in config and not any((folder / name).exists() for name in TOKENIZERS):
+        raise ModelError(f"{path}: the folder has no tokenizer: expected tokenizer.json or its parts; copy them there")
+
+
+def find_folder(path: str | Path) -> Path | None:
+    """The folder that ``path`` is; None where it may be a model's name on the hub (``owner/name``), which is none here.
+
+    Raises:
+        ModelError: it is a file, or nothing that could be either.
+    """
+    if not str(path).strip():
+        raise ModelError(f"model.path: got {str(path)!r}, expected a Hugging Face model folder")
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ModelError(f"{path} is a file; give a Hugging Face model folder")
+    spelled = str(path)
+    if isinstance(path, Path) or spelled.startswith(("/", ".", "~")) or spelled.count("/") != 1:
+        raise ModelError(f"{path}: no such folder; give a Hugging Face model folder or a model's name on the hub")
+    return None
+
+
+def _check_weights(path: str, folder: Path) -> None:
+    if (folder / SAFETENSORS).exists():
+        _check_safetensors(folder / SAFETENSORS)
+    elif (folder / SAFETENSORS_INDEX).exists():
+        places = _object(folder / SAFETENSORS_INDEX).get("weight_map")
+        if not isinstance(places, Mapping) or not places or not all(isinstance(v, str) for v in places.values()):
+            raise ModelError(f"{folder / SAFETENSORS_INDEX}: there is no weight_map of tensors to files; {GET_AGAIN}")
+        shards = sorted(set(places.values()))
+        if missing := [name for name in shards if not (folder / name).exists()]:
+            raise ModelError(
+                f"{path}: {len(missing)} of the {len(shards)} files of weights that {SAFETENSORS_INDEX} names are not "
+                f"there: {', '.join(missing[:3])}{', …' if len(missing) > 3 else ''}; copy or download the rest"
+            )
+        for name in shards:
+            _check_safetensors(folder / name)
+    elif not any((folder / name).exists() for name in OTHER_WEIGHTS):
+        if (folder / ADAPTER).exists():
+            raise _adapter(path, folder)
+        there = ""
+        if next(folder.glob("*.gguf"), None) is not None:
+            there = "; a GGUF file cannot be trained"
+        elif next(folder.glob("*.safetensors"), None) is not None:
+            there = f"; its shards need {SAFETENSORS_INDEX}"
+        raise ModelError(
+            f"{path}: the folder has no weights: expected {SAFETENSORS}, or shards with {SAFETENSORS_INDEX}{there}"
+        )
+
+
+def _check_safetensors(file: Path) -> None:
+    """The header against the file's size: [8 bytes: header's length][header: JSON][tensors, without a gap]."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            start = opened.read(8)
+            length = int.from_bytes(start, "little")
+            header = opened.read(length) if 8 + length <= size else b""
+    except OSError as cause:
+        raise ModelError(f"{file} cannot be read ({cause.strerror or cause})") from cause
+    if LFS_POINTER.startswith(start) and size < 1024 and start:
+        raise ModelError(f"{file} is a pointer of Git LFS, not the file itself; get it with: git lfs pull")
+    try:
+        tensors = json.loads(header)
+        ends = [place["data_offsets"][1] for name, place in tensors.items() if name != "__metadata__"]
+        whole = 8 + length + max(ends, default=0)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+        raise ModelError(f"{file}: not a safetensors file, or its beginning is damaged; {GET_AGAIN}") from None
+    if size != whole:
+        raise ModelError(f"{file}: has {size} bytes, and its header tells of {whole}; {GET_AGAIN}")
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """A JSON file's object."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8-sig"))
+    except OSError as cause:
+        raise ModelError(f"{file} cannot be read ({cause.strerror or cause})") from cause
+    except (ValueError, RecursionError):
+        empty = file.stat().st_size == 0
+        raise ModelError(f"{file}: {'the file is empty' if empty else 'not JSON'}; {GET_AGAIN}") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{file}: expected a JSON object, not {type(content).__name__}; {GET_AGAIN}")
+    return content
+
+
+def _adapter(path: str, folder: Path) -> ModelError:
+    base = _object(folder / ADAPTER).get("base_model_name_or_path") or "its base model"
+    return ModelError(
+        f"{path}: an adapter (LoRA), not a whole model; merge it into {base} (merge_and_unload() of peft) and give the "
+        "merged folder"
+    )

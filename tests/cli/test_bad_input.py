@@ -1,0 +1,380 @@
+"""Every row of docs/errors.md: its input ends with its message and its exit code, without a traceback, before anything
+was started. The tables and the cases below name each other, so that neither has what the other lacks."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from headway.cli import cli
+from headway.config.model import MakeModelConfig
+from headway.models.make import make_model
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "errors.md"
+RECIPE = """\
+mode: on_policy
+model: {path: model}
+data: {train: train.jsonl, val_size: 2, max_prompt_length: 16, max_response_length: 8}
+reward: {function: exact_match}
+rollout: {n: 2, total_rollout_steps: 4, max_concurrent: 4, threads: 1}
+actor: {ppo_mini_batch_size: 2}
+trainer: {threads: 1}
+cluster: {backend: inline, device: cpu}
+reports: {live: off, tensorboard: false}
+run: {dir: run}
+"""
+ROWS = "".join(json.dumps({"prompt": f"{i}=", "answer": str(i)}) + "\n" for i in range(6))
+CHATS = '{"prompt": [{"role": "user", "content": "1="}], "answer": "1"}\n' * 6
+SCORE = "def score(response, answer):\n"
+
+Prepare = Callable[[Path], object]
+"""Does something wrong in the folder in which the command will run."""
+
+
+@dataclass(frozen=True)
+class Case:
+    arguments: tuple[str, ...] = ()
+    """What is typed after ``headway train recipe.yaml``, unless `command` is given."""
+    prepare: Prepare = lambda folder: None
+    command: tuple[str, ...] = ("train", "recipe.yaml")
+    dry: bool = True
+    """Whether ``--dry-run`` finds it, too: without torch, in an instant."""
+
+
+def setting(*arguments: str, dry: bool = True) -> Case:
+    return Case(arguments, dry=dry)
+
+
+def recipe(text: str) -> Case:
+    return written("recipe.yaml", text)
+
+
+def written(name: str, content: str | bytes, *arguments: str, dry: bool = True) -> Case:
+    def prepare(folder: Path) -> None:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+
+    return Case(arguments, prepare, dry=dry)
+
+
+def data(content: str | bytes, *arguments: str, dry: bool = True) -> Case:
+    return written("train.jsonl", content, *arguments, dry=dry)
+
+
+def reward(code: str, *arguments: str, dry: bool = True) -> Case:
+    return written("reward.py", code, "reward.function=reward.py:score", *arguments, dry=dry)
+
+
+def removed(name: str) -> Case:
+    return Case(prepare=lambda folder: (folder / name).unlink())
+
+
+def model_says(dry: bool = True, **values: object) -> Case:
+    """``config.json`` with other values."""
+
+    def prepare(folder: Path) -> None:
+        file = folder / "model" / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+    return Case(prepare=prepare, dry=dry)
+
+
+def doing(prepare: Prepare, *arguments: str, dry: bool = True) -> Case:
+    return Case(arguments, prepare, dry=dry)
+
+
+def cut_weights(folder: Path) -> None:
+    file = folder / "model" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def shard_of_two(folder: Path) -> None:
+    weights = folder / "model" / "model.safetensors"
+    names = list(load_file(weights))
+    weights.rename(folder / "model" / "a.safetensors")
+    places = {name: "ab"[k % 2] + ".safetensors" for k, name in enumerate(names)}
+    (folder / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+def adapter(folder: Path) -> None:
+    (folder / "model" / "config.json").unlink()
+    (folder / "model" / "adapter_config.json").write_text('{"base_model_name_or_path": "Qwen/Qwen3-0.6B"}')
+
+
+def model_without_end(folder: Path) -> None:
+    file = folder / "model" / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": None}))
+
+
+def smaller_embedding(folder: Path) -> None:
+    model_says(vocab_size=10).prepare(folder)
+    file = folder / "model" / "model.safetensors"
+    weights = load_file(file)
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][:10].clone()
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def closed_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port: int = listening.getsockname()[1]
+        return port
+
+
+CASES = {
+    # the command and its file
+    "no CONFIG": Case(command=("train",)),
+    "CONFIG does not exist": Case(command=("train", "nowhere.yaml")),
+    "CONFIG is a directory": Case(command=("train", "model")),
+    "settings before CONFIG": Case(command=("train", "rollout.n=4", "recipe.yaml")),
+    "an unknown command": Case(command=("trian", "recipe.yaml"), dry=False),
+    "an unknown option": Case(command=("train", "recipe.yaml", "--dryrun")),
+    "a second file": Case(("other.yaml",)),
+    "--resume of what is no run": Case(command=("train", "--resume", "model")),
+    "YAML that is not a mapping": recipe("- a\n- b\n"),
+    "YAML that does not parse": recipe("a: [1\n"),
+    "a key twice": recipe(RECIPE + "mode: overlapped\n"),
+    "a key twice, once with dots": recipe(RECIPE + "rollout.n: 4\n"),
+    "not UTF-8": written("recipe.yaml", b"run: {name: \xe9}\n"),
+    "nesting without an end": recipe("a: " + "[" * 3000),
+    "defaults that do not exist": recipe("defaults: [base.yaml]\n" + RECIPE),
+    "defaults in a circle": recipe("defaults: [recipe.yaml]\n" + RECIPE),
+    # settings
+    "a.b without a value": setting("rollout.n"),
+    "two equals signs": setting("rollout.n==8"),
+    "a value that does not parse": setting("rollout.n=[8"),
+    "a value with a colon": setting("reward.function=reward.py:"),
+    "an unknown section": setting("rollouts.n=4"),
+    "an unknown key": setting("rollout.m=4"),
+    "an unknown key at the top": setting("modes=on_policy"),
+    "an unknown key in a list": setting("data.train=[{path: train.jsonl, wieght: 2}]"),
+    "text for a number": setting("run.seed=abc"),
+    "a fraction for a whole number": setting("run.seed=1.5"),
+    "below the range": setting("run.seed=-1"),
+    "no number": setting("rollout.temperature=nan"),
+    "nothing": setting("data="),
+    "a value for a section": setting("data=5"),
+    "a section for a value": setting("rollout.n.x=1"),
+    "an unknown choice": setting("cluster.backend=slurm"),
+    "an unknown mode": setting("mode=nonsense"),
+    "an unknown reference": setting("rollout.n=${nope}"),
+    "one answer per prompt with grpo": setting("rollout.n=1"),
+    "greedy training": setting("rollout.temperature=0"),
+    "a length that does not divide": setting("rollout.total_rollout_steps=5"),
+    "two lengths": setting("data.epochs=2"),
+    "no length": setting("rollout.total_rollout_steps=null"),
+    "no room for an answer": setting("data.max_response_length=0"),
+    "a setting without effect": setting("async_training.max_lag=3"),
+    "a model and one to make": setting("model.make={}"),
+    "data and a task": setting("data.task.name=sort", "data.val_size=128"),
+    "patience that ends too early": setting("reward.timeout_s=1000"),
+    "a transport that is not there": setting("param_update.transport=broadcast"),
+    "two training ranks in one process": setting("trainer.n_gpus_per_node=2"),
+    "devices that do not divide": setting(
+        "cluster.backend=ray", "trainer.n_gpus_per_node=4", "trainer.use_nodes_ratios=[0.3, 0, 0, 0.5]"
+    ),
+    "an unknown algorithm": setting("algorithm.adv_estimator=grop", dry=False),
+    # model
+    "no such folder": setting("model.path=models/small/nowhere"),
+    "a name that the hub does not have": setting("model.path=nobody/nothing", dry=False),
+    "a file": setting("model.path=train.jsonl"),
+    "an empty path": setting("model.path=''"),
+    "no config.json": removed("model/config.json"),
+    "config.json that is not JSON": written("model/config.json", "{"),
+    "config.json of another kind": written("model/config.json", "[]"),
+    "an unknown kind of model": model_says(dry=False, model_type="frobnicator"),
+    "not a language model": model_says(dry=False, model_type="vit"),
+    "an encoder": model_says(dry=False, model_type="bert"),
+    "a quantised model": model_says(quantization_config={"quant_method": "gptq", "bits": 4}),
+    "code of the model's own": model_says(
+        dry=False, model_type="mine", auto_map={"AutoConfig": "configuration_mine.Mine"}
+    ),
+    "an adapter": doing(adapter),
+    "no weights": removed("model/model.safetensors"),
+    "an empty file of weights": written("model/model.safetensors", ""),
+    "weights cut short": doing(cut_weights),
+    "a shard is missing": doing(shard_of_two),
+    "a pointer of Git LFS": written("model/model.safetensors", "version https://git-lfs.github.com/spec/v1\noid x\n"),
+    "no tokenizer": removed("model/tokenizer.json"),
+    "tokenizer.json that is not JSON": written("model/tokenizer.json", b"\x00\xff"),
+    "no token that ends": doing(model_without_end, dry=False),
+    "more tokens than the model has": doing(smaller_embedding, dry=False),
+    "lengths beyond the positions": setting("data.max_response_length=400", dry=False),
+    # data
+    "no such data file": setting("data.train=nowhere.jsonl"),
+    "a directory": setting("data.train=model"),
+    "another kind of file": written("train.csv", "prompt,answer\n", "data.train=train.csv"),
+    "a compressed file": doing(
+        lambda folder: (folder / "train.jsonl").write_bytes(gzip.compress(ROWS.encode())),
+    ),
+    "Parquet that is none": written("train.parquet", b"PAR1", "data.train=train.parquet"),
+    "no rows": data(""),
+    "a line that is not JSON": data(ROWS + '{"prompt": "1=",\n'),
+    "a line that is no object": data(ROWS + "17\n"),
+    "one JSON array": data("[" + ",".join(ROWS.splitlines()) + "]"),
+    "Latin-1": data(ROWS.encode() + '{"prompt": "é", "answer": "1"}\n'.encode("latin-1")),
+    "no prompt column": data('{"question": "1=", "answer": "1"}\n'),
+    "no answer column": data('{"prompt": "1="}\n'),
+    "a prompt of null": data(ROWS + '{"prompt": null, "answer": "1"}\n'),
+    "a message without content": data('{"prompt": [{"role": "user"}], "answer": "1"}\n'),
+    "a message with a number": data('{"prompt": [{"role": "user", "content": 5}], "answer": "1"}\n'),
+    "messages without a chat template": data(CHATS, dry=False),
+    "an empty prompt": data(ROWS + '{"prompt": "", "answer": "1"}\n', "data.val_size=0", dry=False),
+    "a prompt that the tokenizer cannot read": data(
+        ROWS + '{"prompt": "Ä", "answer": "1"}\n', "data.val_size=0", dry=False
+    ),
+    "all prompts too long": setting("data.max_prompt_length=1", dry=False),
+    "all answers null": data('{"prompt": "1=", "answer": null}\n' * 6),
+    "more held-out rows than rows": setting("data.val_size=10"),
+    "an unknown task": recipe(RECIPE.replace("train: train.jsonl, val_size: 2", "task: {name: srt}")),
+    # reward
+    "an unknown reward": setting("reward.function=exact"),
+    "no such reward file": setting("reward.function=nowhere.py:score"),
+    "a file that does not parse": reward("def score(response, answer)\n"),
+    "a file that does not import": reward("import nothing_like_this\n"),
+    "a file that ends the process": reward("import os; os._exit(3)\n"),
+    "no such function": reward("def scores(response): return 1.0\n"),
+    "not a function": reward("score = 5\n"),
+    "no arguments": reward("def score(): return 1.0\n"),
+    "arguments without names": reward("def score(*texts): return 1.0\n"),
+    "a column that no row has": reward("def score(response, level): return 1.0\n"),
+    "a parameter that it does not take": reward(SCORE + " return 1.0\n", "reward.params={scale: 2}"),
+    # run directory and cluster
+    "run.dir is a file": written("run", "", dry=False),
+    "run.dir holds a run": written("run/events.jsonl", "", dry=False),
+    "run.dir is below a file": setting("run.dir=train.jsonl/run", dry=False),
+    "run.dir is empty": setting("run.dir=''"),
+    "run.dir is a number": setting("run.dir=5"),
+    "no GPU": setting("cluster.device=cuda", dry=False),
+    "no Ray there": setting("cluster.backend=ray", "cluster.address=127.0.0.1:PORT", dry=False),
+    "no address": setting("cluster.backend=ray", "cluster.address=localhost"),
+}
+
+IN_THE_RUN = {
+    "returns None": SCORE + " return None\n",
+    "raises": SCORE + " raise ValueError('boom')\n",
+    "returns one number for a group": "def score(responses, answer):\n return [1.0]\n",
+    "always the same": SCORE + " return 1.0\n",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    message: str
+    exit_code: int
+
+
+def _table(*sections: str) -> dict[str, Row]:
+    """Input → what the document says of it, of the sections with these titles."""
+    rows: dict[str, Row] = {}
+    section = ""
+    for line in DOCUMENT.read_text(encoding="utf-8").splitlines():
+        if line.startswith("## "):
+            section = line.removeprefix("## ")
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")] if line.startswith("| ") else []
+        if section not in sections or len(cells) != 4 or not cells[3].isdigit():
+            continue
+        assert cells[0] not in rows, f"{cells[0]} is there twice"
+        rows[cells[0]] = Row(cells[1].strip("`").strip(), int(cells[3]))
+    return rows
+
+
+BEFORE_THE_RUN = _table("Command and file", "Settings", "Model", "Data", "Reward", "Run directory and cluster")
+WHILE_IT_RUNS = _table("While a run goes on")
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with nothing wrong in it."""
+    folder = tmp_path_factory.mktemp("good")
+    model = MakeModelConfig(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        head_dim=8,
+        intermediate_size=16,
+        max_position_embeddings=64,
+    )
+    make_model(model, 0, folder / "model")
+    (folder / "recipe.yaml").write_text(RECIPE)
+    (folder / "train.jsonl").write_text(ROWS)
+    return folder
+
+
+@pytest.fixture
+def here(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A copy of `good`, as the working directory."""
+    folder = tmp_path / "here"
+    shutil.copytree(good, folder)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    before = dict(os.environ)
+    yield folder
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def _matches(message: str, shown: str, folder: Path) -> bool:
+    """``…`` in the document stands for anything."""
+    pattern = ".*?".join(re.escape(part) for part in message.split("…"))
+    plain = " ".join(shown.replace(f"{folder}/", "").split())
+    return re.fullmatch(f"(.* )?[Ee]rror: {pattern}", plain) is not None
+
+
+def test_the_document_lists_the_cases_and_nothing_else() -> None:
+    assert set(BEFORE_THE_RUN) == set(CASES)
+    assert set(WHILE_IT_RUNS) == set(IN_THE_RUN)
+
+
+def test_the_input_that_the_cases_spoil_is_good(here: Path) -> None:
+    done = CliRunner().invoke(cli, ["train", "recipe.yaml", "--dry-run"])
+    assert done.exit_code == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_wrong_input_ends_in_one_message_before_anything_starts(
+    name: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, row = CASES[name], BEFORE_THE_RUN[name]
+    case.prepare(here)
+    before = {path: path.is_dir() for path in here.rglob("*") if "__pycache__" not in path.parts}
+    arguments = [argument.replace("PORT", str(closed_port())) for argument in case.arguments]
+    if case.dry:
+        arguments.append("--dry-run")
+    done = CliRunner().invoke(cli, [*case.command, *arguments])
+    assert done.exit_code == row.exit_code, done.stderr
+    assert _matches(row.message, done.stderr, here), done.stderr
+    assert "Traceback" not in done.stderr
+    assert case.dry or done.stdout == ""
+    assert {path: path.is_dir() for path in here.rglob("*") if "__pycache__" not in path.parts} == before
+
+
+@pytest.mark.parametrize("name", IN_THE_RUN)
+def test_a_reward_of_no_use_ends_the_run_with_its_reason(name: str, here: Path) -> None:
+    row = WHILE_IT_RUNS[name]
+    (here / "reward.py").write_text(IN_THE_RUN[name])
+    settings = ("rollout.total_rollout_steps=1", "actor.ppo_mini_batch_size=1", "algorithm.filter_groups.enable=true")
+    done = CliRunner().invoke(cli, ["train", "recipe.yaml", "reward.function=reward.py:score", *settings])
+    assert done.exit_code == row.exit_code, done.stderr
+    assert _matches(row.message, done.stderr, here), done.stderr
+    assert "Traceback" not in done.stderr
+    assert json.loads((here / "run" / "summary.json").read_text())["status"] == "failed"
+
+
+def test_debug_shows_where_an_error_was_raised(here: Path) -> None:
+    done = CliRunner().invoke(cli, ["train", "recipe.yaml", "data.train=nowhere.jsonl", "--dry-run", "--debug"])
+    assert done.exit_code == 2
+    assert "Traceback" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: nowhere.jsonl: no such file")

@@ -1,0 +1,185 @@
+"""What goes wrong while a run is under way ends in one message and one exit code, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from headway.app import _Interrupts, _terminations_as_interrupts
+from headway.cluster.processes import descendants
+from headway.events import Event, Note
+from headway.pipeline.run import Pipeline
+from headway.reports.bundle import Reports
+from tests.integration.support import alive, finish, make_job, start, summary, wait_for
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_job(tmp_path_factory.mktemp("bad luck"))
+
+
+def inline(recipe: Path, run_dir: Path, *overrides: str) -> tuple[str, ...]:
+    """Arguments of ``headway``."""
+    return "train", str(recipe), "cluster.backend=inline", *overrides, f"run.dir={run_dir}"
+
+
+# ---------------------------------------------------------------------------------------- signals, in this process
+
+
+class Listener:
+    """Takes notes, and stop requests."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def emit(self, event: Event) -> None:
+        assert isinstance(event, Note)
+        self.heard.append(event.text)
+
+    def request_stop(self) -> None:
+        self.heard.append("request_stop")
+
+
+async def signalled(*numbers: signal.Signals) -> None:
+    """Send them to this process, one by one, and let the event loop handle each."""
+    for number in numbers:
+        os.kill(os.getpid(), number)
+        await asyncio.sleep(0.05)
+
+
+def interrupts(listener: Listener) -> _Interrupts:
+    return _Interrupts(cast(Reports, listener))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_before_the_pipeline_one_signal_leaves_at_once(number: signal.Signals) -> None:
+    listener = Listener()
+
+    async def run() -> None:
+        with interrupts(listener):
+            await signalled(number)
+            raise AssertionError("was not left")
+
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.create_task(run())
+    assert listener.heard == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_the_pipeline_is_asked_first_and_left_at_the_second_signal(number: signal.Signals) -> None:
+    listener = Listener()
+
+    async def run() -> None:
+        with interrupts(listener) as handling, handling.asking(cast(Pipeline, listener)):
+            await signalled(number)
+            told, done = listener.heard
+            assert told.startswith("stopping after this version")
+            assert done == "request_stop"
+            await signalled(number)
+            raise AssertionError("was not left")
+
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.create_task(run())
+
+
+async def test_closing_is_disturbed_by_no_further_signal() -> None:
+    listener, closed = Listener(), False
+
+    async def run() -> None:
+        nonlocal closed
+        with interrupts(listener):
+            try:
+                await signalled(signal.SIGINT)
+            finally:
+                await signalled(signal.SIGINT, signal.SIGTERM)  # closing takes its time
+                closed = True
+
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.create_task(run())
+    assert closed
+    assert listener.heard == ["ending the workers, which takes a few seconds"] * 2
+
+
+async def test_a_run_that_is_over_closes_undisturbed() -> None:
+    listener = Listener()
+    with interrupts(listener) as handling:
+        handling.leave_undisturbed()
+        await signalled(signal.SIGINT)
+    assert listener.heard == ["ending the workers, which takes a few seconds"]
+
+
+def test_sigterm_is_an_interrupt_where_no_event_loop_runs_and_itself_again_afterwards() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with _terminations_as_interrupts(), pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+# ---------------------------------------------------------------------------------------- whole runs
+
+NO_LARGE_FILE = """
+import resource
+from headway.cli import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (250_000, 250_000))
+main()
+"""
+"""Reports are smaller, and so is the exported model; a checkpoint is larger."""
+
+
+def test_sigterm_while_workers_start_ends_the_run_and_leaves_no_process(recipe: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start("-m", "headway", *inline(recipe, run_dir))
+    deadline = time.monotonic() + 90
+    while not (run_dir / "logs" / "reward.log").exists():
+        assert process.poll() is None, finish(process)
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    started = descendants(process.pid)
+    process.send_signal(signal.SIGTERM)
+    code, output = finish(process)
+    assert code == 130, output
+    assert "Traceback" not in output
+    assert summary(run_dir)["status"] == "interrupted"
+    assert alive(started) == []
+
+
+def test_a_run_that_is_left_at_once_says_how_to_go_on(recipe: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "a run"
+    process = start(
+        "-m", "headway", *inline(recipe, run_dir, "trainer.save_freq=1", "rollout.total_rollout_steps=65536")
+    )
+    wait_for("checkpoint.saved", process, run_dir)
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
+    code, output = finish(process)
+    assert code == 130, output
+    assert summary(run_dir)["status"] == "interrupted"
+    (told,) = (line for line in output.splitlines() if "left at once; nothing more was saved" in line)
+    assert f"go on from it with: headway train --resume '{run_dir}'" in told
+    assert summary(run_dir)["balanced"]
+
+
+def test_a_full_disk_at_a_checkpoint_is_one_message_and_half_a_checkpoint_is_removed(
+    recipe: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    code, output = finish(start("-c", NO_LARGE_FILE, *inline(recipe, run_dir, "trainer.save_freq=1")))
+    assert code == 1, output
+    errors = output[output.index("error: ") :].splitlines()
+    assert errors[0].startswith(
+        f"error: could not write the checkpoint {run_dir / 'checkpoints' / 'version_1'}: rank 0: "
+    )
+    assert "OSError: [Errno 27] File too large" in errors[0]
+    assert errors[1:] == [
+        "There is no checkpoint to go on from; trainer.save_freq=1 saves every version, and at a run's end"
+    ]
+    assert "Traceback" not in output
+    assert list((run_dir / "checkpoints").iterdir()) == []
+    told = summary(run_dir)
+    assert (told["status"], told["balanced"]) == ("failed", True)
