@@ -6,6 +6,7 @@
 # make bench-update   what updates of the weights cost, about 25 minutes   (ARGS="--models 1m --only broadcast")
 # make bench-rollout  generation against its peers, about 40 minutes  (ARGS="--quick", "--full", "--update --models 1m")
 # make study-staleness     what stale data costs, by loss, about 17 minutes        (ARGS="--quick" for two minutes)
+# make docs     docs/configuration.md, from the schema
 # make format   rewrite the sources in the house style
 # make clean    remove everything that is made here, .venv included
 
@@ -22,7 +23,7 @@ VLLM_STAMP := .venv-vllm/.installed
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test vllm-env test-vllm lint types layers pytest bench bench-update bench-rollout study-staleness format clean
+.PHONY: help setup demo test vllm-env test-vllm lint types layers pytest bench bench-update bench-rollout study-staleness docs format clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -87,6 +88,9 @@ bench-rollout: setup
 
 study-staleness: setup
 	$(BIN)/python -m benchmarks.study_staleness $(ARGS)
+
+docs: setup
+	$(BIN)/python -m headway.config.reference > docs/configuration.md
 
 format: setup
 	$(BIN)/ruff check --fix .
