@@ -162,6 +162,7 @@ CASES = {
     "text for a number": setting("run.seed=abc"),
     "a fraction for a whole number": setting("run.seed=1.5"),
     "below the range": setting("run.seed=-1"),
+    "beyond the range": setting("run.seed=99999999999999999999"),
     "no number": setting("rollout.temperature=nan"),
     "nothing": setting("data="),
     "a value for a section": setting("data=5"),
@@ -344,9 +345,7 @@ def test_the_input_that_the_cases_spoil_is_good(here: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_wrong_input_ends_in_one_message_before_anything_starts(
-    name: str, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_input_ends_in_one_message_before_anything_starts(name: str, here: Path) -> None:
     case, row = CASES[name], BEFORE_THE_RUN[name]
     case.prepare(here)
     before = {path: path.is_dir() for path in here.rglob("*") if "__pycache__" not in path.parts}

@@ -53,7 +53,7 @@ class RunConfig(Section):
     """Names the run's directory when ``run.dir`` is not given."""
     dir: Folder | None = None
     """Where everything of the run goes. Default: ``runs/<name>-<time>``."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**63)
     """Seeds model, data order and sampling."""
 
 
@@ -247,7 +247,7 @@ class VllmConfig(Section):
 class RolloutConfig(Section):
     name: Literal["native", "vllm"] = "native"
     """The engine: ``native`` is Headway's own, over any Hugging Face decoder; ``vllm`` has to be installed."""
-    n: Positive = 8
+    n: int = Field(8, gt=0, le=65_536)
     """Trajectories per prompt."""
     temperature: float = Field(1.0, ge=0)
     top_p: Probability = 1.0

@@ -96,7 +96,10 @@ def records_of(rows: Iterable[Row], columns: Columns, default_source: str) -> It
     """Rows as records, each checked. Raises `DataError` for one that lacks a column or holds another type."""
     for where, row in rows:
         if not isinstance(row, dict):
-            raise DataError(f'{where}: a row is an object like {{"prompt": …, "answer": …}}, not {_shown(row)}')
+            like = '{"prompt": …, "answer": …}'
+            raise DataError(
+                f"{where}: expected an object with columns, not {type(row).__name__}; each row is one, like {like}"
+            )
         check_columns(row, columns, where)
         answer_key, answer = _answer(row, columns, where)
         given = columns.name or row.get("data_source")
@@ -148,9 +151,9 @@ def _jsonl_rows(file: Path) -> Iterator[Row]:
                 try:
                     text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 except UnicodeDecodeError as cause:
-                    found = f"byte {line[cause.start]:#04x} at position {cause.start + 1}"
-                    what = "it is compressed: unpack it" if line.startswith(COMPRESSED) else "save the file as UTF-8"
-                    raise DataError(f"{where}: not text in UTF-8 ({found}); {what}") from None
+                    found = f"byte {line[cause.start]:#04x} at position {cause.start + 1} is not UTF-8"
+                    way_out = "unpack the file, it is compressed" if line.startswith(COMPRESSED) else "save it as UTF-8"
+                    raise DataError(f"{where} cannot be read: UnicodeDecodeError: {found}; {way_out}") from None
                 if not text.strip():
                     continue
                 try:

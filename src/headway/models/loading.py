@@ -73,7 +73,7 @@ def load_model(
         )
     if mismatched := info["mismatched_keys"]:
         name, there, expected = min(mismatched)
-        others = f", and {len(mismatched) - 1} others" if len(mismatched) > 1 else ""
+        others = f", and {len(mismatched) - 1} more" if len(mismatched) > 1 else ""
         raise ModelError(
             f"{path}: cannot load the weights: their sizes are not those of config.json: {name} is {list(there)}, not "
             f"{list(expected)}{others}. Give config and weights of one model"

@@ -7,6 +7,7 @@ ScoreRequest ─▶ part: built-in | task | user's function ─▶ n values, Non
 from __future__ import annotations
 
 import numbers
+import re
 import signal
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -168,5 +169,5 @@ def _sum(weighted: Sequence[tuple[float, Values]], k: int) -> float:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    text = re.sub(r" at 0x[0-9a-f]+", "", repr(value))  # an address would make each failure another one
     return text if len(text) <= 80 else f"{text[:77]}…"

@@ -293,7 +293,11 @@ class EngineCore:
         if not np.isfinite(logprobs).all():
             raise NonFinite(
                 f"rollout engine {self._name}: the model's logits are not finite under version {self.version}; "
-                "the weights have diverged (lower actor.optim.lr, or look at the gradient norm)"
+                + (
+                    "the weights have diverged (lower actor.optim.lr, or look at the gradient norm)"
+                    if self.version
+                    else "look at the weights that it started from, and at rollout.dtype"
+                )
             )
         self._rows.record(tokens, logprobs, self.version)
         if seen is not None:
