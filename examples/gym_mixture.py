@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from reasoning_gym.composite import DatasetSpec
-
 from headway.data.gym import GymTask
 from headway.data.tasks import Problem
 
@@ -24,8 +22,8 @@ INSTRUCTION = "Think step by step, then give the final answer alone between <ans
 class Mixture(GymTask):
     """reasoning-gym's ``composite``: each problem is drawn from one of its datasets, which scores it, too."""
 
-    def __init__(self, specs: list[DatasetSpec], instruction: str, seed: int, problems: int) -> None:
-        super().__init__("composite", {"datasets": specs}, seed=seed, problems=problems)
+    def __init__(self, datasets: list[Mapping[str, Any]], instruction: str, seed: int, problems: int) -> None:
+        super().__init__("composite", {"datasets": datasets}, seed=seed, problems=problems)
         self._instruction = instruction
 
     def problem(self, index: int) -> Problem:
@@ -35,5 +33,4 @@ class Mixture(GymTask):
 
 def mixture(params: Mapping[str, Any], seed: int, problems: int) -> Mixture:
     """``params``: ``datasets``, a list of ``{name, weight, config}``; ``instruction``, which follows each problem."""
-    specs = [DatasetSpec(one["name"], one.get("weight", 1), dict(one.get("config", {}))) for one in params["datasets"]]
-    return Mixture(specs, params.get("instruction", INSTRUCTION), seed, problems)
+    return Mixture(params["datasets"], params.get("instruction", INSTRUCTION), seed, problems)

@@ -23,6 +23,13 @@ from headway.rewards.request import RewardPart, RewardSpec, ScoreRequest
 from headway.rewards.scorers import make_scorer
 from tests.cli.test_commands import run
 
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No line is broken, however long the folder's name is."""
+    monkeypatch.setenv("COLUMNS", "300")
+
+
 ROOT = Path(__file__).parents[2]
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a: {% endif %}"

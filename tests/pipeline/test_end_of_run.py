@@ -135,7 +135,7 @@ def test_a_stop_at_any_moment_ends_at_a_version_boundary_with_a_checkpoint_and_b
     length = {"total": 48} if by == "total" else {"rows": 43, "epochs": 1}
 
     def scenario() -> Scenario:
-        return Scenario(mode, problems=2, test_freq=2, slots=6, **length)
+        return Scenario(mode, problems=2, test_freq=2, slots=6, sections={"trainer": {"save_freq": -1}}, **length)
 
     whole = scenario().run().assert_completed()
     per_version = whole.of(RunStarted)[0].groups_per_version

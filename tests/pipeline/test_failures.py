@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import pytest
 
-from headway.errors import LedgerImbalance, StageFailed, StalenessExceeded, StallError, WorkerDied
+from headway.errors import LedgerImbalance, RunError, StageFailed, StalenessExceeded, StallError, WorkerDied
 from headway.events import CheckpointSaved, GroupAdmitted, GroupSettled, ReplicaLost, RunFinished
 from tests.pipeline.fake_policies import FakeReference
 from tests.pipeline.fakes import FakeReward
@@ -171,7 +172,8 @@ def test_a_checkpoint_that_cannot_be_saved_fails_the_run():
         run.trainer.save = save  # type: ignore[method-assign]
 
     run = Scenario("async_partial", script=script).run()
-    assert isinstance(run.error, OSError)
+    assert isinstance(run.error, RunError)
+    assert re.match(r"could not write the checkpoint .*version_6: OSError: no space left on device", str(run.error))
     run.assert_clean()
     assert run.of(RunFinished)[0].status == "failed"
     assert run.groups["trained"] == 96
