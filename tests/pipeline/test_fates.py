@@ -27,6 +27,15 @@ def test_filtering_everything_does_not_stall_but_ends_with_the_filters_statistic
     assert run.of(RunFinished)[0].status == "failed"
 
 
+def test_the_statistics_are_of_the_groups_in_a_row_alone():
+    reward = FakeReward(lambda p: fails("unlucky") if p.row < 4 else [0.0, 1.0] if p.row == 40 else [1.0, 1.0])
+    run = Scenario("async_partial", reward=reward, group_filter=without_variance).run()
+    discards = 10 * Scenario("async_partial").config.groups_per_version
+    assert isinstance(run.error, NothingToTrain)
+    assert f"({discards}× filtered: zero variance)" in str(run.error)
+    assert run.groups["failed"] > 0
+
+
 def test_a_single_good_group_among_many_resets_the_count_of_discards_in_a_row():
     reward = FakeReward(lambda prompt: [0.0, 1.0] if prompt.row % 30 == 0 else [1.0, 1.0])
     run = Scenario("on_policy", total=8, reward=reward, group_filter=without_variance).run().assert_completed()

@@ -6,7 +6,7 @@ Every change of a group's life goes through here, so that counters, ledger and e
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -42,7 +42,8 @@ class RunState:
     changed: Signal = field(default_factory=Signal)
     """Fires when anything changed that admission or an update may wait for."""
     _unrewarded: set[int] = field(default_factory=set)
-    _discards_in_row: int = 0
+    _discarded_in_row: Counter[str] = field(default_factory=Counter)
+    """Fate and reason of all since the last group that passed Reward."""
 
     @property
     def at_boundary(self) -> bool:
@@ -141,7 +142,7 @@ class RunState:
 
     def rewarded(self, number: int) -> None:
         """A group passed Reward and goes on to the queue."""
-        self._discards_in_row = 0
+        self._discarded_in_row.clear()
         self._unrewarded.discard(number)
         self._wake()
 
@@ -151,11 +152,12 @@ class RunState:
         Raises `NothingToTrain` after 10·B discards in a row.
         """
         self._end_early(number, fate, reason)
-        self._discards_in_row += 1
-        if self._discards_in_row >= 10 * self.staleness.groups_per_version:
-            reasons = "; ".join(f"{count}× {why}" for why, count in list(self.ledger.reasons().items())[:5])
+        self._discarded_in_row[f"{fate}: {reason}"] += 1
+        in_row = self._discarded_in_row.total()
+        if in_row >= 10 * self.staleness.groups_per_version:
+            reasons = "; ".join(f"{count}× {why}" for why, count in self._discarded_in_row.most_common(5))
             raise NothingToTrain(
-                f"{self._discards_in_row} groups in a row were discarded, nothing is left to train on ({reasons}). "
+                f"{in_row} groups in a row were discarded, nothing is left to train on ({reasons}). "
                 "Check the reward on a few samples, or make the task easier or harder: when all answers to a prompt "
                 "get the same reward there is no gradient"
             )
