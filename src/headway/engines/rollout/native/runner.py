@@ -194,13 +194,12 @@ class Runner:
         """
         rows, length = ids.shape
         cache = self.cache.scratch(max(rows, self._least_rows), self._span(length, self.cache.context))
-        logits = [torch.empty(0)] * rows
         nothing = np.zeros(0, np.int64)
-        for row, prefilled in enumerate(self.step(nothing, nothing, list(ids[:, :given]))[1]):
-            cache.fill(range(row, row + 1), prefilled.kv)
-            logits[row] = prefilled.logits
-        sampling = BatchSampling.of([SamplingParams(1, temperature)] * rows, logits[0].shape[0], self._device)
-        step = torch.stack(logits)
+        _, prefilled = self.step(nothing, nothing, list(ids[:, :given]))
+        for row, context in enumerate(prefilled):
+            cache.fill(range(row, row + 1), context.kv)
+        step = torch.stack([context.logits for context in prefilled])
+        sampling = BatchSampling.of([SamplingParams(1, temperature)] * rows, step.shape[1], self._device)
         scores = []
         for at in range(given, length):
             targets = self._to_device(ids[:, at])
