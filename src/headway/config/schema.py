@@ -276,6 +276,8 @@ class RolloutConfig(Section):
     kv_cache_gib: float | None = Field(None, gt=0)
     """Memory for keys and values. Where it is short, answers wait, or are parked and go on. Default with ``native``:
     enough for ``max_concurrent`` answers; with ``vllm``: 1 on a CPU, vLLM's own choice elsewhere."""
+    enforce_eager: bool = False
+    """On GPUs, decode without CUDA graphs: slower, with less memory. On CPUs there are none."""
     nnodes: NonNegative = 1
     """Machines of the rollout role."""
     n_gpus_per_node: Positive = 1

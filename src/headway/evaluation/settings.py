@@ -42,6 +42,7 @@ OF_THE_ENGINE = (
     "max_concurrent",
     "max_batched_tokens",
     "kv_cache_gib",
+    "enforce_eager",
     "threads",
     "vllm",
 )
@@ -74,6 +75,8 @@ class Job:
     data: str
     """For people."""
     notes: tuple[str, ...]
+    by_default: bool
+    """Neither a run nor ``--config`` says what is not given."""
 
 
 def settle(
@@ -105,6 +108,14 @@ def settle(
         )
     given = frozenset(read_overrides(overrides).values)
     _refuse({key: "DATA says what is read; drop one of the two" for key in given if lies_in(key, *_made_by(data))})
+    by_option = {"rollout.val_n": ("--n", n), "rollout.val_temperature": ("--temperature", temperature)}
+    _refuse(
+        {
+            key: f"{option} {value} says that, too; drop one of the two"
+            for key, (option, value) in by_option.items()
+            if key in given and value is not None
+        }
+    )
     options = [f"rollout.val_n={n}"] if n is not None else []
     options += [f"rollout.val_temperature={temperature}"] if temperature is not None else []
     loaded = load(base, [*_meaning(data), *overrides, *options])
@@ -129,7 +140,7 @@ def settle(
     held_out = data is None or _is_task(data)
     sources = ", ".join(source.label for source in config.data.held_out_sources)
     named = data or f"held-out problems of {sources or config.data.label}"
-    return Job(config, held_out, named, tuple(loaded.notes))
+    return Job(config, held_out, named, tuple(loaded.notes), by_default=base is None)
 
 
 def _model(model: str) -> tuple[str, Path | None]:
@@ -167,6 +178,9 @@ def _meaning(data: str | None) -> list[str]:
         return [*nothing_else, f"data.task.name={json.dumps(data)}", "data.train=null"]
     if Path(data).suffix not in (".jsonl", ".parquet"):
         raise ConfigError(f"DATA: got {data}, expected a .jsonl or .parquet file, or a task: {_tasks()}")
+    if not (file := Path(data).expanduser()).is_file():
+        what = "is not a file" if file.exists() else "does not exist"
+        raise ConfigError(f"DATA: got {data}, which {what}; expected a .jsonl or .parquet file")
     return [*nothing_else, f"data.train={json.dumps(data)}", "data.val_size=0"]
 
 

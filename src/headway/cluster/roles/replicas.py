@@ -43,6 +43,7 @@ class Replica:
             "slots": rollout.max_concurrent,
             "max_context": data.max_prompt_length + data.max_response_length,
             "max_batched_tokens": rollout.max_batched_tokens,
+            "enforce_eager": rollout.enforce_eager,
             "decode": self.decode,
             "receive": self.receive,
             "manifest": self.manifest,

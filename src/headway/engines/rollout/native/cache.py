@@ -129,7 +129,7 @@ class SlotCache:
     def _divide(self, room: int) -> None:
         """View the memory as rows of ``room`` positions."""
         g, rows = self.geometry, min(self.slots, self.tokens // room)
-        self.room = room
+        self.rows, self.room = rows, room
         self._rows = self._kv[:, : rows * self._heads * room * g.head_dim].unflatten(
             1, (rows, self._heads, room, g.head_dim)
         )

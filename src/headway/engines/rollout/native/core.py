@@ -23,6 +23,7 @@ from headway.engines.rollout.groups import Groups, numbered, owned_by
 from headway.engines.rollout.native.activity import Activity
 from headway.engines.rollout.native.admission import Admission
 from headway.engines.rollout.native.fused import best_forward
+from headway.engines.rollout.native.graphs import Recorder
 from headway.engines.rollout.native.prepare import prepare_model
 from headway.engines.rollout.native.rows import Rows
 from headway.engines.rollout.native.runner import Runner
@@ -54,6 +55,7 @@ class EngineCore:
         max_context: int,
         max_batched_tokens: int,
         kv_cache_bytes: int | None = None,
+        recorder: Recorder | None = None,
         decode: Callable[[Sequence[int]], str],
         clock: Callable[[], float],
         temperature: float = 1.0,
@@ -78,6 +80,7 @@ class EngineCore:
             slots=slots,
             max_context=max_context,
             kv_cache_bytes=kv_cache_bytes,
+            recorder=recorder,
         )
         self.weights = ServedWeights(model, f"rollout engine {name}")  # after the runner, which may repack them
         self._activity = Activity(clock)

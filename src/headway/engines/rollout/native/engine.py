@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 
 from headway.engines.rollout.inboxes import Inbox
 from headway.engines.rollout.native.core import EngineCore, Finished
+from headway.engines.rollout.native.graphs import CudaRecorder
 from headway.engines.served.update import Beside, Over, Updates
 from headway.errors import (
     ConfigError,
@@ -84,6 +85,7 @@ class NativeEngine:
         max_context: most tokens of prompt and response together.
         max_batched_tokens: of the contexts that start in one step; a longer one starts alone.
         kv_cache_bytes: where they are short, answers wait, or are parked and go on. Default: enough for ``slots``.
+        enforce_eager: on a GPU, decode without CUDA graphs (see `graphs`).
         decode: token ids to text, for `Trajectory.text`; it gets the stop token too.
         receive: puts a version into a sink, blocking; a transport's end. Without it there are no updates.
         manifest: the layout of what it brings.
@@ -109,6 +111,7 @@ class NativeEngine:
         max_context: int,
         max_batched_tokens: int,
         kv_cache_bytes: int | None = None,
+        enforce_eager: bool = False,
         decode: Callable[[Sequence[int]], str],
         receive: Callable[[int, WeightSink], None] | None = None,
         manifest: Manifest | None = None,
@@ -132,6 +135,7 @@ class NativeEngine:
             max_context=max_context,
             max_batched_tokens=max_batched_tokens,
             kv_cache_bytes=kv_cache_bytes,
+            recorder=CudaRecorder(model.device) if model.device.type == "cuda" and not enforce_eager else None,
             decode=decode,
             clock=clock,
             temperature=temperature,

@@ -93,13 +93,16 @@ class _HeadNorms:
     heads: int
     kv_heads: int
     joint: torch.Tensor = field(init=False)
-    """[H + K, D], of the weights at the last `refresh`."""
+    """[H + K, D], of the weights at the last `refresh`, always in the same memory: recorded steps read it there."""
 
     def __post_init__(self) -> None:
-        self.refresh()
+        self.joint = self._of_each_head()
 
     def refresh(self) -> None:
-        self.joint = torch.cat([self.query.expand(self.heads, -1), self.key.expand(self.kv_heads, -1)]).detach()
+        self.joint.copy_(self._of_each_head())
+
+    def _of_each_head(self) -> torch.Tensor:
+        return torch.cat([self.query.expand(self.heads, -1), self.key.expand(self.kv_heads, -1)]).detach()
 
 
 @dataclass(frozen=True, slots=True)

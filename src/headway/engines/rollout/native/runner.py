@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from headway.engines.rollout.native.cache import KvGeometry, SlotCache
 from headway.engines.rollout.native.forward import Decoding, PolicyForward, RowBlock
+from headway.engines.rollout.native.graphs import DecodeGraphs, Recorder
 from headway.engines.rollout.native.invariance import TOGETHER, least_invariant_rows
 from headway.engines.rollout.native.sampling import BatchSampling, behaviour_logprobs, sample
 from headway.engines.rollout.native.windows import Windows
@@ -63,8 +64,12 @@ class Runner:
         slots: int,
         max_context: int,
         kv_cache_bytes: int | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
-        """Raises `ConfigError` where ``kv_cache_bytes`` (default: enough for ``slots``) are too few for one context."""
+        """``recorder``: of decoding steps, which are then replayed (see `graphs`).
+
+        Raises `ConfigError` where ``kv_cache_bytes`` (default: enough for ``slots``) are too few for one context.
+        """
         self._forward = forward
         self._device, self._dtype = model.device, model.dtype
         self._max_context = max_context
@@ -87,6 +92,7 @@ class Runner:
         )
         self.roomy = self.cache.tokens >= slots * max_context
         """There is memory for a whole context in every slot."""
+        self._graphs = recorder and DecodeGraphs(forward, self.cache, recorder, self._window, self._dtype)
 
     def fits(self, rows: int, positions: int) -> bool:
         """Whether the KV cache has memory for a step of so many rows, the longest of ``positions``."""
@@ -144,6 +150,9 @@ class Runner:
         In one pass, except where a row's result depends on the number of rows: then each context has one of its own.
         Returns the rows' logits [A, V] and a result for each context.
         """
+        if self._graphs is not None and len(tokens) and not contexts:
+            given_rows = self._to_device(tokens), self._to_device(lengths)
+            return self._graphs.step(*given_rows, int(lengths.max()) + 1, self._least_rows), []
         decoded = torch.empty(0)
         prefilled: list[Prefilled] = []
         rows = self._decoding(tokens, lengths, self.cache) if len(tokens) else None
@@ -178,6 +187,8 @@ class Runner:
 
     def release(self) -> None:
         """Free the KV cache, every row of which is lost, and what the forward pass derived from the weights."""
+        if self._graphs is not None:
+            self._graphs.clear()
         self.cache.release()
         self._forward.release()
 

@@ -65,6 +65,7 @@ class VllmEngine:
         clock: seconds, the same clock as the events'.
         max_batched_tokens: of one step of vLLM's; None: its own choice.
         kv_cache_gib: memory for keys and values; None: 1 on a CPU, vLLM's own choice elsewhere.
+        enforce_eager: on a GPU, decode without CUDA graphs.
         trust_remote_code: of the model folder.
         sleep: the device's memory can be given back (GPUs).
         options: further arguments of vLLM's ``AsyncEngineArgs``.
@@ -97,6 +98,7 @@ class VllmEngine:
         clock: Callable[[], float] = time.monotonic,
         max_batched_tokens: int | None = None,
         kv_cache_gib: float | None = None,
+        enforce_eager: bool = False,
         trust_remote_code: bool = False,
         sleep: bool = False,
         options: Mapping[str, Any] | None = None,
@@ -111,6 +113,7 @@ class VllmEngine:
             dtype=dtype,
             max_batched_tokens=max_batched_tokens,
             kv_cache_gib=kv_cache_gib,
+            enforce_eager=enforce_eager,
             trust_remote_code=trust_remote_code,
             sleep=sleep,
             options=options or {},

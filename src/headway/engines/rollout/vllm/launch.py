@@ -33,6 +33,8 @@ class VllmSettings:
     """Of one step, prompts and answers together. None: vLLM's own."""
     kv_cache_gib: float | None = None
     """Memory for keys and values. None: `KV_CACHE_GIB` on a CPU, a share of the device elsewhere."""
+    enforce_eager: bool = False
+    """Without CUDA graphs; on a CPU always."""
     trust_remote_code: bool = False
     sleep: bool = False
     """The device's memory is given back on demand; not on a CPU."""
@@ -89,7 +91,7 @@ def start(settings: VllmSettings, stat_logger: Callable[..., Any]) -> Any:
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",  # what the folder recommends must not change the distribution
         "enable_prefix_caching": True,
-        "enforce_eager": on_cpu,
+        "enforce_eager": on_cpu or settings.enforce_eager,
         "weight_transfer_config": WeightTransferConfig(backend=transfer.BACKEND),
         "worker_extension_cls": f"{PACKAGE}.extension.WorkerExtension",
         "enable_sleep_mode": settings.sleep,
