@@ -331,6 +331,8 @@ class ReplicaActivity(Event):
     slot_seconds: float
     generated_tokens: int
     prefilled_tokens: int
+    preempted: int = 0
+    """Answers that were parked for want of memory for keys and values."""
     decode_steps: dict[int, DecodeSteps] = field(default_factory=dict)
     """Active sequences → the steps that prefilled nothing; empty if the engine does not say."""
     prefill_steps: list[PrefillStep] = field(default_factory=list)

@@ -157,6 +157,8 @@ class EngineStats:
     slot_seconds: float = 0.0
     generated_tokens: int = 0
     prefilled_tokens: int = 0
+    preempted: int = 0
+    """Times that an answer was parked for want of memory for keys and values."""
     running: int = 0
     waiting: int = 0
     version: int = 0

@@ -29,6 +29,7 @@ class Told:
             prompt_token_stats=SimpleNamespace(computed=context, total=prompts),
             inter_token_latencies_iter=list(latencies),
             time_to_first_tokens_iter=[0.5] * first,
+            num_preempted_reqs=0,
         )
         self.activity.step(self.details(first=first, context=context, goes_on=goes_on, more=more), iteration)
 
@@ -128,8 +129,9 @@ def test_without_vllms_details_tokens_are_counted_and_steps_are_not(told: Told) 
             prompt_token_stats=prompt,
             inter_token_latencies_iter=[],
             time_to_first_tokens_iter=[0.1],
+            num_preempted_reqs=2,
         ),
     )
     stats = told.activity.take(1, 0, 0)
-    assert (stats.generated_tokens, stats.prefilled_tokens) == (1, 3)
+    assert (stats.generated_tokens, stats.prefilled_tokens, stats.preempted) == (1, 3, 2)
     assert (stats.prefill_steps, stats.decode_steps) == ([], {})

@@ -96,6 +96,7 @@ def activity(replica: str, stats: EngineStats) -> ReplicaActivity:
         slot_seconds=stats.slot_seconds,
         generated_tokens=stats.generated_tokens,
         prefilled_tokens=stats.prefilled_tokens,
+        preempted=stats.preempted,
         decode_steps=stats.decode_steps,
         prefill_steps=stats.prefill_steps,
     )

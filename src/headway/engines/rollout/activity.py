@@ -24,6 +24,7 @@ class Counts(ABC):
             slot_seconds=self._slot_seconds,
             generated_tokens=self._generated,
             prefilled_tokens=self._prefilled,
+            preempted=self._preempted,
             running=running,
             waiting=waiting,
             version=version,
@@ -51,5 +52,6 @@ class Counts(ABC):
         self._slot_seconds = 0.0
         self._generated = 0
         self._prefilled = 0
+        self._preempted = 0
         self._decode_steps: dict[int, DecodeSteps] = {}
         self._prefill_steps: list[PrefillStep] = []

@@ -20,6 +20,8 @@ class Step:
     """Tokens that were prefilled."""
     cached: int = 0
     """Tokens in the KV cache."""
+    preempted: int = 0
+    """Rows that were parked before it for want of memory."""
 
 
 class Activity(Counts):
@@ -39,6 +41,7 @@ class Activity(Counts):
         self._open = (opened, end)
         self._slot_seconds += step.active * (end - start)
         self._generated += step.active
+        self._preempted += step.preempted
         self._count(active=step.active, prefilled=step.prefilled, seconds=end - before, cached=step.cached)
 
     def stop(self) -> None:

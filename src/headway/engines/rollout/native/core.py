@@ -10,7 +10,6 @@ the time. Commands run between two steps.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -35,8 +34,6 @@ from headway.engines.served.weights import ServedWeights
 from headway.errors import NonFinite, RunError, UpdateFailed
 from headway.interfaces import EngineStats, FinishedGroup, GenerateRequest, OnUpdate, Paused, Priority
 from headway.models.probe import PROBE_PREFILL, probe_sequences
-
-logger = logging.getLogger(__name__)
 
 Finished = tuple[Hashable, FinishedGroup]
 """A finished group and its owner."""
@@ -215,7 +212,7 @@ class EngineCore:
         """Start what fits, sample one token for every active row, and return the groups that this finished."""
         self.weights.check("decode")
         with self._activity.step() as step:
-            self._preempt()
+            step.preempted = self._preempt()
             decoding = self._rows.active
             admission = Admission(
                 rows=decoding, longest=self._longest, budget=self._max_batched_tokens, fits=self._runner.fits
@@ -249,16 +246,18 @@ class EngineCore:
         """Positions that the longest row has."""
         return int(self._rows.lengths[: self._rows.active].max(initial=0))
 
-    def _preempt(self) -> None:
+    def _preempt(self) -> int:
         """Make room for every row's next token; where there is not enough, the rows that came last are parked.
 
-        Those of validation only when no others are left. All keep what they wrote, and are the first to go on.
+        Those of validation only when no others are left. All keep what they wrote, and are the first to go on. Returns
+        how many were parked.
         """
+        before = self._rows.active
         while (active := self._rows.active) and not self._runner.fits(active, self._longest + 1):
             latest = max(range(active), key=lambda row: _later(self._rows.runs[row]))
-            logger.debug("%s: no room for %d answers of %d tokens; parking one", self._name, active, self._longest)
             self._scheduler.put_back([self._remove(latest)])
         self._runner.cache.reserve(active, self._longest + 1, self._rows.lengths[:active])
+        return before - active
 
     def _to_prefill(self, runs: Sequence[TrajectoryRun]) -> list[range]:
         """Of the contexts that ``runs`` go on from, those that no prefill of before was kept for."""

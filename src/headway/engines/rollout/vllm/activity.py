@@ -51,6 +51,7 @@ class Activity(Counts):
         active, latencies = 0, []
         if iteration is not None:
             self._generated += iteration.num_generation_tokens
+            self._preempted += iteration.num_preempted_reqs
             self._cached += iteration.num_generation_tokens + iteration.prompt_token_stats.total
             latencies = iteration.inter_token_latencies_iter
             active = len(latencies) + len(iteration.time_to_first_tokens_iter)
