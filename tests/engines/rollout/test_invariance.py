@@ -12,7 +12,7 @@ import torch
 from headway.engines.rollout.native.core import EngineCore
 from headway.engines.rollout.native.forward import Decoding
 from headway.engines.rollout.native.invariance import ALONE, MOST, TOGETHER, least_invariant_rows
-from tests.engines.rollout.support import make_core, make_model, make_request
+from tests.engines.rollout.support import FAMILIES, make_core, make_model, make_request
 
 NUMBERS = range(12)
 
@@ -31,9 +31,15 @@ def drawn(core: EngineCore, order: list[int], at_once: int) -> dict[tuple[int, i
     return results
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_slots_order_and_company_change_no_bit(family: str) -> None:
-    model = make_model(family)
+PACKED = {"hidden_size": 384, "intermediate_size": 400}
+"""Its matrices are large enough for a copy in the order of oneDNN."""
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"), [*((family, {}) for family in FAMILIES), ("llama", PACKED)], ids=[*FAMILIES, "packed"]
+)
+def test_slots_order_and_company_change_no_bit(family: str, sizes: dict[str, int]) -> None:
+    model = make_model(family, **sizes)
     reference = make_core(model, slots=64)
     if not reference._runner.invariant:
         pytest.skip("this CPU's matrix products depend on the number of their rows")
