@@ -69,7 +69,7 @@ class LedgerImbalance(RunError):
 
 
 class NothingToTrain(RunError):
-    """Discards in a row passed the limit: the filter or the reward leaves nothing to train on."""
+    """Discards in a row passed the limit, or no reward could ever be computed: nothing is left to train on."""
 
 
 class StoppedByGuard(RunError):

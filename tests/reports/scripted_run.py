@@ -200,6 +200,7 @@ class ScriptedRun:
                 slot_seconds=active * 12,
                 generated_tokens=1000,
                 prefilled_tokens=200,
+                preempted=3,
             )
         )
         self._add(StageChanged(time=start, stage="Generate", state="processing", active=12))

@@ -38,7 +38,7 @@ def test_a_run_leaves_its_events_metrics_summary_and_tensorboard_files(terminal:
     assert json.loads(directory.summary.read_text()) == json.loads(json.dumps(reports.summary()))
     assert any(directory.tensorboard.iterdir())
     assert "Making the model" in output.getvalue()
-    assert "held-out accuracy" in output.getvalue()
+    assert "validation reward" in output.getvalue()
 
 
 def test_a_run_that_failed_early_still_has_a_summary(tmp_path: Path) -> None:

@@ -26,6 +26,13 @@ TABLE = [
     ),
     (TimeShares(trainer_waited=0.4, waited_for_reward=0.35), "The reward was the bottleneck", "35%"),
     (TimeShares(trainer_waited=0.0, rollout_idle=0.5, rollout_stalled=0.45), "The parameter update", "45%"),
+    (TimeShares(trainer_waited=0.9, filtered=0.95), "The filter was the bottleneck", "90%"),
+    (TimeShares(trainer_waited=0.9, filtered=0.95), "95% of those that were generated were filtered", "90%"),
+    (TimeShares(trainer_waited=0.5, rollout_idle=0.2, filtered=0.95), "The filter was the bottleneck", "50%"),
+    (TimeShares(trainer_waited=0.3, rollout_idle=0.5, filtered=0.95), "The filter was the bottleneck", "30%"),
+    (TimeShares(trainer_waited=0.9, filtered=0.4), "Generation was the bottleneck", "90%"),
+    (TimeShares(trainer_waited=0.05, rollout_idle=0.3, filtered=0.95), "Training was the bottleneck", "30%"),
+    (TimeShares(trainer_waited=0.6, waited_for_reward=0.5, filtered=0.95), "The reward was the bottleneck", "50%"),
 ]
 
 
@@ -53,6 +60,11 @@ ADVICE = [
     ),
     (TimeShares(trainer_waited=0, trainer_stalled=0.3, waited_for_validation=0.3), "rollout.test_freq"),
     (TimeShares(trainer_waited=0.3, waited_for_reward=0.3), "reward.workers"),
+    (TimeShares(trainer_waited=0.9, filtered=0.95), "prompts of another difficulty or a larger rollout.n"),
+    (
+        TimeShares(trainer_waited=0.1, trainer_stalled=0.5, filtered=0.95, moving_weights=0.02, drains=True),
+        "async_training.on_update=interrupt",
+    ),
 ]
 
 

@@ -24,7 +24,7 @@ from headway.events import (
     TrainerBusy,
     VersionReached,
 )
-from headway.reports.events_file import EventsFile, cut_off_half_line, look_through, read_events
+from headway.reports.events_file import EventsFile, JsonLines, cut_off_half_line, look_through, read_events
 from tests.reports.scripted_run import ScriptedRun
 
 EVENT_TYPES = [
@@ -170,6 +170,15 @@ def test_a_full_disk_is_reported_once_and_the_run_goes_on() -> None:
     write(Path("/dev/full"), [long, long, long], problems.append)
     assert len(problems) == 1
     assert "/dev/full" in problems[0]
+
+
+def test_a_file_that_cannot_be_opened_is_reported_once_and_the_run_goes_on(tmp_path: Path) -> None:
+    problems: list[str] = []
+    lines = JsonLines(tmp_path / "none" / "events.jsonl", problems.append)
+    lines.write({"a": 1}, at_once=True)
+    lines.close()
+    (problem,) = problems
+    assert problem.endswith("events.jsonl: No such file or directory; the run goes on without this file")
 
 
 def test_optional_fields_come_back_as_none(tmp_path: Path) -> None:

@@ -25,10 +25,30 @@ def test_shares(value: float | None, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0"), (0.01234, "0.0123"), (1e-4, "1e-4"), (-0.000123, "-1.23e-4"), (1234.5, "1,234"), (math.inf, "-")],
+    [
+        (0, "0"),
+        (0.01234, "0.0123"),
+        (1e-4, "1e-4"),
+        (-0.000123, "-1.23e-4"),
+        (1234.5, "1,234"),
+        (math.inf, "-"),
+        (-3e38, "-3e38"),
+    ],
 )
 def test_numbers_have_three_significant_digits(value: float, text: str) -> None:
     assert human.number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.5, "0.500"), (-1234.5678, "-1234.568"), (999_999.0, "999999.000"), (3e38, "3e38"), (-3.4028235e38, "-3.4e38")],
+)
+def test_scores_have_three_decimals_unless_they_are_large(value: float, text: str) -> None:
+    assert human.score(value) == text
+
+
+def test_a_score_that_is_not_known_is_a_dash() -> None:
+    assert [human.score(value) for value in (None, math.nan, math.inf)] == ["-"] * 3
 
 
 def test_a_sparkline_spans_its_own_range_and_shows_the_latest_values() -> None:

@@ -109,6 +109,7 @@ def test_lags_come_from_trained_groups_and_partial_rollouts_from_every_trajector
     partial = [e for e in finished if len({version for _, version in e.version_spans}) > 1]
     assert partial, "the script must contain some"
     assert result["trajectories"] == len(finished)
+    assert result["preempted"] == 3 * len(of_type(run, ReplicaActivity)) > 0
     assert result["partial"] == {
         "total_partial_num": len(partial),
         "partial_ratio": len(partial) / len(finished),

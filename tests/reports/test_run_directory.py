@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -9,7 +13,7 @@ from headway.config.doctor import diagnose
 from headway.config.loading import load
 from headway.config.schema import Config
 from headway.errors import UserError
-from headway.reports.run_directory import RunDirectory
+from headway.reports.run_directory import ROOM, RunDirectory, RunLock
 
 CONFIG = Config()
 DEMO = Path(__file__).parents[2] / "recipes" / "demo.yaml"
@@ -69,3 +73,59 @@ def test_the_summary_is_replaced_whole(tmp_path: Path) -> None:
     run.write_summary({"version": 2})
     assert json.loads(run.summary.read_text()) == {"version": 2}
     assert not list(tmp_path.glob("*.tmp"))
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """No file of this process may become larger than ``size`` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("size", [0, ROOM - 1], ids=["for the configuration", "for the summary"])
+def test_a_disk_without_room_is_refused_and_taken_when_it_has_some(size: int, tmp_path: Path) -> None:
+    with (
+        files_of_at_most(size),
+        pytest.raises(UserError, match=r"cannot be written \(File too large\); make room there"),
+    ):
+        RunDirectory.create(tmp_path / "a", CONFIG)
+    assert RunDirectory.create(tmp_path / "a", CONFIG).config.exists()
+
+
+def test_a_run_holds_room_for_its_summary_until_that_is_written(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, CONFIG)
+    held = {path.name for path in tmp_path.iterdir() if path.is_file() and path.stat().st_blocks * 512 >= ROOM}
+    assert len(held) == 1
+    run.write_summary({"version": 1})
+    assert {path.name for path in tmp_path.iterdir() if path.is_file()} == {"config.yaml", "summary.json"}
+
+
+def test_a_summary_that_cannot_be_written_leaves_the_old_one_and_nothing_beside_it(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, CONFIG)
+    run.write_summary({"version": 1})
+    with files_of_at_most(0), pytest.raises(OSError, match="File too large"):
+        run.write_summary({"version": 2})
+    assert json.loads(run.summary.read_text()) == {"version": 1}
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_lock_is_held_on_a_full_disk_too(tmp_path: Path) -> None:
+    first, second = RunLock(tmp_path / "run.lock"), RunLock(tmp_path / "run.lock")
+    with files_of_at_most(0):
+        first.take()
+    with pytest.raises(UserError, match="another process trains this run right now"):
+        second.take()
+    first.release()
+    second.take()
+    assert f"process {os.getpid()} " in (tmp_path / "run.lock").read_text()
+    second.release()
+
+
+def test_a_lock_where_nothing_can_be_written_is_refused_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("in the way")
+    with pytest.raises(UserError, match=r"cannot be written \(Not a directory\); give a run.dir that you may write to"):
+        RunLock(tmp_path / "run" / "run.lock").take()

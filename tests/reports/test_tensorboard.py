@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,20 +48,39 @@ def test_what_is_undone_is_forgotten_and_the_rest_stays_as_it_was_written(tmp_pa
     assert [path.name for path in tmp_path.iterdir() if "tfevents" not in path.name] == []
 
 
-def test_a_writer_that_fails_is_reported_once_and_the_run_goes_on(tmp_path: Path) -> None:
-    class Broken:
-        def add_scalar(self, *_: object) -> None:
-            raise OSError("no space left on device")
-
+def test_a_full_disk_is_reported_once_without_a_traceback_and_the_run_goes_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     problems: list[str] = []
     board = TensorBoardFile(tmp_path, problems.append)
-    board._writer.close()
-    board._writer = Broken()
     board.on_row({"version": 0, "reward/mean": 0.5})
-    board.on_row({"version": 1, "reward/mean": 0.5})
+    with files_of_at_most(next(tmp_path.iterdir()).stat().st_size):
+        board.on_row({"version": 1, "reward/mean": 0.75})
+        board.on_row({"version": 2, "reward/mean": 1.0})
     board.close()
-    assert len(problems) == 1
-    assert "no space left on device" in problems[0]
+    assert problems == [f"cannot write to {tmp_path}: File too large; the run goes on without TensorBoard files"]
+    assert capfd.readouterr() == ("", "")
+    assert scalars(tmp_path) == {"reward/mean": [(0, 0.5)]}
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """No file of this process may become larger than ``size`` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_that_is_full_from_the_start_is_reported_too(tmp_path: Path) -> None:
+    problems: list[str] = []
+    with files_of_at_most(0):
+        board = TensorBoardFile(tmp_path, problems.append)
+    board.on_row({"version": 0, "reward/mean": 0.5})
+    board.close()
+    assert problems == [f"cannot write to {tmp_path}: File too large; the run goes on without TensorBoard files"]
 
 
 def test_neither_torch_nor_tensorflow_is_imported_by_any_report() -> None:

@@ -14,10 +14,11 @@ from math import ceil
 from typing import Any
 
 from headway.data.types import Group, Prompt
-from headway.errors import LedgerImbalance, NothingToTrain
+from headway.errors import LedgerImbalance
 from headway.events import Emit, GroupAdmitted, GroupSettled
 from headway.pipeline.ledger import Fate, Ledger
 from headway.pipeline.message_queue import MessageQueue
+from headway.pipeline.nothing_to_train import DISCARDED_VERSIONS, FAILED_AT_FIRST, Ends, all_discarded, never_scored
 from headway.pipeline.signal import Signal
 from headway.pipeline.staleness import Staleness
 
@@ -42,8 +43,10 @@ class RunState:
     changed: Signal = field(default_factory=Signal)
     """Fires when anything changed that admission or an update may wait for."""
     _unrewarded: set[int] = field(default_factory=set)
-    _discarded_in_row: Counter[str] = field(default_factory=Counter)
+    _discarded_in_row: Ends = field(default_factory=Counter)
     """Fate and reason of all since the last group that passed Reward."""
+    _scored: bool = False
+    """The reward of some group could be computed, since the process started."""
 
     @property
     def at_boundary(self) -> bool:
@@ -142,6 +145,7 @@ class RunState:
 
     def rewarded(self, number: int) -> None:
         """A group passed Reward and goes on to the queue."""
+        self._scored = True
         self._discarded_in_row.clear()
         self._unrewarded.discard(number)
         self._wake()
@@ -149,18 +153,16 @@ class RunState:
     def discard(self, number: int, fate: Fate, reason: str) -> None:
         """A group ends before it was taken into a fetch: its place under the inequality is free again.
 
-        Raises `NothingToTrain` after 10·B discards in a row.
+        Raises `NothingToTrain` after 10·B discards in a row, and after 32 failures when the reward never worked.
         """
         self._end_early(number, fate, reason)
-        self._discarded_in_row[f"{fate}: {reason}"] += 1
-        in_row = self._discarded_in_row.total()
-        if in_row >= 10 * self.staleness.groups_per_version:
-            reasons = "; ".join(f"{count}× {why}" for why, count in self._discarded_in_row.most_common(5))
-            raise NothingToTrain(
-                f"{in_row} groups in a row were discarded, nothing is left to train on ({reasons}). "
-                "Check the reward on a few samples, or make the task easier or harder: when all answers to a prompt "
-                "get the same reward there is no gradient"
-            )
+        self._scored |= fate is Fate.FILTERED
+        self._discarded_in_row[fate, reason] += 1
+        if self._discarded_in_row.total() >= DISCARDED_VERSIONS * self.staleness.groups_per_version:
+            raise all_discarded(self._discarded_in_row)
+        failed = {why: count for (end, why), count in self._discarded_in_row.items() if end is Fate.FAILED}
+        if not self._scored and fate is Fate.FAILED and sum(failed.values()) >= FAILED_AT_FIRST:
+            raise never_scored(f"the first {FAILED_AT_FIRST} groups", Counter(failed).elements())
 
     def run_again(self, number: int, reason: str) -> None:
         """A group was lost through no fault of its own: it is dropped, and its prompt comes back in a new group."""

@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from headway.config.schema import Config
+from headway.errors import UserError
 from headway.events import Event, Observer, RunResumed, RunStarted
 from headway.reports.console_view import ConsoleView, Outcome, report_end
 from headway.reports.events_file import EventsFile, JsonLines, cut_off_half_line, look_through, read_events
@@ -37,6 +38,11 @@ class MetricsFile:
 
     def __init__(self, lines: JsonLines) -> None:
         self._lines = lines
+
+    @property
+    def whole(self) -> bool:
+        """Every row so far was written."""
+        return self._lines.whole
 
     def on_row(self, row: dict[str, Any]) -> None:
         self._lines.write(row)
@@ -165,8 +171,10 @@ def reopen_reports(
 ) -> Reports:
     """Go on with a run's reports at the boundary of ``version``; ``lock`` is held, and released with them.
 
-    Raises `DataError` when the record cannot be read, or has no such boundary.
+    Raises `DataError` when the record cannot be read, or has no such boundary, and `UserError` when the directory
+    cannot be written.
     """
+    directory.write_config(config)  # first: where that fails, nothing has changed
     cut_off_half_line(directory.events)
     resumed = look_through(directory.events).resumed + 1
     rows = directory.metrics.with_name(f"{directory.metrics.name}.tmp")
@@ -177,9 +185,13 @@ def reopen_reports(
         metrics.on_event(event)
         boundary = event.time
     kept.close()
+    if not kept.whole:
+        rows.unlink(missing_ok=True)
+        raise UserError(
+            f"{rows} could not be written, so the run was not resumed, and nothing of it is lost; make room"
+        )
     rows.replace(directory.metrics)
     directory.summary.unlink(missing_ok=True)  # it tells of an end that is none any more
-    directory.write_config(config)
     reports = _open(
         config, directory, lock, metrics, console or Console(), clock=RunClock(boundary), purge_step=kept.last + 1
     )

@@ -61,7 +61,11 @@ class Retention:
         if self._keep is None or not isinstance(event, CheckpointSaved):
             return
         for version in self._checkpoints.complete(with_critic=False)[: -self._keep]:
-            for path in self._checkpoints.set_aside(version):
+            try:
+                aside = self._checkpoints.set_aside(version)
+            except OSError:  # it stays, until the next one is saved
+                continue
+            for path in aside:
                 thread = Thread(
                     target=rmtree, args=(path,), kwargs={"ignore_errors": True}, name=f"removes {path.name}"
                 )

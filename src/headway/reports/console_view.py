@@ -16,6 +16,8 @@ from headway.reports import human
 
 BIASED_BELOW = 0.9
 REASONS_SHOWN = 3
+FILTERED_FROM, ENOUGH_GROUPS = 0.8, 64
+"""A run whose last groups, so many at least, were filtered to this share is not simply gone on with."""
 
 
 class ConsoleView(Protocol):
@@ -63,7 +65,8 @@ def report_end(console: Console, summary: dict[str, Any], outcome: Outcome) -> N
         command = f"tensorboard --logdir {shlex.quote(str(outcome.tensorboard))}"
         console.print(_place("next", Text(command, style="bold")), soft_wrap=True)
     if outcome.resumable is not None:
-        command = f"headway train --resume {shlex.quote(str(outcome.resumable))}"
+        change = " a.b=c" if _hardly_trains(summary) else ""
+        command = f"headway train --resume {shlex.quote(str(outcome.resumable))}{change}"
         console.print(_place("go on", Text(command, style="bold")), soft_wrap=True)
 
 
@@ -80,7 +83,7 @@ def _headline(summary: dict[str, Any]) -> Text:
         text.append(f" ({summary['reason']})")
     evaluations = summary["eval"]
     if evaluations:
-        text.append(": held-out accuracy ").append(human.score(evaluations[0]["accuracy"]), "bold")
+        text.append(": validation reward ").append(human.score(evaluations[0]["accuracy"]), "bold")
         if len(evaluations) > 1:
             text.append(" → ").append(human.score(evaluations[-1]["accuracy"]), "bold")
     return text
@@ -94,6 +97,12 @@ def _not_trained(summary: dict[str, Any]) -> Text:
         why = ", ".join(f"{human.count(times)} {reason}" for reason, times in frequent)
         parts.append(f"{human.count(summary['groups'][fate])} {fate} ({why})")
     return Text(f"Not trained: {'; '.join(parts)}.")
+
+
+def _hardly_trains(summary: dict[str, Any]) -> bool:
+    """Nearly all groups were filtered, up to the end."""
+    filtered = summary["filtered"]
+    return bool(filtered["recent_groups"] >= ENOUGH_GROUPS and filtered["recent_share"] >= FILTERED_FROM)
 
 
 def _remarks(summary: dict[str, Any]) -> list[Text]:
@@ -110,6 +119,16 @@ def _remarks(summary: dict[str, Any]) -> list[Text]:
     ]
     if summary["reasons"]:
         lines.insert(1, _not_trained(summary))
+    if _hardly_trains(summary):
+        share, of = summary["filtered"]["recent_share"], summary["filtered"]["recent_groups"]
+        lines.append(
+            Text(
+                f"Of the last {human.count(of)} groups {human.share(share)} were filtered, and so it goes on unless "
+                "the prompts or the reward are changed. If the reward had been higher before, remove "
+                "the checkpoints since then, and go on with a lower actor.optim.lr.",
+                style="yellow",
+            )
+        )
     if not summary["balanced"]:
         lines.append(Text("The ledger does not balance: some groups have no fate, or two.", style="red"))
     ratio = summary["bias"]["length_ratio"]

@@ -1,7 +1,8 @@
 """One sentence: who the bottleneck was, for what share of the time, and what to change.
 
 The side that waits is never the bottleneck; the side that it waits for is. So: the trainer waiting for groups blames
-generation (or the reward), generation with nothing admitted blames training, and both in turn blame the schedule.
+generation (or the reward, or a filter that leaves little of what is generated), generation with nothing admitted blames
+training, and both in turn blame the schedule.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ BALANCED_BELOW = 0.10
 TURNS_ABOVE = 0.15
 """Both sides wait for each other more than this: they do not overlap."""
 SLOTS_EMPTY_BELOW = 0.5
+MOSTLY_FILTERED = 0.5
+"""From this share of filtered groups on the trainer waits for the filter more than for generation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +39,8 @@ class TimeShares:
     rollout_stalled: float = 0.0
     """The part of it in which replicas were paused for an update."""
     slot_utilization: float | None = None
+    filtered: float = 0.0
+    """No share of the time: that of the scored groups which a filter took out."""
     drains: bool = False
     """An update waits until answers in flight are finished: that part of its stall is waiting for generation."""
 
@@ -59,7 +64,11 @@ def bottleneck(shares: TimeShares) -> str:
     worst = max(losses, key=losses.__getitem__)
     if losses[worst] < BALANCED_BELOW:
         return _balanced(losses[worst])
-    if worst in ("generation", "training") and min(generation, training) >= TURNS_ABOVE:
+    turns = worst in ("generation", "training") and min(generation, training) >= TURNS_ABOVE
+    mostly_filtered = shares.filtered >= MOSTLY_FILTERED and shares.draining <= 0.5 * generation
+    if mostly_filtered and (worst == "generation" or turns):
+        return _filtered(generation, shares.filtered)
+    if turns:
         return _turns(generation, training)
     match worst:
         case "update":
@@ -123,6 +132,16 @@ def _generation(waited: float, shares: TimeShares) -> str:
             "devices."
         )
     return f"{who}; give the rollout role more devices, or raise rollout.max_concurrent where memory allows."
+
+
+def _filtered(waited: float, filtered: float) -> str:
+    """However fast answers are generated, few of them train."""
+    return (
+        f"The filter was the bottleneck: the trainer waited for groups {share(waited)} of the time, and "
+        f"{share(filtered)} of those that were generated were filtered, as all their answers got the same reward; take "
+        "prompts of another difficulty or a larger rollout.n, and see whether the reward has collapsed, before giving "
+        "generation more devices."
+    )
 
 
 def _training(waited: float) -> str:

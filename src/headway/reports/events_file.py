@@ -40,8 +40,14 @@ class JsonLines:
     def __init__(self, path: Path, report: Callable[[str], None]) -> None:
         self._path = path
         self._report = report
-        self._file: TextIO | None = path.open("a", encoding="utf-8")
+        self._file: TextIO | None = None
         self._flushed = time.monotonic()
+        self.whole = True
+        """The disk has not refused yet."""
+        try:
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as cause:
+            self._give_up(cause)
 
     def write(self, row: dict[str, Any], *, at_once: bool = False) -> None:
         if self._file is None:
@@ -63,7 +69,7 @@ class JsonLines:
             self._file = None
 
     def _give_up(self, cause: OSError) -> None:
-        self._file = None
+        self._file, self.whole = None, False
         self._report(f"cannot write {self._path}: {cause.strerror or cause}; the run goes on without this file")
 
 

@@ -80,7 +80,9 @@ def _figures(timeline: Timeline) -> Iterator[str]:
     yield _figure("groups per second", human.number(figures["throughput"]["samples_per_s"]))
     if evaluations:
         first, last = evaluations[0]["accuracy"], evaluations[-1]["accuracy"]
-        yield _figure("accuracy", human.score(last), f"from {human.score(first)}" if len(evaluations) > 1 else "")
+        yield _figure(
+            "validation reward", human.score(last), f"from {human.score(first)}" if len(evaluations) > 1 else ""
+        )
 
 
 def _figure(name: str, value: str, beside: str = "") -> str:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 UNKNOWN = "-"
+LARGE = 1e6
+"""From here on numbers are written with an exponent."""
 
 
 def count(value: int) -> str:
@@ -27,23 +29,27 @@ def share(value: float | None) -> str:
 
 
 def number(value: float | None) -> str:
-    """Three significant digits: 0.01234 → ``0.0123``, 1e-4 → ``1e-4``, 1234.5 → ``1,234``."""
+    """Three significant digits: 0.01234 → ``0.0123``, 1e-4 → ``1e-4``, 1234.5 → ``1,234``, 3e38 → ``3e38``."""
     if value is None or not math.isfinite(value):
         return UNKNOWN
     size = abs(value)
     if size == 0:
         return "0"
-    if size >= 1000:
-        return f"{value:,.0f}"
-    if size < 1e-3:
-        mantissa, exponent = f"{value:.2e}".split("e")
-        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
-    return f"{value:.3g}"
+    if size >= LARGE or size < 1e-3:
+        return _with_exponent(value)
+    return f"{value:,.0f}" if size >= 1000 else f"{value:.3g}"
 
 
 def score(value: float | None) -> str:
-    """An accuracy or reward, three decimals always, so that a column of them lines up."""
-    return UNKNOWN if value is None or not math.isfinite(value) else f"{value:.3f}"
+    """A reward, three decimals so that a column of them lines up, but for large ones: 3e38 → ``3e38``."""
+    if value is None or not math.isfinite(value):
+        return UNKNOWN
+    return f"{value:.3f}" if abs(value) < LARGE else _with_exponent(value)
+
+
+def _with_exponent(value: float) -> str:
+    mantissa, exponent = f"{value:.2e}".split("e")
+    return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
 
 
 def duration(seconds: float | None) -> str:

@@ -45,7 +45,8 @@ class LiveView:
         self._lock = lock
         self._clock = clock
         self._phase: tuple[str, str, float] | None = None
-        self._lines: list[Text] = []
+        self._lines: list[Text | Padding] = []
+        """To be printed above: a text as one line however long it is, what is padded between its margins."""
         self._spinner = Spinner("dots", style=ACCENT)
         self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
         self._live.start()
@@ -62,7 +63,7 @@ class LiveView:
         self._phase = (text, detail, self._clock())
 
     def warn(self, text: str) -> None:
-        self._lines.append(Text(f"  ! {text}", style=LOOK_HERE))
+        self._lines.append(Padding(Text(f"! {text}", style=LOOK_HERE), (0, 0, 0, 2), expand=False))
 
     def on_event(self, event: Event) -> None:
         self._snapshots.on_event(event)
@@ -107,7 +108,7 @@ class LiveView:
             snapshot, phase = self._snapshots.take(), self._phase
             lines, self._lines = self._lines, []
         for line in lines:
-            self._console.print(line, soft_wrap=True)
+            self._console.print(line, soft_wrap=isinstance(line, Text))
         parts: list[RenderableType] = []
         if snapshot is not None:
             parts.append(panel(snapshot, self._console.width))

@@ -43,6 +43,7 @@ from headway.events import (
     ValidationFinished,
 )
 from headway.reports.occupancy import Occupancy
+from headway.reports.pace import Pace
 from headway.reports.tally import GroupRecord, GroupTally, partial_span
 from headway.reports.version_row import PhaseTimes, VersionRow, mean_of, validation_values
 
@@ -89,6 +90,8 @@ class Totals:
     """Trained ones whose oldest token was sampled before the version that trained them."""
     generated_tokens: int = 0
     prefilled_tokens: int = 0
+    preempted: int = 0
+    """Times that a replica parked an answer for want of memory."""
     trained: Lengths = field(default_factory=Lengths)
     trainable: Lengths = field(default_factory=Lengths)
     """Groups that have ended, trained or lost. Not the filtered ones: those are left out of training on purpose."""
@@ -123,6 +126,7 @@ class RunMetrics:
         """Training or held-out → source → prompts that were too long."""
         self.warnings: list[str] = []
         self.totals = Totals()
+        self.pace = Pace()
         self.updates: list[tuple[UpdateFinished, PhaseTimes]] = []
         """Updates that finished after the first admission: what was published before it cost the run nothing."""
         self.lease_validation_s = 0.0
@@ -157,6 +161,7 @@ class RunMetrics:
             case ReplicaActivity():
                 self.occupancy.replica_active(event)
                 self.totals.prefilled_tokens += event.prefilled_tokens
+                self.totals.preempted += event.preempted
             case ReplicaJoined():
                 self.occupancy.join(event)
                 self.served[event.replica] = event.version
@@ -167,9 +172,7 @@ class RunMetrics:
                 self.occupancy.trainer_busy(event)
                 self._hand_out_known()
             case FetchTaken():
-                self.totals.fetches += bool(event.numbers)
-                self.tally.take(event)
-                self.occupancy.fetch_taken(event)
+                self._on_fetch(event)
             case OptimizerStepped():
                 self._on_step(event)
             case CriticStepped():
@@ -214,6 +217,7 @@ class RunMetrics:
         self.tally.admit(event)
         if self._first_admission is None:
             self._first_admission = self._row_opened = self._rollouter_cut = event.time
+            self.pace.begin(event.time)
 
     def _on_trajectory(self, event: TrajectoryFinished) -> None:
         self.tally.finish_trajectory(event)
@@ -237,6 +241,13 @@ class RunMetrics:
         if event.lag is not None:
             self.lags[event.lag] += 1
         self._row(self.version if group.taken_at is None else group.taken_at).add_trained(group, event.lag)
+
+    def _on_fetch(self, event: FetchTaken) -> None:
+        self.tally.take(event)
+        self.occupancy.fetch_taken(event)
+        if event.numbers:
+            self.totals.fetches += 1
+            self.pace.took(event.time, len(event.numbers), self.started.groups_per_version if self.started else 1)
 
     def _on_step(self, event: OptimizerStepped) -> None:
         self._row(event.version).add_step(event)

@@ -14,8 +14,10 @@ from headway.reports import human
 from headway.reports.snapshot import Snapshot, StageLine
 
 TWO_COLUMNS_FROM = 110
-LABEL_WIDTH = 9
+LABEL_WIDTH = 10
 OFTEN_IDLE = 0.3
+MANY_FILTERED = 4
+"""For one group that was trained."""
 
 FIRST = ("actor/loss", "actor/grad_norm", "actor/entropy", "actor/clip_fraction")
 """Optimizer metrics that are shown before any other."""
@@ -79,15 +81,16 @@ def _bar(fraction: float, width: int, style: str) -> Text:
 def _learning(snapshot: Snapshot, width: int) -> list[Row]:
     spark = min(max(width - 36, 8), 40)
     return [
-        ("accuracy", _accuracy(snapshot, spark)),
+        ("validation", _validation(snapshot, spark)),
         ("reward", _reward(snapshot, spark)),
         ("length", _lengths(snapshot.row)),
         ("optimizer", _optimizer(snapshot.row, width)),
     ]
 
 
-def _accuracy(snapshot: Snapshot, spark: int) -> Text:
-    history = snapshot.accuracies
+def _validation(snapshot: Snapshot, spark: int) -> Text:
+    """Mean reward of the held-out problems."""
+    history = snapshot.validation_rewards
     if not history:
         return Text("not measured yet", style=QUIET)
     text = Text(human.score(history[0]))
@@ -95,7 +98,7 @@ def _accuracy(snapshot: Snapshot, spark: int) -> Text:
         style = f"bold {GOOD}" if history[-1] > history[0] else "bold"
         text.append("  ▸  ", QUIET).append(human.score(history[-1]), style)
         text.append(f"  {human.sparkline(history, spark)}", ACCENT)
-    return text.append(f"  version {snapshot.accuracy_version}", QUIET)
+    return text.append(f"  version {snapshot.validated_version}", QUIET)
 
 
 def _reward(snapshot: Snapshot, spark: int) -> Text:
@@ -187,7 +190,9 @@ def _whereabouts(snapshot: Snapshot) -> Text:
 
 def _fates(counts: dict[str, int]) -> Text:
     """What went wrong is named only where something did: the line has to fit."""
-    text = _pairs(("trained", human.count(counts["trained"])), ("filtered", human.count(counts["filtered"])))
+    trained, filtered = counts["trained"], counts["filtered"]
+    text = _pairs(("trained", human.count(trained))).append("  filtered ", QUIET)
+    text.append(human.count(filtered), LOOK_HERE if filtered > MANY_FILTERED * trained else "")
     for fate in ("dropped", "failed"):
         if counts[fate]:
             text.append("  ").append(f"{fate} ", QUIET).append(human.count(counts[fate]), LOOK_HERE)

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from headway.events import Event, Note, PromptsLeftOut, RunFinished, RunStarted, ValidationFinished
+from headway.events import Event, Note, PromptsLeftOut, RunFinished, RunResumed, RunStarted, ValidationFinished
 from headway.reports import human
 from headway.reports.snapshot import SnapshotTaker
 
@@ -21,6 +21,8 @@ class PlainView:
         self._console = console
         self._snapshots = snapshots
         self._clock = clock
+        self._told_below = 0
+        """Versions below this one had their line before the run was resumed."""
 
     def phase(self, text: str, detail: str = "") -> None:
         self._line(f"{text}: {detail}" if detail else text)
@@ -39,12 +41,16 @@ class PlainView:
                 self._line(left_out_line(event))
             case Note():
                 self._line(event.text if event.level == "info" else f"{event.level}: {event.text}")
+            case RunResumed():
+                self._told_below = event.version
+            case RunFinished(status="failed"):
+                self._line(f"failed at version {event.version}")  # why is said once, by the error that ends the command
             case RunFinished():
                 self._line(f"{event.status}" + (f": {event.reason}" if event.reason else ""))
 
     def on_row(self, row: dict[str, Any]) -> None:
         self._snapshots.on_row(row)
-        if "reward/mean" in row:
+        if "reward/mean" in row and row["version"] >= self._told_below:
             self._line(self._version_line(row))
 
     def close(self) -> None:
@@ -59,6 +65,8 @@ class PlainView:
         if snapshot is not None:
             total = "" if snapshot.total is None else f"/{human.count(snapshot.total)}"
             parts.append(f"{human.count(snapshot.trained)}{total} groups")
+            if filtered := snapshot.counts["filtered"]:
+                parts.append(f"{human.count(filtered)} filtered")
             if snapshot.eta_s is not None:
                 parts.append(f"{human.duration(snapshot.eta_s)} left")
         return "  ".join(parts)
@@ -87,9 +95,9 @@ def left_out_line(event: PromptsLeftOut) -> str:
 
 def validation_line(event: ValidationFinished) -> str:
     failed = f", {human.count(event.failed)} failed" if event.failed else ""
-    sources = ", ".join(f"{name} {human.score(accuracy)}" for name, accuracy in event.by_source.items())
+    sources = ", ".join(f"{name} {human.score(mean)}" for name, mean in event.by_source.items())
     return (
-        f"validation of version {event.version}: accuracy {human.score(event.accuracy)} on "
+        f"validation of version {event.version}: mean reward {human.score(event.accuracy)} on "
         f"{human.count(event.problems)} problems{f' ({sources})' if sources else ''}{failed}, "
         f"{human.duration(event.span[1] - event.span[0])}"
     )

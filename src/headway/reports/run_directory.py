@@ -4,14 +4,18 @@ config.yaml    the resolved configuration       events.jsonl   everything that h
 metrics.jsonl  one row per version              summary.json   the run in one object
 tensorboard/   checkpoints/   logs/             model/         the exported model
 run.lock       held by the process that trains  initial_model/ the model that was made, where one was
+.room          space on the disk that a run holds for its summary, and gives up for it
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -19,6 +23,11 @@ from typing import Any, TextIO
 from headway.config.loading import dump
 from headway.config.schema import Config
 from headway.errors import UserError
+
+ROOM = 64 * 2**10
+"""Bytes; a summary has a few thousand."""
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""What a disk says that has no room left, for anybody or for this user."""
 
 
 class RunLock:
@@ -32,8 +41,12 @@ class RunLock:
         self._file: TextIO | None = None
 
     def take(self) -> None:
-        """Raises `UserError`, naming who has it, when another process trains in the same directory."""
-        file = self._path.open("a+", encoding="utf-8")
+        """Raises `UserError`, naming who has it, when another process trains in the same directory.
+
+        So it does where the directory cannot be written.
+        """
+        with _writable(self._path.parent):
+            file = self._path.open("a+", encoding="utf-8")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -46,10 +59,10 @@ class RunLock:
         except OSError:  # a file system without locks
             file.close()
             return
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
         self._file = file
+        with suppress(OSError):  # on a full disk it is held all the same, by nobody known
+            file.truncate(0)
+            os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
 
     def release(self) -> None:
         if self._file is not None:
@@ -70,20 +83,23 @@ class RunDirectory:
         Raises `UserError` when it already holds a run or cannot be written.
         """
         run = cls(path)
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            if any(file.exists() for file in (run.events, run.metrics, run.summary)):
-                raise FileExistsError
-            with run.config.open("x", encoding="utf-8") as file:  # of two runs that start at once, one gets here first
-                file.write(dump(config))
-            for folder in (run.tensorboard, run.checkpoints, run.logs):
-                folder.mkdir(exist_ok=True)
-        except FileExistsError as cause:
-            raise UserError(_occupied(run)) from cause
-        except OSError as cause:
-            raise UserError(
-                f"run.dir={path} cannot be written ({cause.strerror or cause}); give a run.dir that you may write to"
-            ) from cause
+        with _writable(path):
+            try:
+                path.mkdir(parents=True, exist_ok=True)
+                run.check_free()
+                config_file = run.config.open("x", encoding="utf-8")  # of two runs at once, one gets here first
+            except FileExistsError as cause:
+                run.check_free()
+                raise cause
+            try:
+                with config_file:
+                    config_file.write(dump(config))
+                run._hold_room()
+                for folder in (run.tensorboard, run.checkpoints, run.logs):
+                    folder.mkdir(exist_ok=True)
+            except OSError:
+                run.config.unlink(missing_ok=True)  # or the directory would pass for one that holds a run
+                raise
         return run
 
     @classmethod
@@ -97,9 +113,18 @@ class RunDirectory:
             raise UserError(f"RUN: got {path}, which has no {missing[0]}; {wanted}")
         return run
 
+    def check_free(self) -> None:
+        """Raises `UserError` where no run may begin: at a file, or in a directory that holds one."""
+        if self.path.is_file():
+            raise UserError(f"run.dir={self.path} is a file; give the path of a directory, new or empty")
+        if any(file.exists() for file in (self.config, self.events, self.metrics, self.summary)):
+            raise UserError(f"run.dir={self.path} already holds a run; give another run.dir, or remove that one first")
+
     def write_config(self, config: Config) -> None:
-        """Replace ``config.yaml`` in one step."""
-        _replace(self.config, dump(config))
+        """Replace ``config.yaml`` in one step, for a run that goes on. Raises `UserError` when it cannot be written."""
+        with _writable(self.path):
+            self._hold_room()
+            _replace(self.config, dump(config))
 
     @property
     def lock(self) -> Path:
@@ -142,17 +167,42 @@ class RunDirectory:
         return self.path / "model"
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """Replace ``summary.json`` in one step: whoever reads it sees the old one or the new one, whole."""
+        """Replace ``summary.json`` in one step: whoever reads it sees the old one or the new one, whole.
+
+        It comes last, and finds room on a disk that became full meanwhile.
+        """
+        self._room.unlink(missing_ok=True)
         _replace(self.summary, json.dumps(summary, indent=2) + "\n")
+
+    @property
+    def _room(self) -> Path:
+        return self.path / ".room"
+
+    def _hold_room(self) -> None:
+        try:
+            self._room.write_bytes(bytes(ROOM))  # written, not only made that large: a file with holes holds no room
+        except OSError:
+            with suppress(OSError):
+                self._room.unlink(missing_ok=True)
+            raise
 
 
 def _replace(path: Path, text: str) -> None:
     draft = path.with_name(f"{path.name}.tmp")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    except OSError:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise
 
 
-def _occupied(run: RunDirectory) -> str:
-    if not run.path.is_dir():
-        return f"run.dir={run.path} is a file; give the path of a directory, new or empty"
-    return f"run.dir={run.path} already holds a run; give another run.dir, or remove that one first"
+@contextmanager
+def _writable(path: Path) -> Iterator[None]:
+    """`OSError` inside is the user's matter: ``path``, a run's directory, cannot be written."""
+    try:
+        yield
+    except OSError as cause:
+        remedy = "make room there" if cause.errno in FULL else "give a run.dir that you may write to"
+        raise UserError(f"run.dir={path} cannot be written ({cause.strerror or cause}); {remedy}") from cause

@@ -37,8 +37,9 @@ class Snapshot:
     trained: int
     total: int | None
     eta_s: float | None
-    accuracies: tuple[float, ...]
-    accuracy_version: int | None
+    validation_rewards: tuple[float, ...]
+    """Mean rewards of the held-out problems, by version."""
+    validated_version: int | None
     problems: int | None
     rewards: tuple[float, ...]
     lag_mean: float | None
@@ -97,8 +98,8 @@ class SnapshotTaker:
             trained=trained,
             total=started.total_groups,
             eta_s=self._eta(now, trained, started.total_groups),
-            accuracies=tuple(metrics.evaluations[v].accuracy for v in versions[-HISTORY:]),
-            accuracy_version=versions[-1] if versions else None,
+            validation_rewards=tuple(metrics.evaluations[v].accuracy for v in versions[-HISTORY:]),
+            validated_version=versions[-1] if versions else None,
             problems=metrics.evaluations[versions[-1]].problems if versions else None,
             rewards=tuple(self._rewards),
             lag_mean=lag_mean,
@@ -121,12 +122,9 @@ class SnapshotTaker:
         )
 
     def _eta(self, now: float, trained: int, total: int | None) -> float | None:
-        """Seconds left at the pace so far: what is left ÷ groups trained per second since the first admission."""
-        window = self._metrics.window
-        if total is None or window is None or trained == 0:
+        if total is None or trained >= total:
             return None
-        per_group = (window[1] - window[0]) / trained
-        return max((total - trained) * per_group - (now - window[1]), 0.0)
+        return self._metrics.pace.seconds_left(now, total)
 
 
 def _place_in_flow(stage: StageView) -> int:

@@ -12,6 +12,8 @@ from headway.reports.diagnosis import TimeShares, bottleneck
 from headway.reports.metrics import RunMetrics
 from headway.reports.version_row import histogram, partial_values
 
+WAITS_FOR_GROUPS = "groups from the message queue"
+"""Whom a stage waits for that takes fetches."""
 NOTHING_TRAINED = "Nothing was trained, so there is no bottleneck to name."
 
 
@@ -43,9 +45,11 @@ def summary(metrics: RunMetrics) -> dict[str, Any]:
         "wall_s": _seconds(window),
         "groups": metrics.tally.counts(),
         "reasons": {fate: dict(reasons) for fate, reasons in metrics.tally.reasons.items()},
+        "filtered": _filtered(metrics),
         "balanced": metrics.tally.balances(finished.groups if finished else None),
         "left_out": metrics.left_out,
         "trajectories": totals.trajectories,
+        "preempted": totals.preempted,
         "tokens": {
             "generated": totals.generated_tokens,
             "trained": totals.trained.tokens,
@@ -69,18 +73,25 @@ def summary(metrics: RunMetrics) -> dict[str, Any]:
 
 
 def time_shares(metrics: RunMetrics) -> TimeShares | None:
-    """Where the wall time went; None before the first optimizer step."""
+    """Where the wall time went; None before the first optimizer step.
+
+    Where the trainer waited for groups after the last step, in vain, the wall time includes that.
+    """
     if (window := metrics.window) is None:
         return None
-    wall = _seconds(window)
     occupancy = metrics.occupancy
     stalls = _stalls(metrics, until=window[1])  # the last update comes after the last step, outside the wall time
+    in_vain = _waited_in_vain(metrics, window[1])
+    waited = occupancy.trainer_waited(window) + in_vain
+    if in_vain and metrics.finished is not None:
+        window = (window[0], metrics.finished.time)
+    wall = _seconds(window)
 
     def share(seconds: float) -> float:
         return min(max(seconds / wall, 0.0), 1.0)
 
     return TimeShares(
-        trainer_waited=share(occupancy.trainer_waited(window)),
+        trainer_waited=share(waited),
         waited_for_reward=share(occupancy.waited_for_reward(window)),
         trainer_stalled=share(stalls.trainer),
         waited_for_validation=share(stalls.validation),
@@ -88,12 +99,31 @@ def time_shares(metrics: RunMetrics) -> TimeShares | None:
         rollout_idle=occupancy.rollouter_idle(window) or 0.0,
         rollout_stalled=share(stalls.rollout),
         slot_utilization=occupancy.slot_utilization(window),
+        filtered=metrics.tally.filtered_share() or 0.0,
         drains=metrics.started is not None and metrics.started.on_update == "drain",
     )
 
 
+def _waited_in_vain(metrics: RunMetrics, since: float) -> float:
+    """Seconds from ``since`` to the run's end in which a fetch was waited for that never came."""
+    if metrics.finished is None:
+        return 0.0
+    waits = metrics.occupancy.stage_waits((since, metrics.finished.time))
+    return max((by_whom.get(WAITS_FOR_GROUPS, 0.0) for by_whom in waits.values()), default=0.0)
+
+
 def _seconds(window: Span | None) -> float:
     return window[1] - window[0] if window else 0.0
+
+
+def _filtered(metrics: RunMetrics) -> dict[str, float | int | None]:
+    """Of the groups that were trained or filtered, over the run and lately."""
+    filtered, of = metrics.tally.recently_filtered()
+    return {
+        "share": metrics.tally.filtered_share(),
+        "recent_share": filtered / of if of else None,
+        "recent_groups": of,
+    }
 
 
 def _evaluation(event: ValidationFinished) -> dict[str, Any]:

@@ -8,13 +8,15 @@ This is bookkeeping beside the pipeline's own ledger and checks it: both must co
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 
 from headway.events import FetchTaken, GroupAdmitted, GroupRewarded, GroupSettled, TrajectoryFinished
 
 FATES = ("trained", "filtered", "dropped", "failed")
 IN_FLIGHT = "in_flight"
+RECENT = 256
+"""Groups that the recent share of filtered ones is of."""
 
 
 @dataclass(slots=True)
@@ -64,6 +66,8 @@ class GroupTally:
         self.problems: list[str] = []
         self.sources: set[str] = set()
         """Of the prompts that were admitted."""
+        self._recent: deque[bool] = deque(maxlen=RECENT)
+        """Whether a filter took them out, of the groups that were trained or filtered last."""
         self._records: dict[int, GroupRecord] = {}
         self._lowest: int | None = None
         self._highest = -1
@@ -103,9 +107,20 @@ class GroupTally:
             self.problems.append(f"group {event.number} was {event.fate}, but was settled before or never admitted")
             return None
         self.fates[event.fate] += 1
+        if event.fate in ("trained", "filtered"):
+            self._recent.append(event.fate == "filtered")
         if event.reason is not None:
             self.reasons[event.fate][event.reason] += 1
         return record
+
+    def filtered_share(self) -> float | None:
+        """Of the groups that were trained or filtered; None when there are none."""
+        scored = self.fates["trained"] + self.fates["filtered"]
+        return self.fates["filtered"] / scored if scored else None
+
+    def recently_filtered(self) -> tuple[int, int]:
+        """How many were filtered, of how many that ended so last: at most `RECENT`."""
+        return sum(self._recent), len(self._recent)
 
     def whereabouts(self) -> Whereabouts:
         training = sum(1 for r in self._records.values() if r.taken_at is not None)

@@ -1,46 +1,95 @@
-"""Each version's numbers as TensorBoard scalars, by TensorBoard's own writer: no torch, no TensorFlow."""
+"""Each version's numbers as TensorBoard scalars, in TensorBoard's own format: no torch, no TensorFlow."""
 
 from __future__ import annotations
 
 import math
+import os
+import socket
+import time
 from collections.abc import Callable
+from functools import partial
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from headway.errors import said_by
+
+_NUMBER = count()
+"""Of the files that this process has opened."""
+
 
 class TensorBoardFile:
-    """Row sink; the step of every scalar is the version. A writer that fails is reported once and left alone."""
+    """Row sink; the step of every scalar is the version. What fails is reported once, and nothing more is written."""
 
     def __init__(self, directory: Path, report: Callable[[str], None], *, purge_step: int | None = None) -> None:
         """``purge_step``: what earlier files have of this version, and of later ones, is undone."""
-        from tensorboard.summary import Writer  # slow to import, and not needed when it is switched off
-
         self._directory = directory
         self._report = report
-        if purge_step is not None:
-            _purge(directory, purge_step)
-        self._writer: Any = Writer(str(directory))
+        self._records: _Records | None = None
+        self._attempt(lambda: self._open(purge_step))
 
     def on_row(self, row: dict[str, Any]) -> None:
-        scalars = {name: value for name, value in row.items() if name != "version" and _is_scalar(value)}
-        self._attempt(
-            lambda writer: [writer.add_scalar(name, value, row["version"]) for name, value in scalars.items()]
-        )
-        self._attempt(lambda writer: writer.flush())
+        if (records := self._records) is not None:
+            self._attempt(lambda: records.add(row))
 
     def close(self) -> None:
-        self._attempt(lambda writer: writer.close())
-        self._writer = None
+        if (records := self._records) is not None:
+            self._attempt(records.close)
+        self._records = None
 
-    def _attempt(self, action: Callable[[Any], object]) -> None:
-        if self._writer is None:
-            return
+    def _open(self, purge_step: int | None) -> None:
+        if purge_step is not None:
+            _purge(self._directory, purge_step)
+        self._records = _Records(self._directory)
+
+    def _attempt(self, action: Callable[[], object]) -> None:
         try:
-            action(self._writer)
-        except Exception as cause:  # the writer's own thread re-raises whatever happened to it
-            self._writer = None
-            self._report(f"cannot write to {self._directory}: {cause}; the run goes on without TensorBoard files")
+            action()
+        except Exception as cause:  # the disk's error, or one of the reader's over a file that is damaged
+            self._records = None
+            why = cause.strerror if isinstance(cause, OSError) and cause.strerror else said_by(cause)
+            self._report(f"cannot write to {self._directory}: {why}; the run goes on without TensorBoard files")
+
+
+class _Records:
+    """One file of TensorBoard's events.
+
+    TensorBoard's own `EventFileWriter` writes in a thread, which prints a traceback where the disk is full. Here it is
+    the caller who learns of it: every method raises `OSError`.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        # Slow to import, and not needed where TensorBoard is switched off.
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_SCALAR, SummaryMetadata
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.compat.proto.types_pb2 import DT_FLOAT
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event = Event
+        plugin = SummaryMetadata.PluginData(plugin_name="scalars")
+        self._metadata = SummaryMetadata(plugin_data=plugin, data_class=DATA_CLASS_SCALAR)
+        self._tensor = partial(TensorProto, dtype=DT_FLOAT)
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBER)}"
+        self._writer = RecordWriter((directory / name).open("xb"))
+        self.write(self._event(wall_time=time.time(), file_version="brain.Event:2"))
+        self._writer.flush()
+
+    def add(self, row: dict[str, Any]) -> None:
+        """One event with all scalars of ``row``, on the disk when this returns."""
+        event = self._event(wall_time=time.time(), step=row["version"])
+        for name, value in row.items():
+            if name != "version" and _is_scalar(value):
+                event.summary.value.add(tag=name, tensor=self._tensor(float_val=[value]), metadata=self._metadata)
+        self.write(event)
+        self._writer.flush()
+
+    def write(self, event: Any) -> None:
+        self._writer.write(event.SerializeToString())
+
+    def close(self) -> None:
+        self._writer.close()
 
 
 def _purge(directory: Path, step: int) -> None:
@@ -49,16 +98,15 @@ def _purge(directory: Path, step: int) -> None:
     TensorBoard has an event for that (``SessionLog.START``); its Python reader shows the points all the same.
     """
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
     earlier = sorted(directory.glob("*tfevents*"))
     with TemporaryDirectory(prefix=".purging-", dir=directory) as aside:
-        writer = EventFileWriter(aside)
+        records = _Records(Path(aside))
         for file in earlier:
             for event in EventFileLoader(str(file)).Load():
                 if event.HasField("summary") and event.step < step:
-                    writer.add_event(event)
-        writer.close()
+                    records.write(event)
+        records.close()
         (kept,) = Path(aside).iterdir()
         kept.rename(directory / kept.name)
     for file in earlier:

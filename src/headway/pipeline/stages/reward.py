@@ -17,7 +17,7 @@ from headway.errors import ScoringFailed
 from headway.events import GroupRewarded, Note
 from headway.interfaces import RewardFn
 from headway.pipeline.channel import Channel
-from headway.pipeline.equal_rewards import EqualRewards
+from headway.pipeline.equal_rewards import EqualRewards, FilteredGroups
 from headway.pipeline.ledger import Fate
 from headway.pipeline.message_queue import MessageQueue
 from headway.pipeline.stage import Stage
@@ -47,7 +47,7 @@ class Reward(Stage[Group, Group]):
         equal: EqualRewards | None = None,
     ) -> None:
         """``n``: trajectories that are trained on. A further one is the group's baseline. ``equal``: who warns where
-        nothing filters groups without variance.
+        nothing filters groups without variance; where something does, the stage warns of how much that takes out.
         """
         super().__init__(state.emit)
         self._state = state
@@ -58,6 +58,7 @@ class Reward(Stage[Group, Group]):
         self._shaping = shaping
         self._n = n
         self._equal = equal
+        self._filtered = FilteredGroups(state.staleness.groups_per_version)
 
     async def get_input_data(self) -> Group | None:
         return await self._input.get()
@@ -71,14 +72,18 @@ class Reward(Stage[Group, Group]):
         shaped = rewards = scores.rewards
         if self._shaping is not None:
             shaped = self._shaping(rewards, np.array([t.length for t in group.trajectories]))
-        warning = self._equal.look(shaped) if self._equal is not None else None
+        warning = self._equal.look(shaped) if self._equal is not None and self._filter is None else None
         if len(rewards) > self._n:
             rewards, shaped = rewards[: self._n], self._split_baseline(group, shaped)
         parts = {name: values[: self._n] for name, values in scores.parts.items()} if len(scores.parts) > 1 else {}
         self._emit(GroupRewarded(time=now(), number=group.number, rewards=rewards.tolist(), parts=parts))
+        reason = None
+        if self._filter is not None:
+            reason = self._filter(rewards)
+            warning = self._filtered.look(rewards, reason)
         if warning is not None:
             self._emit(Note(time=now(), level="warning", text=warning))
-        if self._filter is not None and (reason := self._filter(rewards)) is not None:
+        if reason is not None:
             self._state.discard(group.number, Fate.FILTERED, reason)
             return
         group.rewards = shaped

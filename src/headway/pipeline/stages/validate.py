@@ -6,7 +6,7 @@
     produces        nothing but the event, in order of versions
 
 Outside the inequality: validation generates with first priority and trains nothing. Answers of one version are scored
-while the next one's are being generated.
+while the next one's are being generated. Where none of many can be scored before anything was trained, the run ends.
 """
 
 from __future__ import annotations
@@ -18,15 +18,19 @@ from functools import partial
 
 from headway.data.types import Prompt, Trajectory
 from headway.errors import ScoringFailed
-from headway.events import ValidationFinished
+from headway.events import Note, ValidationFinished
 from headway.interfaces import FinishedGroup, GenerateRequest, Priority, RewardFn, SamplingParams
 from headway.pipeline.channel import Channel
 from headway.pipeline.concurrently import Tasks, failing_as_one
 from headway.pipeline.fleet import Fleet
+from headway.pipeline.nothing_to_train import FAILED_AT_VALIDATION, cannot_be_scored, never_scored
 from headway.pipeline.receiver import Gone, Replica
 from headway.pipeline.signal import Signal
 from headway.pipeline.stage import Stage
 from headway.pipeline.state import RunState, now
+
+Score = float | ScoringFailed
+"""Mean reward of a problem's answers, or why there is none, which counts as 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,27 +112,40 @@ class Validate(Stage[Validation, None]):
             for name in sorted({prompt.source for prompt in self._prompts})
         }
         await before.wait()
+        version = _version_of(trajectories, validation.version)
+        self._check_scored(version, scores)
         self._emit(
             ValidationFinished(
                 time=now(),
-                version=_version_of(trajectories, validation.version),
+                version=version,
                 accuracy=_accuracy(scores),
                 problems=len(scores),
                 mean_tokens=sum(t.length for t in trajectories) / max(1, len(trajectories)),
-                failed=sum(score is None for score in scores),
+                failed=sum(isinstance(score, ScoringFailed) for score in scores),
                 span=(started, now()),
                 by_source=by_source if len(by_source) > 1 else {},
             )
         )
 
-    async def _answers_of(self, replica: Replica, tasks: Tasks) -> list[tuple[FinishedGroup, float | None]] | None:
+    def _check_scored(self, version: int, scores: Sequence[Score]) -> None:
+        """Where all failed: raises `NothingToTrain` if they are many and nothing was trained yet, warns otherwise."""
+        reasons = [str(score) for score in scores if isinstance(score, ScoringFailed)]
+        if not reasons or len(reasons) < len(scores):
+            return
+        problems = f"the {len(scores)} held-out problems"
+        if len(reasons) >= FAILED_AT_VALIDATION and version == 0 and self._state.consumed == 0:
+            raise never_scored(f"{problems} before training began", reasons)
+        text = cannot_be_scored(f"{problems} at version {version}", reasons)
+        self._emit(Note(time=now(), level="warning", text=text))
+
+    async def _answers_of(self, replica: Replica, tasks: Tasks) -> list[tuple[FinishedGroup, Score]] | None:
         """Answers to all problems and their scores; None when ``replica`` was lost over it and others go on."""
         requests = [
             GenerateRequest(i, prompt, self._n, self._sampling, Priority.VALIDATION)
             for i, prompt in enumerate(self._prompts)
         ]
         answers: list[FinishedGroup] = []
-        scoring: list[asyncio.Task[float | None]] = []
+        scoring: list[asyncio.Task[Score]] = []
         try:
             with self._waiting_within(replica.name):
                 async for finished in replica.generate(requests):
@@ -148,18 +165,17 @@ class Validate(Stage[Validation, None]):
     async def send_output_data(self, output: None) -> bool:
         return True
 
-    async def _score(self, finished: FinishedGroup) -> float | None:
-        """Mean score of a problem's answers; None when it could not be scored, which counts as 0."""
+    async def _score(self, finished: FinishedGroup) -> Score:
         prompt = self._prompts[finished.number]
         try:
             scores = await self._reward.score(prompt, [t.text for t in finished.trajectories])
-        except ScoringFailed:
-            return None
+        except ScoringFailed as failure:
+            return failure
         return float(scores.rewards.mean())
 
 
-def _accuracy(scores: Sequence[float | None]) -> float:
-    return sum(score or 0.0 for score in scores) / max(1, len(scores))
+def _accuracy(scores: Sequence[Score]) -> float:
+    return sum(0.0 if isinstance(score, ScoringFailed) else score for score in scores) / max(1, len(scores))
 
 
 def _version_of(trajectories: Sequence[Trajectory], otherwise: int) -> int:

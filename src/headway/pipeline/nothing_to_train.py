@@ -1,0 +1,84 @@
+"""Why nothing is left to train on, and what to do about it: in one message, by what became of the groups.
+
+Which advice helps depends on how they ended: a reward that fails has to be mended, one that is the same for all answers
+has to be made to differ.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from headway.errors import NothingToTrain
+from headway.pipeline.ledger import Fate
+
+DISCARDED_VERSIONS = 10
+"""The run ends when as many groups as so many versions train were discarded in a row."""
+FAILED_AT_FIRST = 32
+"""It ends sooner when so many groups could not be scored, and none ever could. A reward that fails for four groups of
+five scores one of 32 with a probability of 1 − 0.8³² = 99.9%: that run goes on. B plays no part in that."""
+FAILED_AT_VALIDATION = 8
+"""It ends sooner still when the first validation has so many problems and none could be scored, before anything was
+trained: by chance that happens to one run of 256 whose reward fails for every second problem."""
+SHOWN = 5
+"""Different reasons that are counted."""
+WORTH_ADVICE = 0.1
+"""Share of the groups that have to have ended in one way for the message to say what to do about it."""
+
+SEE_LOG = "What the reward raised and printed is in logs/reward.log in the run's directory"
+
+Ends = Counter[tuple[Fate, str]]
+"""How often groups ended with a fate, for a reason."""
+
+
+def all_discarded(ends: Ends) -> NothingToTrain:
+    """After `DISCARDED_VERSIONS` · B groups in a row."""
+    reasons = _counted({f"{fate}: {why}": times for (fate, why), times in ends.items()})
+    by_fate: Counter[Fate] = Counter()
+    for (fate, _), times in ends.items():
+        by_fate[fate] += times
+    advice = ". ".join(
+        _advice(fate, [why for other, why in ends if other is fate])
+        for fate, times in by_fate.most_common()
+        if times >= WORTH_ADVICE * ends.total()
+    )
+    return NothingToTrain(
+        f"{ends.total()} groups in a row were discarded, nothing is left to train on ({reasons}). {advice}"
+    )
+
+
+def never_scored(what: str, reasons: Iterable[str]) -> NothingToTrain:
+    """``what``, like ``the first 32 groups``, could not be scored for ``reasons``, one each, and nothing else was."""
+    return NothingToTrain(cannot_be_scored(what, list(reasons)))
+
+
+def cannot_be_scored(what: str, reasons: list[str]) -> str:
+    """One sentence on what happened, one on what to do."""
+    return f"the reward failed for all of {what} ({_counted(Counter(reasons))}). {_advice(Fate.FAILED, reasons)}"
+
+
+def _counted(times: dict[str, int]) -> str:
+    shown = Counter(times).most_common(SHOWN)
+    text = "; ".join(f"{count}× {why}" for why, count in shown)
+    rest = sum(times.values()) - sum(count for _, count in shown)
+    return f"{text}; {rest}× something else" if rest else text
+
+
+def _advice(fate: Fate, reasons: Iterable[str]) -> str:
+    match fate:
+        case Fate.FAILED:
+            slow = (
+                ". Raise reward.timeout_s, or make it faster" if any("timeout after" in why for why in reasons) else ""
+            )
+            return f"{SEE_LOG}; headway eval shows it at single answers{slow}"
+        case Fate.FILTERED:
+            return (
+                "Check the reward on a few samples, or make the task easier or harder: when all answers to a prompt "
+                "get the same reward there is no gradient. If it had been higher before, the model has collapsed: "
+                "resume with a lower actor.optim.lr, and from a checkpoint before that, or it ends here again"
+            )
+        case _:
+            return (
+                "They were too old before they could be trained: raise async_training.max_lag, or set "
+                "async_training.on_overdue=wait"
+            )

@@ -1,0 +1,119 @@
+"""A reward that never works ends the run soon, with one message of what it raised and where to look."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from headway.data.types import Prompt
+from headway.errors import NothingToTrain
+from headway.events import Note, ValidationFinished
+from headway.pipeline.ledger import Fate
+from headway.pipeline.nothing_to_train import FAILED_AT_FIRST, FAILED_AT_VALIDATION, all_discarded
+from tests.pipeline.fakes import FakeReward, fails, without_variance
+from tests.pipeline.scenario import MODES, Scenario
+
+BOOM = "exception: ValueError: boom"
+
+
+def held_out(prompt: Prompt) -> bool:
+    return prompt.epoch == -1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_first_validation_of_which_nothing_can_be_scored_ends_the_run_before_anything_is_trained(mode: str):
+    reward = FakeReward(lambda _: fails(BOOM))
+    run = Scenario(mode, problems=FAILED_AT_VALIDATION, reward=reward).run()
+    run.assert_clean()
+    assert isinstance(run.error, NothingToTrain)
+    assert str(run.error).startswith(
+        f"the reward failed for all of the 8 held-out problems before training began (8× {BOOM}). What the reward "
+        "raised and printed is in logs/reward.log"
+    )
+    assert run.groups["trained"] == 0
+    assert run.of(ValidationFinished) == []
+
+
+def test_it_does_so_although_training_prompts_can_be_scored():
+    reward = FakeReward(lambda prompt: fails(BOOM) if held_out(prompt) else [0.0, 1.0])
+    run = Scenario("on_policy", problems=8, reward=reward).run()
+    assert "8 held-out problems" in str(run.error)
+
+
+def test_one_held_out_answer_that_can_be_scored_is_enough_to_go_on():
+    reward = FakeReward(lambda prompt: fails(BOOM) if held_out(prompt) and prompt.row else [0.0, 1.0])
+    run = Scenario("on_policy", problems=8, reward=reward).run().assert_completed()
+    assert {event.failed for event in run.of(ValidationFinished)} == {7}
+    assert run.of(Note) == []
+
+
+def test_a_handful_of_held_out_problems_that_fail_is_a_warning():
+    reward = FakeReward(lambda prompt: fails(BOOM) if held_out(prompt) else [0.0, 1.0])
+    run = Scenario("on_policy", problems=7, reward=reward).run().assert_completed()
+    texts = [note.text for note in run.of(Note) if note.level == "warning"]
+    assert len(texts) == len(run.of(ValidationFinished)) == 7
+    assert texts[3].startswith(f"the reward failed for all of the 7 held-out problems at version 3 (7× {BOOM}). ")
+
+
+def test_a_later_validation_that_fails_does_not_end_the_run():
+    validated: Counter[int] = Counter()
+
+    def rewards(prompt: Prompt) -> list[float]:
+        validated[prompt.row] += held_out(prompt)
+        return list(fails(BOOM)) if held_out(prompt) and validated[prompt.row] > 1 else [0.0, 1.0]
+
+    run = Scenario("on_policy", problems=8, reward=FakeReward(rewards)).run().assert_completed()
+    assert [event.failed for event in run.of(ValidationFinished)] == [0, 8, 8, 8, 8, 8, 8]
+
+
+def test_without_validation_the_first_groups_decide():
+    run = Scenario("async_partial", total=96, reward=FakeReward(lambda _: fails(BOOM))).run()
+    run.assert_clean()
+    assert str(run.error).startswith(f"the reward failed for all of the first 32 groups (32× {BOOM}). ")
+    assert run.groups["failed"] == FAILED_AT_FIRST < 10 * Scenario("async_partial").config.groups_per_version
+
+
+@pytest.mark.parametrize("works", [[0.0, 1.0], [1.0, 1.0]])
+def test_a_reward_that_worked_once_is_given_its_ten_versions(works: list[float]):
+    """Also where the filter took that group out: that the reward works was seen."""
+    reward = FakeReward(lambda prompt: works if prompt.row == 5 else fails(BOOM))
+    run = Scenario("async_partial", reward=reward, group_filter=without_variance).run()
+    assert "160 groups in a row were discarded" in str(run.error)
+
+
+def test_few_groups_per_version_end_it_at_ten_versions_where_that_is_sooner():
+    run = Scenario("on_policy", mini_batch=2, total=8, reward=FakeReward(lambda _: fails(BOOM))).run()
+    assert str(run.error).startswith(
+        f"20 groups in a row were discarded, nothing is left to train on (20× failed: {BOOM})"
+    )
+
+
+def advice(**ends: int) -> str:
+    """``failed=3``: three groups of that fate."""
+    counts = Counter({(Fate(fate), f"{fate} for a reason"): times for fate, times in ends.items()})
+    return str(all_discarded(counts))
+
+
+def test_the_advice_is_of_failures_where_groups_failed_and_of_equal_rewards_where_they_were_filtered():
+    failed, filtered, both = advice(failed=9), advice(filtered=9), advice(failed=5, filtered=4)
+    assert "logs/reward.log" in failed and "same reward" not in failed
+    assert "same reward" in filtered and "logs/reward.log" not in filtered
+    assert "actor.optim.lr" in filtered, "a run that is resumed as it is ends there again"
+    assert "same reward" in both and "logs/reward.log" in both
+    assert "logs/reward.log" not in advice(failed=1, filtered=99), "one in a hundred is not why"
+    assert "async_training.max_lag" in advice(dropped=9)
+
+
+def test_reasons_of_many_kinds_are_counted_and_the_rest_added_up():
+    ends = Counter({(Fate.FAILED, f"exception: KeyError: {k}"): 10 - k for k in range(7)})
+    text = str(all_discarded(ends))
+    assert text.startswith("49 groups in a row were discarded")
+    assert "(10× failed: exception: KeyError: 0; " in text
+    assert "6× failed: exception: KeyError: 4; 9× something else)" in text
+
+
+def test_the_advice_on_time_outs_names_their_setting():
+    ends = Counter({(Fate.FAILED, "length: timeout after 10 s"): 5})
+    assert "reward.timeout_s" in str(all_discarded(ends))
+    assert "reward.timeout_s" not in advice(failed=5)
