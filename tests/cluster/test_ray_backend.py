@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("workers_can_import_tests")
 
 
 async def test_a_version_equals_one_process_bit_for_bit_and_a_killed_replica_ends_in_a_named_error(
-    tiny_model: str, tmp_path: Path
+    tiny_model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     inline = await start_backend(
         tiny_config("inline"), model_path=tiny_model, run_dir=tmp_path, total_optimizer_steps=4
@@ -32,10 +32,18 @@ async def test_a_version_equals_one_process_bit_for_bit_and_a_killed_replica_end
     await inline.close()
 
     others = set(descendants(os.getpid()))  # of tests that ran here before
+    terminated = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminated.set)
+    handler = signal.getsignal(signal.SIGTERM)
     workers = await start_backend(tiny_config("ray"), model_path=tiny_model, run_dir=tmp_path, total_optimizer_steps=4)
     family = Family()
     assert len(family) >= len(others) + 4
     try:
+        assert signal.getsignal(signal.SIGTERM) is handler
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 3, "Ray's own handler will abort this process"
+        await terminated.wait()
+
         outcome = await one_version(workers)
         assert (outcome.before, outcome.after) == (expected.before, expected.after)
         assert outcome.metrics == expected.metrics
@@ -57,11 +65,18 @@ async def test_a_version_equals_one_process_bit_for_bit_and_a_killed_replica_end
                 await death
             with pytest.raises(UpdateFailed, match=r"version 2: .*rollout-0 did not answer"):
                 await workers.train.send_weights(2, ["rollout-0"])
+            while not (tmp_path / "logs" / "ray.log").exists():  # noqa: ASYNC110 - told by a thread of Ray's
+                await asyncio.sleep(0.05)
     finally:
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
         await workers.close()
     assert set(family.left_after(0)) <= others
     assert not ray.is_initialized()
-    assert {path.name for path in (tmp_path / "logs").iterdir()} == {"actor-0.log", "rollout-0.log"}
+    assert {path.name for path in (tmp_path / "logs").iterdir()} == {"actor-0.log", "rollout-0.log", "ray.log"}
+    assert "A worker died or was killed" in (tmp_path / "logs" / "ray.log").read_text()
+    out, err = capfd.readouterr()
+    assert "raylet" not in out
+    assert "SIGTERM received" not in err
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from headway.cluster import backend
+from headway.cluster import backend, startup
 from headway.cluster.backend import start_backend
 from headway.cluster.plan import ClusterPlan, WorkerSpec
 from headway.errors import ConfigError, ModelError, StallError, WorkerDied
@@ -194,3 +194,14 @@ async def test_closing_twice_ends_everything_once(monkeypatch: pytest.MonkeyPatc
     await workers.close()
     await workers.close()
     assert sorted(cluster.log) == sorted(["reserved", *EVERYTHING_ENDED])
+
+
+async def test_what_a_killed_run_left_in_memory_is_removed_by_the_next_run_whatever_that_uses(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(startup, "SHARED_MEMORY", str(tmp_path))
+    left = tmp_path / "headway-run-killed"
+    left.mkdir()
+    workers = await start(PlannedCluster(), monkeypatch)
+    await workers.close()
+    assert not left.is_dir()

@@ -11,12 +11,17 @@ from typing import cast
 
 import pytest
 
-from headway.app import _Interrupts, _terminations_as_interrupts
+from headway.app import train
+from headway.app.interrupts import Interrupts, terminations_as_interrupts
+from headway.cli.training import load_checked
+from headway.cluster.engines import TrainGroup
 from headway.cluster.processes import descendants
 from headway.events import Event, Note
 from headway.pipeline.run import Pipeline
 from headway.reports.bundle import Reports
 from tests.integration.support import alive, finish, make_job, start, summary, wait_for
+
+DEMO = Path(__file__).parents[2] / "recipes" / "demo.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +58,8 @@ async def signalled(*numbers: signal.Signals) -> None:
         await asyncio.sleep(0.05)
 
 
-def interrupts(listener: Listener) -> _Interrupts:
-    return _Interrupts(cast(Reports, listener))
+def interrupts(listener: Listener) -> Interrupts:
+    return Interrupts(cast(Reports, listener))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -116,9 +121,42 @@ async def test_a_run_that_is_over_closes_undisturbed() -> None:
 
 def test_sigterm_is_an_interrupt_where_no_event_loop_runs_and_itself_again_afterwards() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with _terminations_as_interrupts(), pytest.raises(KeyboardInterrupt):
+    with terminations_as_interrupts(), pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+# ---------------------------------------------------------------------------------------- whole runs, in this process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("during", ["headway.models.make.make_model", "headway.models.loading.load_tokenizer"])
+def test_one_signal_while_a_model_is_made_or_warmed_up_leaves_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, during: str, number: signal.Signals
+) -> None:
+    monkeypatch.setattr("headway.models.make.make_model", lambda *_: None)
+    monkeypatch.setattr(during, lambda *_, **__: os.kill(os.getpid(), number))
+    demo = load_checked(DEMO, ["cluster.backend=inline", f"run.dir={tmp_path / 'run'}"])
+    assert train(demo) == 130
+    told = summary(tmp_path / "run")
+    assert (told["status"], told["reason"], told["balanced"]) == ("interrupted", "left at once", True)
+
+
+def test_one_signal_while_the_model_is_exported_leaves_all_of_it_or_nothing(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def endless(_: TrainGroup, path: Path) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(TrainGroup, "export", endless)
+    run_dir = tmp_path / "run"
+    _, _, *overrides = inline(recipe, run_dir, "rollout.total_rollout_steps=4", "rollout.test_freq=-1")
+    assert train(load_checked(recipe, overrides)) == 130
+    assert "left at once; nothing more was saved. The newest checkpoint is that of version 1" in capsys.readouterr().out
+    told = summary(run_dir)
+    assert (told["status"], told["balanced"]) == ("completed", True)
+    assert [path.name for path in run_dir.iterdir() if "model" in path.name] == []
 
 
 # ---------------------------------------------------------------------------------------- whole runs

@@ -121,6 +121,15 @@ def raises_on_some(response):
         raise KeyError("b")
     return 1.0
 
+def killed_the_first_time(response, marker):
+    if response == "a" and not os.path.exists(marker):
+        open(marker, "x").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 1.0
+
+def hungry(response):
+    return len(bytearray(1 << 50))
+
 def light(responses):
     heavy = {"torch", "transformers", "ray", "pydantic", "reasoning_gym", "sympy"}
     return [len(heavy & set(sys.modules))] * len(responses)
@@ -206,6 +215,7 @@ async def test_workers_stay_light(user_file: Path) -> None:
         ("forgets_to_return", "returned None for 2 responses, expected a list of 2 numbers"),
         ("text", "returned '1.0' for response 0, expected a finite number"),
         ("raises_on_some", "exception: KeyError: 'b'"),
+        ("hungry", "exception: MemoryError"),
         ("for_trl", "no reward applies to response 0: None was returned for it"),
     ],
 )
@@ -241,6 +251,17 @@ async def test_endless_and_dying_calls_fail_their_group_and_the_pool_goes_on(use
             with pytest.raises(ScoringFailed, match=reason):
                 await pool.score(prompt(), ["fine", response])
             assert (await pool.score(prompt(), ["fine"])).rewards.tolist() == [1.0]
+
+
+@pytest.mark.parametrize(("retries", "lost"), [(0, ["worker ended with SIGKILL"]), (1, [])])
+async def test_a_worker_that_is_killed_while_it_scores_costs_one_try_of_its_own_group_alone(
+    user_file: Path, tmp_path: Path, retries: int, lost: list[str]
+) -> None:
+    params = {"marker": str(tmp_path / "killed")}
+    async with pool_of(f"{user_file}:killed_the_first_time", retries=retries, params=params) as pool:
+        scored = await asyncio.gather(*(pool.score(prompt(), [response]) for response in "abc"), return_exceptions=True)
+    assert [str(failure) for failure in scored if isinstance(failure, ScoringFailed)] == lost
+    assert [one.rewards.tolist() for one in scored if isinstance(one, Scores)] == [[1.0]] * (3 - len(lost))
 
 
 async def test_a_call_that_takes_the_alarm_for_itself_ends_by_the_groups_limit(user_file: Path) -> None:

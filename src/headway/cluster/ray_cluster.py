@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from headway.cluster.hardware import available_cores
 from headway.cluster.plan import ClusterPlan, WorkerSpec
 from headway.cluster.process import ProcessSettings
 from headway.cluster.processes import Family
+from headway.cluster.ray_messages import messages_in
+from headway.cluster.ray_signals import sigterm_kept
 from headway.cluster.ray_worker import RayWorker
 from headway.cluster.resource_pool import ResourcePool
 from headway.config.schema import Config
@@ -38,6 +41,8 @@ class RayCluster:
         self._run_dir = run_dir
         self._weights_bytes = weights_bytes
         self._entered = False
+        self._messages = ExitStack()
+        """Until it is closed, what Ray reports goes to a log of the run."""
         self._processes: Family | None = None
         """Of the Ray that was started here; None where it was joined."""
         self._deadline: float | None = None
@@ -59,7 +64,9 @@ class RayCluster:
                 await check_answers(self._config.cluster.address, timeout_s)
             # Not in a thread of a pool: Ray's processes die with the very thread that started them.
             self._entered = True
-            self._init()
+            self._messages.enter_context(messages_in(self._run_dir / "logs" / "ray.log"))
+            with sigterm_kept():
+                self._init()
         self._device = self._choose_device()
         return self._device
 
@@ -99,6 +106,7 @@ class RayCluster:
         try:
             ray.shutdown()
         finally:
+            self._messages.close()
             if processes is not None and (left := processes.end()):
                 raise RunError(f"processes of Ray are still there after they were killed: {left}")
 

@@ -14,20 +14,27 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
+from headway.cluster.memory_errors import memory_errors_told
+
 
 class RoleHost:
     """``role`` is any object; nothing of it runs on the event loop's thread except its coroutines."""
 
     def __init__(self, role: Any, name: str) -> None:
         self._role = role
+        self._name = name
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     async def call(self, method: str, *args: Any) -> Any:
-        """The role's method (``name``, or ``part.name`` of one of its parts), awaited or run on the role's thread."""
+        """The role's method (``name``, or ``part.name`` of one of its parts), awaited or run on the role's thread.
+
+        Raises what the method raises, and `RunError` where its memory was not enough.
+        """
         function = attrgetter(method)(self._role)
-        if inspect.iscoroutinefunction(function):
-            return await function(*args)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, partial(function, *args))
+        with memory_errors_told(self._name, method):
+            if inspect.iscoroutinefunction(function):
+                return await function(*args)
+            return await asyncio.get_running_loop().run_in_executor(self._thread, partial(function, *args))
 
     def stream(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
         """The role's asynchronous generator."""

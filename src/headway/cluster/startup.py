@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 from headway.cluster.engines import LogpReceiver, RolloutReplica, clock_offset
 from headway.cluster.exchange import Exchange, WeightPaths, WithinProcesses, exchange_settings, transport_timeout
 from headway.cluster.hardware import Hardware
-from headway.cluster.memory_files import directory_in_memory
+from headway.cluster.memory_files import directory_in_memory, remove_abandoned
 from headway.cluster.plan import ClusterPlan, Rank, WorkerSpec, plan_cluster
 from headway.cluster.replacements import Replacements
 from headway.cluster.roles.actor import ActorRole
@@ -225,7 +225,11 @@ class Startup:
         )
 
     def _directory(self, stack: AsyncExitStack) -> Path | None:
-        """Where a transport that uses files leaves them; gone at the end where that is memory."""
+        """Where a transport that uses files leaves them; gone at the end where that is memory.
+
+        What runs that were killed have left in this machine's memory goes first, whatever this one uses.
+        """
+        remove_abandoned(Path(SHARED_MEMORY))
         update, shared = self._config.param_update, self._config.placement.kind == "shared"
         match transport_of(update.transport, backend=self._config.cluster.backend, shared=shared):
             case "disk":

@@ -43,11 +43,15 @@ def save_checkpoint(model: nn.Module, optimizer: Optimizer, path: Path, state: M
         temporary.mkdir(parents=True)
 
     def finish() -> None:
-        with (temporary / STATE_FILE).open("w", encoding="utf-8") as file:
-            file.write(json.dumps(state, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())  # as the shards are: the rename must not outlive what it says is complete
-        replace_folder(temporary, path)
+        try:
+            with (temporary / STATE_FILE).open("w", encoding="utf-8") as file:
+                file.write(json.dumps(state, indent=2) + "\n")
+                file.flush()
+                os.fsync(file.fileno())  # as the shards are: the rename must not outlive what it says is complete
+            replace_folder(temporary, path)
+        except OSError as error:
+            rmtree(temporary, ignore_errors=True)
+            raise RunError(f"could not write the checkpoint {path}: {type(error).__name__}: {error}") from error
 
     on_rank_zero(prepare)
     model_state, optimizer_state = get_state_dict(model, optimizer)

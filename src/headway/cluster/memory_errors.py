@@ -1,0 +1,44 @@
+"""Telling that a worker's memory, or its device's, was not enough: in the user's words, with what needs less of it.
+
+Not every such error is one class: Python's, torch's on a GPU, and on the CPU a plain `RuntimeError` with a known text.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from headway.errors import HeadwayError, RunError, said_by
+
+ON_CPU = "can't allocate memory"
+"""In what torch's allocator for the CPU says: ``DefaultCPUAllocator: can't allocate memory: you tried to …``."""
+ADVICE = (
+    "Training needs less with a lower actor.ppo_max_token_len_per_gpu, generation with a lower rollout.max_concurrent, "
+    "both with shorter data.max_response_length or more devices"
+)
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` says that memory could not be had."""
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return True
+    torch = sys.modules.get("torch")  # where it was never imported, nothing of it was raised
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and ON_CPU in str(error)
+
+
+@contextmanager
+def memory_errors_told(who: str, doing: str) -> Iterator[None]:
+    """Turn such an error into a `RunError` that says who ran out of memory, doing what, and what needs less of it."""
+    try:
+        yield
+    except HeadwayError:
+        raise
+    except Exception as cause:
+        if not ran_out_of_memory(cause):
+            raise
+        said = said_by(cause).rstrip(".")
+        raise RunError(f"worker {who} ran out of memory in {doing!r}: {said}. {ADVICE}") from cause
