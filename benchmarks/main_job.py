@@ -25,10 +25,10 @@ ROUNDS = 3
 GROUPS = 256
 COMMON = (
     "algorithm.filter_groups.enable=false",
-    f"rollout.total_rollout_steps={GROUPS}",
     "rollout.test_freq=-1",
     "data.task.val_size=16",
 )
+LENGTH = f"rollout.total_rollout_steps={GROUPS}"
 HEADWAY = ("rollout.max_concurrent=64",)
 """The recipe's own is small, to have generation as the slower half; here memory is no limit for either side."""
 PLAIN = "plain loop"
@@ -64,13 +64,13 @@ def _warmed_up_model(scratch: Path) -> Path:
 
 
 def _plain(model: Path) -> dict[str, float]:
-    out = _call("-m", "benchmarks.plain_job", str(RECIPE), f"model.path={model}", *COMMON)
+    out = _call("-m", "benchmarks.plain_job", str(RECIPE), f"model.path={model}", *COMMON, LENGTH)
     figures: dict[str, float] = json.loads(out.splitlines()[-1])
     return figures
 
 
 def _headway(model: Path, mode: str, run_dir: Path) -> dict[str, float]:
-    settings = (f"mode={mode}", f"model.path={model}", *COMMON, *HEADWAY, f"run.dir={run_dir}")
+    settings = (f"mode={mode}", f"model.path={model}", *COMMON, LENGTH, *HEADWAY, f"run.dir={run_dir}")
     _call("-m", "headway", "train", str(RECIPE), *settings)
     summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
     trained, wall = summary["tokens"]["trained"], summary["wall_s"]

@@ -148,7 +148,7 @@ class Paused:
     interrupted: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """Activity since the last call. Spans are on the event clock."""
 

@@ -8,23 +8,33 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 import urllib.request
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from headway.config.schema import Config
 from headway.data.sources import Rows, build_sources, read_rows
 from headway.errors import ConfigError, DataError, ModelError, UserCodeError, WorkerDied
-from headway.models.folder import check_folder, find_folder
+from headway.models.folder import SAFETENSORS, SAFETENSORS_INDEX, check_folder, find_folder
 from headway.rewards.pool import RewardPool
 from headway.rewards.request import RewardSpec
 from headway.rewards.scorers import make_scorer
-from headway.user_code import names_a_file
+from headway.user_code import check_call, load_function, names_a_file
 
 CONNECT_TIMEOUT_S = 10.0
+LOAD_TIMEOUT_S = 30.0
+"""For a process to start and to import the reward's file: long enough for torch and transformers, too."""
+LOWER = "lower the lengths"
+LOSS_PARAMETERS = ("inputs", "params")
+"""Of a policy loss, and of a correction."""
+ESTIMATOR_PARAMETERS = ("normalize_by_std", "gamma", "lam", "k")
+"""Which an advantage estimator gets by name, where it has them, after its inputs."""
 NEEDS_ANSWERS = ("exact_match", "math_verify", "regex")
 """Built-in rewards that cannot score a row whose answer is null."""
 
@@ -51,18 +61,23 @@ def check_inputs(config: Config) -> Rows:
     return rows
 
 
-def check_model(config: Config, rows: Rows) -> None:
+def check_model(config: Config, rows: Rows, *, when_too_long: str = LOWER) -> None:
     """Open all of the model but its weights, and read the first prompts as it does.
 
+    ``when_too_long``: what the message says to do where the model has fewer positions than tokens may come.
+
     Raises:
-        ConfigError: no such algorithm, or more tokens than the model has positions.
+        ConfigError: no such algorithm, more tokens than the model has positions, a bias for a token that it does not
+            have, or a KV cache without room for one context.
         DataError: prompts that the tokenizer cannot render, or that are all too long.
-        ModelError: the folder is missing or incomplete, or holds no causal language model.
+        ModelError: the folder is missing or incomplete, holds no causal language model, or weights of another one.
+        UserCodeError: an own loss, estimator or correction cannot be called as it will be.
     """
     from headway.engines.rollout.vllm.launch import check_installed
     from headway.engines.train.advantages import FetchAdvantages
     from headway.engines.train.fsdp.objective import Objective
 
+    _check_own_functions(config)
     FetchAdvantages(config.algorithm)
     Objective(config)
     if config.cluster.address is not None:
@@ -77,9 +92,12 @@ def check_model(config: Config, rows: Rows) -> None:
 
     trust_remote_code = config.model.trust_remote_code
     model_config = load_config(config.model.path, trust_remote_code=trust_remote_code)
-    _check_positions(config, model_config)
+    _check_positions(config, model_config, when_too_long)
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=trust_remote_code)
     _check_vocabulary(config.model.path, model_config, tokenizer)
+    _check_biases(config, model_config)
+    _check_kv_cache(config, model_config)
+    _check_shapes(config, model_config)
     build_sources(config, tokenizer, rows)
 
 
@@ -102,8 +120,14 @@ def go_offline_without_a_hub(config: Config) -> None:
 
 async def _load_in_a_process(spec: RewardSpec) -> None:
     pool = RewardPool(spec, workers=1, retries=0, log_path=None)
+    limit = max(LOAD_TIMEOUT_S, spec.timeout_s)
     try:
-        await pool.start()
+        await asyncio.wait_for(pool.start(), limit)
+    except TimeoutError:
+        raise UserCodeError(
+            f"{spec.function} was not imported within {limit:g} s; see to it that the file imports quickly, or raise "
+            "reward.timeout_s above the time that it needs"
+        ) from None
     except WorkerDied as cause:  # on its own it is only ever the user's code that ends it, or does not come back
         raise UserCodeError(
             f"{cause}; see to it that the file imports, quickly and without ending its process"
@@ -154,12 +178,100 @@ def _check_vocabulary(path: str, model_config: Any, tokenizer: Any) -> None:
         )
 
 
-def _check_positions(config: Config, model_config: Any) -> None:
+def _check_positions(config: Config, model_config: Any, way_out: str) -> None:
     limit = getattr(model_config, "max_position_embeddings", None)
     length = config.data.max_prompt_length + config.data.max_response_length
     if limit is not None and length > limit:
         raise ConfigError(
             f"data.max_prompt_length={config.data.max_prompt_length} + data.max_response_length="
             f"{config.data.max_response_length} is {length} tokens, more than the {limit} positions of the model at "
-            f"{config.model.path}; lower the lengths"
+            f"{config.model.path}; {way_out}"
         )
+
+
+def _check_own_functions(config: Config) -> None:
+    """Losses, estimators and corrections of the user's own: called only at the first step, once data have come."""
+    algorithm = config.algorithm
+    for spec, positional, named in (
+        (algorithm.policy_loss.loss_mode, LOSS_PARAMETERS, ()),
+        (algorithm.adv_estimator, ("inputs",), ESTIMATOR_PARAMETERS),
+        *((one.name or "", LOSS_PARAMETERS, ()) for one in algorithm.rollout_correction.all),
+    ):
+        if names_a_file(spec):
+            check_call(spec, load_function(spec), positional, named)
+
+
+def _check_biases(config: Config, model_config: Any) -> None:
+    size = getattr(model_config.get_text_config(), "vocab_size", None)
+    if size is not None and (unknown := [token for token in config.rollout.logit_bias if not 0 <= token < size]):
+        raise ConfigError(
+            f"rollout.logit_bias: there is no token {unknown[0]}; the model at {config.model.path} has token ids from "
+            f"0 to {size - 1}"
+        )
+
+
+def _check_kv_cache(config: Config, model_config: Any) -> None:
+    """Of one context, the least that an engine of any kind needs; how much more it does only the engine knows."""
+    gib, data = config.rollout.kv_cache_gib, config.data
+    if gib is None or config.rollout.name != "native":
+        return
+    import torch
+
+    from headway.engines.rollout.native.cache import KvGeometry
+    from headway.models.loading import served_dtype
+
+    geometry, on_cpu = KvGeometry.of(model_config.get_text_config()), config.cluster.device == "cpu"
+    on_cpu = on_cpu or (config.cluster.address is None and not torch.cuda.is_available())
+    itemsize = served_dtype(config, torch.device("cpu" if on_cpu else "cuda")).itemsize
+    context = data.max_prompt_length + data.max_response_length
+    needed = geometry.layers * 2 * geometry.kv_heads * geometry.head_dim * itemsize * context / 2**30
+    if gib < needed:
+        raise ConfigError(
+            f"rollout.kv_cache_gib={gib:g} has no room for the keys and values of one answer with its prompt, up to "
+            f"{context} tokens, which take {needed:.3g}; raise it, or lower data.max_response_length"
+        )
+
+
+def _check_shapes(config: Config, model_config: Any) -> None:
+    """The shapes of the weights, as their files' headers have them, against those of the model of ``config.json``.
+
+    Left to loading where transformers converts names or shapes, and where the files are of another kind.
+    """
+    folder = find_folder(config.model.path or "")
+    if folder is None or config.model.trust_remote_code:
+        return
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    if get_checkpoint_conversion_mapping(model_config.model_type):
+        return
+    with torch.device("meta"):
+        expected = {
+            name: list(value.shape)
+            for name, value in AutoModelForCausalLM.from_config(model_config).state_dict().items()
+        }
+    there = dict(_shapes_in_files(folder))
+    differing = sorted(name for name, shape in there.items() if name in expected and shape != expected[name])
+    if differing:
+        name, others = differing[0], f", and {len(differing) - 1} more" if len(differing) > 1 else ""
+        raise ModelError(
+            f"{config.model.path}: the weights are not those of config.json: {name} is {there[name]} in the file, and "
+            f"{expected[name]} by config.json{others}. Give config and weights of one model"
+        )
+
+
+def _shapes_in_files(folder: Path) -> Iterator[tuple[str, list[int]]]:
+    from safetensors import safe_open
+
+    if (folder / SAFETENSORS).exists():
+        files = [SAFETENSORS]
+    elif (folder / SAFETENSORS_INDEX).exists():
+        places = json.loads((folder / SAFETENSORS_INDEX).read_text(encoding="utf-8"))["weight_map"]
+        files = sorted(set(places.values()))
+    else:
+        files = []
+    for file in files:
+        with safe_open(folder / file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  # no mapping
+                yield name, opened.get_slice(name).get_shape()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from inspect import signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -42,6 +43,25 @@ def load_function(spec: str) -> Callable[..., Any]:
         what = f"has no function {name!r}" if function is None else f"has {name!r}, but it is not a function"
         raise UserCodeError(f"{spec}: {path} {what}; name one that it defines, as file.py:function")
     return function  # type: ignore[no-any-return]  # getattr is Any; callable() was checked
+
+
+def check_call(spec: str, function: Callable[..., Any], positional: Sequence[str], named: Sequence[str] = ()) -> None:
+    """Whether ``function`` can be called with so many arguments, and those of ``named`` that it has a parameter for.
+
+    Raises:
+        UserCodeError: it cannot; the message names ``spec``, its parameters and those that are expected.
+    """
+    try:
+        own = signature(function)
+    except (TypeError, ValueError):  # something built in: only calling it tells
+        return
+    try:
+        own.bind(*positional, **{name: None for name in named if name in own.parameters})
+    except TypeError as cause:
+        optional = f", and by name those of {', '.join(named)} that it has" if named else ""
+        raise UserCodeError(
+            f"{spec}: takes {own}, but is called with ({', '.join(positional)}){optional}: {cause}"
+        ) from None
 
 
 def _import_file(path: Path) -> ModuleType:

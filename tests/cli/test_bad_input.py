@@ -36,6 +36,7 @@ run: {dir: run}
 """
 ROWS = "".join(json.dumps({"prompt": f"{i}=", "answer": str(i)}) + "\n" for i in range(6))
 CHATS = '{"prompt": [{"role": "user", "content": "1="}], "answer": "1"}\n' * 6
+CORRECTED = ("async_training.use_rollout_log_probs=false", "algorithm.rollout_correction.name=truncate")
 SCORE = "def score(response, answer):\n"
 
 Prepare = Callable[[Path], object]
@@ -140,12 +141,14 @@ CASES = {
     "settings before CONFIG": Case(command=("train", "rollout.n=4", "recipe.yaml")),
     "an unknown command": Case(command=("trian", "recipe.yaml"), dry=False),
     "an unknown option": Case(command=("train", "recipe.yaml", "--dryrun")),
+    "a setting with dashes": Case(command=("train", "recipe.yaml", "--lr", "1e-3")),
     "a second file": Case(("other.yaml",)),
     "--resume of what is no run": Case(command=("train", "--resume", "model")),
     "YAML that is not a mapping": recipe("- a\n- b\n"),
     "YAML that does not parse": recipe("a: [1\n"),
     "a key twice": recipe(RECIPE + "mode: overlapped\n"),
     "a key twice, once with dots": recipe(RECIPE + "rollout.n: 4\n"),
+    "a setting twice": setting("rollout.n=4", "rollout.n=8"),
     "not UTF-8": written("recipe.yaml", b"run: {name: \xe9}\n"),
     "nesting without an end": recipe("a: " + "[" * 3000),
     "defaults that do not exist": recipe("defaults: [base.yaml]\n" + RECIPE),
@@ -158,6 +161,7 @@ CASES = {
     "an unknown section": setting("rollouts.n=4"),
     "an unknown key": setting("rollout.m=4"),
     "an unknown key at the top": setting("modes=on_policy"),
+    "another system's key": setting("actor.learning_rate=1e-3"),
     "an unknown key in a list": setting("data.train=[{path: train.jsonl, wieght: 2}]"),
     "text for a number": setting("run.seed=abc"),
     "a fraction for a whole number": setting("run.seed=1.5"),
@@ -172,6 +176,7 @@ CASES = {
     "an unknown reference": setting("rollout.n=${nope}"),
     "one answer per prompt with grpo": setting("rollout.n=1"),
     "greedy training": setting("rollout.temperature=0"),
+    "an empty stop string": setting("rollout.stop=['']"),
     "a length that does not divide": setting("rollout.total_rollout_steps=5"),
     "two lengths": setting("data.epochs=2"),
     "no length": setting("rollout.total_rollout_steps=null"),
@@ -186,6 +191,12 @@ CASES = {
         "cluster.backend=ray", "trainer.n_gpus_per_node=4", "trainer.use_nodes_ratios=[0.3, 0, 0, 0.5]"
     ),
     "an unknown algorithm": setting("algorithm.adv_estimator=grop", dry=False),
+    "a loss of one's own that cannot be called": written(
+        "own.py", "def loss(logprobs): return 1\n", "algorithm.policy_loss.loss_mode=own.py:loss", dry=False
+    ),
+    "an estimator of one's own that cannot be called": written(
+        "own.py", "def estimate(): return 1\n", "algorithm.adv_estimator=own.py:estimate", dry=False
+    ),
     # model
     "no such folder": setting("model.path=models/small/nowhere"),
     "a name that the hub does not have": setting("model.path=nobody/nothing", dry=False),
@@ -212,6 +223,9 @@ CASES = {
     "no token that ends": doing(model_without_end, dry=False),
     "more tokens than the model has": doing(smaller_embedding, dry=False),
     "lengths beyond the positions": setting("data.max_response_length=400", dry=False),
+    "a bias for no token": setting("rollout.logit_bias={48: 1.0}", *CORRECTED, dry=False),
+    "no memory for an answer": setting("rollout.kv_cache_gib=1e-7", dry=False),
+    "weights of another model": model_says(dry=False, hidden_size=32),
     # data
     "no such data file": setting("data.train=nowhere.jsonl"),
     "a directory": setting("data.train=model"),
@@ -227,6 +241,9 @@ CASES = {
     "Latin-1": data(ROWS.encode() + '{"prompt": "é", "answer": "1"}\n'.encode("latin-1")),
     "no prompt column": data('{"question": "1=", "answer": "1"}\n'),
     "no answer column": data('{"prompt": "1="}\n'),
+    "no such value inside a column": data(
+        '{"prompt": "1=", "reward_model": {"style": "rule", "ground_truth": "1"}}\n', "data.answer_key=reward_model.gt"
+    ),
     "a prompt of null": data(ROWS + '{"prompt": null, "answer": "1"}\n'),
     "a message without content": data('{"prompt": [{"role": "user"}], "answer": "1"}\n'),
     "a message with a number": data('{"prompt": [{"role": "user", "content": 5}], "answer": "1"}\n'),

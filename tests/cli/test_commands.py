@@ -100,6 +100,14 @@ def test_help_names_every_command() -> None:
 # ------------------------------------------------------------------------------------------- dry run and doctor
 
 
+def test_one_process_is_shown_as_one(recipe: str) -> None:
+    roles = ("# actor: ", "# rollout: ")
+    lines = [line for line in run("train", recipe, "--dry-run").stdout.splitlines() if line.startswith(roles)]
+    assert lines == ["# actor: 1 × (device 0)", "# rollout: 1 × (device 1)"]
+    inline = run("train", recipe, "cluster.backend=inline", "--dry-run").stdout.splitlines()
+    assert [line for line in inline if line.startswith(roles)] == [f"{role}1 × (this process)" for role in roles]
+
+
 def test_a_dry_run_prints_a_configuration_that_loads_again_and_does_not_train(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

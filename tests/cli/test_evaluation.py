@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -17,9 +18,11 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import Result
 
+from headway.cli.evaluation import Tenths
 from headway.cluster.process import math_environment
 from headway.cluster.processes import descendants
 from headway.config.loading import dump, load
@@ -311,7 +314,7 @@ def test_a_recipe_gives_data_and_reward_to_any_model(tiny: Path, tmp_path: Path)
         (["MODEL"], "expected DATA"),
         (["MODEL", "data.max_response_length=4"], "expected DATA"),
         (["MODEL", "test.csv"], "DATA: got test.csv, expected a .jsonl or .parquet file, or a task"),
-        (["MODEL", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
+        (["MODEL", "nowhere.jsonl"], "DATA: got nowhere.jsonl, which does not exist"),
         (["nowhere", "sort"], "nowhere: no such folder"),
         (["MODEL", "reasoning_gym/leg_countin"], "did you mean 'leg_counting'"),
         (["MODEL", "sort", "--n", "4"], "greedy answers (--temperature 0) are all equal"),
@@ -360,11 +363,69 @@ assert not heavy, heavy
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(
+    ("total", "told"),
+    [(3, [3]), (20, [10, 20]), (100, list(range(10, 101, 10))), (1234, [*range(124, 1234, 124), 1234])],
+)
+def test_without_a_terminal_a_line_tells_of_each_tenth_and_never_of_a_few(total: int, told: list[int]) -> None:
+    shown = io.StringIO()
+    progress = Tenths(Console(file=shown), total)
+    progress.start()
+    for _ in range(total):
+        progress.advance()
+    lines = [f"answering {total} problems", *(f"{done} of {total} problems" for done in told)]
+    assert shown.getvalue().splitlines() == lines
+
+
+def test_a_data_file_that_is_not_there_is_called_by_its_argument(tiny: Path) -> None:
+    done = run("eval", str(tiny), "nowhere.parquet")
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error: DATA: got nowhere.parquet, which does not exist; expected a .jsonl")
+
+
+def test_default_lengths_that_do_not_fit_are_told_where_others_come_from(tiny: Path, tmp_path: Path) -> None:
+    data = write(tmp_path / "test.jsonl", [{"prompt": "1=", "answer": "1"}])
+    (tmp_path / "recipe.yaml").write_text("model: {path: nowhere}\nrollout: {total_rollout_steps: 64}\n")
+    short = Path(shutil.copytree(tiny, tmp_path / "short"))
+    settings = json.loads((short / "config.json").read_text()) | {"max_position_embeddings": 64}
+    (short / "config.json").write_text(json.dumps(settings))
+    for config, named in (((), True), (("--config", str(tmp_path / "recipe.yaml")), False)):
+        done = run("eval", str(short), data, *config)
+        assert done.exit_code == 2
+        assert "positions of the model" in done.stderr
+        assert ("--config RECIPE" in done.stderr) == named
+
+
+def test_a_model_s_folder_is_looked_at_as_before_a_run(tiny: Path, tmp_path: Path) -> None:
+    data = write(tmp_path / "test.jsonl", [{"prompt": "1=", "answer": "1"}])
+    broken = Path(shutil.copytree(tiny, tmp_path / "broken"))
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    done = run("eval", str(broken), data, *SHORT)
+    assert done.exit_code == 2
+    assert "and its header tells of" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("setting", "option"), [("rollout.val_n=2", ("--n", "2")), ("rollout.val_temperature=1", ("--temperature", "1"))]
+)
+def test_an_option_and_the_setting_that_it_stands_for_are_one_too_many(
+    tiny: Path, tmp_path: Path, setting: str, option: tuple[str, str]
+) -> None:
+    data = write(tmp_path / "test.jsonl", [{"prompt": "1=", "answer": "1"}])
+    done = run("eval", str(tiny), data, setting, *option)
+    assert done.exit_code == 2
+    assert (
+        f"{setting.partition('=')[0]}: {option[0]} {float(option[1]) if 'temp' in setting else option[1]}"
+        in done.stderr
+    )
+
+
 def test_ctrl_c_ends_it_with_what_was_answered_on_disk(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(
         "import time\ndef score(response, answer):\n    time.sleep(0 if answer == '0' else 60)\n    return 1.0\n"
     )
-    data = write(tmp_path / "test.jsonl", [{"prompt": f"{i}=", "answer": str(i // 2)} for i in range(20)])
+    data = write(tmp_path / "test.jsonl", [{"prompt": f"{i}=", "answer": str(i // 10)} for i in range(20)])
     output = tmp_path / "answers.jsonl"
     settings = [f"reward.function={tmp_path}/reward.py:score", "reward.timeout_s=90", "rollout.max_concurrent=1"]
     process = subprocess.Popen(
@@ -377,7 +438,7 @@ def test_ctrl_c_ends_it_with_what_was_answered_on_disk(tiny: Path, tmp_path: Pat
     )
     assert process.stderr is not None
     try:
-        while "2 of 20 problems" not in (line := process.stderr.readline()):
+        while "10 of 20 problems" not in (line := process.stderr.readline()):
             assert line, "it ended before it had answered anything"
         workers = descendants(process.pid)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of its processes
@@ -388,7 +449,7 @@ def test_ctrl_c_ends_it_with_what_was_answered_on_disk(tiny: Path, tmp_path: Pat
     assert process.returncode == 130
     assert err.splitlines()[-1] == "interrupted"
     assert "Traceback" not in err + out
-    assert [answer["row"] for answer in lines_of(output)] == [0, 1]
+    assert [answer["row"] for answer in lines_of(output)] == list(range(10))
     assert workers
     deadline = time.monotonic() + 30
     while alive(workers):  # multiprocessing's own helper ends a moment after its parent

@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
+from headway import preflight
 from headway.config.model import MakeModelConfig
 from headway.config.schema import Config
-from headway.errors import ConfigError, DataError, ModelError, UserCodeError
+from headway.errors import ConfigError, DataError, ModelError, UserCodeError, UserError
 from headway.models.make import make_model
 from headway.preflight import check_inputs, check_model
+from headway.reports.run_directory import RunDirectory
 
 REWARDS = """
 def score(response, answer): return 1.0
@@ -139,3 +143,109 @@ def test_a_folder_without_a_tokenizer_is_refused(job: dict[str, Any], tmp_path: 
     (tmp_path / "model" / "tokenizer.json").unlink()
     with pytest.raises(ModelError, match=r"tokenizer\.json"):
         check(Config.model_validate(job))
+
+
+OWN = """
+def loss(inputs, params): return 1
+def loss_of_all(*anything): return 1
+def estimate(inputs): return 1
+def estimate_with(inputs, gamma, *, k=3): return 1
+def takes_what_comes(inputs, **params): return 1
+def wants_more(inputs, gamma, horizon): return 1
+def alone(inputs): return 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("key", "function", "problem"),
+    [
+        ("loss_mode", "loss", None),
+        ("loss_mode", "loss_of_all", None),
+        ("loss_mode", "alone", "takes (inputs), but is called with (inputs, params)"),
+        ("adv_estimator", "estimate", None),
+        ("adv_estimator", "estimate_with", None),
+        ("adv_estimator", "takes_what_comes", None),
+        ("adv_estimator", "wants_more", "missing a required argument: 'horizon'"),
+        ("correction", "loss", None),
+        ("correction", "alone", "takes (inputs), but is called with (inputs, params)"),
+    ],
+)
+def test_an_own_function_must_take_what_it_is_called_with(
+    job: dict[str, Any], tmp_path: Path, key: str, function: str, problem: str | None
+) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    spec = f"{tmp_path}/own.py:{function}"
+    algorithm: dict[str, Any] = {
+        "loss_mode": {"policy_loss": {"loss_mode": spec}},
+        "adv_estimator": {"adv_estimator": spec},
+        "correction": {"rollout_correction": {"name": spec}},
+    }[key]
+    config = changed(job, "algorithm", **algorithm)
+    if problem is None:
+        check(config)
+        return
+    with pytest.raises(UserCodeError) as refused:
+        check(config)
+    assert str(refused.value).startswith(f"{spec}: ")
+    assert problem in str(refused.value)
+
+
+@pytest.mark.parametrize(("tokens", "fits"), [(31, False), (32, True)])
+def test_a_kv_cache_without_room_for_one_context_is_refused(job: dict[str, Any], tokens: int, fits: bool) -> None:
+    of_token = 1 * 2 * 2 * 8 * 4  # layers · (keys, values) · heads · head_dim · bytes of a float32
+    config = changed(job | {"cluster": {"device": "cpu"}}, "rollout", kv_cache_gib=tokens * of_token / 2**30)
+    if fits:
+        check(config)
+        return
+    with pytest.raises(ConfigError, match="no room for the keys and values of one answer with its prompt, up to 32"):
+        check(config)
+
+
+def test_a_token_that_the_model_does_not_have_cannot_be_biased(job: dict[str, Any], tmp_path: Path) -> None:
+    highest = json.loads((tmp_path / "model" / "config.json").read_text())["vocab_size"] - 1
+    check(changed(job, "rollout", logit_bias={highest: 1.0, 0: 1.0}))
+    with pytest.raises(ConfigError, match=f"there is no token {highest + 1}; .* from 0 to {highest}"):
+        check(changed(job, "rollout", logit_bias={highest + 1: 1.0}))
+    with pytest.raises(ConfigError, match="there is no token -1"):
+        check(changed(job, "rollout", logit_bias={-1: 1.0}))
+
+
+def test_weights_of_other_shapes_than_the_configs_are_refused_in_shards_too(
+    job: dict[str, Any], tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    weights = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    wrong = weights | {"model.norm.weight": torch.zeros(7)}
+    places = {name: f"{'ab'[i % 2]}.safetensors" for i, name in enumerate(sorted(weights))}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    for tensors, problem in ((weights, False), (wrong, True)):
+        for file in ("a.safetensors", "b.safetensors"):
+            save_file({name: tensors[name] for name in tensors if places[name] == file}, model / file)
+        if problem:
+            with pytest.raises(ModelError, match=r"model\.norm\.weight is \[7\] in the file, and \[16\] by config"):
+                check(Config.model_validate(job))
+        else:
+            check(Config.model_validate(job))
+
+
+def test_a_reward_that_does_not_come_back_from_its_import_is_told_after_a_while(
+    job: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "LOAD_TIMEOUT_S", 0.25)
+    (tmp_path / "hangs.py").write_text("import time\ntime.sleep(1000)\ndef score(response, answer): return 1.0\n")
+    with pytest.raises(
+        UserCodeError, match=r"hangs\.py:score was not imported within 0\.5 s; .*raise reward\.timeout_s"
+    ):
+        check_inputs(changed(job, "reward", function=f"{tmp_path}/hangs.py:score", timeout_s=0.5))
+
+
+@pytest.mark.parametrize("file", ["config.yaml", "events.jsonl", "metrics.jsonl", "summary.json"])
+def test_a_directory_with_any_file_of_a_run_is_occupied(tmp_path: Path, file: str) -> None:
+    RunDirectory(tmp_path).check_free()
+    RunDirectory(tmp_path / "new").check_free()
+    (tmp_path / file).touch()
+    with pytest.raises(UserError, match="already holds a run"):
+        RunDirectory(tmp_path).check_free()
+    with pytest.raises(UserError, match="is a file"):
+        RunDirectory(tmp_path / file).check_free()

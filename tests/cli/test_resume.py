@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from headway.app.run import is_of_the_end
 from headway.cli import cli
 from headway.config.loading import LoadedConfig, dump, load
 from headway.config.schema import Config
+from headway.reports.run_directory import RunDirectory
 from tests.cli.test_commands import RECIPE
 
 
@@ -68,6 +70,20 @@ def test_what_loses_its_effect_by_a_change_is_no_mistake(app: ScriptedApp, run_d
     assert done.exit_code == 130, done.stderr
 
 
+def test_a_run_s_own_file_begins_another_one_with_fewer_replicas(app: ScriptedApp, run_dir: Path) -> None:
+    """All that it says of two replicas is what the schema says, too."""
+    done = train(str(run_dir / "config.yaml"), "rollout.n_gpus_per_node=1", "--dry-run")
+    assert done.exit_code == 0, done.stderr
+
+
+def test_a_choice_without_effect_in_a_file_is_a_mistake(app: ScriptedApp, run_dir: Path) -> None:
+    file = run_dir / "config.yaml"
+    file.write_text(file.read_text().replace("split_groups: false", "split_groups: true"))
+    done = train(str(file), "rollout.n_gpus_per_node=1", "--dry-run")
+    assert done.exit_code == 2
+    assert "rollout.split_groups has no effect" in done.stderr
+
+
 def test_what_the_user_gives_without_effect_is_one(app: ScriptedApp, run_dir: Path) -> None:
     done = train("--resume", str(run_dir), "rollout.n_gpus_per_node=1", "rollout.split_groups=false")
     assert done.exit_code == 2
@@ -102,3 +118,24 @@ def test_a_dry_run_shows_what_would_hold_and_touches_nothing(app: ScriptedApp, r
     assert "# saves: every 3 versions" in done.stdout
     assert {path: path.read_text() for path in run_dir.iterdir()} == before
     assert app.given == []
+
+
+@pytest.mark.parametrize(
+    ("told", "newest", "of_the_end"),
+    [
+        ('{"version": 4}', [4], True),
+        ('{"version": 2}', [4], False),  # made longer, and not exported since
+        ('{"version": 4}', [], False),
+        (None, [4], True),
+        ("{", [4], True),
+    ],
+)
+def test_a_model_s_folder_of_an_earlier_end_is_known(
+    run_dir: Path, told: str | None, newest: list[int], of_the_end: bool
+) -> None:
+    directory = RunDirectory(run_dir)
+    assert not is_of_the_end(directory, newest)
+    directory.model.mkdir()
+    if told is not None:
+        (directory.model / "headway.json").write_text(told)
+    assert is_of_the_end(directory, newest) is of_the_end

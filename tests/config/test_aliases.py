@@ -99,3 +99,24 @@ def test_verls_parameters_of_a_reward_are_found_by_whatever_lies_in_them(minimal
         ConfigError, match=r"reward_kwargs\.scale: unknown key .*; did you mean reward\.params\.scale\?"
     ):
         minimal("custom_reward_function.reward_kwargs.scale=2")
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("learning_rate", "actor.optim.lr"),
+        ("actor.learning_rate", "actor.optim.lr"),
+        ("actor.lr", "actor.optim.lr"),
+        ("critic.learning_rate", "critic.optim.lr"),
+        ("critic.lr", "critic.optim.lr"),
+        ("batch_size", "actor.ppo_mini_batch_size"),
+        ("model.batch_size", "model.warmup.batch_size"),
+        ("num_generations", "rollout.n"),
+        ("beta", "actor.kl_loss_coef"),
+        ("kl_coef", "actor.kl_loss_coef or algorithm.kl_ctrl.kl_coef"),
+        ("algorithm.kl_coef", "algorithm.kl_ctrl.kl_coef"),
+        ("rollout.max_new_tokens", "data.max_response_length"),
+    ],
+)
+def test_the_name_that_other_systems_have_is_answered_with_the_one_here(written: str, meant: str) -> None:
+    assert refusal(f"{written}=1").endswith(f"{written}: unknown key (on the command line); did you mean {meant}?")

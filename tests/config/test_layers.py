@@ -55,8 +55,25 @@ def test_an_override_is_a_dotted_key_and_a_yaml_value(argument: str, key: str, v
     assert dict(read_overrides([argument]).values) == {key: value}
 
 
-def test_of_two_overrides_for_one_key_the_last_counts() -> None:
-    assert dict(read_overrides(["rollout.n=4", "rollout.n=8"]).values) == {"rollout.n": 8}
+@pytest.mark.parametrize(
+    ("first", "second", "what"),
+    [
+        ("rollout.n=4", "rollout.n=8", "rollout.n is given twice"),
+        ("rollout.n=4", "rollout.n=4", "rollout.n is given twice"),
+        ("rollout.n=4", "actor_rollout_ref.rollout.n=8", "rollout.n is given twice"),
+        ("model.make=null", "model.make.head_dim=8", "model.make.head_dim and model.make cannot both be given"),
+        ("model.make.head_dim=8", "model.make=null", "model.make and model.make.head_dim cannot both be given"),
+    ],
+)
+def test_one_key_twice_on_the_command_line_is_refused_with_both_values(first: str, second: str, what: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read_overrides([first, second])
+    assert str(refused.value) == f"'{first}' and '{second}': {what} on the command line; drop one of them"
+
+
+def test_an_empty_section_and_keys_in_it_are_no_contradiction() -> None:
+    assert dict(read_overrides(["model.make={}", "model.make.head_dim=8"]).values) == {"model.make.head_dim": 8}
+    assert dict(read_overrides(["model.make.head_dim=8", "model.make={}"]).values) == {"model.make.head_dim": 8}
 
 
 @pytest.mark.parametrize("argument", ["rollout.n", "=3", "run.name=[1", "run.name={a"])

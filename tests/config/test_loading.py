@@ -167,7 +167,8 @@ def test_an_eta_that_is_no_fraction_from_0_on_is_refused(eta: str) -> None:
         ("async_training.stalenes_threshold", "async_training.staleness_threshold"),
         ("actor.optim.learning_rate_warmup_steps", "actor.optim.lr_warmup_steps"),
         ("actor_rollout_ref.rollout.temprature", "rollout.temperature"),
-        ("lr", "model.warmup.lr or actor.optim.lr or critic.optim.lr"),
+        ("val_n", "rollout.val_n"),
+        ("ppo_epochs", "actor.ppo_epochs or critic.ppo_epochs"),
     ],
 )
 def test_an_unknown_key_is_refused_with_what_was_probably_meant(key: str, suggestion: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,10 +11,11 @@ import yaml
 from pydantic import AfterValidator, Field
 
 from headway.config import reference
+from headway.config.aliases import USUAL
 from headway.config.layers import nest
 from headway.config.messages import known_keys
 from headway.config.presets import PRESETS
-from headway.config.reference import REQUIRED, SELF_EVIDENT, keys, page, parts
+from headway.config.reference import REQUIRED, keys, page, parts
 from headway.config.schema import Config
 from headway.config.section import Section
 
@@ -45,14 +45,10 @@ def test_every_key_and_every_section_has_a_meaning() -> None:
     assert silent == []
 
 
-def test_no_meaning_is_given_for_a_key_that_has_a_docstring_or_is_not_there() -> None:
-    undocumented = set(undescribed(Config))
-    unused = {
-        ending
-        for ending in SELF_EVIDENT
-        if not any(name == ending or name.endswith(f".{ending}") for name in undocumented)
-    }
-    assert unused == set()
+def test_what_other_systems_call_a_setting_leads_to_keys_that_there_are() -> None:
+    known = set(known_keys())
+    assert {key for keys in USUAL.values() for key in keys} <= known
+    assert USUAL.keys().isdisjoint(known)
 
 
 def test_defaults_on_the_page_read_back_as_the_default_configuration() -> None:
@@ -116,16 +112,3 @@ def test_a_type_that_there_are_no_words_for_is_an_error(annotation: Any) -> None
 
     with pytest.raises(TypeError, match="no words"):
         list(reference.parts(Odd))
-
-
-def undescribed(section: type[Section], name: str = "") -> Iterator[str]:
-    """Dotted names of keys and sections that the schema says nothing about, by its own classes."""
-    for field_name, field in section.model_fields.items():
-        key = f"{name}.{field_name}".lstrip(".")
-        inner = [one for one in reference._sections(field.annotation) if not one.__doc__]
-        if not field.description and (inner or not reference._sections(field.annotation)):
-            yield key
-        for one in reference._sections(field.annotation):
-            if not one.__doc__:
-                yield f"{key}[]"
-            yield from undescribed(one, key)

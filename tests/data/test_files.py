@@ -154,3 +154,22 @@ def test_every_record_knows_its_row(file: Path) -> None:
     place = "line {}" if file.suffix == ".jsonl" else "row {}"
     first = 1 if file.suffix == ".jsonl" else 0
     assert [r.where for r in read(write(file, ROWS))] == [f"{file}, {place.format(first + i)}" for i in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("key", "there"),
+    [
+        ("meta.gt", "prompt, meta, meta.style, meta.deep"),
+        ("meta.deep.gt", "prompt, meta, meta.deep.truth"),
+        ("meta.style.gt", "prompt, meta"),
+    ],
+)
+def test_a_value_that_is_not_inside_a_column_is_refused_with_those_that_are(
+    tmp_path: Path, key: str, there: str
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "1=", "meta": {"style": "rule", "deep": {"truth": 1}}}\n')
+    with pytest.raises(DataError) as refused:
+        read_records(str(path), prompt_key="prompt", answer_key=key)
+    assert f"there is no column '{key}'; there are {there}. Set" in str(refused.value)
+    assert read_records(str(path), prompt_key="prompt", answer_key="meta.deep.truth")[0].answer == 1

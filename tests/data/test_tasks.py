@@ -6,13 +6,14 @@ import math
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.data.tasks import make_task, split_task
-from headway.errors import ConfigError
+from headway.errors import ConfigError, UserCodeError
 
 LETTERS = {"alphabet": "cab", "min_length": 2, "mean_length": 4.0, "max_length": 9}
 
@@ -174,3 +175,11 @@ def test_a_mixture_of_reasoning_gyms_datasets_is_written_as_a_config_has_it() ->
     names = {task.problem(i).extra["metadata"]["source_dataset"] for i in range(12)}
     assert names == {"leg_counting", "chain_sum"}
     assert all(task.score(p.answer, p.answer, p.extra) == 1 for p in map(task.problem, range(12)))
+
+
+def test_a_factory_of_one_s_own_must_take_what_it_is_called_with(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def few(params): return None\n")
+    with pytest.raises(
+        UserCodeError, match=r"own\.py:few: takes \(params\), but is called with \(params, seed, problems\)"
+    ):
+        make_task(f"{tmp_path}/own.py:few", {}, seed=0)

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 import headway
+from headway.cli.common import TakesSettings
 from headway.cli.evaluation import evaluate
 from headway.cli.planning import plan, profile, report
 from headway.cli.training import doctor, train
@@ -25,9 +26,11 @@ cli = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (train, plan, profile, report, doctor):
+cli.command(cls=TakesSettings)(train)
+for command in (plan, profile, report):
     cli.command()(command)
-cli.command("eval")(evaluate)
+cli.command(cls=TakesSettings)(doctor)
+cli.command("eval", cls=TakesSettings)(evaluate)
 
 
 def print_version(wanted: bool) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from headway.errors import HeadwayError
 
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
+
+A_TYPING_ERROR = 0.8
+"""How alike an unknown option and one that there is must be for that one to be meant, in [0, 1]."""
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
@@ -31,8 +36,42 @@ def errors_as_messages(debug: bool) -> Iterator[None]:
             traceback.print_exc()
         expected = isinstance(error, HeadwayError)
         typer.echo(f"error: {error}" if expected else f"error: unexpected {type(error).__name__}: {error}", err=True)
-        if not expected and not debug:
+        if isinstance(error, MemoryError):
+            typer.echo("This machine's memory ran out. Use a smaller model or shorter data, or more memory", err=True)
+        elif not expected and not debug:
             typer.echo("This should not happen. Run again with --debug to see where it did.", err=True)
         for note in getattr(error, "__notes__", ()):
             typer.echo(note, err=True)
         raise typer.Exit(error.exit_code if isinstance(error, HeadwayError) else EXIT_FAILED) from error
+
+
+class TakesSettings(TyperCommand):
+    """A command with ``a.b=c`` arguments: to one that is typed as an option it says how a setting is written."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Raises click's errors of usage, as its base class does."""
+        typed = list(args)  # the parser empties its own
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter:
+            raise
+        except Exception as error:  # typer does not export click's `NoSuchOption`, whose attributes these are
+            name, options = getattr(error, "option_name", None), getattr(error, "possibilities", None) or ()
+            if name is not None and not difflib.get_close_matches(name, options, n=1, cutoff=A_TYPING_ERROR):
+                error.message = _as_a_setting(name, typed) or error.message  # type: ignore[attr-defined]
+                error.possibilities = None  # type: ignore[attr-defined]
+            raise
+
+
+def _as_a_setting(option: str, typed: Sequence[str]) -> str:
+    """What to say of ``--a.b=c`` or ``--a.b c`` where ``a.b=c`` is meant; empty where nothing is known to be."""
+    from headway.config.messages import meant
+
+    at = next((i for i, word in enumerate(typed) if word.startswith(option)), 0)
+    name, equals, value = typed[at].partition("=")
+    if not equals and at + 1 < len(typed) and not typed[at + 1].startswith("-") and "=" not in typed[at + 1]:
+        value = typed[at + 1]
+    if not (keys := meant(name.lstrip("-").replace("-", "_"))):
+        return ""
+    written = " or ".join(f"{key}={value or '…'}" for key in keys)
+    return f"No such option: {name}. Settings have no dashes: {written}"

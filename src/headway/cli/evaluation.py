@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 MOST_CHARACTERS = 300
 """Of a prompt or a response in the table: the last ones, where a question is asked and an answer given."""
 
+FEWEST_FOR_A_LINE = 10
+"""Problems between two lines of progress."""
+
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="A Hugging Face folder or name on the hub, or a run's directory.")
 ]
@@ -160,17 +163,21 @@ def _write(file: TextIO, problem: Solved) -> None:
 
 
 class Tenths:
-    """Progress as plain lines, where no terminal is attached: the start, and each tenth of the problems."""
+    """Progress as plain lines, where no terminal is attached: the start, each tenth of the problems, and the end.
+
+    Never for fewer than `FEWEST_FOR_A_LINE` problems in between.
+    """
 
     def __init__(self, console: Console, total: int) -> None:
         self._console, self._total, self._done = console, total, 0
+        self._every = max(FEWEST_FOR_A_LINE, -(-total // 10))
 
     def start(self) -> None:
         self._console.print(f"answering {self._total} problems", soft_wrap=True)
 
     def advance(self) -> None:
-        before, self._done = self._done * 10 // self._total, self._done + 1
-        if self._done * 10 // self._total > before:
+        self._done += 1
+        if self._done % self._every == 0 or self._done == self._total:
             self._console.print(f"{self._done} of {self._total} problems", soft_wrap=True)
 
 

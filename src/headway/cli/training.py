@@ -155,6 +155,8 @@ def summary(config: Config) -> dict[str, str]:
         "saves": checkpoints(config),
         "backend": config.cluster.backend,
     }
+    if config.cluster.backend == "inline":
+        return lines | {role: f"{len(on)} × (this process)" for role, on in placement.devices.items()}
     roles = {role: f"{len(on)} × ({device_range(on)})" for role, on in placement.devices.items()}
     return lines | roles | ({"idle": device_range(placement.idle)} if placement.idle else {})
 

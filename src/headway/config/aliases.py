@@ -56,6 +56,57 @@ RENAMED: Mapping[str, str] = {
 }
 """Where a key of verl's is found here; only for suggestions."""
 
+USUAL: Mapping[str, tuple[str, ...]] = {
+    "base_model": ("model.path",),
+    "batch_size": ("actor.ppo_mini_batch_size",),
+    "beta": ("actor.kl_loss_coef",),
+    "bf16": ("model.dtype",),
+    "clip_range": ("actor.clip_ratio",),
+    "cliprange": ("actor.clip_ratio",),
+    "dataset": ("data.train",),
+    "dataset_name": ("data.train",),
+    "entropy_coef": ("actor.entropy_coeff",),
+    "epochs": ("data.epochs",),
+    "eps_clip": ("actor.clip_ratio",),
+    "epsilon": ("actor.clip_ratio",),
+    "epsilon_high": ("actor.clip_ratio_high",),
+    "eval_dataset": ("data.val",),
+    "eval_steps": ("rollout.test_freq",),
+    "gradient_checkpointing": ("model.enable_gradient_checkpointing",),
+    "group_size": ("rollout.n",),
+    "kl_coef": ("actor.kl_loss_coef", "algorithm.kl_ctrl.kl_coef"),
+    "learning_rate": ("actor.optim.lr",),
+    "loss_type": ("algorithm.policy_loss.loss_mode",),
+    "lr": ("actor.optim.lr",),
+    "lr_scheduler": ("actor.optim.lr_scheduler_type",),
+    "max_async_level": ("async_training.staleness_threshold",),
+    "max_completion_length": ("data.max_response_length",),
+    "max_grad_norm": ("actor.grad_clip",),
+    "max_head_offpolicyness": ("async_training.staleness_threshold",),
+    "max_new_tokens": ("data.max_response_length",),
+    "max_staleness": ("async_training.staleness_threshold",),
+    "max_steps": ("rollout.total_rollout_steps",),
+    "max_tokens": ("data.max_response_length",),
+    "micro_batch_size": ("actor.ppo_max_token_len_per_gpu",),
+    "model": ("model.path",),
+    "model_name": ("model.path",),
+    "model_name_or_path": ("model.path",),
+    "n_samples_per_prompt": ("rollout.n",),
+    "num_epochs": ("data.epochs",),
+    "num_generations": ("rollout.n",),
+    "num_iterations": ("actor.ppo_epochs",),
+    "num_train_epochs": ("data.epochs",),
+    "output_dir": ("run.dir",),
+    "per_device_train_batch_size": ("actor.ppo_mini_batch_size",),
+    "reward_funcs": ("reward.function",),
+    "save_steps": ("trainer.save_freq",),
+    "staleness": ("async_training.staleness_threshold",),
+    "torch_dtype": ("model.dtype",),
+    "warmup_steps": ("actor.optim.lr_warmup_steps",),
+    "weight_decay": ("actor.optim.weight_decay",),
+}
+"""Names of settings in other systems (TRL, OpenRLHF, AReaL, prime-rl), and what is nearest here; for suggestions."""
+
 
 def canonical_key(key: str) -> str:
     """``+actor_rollout_ref.rollout.n`` is ``rollout.n``."""

@@ -38,7 +38,8 @@ def diagnose(loaded: LoadedConfig) -> list[str]:
     )
     problems = [problem for check in checks for problem in check(loaded.config)]
     idle = without_effect(loaded.config)
-    problems += [f"{key} has no effect: {reason}" for key, reason in idle.items() if key in loaded.user_keys]
+    chosen = loaded.user_keys - loaded.usual_keys
+    problems += [f"{key} has no effect: {reason}" for key, reason in idle.items() if key in chosen]
     if problems:
         raise ConfigError("\n".join(problems))
     return [*loaded.notes, *_notes(loaded)]
@@ -113,6 +114,8 @@ def _length(config: Config) -> Iterator[str]:
 
 def _sampling(config: Config) -> Iterator[str]:
     rollout = config.rollout
+    if not all(rollout.stop):
+        yield "rollout.stop: an empty string ends every answer before it begins; drop it"
     if rollout.temperature == 0:
         yield "rollout.temperature=0 is greedy: all trajectories of a group would be equal, with nothing to learn from"
     for key, value, off in (

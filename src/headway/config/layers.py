@@ -55,14 +55,21 @@ def read_file(path: Path) -> list[Layer]:
 
 
 def read_overrides(overrides: Sequence[str]) -> Layer:
-    """The layer of ``a.b=c`` arguments; of several for one key the last counts.
+    """The layer of ``a.b=c`` arguments.
 
     Raises:
-        ConfigError: an argument has no ``=``, or its value is not valid YAML.
+        ConfigError: an argument has no ``=``, or its value is not valid YAML; or two of them give the same key, or one
+            a value and the other a key below it.
     """
     values: dict[str, Any] = {}
+    written: dict[str, str] = {}
     for override in overrides:
-        values = overlay(values, translate(_parse_override(override)))
+        for key, value in translate(_parse_override(override)).items():
+            if clash := next((other for other in values if _excludes(other, values[other], key, value)), None):
+                raise ConfigError(
+                    f"{written[clash]!r} and {override!r}: {_twice(key, clash)} on the command line; drop one of them"
+                )
+            values, written[key] = overlay(values, {key: value}), override
     return Layer("on the command line", values)
 
 
@@ -183,6 +190,10 @@ def _excludes(one: str, one_value: Any, other: str, other_value: Any) -> bool:
     below = one.startswith(f"{other}.") and other_value != {}
     above = other.startswith(f"{one}.") and one_value != {}
     return one == other or below or above
+
+
+def _twice(one: str, other: str) -> str:
+    return f"{one} is given twice" if one == other else f"{one} and {other} cannot both be given"
 
 
 def _has_below(values: Mapping[str, Any], section: str) -> bool:

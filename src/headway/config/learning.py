@@ -10,23 +10,35 @@ from headway.config.section import NonNegative, Positive, Probability, Section
 
 
 class OptimConfig(Section):
+    """AdamW, and its learning rate."""
+
     lr: float = Field(1e-6, gt=0)
+    """Learning rate after warm-up."""
     lr_warmup_steps: NonNegative = 0
     """Optimizer steps of linear warm-up."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     """After warm-up; ``linear`` and ``cosine`` fall to ``min_lr_ratio`` at the last optimizer step."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    """Share of ``lr`` that is left at the last optimizer step."""
     weight_decay: float = Field(0.0, ge=0)
+    """AdamW's decoupled weight decay."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    """AdamW's decay rates of the first and second moment."""
 
 
 class FsdpConfig(Section):
+    """How the policy is sharded."""
+
     param_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory between uses (FSDP2's CPUOffloadPolicy)."""
     reshard_after_forward: bool = True
+    """Free a layer's gathered parameters after its forward pass and gather them again in the backward pass: less
+    memory, more communication."""
 
 
 class ActorConfig(Section):
+    """The policy's loss, mini-batches and optimizer."""
+
     ppo_mini_batch_size: Positive = 32
     """Groups of one optimizer step."""
     ppo_epochs: Positive = 1
@@ -34,6 +46,7 @@ class ActorConfig(Section):
     ppo_max_token_len_per_gpu: Positive = 16_384
     """Tokens (padding included) of one micro-batch; an answer longer than this has a micro-batch of its own."""
     clip_ratio: float = Field(0.2, gt=0)
+    """ε, where ``clip_ratio_low`` and ``clip_ratio_high`` are not given: ratios count in 1 ± ε."""
     clip_ratio_low: float | None = Field(None, gt=0)
     """ε below; default ``clip_ratio``."""
     clip_ratio_high: float | None = Field(None, gt=0)
@@ -46,9 +59,11 @@ class ActorConfig(Section):
     loss_scale_factor: float | None = Field(None, gt=0)
     """The constant length of ``seq-mean-token-sum-norm``, such as ``data.max_response_length``."""
     entropy_coeff: float = Field(0.0, ge=0)
+    """Subtract this times the policy's mean entropy from the loss."""
     use_kl_loss: bool = False
     """Add ``kl_loss_coef`` · KL(π_θ‖π_ref) to the loss; brings the reference policy in."""
     kl_loss_coef: float = Field(0.001, ge=0)
+    """Coefficient of the KL term in the loss."""
     kl_loss_type: Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"] = "k3"
     """The estimator. With ``+`` its value, and the unbiased gradient (docs/algorithms/kl.md)."""
     use_bias_correction_kl: bool = False
@@ -68,6 +83,7 @@ class RefConfig(Section):
     nnodes: NonNegative = 0
     """Machines of its own; 0 puts it on the trainer's ranks, inside each fetch."""
     n_gpus_per_node: Positive = 1
+    """Devices on each of its machines (on CPUs: processes)."""
 
 
 class LogpConfig(Section):
@@ -77,6 +93,7 @@ class LogpConfig(Section):
     """Machines of its own: each rank has a copy of the policy, and gets every update. 0 puts it on the trainer's ranks,
     inside each fetch."""
     n_gpus_per_node: Positive = 1
+    """Devices on each of its machines (on CPUs: processes)."""
 
 
 class CriticConfig(Section):
@@ -87,6 +104,7 @@ class CriticConfig(Section):
     nnodes: NonNegative = 0
     """Machines of its own; 0 puts it on the trainer's ranks, inside each fetch."""
     n_gpus_per_node: Positive = 1
+    """Devices on each of its machines (on CPUs: processes)."""
     ppo_epochs: Positive = 1
     """Passes over each fetch; its mini-batches are the actor's."""
     cliprange_value: float | None = Field(0.5, gt=0)
@@ -129,11 +147,15 @@ class PolicyLossConfig(Section):
 
 
 class FilterGroupsConfig(Section):
+    """Dynamic sampling."""
+
     enable: bool = False
     """Dynamic sampling (DAPO): groups whose rewards are all equal are ``filtered``, and refilled."""
 
 
 class CorrectionConfig(Section):
+    """A correction."""
+
     name: str | None = None
     """``truncate``, ``mask`` (IcePop), ``reject``, ``veto``, ``off_policy_sequence_mask``, or ``file.py:function``.
     Default: w is 1."""
@@ -163,11 +185,15 @@ class RolloutCorrectionConfig(CorrectionConfig):
 
 
 class KlCtrlConfig(Section):
+    """Of ``use_kl_in_reward``."""
+
     kl_coef: float = Field(0.001, ge=0)
     """Coefficient of the penalty in the reward."""
 
 
 class AlgorithmConfig(Section):
+    """Advantages, losses, corrections and filters (docs/algorithms/grpo.md and the pages beside it)."""
+
     adv_estimator: str = "grpo"
     """Name in the registry of advantages (docs/algorithms), or ``file.py:function``."""
     norm_adv_by_std_in_grpo: bool = True
@@ -201,4 +227,6 @@ class GuardConfig(Section):
 
 
 class OffpolicyConfig(Section):
+    """What is done about data that is too far off policy (docs/algorithms/health.md)."""
+
     guard: GuardConfig = GuardConfig()

@@ -42,6 +42,9 @@ class LoadedConfig:
     schema's. A null takes a value back: it counts as not given."""
     notes: list[str] = field(default_factory=list)
     """What was decided on the way and is worth a line."""
+    usual_keys: frozenset[str] = frozenset()
+    """Those of ``user_keys`` to which a file gives what the mode or the schema says anyway: a run's own file is full
+    of them."""
 
 
 def load(path: Path | None, overrides: Sequence[str] = ()) -> LoadedConfig:
@@ -52,7 +55,8 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> LoadedConfig:
     Raises:
         ConfigError: in one message, everything that is wrong with the keys and their values.
     """
-    layers = [*(read_file(path) if path is not None else []), read_overrides(overrides)]
+    typed = read_overrides(overrides)
+    layers = [*(read_file(path) if path is not None else []), typed]
     layers, notes = _replace_whole_choices(layers)
     user: dict[str, Any] = {}
     for layer in layers:
@@ -64,7 +68,10 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> LoadedConfig:
         config = Config.model_validate(values)
     except ValidationError as error:
         raise ConfigError(explain(error, _origins(layers))) from error
-    return LoadedConfig(config, frozenset(key for key, value in user.items() if value is not None), notes)
+    usual, resolved = _flat_values(mode_config(config.mode)), _flat_values(config)
+    same = {key for key, value in resolved.items() if key in usual and usual[key] == value}
+    given = frozenset(key for key, value in user.items() if value is not None)
+    return LoadedConfig(config, given, notes, usual_keys=frozenset(given & same - typed.values.keys()))
 
 
 def dump(config: Config) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from headway.config.aliases import RENAMED
+from headway.config.aliases import RENAMED, USUAL, canonical_key
 from headway.config.layers import lies_in
 from headway.config.schema import Config
 from headway.config.section import Section
@@ -139,17 +139,39 @@ def _where(key: str, origins: Mapping[str, str]) -> str:
     return f" ({origin})" if origin else ""
 
 
-def _suggest(key: str, root: type[Section]) -> str:
-    """What was probably meant: a renamed key, the same name in other sections, or else the most similar spelling."""
+def meant(key: str, root: type[Section] = Config) -> list[str]:
+    """The keys that were probably meant by ``key``; itself, where it is one; none where nobody could tell.
+
+    A renamed key, the name that other systems have for it, the same name in other sections, or else the most similar
+    spelling.
+    """
     keys = list(dict.fromkeys(known_keys(root)))
-    plain = re.sub(r"\[\d+\]", "", key)
+    plain = canonical_key(re.sub(r"\[\d+\]", "", key))
+    if plain in keys:
+        return [plain]
     if old := next((old for old, new in RENAMED.items() if lies_in(plain, old) and new in keys), None):
-        return f"; did you mean {RENAMED[old]}{plain.removeprefix(old)}?"
+        return [f"{RENAMED[old]}{plain.removeprefix(old)}"]
     same_name = [known for known in keys if _name(known) == _name(plain)]
-    misspelt_section = difflib.get_close_matches(plain, same_name, n=1, cutoff=NEARLY_EQUAL)
-    if candidates := misspelt_section or same_name or _similar(plain, keys):
-        return f"; did you mean {' or '.join(candidates)}?"
-    return ""
+    section = f"{plain.partition('.')[0]}."
+    return (
+        difflib.get_close_matches(plain, same_name, n=1, cutoff=NEARLY_EQUAL)
+        or [known for known in same_name if known.startswith(section)]
+        or _usual(plain, section, keys)
+        or same_name
+        or _similar(plain, keys)
+    )
+
+
+def _usual(key: str, section: str, keys: Sequence[str]) -> list[str]:
+    """What another system's name is here: in ``section``, where that has it, too (``critic.learning_rate``)."""
+    found = [known for known in USUAL.get(_name(key), ()) if known in keys]
+    own = [f"{section}{known.partition('.')[2]}" for known in found]
+    return [known for known in own if known in keys] or found
+
+
+def _suggest(key: str, root: type[Section]) -> str:
+    candidates = meant(key, root)
+    return f"; did you mean {' or '.join(candidates)}?" if candidates else ""
 
 
 def _one_of(values: Sequence[str]) -> str:

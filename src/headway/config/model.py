@@ -14,14 +14,23 @@ class MakeModelConfig(Section):
     """A model made from nothing: a Qwen3-style causal LM with a character tokenizer."""
 
     architecture: Literal["qwen3", "qwen2", "llama"] = "qwen3"
+    """The family of the model, of ``transformers``."""
     hidden_size: Positive = 128
+    """Width of the residual stream."""
     num_hidden_layers: Positive = 3
+    """Decoder layers."""
     num_attention_heads: Positive = 4
+    """Query heads of a layer."""
     num_key_value_heads: Positive = 2
+    """Key and value heads of a layer; a divisor of ``num_attention_heads``."""
     head_dim: Positive = 32
+    """Width of a head."""
     intermediate_size: Positive = 384
+    """Width of the feed-forward layer."""
     max_position_embeddings: Positive = 256
+    """Longest context: prompt and response have to fit."""
     tie_word_embeddings: bool = True
+    """Use the embedding as the output layer, too."""
     vocabulary: str = Field("0123456789abcdefghijklmnopqrstuvwxyz:=,|+-*() ", min_length=1)
     """Characters of the tokenizer; padding and end-of-sequence are added."""
 
@@ -59,7 +68,9 @@ class WarmupConfig(Section):
     target: tuple[float, float] = (0.4, 0.6)
     """The window of held-out greedy accuracy in which warm-up stops."""
     batch_size: Positive = 128
+    """Problems of one supervised step."""
     lr: float = Field(1e-3, gt=0)
+    """Learning rate of the first supervised step."""
     eval_every: Positive = 20
     """Optimizer steps between two evaluations. A jump over the window goes back to the last weights below it and on
     with a quarter of the learning rate and of these steps."""
@@ -81,6 +92,8 @@ class WarmupConfig(Section):
 
 
 class ModelConfig(Section):
+    """The model that is trained: one that is loaded, or a small one that is made."""
+
     path: str | None = None
     """A Hugging Face folder (config, weights, tokenizer). Replaces ``make`` and ``warmup``."""
     make: MakeModelConfig | None = None
@@ -92,3 +105,4 @@ class ModelConfig(Section):
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""
     trust_remote_code: bool = False
+    """Run the code that comes with the model's folder."""

@@ -1,7 +1,7 @@
 """The configuration reference, ``docs/configuration.md``, written from the schema.
 
 Section classes ─▶ keys(): type, range, default, docstring ─▶ page(): Markdown
-PRESETS, RENAMED, FIXED ────────────────────────────────────┘
+PRESETS, RENAMED, USUAL, FIXED ───────────────────────────────────┘
 
 python -m headway.config.reference > docs/configuration.md
 """
@@ -22,7 +22,7 @@ import yaml
 from pydantic import AfterValidator
 from pydantic.fields import FieldInfo
 
-from headway.config.aliases import FIXED, RENAMED
+from headway.config.aliases import FIXED, RENAMED, USUAL
 from headway.config.presets import PRESETS
 from headway.config.schema import Config
 from headway.config.section import Section, never_or_every, shortest_spelling
@@ -37,67 +37,6 @@ RULES: Mapping[Callable[..., Any], str] = {never_or_every: "not 0"}
 """What a validator of a type adds to its range."""
 NAMES: Mapping[Callable[..., Any], Sequence[str]] = {known_transport: ("auto", *TRANSPORTS)}
 """What a validator of a type makes of it: one of these."""
-
-SELF_EVIDENT: Mapping[str, str] = {
-    "run": "The run's name, place and seed.",
-    "model": "The model that is trained: one that is loaded, or a small one that is made.",
-    "model.make.architecture": "The family of the model, of `transformers`.",
-    "model.make.hidden_size": "Width of the residual stream.",
-    "model.make.num_hidden_layers": "Decoder layers.",
-    "model.make.num_attention_heads": "Query heads of a layer.",
-    "model.make.num_key_value_heads": "Key and value heads of a layer; a divisor of `num_attention_heads`.",
-    "model.make.head_dim": "Width of a head.",
-    "model.make.intermediate_size": "Width of the feed-forward layer.",
-    "model.make.max_position_embeddings": "Longest context: prompt and response have to fit.",
-    "model.make.tie_word_embeddings": "Use the embedding as the output layer, too.",
-    "model.warmup.batch_size": "Problems of one supervised step.",
-    "model.warmup.lr": "Learning rate of the first supervised step.",
-    "model.trust_remote_code": "Run the code that comes with the model's folder.",
-    "data": "Prompts, ground truths and lengths (docs/data.md).",
-    "reward": "What turns a response into a number (docs/rewards.md).",
-    "reward.overlong_buffer.enable": "Whether the penalty is taken off.",
-    "rollout": "Generation: sampling, the engine, its devices, validation, the length of the run.",
-    "rollout.temperature": "Of sampling, and of the log-probs that are trained on. 0 is greedy, and refused.",
-    "rollout.top_p": "Sample from the most likely tokens that have this probability together; 1 is off.",
-    "actor": "The policy's loss, mini-batches and optimizer.",
-    "actor.clip_ratio": "ε, where `clip_ratio_low` and `clip_ratio_high` are not given: ratios count in 1 ± ε.",
-    "actor.entropy_coeff": "Subtract this times the policy's mean entropy from the loss.",
-    "actor.kl_loss_coef": "Coefficient of the KL term in the loss.",
-    "actor.optim": "AdamW, of the policy.",
-    "actor.fsdp_config": "How the policy is sharded.",
-    "actor.fsdp_config.reshard_after_forward": (
-        "Free a layer's gathered parameters after its forward pass and gather them again in the backward pass: less "
-        "memory, more communication."
-    ),
-    "optim.lr": "Learning rate after warm-up.",
-    "optim.min_lr_ratio": "Share of `lr` that is left at the last optimizer step.",
-    "optim.weight_decay": "AdamW's decoupled weight decay.",
-    "optim.betas": "AdamW's decay rates of the first and second moment.",
-    "critic.optim": "AdamW, of the critic.",
-    "n_gpus_per_node": "Devices on each of its machines (on CPUs: processes).",
-    "algorithm": "Advantages, losses, corrections and filters (docs/algorithms/grpo.md and the pages beside it).",
-    "algorithm.rollout_correction.also[]": "A further correction.",
-    "algorithm.filter_groups": "Dynamic sampling.",
-    "algorithm.kl_ctrl": "Of `use_kl_in_reward`.",
-    "offpolicy": "What is done about data that is too far off policy (docs/algorithms/health.md).",
-    "async_training.order": (
-        "Which finished group is taken next: `fifo` by number, `window` any whose number is within W of the oldest, "
-        "`ready` whichever finished first (docs/staleness.md)."
-    ),
-    "async_training.on_update": (
-        "What happens to answers in flight when new weights arrive: `drain` finishes them first, `interrupt` stops "
-        "them and goes on under the new weights, `keep` goes on in place with the old KV cache."
-    ),
-    "param_update": "How new weights get to the replicas (docs/parameter-update.md).",
-    "placement": "Where the two sides run.",
-    "trainer": "Training ranks and checkpoints.",
-    "trainer.nnodes": "Machines of the training role.",
-    "cluster": "Ray, devices, and how long anything is waited for.",
-    "cluster.device": "What workers compute on; `auto` is `cuda` where there are GPUs.",
-    "reports": "What a run shows and writes.",
-    "reports.tensorboard": "Write TensorBoard files.",
-}
-"""Meaning of keys and sections without a docstring, by the longest ending of their dotted names that is here."""
 
 _BOUNDS: Mapping[str, str] = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 """Attributes of the entries of a type's metadata."""
@@ -151,10 +90,10 @@ def parts(section: type[Section] = Config, name: str = "", default: Section | No
         sections = _sections(field.annotation)
         value = _default(section, field_name) if default is None else getattr(default, field_name)
         if not (sections and isinstance(value, Section)):
-            own.append(Key(key, _value(key, field), _spelled(value), _meaning(key, field.description)))
+            own.append(Key(key, _value(key, field), _spelled(value), _meaning(field.description)))
         suffix = "[]" if sections and _holds_a_list(field.annotation) else ""
         inner += [(one, key + suffix, value if isinstance(value, Section) else None) for one in sections]
-    yield Part(name, _meaning(name, section.__doc__), tuple(own))
+    yield Part(name, _meaning(section.__doc__), tuple(own))
     for one, where, given in inner:
         yield from parts(one, where, given)
 
@@ -180,6 +119,8 @@ def page() -> str:
         [f"`{key}`", ", ".join(f"`{_spelled(v)}`" for v in rule.values), rule.reason] for key, rule in FIXED.items()
     ]
     lines += [OTHER_NAMES, _table(("verl's", "here"), renamed)]
+    usual = [[f"`{name}`", ", ".join(f"`{key}`" for key in here)] for name, here in USUAL.items()]
+    lines += [USUAL_ELSEWHERE, _table(("elsewhere", "here"), usual)]
     lines += [ONE_VALUE, _table(("key", "accepted at", "because"), fixed)]
     return "\n\n".join(line for line in lines if line) + "\n"
 
@@ -215,7 +156,9 @@ OTHER_NAMES = """\
 Keys have verl's names wherever verl has one, and a leading `actor_rollout_ref.` or `+` is taken off. These have others
 here; an error names the new one."""
 
-ONE_VALUE = "These are accepted, and change nothing:"
+USUAL_ELSEWHERE = "So it is with names that are usual in other systems, whose settings these are nearest to:"
+
+ONE_VALUE = "These keys of verl's are accepted, and change nothing:"
 
 
 def _sections(annotation: Any) -> list[type[Section]]:
@@ -325,12 +268,8 @@ def _spelled(value: Any) -> str:
     return text.removesuffix("...\n").strip()
 
 
-def _meaning(key: str, description: str | None) -> str:
-    names = key.split(".")
-    endings = [".".join(names[start:]) for start in range(len(names))]
-    known = next((SELF_EVIDENT[ending] for ending in endings if ending in SELF_EVIDENT), "")
-    text = cleandoc(description) if description else known
-    return _linked(" ".join(text.split()).replace("``", "`"))
+def _meaning(docstring: str | None) -> str:
+    return _linked(" ".join(cleandoc(docstring or "").split()).replace("``", "`"))
 
 
 def _linked(text: str) -> str:

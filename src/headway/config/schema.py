@@ -3,7 +3,8 @@
     YAML file(s) ─▶ preset of ``mode`` under them ─▶ ``a.b=c`` overrides ─▶ this schema ─▶ doctor ─▶ the run
 
 Key names are the field's (verl and its fully-asynchronous recipe) wherever the field has one. Sections of the model are
-in `headway.config.model`, those of what is learned and how in `headway.config.learning`.
+in `headway.config.model`, that of generation in `headway.config.rollout`, those of what is learned and how in
+`headway.config.learning`.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from headway.config.learning import (
     RefConfig,
 )
 from headway.config.model import ModelConfig
+from headway.config.rollout import RolloutConfig
 from headway.config.section import (
     Eta,
     Every,
     Folder,
     NonNegative,
     Positive,
-    Probability,
     Section,
     Share,
     exact_fraction,
@@ -49,6 +50,8 @@ from headway.config.transports import known_transport
 
 
 class RunConfig(Section):
+    """The run's name, place and seed."""
+
     name: str = "headway"
     """Names the run's directory when ``run.dir`` is not given."""
     dir: Folder | None = None
@@ -61,7 +64,8 @@ class TaskConfig(Section):
     """A procedural task: problems are generated, with their answers."""
 
     name: str = "sort"
-    """A task of Headway's own (``sort``, ``reverse``) or ``reasoning_gym/<dataset>``."""
+    """A task of Headway's own (``sort``, ``reverse``), ``reasoning_gym/<dataset>``, or ``file.py:function`` for your
+    own (docs/data.md)."""
     size: Positive = 20_000
     """Training problems in one epoch."""
     val_size: Positive = 512
@@ -121,6 +125,8 @@ Sources = tuple[Annotated[SourceConfig, BeforeValidator(_path_or_section)], ...]
 
 
 class DataConfig(Section):
+    """Prompts, ground truths and lengths (docs/data.md)."""
+
     train: str | None = None
     """A JSONL or Parquet file of training prompts. Replaces ``task``. Several files, or a dataset: see ``sources``."""
     val: str | None = None
@@ -190,6 +196,7 @@ class OverlongBufferConfig(Section):
     """DAPO's soft overlong penalty."""
 
     enable: bool = False
+    """Whether the penalty is taken off."""
     len: Positive = 64
     """Tokens before ``data.max_response_length`` over which the penalty grows."""
     penalty_factor: float = Field(1.0, gt=0)
@@ -215,6 +222,8 @@ class RewardFunctionConfig(Section):
 
 
 class RewardConfig(Section):
+    """What turns a response into a number (docs/rewards.md)."""
+
     function: str = "exact_match"
     """``exact_match``, ``math_verify``, ``regex``, ``format``, ``task`` (the task's own verifier) or
     ``file.py:function``: a function of one's own, or one that was written for TRL or verl."""
@@ -235,73 +244,6 @@ class RewardConfig(Section):
     def all(self) -> tuple[RewardFunctionConfig, ...]:
         """``functions``, or the one ``function``."""
         return self.functions or (RewardFunctionConfig(function=self.function, params=self.params),)
-
-
-class VllmConfig(Section):
-    """Settings of ``rollout.name: vllm``."""
-
-    engine_args: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of vLLM's ``AsyncEngineArgs``, such as ``gpu_memory_utilization``."""
-
-
-class RolloutConfig(Section):
-    name: Literal["native", "vllm"] = "native"
-    """The engine: ``native`` is Headway's own, over any Hugging Face decoder; ``vllm`` has to be installed."""
-    n: int = Field(8, gt=0, le=65_536)
-    """Trajectories per prompt."""
-    temperature: float = Field(1.0, ge=0)
-    top_p: Probability = 1.0
-    top_k: NonNegative = 0
-    """0 is off."""
-    min_p: float = Field(0.0, ge=0, le=1)
-    """Only tokens of at least this share of the most likely one's probability; 0 is off."""
-    repetition_penalty: float = Field(1.0, gt=0)
-    """Of tokens that prompt or answer have already; 1 is off."""
-    logit_bias: dict[int, float] = Field(default_factory=dict)
-    """Token id → what is added to its logit. Filters, penalties and biases change the behaviour policy."""
-    min_tokens: NonNegative = 0
-    """Until then no stop token is sampled."""
-    stop: tuple[str, ...] = ()
-    """Strings that end an answer, beside the model's stop tokens. The text that is scored has them."""
-    total_rollout_steps: Positive | None = None
-    """Length of the run in *trained* groups; a multiple of B. Exactly one of this and ``data.epochs`` is given."""
-    test_freq: Every = 1
-    """Versions between two validations; the first and the last version are always validated. -1: only those two."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the served weights; ``auto`` is that of ``model.dtype``."""
-    max_concurrent: Positive = 64
-    """Trajectories that one replica decodes at once. Bounds memory, not staleness."""
-    max_batched_tokens: Positive = 4096
-    """Prompt tokens of the answers that start in one step."""
-    kv_cache_gib: float | None = Field(None, gt=0)
-    """Memory for keys and values. Where it is short, answers wait, or are parked and go on. Default with ``native``:
-    enough for ``max_concurrent`` answers; with ``vllm``: 1 on a CPU, vLLM's own choice elsewhere."""
-    enforce_eager: bool = False
-    """On GPUs, decode without CUDA graphs: slower, with less memory. On CPUs there are none."""
-    nnodes: NonNegative = 1
-    """Machines of the rollout role."""
-    n_gpus_per_node: Positive = 1
-    """Replicas on each (on CPUs: processes)."""
-    split_groups: bool = False
-    """Spread the trajectories of one group over the replicas. Off: a group stays on one, and its prompt is prefilled
-    once."""
-    threads: NonNegative = 0
-    """Torch threads of one replica; 0 divides the machine's cores among the processes."""
-    greedy_baseline: bool | None = None
-    """Beside its own answers each group gets a greedy one, whose reward is their baseline. null: with ``remax``. true:
-    for an estimator of your own that looks at baselines."""
-    val_n: Positive = 1
-    """Answers per held-out problem."""
-    val_temperature: float = Field(0.0, ge=0)
-    """0 is greedy."""
-    enable_dual_buffer: bool = True
-    """Receive new weights into a second copy, in host memory, while decoding goes on. Off: decoding is paused first,
-    and they are written over the ones that were served."""
-    vllm: VllmConfig = VllmConfig()
-    param_update_preduce_bucket_size_mb: float = Field(64, gt=0)
-    """Bucket in which the trainer assembles full tensors."""
-    param_update_consume_bucket_size_mb: float = Field(64, gt=0)
-    """Bucket in which the engine copies when it loads."""
 
 
 class Admission(StrEnum):
@@ -329,9 +271,13 @@ class AsyncTrainingConfig(Section):
     admission: Admission = Admission.GROUP
     """Admit groups one by one, or in waves of at most B when everything admitted was rewarded."""
     order: Order = Order.FIFO
+    """Which finished group is taken next: ``fifo`` by number, ``window`` any whose number is within W of the oldest,
+    ``ready`` whichever finished first (docs/staleness.md)."""
     window: Positive | Literal["B"] | None = None
     """W, for ``order: window``; ``B`` is the number of groups per version."""
     on_update: Literal["drain", "interrupt", "keep"] = "drain"
+    """What happens to answers in flight when new weights arrive: ``drain`` finishes them first, ``interrupt`` stops
+    them and goes on under the new weights, ``keep`` goes on in place with the old KV cache."""
     fill_queue: bool = False
     """The first fetch waits until ⌊(1+η)·B⌋ groups are queued: for studies of staleness, of which η is only a bound."""
     max_lag: NonNegative | None = None
@@ -344,6 +290,8 @@ class AsyncTrainingConfig(Section):
 
 
 class ParamUpdateConfig(Section):
+    """How new weights get to the replicas (docs/parameter-update.md)."""
+
     schedule: Literal["synchronous", "overlapped"] = "synchronous"
     """``synchronous``: the trainer waits until every replica has loaded. ``overlapped``: it waits for gather alone, and
     trains on while replicas receive and load, each at its own pace."""
@@ -367,12 +315,17 @@ class ParamUpdateConfig(Section):
 
 
 class PlacementConfig(Section):
+    """Where the two sides run."""
+
     kind: Literal["split", "shared"] = "split"
     """Training and generation on devices of their own, or taking turns on the same ones."""
 
 
 class TrainerConfig(Section):
+    """Training ranks and checkpoints."""
+
     nnodes: Positive = 1
+    """Machines of the training role."""
     n_gpus_per_node: Positive = 1
     """Training ranks per machine (on CPUs: processes)."""
     use_nodes_ratios: tuple[Share, Share, Share, Share] | None = None
@@ -391,11 +344,14 @@ class TrainerConfig(Section):
 
 
 class ClusterConfig(Section):
+    """Ray, devices, and how long anything is waited for."""
+
     backend: Literal["ray", "inline"] = "ray"
     """``inline`` runs every role in one process: debugging, tests, notebooks."""
     address: str | None = None
     """A Ray cluster to join; default: start one here and stop it at the end."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """What workers compute on; ``auto`` is ``cuda`` where there are GPUs."""
     start_timeout_s: float = Field(120.0, gt=0)
     """For Ray and all workers to come up."""
     max_replica_restarts: NonNegative = 3
@@ -405,9 +361,12 @@ class ClusterConfig(Section):
 
 
 class ReportsConfig(Section):
+    """What a run shows and writes."""
+
     live: Annotated[Literal["auto", "on", "off"], BeforeValidator(on_or_off)] = "auto"
     """The live view; ``auto`` shows it on a terminal and prints plain lines elsewhere."""
     tensorboard: bool = True
+    """Write TensorBoard files."""
     activity_interval_s: float = Field(1.0, gt=0)
     """Seconds between two reports of what a replica was doing."""
 

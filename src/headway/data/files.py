@@ -122,6 +122,21 @@ def check_columns(present: Iterable[str], columns: Columns, where: str) -> None:
         raise _missing(missing, names, where)
 
 
+def _within(row: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
+    """What there is, by dots, beside the first step of each of ``keys`` that is not."""
+    found: list[str] = []
+    for key in keys:
+        value: Any = row
+        path = ""
+        for step in key.split("."):
+            if not isinstance(value, Mapping) or step not in value:
+                break
+            value, path = value[step], f"{path}{step}."
+        if path and isinstance(value, Mapping):
+            found += [f"{path}{name}" for name in value]
+    return found
+
+
 def _missing(keys: Iterable[str], present: Iterable[str], where: str) -> DataError:
     return DataError(
         f"{where}: there is no column {' or '.join(keys)}; there are {', '.join(present) or 'none'}. "
@@ -140,7 +155,7 @@ def _answer(row: Mapping[str, Any], columns: Columns, where: str) -> tuple[str, 
             value = value[step]
         else:
             return key, value
-    raise _missing(map(repr, columns.answers), row, where)
+    raise _missing(map(repr, columns.answers), [*row, *_within(row, columns.answers)], where)
 
 
 def _jsonl_rows(file: Path) -> Iterator[Row]:

@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar, overload
 
 from headway.algorithms.registry import Registry
 from headway.errors import ConfigError
+from headway.user_code import check_call, names_a_file
 
 REASONING_GYM = "reasoning_gym/"
 HELD_OUT_TRIES = 4
@@ -61,13 +62,16 @@ def make_task(name: str, params: Mapping[str, Any], *, seed: int, problems: int 
 
     Raises:
         ConfigError: unknown name, or parameters that it does not take.
-        UserCodeError: a ``file.py:function`` that does not load.
+        UserCodeError: a ``file.py:function`` that does not load, or cannot be called like that.
     """
     if name.startswith(REASONING_GYM):
         from headway.data.gym import GymTask  # here, so that only its users pay for importing reasoning-gym
 
         return GymTask(name.removeprefix(REASONING_GYM), params, seed=seed, problems=problems)
-    return TASKS.get(name)(params, seed, problems)
+    factory = TASKS.get(name)
+    if names_a_file(name):
+        check_call(name, factory, ("params", "seed", "problems"))
+    return factory(params, seed, problems)
 
 
 # ---------------------------------------------------------------------------------------------- held-out split

@@ -19,6 +19,7 @@ from headway.errors import DataError, ScoringFailed
 from headway.evaluation.figures import Answer, Solved
 from headway.evaluation.settings import Job
 from headway.interfaces import FinishedGroup, GenerateRequest, RolloutEngine, SamplingParams
+from headway.models.folder import check_folder
 from headway.pipeline.concurrently import Tasks, failing_as_one
 from headway.rewards.pool import RewardPool
 from headway.rewards.request import RewardSpec
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from headway.config.schema import Config
+
+FROM_A_RECIPE = "lower the lengths, or take them from the recipe that the model is trained by: --config RECIPE"
+"""What to do about lengths that do not fit, where they are the defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +47,18 @@ def read_questions(job: Job, limit: int | None) -> Questions:
     """The first ``limit`` prompts of the job's data (None: all), with the model looked at as before a run.
 
     Raises:
-        UserError: as `headway.preflight.check_model` and `read_rows` do; also where nothing is left to ask.
+        UserError: as `check_folder`, `headway.preflight.check_model` and `read_rows` do; also where nothing is left to
+            ask.
     """
     from headway.models.loading import load_tokenizer
-    from headway.preflight import check_model
+    from headway.preflight import LOWER, check_model, go_offline_without_a_hub
 
     config = job.config
-    rows = read_rows(config)
-    check_model(config, rows)
     path = str(config.model.path)
+    go_offline_without_a_hub(config)
+    check_folder(path)
+    rows = read_rows(config)
+    check_model(config, rows, when_too_long=FROM_A_RECIPE if job.by_default else LOWER)
     tokenizer = load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
     sources = build_sources(config, tokenizer, rows)
     if job.held_out:

@@ -16,12 +16,12 @@ from headway.config.layers import lies_in, read_overrides
 from headway.config.learning import AlgorithmConfig
 from headway.config.loading import LoadedConfig, load
 from headway.config.model import ModelConfig
+from headway.config.rollout import RolloutConfig
 from headway.config.schema import (
     AsyncTrainingConfig,
     ClusterConfig,
     Config,
     OverlongBufferConfig,
-    RolloutConfig,
     RunConfig,
 )
 from headway.data.tasks import REASONING_GYM, TASKS

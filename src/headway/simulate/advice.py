@@ -46,7 +46,7 @@ def advise(rows: Sequence[Row], assumptions: Sequence[str] = ()) -> Advice:
 
 
 def recommend(rows: Sequence[Row]) -> Row:
-    """The quickest; of those as good as that, the one with the least lag, then the simplest."""
+    """The quickest; of those as good as that, the one with the least lag, then the simplest. See `_at_most`."""
     best = min(map(_at_most, rows))
     as_good = [row for row in rows if _at_most(row) <= best * (1 + AS_GOOD)]
     return min(
@@ -55,7 +55,7 @@ def recommend(rows: Sequence[Row]) -> Row:
 
 
 def _at_most(row: Row) -> float:
-    """The step time; of a row that was cut short, the most that it may turn out to be."""
+    """The step time; of a row that the budget cut short, the upper end of its interval: the most that it may be."""
     return row.step_s if row.complete else row.step_s * (1 + row.relative_error)
 
 

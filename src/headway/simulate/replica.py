@@ -172,15 +172,15 @@ class Replica:
         waiting = len(self._validation) + len(self._training) + len(self._held) + len(self._cut)
         decode_steps, prefill_steps = self._activity.take_steps()
         return EngineStats(
-            busy,
-            slot_seconds,
-            generated,
-            prefilled,
-            self._sharing.active,
-            waiting,
-            self.version,
-            decode_steps,
-            prefill_steps,
+            busy=busy,
+            slot_seconds=slot_seconds,
+            generated_tokens=generated,
+            prefilled_tokens=prefilled,
+            running=self._sharing.active,
+            waiting=waiting,
+            version=self.version,
+            decode_steps=decode_steps,
+            prefill_steps=prefill_steps,
         )
 
     # ---------------------------------------------------------------- who is where

@@ -1,0 +1,68 @@
+"""``headway train``: a run that begins, with the user's model or with one that is made."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from headway.app.carry_out import carry_out, set_math_environment
+from headway.config.loading import LoadedConfig
+from headway.config.schema import Config
+from headway.data.sources import Rows, build_sources
+from headway.preflight import check_inputs, check_model
+from headway.reports.bundle import Reports, open_reports
+from headway.reports.run_directory import RunDirectory
+
+
+def train(loaded: LoadedConfig) -> int:
+    """Run ``headway train``: returns the exit code, raises the errors of `headway.errors`."""
+    config = loaded.config
+    set_math_environment(config)
+    if config.run.dir is not None:
+        RunDirectory(config.run.dir).check_free()  # as its `create` does, which comes after much that takes longer
+    rows = check_inputs(config)  # this and the next before the run's directory: what is wrong here leaves no trace
+    check_model(config, rows)
+    run_dir = config.run.dir or Path("runs") / f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    reports = open_reports(config, run_dir)
+    return carry_out(loaded, rows, reports, lambda: _prepare_model(config, rows, reports))
+
+
+def _prepare_model(config: Config, rows: Rows, reports: Reports) -> str:
+    """The folder of the model to start from: the user's, or one made (and warmed up) in the run's directory."""
+    if config.model.path is not None:
+        return config.model.path
+    if config.model.make is None:
+        raise AssertionError("unreachable: the doctor asks for one of model.path and model.make")
+    from headway.models.make import make_model
+
+    path = reports.directory.initial_model
+    reports.phase("making the model")
+    make_model(config.model.make, config.run.seed, path)
+    if config.model.warmup is not None:
+        _warm_up(config, rows, path, reports)
+    return str(path)
+
+
+def _warm_up(config: Config, rows: Rows, path: Path, reports: Reports) -> None:
+    import torch
+
+    from headway.models.loading import load_model, load_tokenizer, without_progress_bars
+    from headway.warmup import warm_up
+
+    if config.model.warmup is None or config.data.task is None:
+        raise AssertionError("unreachable: the doctor asks for a task where there is a warm-up")
+    tokenizer = load_tokenizer(str(path))
+    model = load_model(str(path), dtype=torch.float32)
+    reports.phase("warming the model up")
+    warm_up(
+        model,
+        tokenizer,
+        config.data.task,
+        config.model.warmup,
+        build_sources(config, tokenizer, rows).val,
+        seed=config.run.seed,
+        max_response_length=config.data.max_response_length,
+        report=lambda detail: reports.phase("warming the model up", detail),
+    )
+    with without_progress_bars():
+        model.save_pretrained(path)

@@ -1,0 +1,109 @@
+"""One run from its open reports to its exit code, whatever happens on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import time
+from collections.abc import Callable
+
+from headway.app.interrupts import note, terminations_as_interrupts
+from headway.app.run import Run, Start, is_of_the_end
+from headway.cluster.hardware import available_cores
+from headway.cluster.process import math_environment
+from headway.config.loading import LoadedConfig
+from headway.config.placement import needs_critic
+from headway.config.schema import Config
+from headway.data.sources import Rows
+from headway.errors import DataError, NothingToTrain, StoppedByGuard
+from headway.events import RunFinished
+from headway.pipeline.run import Status
+from headway.reports.bundle import Reports
+from headway.reports.checkpoints import Checkpoints
+from headway.reports.events_file import look_through
+
+EXIT_INTERRUPTED = 130
+"""As shells have it for a program that Ctrl-C ended."""
+
+
+def carry_out(
+    loaded: LoadedConfig, rows: Rows, reports: Reports, prepare: Callable[[], str], start: Start | None = None
+) -> int:
+    """Train, with reports that are closed at the end. Returns the exit code, raises the errors of `headway.errors`.
+
+    ``prepare`` gives the folder of the model to start from; ``start`` is None for a run that begins.
+    """
+    config, directory = loaded.config, reports.directory
+    try:
+        for text in loaded.notes:
+            note(reports, text)
+        with terminations_as_interrupts():
+            run = Run(config, rows, prepare(), reports, start)
+            status = asyncio.run(run.run())
+            reports.report_end(directory.model, resumable=status is Status.INTERRUPTED)
+        if run.stop_reason is not None:
+            raise StoppedByGuard(
+                f"{run.stop_reason}. The run ended after that version: its model and a checkpoint are in "
+                f"{directory.path}. Lower async_training.staleness_threshold or actor.optim.lr, add a correction "
+                "(docs/algorithms/corrections.md), or set offpolicy.guard.action to what goes on"
+            )
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        newest = Checkpoints(directory.checkpoints).complete(with_critic=needs_critic(config))[-1:]
+        if reports.summary()["status"] == Status.COMPLETED and is_of_the_end(directory, newest):
+            note(reports, f"left at once; the run was complete, and its model is in {directory.model}")
+        else:
+            note(reports, f"left at once; nothing more was saved. {how_to_go_on(reports, config)}".rstrip())
+        _end(reports, Status.INTERRUPTED, "left at once")
+        return EXIT_INTERRUPTED
+    except Exception as failure:
+        _end(reports, Status.FAILED, f"{type(failure).__name__}: {failure}")
+        if how := how_to_go_on(reports, config, changed=isinstance(failure, NothingToTrain)):
+            failure.add_note(how)
+        raise
+    finally:
+        reports.close()
+    return 0 if status is Status.COMPLETED else EXIT_INTERRUPTED
+
+
+def how_to_go_on(reports: Reports, config: Config, *, changed: bool = False) -> str:
+    """For a run that ended early: the command that goes on with it. Empty where nothing was trained.
+
+    ``changed``: without another setting it would end in the same way again.
+    """
+    directory = reports.directory
+    try:
+        told = look_through(directory.events).boundaries
+    except (DataError, OSError):
+        return ""
+    complete = Checkpoints(directory.checkpoints).complete(with_critic=needs_critic(config))
+    if saved := [version for version in complete if version in told]:
+        command = f"headway train --resume {shlex.quote(str(directory.path))}{' a.b=c' if changed else ''}"
+        return f"The newest checkpoint is that of version {saved[-1]}; go on from it with: {command}"
+    if not reports.version:
+        return ""
+    return f"There is no checkpoint to go on from; {when_saved(config)}"
+
+
+def when_saved(config: Config) -> str:
+    freq = config.trainer.save_freq
+    every = "every version" if freq == 1 else f"every {freq} versions"
+    return f"trainer.save_freq={freq} saves {'only' if freq < 0 else f'{every}, and'} at a run's end"
+
+
+def set_math_environment(config: Config) -> None:
+    """Must come before torch is imported: the math libraries read these once."""
+    inline = config.cluster.backend == "inline"
+    threads = config.trainer.threads if inline and config.trainer.threads else available_cores()
+    for variable, value in math_environment(threads).items():
+        os.environ.setdefault(variable, value)
+
+
+def _end(reports: Reports, status: Status, reason: str) -> None:
+    """Say how the run ended where the pipeline did not: it had not started, or had finished already."""
+    if not reports.ended:
+        version, groups = reports.version, reports.groups
+        finished = RunFinished(
+            time=time.monotonic(), status=status.value, reason=reason, version=version, groups=groups
+        )
+        reports.emit(finished)

@@ -1,0 +1,208 @@
+"""From a model to a better one: data, reward, workers, the pipeline, the exported model."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
+from math import ceil
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.app.interrupts import Interrupts
+from headway.config.placement import CRITIC, LOGP, REF, needs_critic, needs_greedy_baseline
+from headway.config.schema import Config
+from headway.data.sources import Rows, build_sources
+from headway.errors import ConfigError, RunError, UserError, boundary
+from headway.events import PromptsLeftOut, WorkerDescribed
+from headway.pipeline.parts import Parts
+from headway.pipeline.resume import Taken, balance
+from headway.pipeline.run import Pipeline, Status
+from headway.pipeline.stages.reward import GroupFilter, Shaping
+from headway.reports.bundle import Reports
+from headway.reports.checkpoints import Checkpoints, Retention
+from headway.reports.run_directory import RunDirectory
+from headway.rewards.pool import RewardPool
+from headway.rewards.request import RewardSpec
+
+if TYPE_CHECKING:
+    from headway.cluster.backend import Workers
+
+EXPORTED = "headway.json"
+"""In the model's folder: of which checkpoint it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a resumed run goes on."""
+
+    version: int
+    """Of the checkpoint."""
+    longer: bool
+    """There is more to train than until then."""
+
+
+class Run:
+    """From a model to a better one. Opens what the pipeline needs, and closes it in the reverse order."""
+
+    def __init__(
+        self, config: Config, rows: Rows, model_path: str, reports: Reports, start: Start | None = None
+    ) -> None:
+        """``start``: None for a run that begins."""
+        self._config = config
+        self._rows = rows
+        self._model_path = model_path
+        self._reports = reports
+        self._start = start
+        self.stop_reason: str | None = None
+        """Why the run stopped itself."""
+
+    async def run(self) -> Status:
+        with Interrupts(self._reports) as interrupts:
+            async with AsyncExitStack() as stack:
+                try:
+                    return await self._open_and_run(stack, interrupts)
+                finally:
+                    interrupts.leave_undisturbed()
+
+    async def _open_and_run(self, stack: AsyncExitStack, interrupts: Interrupts) -> Status:
+        """What has to be closed is left on ``stack``."""
+        from headway.cluster.backend import start_backend
+        from headway.models.loading import load_tokenizer, stop_token_ids
+
+        config, reports = self._config, self._reports
+        reports.phase("starting workers")
+        tokenizer = load_tokenizer(self._model_path, trust_remote_code=config.model.trust_remote_code)
+        data = build_sources(config, tokenizer, self._rows)
+        self._report_left_out("held-out", data.left_out_by_source["val"])
+        reward = RewardPool(
+            RewardSpec.of(config),
+            workers=config.reward.workers,
+            retries=config.reward.retries,
+            log_path=reports.directory.logs / "reward.log",
+        )
+        stack.push_async_callback(reward.close)
+        await reward.start()
+        workers = await start_backend(
+            config,
+            model_path=self._model_path,
+            run_dir=reports.directory.path,
+            total_optimizer_steps=_optimizer_steps(config, data.rows),
+        )
+        stack.push_async_callback(workers.close)
+        for name, hardware in workers.hardware.items():
+            reports.emit(WorkerDescribed(time=time.monotonic(), worker=name, **asdict(hardware)))
+        parts = Parts(
+            source=data.train,
+            validation=data.val,
+            rollouts=workers.rollouts,
+            trainer=workers.train,
+            reward=reward,
+            advantages=workers.train.advantages,
+            group_filter=_group_filter(config),
+            shaping=_shaping(config),
+            greedy_baseline=needs_greedy_baseline(config),
+            reference=workers.ref,
+            reference_inside_fetch=REF in workers.inside_fetch,
+            proximal=workers.proximal,
+            proximal_inside_fetch=LOGP in workers.inside_fetch,
+            critic=workers.critic,
+            critic_inside_fetch=CRITIC in workers.inside_fetch,
+            receivers=workers.receivers,
+            stop_token_ids=stop_token_ids(self._model_path, tokenizer),
+            watch=workers.watch,
+            watch_replica=workers.watch_replica,
+            replace_replica=workers.replace_replica if workers.replaces else None,
+            probe_tolerance=workers.probe_tolerance,
+        )
+        taken = None if self._start is None else await self._load(workers, self._start)
+        checkpoints = Checkpoints(reports.directory.checkpoints)
+        retention = Retention(checkpoints, keep=config.trainer.max_actor_ckpt_to_keep)
+        pipeline = Pipeline(config, parts, [reports, retention], reports.directory.checkpoints, taken)
+        with interrupts.asking(pipeline):
+            status = await pipeline.run()
+        self.stop_reason = pipeline.stop_reason
+        self._report_left_out("training", data.left_out_by_source["train"])  # only now are they met
+        reports.phase("exporting the model")
+        with boundary(f"could not export the model to {reports.directory.model}", RunError):
+            await workers.train.export(reports.directory.model)
+            for newest in checkpoints.complete(with_critic=needs_critic(config))[-1:]:
+                (reports.directory.model / EXPORTED).write_text(json.dumps({"version": newest}), encoding="utf-8")
+        return status
+
+    def _report_left_out(self, part: str, by_source: Mapping[str, int]) -> None:
+        limit = self._config.data.max_prompt_length
+        for source, count in sorted(by_source.items()):
+            self._reports.emit(
+                PromptsLeftOut(time=time.monotonic(), part=part, source=source, count=count, max_tokens=limit)
+            )
+
+    async def _load(self, workers: Workers, start: Start) -> Taken:
+        """The checkpoint into trainer and critic; returns the driver's part of it."""
+        self._reports.phase("loading the checkpoint", f"version {start.version}")
+        checkpoints = Checkpoints(self._reports.directory.checkpoints)
+        taken = await workers.train.load(checkpoints.actor(start.version))
+        if workers.critic is not None:
+            await workers.critic.load(checkpoints.critic(start.version))
+        if (told := self._reports.groups) != (saved := balance(taken)):
+            raise UserError(
+                f"{checkpoints.actor(start.version)} is not the checkpoint of which "
+                f"{self._reports.directory.events.name} tells: it holds the groups {saved}, the record has {told}. "
+                "Remove it, to resume from the one before"
+            )
+        if taken["data_ended"] and start.longer:
+            raise ConfigError(
+                f"data.epochs: the run ended where its data did, within version {start.version}: it has trained "
+                f"{taken['consumed']} groups, which is no multiple of {self._config.groups_per_version} per version. "
+                "It cannot be made longer; start another one with model.path set to its model folder"
+            )
+        return taken
+
+
+def is_of_the_end(directory: RunDirectory, newest: Sequence[int]) -> bool:
+    """Whether the model's folder is there and of the newest checkpoint's version, not of an earlier end of the run.
+
+    ``newest``: that version, or nothing. A folder that does not tell its version is of the last end: an export replaces
+    the whole folder before it writes that down.
+    """
+    try:
+        of = json.loads((directory.model / EXPORTED).read_text(encoding="utf-8"))["version"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return directory.model.is_dir()
+    return list(newest) == [of]
+
+
+def _optimizer_steps(config: Config, rows: int) -> int:
+    """Length of the learning-rate schedule."""
+    groups = config.rollout.total_rollout_steps or rows * (config.data.epochs or 1)
+    return ceil(groups / config.actor.ppo_mini_batch_size) * config.actor.ppo_epochs
+
+
+def _group_filter(config: Config) -> GroupFilter | None:
+    from headway.algorithms.filters import has_variance
+
+    if not config.algorithm.filter_groups.enable:
+        return None
+
+    def no_variance(rewards: NDArray[np.float32]) -> str | None:
+        return None if has_variance(rewards) else f"all rewards are {rewards[0]:g}"
+
+    return no_variance
+
+
+def _shaping(config: Config) -> Shaping | None:
+    from headway.algorithms.overlong import soft_overlong_penalty
+
+    overlong, limit = config.reward.overlong_buffer, config.data.max_response_length
+    if not overlong.enable:
+        return None
+
+    def shaped(rewards: NDArray[np.float32], lengths: NDArray[np.int64]) -> NDArray[np.float32]:
+        penalty = soft_overlong_penalty(lengths, max_length=limit, buffer=overlong.len, factor=overlong.penalty_factor)
+        return rewards + penalty
+
+    return shaped
