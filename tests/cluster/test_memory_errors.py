@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 import torch
 
 from headway.cluster.role_host import RoleHost
-from headway.errors import ConfigError, RunError
+from headway.errors import ConfigError, RunError, WorkerDied
 
 NOBODY_HAS = 1 << 50
 """Bytes: more than a process can address on any machine."""
@@ -15,6 +15,10 @@ NOBODY_HAS = 1 << 50
 
 def on_a_gpu() -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.50 GiB free.")
+
+
+def by_the_runtime() -> None:
+    raise RuntimeError("CUDA error: out of memory")
 
 
 def by_the_system() -> None:
@@ -30,6 +34,9 @@ class Hungry:
     async def serve(self, action: Callable[[], object]) -> object:
         return action()
 
+    async def generate(self, action: Callable[[], object]) -> AsyncIterator[object]:
+        yield action()
+
     def close(self) -> None:
         """Nothing is held."""
 
@@ -44,9 +51,10 @@ class Hungry:
             r"RuntimeError: .*tried to allocate 1125899906842624 bytes",
         ),
         (on_a_gpu, r"OutOfMemoryError: CUDA out of memory\. Tried to allocate 2\.00 GiB"),
+        (by_the_runtime, r"RuntimeError: CUDA error: out of memory"),
         (by_the_system, r"OSError: \[Errno 12\] Cannot allocate memory"),
     ],
-    ids=["python", "torch on the CPU", "torch on a GPU", "the system"],
+    ids=["python", "torch on the CPU", "torch on a GPU", "CUDA's runtime", "the system"],
 )
 async def test_a_worker_whose_memory_is_not_enough_says_so_and_what_needs_less(
     method: str, takes: Callable[[], object], says: str
@@ -59,6 +67,20 @@ async def test_a_worker_whose_memory_is_not_enough_says_so_and_what_needs_less(
         await host.close()
     assert "lower actor.ppo_max_token_len_per_gpu" in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+async def test_an_engine_that_ended_over_its_memory_says_what_needs_less() -> None:
+    def ended() -> None:
+        raise WorkerDied(
+            "the decoding thread of rollout engine rollout-0 ended: OutOfMemoryError: CUDA out of memory."
+        ) from (torch.OutOfMemoryError("CUDA out of memory."))
+
+    host = RoleHost(Hungry(), "rollout-0")
+    try:
+        with pytest.raises(WorkerDied, match=r"ended: OutOfMemoryError: CUDA out of memory\. Training needs less with"):
+            await anext(host.stream("generate", ended))
+    finally:
+        await host.close()
 
 
 @pytest.mark.parametrize("error", [RuntimeError("boom"), OSError(errno.ENOSPC, "No space left"), ConfigError("no")])

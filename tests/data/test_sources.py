@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from headway.config.schema import Config
 from headway.data.files import Record
-from headway.data.sources import RowSource, build_sources
+from headway.data.sources import RowSource, build_sources, read_rows
 from headway.data.tokenize import PromptTokenizer
 from headway.data.types import Prompt
 from headway.errors import ConfigError, DataError
@@ -301,3 +301,16 @@ def test_held_out_prompts_that_are_all_too_long_are_an_error(train_file: str, tm
 def test_nothing_to_train_on_is_an_error(tokenizer) -> None:
     with pytest.raises(ConfigError, match=r"data.train \(a file\) or data.task"):
         build_sources(config_of(), tokenizer)
+
+
+def test_a_cursor_over_the_same_rows_in_another_order_is_refused(tmp_path: Path) -> None:
+    rows = [{"prompt": letter, "answer": ""} for letter in "abcdef"]
+    states = []
+    for name, order in (("one", rows), ("two", rows[::-1])):
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in order))
+        states.append(read_rows(config_of(train=str(file), val_size=0)).digest)
+    assert states[0] != states[1]
+    source = source_of("abcdef", digest=states[0])
+    with pytest.raises(DataError, match=f"prompts {states[0]} then, {states[1]} now.*Resume with the same data"):
+        source_of("abcdef", digest=states[1]).restore(source.state())

@@ -126,6 +126,17 @@ def test_sigterm_is_an_interrupt_where_no_event_loop_runs_and_itself_again_after
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_sigterm_is_an_interrupt_after_the_event_loop_too() -> None:
+    async def run() -> None:
+        with interrupts(Listener()):
+            await asyncio.sleep(0)
+
+    with terminations_as_interrupts():
+        asyncio.run(run())
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 # ---------------------------------------------------------------------------------------- whole runs, in this process
 
 

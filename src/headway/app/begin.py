@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
+from itertools import chain, count
 from pathlib import Path
 
 from headway.app.carry_out import carry_out, set_math_environment
@@ -11,7 +13,7 @@ from headway.config.schema import Config
 from headway.data.sources import Rows, build_sources
 from headway.preflight import check_inputs, check_model
 from headway.reports.bundle import Reports, open_reports
-from headway.reports.run_directory import RunDirectory
+from headway.reports.run_directory import Occupied, RunDirectory
 
 
 def train(loaded: LoadedConfig) -> int:
@@ -22,9 +24,19 @@ def train(loaded: LoadedConfig) -> int:
         RunDirectory(config.run.dir).check_free()  # as its `create` does, which comes after much that takes longer
     rows = check_inputs(config)  # this and the next before the run's directory: what is wrong here leaves no trace
     check_model(config, rows)
-    run_dir = config.run.dir or Path("runs") / f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    reports = open_reports(config, run_dir)
+    reports = _open_reports(config)
     return carry_out(loaded, rows, reports, lambda: _prepare_model(config, rows, reports))
+
+
+def _open_reports(config: Config) -> Reports:
+    """In ``run.dir``, or in a directory named by the time, which runs that begin in the same second do not share."""
+    if config.run.dir is not None:
+        return open_reports(config, config.run.dir)
+    name = f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for suffix in chain([""], map("-{}".format, count(2))):
+        with suppress(Occupied):
+            return open_reports(config, Path("runs") / f"{name}{suffix}")
+    raise AssertionError("unreachable: there is always another number")
 
 
 def _prepare_model(config: Config, rows: Rows, reports: Reports) -> str:

@@ -31,16 +31,20 @@ class Interrupts:
         self._pipeline: Pipeline | None = None
         self._task: asyncio.Task[Any] | None = None
         """None once it leaves."""
+        self._before: dict[int, Any] = {}
+        """The signals' handlers outside."""
 
     def __enter__(self) -> Interrupts:
         self._task, loop = asyncio.current_task(), asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.getsignal(number)
             loop.add_signal_handler(number, self._on_signal)
         return self
 
     def __exit__(self, *_: object) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().remove_signal_handler(number)
+            asyncio.get_running_loop().remove_signal_handler(number)  # which would leave SIGTERM to the system
+            signal.signal(number, self._before[number])
 
     @contextmanager
     def asking(self, pipeline: Pipeline) -> Iterator[None]:

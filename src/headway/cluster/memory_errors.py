@@ -12,8 +12,9 @@ from contextlib import contextmanager
 
 from headway.errors import HeadwayError, RunError, said_by
 
-ON_CPU = "can't allocate memory"
-"""In what torch's allocator for the CPU says: ``DefaultCPUAllocator: can't allocate memory: you tried to …``."""
+SAID = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
+"""In what a `RuntimeError` says: of torch's allocator for the CPU, of CUDA's runtime (``CUDA error: out of memory``), and
+of its libraries (``CUBLAS_STATUS_ALLOC_FAILED``)."""
 ADVICE = (
     "Training needs less with a lower actor.ppo_max_token_len_per_gpu, generation with a lower rollout.max_concurrent, "
     "both with shorter data.max_response_length or more devices"
@@ -27,16 +28,21 @@ def ran_out_of_memory(error: BaseException) -> bool:
     torch = sys.modules.get("torch")  # where it was never imported, nothing of it was raised
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and ON_CPU in str(error)
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in SAID)
 
 
 @contextmanager
 def memory_errors_told(who: str, doing: str) -> Iterator[None]:
-    """Turn such an error into a `RunError` that says who ran out of memory, doing what, and what needs less of it."""
+    """Turn such an error into a `RunError` that says who ran out of memory, doing what, and what needs less of it.
+
+    One that was told already, as of an engine that it ended, is told with what needs less.
+    """
     try:
         yield
-    except HeadwayError:
-        raise
+    except HeadwayError as error:
+        if error.__cause__ is None or not ran_out_of_memory(error.__cause__):
+            raise
+        raise type(error)(f"{str(error).rstrip('.')}. {ADVICE}") from error.__cause__
     except Exception as cause:
         if not ran_out_of_memory(cause):
             raise

@@ -10,6 +10,7 @@ import asyncio
 import inspect
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -36,10 +37,12 @@ class RoleHost:
                 return await function(*args)
             return await asyncio.get_running_loop().run_in_executor(self._thread, partial(function, *args))
 
-    def stream(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
-        """The role's asynchronous generator."""
-        generator: AsyncGenerator[Any, None] = attrgetter(method)(self._role)(*args)
-        return generator
+    async def stream(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
+        """What the role's asynchronous generator yields. Raises as `call` does."""
+        with memory_errors_told(self._name, method):
+            async with aclosing(attrgetter(method)(self._role)(*args)) as items:
+                async for item in items:
+                    yield item
 
     async def close(self) -> None:
         """Close the role behind whatever it is doing, and end its thread."""

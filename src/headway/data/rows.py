@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, overload
 
+import xxhash
+
 from headway.data.files import Columns, Record, read_records
 from headway.data.hub import read_dataset
 from headway.data.mixing import SPLIT_KEY, Part, generator
@@ -34,6 +36,8 @@ class Rows:
     val_rows: Sequence[int]
     parts: tuple[Part, ...]
     """Of ``train``: its sources, one after the other."""
+    digest: str = ""
+    """Of the training prompts in their order; empty for a task, which its settings determine."""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -74,7 +78,7 @@ def _source_rows(data: DataConfig, seed: int) -> Rows:
     if data.held_out_sources:
         val = _held_out(data)
         parts = tuple(_part(source, len(records)) for source, records in zip(sources, read, strict=True))
-        return Rows(records, range(len(records)), val, _rows_after(len(records), val), parts)
+        return Rows(records, range(len(records)), val, _rows_after(len(records), val), parts, _digest(records))
     if data.val_size >= len(records):
         raise DataError(
             f"{' and '.join(source.label for source in sources)}: data.val_size={data.val_size} held-out rows leave "
@@ -88,7 +92,15 @@ def _source_rows(data: DataConfig, seed: int) -> Rows:
         _part(source, sum(start <= row < end for row in train_rows))
         for source, start, end in zip(sources, [0, *ends], ends, strict=False)
     )
-    return Rows([records[i] for i in train_rows], train_rows, [records[i] for i in val_rows], val_rows, parts)
+    train, val = ([records[i] for i in rows] for rows in (train_rows, val_rows))
+    return Rows(train, train_rows, val, val_rows, parts, _digest(train))
+
+
+def _digest(records: Sequence[Record]) -> str:
+    digest = xxhash.xxh3_64()
+    for record in records:
+        digest.update(f"{record.prompt!r}\n".encode(errors="surrogatepass"))
+    return digest.hexdigest()
 
 
 def _held_out(data: DataConfig) -> list[Record]:

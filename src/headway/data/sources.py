@@ -60,9 +60,11 @@ class RowSource:
         row_numbers: Sequence[int] | None = None,
         stride: int | None = None,
         parts: Sequence[Part] | None = None,
+        digest: str = "",
     ) -> None:
         """``row_numbers`` are the prompts' ``row``; default: the index in ``records``. ``stride`` is above all row
-        numbers of the run; default: above these. ``parts`` divide ``records``; default: one of all.
+        numbers of the run; default: above these. ``parts`` divide ``records``; default: one of all. ``digest``: of
+        what the records say, for `restore`.
 
         Raises:
             DataError: there are no records, or all prompts of a part are longer than the tokenizer's limit, or a part
@@ -80,7 +82,7 @@ class RowSource:
         if self._mixture.rows != len(records):
             raise ValueError(f"the parts have {self._mixture.rows} rows, but there are {len(records)} records")
         sources = [[part.name, part.rows, n] for part, n in zip(self._mixture.parts, self._mixture.quotas, strict=True)]
-        self._identity = {"seed": seed, "rows": len(records), "shuffle": shuffle, "sources": sources}
+        self._identity = {"seed": seed, "rows": len(records), "shuffle": shuffle, "sources": sources, "prompts": digest}
         self._handed_out = Cursor()
         self._ahead = Cursor()
         self._ready: deque[tuple[Prompt, Cursor]] = deque()
@@ -128,8 +130,8 @@ class RowSource:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken. Raises `DataError` where that was over other data, another mix or seed."""
-        here = self._identity
-        if differing := [f"{name} {state[name]} then, {here[name]} now" for name in here if state[name] != here[name]]:
+        here, then = self._identity, {name: state.get(name) for name in self._identity}
+        if differing := [f"{name} {then[name]} then, {here[name]} now" for name in here if then[name] != here[name]]:
             raise DataError(f"the checkpoint's data differ: {'; '.join(differing)}. Resume with the same data and seed")
         self._handed_out = self._ahead = Cursor(state["epoch"], state["position"], dict(state["left_out"]))
         self._ready.clear()
@@ -230,6 +232,7 @@ def build_sources(config: Config, tokenizer: PreTrainedTokenizerBase, rows: Rows
         row_numbers=split.train_rows,
         stride=len(split.train) + len(split.val),
         parts=split.parts,
+        digest=split.digest,
     )
     val: list[Prompt] = []
     too_long: Counter[str] = Counter()

@@ -46,7 +46,7 @@ class RunState:
     _discarded_in_row: Ends = field(default_factory=Counter)
     """Fate and reason of all since the last group that passed Reward."""
     _scored: bool = False
-    """The reward of some group could be computed, since the process started."""
+    """The reward of some group could be computed."""
 
     @property
     def at_boundary(self) -> bool:
@@ -108,6 +108,7 @@ class RunState:
         numbers = [number for number, *_ in state["ledger"]["open"]]
         self.consumed, self.data_ended = state["consumed"], state["data_ended"]
         self.ledger.restore(state["ledger"], dict(zip(numbers, open_prompts, strict=True)))
+        self._scored = any(self.ledger.counts()[fate] for fate in (Fate.TRAINED, Fate.FILTERED))
         self.staleness.restore(
             version=state["version"],
             admitted=state["admitted"],

@@ -133,19 +133,24 @@ class Reports:
         if self._closed:
             return
         self._closed = True
-        with self._lock:
-            for observer in self._observers:
-                if observer is not self._view:
-                    observer.close()
-            for sink in self._sinks:
-                if sink is not self._view:
-                    sink.close()
-            try:
-                self.directory.write_summary(summary(self._metrics))
-            except OSError as cause:
-                self._view.warn(f"cannot write {self.directory.summary}: {cause.strerror or cause}")
-        self._view.close()
-        self._run_lock.release()
+        try:
+            with self._lock:
+                for observer in self._observers:
+                    if observer is not self._view:
+                        observer.close()
+                for sink in self._sinks:
+                    if sink is not self._view:
+                        sink.close()
+        finally:  # also where Ctrl-C comes in between
+            self._write_summary()
+            self._view.close()
+            self._run_lock.release()
+
+    def _write_summary(self) -> None:
+        try:
+            self.directory.write_summary(self.summary())
+        except OSError as cause:
+            self._view.warn(f"cannot write {self.directory.summary}: {cause.strerror or cause}")
 
     def report_end(self, model: Path | None, *, resumable: bool = False) -> None:
         """Close, then print the final block: what came of the run, where its things lie, how to go on with it."""

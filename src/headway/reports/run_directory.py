@@ -30,6 +30,10 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """What a disk says that has no room left, for anybody or for this user."""
 
 
+class Occupied(UserError):
+    """No run may begin there."""
+
+
 class RunLock:
     """Held from `take` to `release`, or to the end of the process, however it ends.
 
@@ -80,7 +84,7 @@ class RunDirectory:
     def create(cls, path: Path, config: Config) -> RunDirectory:
         """Make the directory and write the resolved ``config`` into it.
 
-        Raises `UserError` when it already holds a run or cannot be written.
+        Raises `Occupied` when it already holds a run, and `UserError` when it cannot be written.
         """
         run = cls(path)
         with _writable(path):
@@ -114,11 +118,11 @@ class RunDirectory:
         return run
 
     def check_free(self) -> None:
-        """Raises `UserError` where no run may begin: at a file, or in a directory that holds one."""
+        """Raises `Occupied` where no run may begin: at a file, or in a directory that holds one."""
         if self.path.is_file():
-            raise UserError(f"run.dir={self.path} is a file; give the path of a directory, new or empty")
+            raise Occupied(f"run.dir={self.path} is a file; give the path of a directory, new or empty")
         if any(file.exists() for file in (self.config, self.events, self.metrics, self.summary)):
-            raise UserError(f"run.dir={self.path} already holds a run; give another run.dir, or remove that one first")
+            raise Occupied(f"run.dir={self.path} already holds a run; give another run.dir, or remove that one first")
 
     def write_config(self, config: Config) -> None:
         """Replace ``config.yaml`` in one step, for a run that goes on. Raises `UserError` when it cannot be written."""

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -43,24 +44,27 @@ def save_checkpoint(model: nn.Module, optimizer: Optimizer, path: Path, state: M
         temporary.mkdir(parents=True)
 
     def finish() -> None:
+        with (temporary / STATE_FILE).open("w", encoding="utf-8") as file:
+            file.write(json.dumps(state, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())  # as the shards are: the rename must not outlive what it says is complete
+        replace_folder(temporary, path)
+
+    def told(step: Callable[[], None]) -> None:
         try:
-            with (temporary / STATE_FILE).open("w", encoding="utf-8") as file:
-                file.write(json.dumps(state, indent=2) + "\n")
-                file.flush()
-                os.fsync(file.fileno())  # as the shards are: the rename must not outlive what it says is complete
-            replace_folder(temporary, path)
+            step()
         except OSError as error:
-            rmtree(temporary, ignore_errors=True)
+            rmtree(temporary, ignore_errors=True)  # where the disk was full, others need the space
             raise RunError(f"could not write the checkpoint {path}: {type(error).__name__}: {error}") from error
 
-    on_rank_zero(prepare)
+    on_rank_zero(partial(told, prepare))
     model_state, optimizer_state = get_state_dict(model, optimizer)
     try:
         save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=temporary)
     except CheckpointException as error:
-        rmtree(temporary, ignore_errors=True)  # where the disk was full, others need the space
+        rmtree(temporary, ignore_errors=True)
         raise RunError(f"could not write the checkpoint {path}: {_causes(error)}") from error
-    on_rank_zero(finish)
+    on_rank_zero(partial(told, finish))
 
 
 def _causes(error: CheckpointException) -> str:

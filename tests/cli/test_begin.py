@@ -1,0 +1,27 @@
+"""Where a run's directory comes from when none is named."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from headway.app.begin import _open_reports
+from headway.config.schema import Config
+from headway.reports.run_directory import Occupied
+
+
+def test_runs_that_begin_in_the_same_second_have_directories_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda _: "20260101-120000")
+    config = Config.model_validate({"run": {"name": "sort"}, "reports": {"tensorboard": False, "live": "off"}})
+    for name in ("sort-20260101-120000", "sort-20260101-120000-2", "sort-20260101-120000-3"):
+        reports = _open_reports(config)
+        reports.close()
+        assert reports.directory.path == Path("runs") / name
+    named = Config.model_validate({**config.model_dump(), "run": {"dir": "runs/sort-20260101-120000"}})
+    with pytest.raises(Occupied, match=r"already holds a run; give another run\.dir"):
+        _open_reports(named)
