@@ -41,6 +41,16 @@ def test_a_group_goes_to_the_replica_with_the_fewest_trajectories_in_flight():
     assert numbers(router.assign([request(3)], ["a", "b"])) == {"a": [3]}
 
 
+def test_a_second_request_of_a_group_goes_where_the_first_is_while_that_is_under_way():
+    router = router_of(*THREE)
+    router.assign([request(0, n=8)], THREE)
+    assert numbers(router.assign([request(0, n=1), request(1)], THREE)) == {"a": [0], "b": [1]}
+    router.finished("a", finished(0, 8))
+    router.finished("a", finished(0, 1))
+    assert numbers(router.assign([request(2, n=1), request(0, n=1)], THREE)) == {"a": [2], "c": [0]}
+    assert numbers(router.assign([request(0, n=1)], ["a", "b"])) == {"a": [0]}, "its replica takes nothing now"
+
+
 def test_ties_go_to_the_replica_that_comes_first():
     router = router_of(*THREE)
     shares = [numbers(router.assign([request(i)], THREE)) for i in range(4)]

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from headway.errors import HeadwayError, RunError, said_by
 
 SAID = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
-"""In what a `RuntimeError` says: of torch's allocator for the CPU, of CUDA's runtime (``CUDA error: out of memory``), and
-of its libraries (``CUBLAS_STATUS_ALLOC_FAILED``)."""
+"""In what a `RuntimeError` says: of torch's allocator for the CPU, of CUDA's runtime (``CUDA error: out of memory``),
+and of its libraries (``CUBLAS_STATUS_ALLOC_FAILED``)."""
 ADVICE = (
     "Training needs less with a lower actor.ppo_max_token_len_per_gpu, generation with a lower rollout.max_concurrent, "
     "both with shorter data.max_response_length or more devices"

@@ -20,6 +20,8 @@ class Router:
         self._split_groups = split_groups
         self._in_flight: dict[str, dict[int, int]] = {}
         """Replica → group → its trajectories there."""
+        self._homes: dict[int, str] = {}
+        """Group → its replica, where groups are not split: a second request of it, as for its baseline, goes there."""
         self._load: dict[str, int] = {}
         self._places: dict[str, int] = {}
         self._heap: list[tuple[int, int, str]] = []
@@ -39,7 +41,10 @@ class Router:
         for request in requests:
             used: set[str] = set()
             for part in self._parts(request, len(replicas)):
-                lightest = self._lightest(replicas, used)
+                home = self._homes.get(part.number)
+                lightest = home if home is not None and home in replicas else self._lightest(replicas, used)
+                if not self._split_groups:
+                    self._homes[part.number] = lightest
                 used.add(lightest)
                 shares.setdefault(lightest, []).append(part)
                 flying = self._in_flight[lightest]
@@ -56,11 +61,15 @@ class Router:
         flying[group.number] -= len(group.trajectories)
         if flying[group.number] == 0:
             del flying[group.number]
+            self._homes.pop(group.number, None)
 
     def forget(self, replica: str) -> list[int]:
         """The replica is gone. Returns the groups that it had not finished, oldest first."""
         self._load.pop(replica, None)
-        return sorted(self._in_flight.pop(replica, {}))
+        left = sorted(self._in_flight.pop(replica, {}))
+        for number in left:
+            self._homes.pop(number, None)
+        return left
 
     def _change(self, replica: str, trajectories: int) -> None:
         self._load[replica] = load = self._load.get(replica, 0) + trajectories

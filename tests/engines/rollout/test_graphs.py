@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from headway.engines.rollout.native.graphs import Compute, Recorder, recorded_rows
-from headway.errors import RunError
+from headway.engines.rollout.native import graphs
+from headway.engines.rollout.native.fused import FusedForward
+from headway.engines.rollout.native.graphs import Compute, recorded_rows
 from headway.interfaces import OnUpdate
 from tests.engines.rollout.support import (
     CONTEXT,
@@ -28,22 +33,50 @@ LONG = 640
 """Positions: more than two spans of recorded steps."""
 
 
+class Reads(TorchDispatchMode):
+    """The storages that operations read and did not make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: list[StorageWeakRef] = []
+        self._made: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = {StorageWeakRef(tensor.untyped_storage()).cdata for tensor in self._made}
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor):
+                storage = StorageWeakRef(tensor.untyped_storage())
+                if storage.cdata not in made:
+                    self.storages.append(storage)
+        out = func(*args, **(kwargs or {}))
+        self._made += [tensor for tensor in tree_leaves(out) if isinstance(tensor, torch.Tensor)]
+        return out
+
+
 class Replays:
-    """Records as a CUDA graph does: the function of fixed memory, whose result always lies in the same place."""
+    """Records as a CUDA graph does: a replay reads the memory that was read then, which has to be there still."""
 
     def __init__(self) -> None:
         self.recorded = 0
         self.replayed = 0
+        self.resets = 0
 
-    def __call__(self, compute: Compute) -> Compute:
-        result = compute()
+    def record(self, compute: Compute) -> Compute:
+        with Reads() as reads:
+            compute()
+        storages = reads.storages
+        del reads
         self.recorded += 1
 
-        def replay() -> torch.Tensor:
+        def replay() -> None:
+            assert not any(storage.expired() for storage in storages), "memory that was read is not there any more"
             self.replayed += 1
-            return result.copy_(compute())
+            compute()
 
         return replay
+
+    def reset(self) -> None:
+        self.resets += 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -71,7 +104,29 @@ def test_a_shape_is_recorded_once_and_longer_answers_are_other_shapes() -> None:
     assert_logprobs(groups, {0: model})
     rooms = math.ceil(LONG / 64)
     assert replays.recorded <= rooms, "one for each length of the cache's rows, at most"
-    assert replays.replayed == LONG - 5 - 1
+    assert replays.replayed == LONG - 5 - 1, "one to check each when it is recorded, and one for each later step"
+
+
+def test_what_was_recorded_is_right_when_rows_get_short_again() -> None:
+    model = make_model(max_position_embeddings=LONG)
+    replays = Replays()
+    core = make_core(model, max_context=LONG, recorder=replays)
+    recorded = []
+    for wave in range(3):
+        core.submit([make_request(wave, n=2, length=5, max_tokens=300, stop_token_ids=())], "test")
+        assert_logprobs(finish(core), {0: model})
+        recorded.append(replays.recorded)
+    assert recorded[0] == recorded[1] == recorded[2] > 2, "later waves find the shapes of the first"
+
+
+def test_no_more_shapes_are_kept_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "MOST", 2)
+    model, replays = make_model(max_position_embeddings=LONG), Replays()
+    core = make_core(model, max_context=LONG, recorder=replays)
+    core.submit([make_request(0, n=3, length=5, max_tokens=300, stop_token_ids=())], "test")
+    assert_logprobs(finish(core), {0: model})
+    assert replays.recorded > 2
+    assert len(core._runner._graphs or ()) == 2
 
 
 def test_what_is_recorded_decodes_with_the_weights_that_were_written_last() -> None:
@@ -105,21 +160,51 @@ def test_sleep_forgets_what_was_recorded_over_memory_that_is_given_back() -> Non
     core.resume()
     core.submit([make_request(0)], "test")
     assert_logprobs(finish(core), {0: model})
-    assert replays.recorded == 2 * recorded
+    assert (replays.recorded, replays.resets) == (2 * recorded, 1)
 
 
-def test_a_step_that_cannot_be_recorded_ends_in_a_message_that_names_the_setting() -> None:
-    def broken(compute: Compute) -> Compute:
+class Fails(Replays):
+    """Cannot record."""
+
+    def record(self, compute: Compute) -> Compute:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    recorder: Recorder = broken
-    core = make_core(make_model(), recorder=recorder)
+
+class Forgets(Replays):
+    """A replay does nothing."""
+
+    def record(self, compute: Compute) -> Compute:
+        super().record(compute)
+        return lambda: None
+
+
+@pytest.mark.parametrize(
+    ("recorder", "says"),
+    [(Fails(), "8 rows could not be recorded: RuntimeError: operation not permitted"), (Forgets(), "differs from the")],
+)
+def test_where_recording_does_not_work_steps_run_as_they_are(
+    recorder: Replays, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model()
+    core = make_core(model, recorder=recorder)
+    core.submit([make_request(0), make_request(1)], "test")
+    assert_logprobs(finish(core), {0: model})
+    (told,) = caplog.messages
+    assert says in told
+    assert "decoding without CUDA graphs from here on" in told
+    assert recorder.recorded <= 1
+
+
+def test_only_the_forward_that_never_waits_for_the_device_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FusedForward, "recordable", False)
+    replays = Replays()
+    core = make_core(make_model(), recorder=replays)
     core.submit([make_request(0)], "test")
-    with pytest.raises(RunError, match=r"4 rows and \d+ positions .* not permitted .*rollout\.enforce_eager=true"):
-        finish(core)
+    assert finish(core)
+    assert replays.recorded == 0
 
 
-@pytest.mark.parametrize(("rows", "recorded"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (8, 8), (9, 16), (127, 128)])
+@pytest.mark.parametrize(("rows", "recorded"), [(1, 1), (2, 2), (3, 4), (5, 8), (8, 8), (9, 16), (17, 32), (127, 128)])
 def test_rows_are_filled_up_to_one_of_a_few_numbers(rows: int, recorded: int) -> None:
     assert recorded_rows(rows) == recorded
 

@@ -250,6 +250,18 @@ def test_bfloat16_is_served_with_float32_log_probs() -> None:
             np.testing.assert_allclose(response.logprobs, reference_logprobs(model, group, k), atol=0.2, rtol=0)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_bfloat16_model_of_large_logits_takes_the_fused_forward(family: str) -> None:
+    """A bfloat16 of 16 or more is 0.125 from the next one: no absolute limit tells rounding from a mistake."""
+    model = make_model(family, tied=False)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(4)
+        largest = model(input_ids=torch.arange(8)[None]).logits.abs().max()
+    assert largest > 16
+    core = make_core(model.to(torch.bfloat16))
+    assert isinstance(core._runner._forward, FusedForward)
+
+
 def test_a_context_beyond_the_models_positions_is_refused() -> None:
     with pytest.raises(ModelError, match="made for 64"):
         make_core(make_model(), max_context=65)

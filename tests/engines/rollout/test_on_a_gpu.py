@@ -61,6 +61,7 @@ async def test_recorded_steps_sample_from_the_model_before_and_after_an_update(f
         await engine.activate(1)
         await engine.resume()
         second = await collect(engine, [make_request(number) for number in range(6, 12)])
+        assert engine._core._runner._graphs.works
         assert len(engine._core._runner._graphs) > 0
     tolerance = LOOSE if dtype is torch.float32 else 0.1  # of bfloat16's rounding, on the mean of a response
     for groups, model in ((first, old), (second, new)):
@@ -68,6 +69,20 @@ async def test_recorded_steps_sample_from_the_model_before_and_after_an_update(f
             for k, response in enumerate(group.tokens.responses):
                 expected = reference_logprobs(model.float(), group, k)
                 assert np.abs(response.logprobs - expected).mean() <= tolerance
+
+
+async def test_recorded_steps_are_right_when_the_cache_is_divided_anew_and_back() -> None:
+    model = make_model(max_position_embeddings=640)
+    async with serving(model=copy.deepcopy(model).to("cuda"), max_context=640) as engine:
+        for wave in range(3):
+            groups = await collect(engine, [make_request(wave, n=2, length=5, max_tokens=500, stop_token_ids=())])
+            expected = [reference_logprobs(model, groups[0], k) for k in range(2)]
+            for response, reference in zip(groups[0].tokens.responses, expected, strict=True):
+                np.testing.assert_allclose(response.logprobs, reference, atol=LOOSE)
+        graphs = engine._core._runner._graphs
+        assert graphs is not None
+        assert graphs.works
+        assert len(graphs) > 2
 
 
 async def test_recorded_steps_give_the_tokens_of_eager_ones() -> None:

@@ -72,12 +72,15 @@ class SlotCache:
         # when they move is finite.
         g = self.geometry
         shape = (g.layers, self.tokens * self._heads * g.head_dim)
+        rows = torch.arange(self.slots, device=self._device).unsqueeze(1)
+        # Made once: recorded steps read it, however the memory is divided when they are replayed.
+        self._places = rows * self._heads + torch.arange(self._heads, device=self._device)
         self._kv = torch.zeros(shape, dtype=self._dtype, device=self._device)
         self._divide(self._rounded(1))
 
     def release(self) -> None:
         """Give the memory back; every row is lost. `allocate` brings it back."""
-        del self._kv, self._rows, self._layers, self._flat
+        del self._kv, self._rows, self._layers, self._flat, self._places
 
     def scratch(self, slots: int, context: int) -> SlotCache:
         """Another cache of the same geometry, for a few short rows beside those that decode."""
@@ -107,7 +110,7 @@ class SlotCache:
 
     def addresses(self, lengths: torch.Tensor) -> torch.Tensor:
         """[A, 2·kv_heads] where rows 0..A-1 store their next token, given ``lengths`` [A]; for `append`."""
-        return self._first_rows[: len(lengths)] + lengths.unsqueeze(1)
+        return self._places[: len(lengths)] * self.room + lengths.unsqueeze(1)
 
     def append(self, layer: int, addresses: torch.Tensor, kv: torch.Tensor) -> None:
         """Store one token's keys and values [A, 2·kv_heads, head_dim] in rows 0..A-1."""
@@ -135,8 +138,6 @@ class SlotCache:
         )
         self._layers = list(self._rows.unbind(0))
         self._flat = [layer.view(-1, g.head_dim) for layer in self._layers]
-        first = torch.arange(rows, device=self._device).unsqueeze(1) * self._heads
-        self._first_rows = (first + torch.arange(self._heads, device=self._device)) * room
 
     def _rounded(self, positions: int) -> int:
         return min(-(-positions // ROOM_STEP) * ROOM_STEP, self.context)

@@ -60,6 +60,9 @@ class Decoding:
 class PolicyForward(Protocol):
     """A decoder's forward pass. It computes with the module's weights as of the last `refresh`."""
 
+    recordable: bool
+    """A step without contexts never waits for the device, and reads weights where they stay (see `graphs`)."""
+
     def step(
         self, decoding: Decoding | None, contexts: Sequence[torch.Tensor], least_rows: int
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -82,6 +85,8 @@ class PolicyForward(Protocol):
 
 class ModuleForward:
     """Runs the module itself, with a cache that writes into slots."""
+
+    recordable = False
 
     def __init__(self, model: PreTrainedModel, windows: Windows) -> None:
         self._model = model

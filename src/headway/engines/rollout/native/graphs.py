@@ -2,64 +2,85 @@
 
 A kernel of a small model takes less time than its launch from Python, so that the GPU waits. A CUDA graph holds a
 step's kernels with all their addresses: it fits one number of rows, one span of attention and one division of the KV
-cache. Steps are therefore filled up to a few numbers of rows, their spans rounded up, and each such shape is recorded
-when it comes for the first time. Steps in which prompts start are not recorded: their shapes hardly ever come again.
+cache, and reads the weights, the cache and the step's own inputs where they lay when it was recorded. Steps are
+therefore filled up to a few numbers of rows, their spans rounded up, and each such shape is recorded when it comes for
+the first time. Steps in which prompts start are not recorded: their shapes hardly ever come again.
+
+Where a step cannot be recorded, or what is replayed is not what was computed, all steps run as they are.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
 from headway.engines.rollout.native.cache import SlotCache
 from headway.engines.rollout.native.forward import Decoding, PolicyForward, RowBlock
-from headway.errors import RunError
+from headway.errors import said_by
 
-Compute = Callable[[], torch.Tensor]
-Recorder = Callable[[Compute], Compute]
-"""Runs a function of fixed memory, and gives back one that does the same again and puts its result into the same
-memory."""
+logger = logging.getLogger(__name__)
 
 SPAN_STEP = 256
 """Spans of recorded steps are rounded up to a multiple of this."""
+MOST = 64
+"""Recorded shapes that are kept, the ones used last."""
+TOLERANCE = 1e-2
+"""Of a replay's logits, relative to the largest: the same kernels in the same order."""
+
+Compute = Callable[[], None]
+
+
+class Recorder(Protocol):
+    """Records functions of fixed memory: they write their result, too, into memory that stays where it is."""
+
+    def record(self, compute: Compute) -> Compute:
+        """Run ``compute`` once or more, and return a function that does the same with fewer launches.
+
+        Raises `RuntimeError` where that cannot be done.
+        """
+
+    def reset(self) -> None:
+        """Whatever was recorded is not used any more."""
 
 
 def recorded_rows(rows: int) -> int:
-    """Rows of the recorded step that ``rows`` rows take part in: 1, 2, 4 and the multiples of 8."""
-    return next((few for few in (1, 2, 4) if rows <= few), -(-rows // 8) * 8)
+    """Rows of the recorded step that ``rows`` rows take part in: 1, 2, 4, 8 and the multiples of 16."""
+    return next((few for few in (1, 2, 4, 8) if rows <= few), -(-rows // 16) * 16)
 
 
 class CudaRecorder:
-    """Records CUDA graphs, which share one pool of memory: they are replayed one at a time."""
+    """Records CUDA graphs, of which one is replayed at a time: what they compute on the way shares a pool of memory."""
+
+    _one_at_a_time = threading.Lock()
+    """Of all recorders of a process: CUDA lets one thread record."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+        self.reset()
 
-    def __call__(self, compute: Compute) -> Compute:
-        with torch.cuda.device(self._device):
-            self._warm_up(compute)
+    def record(self, compute: Compute) -> Compute:
+        with self._one_at_a_time, torch.cuda.device(self._device):
+            current = torch.cuda.current_stream()
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
+                compute()  # libraries take their workspaces now, and compile what they have to
+            current.wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
-            # Another thread may copy weights to this device meanwhile: only this thread's calls are held to the rules.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                result = compute()
+            # Other threads may copy weights to this device meanwhile: only this thread's calls are held to the rules.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                compute()
+        return graph.replay
 
-        def replay() -> torch.Tensor:
-            graph.replay()
-            return result
-
-        return replay
-
-    def _warm_up(self, compute: Compute) -> None:
-        """Let libraries take their workspaces, which they may not while they are recorded, and not on this stream."""
-        aside, current = torch.cuda.Stream(), torch.cuda.current_stream()
-        aside.wait_stream(current)
-        with torch.cuda.stream(aside):
-            compute()
-        current.wait_stream(aside)
+    def reset(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()  # of the old one memory may be left in graphs that still live
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,47 +99,84 @@ class DecodeGraphs:
         """``window``: of the model's sliding attention, if it has any."""
         self._forward, self._cache, self._recorder = forward, cache, recorder
         self._window, self._dtype = window, dtype
-        self._recorded: dict[tuple[int, int, int], _Recorded] = {}
+        self._recorded: OrderedDict[tuple[int, int, int], _Recorded] = OrderedDict()
+        self._logits: torch.Tensor | None = None
+        """[slots, V] which every recorded step writes."""
+        self.works = True
+        """Nothing has failed so far."""
 
     def __len__(self) -> int:
         """Shapes that are recorded."""
         return len(self._recorded)
 
-    def step(self, tokens: torch.Tensor, lengths: torch.Tensor, positions: int, least_rows: int) -> torch.Tensor:
+    def step(self, tokens: torch.Tensor, lengths: torch.Tensor, positions: int, least_rows: int) -> torch.Tensor | None:
         """One token for each row: ``tokens`` [A] at ``lengths`` [A], all below ``positions``; logits [A, V].
 
-        The result is memory of its own. Raises `RunError` where a step cannot be recorded.
+        The result is memory of its own. None where steps cannot be recorded.
         """
+        if not self.works:
+            return None
         wanted = len(tokens)
         rows = min(max(recorded_rows(wanted), least_rows), self._cache.rows)
         span = min(-(-positions // SPAN_STEP) * SPAN_STEP, self._cache.room)
         shape = (rows, span, self._cache.room)
+        tokens, lengths = _filled(tokens, rows), _filled(lengths, rows)
         recorded = self._recorded.get(shape)
         if recorded is None:
-            recorded = self._recorded[shape] = self._record(_filled(tokens, rows), _filled(lengths, rows), span)
-        else:
-            recorded.tokens[:] = _filled(tokens, rows)
-            recorded.lengths[:] = _filled(lengths, rows)
-        return recorded.replay()[:wanted].clone()
+            return self._record(shape, tokens, lengths)[:wanted]
+        self._recorded.move_to_end(shape)
+        recorded.tokens[:] = tokens
+        recorded.lengths[:] = lengths
+        recorded.replay()
+        assert self._logits is not None
+        return self._logits[:wanted].clone()
 
     def clear(self) -> None:
         """The cache's memory or the weights' is about to be another: forget what was recorded."""
         self._recorded.clear()
+        self._logits = None
+        self._recorder.reset()
 
-    def _record(self, tokens: torch.Tensor, lengths: torch.Tensor, span: int) -> _Recorded:
-        def compute() -> torch.Tensor:
-            block = RowBlock.of(range(len(tokens)), span, lengths, self._window, self._dtype)
+    def _record(self, shape: tuple[int, int, int], tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Record the step and compare a replay with it; its logits [A, V]."""
+        rows, span, _ = shape
+
+        def forward() -> torch.Tensor:
+            block = RowBlock.of(range(rows), span, lengths, self._window, self._dtype)
             return self._forward.step(Decoding(tokens, lengths, self._cache, [block]), (), 1)[0]
 
+        expected = forward()
+        if self._logits is None:
+            self._logits = expected.new_zeros(self._cache.slots, expected.shape[1])
+        written = self._logits[:rows]
+
+        def compute() -> None:
+            written.copy_(forward())
+
         try:
-            return _Recorded(tokens, lengths, self._recorder(compute))
+            replay = self._recorder.record(compute)
+            written.zero_()
+            replay()
         except RuntimeError as cause:
-            raise RunError(
-                f"a decoding step of {len(tokens)} rows and {span} positions could not be recorded as a CUDA graph: "
-                f"{cause}; decode without graphs: rollout.enforce_eager=true"
-            ) from cause
+            self._give_up(f"a step of {rows} rows could not be recorded: {said_by(cause.__context__ or cause)}")
+            return expected
+        difference = float((written - expected).abs().max() / expected.abs().max().clamp(min=1))
+        if not difference <= TOLERANCE:
+            self._give_up(f"a replayed step of {rows} rows differs from the step by {difference:.2g}, relative")
+            return expected
+        self._recorded[shape] = _Recorded(tokens, lengths, replay)
+        if len(self._recorded) > MOST:
+            self._recorded.popitem(last=False)
+        return expected
+
+    def _give_up(self, why: str) -> None:
+        logger.warning(
+            "%s; decoding without CUDA graphs from here on (rollout.enforce_eager=true does so at once)", why
+        )
+        self.clear()
+        self.works = False
 
 
 def _filled(values: torch.Tensor, rows: int) -> torch.Tensor:
-    """[rows]: rows that nobody uses have the token 0, at position 0."""
-    return F.pad(values, (0, rows - len(values)))
+    """[rows], of its own: rows that nobody uses have the token 0, at position 0."""
+    return F.pad(values, (0, rows - len(values))) if len(values) < rows else values.clone()

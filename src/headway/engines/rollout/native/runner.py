@@ -66,7 +66,7 @@ class Runner:
         kv_cache_bytes: int | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        """``recorder``: of decoding steps, which are then replayed (see `graphs`).
+        """``recorder``: of decoding steps, which are then replayed (see `graphs`), where ``forward`` can be.
 
         Raises `ConfigError` where ``kv_cache_bytes`` (default: enough for ``slots``) are too few for one context.
         """
@@ -92,7 +92,9 @@ class Runner:
         )
         self.roomy = self.cache.tokens >= slots * max_context
         """There is memory for a whole context in every slot."""
-        self._graphs = recorder and DecodeGraphs(forward, self.cache, recorder, self._window, self._dtype)
+        self._graphs: DecodeGraphs | None = None
+        if recorder is not None and forward.recordable:
+            self._graphs = DecodeGraphs(forward, self.cache, recorder, self._window, self._dtype)
 
     def fits(self, rows: int, positions: int) -> bool:
         """Whether the KV cache has memory for a step of so many rows, the longest of ``positions``."""
@@ -151,8 +153,9 @@ class Runner:
         Returns the rows' logits [A, V] and a result for each context.
         """
         if self._graphs is not None and len(tokens) and not contexts:
-            given_rows = self._to_device(tokens), self._to_device(lengths)
-            return self._graphs.step(*given_rows, int(lengths.max()) + 1, self._least_rows), []
+            on_device, positions = (self._to_device(tokens), self._to_device(lengths)), int(lengths.max()) + 1
+            if (logits := self._graphs.step(*on_device, positions, self._least_rows)) is not None:
+                return logits, []
         decoded = torch.empty(0)
         prefilled: list[Prefilled] = []
         rows = self._decoding(tokens, lengths, self.cache) if len(tokens) else None
@@ -201,7 +204,7 @@ class Runner:
         """Log-probs [B, S - given] of the tokens of ``ids`` [B, S] behind the first ``given``, at ``temperature``.
 
         The first comes from a prefill, the others from decoding steps in a cache of their own: the paths that sampling
-        takes. Nothing is kept, and no randomness is used.
+        takes, but that no step is replayed. Nothing is kept, and no randomness is used.
         """
         rows, length = ids.shape
         cache = self.cache.scratch(max(rows, self._least_rows), self._span(length, self.cache.context))
