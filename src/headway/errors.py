@@ -15,6 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+EXIT_INTERRUPTED = 130
+"""As shells have it for a program that Ctrl-C ended."""
+
 
 class HeadwayError(Exception):
     """Base of all errors that Headway raises on purpose."""

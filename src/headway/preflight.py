@@ -2,7 +2,7 @@
 
 `check_inputs` ─▶ the rows to train on        the model's files, data, reward: no torch, so that ``--dry-run`` and the
                                               doctor can ask, too
-`check_model`  ─▶ nothing                     the algorithm's names, what the model's files say, prompts as tokens
+`check_model`  ─▶ prompts                     the algorithm's names, what the model's files say, prompts as tokens
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from headway.cluster.address import check_listens
 from headway.config.schema import Config
-from headway.data.sources import Rows, build_sources, read_rows
+from headway.data.sources import DataBundle, Rows, build_sources, read_rows
 from headway.errors import ConfigError, DataError, ModelError, UserCodeError, WorkerDied
 from headway.models.folder import SAFETENSORS, SAFETENSORS_INDEX, check_folder, find_folder
 from headway.rewards.pool import RewardPool
@@ -61,8 +62,10 @@ def check_inputs(config: Config) -> Rows:
     return rows
 
 
-def check_model(config: Config, rows: Rows, *, when_too_long: str = LOWER) -> None:
-    """Open all of the model but its weights, and read the first prompts as it does.
+def check_model(config: Config, rows: Rows, *, when_too_long: str = LOWER) -> DataBundle | None:
+    """Open all of the model but its weights, and read the first prompts as it does: the prompts of ``rows``.
+
+    None where there is no model yet, only one to make.
 
     ``when_too_long``: what the message says to do where the model has fewer positions than tokens may come.
 
@@ -81,13 +84,14 @@ def check_model(config: Config, rows: Rows, *, when_too_long: str = LOWER) -> No
     FetchAdvantages(config.algorithm)
     Objective(config)
     if config.cluster.address is not None:
-        _check_listens(config.cluster.address, min(config.cluster.start_timeout_s, CONNECT_TIMEOUT_S))
+        timeout_s = min(config.cluster.start_timeout_s, CONNECT_TIMEOUT_S)
+        asyncio.run(check_listens(config.cluster.address, timeout_s))
     else:  # here, where all workers will be
         if config.rollout.name == "vllm":
             check_installed()
         _check_device(config)
     if config.model.path is None:
-        return
+        return None
     from headway.models.loading import load_config, load_tokenizer
 
     trust_remote_code = config.model.trust_remote_code
@@ -98,7 +102,7 @@ def check_model(config: Config, rows: Rows, *, when_too_long: str = LOWER) -> No
     _check_biases(config, model_config)
     _check_kv_cache(config, model_config)
     _check_shapes(config, model_config)
-    build_sources(config, tokenizer, rows)
+    return build_sources(config, tokenizer, rows)
 
 
 def go_offline_without_a_hub(config: Config) -> None:
@@ -143,28 +147,22 @@ def _check_device(config: Config) -> None:
         raise ConfigError("cluster.device=cuda, but torch sees no GPU here; set cluster.device=cpu")
 
 
-def _check_listens(address: str, timeout_s: float) -> None:
-    """Whether it is Ray that answers, only Ray can tell."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not port.isdigit():  # auto
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()
-    except OSError as error:
-        raise ConfigError(
-            f"cluster.address={address}: nothing answers there ({error}). Start Ray with `ray start --head`, give its "
-            "address, or leave cluster.address out to start Ray here"
-        ) from None
-
-
 def _check_answers(config: Config, rows: Rows) -> None:
     """Of files alone: a task's problems are made on demand, and have answers."""
     needing = [one.function for one in config.reward.all if one.function in NEEDS_ANSWERS]
-    if needing and config.data.train_sources and all(record.answer is None for record in rows.train):
-        raise DataError(
-            f"{config.data.label}: the answer of all {len(rows.train)} rows is null, and reward.function={needing[0]} "
-            "compares with it; set data.answer_key to the column that holds it, or give a reward that needs none"
-        )
+    if not needing:
+        return
+    data, files = config.data, []
+    if data.train_sources:
+        files.append((data.label, rows.train))
+    if data.held_out_sources:
+        files.append((f"data.val ({', '.join(source.label for source in data.held_out_sources)})", rows.val))
+    for what, records in files:
+        if all(record.answer is None for record in records):
+            raise DataError(
+                f"{what}: the answer of all {len(records)} rows is null, and reward.function={needing[0]} compares "
+                "with it; set data.answer_key to the column that holds it, or give a reward that needs none"
+            )
 
 
 def _check_vocabulary(path: str, model_config: Any, tokenizer: Any) -> None:

@@ -25,7 +25,7 @@ from headway.config.schema import TaskConfig
 from headway.data.tasks import make_task
 from headway.data.types import Prompt
 from headway.engines.rollout.native.engine import NativeEngine
-from headway.errors import ModelError
+from headway.errors import ModelError, UserCodeError, boundary
 from headway.interfaces import GenerateRequest, SamplingParams
 
 EVALUATION_SLOTS = 128
@@ -179,7 +179,8 @@ class _Evaluation:
         try:
             async for finished in engine.generate(requests):
                 prompt = self._held_out[finished.number]
-                right += self._task.score(finished.trajectories[0].text, prompt.answer, prompt.extra)
+                with boundary(f"{prompt.source}: its score()", UserCodeError):
+                    right += self._task.score(finished.trajectories[0].text, prompt.answer, prompt.extra)
         finally:
             await engine.close()
         return right / len(self._held_out)

@@ -77,6 +77,22 @@ def reward(code: str, *arguments: str, dry: bool = True) -> Case:
     return written("reward.py", code, "reward.function=reward.py:score", *arguments, dry=dry)
 
 
+def own_task(made: str) -> Case:
+    """``task.py:make`` does what ``made`` says."""
+
+    def prepare(folder: Path) -> None:
+        (folder / "task.py").write_text(
+            "class Task:\n"
+            "    def __init__(self, problem): self.problem = problem\n"
+            "    def score(self, response, answer, extra): return 1.0\n"
+            f"def make(params, seed, problems): {made}\n"
+        )
+        data = "task: {name: task.py:make, size: 4, val_size: 2}"
+        (folder / "recipe.yaml").write_text(RECIPE.replace("train: train.jsonl, val_size: 2", data))
+
+    return Case(prepare=prepare)
+
+
 def removed(name: str) -> Case:
     return Case(prepare=lambda folder: (folder / name).unlink())
 
@@ -124,6 +140,11 @@ def smaller_embedding(folder: Path) -> None:
     weights = load_file(file)
     weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][:10].clone()
     save_file(weights, file, metadata={"format": "pt"})
+
+
+def held_out_without_answers(folder: Path) -> None:
+    (folder / "val.jsonl").write_text('{"prompt": "1=", "answer": null}\n' * 3)
+    (folder / "recipe.yaml").write_text(RECIPE.replace("val_size: 2", "val: val.jsonl"))
 
 
 def closed_port() -> int:
@@ -256,6 +277,11 @@ CASES = {
     "all answers null": data('{"prompt": "1=", "answer": null}\n' * 6),
     "more held-out rows than rows": setting("data.val_size=10"),
     "an unknown task": recipe(RECIPE.replace("train: train.jsonl, val_size: 2", "task: {name: srt}")),
+    "all answers of data.val null": doing(held_out_without_answers),
+    "a task of one's own that raises": own_task("return params['size']"),
+    "a task of one's own that is none": own_task("pass"),
+    "a problem of one's own that raises": own_task("return Task(lambda index: 1 / 0)"),
+    "a problem of one's own that is none": own_task("return Task(lambda index: '1=')"),
     # reward
     "an unknown reward": setting("reward.function=exact"),
     "no such reward file": setting("reward.function=nowhere.py:score"),
@@ -268,6 +294,8 @@ CASES = {
     "arguments without names": reward("def score(*texts): return 1.0\n"),
     "a column that no row has": reward("def score(response, level): return 1.0\n"),
     "a parameter that it does not take": reward(SCORE + " return 1.0\n", "reward.params={scale: 2}"),
+    "tags that are no list": setting("reward.function=format", "reward.params={tags: 5}"),
+    "a group that is no name": setting("reward.function=regex", "reward.params={pattern: '(a)', group: [1]}"),
     # run directory and cluster
     "run.dir is a file": written("run", "", dry=False),
     "run.dir holds a run": written("run/events.jsonl", "", dry=False),

@@ -22,6 +22,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import Result
 
+from headway import preflight
 from headway.cli.evaluation import Tenths
 from headway.cluster.process import math_environment
 from headway.cluster.processes import descendants
@@ -404,6 +405,34 @@ def test_a_model_s_folder_is_looked_at_as_before_a_run(tiny: Path, tmp_path: Pat
     done = run("eval", str(broken), data, *SHORT)
     assert done.exit_code == 2
     assert "and its header tells of" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("import os; os._exit(3)\n", "a reward worker ended while it loaded"),
+        ("while True: pass\n", "was not imported within 0.5 s; see to it that the file imports quickly"),
+        ("def score(response, level): return 1.0\n", "score needs 'level', but the rows have nothing beside prompt"),
+    ],
+)
+def test_a_reward_is_tried_as_before_a_run(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, message: str
+) -> None:
+    if "while" in code:
+        monkeypatch.setattr(preflight, "LOAD_TIMEOUT_S", 0.25)
+    (tmp_path / "reward.py").write_text(code)
+    data = write(tmp_path / "test.jsonl", [{"prompt": "1=", "answer": "1"}])
+    timeout = ["reward.timeout_s=0.5"] if "while" in code else []
+    done = run("eval", str(tiny), data, *SHORT, f"reward.function={tmp_path}/reward.py:score", *timeout)
+    assert done.exit_code == 2, done.output
+    assert message in done.stderr
+
+
+def test_questions_without_any_answer_are_refused_where_the_reward_compares_with_it(tiny: Path, tmp_path: Path) -> None:
+    data = write(tmp_path / "test.jsonl", [{"prompt": "1=", "answer": None}] * 2)
+    done = run("eval", str(tiny), data, *SHORT)
+    assert done.exit_code == 2, done.output
+    assert "the answer of all 2 rows is null, and reward.function=exact_match compares with it" in done.stderr
 
 
 @pytest.mark.parametrize(

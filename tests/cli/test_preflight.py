@@ -70,8 +70,48 @@ def check(config: Config) -> None:
     check_model(config, check_inputs(config))
 
 
-def test_a_job_without_mistakes_passes(job: dict[str, Any]) -> None:
-    check(Config.model_validate(job))
+def test_a_job_without_mistakes_passes_and_its_prompts_come_back(job: dict[str, Any]) -> None:
+    config = Config.model_validate(job)
+    rows = check_inputs(config)
+    found = check_model(config, rows)
+    assert found is not None
+    assert found.rows == 7
+    assert [prompt.text for prompt in found.val] == [record.prompt for record in rows.val]
+
+
+def test_a_model_that_is_yet_to_be_made_has_no_prompts(job: dict[str, Any]) -> None:
+    config = Config.model_validate(job | {"model": {"make": {}}})
+    assert check_model(config, check_inputs(config)) is None
+
+
+@pytest.mark.parametrize(("answers", "refused"), [([None] * 3, True), ([None, None, "1"], False)])
+@pytest.mark.parametrize("reward", ["exact_match", "math_verify", "regex"])
+@pytest.mark.parametrize("trains_on", ["a file", "a task"])
+def test_held_out_rows_whose_answers_are_all_null_are_refused(
+    job: dict[str, Any], tmp_path: Path, trains_on: str, reward: str, answers: list[str | None], refused: bool
+) -> None:
+    val = tmp_path / "val.jsonl"
+    val.write_text("".join(json.dumps({"prompt": "1=", "answer": answer}) + "\n" for answer in answers))
+    data = {"train": job["data"]["train"]} if trains_on == "a file" else {"task": {"name": "sort"}}
+    params = {"pattern": "1"} if reward == "regex" else {}
+    config = Config.model_validate(
+        job | {"data": data | {"val": str(val), "val_size": 0}, "reward": {"function": reward, "params": params}}
+    )
+    if not refused:
+        check_inputs(config)
+        return
+    with pytest.raises(DataError) as error:
+        check_inputs(config)
+    assert str(error.value).startswith(
+        f"data.val ({val}): the answer of all 3 rows is null, and reward.function={reward}"
+    )
+
+
+def test_held_out_rows_without_answers_are_taken_where_the_reward_needs_none(
+    job: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "val.jsonl").write_text('{"prompt": "1=", "answer": null}\n' * 3)
+    check_inputs(changed(job, "data", val=str(tmp_path / "val.jsonl"), val_size=0))
 
 
 @pytest.mark.parametrize(

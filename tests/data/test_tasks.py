@@ -177,6 +177,84 @@ def test_a_mixture_of_reasoning_gyms_datasets_is_written_as_a_config_has_it() ->
     assert all(task.score(p.answer, p.answer, p.extra) == 1 for p in map(task.problem, range(12)))
 
 
+OWN = """
+from dataclasses import replace
+from headway.data.tasks import Problem
+class Task:
+    def __init__(self, **changes):
+        self.changes = changes
+    def problem(self, index):
+        return replace(Problem("p", "a"), **self.changes)
+    def score(self, response, answer, extra): return 1.0
+class Raising(Task):
+    def problem(self, index): return {}["p"]
+class Text(Task):
+    def problem(self, index): return "p"
+class Nothing(Task):
+    def problem(self, index): pass
+class Unscored:
+    problem = Task.problem
+class Narrow(Task):
+    def score(self, response): return 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ("None", "returned None, which has no problem; expected an object with problem(index), which returns a "),
+        ("params['size']", "cannot be made with data.task.params={}: KeyError: 'size'"),
+        ("[].x", "cannot be made with data.task.params={}: AttributeError: 'list' object has no attribute 'x'"),
+        ("Unscored()", "returned Unscored <"),
+        ("Narrow()", "score: takes (response), but is called with (response, answer, extra): too many"),
+        ("Task", "problem: takes (self, index), but is called with (index): missing a required argument"),
+    ],
+)
+def test_a_factory_of_one_s_own_that_makes_no_task_is_the_user_s_error(
+    tmp_path: Path, returned: str, message: str
+) -> None:
+    (tmp_path / "own.py").write_text(f"{OWN}\ndef make(params, seed, problems): return {returned}\n")
+    with pytest.raises(UserCodeError) as error:
+        make_task(f"{tmp_path}/own.py:make", {}, seed=0)
+    assert str(error.value).startswith(f"{tmp_path}/own.py:make: {message}")
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        ("Raising()", ": KeyError: 'p'"),
+        ("Text()", " returned str 'p', expected a headway.data.tasks.Problem"),
+        ("Nothing()", " returned None, expected a headway.data.tasks.Problem"),
+        ("Task(prompt=['p'])", " returned a Problem whose prompt is list ['p'], expected text"),
+        ("Task(answer=4)", " returned a Problem whose answer is int 4, expected text"),
+        ("Task(extra=None)", " returned a Problem whose extra is None, expected a mapping"),
+    ],
+)
+def test_a_problem_of_one_s_own_that_is_none_is_the_user_s_error(tmp_path: Path, made: str, message: str) -> None:
+    (tmp_path / "own.py").write_text(f"{OWN}\ndef make(params, seed, problems): return {made}\n")
+    spec = f"{tmp_path}/own.py:make"
+    with pytest.raises(UserCodeError) as error:
+        split_task(spec, {}, seed=0, size=5, val_size=0).train[3]
+    assert str(error.value) == f"{spec}: problem(3){message}"
+
+
+def test_what_a_task_of_one_s_own_says_of_its_parameters_is_passed_on(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from headway.errors import ConfigError\ndef make(params, seed, problems): raise ConfigError('give a size')\n"
+    )
+    with pytest.raises(ConfigError, match=r"^give a size$"):
+        make_task(f"{tmp_path}/own.py:make", {}, seed=0)
+
+
+def test_what_its_score_raises_is_left_to_whoever_scores(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        f"{OWN}\nclass Odd(Task):\n    def score(self, response, answer, extra): raise KeyError(response)\n"
+        "def make(params, seed, problems): return Odd()\n"
+    )
+    with pytest.raises(KeyError, match="said"):
+        make_task(f"{tmp_path}/own.py:make", {}, seed=0).score("said", "", {})
+
+
 def test_a_factory_of_one_s_own_must_take_what_it_is_called_with(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def few(params): return None\n")
     with pytest.raises(

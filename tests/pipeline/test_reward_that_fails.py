@@ -22,23 +22,33 @@ def held_out(prompt: Prompt) -> bool:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_first_validation_of_which_nothing_can_be_scored_ends_the_run_before_anything_is_trained(mode: str):
+def test_a_first_validation_of_which_nothing_can_be_scored_ends_the_run(mode: str):
     reward = FakeReward(lambda _: fails(BOOM))
     run = Scenario(mode, problems=FAILED_AT_VALIDATION, reward=reward).run()
     run.assert_clean()
     assert isinstance(run.error, NothingToTrain)
     assert str(run.error).startswith(
-        f"the reward failed for all of the 8 held-out problems before training began (8× {BOOM}). What the reward "
+        f"the reward failed for all of the 8 held-out problems at version 0 (8× {BOOM}). What the reward "
         "raised and printed is in logs/reward.log"
     )
     assert run.groups["trained"] == 0
     assert run.of(ValidationFinished) == []
 
 
-def test_it_does_so_although_training_prompts_can_be_scored():
-    reward = FakeReward(lambda prompt: fails(BOOM) if held_out(prompt) else [0.0, 1.0])
-    run = Scenario("on_policy", problems=8, reward=reward).run()
-    assert "8 held-out problems" in str(run.error)
+@pytest.mark.parametrize("seconds", [0.25, 60.0])
+@pytest.mark.parametrize("mode", MODES)
+def test_it_does_so_although_training_prompts_can_be_scored_whatever_was_trained_meanwhile(mode: str, seconds: float):
+    """Also where scores come in long after the answers. How far the run has come by then depends on the mode."""
+    reward = FakeReward(
+        lambda prompt: fails(BOOM) if held_out(prompt) else [0.0, 1.0],
+        seconds=lambda prompt: seconds if held_out(prompt) else 0.25,
+    )
+    run = Scenario(mode, problems=8, reward=reward).run()
+    assert isinstance(run.error, NothingToTrain)
+    assert str(run.error).startswith("the reward failed for all of the 8 held-out problems at version 0")
+    assert run.of(ValidationFinished) == []
+    if mode == "async_partial":
+        assert run.groups["trained"] > 0
 
 
 def test_one_held_out_answer_that_can_be_scored_is_enough_to_go_on():

@@ -31,6 +31,15 @@ def test_shares(value: float | None, text: str) -> None:
         (1e-4, "1e-4"),
         (-0.000123, "-1.23e-4"),
         (1234.5, "1,234"),
+        (999.4, "999"),
+        (999.7, "1,000"),
+        (-999.7, "-1,000"),
+        (99.96, "100"),
+        (999_999.4, "999,999"),
+        (999_999.7, "1e6"),
+        (0.00099949, "9.99e-4"),
+        (0.00099951, "0.001"),
+        (-0.0, "0"),
         (math.inf, "-"),
         (-3e38, "-3e38"),
     ],
@@ -41,7 +50,14 @@ def test_numbers_have_three_significant_digits(value: float, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0.5, "0.500"), (-1234.5678, "-1234.568"), (999_999.0, "999999.000"), (3e38, "3e38"), (-3.4028235e38, "-3.4e38")],
+    [
+        (0.5, "0.500"),
+        (-1234.5678, "-1234.568"),
+        (999_999.0, "999999.000"),
+        (999_999.9999, "1e6"),
+        (3e38, "3e38"),
+        (-3.4028235e38, "-3.4e38"),
+    ],
 )
 def test_scores_have_three_decimals_unless_they_are_large(value: float, text: str) -> None:
     assert human.score(value) == text

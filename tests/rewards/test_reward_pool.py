@@ -421,8 +421,28 @@ async def test_a_file_whose_import_never_ends_is_found_at_the_start(monkeypatch,
     monkeypatch.setattr(pool_module, "START_TIMEOUT_S", 0.5)
     (tmp_path / "mine.py").write_text("while True: pass")
     with pytest.raises(WorkerDied, match=r"no reward worker was ready within 0.5 s: it was loading .*mine.py:score"):
-        async with pool_of(f"{tmp_path}/mine.py:score"):
+        async with pool_of(f"{tmp_path}/mine.py:score", timeout_s=0.25):
             pass
+
+
+async def test_a_start_may_take_as_long_as_a_call_where_that_is_longer(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(pool_module, "START_TIMEOUT_S", 0.25)
+    (tmp_path / "mine.py").write_text("while True: pass")
+    with pytest.raises(WorkerDied, match=r"no reward worker was ready within 0.5 s: it was loading .*mine.py:score"):
+        async with pool_of(f"{tmp_path}/mine.py:score", timeout_s=0.5):
+            pass
+
+
+async def test_whatever_is_raised_while_a_worker_loads_the_reward_is_told_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "class Odd(Exception):\n    def __init__(self, a, b): super().__init__(a)\n"
+        "def __getattr__(name): raise Odd(f'no {name} in\\nhere', lambda: 0)\n"
+    )
+    log = tmp_path / "reward.log"
+    with pytest.raises(UserCodeError, match=r"mine\.py:score cannot be loaded: Odd: no score in here$"):
+        async with pool_of(f"{tmp_path}/mine.py:score", log_path=log):
+            pass
+    assert "in __getattr__" in log.read_text()
 
 
 async def test_a_function_for_trl_gets_messages_where_the_row_has_them(tmp_path: Path) -> None:

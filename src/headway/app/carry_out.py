@@ -16,15 +16,12 @@ from headway.config.loading import LoadedConfig
 from headway.config.placement import needs_critic
 from headway.config.schema import Config
 from headway.data.sources import Rows
-from headway.errors import DataError, NothingToTrain, StoppedByGuard
+from headway.errors import EXIT_INTERRUPTED, DataError, NothingToTrain, StoppedByGuard
 from headway.events import RunFinished
 from headway.pipeline.run import Status
 from headway.reports.bundle import Reports
 from headway.reports.checkpoints import Checkpoints
 from headway.reports.events_file import look_through
-
-EXIT_INTERRUPTED = 130
-"""As shells have it for a program that Ctrl-C ended."""
 
 
 def carry_out(

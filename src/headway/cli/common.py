@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from headway.errors import HeadwayError
+from headway.errors import EXIT_INTERRUPTED, HeadwayError
 
-EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
+EXIT_FAILED = 1
 
 A_TYPING_ERROR = 0.8
 """How alike an unknown option and one that there is must be for that one to be meant, in [0, 1]."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import ray
 
+from headway.cluster.address import check_listens
 from headway.cluster.hardware import available_cores
 from headway.cluster.plan import ClusterPlan, WorkerSpec
 from headway.cluster.process import ProcessSettings
@@ -167,7 +168,7 @@ async def check_answers(address: str, timeout_s: float) -> None:
     of its own first.
     """
     deadline = asyncio.get_running_loop().time() + timeout_s
-    listens = await _check_listens(address, timeout_s)
+    listens = await check_listens(address, timeout_s)
     probe = await asyncio.create_subprocess_exec(
         sys.executable, "-c", _PROBE, address, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
     )
@@ -192,23 +193,6 @@ async def check_answers(address: str, timeout_s: float) -> None:
                 ". It wants an authentication token: set RAY_AUTH_MODE=token and give it as Ray's documentation says"
             )
         raise ConfigError(f"cluster.address={address}: cannot join the Ray cluster there: {reason}")
-
-
-async def _check_listens(address: str, timeout_s: float) -> bool:
-    """Fail at once where nothing listens at a ``host:port`` address. False: other addresses are Ray's to resolve."""
-    host, separator, port = address.rpartition(":")
-    if not separator or not port.isdigit() or "/" in host:
-        return False
-    try:
-        async with asyncio.timeout(timeout_s):
-            _, writer = await asyncio.open_connection(host, int(port))
-    except (OSError, TimeoutError) as error:
-        raise ConfigError(
-            f"cluster.address={address}: nothing answers there ({error}). Start Ray with `ray start --head`, give its "
-            "address, or leave cluster.address out to start Ray here"
-        ) from None
-    writer.close()
-    return True
 
 
 def object_store_bytes(config: Config) -> int:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, TypeVar, overload
 
 from headway.algorithms.registry import Registry
-from headway.errors import ConfigError
+from headway.errors import ConfigError, UserCodeError, boundary
 from headway.user_code import check_call, names_a_file
 
 REASONING_GYM = "reasoning_gym/"
@@ -24,6 +24,9 @@ HELD_OUT_TRIES = 4
 """Problems that may be made for each held-out one, until enough distinct ones were found."""
 COLLISION_TRIES = 100
 """Training problems that may be tried in a row before the task counts as too small for its held-out set."""
+
+MOST_SHOWN = 80
+"""Characters of what a user's function returned, in a message."""
 
 P = TypeVar("P")
 
@@ -62,16 +65,67 @@ def make_task(name: str, params: Mapping[str, Any], *, seed: int, problems: int 
 
     Raises:
         ConfigError: unknown name, or parameters that it does not take.
-        UserCodeError: a ``file.py:function`` that does not load, or cannot be called like that.
+        UserCodeError: a ``file.py:function`` that does not load, cannot be called like that, raises, or returns
+            something else than a task.
     """
     if name.startswith(REASONING_GYM):
         from headway.data.gym import GymTask  # here, so that only its users pay for importing reasoning-gym
 
         return GymTask(name.removeprefix(REASONING_GYM), params, seed=seed, problems=problems)
     factory = TASKS.get(name)
-    if names_a_file(name):
-        check_call(name, factory, ("params", "seed", "problems"))
-    return factory(params, seed, problems)
+    if not names_a_file(name):
+        return factory(params, seed, problems)
+    check_call(name, factory, ("params", "seed", "problems"))
+    with boundary(f"{name}: cannot be made with data.task.params={dict(params)}", UserCodeError):
+        return OwnTask(name, factory(params, seed, problems))
+
+
+class OwnTask:
+    """A task from a file of the user's: what goes wrong in making problems is told as theirs.
+
+    What its `score` raises is passed on: whoever scores turns it into a reason, with its traceback in a log.
+    """
+
+    def __init__(self, spec: str, task: Any) -> None:
+        """``spec`` is how the user named the factory that returned ``task``.
+
+        Raises:
+            UserCodeError: ``task`` lacks ``problem`` or ``score``.
+        """
+        for name, takes in (("problem", ("index",)), ("score", ("response", "answer", "extra"))):
+            method = getattr(task, name, None)
+            if not callable(method):
+                raise UserCodeError(
+                    f"{spec}: returned {_shown(task)}, which has no {name}; expected an object with problem(index), "
+                    "which returns a headway.data.tasks.Problem, and score(response, answer, extra), a number"
+                )
+            check_call(f"{spec}: {name}", method, takes)
+        self.name = spec
+        self._task = task
+
+    def problem(self, index: int) -> Problem:
+        """Raises `UserCodeError` where the user's code raises, or returns something else than a `Problem` of text."""
+        call = f"{self.name}: problem({index})"
+        with boundary(call, UserCodeError):
+            problem = self._task.problem(index)
+            if not isinstance(problem, Problem):
+                raise UserCodeError(f"{call} returned {_shown(problem)}, expected a headway.data.tasks.Problem")
+            for name, kind in (("prompt", str), ("answer", str), ("extra", Mapping)):
+                if not isinstance(value := getattr(problem, name), kind):
+                    expected = "text" if kind is str else "a mapping"
+                    raise UserCodeError(
+                        f"{call} returned a Problem whose {name} is {_shown(value)}, expected {expected}"
+                    )
+            return problem
+
+    def score(self, response: str, answer: str, extra: Mapping[str, Any]) -> float:
+        score: float = self._task.score(response, answer, extra)
+        return score
+
+
+def _shown(value: Any) -> str:
+    text = f"{type(value).__name__} {value!r}" if value is not None else "None"
+    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 1]}…"
 
 
 # ---------------------------------------------------------------------------------------------- held-out split

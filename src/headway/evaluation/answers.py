@@ -13,13 +13,11 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, cast
 
-from headway.data.sources import build_sources, read_rows
 from headway.data.types import FinishReason, Prompt
 from headway.errors import DataError, ScoringFailed
 from headway.evaluation.figures import Answer, Solved
 from headway.evaluation.settings import Job
 from headway.interfaces import FinishedGroup, GenerateRequest, RolloutEngine, SamplingParams
-from headway.models.folder import check_folder
 from headway.pipeline.concurrently import Tasks, failing_as_one
 from headway.rewards.pool import RewardPool
 from headway.rewards.request import RewardSpec
@@ -47,20 +45,17 @@ def read_questions(job: Job, limit: int | None) -> Questions:
     """The first ``limit`` prompts of the job's data (None: all), with the model looked at as before a run.
 
     Raises:
-        UserError: as `check_folder`, `headway.preflight.check_model` and `read_rows` do; also where nothing is left to
-            ask.
+        UserError: as `headway.preflight.check_inputs` and `check_model` do; also where nothing is left to ask.
     """
     from headway.models.loading import load_tokenizer
-    from headway.preflight import LOWER, check_model, go_offline_without_a_hub
+    from headway.preflight import LOWER, check_inputs, check_model
 
     config = job.config
-    path = str(config.model.path)
-    go_offline_without_a_hub(config)
-    check_folder(path)
-    rows = read_rows(config)
-    check_model(config, rows, when_too_long=FROM_A_RECIPE if job.by_default else LOWER)
-    tokenizer = load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
-    sources = build_sources(config, tokenizer, rows)
+    rows = check_inputs(config)
+    sources = check_model(config, rows, when_too_long=FROM_A_RECIPE if job.by_default else LOWER)
+    if sources is None:
+        raise AssertionError("unreachable: an evaluation has a model")
+    tokenizer = load_tokenizer(str(config.model.path), trust_remote_code=config.model.trust_remote_code)
     if job.held_out:
         prompts, left_out = sources.val[:limit], dict(sources.val_left_out_by_source)
     else:

@@ -18,8 +18,8 @@ FAILED_AT_FIRST = 32
 """It ends sooner when so many groups could not be scored, and none ever could. A reward that fails for four groups of
 five scores one of 32 with a probability of 1 − 0.8³² = 99.9%: that run goes on. B plays no part in that."""
 FAILED_AT_VALIDATION = 8
-"""It ends sooner still when the first validation has so many problems and none could be scored, before anything was
-trained: by chance that happens to one run of 256 whose reward fails for every second problem."""
+"""It ends sooner still when the first validation has so many problems and none could be scored, whatever was trained
+meanwhile: by chance that happens to one run of 256 whose reward fails for every second problem."""
 SHOWN = 5
 """Different reasons that are counted."""
 WORTH_ADVICE = 0.1

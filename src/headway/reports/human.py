@@ -32,9 +32,9 @@ def number(value: float | None) -> str:
     """Three significant digits: 0.01234 → ``0.0123``, 1e-4 → ``1e-4``, 1234.5 → ``1,234``, 3e38 → ``3e38``."""
     if value is None or not math.isfinite(value):
         return UNKNOWN
-    size = abs(value)
-    if size == 0:
+    if value == 0:
         return "0"
+    size = abs(float(f"{value:.3g}")) if abs(value) < 1000 else round(abs(value))  # as shown: 999.7 is 1,000
     if size >= LARGE or size < 1e-3:
         return _with_exponent(value)
     return f"{value:,.0f}" if size >= 1000 else f"{value:.3g}"
@@ -44,7 +44,7 @@ def score(value: float | None) -> str:
     """A reward, three decimals so that a column of them lines up, but for large ones: 3e38 → ``3e38``."""
     if value is None or not math.isfinite(value):
         return UNKNOWN
-    return f"{value:.3f}" if abs(value) < LARGE else _with_exponent(value)
+    return f"{value:.3f}" if round(abs(value), 3) < LARGE else _with_exponent(value)
 
 
 def _with_exponent(value: float) -> str:

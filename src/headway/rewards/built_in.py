@@ -50,7 +50,8 @@ def format_reward(tags: Sequence[str] = ("think", "answer"), pattern: str | None
     Nothing but space may stand between the tags: ``<think>…</think> <answer>…</answer>``. With ``pattern``, a regular
     expression, the whole response has to match that instead; its ``.`` matches line ends, too.
     """
-    if pattern is None and (isinstance(tags, str) or not tags or not all(isinstance(tag, str) and tag for tag in tags)):
+    listed = isinstance(tags, Sequence) and not isinstance(tags, str) and len(tags) > 0
+    if pattern is None and not (listed and all(isinstance(tag, str) and tag for tag in tags)):
         raise ConfigError(f"reward.params.tags: expected a list of names, such as [think, answer], not {tags!r}")
     form = _compiled("pattern", pattern if pattern is not None else _tagged(tags), re.DOTALL)
     return lambda request, response: float(form.fullmatch(response.strip()) is not None)
@@ -106,6 +107,8 @@ def _finder(name: str, pattern: str, group: int | str | None) -> Callable[[str],
     compiled = _compiled(name, pattern)
     if group is None:
         group = 1 if compiled.groups else 0
+    if isinstance(group, bool) or not isinstance(group, int | str):
+        raise ConfigError(f"reward.params.group: expected the number or the name of a group, not {group!r}")
     if group not in {*range(compiled.groups + 1), *compiled.groupindex}:
         raise ConfigError(f"reward.params.group: {pattern!r} has no group {group!r}")
 
@@ -123,7 +126,7 @@ def _compiled(name: str, pattern: Any, flags: int = 0) -> re.Pattern[str]:
         raise ConfigError(f"reward.params.{name}: expected a regular expression, not {pattern!r}")
     try:
         return re.compile(pattern, flags)
-    except re.error as cause:
+    except (re.error, OverflowError, RecursionError) as cause:  # of a{99999999999}, of endless nesting
         raise ConfigError(f"reward.params.{name}: {pattern!r} is no regular expression: {cause}") from cause
 
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from headway.data.types import Prompt
 
 START_TIMEOUT_S = 120.0
+"""For a worker to start and to load the reward; ``reward.timeout_s`` where that is longer."""
 STOP_TIMEOUT_S = 30.0
 GRACE_S = 1.0
 """By how much the pool's limit on a group exceeds the sum of its calls' limits."""
@@ -69,14 +70,14 @@ class RewardPool:
             UserCodeError: the user's file does not import, lacks the function, or the function's parameters do not fit.
             WorkerDied: the process ended, or did not get ready in time.
         """
+        limit = max(START_TIMEOUT_S, self._spec.timeout_s)
         try:
-            await asyncio.wait_for(self._run(worker.check), START_TIMEOUT_S)
+            await asyncio.wait_for(self._run(worker.check), limit)
         except UserError:
             raise
         except TimeoutError as cause:
             raise WorkerDied(
-                f"no reward worker was ready within {START_TIMEOUT_S:g} s: it was loading {self._spec.function}"
-                f"{self._see_log()}"
+                f"no reward worker was ready within {limit:g} s: it was loading {self._spec.function}{self._see_log()}"
             ) from cause
         except (ProcessExpired, BrokenProcessPool) as cause:
             raise WorkerDied(f"a reward worker ended while it loaded {self._spec.function}{self._see_log()}") from cause

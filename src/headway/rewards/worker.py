@@ -7,12 +7,13 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import connection, parent_process
 from pathlib import Path
 
-from headway.errors import ConfigError, UserError
+from headway.errors import ConfigError, UserCodeError, UserError, said_by
 from headway.interfaces import Scores
 from headway.rewards.request import RewardSpec, ScoreRequest
 from headway.rewards.scorers import Scorer, make_scorer
@@ -41,6 +42,11 @@ def initialize(spec: RewardSpec, log_path: Path | None) -> None:
             _Process.scorer = make_scorer(spec)
         except UserError as error:
             _Process.scorer = error
+        except Exception as error:
+            if log_path is not None:
+                traceback.print_exc()
+            # As text: the user's exception may not survive pickling, or need modules that the driver lacks.
+            _Process.scorer = UserCodeError(f"{spec.function} cannot be loaded: {said_by(error)}")
 
 
 def check() -> None:

@@ -6,7 +6,8 @@
     produces        nothing but the event, in order of versions
 
 Outside the inequality: validation generates with first priority and trains nothing. Answers of one version are scored
-while the next one's are being generated. Where none of many can be scored before anything was trained, the run ends.
+while the next one's are being generated. Where nothing of the first validation can be scored, and it has many problems,
+the run ends, whatever was trained beside it: that does not depend on who is quicker.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ class Validate(Stage[Validation, None]):
         }
         await before.wait()
         version = _version_of(trajectories, validation.version)
-        self._check_scored(version, scores)
+        self._check_scored(scores, version, first=validation.version == 0)
         self._emit(
             ValidationFinished(
                 time=now(),
@@ -127,15 +128,15 @@ class Validate(Stage[Validation, None]):
             )
         )
 
-    def _check_scored(self, version: int, scores: Sequence[Score]) -> None:
-        """Where all failed: raises `NothingToTrain` if they are many and nothing was trained yet, warns otherwise."""
+    def _check_scored(self, scores: Sequence[Score], version: int, *, first: bool) -> None:
+        """Where all failed: raises `NothingToTrain` for many of the ``first`` validation, warns otherwise."""
         reasons = [str(score) for score in scores if isinstance(score, ScoringFailed)]
         if not reasons or len(reasons) < len(scores):
             return
-        problems = f"the {len(scores)} held-out problems"
-        if len(reasons) >= FAILED_AT_VALIDATION and version == 0 and self._state.consumed == 0:
-            raise never_scored(f"{problems} before training began", reasons)
-        text = cannot_be_scored(f"{problems} at version {version}", reasons)
+        problems = f"the {len(scores)} held-out problems at version {version}"
+        if len(reasons) >= FAILED_AT_VALIDATION and first:
+            raise never_scored(problems, reasons)
+        text = cannot_be_scored(problems, reasons)
         self._emit(Note(time=now(), level="warning", text=text))
 
     async def _answers_of(self, replica: Replica, tasks: Tasks) -> list[tuple[FinishedGroup, Score]] | None:
