@@ -7,6 +7,7 @@ for module in (
     "harness",
     "logprobs",
     "pausing",
+    "preempting",
     "reference",
     "reproducing",
     "sampling",

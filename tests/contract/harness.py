@@ -37,6 +37,7 @@ class Feature(Enum):
     BESIDE = "receiving weights while it decodes"
     IN_PLACE = "receiving weights over those that it serves"
     REPRODUCIBLE = "reproducible sampling"
+    SHORT_MEMORY = "memory of a chosen size for keys and values"
 
 
 def features_of(capabilities: Capabilities) -> frozenset[Feature]:
@@ -97,10 +98,13 @@ class Harness(Protocol):
     def run(self, test: Coroutine[Any, Any, None]) -> None:
         """To its end, on a loop of its own; raises `TimeoutError` for a test that does not come to one."""
 
-    def serve(self, *, slots: int | None = None, fresh: bool = False) -> AbstractAsyncContextManager[Replica]:
+    def serve(
+        self, *, slots: int | None = None, fresh: bool = False, short_memory: bool = False
+    ) -> AbstractAsyncContextManager[Replica]:
         """A replica at rest; other ``slots`` than its own and `crowd` only with `Feature.SEVERAL`.
 
-        ``fresh``: one that no other test has used, or will.
+        ``fresh``: one that no other test has used, or will. ``short_memory``: one of three times as many slots, with
+        memory for keys and values for a whole context in each third one. Only with `Feature.SHORT_MEMORY`.
         """
 
 

@@ -29,8 +29,15 @@ def model_of(version: int) -> PreTrainedModel:
     )
 
 
+def kv_bytes_of_token() -> int:
+    """Of one token's keys and values in all layers, in float32."""
+    config = model_of(0).config
+    return 4 * 2 * int(config.num_hidden_layers * config.num_key_value_heads * config.head_dim)
+
+
 class NativeReplica:
-    def __init__(self, *, slots: int, dual_buffer: bool) -> None:
+    def __init__(self, *, slots: int, dual_buffer: bool, contexts: int | None = None) -> None:
+        """``contexts``: for so many whole ones there is memory."""
         self.version = 0
         self._source = Source(model_of(0))
         self.engine = NativeEngine(
@@ -40,6 +47,7 @@ class NativeReplica:
             slots=slots,
             max_context=CONTEXT,
             max_batched_tokens=256,
+            kv_cache_bytes=contexts and contexts * CONTEXT * kv_bytes_of_token(),
             decode=text_of,
             receive=self._source.receive,
             manifest=self._source.manifest,
@@ -90,7 +98,7 @@ class NativeHarness:
         self._dual_buffer = dual_buffer
         in_place = {Feature.IN_PLACE} if not dual_buffer else {Feature.BESIDE}
         declared = features_of(NativeEngine.capabilities) - {Feature.BESIDE}
-        self.features = declared | in_place | {Feature.TOKENS, Feature.SEVERAL}
+        self.features = declared | in_place | {Feature.TOKENS, Feature.SEVERAL, Feature.SHORT_MEMORY}
 
     def run(self, test: Coroutine[Any, Any, None]) -> None:
         async def bounded() -> None:
@@ -100,8 +108,14 @@ class NativeHarness:
         asyncio.run(bounded())
 
     @asynccontextmanager
-    async def serve(self, *, slots: int | None = None, fresh: bool = False) -> AsyncIterator[NativeReplica]:
-        replica = NativeReplica(slots=slots or self.slots, dual_buffer=self._dual_buffer)
+    async def serve(
+        self, *, slots: int | None = None, fresh: bool = False, short_memory: bool = False
+    ) -> AsyncIterator[NativeReplica]:
+        slots = slots or self.slots
+        if short_memory:
+            replica = NativeReplica(slots=3 * slots, dual_buffer=self._dual_buffer, contexts=slots)
+        else:
+            replica = NativeReplica(slots=slots, dual_buffer=self._dual_buffer)
         try:
             yield replica
         finally:

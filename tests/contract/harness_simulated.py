@@ -86,7 +86,11 @@ class SimulatedHarness:
         run_virtual(bounded())
 
     @asynccontextmanager
-    async def serve(self, *, slots: int | None = None, fresh: bool = False) -> AsyncIterator[SimulatedReplica]:
+    async def serve(
+        self, *, slots: int | None = None, fresh: bool = False, short_memory: bool = False
+    ) -> AsyncIterator[SimulatedReplica]:
+        if short_memory:
+            raise NotImplementedError("there are no keys and values; tests that need some ask for Feature.SHORT_MEMORY")
         replica = SimulatedReplica(slots or self.slots)
         yield replica
         await replica.engine.close()

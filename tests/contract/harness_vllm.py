@@ -19,10 +19,13 @@ from tests.engines.rollout.serving import Source
 WAIT_S = 280.0
 """No test comes near it."""
 TICK_S = 0.002
+BLOCK = 32
+"""Tokens whose keys and values vLLM keeps together, where memory is short: the fewest that it takes on a CPU."""
 
 
 class VllmReplica:
-    def __init__(self, folder: Path, slots: int) -> None:
+    def __init__(self, folder: Path, slots: int, contexts: int | None = None) -> None:
+        """``contexts``: for so many whole ones there is memory."""
         model_of(0).save_pretrained(folder)
         character_tokenizer(CHARACTERS, CONTEXT).save_pretrained(folder)
         self.version = 0
@@ -38,6 +41,7 @@ class VllmReplica:
             receive=self._source.receive,
             manifest=self._source.manifest,
             kv_cache_gib=0.1,
+            options={} if contexts is None else _memory_for(contexts),
         )
 
     def model(self, version: int) -> PreTrainedModel:
@@ -66,9 +70,14 @@ class VllmReplica:
         return ", ".join(f"{count} {what}" for what, count in left.items() if count)
 
 
+def _memory_for(contexts: int) -> dict[str, int]:
+    """vLLM's settings; one block is never given away."""
+    return {"block_size": BLOCK, "num_gpu_blocks_override": 1 + contexts * CONTEXT // BLOCK}
+
+
 class VllmHarness:
-    """Two replicas, of `slots` and of `crowd`, serve all tests that leave them as they found them: one takes half a
-    minute to start.
+    """Three replicas, of `slots`, of `crowd` and with short memory, serve all tests that leave them as they found
+    them: one takes half a minute to start.
     """
 
     name = "vLLM"
@@ -77,16 +86,16 @@ class VllmHarness:
     crowd = 256
     tolerance = 5e-5
     samples = 6000
-    many = 1000
+    many = 10_000
     arrival_s = 0.002
     step_s = 0.01
 
     def __init__(self, folder: Path) -> None:
-        self.features = features_of(VllmEngine.capabilities) | {Feature.TOKENS}
+        self.features = features_of(VllmEngine.capabilities) | {Feature.TOKENS, Feature.SHORT_MEMORY}
         self._folder = folder
         self._started = 0
-        self._shared: dict[int, VllmReplica] = {}
-        """By slots."""
+        self._shared: dict[tuple[int, bool], VllmReplica] = {}
+        """By slots, and whether memory is short."""
 
     def run(self, test: Coroutine[Any, Any, None]) -> None:
         async def bounded() -> None:
@@ -96,12 +105,14 @@ class VllmHarness:
         asyncio.run(bounded())
 
     @asynccontextmanager
-    async def serve(self, *, slots: int | None = None, fresh: bool = False) -> AsyncIterator[VllmReplica]:
-        slots = slots or self.slots
+    async def serve(
+        self, *, slots: int | None = None, fresh: bool = False, short_memory: bool = False
+    ) -> AsyncIterator[VllmReplica]:
+        kind = slots or self.slots, short_memory
         # Away from the others, should this test fail.
-        replica = None if fresh else self._shared.pop(slots, None)
+        replica = None if fresh else self._shared.pop(kind, None)
         if replica is None:
-            replica = await self._start(slots)
+            replica = await self._start(*kind)
         try:
             assert await replica.engine.in_flight() == []
             await replica.engine.stats()  # counts of the test before
@@ -112,14 +123,15 @@ class VllmHarness:
         if fresh:
             await replica.engine.close()
         else:
-            self._shared[slots] = replica
+            self._shared[kind] = replica
 
     async def close(self) -> None:
         for replica in self._shared.values():
             await replica.engine.close()
 
-    async def _start(self, slots: int) -> VllmReplica:
+    async def _start(self, slots: int, short_memory: bool) -> VllmReplica:
         self._started += 1
-        replica = VllmReplica(self._folder / str(self._started), slots)
+        folder = self._folder / str(self._started)
+        replica = VllmReplica(folder, 3 * slots, contexts=slots) if short_memory else VllmReplica(folder, slots)
         await replica.engine.start()
         return replica

@@ -275,22 +275,34 @@ class Serving(OfEngine):
     @scenario()
     async def test_random_commands_lose_nothing_and_stamp_every_token(self, seed: int) -> None:
         async with self.harness.serve() as replica:
-            await _Session(replica, np.random.default_rng(seed), self.harness.features).run(self.harness.tolerance)
+            await Session(replica, np.random.default_rng(seed), self.harness.features).run(self.harness.tolerance)
 
 
-class _Session:
+class Session:
     """Requests, pauses, updates, sleeps, aborts and departures in a random order, and what must come of them."""
 
-    def __init__(self, replica: Replica, rng: np.random.Generator, features: frozenset[Feature]) -> None:
+    def __init__(
+        self,
+        replica: Replica,
+        rng: np.random.Generator,
+        features: frozenset[Feature],
+        lengths: tuple[int, int] = (2, 70),
+    ) -> None:
+        """``lengths`` of answers: from the first to below the second."""
         self.replica = replica
         self.rng = rng
         self.features = features
+        self.lengths = lengths
         self.calls: dict[asyncio.Task[list[FinishedGroup]], list[GenerateRequest]] = {}
         self.submitted: dict[int, int] = {}
         """Group → version at its submission."""
         self.aborted: set[int] = set()
 
     async def run(self, tolerance: float) -> None:
+        await self.act()
+        await self.settle(tolerance)
+
+    async def act(self) -> None:
         actions = [self.ask, self.ask, self.halt, self.update, self.abort, self.abort_overdue, self.leave]
         if Feature.SLEEP in self.features:
             actions.append(self.sleep)
@@ -299,6 +311,9 @@ class _Session:
             await actions[index % len(actions)]()
             for _ in range(self.rng.integers(0, 6)):
                 await self.replica.tick()
+
+    async def settle(self, tolerance: float) -> int:
+        """Wait for all answers and look at them; how often some were parked for want of memory."""
         whole = 0
         for call, requests in self.calls.items():
             groups = await call
@@ -307,7 +322,9 @@ class _Session:
             if Feature.TOKENS in self.features:
                 assert_logprobs(self.replica, groups, tolerance)
         assert whole > 0
+        preempted = (await self.replica.engine.stats()).preempted
         await at_rest(self.replica)
+        return preempted
 
     def check(self, group: FinishedGroup, request: GenerateRequest) -> int:
         """How many of its answers came to their end."""
@@ -330,7 +347,7 @@ class _Session:
         for _ in range(self.rng.integers(1, 4)):
             number = len(self.submitted)
             self.submitted[number] = self.replica.version
-            n, length = (int(x) for x in self.rng.integers((1, 2), (6, 70)))
+            n, length = (int(x) for x in self.rng.integers((1, self.lengths[0]), (6, self.lengths[1])))
             requests.append(make_request(number, n=n, max_tokens=length))
         self.calls[submit(self.replica, *requests)] = requests
 

@@ -18,10 +18,18 @@ class Told:
         self.activity = Activity(lambda: self.now)
 
     def step(
-        self, *, first: int = 0, latencies: tuple[float, ...] = (), prompts: int = 0, context: int = 0, more: int = 0
+        self,
+        *,
+        first: int = 0,
+        latencies: tuple[float, ...] = (),
+        prompts: int = 0,
+        context: int = 0,
+        more: int = 0,
+        preempted: int = 0,
     ) -> None:
         """One in which ``first`` trajectories get their first token, behind ``prompts`` tokens of which ``context``
-        are computed, and others go on after ``latencies``; ``more``: tokens beyond one each that those compute.
+        are computed, and others go on after ``latencies``; ``more``: tokens beyond one each that those compute;
+        ``preempted``: so often were they before it.
         """
         goes_on = len(latencies)
         iteration: Any = SimpleNamespace(
@@ -29,7 +37,7 @@ class Told:
             prompt_token_stats=SimpleNamespace(computed=context, total=prompts),
             inter_token_latencies_iter=list(latencies),
             time_to_first_tokens_iter=[0.5] * first,
-            num_preempted_reqs=0,
+            num_preempted_reqs=preempted,
         )
         self.activity.step(self.details(first=first, context=context, goes_on=goes_on, more=more), iteration)
 
@@ -41,7 +49,7 @@ class Told:
             num_generation_requests=goes_on,
             num_generation_tokens=goes_on + more,
         )
-        return SimpleNamespace(iteration_details=details)
+        return SimpleNamespace(iteration_details=details, num_running_reqs=first + goes_on)
 
 
 @pytest.fixture
@@ -118,12 +126,36 @@ def test_a_step_that_spans_two_reports_is_in_the_second_as_a_whole(told: Told) -
     assert (stats.busy, stats.decode_steps) == ([(101.0, 102.0)], {1: (1, 2.0, 4)})
 
 
+def test_what_an_interrupt_cut_was_not_preempted_for_want_of_memory(told: Told) -> None:
+    """vLLM counts both, and tells of them with the next token of each."""
+    told.activity.running(3)
+    told.step(first=2, prompts=2, context=2)  # the third has to wait for memory
+    told.activity.interrupted()
+    told.activity.interrupted()  # of nothing any more
+    told.step(latencies=(0.5,), preempted=1)
+    told.step(latencies=(0.5, 0.5), preempted=2)
+    assert told.activity.take(3, 0, 0).preempted == 1
+    told.step(latencies=(0.5, 0.5), preempted=1)
+    assert told.activity.take(3, 0, 0).preempted == 1
+
+
+def test_of_what_was_aborted_behind_an_interrupt_vllm_never_tells(told: Told) -> None:
+    told.activity.running(2)
+    told.step(first=2, prompts=2, context=2)
+    told.activity.interrupted()
+    told.activity.running(0, halted=True)
+    told.activity.running(2)
+    told.step(first=2, prompts=2, context=2)
+    told.step(latencies=(0.5, 0.5), preempted=1)
+    assert told.activity.take(2, 0, 0).preempted == 1
+
+
 def test_without_vllms_details_tokens_are_counted_and_steps_are_not(told: Told) -> None:
     """As with ``rollout.vllm.engine_args.enable_logging_iteration_details: false``."""
     told.activity.running(1)
     prompt = SimpleNamespace(computed=3, total=3)
     told.activity.step(
-        SimpleNamespace(iteration_details=None),
+        SimpleNamespace(iteration_details=None, num_running_reqs=1),
         SimpleNamespace(
             num_generation_tokens=1,
             prompt_token_stats=prompt,

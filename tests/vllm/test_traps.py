@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import hashlib
 import os
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from headway.engines.rollout.vllm import VllmEngine
 from headway.engines.rollout.vllm.buffer import SharedBackBuffer
@@ -74,7 +77,7 @@ async def connect(served: Served, change: object) -> None:
     engine._buffer = engine._beside._buffer = SharedBackBuffer(served.source.manifest)
     slots = [(s.name, list(s.shape), s.dtype, s.offset, s.nbytes) for s in served.source.manifest.slots]
     await engine._ask(engine._core.connect(str(engine._buffer.path), served.source.manifest.nbytes, change(slots)))  # type: ignore[operator]
-    engine._buffer.unlink()
+    engine._buffer.close()
 
 
 async def test_prompts_that_do_not_fit_into_one_step_together_are_prefilled_one_by_one(served: Served) -> None:
@@ -171,17 +174,35 @@ def test_updates_have_to_bring_each_weight_of_the_folder_in_its_shape(tmp_path: 
         check_manifest(Manifest((replace(slots[0], shape=(7,)), *slots[1:])), tmp_path)
 
 
-def test_the_back_buffer_leaves_no_name_behind_and_says_when_memory_is_full(tmp_path: Path) -> None:
+def test_the_back_buffer_has_no_name_and_other_processes_read_it_until_it_is_closed() -> None:
     manifest = manifest_of(tiny())
-    buffer = SharedBackBuffer(manifest, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [buffer.path.name]
+    buffer = SharedBackBuffer(manifest)
+    assert buffer.path.stat().st_nlink == 0
     assert buffer.path.stat().st_size == manifest.nbytes
-    buffer.unlink()
-    assert list(tmp_path.iterdir()) == []
-    huge = Manifest((TensorSlot("w", (2**60,), "uint8", 0, 2**60),))
-    with pytest.raises((UpdateFailed, RuntimeError)):
-        SharedBackBuffer(huge, tmp_path)
-    assert list(tmp_path.iterdir()) == []
+    buffer._flat.copy_(torch.arange(manifest.nbytes) % 251)
+    code = "import hashlib, pathlib, sys; print(hashlib.sha256(pathlib.Path(sys.argv[1]).read_bytes()).hexdigest())"
+    read = subprocess.run([sys.executable, "-c", code, str(buffer.path)], capture_output=True, text=True, check=True)
+    assert read.stdout.strip() == hashlib.sha256(buffer._flat.numpy().tobytes()).hexdigest()
+    path = buffer.path
+    buffer.close()
+    buffer.close()  # twice is harmless
+    assert not path.exists()
+    assert buffer._flat[-1] == (manifest.nbytes - 1) % 251  # this process has it mapped
+
+
+def test_the_back_buffer_says_when_memory_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def full(descriptor: int, offset: int, nbytes: int) -> None:
+        made.append(descriptor)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(UpdateFailed, match=r"no shared memory for \d+ bytes of weights: .*No space left on device"):
+        SharedBackBuffer(manifest_of(tiny()))
+    (descriptor,) = made
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
 
 
 def test_an_engine_without_vllm_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,10 +37,16 @@ class BackBuffer:
     to return.
     """
 
-    def __init__(self, manifest: Manifest, *, pinned: bool = False) -> None:
-        """``pinned``: page-locked, for copies to a GPU. Memory: ``manifest.nbytes``, and a delta while one arrives."""
+    def __init__(self, manifest: Manifest, *, pinned: bool = False, memory: torch.Tensor | None = None) -> None:
+        """Takes ``manifest.nbytes`` of memory, and those of a delta while one arrives.
+
+        Args:
+            manifest: the layout of the weights.
+            pinned: page-locked, for copies to a GPU.
+            memory: [nbytes] uint8, to keep them in. Default: its own.
+        """
         self.manifest = manifest
-        self._flat = torch.empty(manifest.nbytes, dtype=torch.uint8, pin_memory=pinned)
+        self._flat = torch.empty(manifest.nbytes, dtype=torch.uint8, pin_memory=pinned) if memory is None else memory
         self._holds: int | None = None
         self._staged = False
         self._turn = _Turn()

@@ -28,11 +28,18 @@ class Activity(Counts):
         self._running = 0
         self._cached = 0
         """Tokens of all trajectories that have some, their prompts' included."""
+        self._inside = 0
+        """Trajectories that have a place in vLLM's memory, by its last step."""
+        self._cut = 0
+        """Trajectories that lost it to an interrupt, which vLLM has not told yet."""
 
-    def running(self, trajectories: int) -> None:
-        """So many compute from now on."""
+    def running(self, trajectories: int, *, halted: bool = False) -> None:
+        """vLLM has so many from now on, which compute unless it is ``halted``."""
         now = self._clock()
         self._count_slots(now)
+        self._cut = min(self._cut, trajectories)  # it never tells of those that were aborted before they went on
+        if halted:
+            trajectories = 0
         self._running = trajectories
         if trajectories and self._since is None:
             self._since = self._last = now
@@ -40,6 +47,11 @@ class Activity(Counts):
         elif not trajectories and self._since is not None:
             self._busy.append((self._since, now))
             self._since = None
+
+    def interrupted(self) -> None:
+        """Keys and values of all trajectories are gone, by an order: vLLM calls that a preemption, too."""
+        self._cut += self._inside
+        self._inside = 0
 
     def step(self, scheduler: Any, iteration: Any) -> None:
         """vLLM made a step, or has something else to say: its ``SchedulerStats`` and ``IterationStats``, or None.
@@ -49,9 +61,13 @@ class Activity(Counts):
         """
         details = getattr(scheduler, "iteration_details", None)
         active, latencies = 0, []
+        if scheduler is not None:
+            self._inside = scheduler.num_running_reqs
         if iteration is not None:
             self._generated += iteration.num_generation_tokens
-            self._preempted += iteration.num_preempted_reqs
+            ordered = min(self._cut, iteration.num_preempted_reqs)
+            self._cut -= ordered
+            self._preempted += iteration.num_preempted_reqs - ordered
             self._cached += iteration.num_generation_tokens + iteration.prompt_token_stats.total
             latencies = iteration.inter_token_latencies_iter
             active = len(latencies) + len(iteration.time_to_first_tokens_iter)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+from io import FileIO
 from pathlib import Path
-from tempfile import gettempdir, mkstemp
 
 import torch
 
@@ -12,44 +12,49 @@ from headway.errors import UpdateFailed
 from headway.weights.incoming import BackBuffer
 from headway.weights.layout import Manifest
 
-SHARED_MEMORY = Path("/dev/shm")
-"""Linux's memory file system."""
-
 
 class SharedBackBuffer(BackBuffer):
-    """A `BackBuffer` in a file that other processes of this machine map.
+    """A `BackBuffer` in memory that other processes of this machine map, by way of this one.
 
-    The file lives as long as somebody has it mapped: call `unlink` once everybody has.
+    The memory has no name in any file system, so nothing of it outlives the processes that map it, however they end.
     """
 
-    def __init__(self, manifest: Manifest, directory: Path | None = None) -> None:
-        """``directory``: of a memory file system. Raises `UpdateFailed` when there is no room for the weights."""
-        super().__init__(manifest)
-        directory = directory or (SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(gettempdir()))
-        self.path = _reserve(directory, max(1, manifest.nbytes))
-        mapped = torch.from_file(str(self.path), shared=True, size=max(1, manifest.nbytes), dtype=torch.uint8)
-        self._flat = mapped[: manifest.nbytes]
+    def __init__(self, manifest: Manifest) -> None:
+        """Raises `UpdateFailed` when there is no room for the weights."""
+        nbytes = max(1, manifest.nbytes)
+        self._file, mapped = _reserve(nbytes)
+        super().__init__(manifest, memory=mapped[: manifest.nbytes])
 
-    def unlink(self) -> None:
-        """Leave no name behind: the memory is free again when the last process that maps it ends."""
-        self.path.unlink(missing_ok=True)
+    @property
+    def path(self) -> Path:
+        """Where other processes of this user find the memory until `close`."""
+        return _path(self._file)
+
+    def close(self) -> None:
+        """Nobody else can map it from now on: it is freed when the last process that has it mapped ends.
+
+        Call it when everybody has, and not while somebody may still open `path`, which another file may have then.
+        """
+        self._file.close()
 
 
-def _reserve(directory: Path, nbytes: int) -> Path:
-    path: Path | None = None
+def _reserve(nbytes: int) -> tuple[FileIO, torch.Tensor]:
+    """Memory that is there, and its bytes [nbytes] as this process maps them."""
     try:
-        descriptor, name = mkstemp(prefix="headway-weights-", dir=directory)
-        path = Path(name)
+        file = FileIO(os.memfd_create("headway-weights"), "r+")
         try:
-            # All of it before anything is written: a full file system is an error here, and a fault later.
-            os.posix_fallocate(descriptor, 0, nbytes)
-        finally:
-            os.close(descriptor)
-    except OSError as cause:
-        if path is not None:
-            path.unlink(missing_ok=True)
+            # All of it before anything is written: memory that is short shows now, and not at the first update.
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+            return file, torch.from_file(str(_path(file)), shared=True, size=nbytes, dtype=torch.uint8)
+        except BaseException:
+            file.close()
+            raise
+    except (OSError, RuntimeError) as cause:  # the latter from torch, when it cannot be mapped
         raise UpdateFailed(
-            f"no shared memory for {nbytes} bytes of weights in {directory}: {cause.strerror}; vLLM's workers read "
-            "new weights from there. Give this machine (or container) more of it"
+            f"no shared memory for {nbytes} bytes of weights: {cause}; vLLM's workers read new weights from there. "
+            "Give this machine (or container) more memory"
         ) from cause
-    return path
+
+
+def _path(file: FileIO) -> Path:
+    return Path(f"/proc/{os.getpid()}/fd/{file.fileno()}")

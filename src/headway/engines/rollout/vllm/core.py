@@ -227,6 +227,7 @@ class VllmCore:
                 self._weights = self._weights if keep_weights else Weights.GONE
                 return
             await self._tell("sleep", self._llm.sleep(level=1 if keep_weights else 2, mode="keep"))
+            self._activity.interrupted()
             self._asleep = True
             if not keep_weights:
                 self._weights = Weights.GONE
@@ -353,7 +354,7 @@ class VllmCore:
         self._moved = asyncio.Event()
 
     def _show(self) -> None:
-        self._activity.running(0 if self._halted else len(self._running))
+        self._activity.running(len(self._running), halted=self._halted)
 
     # ------------------------------------------------------------------------------------- vLLM
 
@@ -370,6 +371,8 @@ class VllmCore:
             return
         await self._tell("pause", self._llm.pause_generation(mode="keep", clear_cache=clear))
         self._halted, self._cleared = True, clear
+        if clear:
+            self._activity.interrupted()
         self._show()
 
     async def _go_on(self) -> None:

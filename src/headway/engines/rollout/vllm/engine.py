@@ -26,7 +26,14 @@ from headway.engines.rollout.inboxes import Inbox
 from headway.engines.rollout.vllm.activity import Activity
 from headway.engines.rollout.vllm.buffer import SharedBackBuffer
 from headway.engines.rollout.vllm.core import VllmCore
-from headway.engines.rollout.vllm.launch import VllmSettings, check_installed, check_manifest, is_cpu_build, start
+from headway.engines.rollout.vllm.launch import (
+    VllmSettings,
+    check_installed,
+    check_manifest,
+    is_cpu_build,
+    is_roomy,
+    start,
+)
 from headway.engines.served.update import Updates
 from headway.errors import HeadwayError, RunError, StallError, UpdateFailed, WorkerDied, boundary
 from headway.interfaces import (
@@ -72,7 +79,9 @@ class VllmEngine:
 
     Reproducible: each trajectory's request has a seed of its own, whose generator vLLM keeps through its pauses: what
     is sampled depends on when and with whom only where vLLM's logits do. The seeds are Headway's, what they draw is
-    vLLM's: the native engine samples other answers.
+    vLLM's: the native engine samples other answers. Where memory for keys and values is short of a whole context for
+    each slot it is not, and `capabilities` say so once it has started: what vLLM preempts keeps its generator, but is
+    prefilled again, which may change the last bits of its logits.
 
     New weights arrive in a buffer of shared memory, of the weights' size, while vLLM decodes; its workers, which have
     to run on this machine, load them from there.
@@ -247,9 +256,9 @@ class VllmEngine:
         self._closed = True
         if self._updates is not None:
             self._updates.close()
-        if self._buffer is not None:
-            self._buffer.unlink()
         if self._thread.ident is None:
+            if self._buffer is not None:
+                self._buffer.close()
             return
         with contextlib.suppress(HeadwayError, TimeoutError):  # what is still starting can only be waited for
             await asyncio.wait_for(self.start(), CLOSE_TIMEOUT_S)
@@ -301,23 +310,25 @@ class VllmEngine:
             asyncio.run(self._live())
         except BaseException as error:  # whatever ended the thread has to reach those who wait for it
             if not self._started.done():
-                if self._buffer is not None:
-                    self._buffer.unlink()
                 known = isinstance(error, HeadwayError)
                 self._started.set_exception(error if known else WorkerDied(f"vLLM did not start: {error!r}"))
+        finally:
+            if self._buffer is not None:
+                self._buffer.close()
 
     async def _live(self) -> None:
         activity = Activity(self._clock)
         llm = start(self._settings, _counting(activity))
         try:
             sleep = self._settings.sleep and not is_cpu_build()
-            self.capabilities = replace(VllmEngine.capabilities, sleep=sleep)
+            roomy = is_roomy(llm, self.slots)
+            self.capabilities = replace(VllmEngine.capabilities, sleep=sleep, reproducible=roomy)
             core = VllmCore(llm, self._deliver, activity=activity, can_sleep=sleep, **self._core_settings)
             await core.begin()
             if self._buffer is not None:
                 slots = [(s.name, list(s.shape), s.dtype, s.offset, s.nbytes) for s in self._buffer.manifest.slots]
                 await core.connect(str(self._buffer.path), self._buffer.manifest.nbytes, slots)
-                self._buffer.unlink()
+                self._buffer.close()
             self._loop, self._stop, self._core = asyncio.get_running_loop(), asyncio.Event(), core
             self._started.set_result(None)
             await self._stop.wait()

@@ -136,6 +136,12 @@ def is_cpu_build() -> bool:
     return bool(current_platform.is_cpu())
 
 
+def is_roomy(llm: Any, slots: int) -> bool:
+    """Whether vLLM has memory for a whole context in each slot, and so preempts nobody. False where it does not say."""
+    contexts = getattr(llm.vllm_config.cache_config, "kv_cache_max_concurrency", None)
+    return bool(contexts and contexts > slots)  # just as many do not fit: one block is never given away
+
+
 def check_manifest(manifest: Manifest, model_path: Path) -> None:
     """Raise `ModelError` unless ``manifest`` has each weight of the folder once, in its shape.
 
