@@ -384,6 +384,17 @@ def test_the_document_lists_the_cases_and_nothing_else() -> None:
     assert set(WHILE_IT_RUNS) == set(IN_THE_RUN)
 
 
+def test_what_happens_while_a_run_goes_on_names_the_test_that_shows_it() -> None:
+    _, _, section = DOCUMENT.read_text(encoding="utf-8").partition("\n## Signals, deaths, full disks\n")
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
+    assert rows
+    for what, _, _, named in rows:
+        path, _, name = named.strip("`").partition("::")
+        source = DOCUMENT.parents[1] / path
+        assert source.is_file(), f"{what}: there is no {path}"
+        assert re.search(rf"^(async )?def {name}\(", source.read_text(encoding="utf-8"), re.MULTILINE), named
+
+
 def test_the_input_that_the_cases_spoil_is_good(here: Path) -> None:
     done = CliRunner().invoke(cli, ["train", "recipe.yaml", "--dry-run"])
     assert done.exit_code == 0, done.stderr

@@ -8,9 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ray
+from typer.testing import CliRunner
+
+from headway.cli import cli
 from headway.cluster.process import math_environment
 from headway.cluster.processes import descendants
 from headway.config.model import MakeModelConfig
@@ -51,9 +56,13 @@ def make_job(folder: Path) -> Path:
     return recipe
 
 
+STARTED: list[subprocess.Popen[str]] = []
+"""Processes of `start`."""
+
+
 def start(*arguments: str) -> subprocess.Popen[str]:
     """A Python process in a session of its own, with one math thread."""
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, *arguments],
         env={**os.environ, **math_environment(1)},
         stdout=subprocess.PIPE,
@@ -61,6 +70,17 @@ def start(*arguments: str) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
     )
+    STARTED.append(process)
+    return process
+
+
+def end_started() -> None:
+    """End what tests that failed have left running; Ray's workers follow."""
+    while STARTED:
+        process = STARTED.pop()
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
 
 
 def finish(process: subprocess.Popen[str], timeout_s: float = 100) -> tuple[int, str]:
@@ -73,9 +93,33 @@ def finish(process: subprocess.Popen[str], timeout_s: float = 100) -> tuple[int,
     return process.returncode, out + err
 
 
+@dataclass(frozen=True)
+class Done:
+    """A command that ended."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def output(self) -> str:
+        return self.stdout + self.stderr
+
+
+def run_here(*arguments: str) -> Done:
+    """The command in this process, which has imported already what takes longer than a tiny job."""
+    done = CliRunner().invoke(cli, list(arguments))
+    return Done(done.exit_code, done.stdout, done.stderr)
+
+
 def train(recipe: Path, run_dir: Path, *overrides: str) -> dict[str, Any]:
-    """``headway train`` to its end; returns the summary."""
-    code, output = finish(start("-m", "headway", "train", str(recipe), *overrides, f"run.dir={run_dir}"))
+    """``headway train`` to its end, in a process of its own where it starts Ray; returns the summary."""
+    arguments = ("train", str(recipe), *overrides, f"run.dir={run_dir}")
+    if "cluster.backend=inline" in overrides or ray.is_initialized():
+        done = run_here(*arguments)
+        code, output = done.exit_code, done.output
+    else:
+        code, output = finish(start("-m", "headway", *arguments))
     assert code == 0, output
     return summary(run_dir)
 

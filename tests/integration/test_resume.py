@@ -3,13 +3,15 @@
 import json
 import shutil
 import signal
+import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from headway.cluster.processes import descendants
-from tests.integration.support import alive, events, finish, make_job, start, summary, train, wait_for
+from tests.integration.support import alive, events, finish, make_job, run_here, start, summary, train, wait_for
 from tests.integration.test_on_policy import weights
 
 REACHED = '"kind": "version.reached", '
@@ -27,8 +29,13 @@ def undisturbed(recipe: Path) -> Path:
     return run_dir
 
 
-def resume(run_dir: Path, *overrides: str) -> tuple[int, str]:
-    return finish(start("-m", "headway", "train", "--resume", str(run_dir), *overrides))
+def resume(run_dir: Path, *overrides: str, own_process: bool = False) -> tuple[int, str]:
+    """Exit code and output. ``own_process``: for runs that start Ray."""
+    arguments = ("train", "--resume", str(run_dir), *overrides)
+    if own_process:
+        return finish(start("-m", "headway", *arguments))
+    done = run_here(*arguments)
+    return done.exit_code, done.output
 
 
 def kill(recipe: Path, run_dir: Path, versions: int, *overrides: str) -> None:
@@ -59,7 +66,7 @@ def test_on_policy_ends_with_the_weights_of_a_run_that_nobody_killed_bit_for_bit
 ) -> None:
     run_dir = tmp_path / "run"
     kill(recipe, run_dir, 4, f"cluster.backend={backend}")
-    code, output = resume(run_dir)
+    code, output = resume(run_dir, own_process=True)
     assert code == 0, output
     assert "resuming from the checkpoint of version" in output
     assert weights(run_dir / "model") == weights(undisturbed / "model")
@@ -75,7 +82,7 @@ def test_another_transport_and_schedule_go_on_too(recipe: Path, tmp_path: Path) 
     run_dir = tmp_path / "run"
     settings = ("mode=overlapped", "param_update.transport=object_store", "param_update.encoding=delta")
     kill(recipe, run_dir, 4, *settings, "cluster.backend=ray", "rollout.total_rollout_steps=32")
-    code, output = resume(run_dir)
+    code, output = resume(run_dir, own_process=True)
     assert code == 0, output
     told = summary(run_dir)
     assert (told["status"], told["balanced"], told["groups"]["trained"]) == ("completed", True, 32)
@@ -143,17 +150,41 @@ def test_a_complete_run_is_made_longer(undisturbed: Path, tmp_path: Path) -> Non
     assert "total_rollout_steps: 24" in (run_dir / "config.yaml").read_text()
 
 
-def test_a_run_that_is_being_trained_is_not_resumed(recipe: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+@pytest.fixture(scope="module")
+def going_on(recipe: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """A run that would take minutes, and its directory."""
+    run_dir = recipe.parent / "going on"
     process = start(
-        "-m", "headway", "train", str(recipe), "cluster.backend=inline", "trainer.save_freq=1",
-        "rollout.total_rollout_steps=65536", f"run.dir={run_dir}",
+        "-m", "headway", "train", str(recipe), "cluster.backend=inline", "param_update.transport=shared_memory",
+        "trainer.save_freq=1", "rollout.total_rollout_steps=65536", f"run.dir={run_dir}",
     )  # fmt: skip
     wait_for("checkpoint.saved", process, run_dir)
-    code, output = resume(run_dir)
+    yield process, run_dir
     process.kill()
     process.communicate()
+    assert alive([process.pid]) == []
+
+
+def test_a_run_that_is_being_trained_is_not_resumed(going_on: tuple[subprocess.Popen[str], Path]) -> None:
+    process, run_dir = going_on
+    code, output = resume(run_dir)
     assert code == 2
     assert f"process {process.pid} on" in output
     assert "trains this run right now" in output
-    assert alive([process.pid]) == []
+
+
+def test_a_run_does_not_disturb_another_one_that_goes_on_beside_it(
+    going_on: tuple[subprocess.Popen[str], Path], recipe: Path, tmp_path: Path
+) -> None:
+    """Both have versions in the machine's memory, where each removes what killed runs left, and at its end its own."""
+    process, run_dir = going_on
+    told = train(recipe, tmp_path / "run", "cluster.backend=inline", "param_update.transport=shared_memory")
+    assert (told["status"], told["balanced"], told["version"]) == ("completed", True, 4)
+    versions = len(events(run_dir, "update.finished"))
+    wait_for('"kind": "update.finished"', process, run_dir, times=versions + 2)
+    process.send_signal(signal.SIGINT)
+    code, output = finish(process)
+    assert code == 130, output
+    told = summary(run_dir)
+    assert (told["status"], told["balanced"]) == ("interrupted", True)
+    assert told["version"] >= versions + 2

@@ -17,6 +17,7 @@ from tests.integration.support import (
     finish,
     make_job,
     pid_of_worker,
+    run_here,
     start,
     start_long_run,
     summary,
@@ -98,6 +99,18 @@ def test_roles_run_where_they_are_placed(recipe: Path, tmp_path: Path, placement
     assert logs == (own_reference if len(placement) == 2 else {"actor-0", "actor-1", "rollout-0"})
 
 
+@pytest.mark.timeout(240)
+def test_two_runs_at_once_on_one_machine_both_end_well(recipe: Path, tmp_path: Path) -> None:
+    """Each starts a Ray of its own."""
+    runs = [tmp_path / "one", tmp_path / "two"]
+    processes = [start("-m", "headway", "train", str(recipe), f"run.dir={run}") for run in runs]
+    for process, run in zip(processes, runs, strict=True):
+        code, output = finish(process, timeout_s=110)
+        assert code == 0, output
+        told = summary(run)
+        assert (told["status"], told["balanced"], told["groups"]["trained"]) == ("completed", True, 16)
+
+
 def test_the_first_interrupt_finishes_the_version_saves_and_leaves(recipe: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     process = start_long_run(recipe, run_dir, "cluster.backend=ray")
@@ -125,16 +138,14 @@ def test_a_second_interrupt_leaves_at_once(recipe: Path, tmp_path: Path) -> None
     assert alive(started) == []
 
 
-@pytest.mark.parametrize("worker", ["actor-0", "rollout-0"], ids=["the trainer", "the only replica"])
-def test_a_killed_worker_ends_the_run_with_its_name_and_leaves_no_process(
-    recipe: Path, tmp_path: Path, worker: str
-) -> None:
+def test_a_killed_trainer_ends_the_run_with_its_name_and_leaves_no_process(recipe: Path, tmp_path: Path) -> None:
+    """In other phases, and of replicas: `test_every_phase`."""
     process = start_long_run(recipe, tmp_path / "run", "cluster.backend=ray")
     started = descendants(process.pid)
-    os.kill(pid_of_worker(process.pid, worker), signal.SIGKILL)
+    os.kill(pid_of_worker(process.pid, "actor-0"), signal.SIGKILL)
     code, output = finish(process, timeout_s=60)
     assert code == 1, output
-    assert worker in output
+    assert "error: worker actor-0 died: " in output
     assert "Traceback" not in output
     assert summary(tmp_path / "run")["status"] == "failed"
     assert alive(started) == []
@@ -145,11 +156,7 @@ def test_a_model_without_weights_is_refused_before_the_runs_directory_is_made(re
     shutil.copytree(recipe.parent / "model", copy)
     (copy / "model.safetensors").write_bytes(b"no weights")
     run_dir = tmp_path / "run"
-    code, output = finish(
-        start(
-            "-m", "headway", "train", str(recipe), f"model.path={copy}", "cluster.backend=inline", f"run.dir={run_dir}"
-        )
-    )
-    assert code == 2, output
-    assert str(copy) in output and "Traceback" not in output
+    done = run_here("train", str(recipe), f"model.path={copy}", "cluster.backend=inline", f"run.dir={run_dir}")
+    assert done.exit_code == 2, done.output
+    assert str(copy) in done.stderr and "Traceback" not in done.stderr
     assert not run_dir.exists()

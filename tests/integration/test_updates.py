@@ -42,7 +42,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=" ".join,
 )
 def test_a_run_balances_whichever_way_its_weights_take(
-    recipe: Path, tmp_path: Path, overrides: tuple[str, ...]
+    ray_here: None, recipe: Path, tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
     result = train(recipe, tmp_path / "run", *overrides, "rollout.total_rollout_steps=32")
     assert result["groups"]["trained"] == 32
