@@ -51,7 +51,7 @@ def carry_out(
             note(reports, f"left at once; the run was complete, and its model is in {directory.model}")
         else:
             note(reports, f"left at once; nothing more was saved. {how_to_go_on(reports, config)}".rstrip())
-        _end(reports, Status.INTERRUPTED, "left at once")
+            _end(reports, Status.INTERRUPTED, "left at once")
         return EXIT_INTERRUPTED
     except Exception as failure:
         _end(reports, Status.FAILED, f"{type(failure).__name__}: {failure}")
@@ -97,10 +97,8 @@ def set_math_environment(config: Config) -> None:
 
 
 def _end(reports: Reports, status: Status, reason: str) -> None:
-    """Say how the run ended where the pipeline did not: it had not started, or had finished already."""
-    if not reports.ended:
-        version, groups = reports.version, reports.groups
-        finished = RunFinished(
-            time=time.monotonic(), status=status.value, reason=reason, version=version, groups=groups
-        )
-        reports.emit(finished)
+    """Say how the run ended where the pipeline did not: it never started, or trained all and then something failed."""
+    if reports.ended and reports.summary()["status"] != Status.COMPLETED:
+        return
+    version, groups = reports.version, reports.groups
+    reports.emit(RunFinished(time=time.monotonic(), status=status.value, reason=reason, version=version, groups=groups))

@@ -18,6 +18,12 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 
+def heard(future: asyncio.Future[T]) -> asyncio.Future[T]:
+    """``future``, of whose failure nobody has to hear: who waits for it, shielded, may be cancelled meanwhile."""
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio says that nobody heard
+    return future
+
+
 class Tasks:
     """What `failing_as_one` waits for: tasks that are running, in the order in which they were started."""
 

@@ -29,6 +29,7 @@ from headway.interfaces import (
     ReceiveReport,
     RolloutEngine,
 )
+from headway.pipeline.concurrently import heard
 
 T = TypeVar("T")
 
@@ -87,7 +88,7 @@ class Receiver:
             raise Gone(self, self.why)
         task = asyncio.ensure_future(call)
         try:
-            return await self._while_here(asyncio.shield(task), within_s, what)
+            return await self._while_here(asyncio.shield(heard(task)), within_s, what)
         finally:
             task.cancel()
 

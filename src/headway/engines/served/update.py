@@ -6,11 +6,12 @@ begin (only `Over`) ───────▶ fill ◀── a transport ──�
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -20,6 +21,15 @@ from headway.interfaces import ReceiveReport
 from headway.weights.incoming import BackBuffer, InPlace, Receive
 from headway.weights.layout import Manifest
 from headway.weights.protocols import WeightSink
+
+T = TypeVar("T")
+
+
+async def outcome(work: Future[T]) -> T:
+    """What ``work`` on a thread ends with. It goes on when who waits is cancelled; nobody has to hear of it then."""
+    waited = asyncio.wrap_future(work)
+    waited.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio says that nobody heard
+    return await asyncio.shield(waited)
 
 
 class WayIn(Protocol):

@@ -7,7 +7,6 @@ New weights may be written over the old ones: nobody asks for a version after th
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -16,7 +15,7 @@ from transformers import PreTrainedModel
 
 from headway.data.collate import Row
 from headway.engines.served.memory import own_storages
-from headway.engines.served.update import Beside, Over, Updates
+from headway.engines.served.update import Beside, Over, Updates, outcome
 from headway.engines.served.weights import ServedWeights
 from headway.engines.train.fsdp.batch import split_by_budget
 from headway.engines.train.fsdp.forward import forward_rows
@@ -83,7 +82,7 @@ class LogProbCopy:
 
     async def stage_weights(self, version: int) -> ReceiveReport:
         """Receive ``version`` over what is served. Raises `UpdateFailed`."""
-        return await asyncio.shield(asyncio.wrap_future(self._updates.start(version)))
+        return await outcome(self._updates.start(version))
 
     def activate(self, version: int) -> None:
         """Serve the staged ``version``. Raises `UpdateFailed` when it is not what came last."""

@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from headway.engines.rollout.inboxes import Inbox
 from headway.engines.rollout.native.core import EngineCore, Finished
 from headway.engines.rollout.native.graphs import CudaRecorder
-from headway.engines.served.update import Beside, Over, Updates
+from headway.engines.served.update import Beside, Over, Updates, outcome
 from headway.errors import (
     ConfigError,
     HeadwayError,
@@ -203,7 +203,7 @@ class NativeEngine:
             # On the decoding thread, so that nothing can resume between the check and the writing.
             filling = await self._ask(lambda: self._start_writing(updates, version))
         with boundary(f"rollout engine {self.name} receiving version {version}", UpdateFailed):
-            return await asyncio.shield(asyncio.wrap_future(filling))
+            return await outcome(filling)
 
     async def activate(self, version: int) -> float:
         """Serve ``version`` from the next step on; seconds taken. `UpdateFailed` if it is not what was staged."""

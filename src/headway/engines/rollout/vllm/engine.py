@@ -34,7 +34,7 @@ from headway.engines.rollout.vllm.launch import (
     is_roomy,
     start,
 )
-from headway.engines.served.update import Updates
+from headway.engines.served.update import Updates, outcome
 from headway.errors import HeadwayError, RunError, StallError, UpdateFailed, WorkerDied, boundary
 from headway.interfaces import (
     Capabilities,
@@ -161,7 +161,7 @@ class VllmEngine:
         """
         if self._thread.ident is None:
             self._thread.start()
-        await asyncio.shield(asyncio.wrap_future(self._started))
+        await outcome(self._started)
 
     # ------------------------------------------------------------------------------------- the protocol
 
@@ -200,7 +200,7 @@ class VllmEngine:
         self._check_open()
         filling = updates.start(version)
         with boundary(f"rollout engine {self.name} receiving version {version}", UpdateFailed):
-            return await asyncio.shield(asyncio.wrap_future(filling))
+            return await outcome(filling)
 
     async def activate(self, version: int) -> float:
         """Serve ``version`` from the next step on; seconds taken. `UpdateFailed` if it is not what was staged.
@@ -284,7 +284,7 @@ class VllmEngine:
 
     async def _ask(self, work: Coroutine[Any, Any, T]) -> T:
         """Run ``work`` on vLLM's loop; its result. It goes on when whoever asked does not wait for it any more."""
-        return await asyncio.shield(asyncio.wrap_future(self._post(self._answered(work))))
+        return await outcome(self._post(self._answered(work)))
 
     async def _answered(self, work: Coroutine[Any, Any, T]) -> T:
         task = asyncio.current_task()
