@@ -109,8 +109,19 @@ def boundary(doing: str, error: type[HeadwayError]) -> Iterator[None]:
 
 
 def said_by(cause: BaseException, most: int = 300) -> str:
-    """A foreign error in one line: its type, and what it says, of which at most ``most`` characters are kept."""
-    text = " ".join(str(cause).split())
+    """A foreign error in one line: its type, and what it says, of which at most ``most`` characters are kept.
+
+    What UTF-8 has no bytes for is spelled out, so that the line can be printed and written anywhere.
+    """
+    try:
+        text = " ".join(str(cause).split())
+    except Exception:
+        text = "(its message cannot be read)"
     if len(text) > most:
         text = f"{text[: most - 1].rstrip()}…"
-    return f"{type(cause).__name__}: {text}" if text else type(cause).__name__
+    return writable(f"{type(cause).__name__}: {text}" if text else type(cause).__name__)
+
+
+def writable(text: str) -> str:
+    """``text`` as UTF-8 can hold it: a lone surrogate is spelled as its escape."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

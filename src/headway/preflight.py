@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import socket
 import urllib.request
-from collections.abc import Iterator
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,7 +23,7 @@ from urllib.parse import urlsplit
 from headway.cluster.address import check_listens
 from headway.config.schema import Config
 from headway.data.sources import DataBundle, Rows, build_sources, read_rows
-from headway.errors import ConfigError, DataError, ModelError, UserCodeError, WorkerDied
+from headway.errors import ConfigError, DataError, ModelError, UserCodeError, WorkerDied, boundary
 from headway.models.folder import SAFETENSORS, SAFETENSORS_INDEX, check_folder, find_folder
 from headway.rewards.pool import RewardPool
 from headway.rewards.request import RewardSpec
@@ -36,6 +38,11 @@ LOSS_PARAMETERS = ("inputs", "params")
 """Of a policy loss, and of a correction."""
 ESTIMATOR_PARAMETERS = ("normalize_by_std", "gamma", "lam", "k")
 """Which an advantage estimator gets by name, where it has them, after its inputs."""
+INTEGERS = ("I", "U", "BOOL")
+"""How the dtypes begin that no weight of a model has."""
+NOT_READ = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"(^|\.)(attn|attention)\.(masked_)?bias$")
+"""Buffers that older checkpoints hold: constants, which the model makes itself."""
+ROWS_AT_ONCE = 4096
 NEEDS_ANSWERS = ("exact_match", "math_verify", "regex")
 """Built-in rewards that cannot score a row whose answer is null."""
 
@@ -96,12 +103,13 @@ def check_model(config: Config, rows: Rows, *, when_too_long: str = LOWER) -> Da
 
     trust_remote_code = config.model.trust_remote_code
     model_config = load_config(config.model.path, trust_remote_code=trust_remote_code)
-    _check_positions(config, model_config, when_too_long)
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=trust_remote_code)
-    _check_vocabulary(config.model.path, model_config, tokenizer)
-    _check_biases(config, model_config)
-    _check_kv_cache(config, model_config)
-    _check_shapes(config, model_config)
+    with boundary(f"{config.model.path}: cannot build the model that config.json describes", ModelError):
+        _check_positions(config, model_config, when_too_long)
+        _check_vocabulary(config.model.path, model_config, tokenizer)
+        _check_biases(config, model_config)
+        _check_weights(config, model_config)  # builds the model, as others may not even be able to with odd values
+        _check_kv_cache(config, model_config)
     return build_sources(config, tokenizer, rows)
 
 
@@ -230,36 +238,108 @@ def _check_kv_cache(config: Config, model_config: Any) -> None:
         )
 
 
-def _check_shapes(config: Config, model_config: Any) -> None:
-    """The shapes of the weights, as their files' headers have them, against those of the model of ``config.json``.
+def _check_weights(config: Config, model_config: Any) -> None:
+    """The weights, as their files' headers have them, against the model of ``config.json``: names, shapes, dtypes.
 
     Left to loading where transformers converts names or shapes, and where the files are of another kind.
+
+    Raises:
+        ModelError: a tensor of another shape, one that the model or the file lacks, integers, or two tensors that
+            differ where ``config.json`` makes them one.
     """
     folder = find_folder(config.model.path or "")
     if folder is None or config.model.trust_remote_code:
         return
     import torch
     from transformers import AutoModelForCausalLM
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    from transformers.conversion_mapping import get_model_conversion_mapping
 
-    if get_checkpoint_conversion_mapping(model_config.model_type):
-        return
+    if getattr(model_config.get_text_config(), "num_hidden_layers", 1) < 1:
+        raise ModelError(f"{config.model.path}: config.json has no layers (num_hidden_layers); give a whole model")
     with torch.device("meta"):
-        expected = {
-            name: list(value.shape)
-            for name, value in AutoModelForCausalLM.from_config(model_config).state_dict().items()
-        }
-    there = dict(_shapes_in_files(folder))
-    differing = sorted(name for name, shape in there.items() if name in expected and shape != expected[name])
-    if differing:
-        name, others = differing[0], f", and {len(differing) - 1} more" if len(differing) > 1 else ""
+        model = AutoModelForCausalLM.from_config(model_config)
+    if get_model_conversion_mapping(model, add_legacy=False):
+        return
+    if found := list(_tensors_in_files(folder)):
+        _compare(config.model.path or "", model, found)
+
+
+def _compare(path: str, model: Any, found: list[_Stored]) -> None:
+    expected = {name: list(value.shape) for name, value in model.state_dict().items()}
+    there = {_name_in_the_model(one.name, expected, model.base_model_prefix): one for one in found}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    tied: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in parameters.items():
+        tied[id(parameter)].append(name)
+    copied = {name for names in tied.values() if any(name in there for name in names) for name in names}
+    not_read = re.compile("|".join((*NOT_READ, *(model._keys_to_ignore_on_load_unexpected or ()))))
+    optional = re.compile("|".join(model._keys_to_ignore_on_load_missing or ()) or "(?!)")
+    problems = [
+        f"{name} is {one.shape} in the file, and {expected[name]} by config.json"
+        for name, one in sorted(there.items())
+        if name in expected and one.shape != expected[name]
+    ]
+    problems = problems or [
+        f"the file has {name}, which the model of config.json does not have"
+        for name in sorted(there)
+        if name not in expected and not not_read.search(name)
+    ]
+    problems = problems or [
+        f"the file lacks {name}, which the model of config.json needs"
+        for name in sorted(expected)
+        if name not in there and name not in copied and not optional.search(name)
+    ]
+    problems = problems or [
+        f"{name} is of integers ({one.dtype}) in the file"
+        for name, one in sorted(there.items())
+        if name in parameters and one.dtype.startswith(INTEGERS)
+    ]
+    problems = problems or [
+        f"{first} and {other} differ in the file, and are one by config.json (tie_word_embeddings)"
+        for first, *others in ([name for name in names if name in there] for names in tied.values() if len(names) > 1)
+        for other in others
+        if not _equal(there[first], there[other])
+    ]
+    if problems:
+        more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
         raise ModelError(
-            f"{config.model.path}: the weights are not those of config.json: {name} is {there[name]} in the file, and "
-            f"{expected[name]} by config.json{others}. Give config and weights of one model"
+            f"{path}: the weights are not those of config.json: {problems[0]}{more}. Give config and weights of one "
+            "model"
         )
 
 
-def _shapes_in_files(folder: Path) -> Iterator[tuple[str, list[int]]]:
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor in a file of weights; ``dtype`` as safetensors spells it: F32, BF16, I64."""
+
+    file: Path
+    name: str
+    shape: list[int]
+    dtype: str
+
+
+def _name_in_the_model(name: str, expected: Mapping[str, Any], prefix: str) -> str:
+    """Weights may have been saved without their head, so that the prefix of the rest is missing; or the reverse."""
+    if name not in expected:
+        for other in (f"{prefix}.{name}", name.removeprefix(f"{prefix}.")):
+            if other in expected:
+                return other
+    return name
+
+
+def _equal(one: _Stored, other: _Stored) -> bool:
+    """In pieces, so that two large embeddings are not in memory at once."""
+    from safetensors import safe_open
+
+    with safe_open(one.file, framework="pt") as left, safe_open(other.file, framework="pt") as right:
+        a, b = left.get_slice(one.name), right.get_slice(other.name)
+        return all(
+            bool((a[start : start + ROWS_AT_ONCE] == b[start : start + ROWS_AT_ONCE]).all())
+            for start in range(0, one.shape[0], ROWS_AT_ONCE)
+        )
+
+
+def _tensors_in_files(folder: Path) -> Iterator[_Stored]:
     from safetensors import safe_open
 
     if (folder / SAFETENSORS).exists():
@@ -272,4 +352,5 @@ def _shapes_in_files(folder: Path) -> Iterator[tuple[str, list[int]]]:
     for file in files:
         with safe_open(folder / file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118  # no mapping
-                yield name, opened.get_slice(name).get_shape()
+                piece = opened.get_slice(name)
+                yield _Stored(folder / file, name, piece.get_shape(), piece.get_dtype())

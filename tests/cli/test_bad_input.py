@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -142,6 +143,14 @@ def smaller_embedding(folder: Path) -> None:
     save_file(weights, file, metadata={"format": "pt"})
 
 
+def weights(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Case:
+    def prepare(folder: Path) -> None:
+        file = folder / "model" / "model.safetensors"
+        save_file(change(load_file(file)), file, metadata={"format": "pt"})
+
+    return Case(prepare=prepare, dry=False)
+
+
 def held_out_without_answers(folder: Path) -> None:
     (folder / "val.jsonl").write_text('{"prompt": "1=", "answer": null}\n' * 3)
     (folder / "recipe.yaml").write_text(RECIPE.replace("val_size: 2", "val: val.jsonl"))
@@ -247,6 +256,14 @@ CASES = {
     "a bias for no token": setting("rollout.logit_bias={48: 1.0}", *CORRECTED, dry=False),
     "no memory for an answer": setting("rollout.kv_cache_gib=1e-7", dry=False),
     "weights of another model": model_says(dry=False, hidden_size=32),
+    "a value that no model has": model_says(dry=False, hidden_act="frob"),
+    "no layers": model_says(dry=False, num_hidden_layers=0, layer_types=[]),
+    "weights that the model does not have": weights(lambda there: there | {"extra": torch.zeros(2)}),
+    "weights that the file lacks": model_says(dry=False, tie_word_embeddings=False),
+    "weights of integers": weights(lambda there: there | {"model.norm.weight": there["model.norm.weight"].int()}),
+    "an output layer that is tied and is not": weights(
+        lambda there: there | {"lm_head.weight": there["model.embed_tokens.weight"] + 1}
+    ),
     # data
     "no such data file": setting("data.train=nowhere.jsonl"),
     "a directory": setting("data.train=model"),
@@ -299,6 +316,9 @@ CASES = {
     # run directory and cluster
     "run.dir is a file": written("run", "", dry=False),
     "run.dir holds a run": written("run/events.jsonl", "", dry=False),
+    "run.dir holds something else": written("run/notes.txt", "", dry=False),
+    "run.dir is too long": setting(f"run.dir={'a' * 300}", dry=False),
+    "run.name is a path": setting("run.name=../../esc/x"),
     "run.dir is below a file": setting("run.dir=train.jsonl/run", dry=False),
     "run.dir is empty": setting("run.dir=''"),
     "run.dir is a number": setting("run.dir=5"),

@@ -1,3 +1,4 @@
+import io
 import os
 import resource
 import subprocess
@@ -5,13 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner, Result
 
 import headway
-from headway.cli import cli
+from headway.cli import cli, common, main
 from headway.cli.training import summary
 from headway.config.loading import LoadedConfig, load
-from headway.errors import HeadwayError, WorkerDied
+from headway.errors import ConfigError, HeadwayError, WorkerDied
 
 RECIPE = """\
 model: {make: {}}
@@ -268,3 +270,27 @@ def test_a_failed_run_ends_with_a_message_and_shows_where_only_when_asked(
 def test_an_unexpected_error_says_how_to_see_more(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(monkeypatch, RuntimeError("odd"))
     assert "--debug" in run("train", recipe).stderr
+
+
+# ------------------------------------------------------------------------------------------- outputs of odd kinds
+
+
+def test_an_output_without_unicode_gets_question_marks(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", output)
+    monkeypatch.setattr(sys, "argv", ["headway", "doctor", recipe])
+    with pytest.raises(SystemExit) as end:
+        main()
+    output.flush()
+    assert end.value.code == 0
+    assert b"1 ? (device 0)" in output.buffer.getvalue()
+
+
+def test_an_error_keeps_its_exit_code_where_nobody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(common.typer, "echo", refuse)
+    with pytest.raises(typer.Exit) as end, common.errors_as_messages(debug=False):
+        raise ConfigError("wrong")
+    assert end.value.exit_code == ConfigError.exit_code

@@ -275,6 +275,20 @@ def test_a_run_is_asked_what_it_held_out_as_its_validation_asks(run_dir: Path) -
     )
 
 
+def test_the_version_of_the_model_is_told_and_that_a_newer_checkpoint_is_complete(run_dir: Path) -> None:
+    (run_dir / "model" / "headway.json").write_text('{"version": 9}')
+    for folder in ("version_8", "version_9", ".version_12.partial"):
+        (run_dir / "checkpoints" / folder).mkdir(parents=True)
+    job = settle(str(run_dir), None, [])
+    assert (job.version, job.newer) == (9, None)
+    (run_dir / "checkpoints" / "version_11").mkdir()
+    done = run("eval", str(run_dir))
+    assert said(done)["version"] == "9"
+    assert "warning: the checkpoint of version 11 is newer than the model, which is version 9" in done.stderr
+    job = settle(str(run_dir / "model"), "sort", [])
+    assert (job.version, job.newer) == (9, None)
+
+
 def test_filters_that_are_given_count(run_dir: Path) -> None:
     config = settle(str(run_dir), None, ["rollout.top_p=0.9", "rollout.logit_bias={3: 1.0}"]).config
     assert (config.rollout.top_p, config.rollout.logit_bias) == (0.9, {3: 1.0})

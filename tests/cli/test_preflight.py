@@ -269,6 +269,80 @@ def test_weights_of_other_shapes_than_the_configs_are_refused_in_shards_too(
             check(Config.model_validate(job))
 
 
+def edit_config(folder: Path, **values: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"hidden_act": "frob"}, "cannot build the model that config.json describes: KeyError: 'frob'"),
+        ({"rope_parameters": {"rope_type": "zz", "rope_theta": 1e4}}, "config.json describes: KeyError: 'zz'"),
+        ({"num_attention_heads": 0}, "cannot build the model that config.json describes: ZeroDivisionError"),
+        ({"num_hidden_layers": 0, "layer_types": []}, "config.json has no layers (num_hidden_layers)"),
+        ({"num_hidden_layers": "x"}, "cannot read the model's configuration, config.json: "),
+    ],
+)
+def test_a_config_that_describes_no_model_is_refused(
+    job: dict[str, Any], tmp_path: Path, values: dict[str, Any], problem: str
+) -> None:
+    edit_config(tmp_path / "model", **values)
+    with pytest.raises(ModelError) as refused:
+        check(Config.model_validate(job))
+    assert str(refused.value).startswith(f"{tmp_path}/model: ")
+    assert problem in str(refused.value)
+
+
+EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+
+
+def without_prefix(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name.removeprefix("model."): tensor for name, tensor in weights.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "values", "problem"),
+    [
+        (lambda w: w | {HEAD: w[EMBEDDING].clone()}, {}, None),
+        (lambda w: {name.replace(EMBEDDING, HEAD): tensor for name, tensor in w.items()}, {}, None),
+        (lambda w: w | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}, {}, None),
+        (without_prefix, {}, None),
+        (lambda w: w | {HEAD: w[EMBEDDING] + 1}, {"tie_word_embeddings": False}, None),
+        (
+            lambda w: w | {HEAD: w[EMBEDDING] + 1},
+            {},
+            f"{EMBEDDING} and {HEAD} differ in the file, and are one by config.json (tie_word_embeddings).",
+        ),
+        (lambda w: w, {"tie_word_embeddings": False}, f"the file lacks {HEAD}, which the model of config.json needs."),
+        (lambda w: {name: w[name] for name in w if name != NORM}, {}, f"the file lacks {NORM}, "),
+        (
+            lambda w: w,
+            {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2},
+            "the file lacks model.layers.1.input_layernorm.weight, which the model of config.json needs, and 10 more.",
+        ),
+        (
+            lambda w: w | {name.replace("layers.0", "layers.1"): w[name] + 1 for name in w if "layers.0" in name},
+            {},
+            "the file has model.layers.1.input_layernorm.weight, which the model of config.json does not have, and 10 ",
+        ),
+        (lambda w: w | {NORM: w[NORM].int()}, {}, f"{NORM} is of integers (I32) in the file."),
+    ],
+)
+def test_weights_with_other_names_than_the_models_are_refused_but_for_copies_and_constants(
+    job: dict[str, Any], tmp_path: Path, change: Any, values: dict[str, Any], problem: str | None
+) -> None:
+    file = tmp_path / "model" / "model.safetensors"
+    save_file(change(load_file(file)), file, metadata={"format": "pt"})
+    edit_config(tmp_path / "model", **values)
+    if problem is None:
+        check(Config.model_validate(job))
+        return
+    with pytest.raises(ModelError) as refused:
+        check(Config.model_validate(job))
+    assert f"the weights are not those of config.json: {problem}" in str(refused.value)
+
+
 def test_a_reward_that_does_not_come_back_from_its_import_is_told_after_a_while(
     job: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,6 +77,17 @@ def test_what_is_not_a_number_or_not_of_the_same_shape_is_something_else(served:
     failed(scenario(script=script), UpdateFailed, "rollout-0 serves something else than version 1")
 
 
+@pytest.mark.parametrize("broken", [np.nan, -np.inf])
+def test_weights_whose_log_probs_are_not_finite_at_the_trainer_blame_training(broken: float):
+    def script(run: Run) -> None:
+        run.trainer.probes = lambda version: np.array([-1.0, broken], np.float32)
+        for rollout in run.rollouts:
+            rollout.serves = run.trainer.probes
+
+    message = "training diverged: with the weights of version 1 .* not finite; lower actor.optim.lr"
+    failed(scenario(script=script), UpdateFailed, message)
+
+
 @pytest.mark.parametrize("who", ["trainer", "replicas"])
 def test_nothing_is_compared_where_one_side_cannot_tell(who: str):
     def script(run: Run) -> None:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import sys
 import threading
 from pathlib import Path
 
@@ -90,3 +92,32 @@ def test_an_event_may_be_delivered_in_the_middle_of_another_one(tmp_path: Path) 
     reports.emit(Note(time=0.0, level="info", text="running"))
     reports.close()
     assert [event.time for event in read_events(reports.directory.events)] == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("live", ["off", "on"])
+@pytest.mark.parametrize("stdout", ["a full disk", "a pipe whose reader left"])
+def test_an_output_that_refuses_ends_what_is_shown_and_not_the_run(
+    live: str, stdout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if stdout == "a full disk":
+        if not Path("/dev/full").exists():
+            pytest.skip("this system has no /dev/full")
+        output = Path("/dev/full").open("w", encoding="utf-8")  # noqa: SIM115 - its closing is tested
+    else:
+        reading, writing = os.pipe()
+        os.close(reading)
+        output = os.fdopen(writing, "w", encoding="utf-8")
+    monkeypatch.setattr(sys, "stdout", output)
+    reports = open_reports(Config.model_validate({"reports": {"live": live, "tensorboard": False}}), tmp_path / "r")
+    for event in ScriptedRun(versions=1).build():
+        reports.emit(event)
+    reports.report_end(None)
+    output.close()  # as the interpreter does at its end: nothing is left that could be refused
+    assert json.loads(reports.directory.summary.read_text())["status"] == "completed"
+
+
+def test_without_an_output_a_run_has_reports_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    reports = open_reports(Config.model_validate({"reports": {"tensorboard": False}}), tmp_path / "r")
+    reports.report_end(None)
+    assert reports.directory.summary.exists()

@@ -33,6 +33,23 @@ TABLE = [
     (TimeShares(trainer_waited=0.9, filtered=0.4), "Generation was the bottleneck", "90%"),
     (TimeShares(trainer_waited=0.05, rollout_idle=0.3, filtered=0.95), "Training was the bottleneck", "30%"),
     (TimeShares(trainer_waited=0.6, waited_for_reward=0.5, filtered=0.95), "The reward was the bottleneck", "50%"),
+    (
+        TimeShares(trainer_waited=0.01, trained=0.26, saving=0.47, rollout_idle=0.64, idle_while_saving=0.17),
+        "Saving checkpoints was the bottleneck",
+        "47%",
+    ),
+    # Generation waits longer than checkpoints are saved, but that takes longer than training does.
+    (
+        TimeShares(trainer_waited=0, trained=0.26, saving=0.3, rollout_idle=0.6, idle_while_saving=0.2),
+        "Saving checkpoints was the bottleneck",
+        "30%",
+    ),
+    (
+        TimeShares(trainer_waited=0, trained=0.7, saving=0.2, rollout_idle=0.6, idle_while_saving=0.2),
+        "Training was the bottleneck",
+        "40%",
+    ),
+    (TimeShares(trainer_waited=0.5, trained=0.2, saving=0.3), "Generation was the bottleneck", "50%"),
 ]
 
 
@@ -60,6 +77,13 @@ ADVICE = [
     ),
     (TimeShares(trainer_waited=0, trainer_stalled=0.3, waited_for_validation=0.3), "rollout.test_freq"),
     (TimeShares(trainer_waited=0.3, waited_for_reward=0.3), "reward.workers"),
+    (TimeShares(trainer_waited=0, saving=0.3), "trainer.save_freq"),
+    (TimeShares(trainer_waited=0, rollout_idle=0.3, one_process=True), "cluster.backend=ray gives each its own"),
+    (TimeShares(trainer_waited=0.3, one_process=True), "cluster.backend=ray gives each its own"),
+    (
+        TimeShares(trainer_waited=0.38, slot_utilization=0.2, one_process=True),
+        "cluster.backend=ray gives each its own",
+    ),
     (TimeShares(trainer_waited=0.9, filtered=0.95), "prompts of another difficulty or a larger rollout.n"),
     (
         TimeShares(trainer_waited=0.1, trainer_stalled=0.5, filtered=0.95, moving_weights=0.02, drains=True),
@@ -73,14 +97,21 @@ def test_the_sentence_says_what_to_change(shares: TimeShares, advice: str) -> No
     assert advice in bottleneck(shares)
 
 
+def test_advice_about_devices_names_no_backend_where_workers_are_known_to_be_apart() -> None:
+    for shares in (TimeShares(trainer_waited=0, rollout_idle=0.3), TimeShares(trainer_waited=0.3)):
+        assert "devices" in bottleneck(shares)
+        assert "cluster.backend" not in bottleneck(shares)
+
+
 def test_a_run_in_which_nobody_waited_needs_no_change() -> None:
     assert "change nothing" in bottleneck(TimeShares(trainer_waited=0))
 
 
-SHARES = {field.name: st.floats(0, 1) for field in fields(TimeShares) if field.name != "drains"}
+FLAGS = ("drains", "one_process")
+SHARES = {field.name: st.floats(0, 1) for field in fields(TimeShares) if field.name not in FLAGS}
 
 
-@given(st.builds(TimeShares, **SHARES, drains=st.booleans()))
+@given(st.builds(TimeShares, **SHARES, **dict.fromkeys(FLAGS, st.booleans())))
 def test_any_shares_give_one_sentence(shares: TimeShares) -> None:
     sentence = bottleneck(shares)
     assert sentence.endswith(".")

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.events import (
+    CheckpointSaved,
     Event,
     FetchTaken,
     GroupAdmitted,
@@ -32,10 +33,11 @@ from headway.events import (
     UpdateFinished,
     UpdatePhase,
     ValidationFinished,
+    WorkerDescribed,
 )
 from headway.reports.events_file import EventsFile, read_events
 from headway.reports.metrics import RunMetrics
-from headway.reports.summary import NOTHING_TRAINED, summary
+from headway.reports.summary import NOTHING_TRAINED, summary, time_shares
 from tests.reports.scripted_run import REPLICA, ScriptedRun
 
 
@@ -574,3 +576,50 @@ def test_the_summary_counts_prompts_that_were_left_out_as_they_were_told_last() 
     told = [left_out("held-out", "a", 1), left_out("training", "a", 2), left_out("training", "a", 5)]
     metrics, _ = observe([started(), *told, left_out("training", "b", 3)])
     assert summary(metrics)["left_out"] == {"held-out": {"a": 1}, "training": {"a": 5, "b": 3}}
+
+
+def test_a_run_that_saves_for_longer_than_it_trains_blames_the_saving() -> None:
+    """Ten seconds: two of waiting, three of training, then five of saving, in the last two of which nothing decodes."""
+    metrics, _ = observe(
+        [
+            started(),
+            admitted(0, 0.0),
+            FetchTaken(time=2.0, fetch=0, version=0, numbers=[0], waited=(0.0, 2.0)),
+            TrainerBusy(time=4.0, what="step", version=0, span=(2.0, 4.0)),
+            CheckpointSaved(time=9.0, version=1, path="", span=(4.0, 9.0)),
+            ReplicaActivity(
+                time=7.0, replica=REPLICA, busy=[(0.0, 7.0)], slot_seconds=7.0, generated_tokens=1, prefilled_tokens=1
+            ),
+            TrainerBusy(time=10.0, what="step", version=1, span=(9.0, 10.0)),
+            stepped(10.0, 1),
+            CheckpointSaved(time=19.0, version=2, path="", span=(10.0, 19.0)),
+        ]
+    )
+    shares = time_shares(metrics)
+    assert shares is not None
+    assert (shares.trained, shares.saving) == (pytest.approx(0.3), pytest.approx(0.5))
+    assert (shares.rollout_idle, shares.idle_while_saving) == (pytest.approx(0.3), pytest.approx(0.2))
+    assert summary(metrics)["bottleneck"].startswith("Saving checkpoints was the bottleneck: the trainer did that 50%")
+
+
+@pytest.mark.parametrize(
+    ("workers", "one_process"),
+    [
+        ({"actor-0": ("a", 2), "rollout-0": ("a", 2), "rollout-1": ("a", 2)}, True),
+        ({"actor-0": ("a", 2), "rollout-0": ("b", 2)}, False),
+        ({"actor-0": ("a", 2), "rollout-0": ("a", 1)}, False),
+        ({"actor-0": ("a", 2), "actor-1": ("a", 2), "rollout-0": ("a", 2)}, False),
+        ({}, False),
+    ],
+)
+def test_workers_that_cannot_be_one_process_are_told_from_those_that_may(
+    workers: dict[str, tuple[str, int]], one_process: bool
+) -> None:
+    described = [
+        WorkerDescribed(time=0.0, worker=name, host=host, cpu="c", cores=4, gpu=None, threads=threads)
+        for name, (host, threads) in workers.items()
+    ]
+    metrics, _ = observe([*described, started(), admitted(0, 1.0), stepped(3.0, 0)])
+    shares = time_shares(metrics)
+    assert shares is not None
+    assert shares.one_process == one_process

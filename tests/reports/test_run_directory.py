@@ -13,7 +13,7 @@ from headway.config.doctor import diagnose
 from headway.config.loading import load
 from headway.config.schema import Config
 from headway.errors import UserError
-from headway.reports.run_directory import ROOM, RunDirectory, RunLock
+from headway.reports.run_directory import ROOM, Occupied, RunDirectory, RunLock
 
 CONFIG = Config()
 DEMO = Path(__file__).parents[2] / "recipes" / "demo.yaml"
@@ -53,6 +53,28 @@ def test_what_is_left_of_a_run_is_refused_too(name: str, tmp_path: Path) -> None
     with pytest.raises(UserError, match="already holds a run"):
         RunDirectory.create(tmp_path, CONFIG)
     assert not (tmp_path / "config.yaml").exists()
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", ".git/config", "logs/mine.txt"])
+def test_a_directory_with_anything_else_in_it_is_refused_and_left_alone(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(Occupied, match=rf"is not empty: it has {name.partition('/')[0]}, and holds no run; give "):
+        RunDirectory.create(tmp_path, CONFIG)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_a_start_that_failed_left_is_in_nobodys_way(tmp_path: Path) -> None:
+    for name in ("run.lock", ".room"):
+        (tmp_path / name).touch()
+    (tmp_path / "tensorboard").mkdir()
+    assert RunDirectory.create(tmp_path, CONFIG).config.exists()
+
+
+def test_a_name_that_no_file_can_have_is_refused_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot be written \(File name too long\)"):
+        RunDirectory(tmp_path / ("a" * 300)).check_free()
 
 
 def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:

@@ -53,6 +53,19 @@ class Unpicklable(Exception):
 def raises_unpicklable(response):
     raise Unpicklable("odd", lambda: 0)
 
+def raises_what_utf8_lacks(response):
+    raise ValueError("half \\ud800")
+
+class Unreadable(Exception):
+    def __str__(self):
+        raise TypeError
+
+def raises_unreadable(response):
+    raise Unreadable
+
+def interrupts(response):
+    raise KeyboardInterrupt
+
 def exits(response):
     sys.exit(4)
 
@@ -209,6 +222,9 @@ async def test_workers_stay_light(user_file: Path) -> None:
     [
         ("raises", "exception: ValueError: no verdict"),
         ("raises_unpicklable", "exception: Unpicklable: odd"),
+        ("raises_what_utf8_lacks", "exception: ValueError: half \\ud800"),
+        ("raises_unreadable", "exception: Unreadable: (its message cannot be read)"),
+        ("interrupts", "exception: KeyboardInterrupt"),
         ("exits", "exception: SystemExit: 4"),
         ("nan", "returned nan for response 0"),
         ("too_few", "returned 1 values for 2 responses"),

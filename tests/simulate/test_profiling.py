@@ -183,6 +183,14 @@ def test_what_was_not_measured_is_said(tmp_path: Path) -> None:
     assert profile.train.points[0].forward_token_s == pytest.approx(2e-4 / 3, rel=CLOSE)
 
 
+@pytest.mark.parametrize(("backend", "said"), [("inline", "ran in one process"), ("ray", "had their own devices:")])
+def test_where_both_sides_ran_is_said(tmp_path: Path, backend: str, said: str) -> None:
+    profile = profile_run(RecordedRun(versions=2, overrides={"cluster.backend": backend}).write(tmp_path / "run"))
+    assert [
+        said in text for text in profile.assumptions if text.startswith("training and generation") and "devices" in text
+    ] == [True]
+
+
 def test_workers_that_were_described_say_how_many_threads_they_had_and_on_what(tmp_path: Path) -> None:
     overrides = {"rollout.threads": 0, "trainer.threads": 0}
     run = RecordedRun(versions=2, overrides=overrides).write(tmp_path / "run")

@@ -7,6 +7,8 @@ headway COMMAND CONFIG [a.b=c ...] ─▶ load ─▶ diagnose ─▶ the comman
 
 from __future__ import annotations
 
+import io
+import sys
 from typing import Annotated
 
 import typer
@@ -49,5 +51,10 @@ def common_options(
 
 
 def main() -> None:
-    """Entry point of the ``headway`` command."""
+    """Entry point of the ``headway`` command.
+
+    What stdout's encoding lacks is printed as a question mark; on stderr Python itself prints its escape.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     cli()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any
 
 import typer
@@ -27,7 +27,7 @@ def errors_as_messages(debug: bool) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
+        _say("interrupted")
         raise typer.Exit(EXIT_INTERRUPTED) from None
     except typer.Exit:
         raise
@@ -35,14 +35,20 @@ def errors_as_messages(debug: bool) -> Iterator[None]:
         if debug:
             traceback.print_exc()
         expected = isinstance(error, HeadwayError)
-        typer.echo(f"error: {error}" if expected else f"error: unexpected {type(error).__name__}: {error}", err=True)
+        _say(f"error: {error}" if expected else f"error: unexpected {type(error).__name__}: {error}")
         if isinstance(error, MemoryError):
-            typer.echo("This machine's memory ran out. Use a smaller model or shorter data, or more memory", err=True)
+            _say("This machine's memory ran out. Use a smaller model or shorter data, or more memory")
         elif not expected and not debug:
-            typer.echo("This should not happen. Run again with --debug to see where it did.", err=True)
+            _say("This should not happen. Run again with --debug to see where it did.")
         for note in getattr(error, "__notes__", ()):
-            typer.echo(note, err=True)
+            _say(note)
         raise typer.Exit(error.exit_code if isinstance(error, HeadwayError) else EXIT_FAILED) from error
+
+
+def _say(text: str) -> None:
+    """On stderr, or nowhere where that refuses: the exit code is the error's all the same."""
+    with suppress(OSError):
+        typer.echo(text, err=True)
 
 
 class TakesSettings(TyperCommand):

@@ -114,6 +114,12 @@ def _solve(job: Job, limit: int | None, output: Path | None) -> tuple[Questions,
     console = Console(stderr=True, markup=False, highlight=False)
     for note in job.notes:
         console.print(f"note: {note}", soft_wrap=True)
+    if job.newer is not None:
+        console.print(
+            f"warning: the checkpoint of version {job.newer} is newer than the model, which is version {job.version}. "
+            "A run exports its model when it ends; `headway train --resume RUN` goes on with one that was cut short",
+            soft_wrap=True,
+        )
     questions = read_questions(job, limit)
     with _written(output) as file, _progress(console, len(questions.prompts)) as progress:
 
@@ -235,6 +241,7 @@ def print_figures(
     several = f"{rollout.val_n} answers each, " if rollout.val_n > 1 else ""
     lines = {
         "model": str(config.model.path),
+        **({"version": str(job.version)} if job.version is not None else {}),
         "data": f"{job.data}: {human.count(every.problems)} problems, {several}{how}",
         "reward": " + ".join(one.label for one in config.reward.all),
         "accuracy": f"{_estimate(every.accuracy)}  mean reward ± standard error over problems",

@@ -20,6 +20,7 @@ from pydantic import (
     Field,
     PlainSerializer,
     SerializerFunctionWrapHandler,
+    field_validator,
     model_serializer,
     model_validator,
 )
@@ -48,16 +49,28 @@ from headway.config.section import (
 )
 from headway.config.transports import known_transport
 
+LONGEST_NAME = 200
+"""Bytes: file systems take 255, and the time comes after it."""
+
 
 class RunConfig(Section):
     """The run's name, place and seed."""
 
     name: str = "headway"
-    """Names the run's directory when ``run.dir`` is not given."""
+    """Names the run's directory when ``run.dir`` is not given: a plain file name, not a path."""
     dir: Folder | None = None
     """Where everything of the run goes. Default: ``runs/<name>-<time>``."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Seeds model, data order and sampling."""
+
+    @field_validator("name")
+    @classmethod
+    def _is_a_plain_file_name(cls, name: str) -> str:
+        if not name.strip() or "/" in name or name in (".", "..") or not name.isprintable():
+            raise ValueError("expected a plain file name, without /")
+        if len(name.encode()) > LONGEST_NAME:
+            raise ValueError(f"expected a file name of at most {LONGEST_NAME} bytes")
+        return name
 
 
 class TaskConfig(Section):

@@ -16,6 +16,7 @@ from headway.config.layers import lies_in, read_overrides
 from headway.config.learning import AlgorithmConfig
 from headway.config.loading import LoadedConfig, load
 from headway.config.model import ModelConfig
+from headway.config.placement import needs_critic
 from headway.config.rollout import RolloutConfig
 from headway.config.schema import (
     AsyncTrainingConfig,
@@ -26,6 +27,7 @@ from headway.config.schema import (
 )
 from headway.data.tasks import REASONING_GYM, TASKS
 from headway.errors import ConfigError, UserError
+from headway.reports.checkpoints import Checkpoints
 from headway.reports.run_directory import RunDirectory
 from headway.user_code import names_a_file
 
@@ -61,6 +63,8 @@ MEANINGFUL = (
 """Settings that change an evaluation, …"""
 IDLE = ("data.epochs", "data.shuffle", "data.prefetch", "reward.overlong_buffer")
 """… except these, which are training's."""
+EXPORTED = "headway.json"
+"""In an exported model's folder: of which checkpoint it is."""
 NEVER_S = 1e9
 """Nothing watches an evaluation for a stall, so nothing is too long for that."""
 
@@ -77,6 +81,10 @@ class Job:
     notes: tuple[str, ...]
     by_default: bool
     """Neither a run nor ``--config`` says what is not given."""
+    version: int | None = None
+    """Of the model, where a run exported it."""
+    newer: int | None = None
+    """The newest complete checkpoint of the run, where that is newer than its model."""
 
 
 def settle(
@@ -140,7 +148,12 @@ def settle(
     held_out = data is None or _is_task(data)
     sources = ", ".join(source.label for source in config.data.held_out_sources)
     named = data or f"held-out problems of {sources or config.data.label}"
-    return Job(config, held_out, named, tuple(loaded.notes), by_default=base is None)
+    version, newer = _exported_version(Path(path)), None
+    if run_config is not None and version is not None:
+        checkpoints = Checkpoints(RunDirectory(run_config.parent).checkpoints)
+        newest = max(checkpoints.complete(with_critic=needs_critic(load(run_config).config)), default=version)
+        newer = newest if newest > version else None
+    return Job(config, held_out, named, tuple(loaded.notes), by_default=base is None, version=version, newer=newer)
 
 
 def _model(model: str) -> tuple[str, Path | None]:
@@ -154,6 +167,15 @@ def _model(model: str) -> tuple[str, Path | None]:
             "Hugging Face folder"
         )
     return str(directory.model), directory.config
+
+
+def _exported_version(model: Path) -> int | None:
+    """None where the folder does not say."""
+    try:
+        version = json.loads((model / EXPORTED).read_text(encoding="utf-8"))["version"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return version if isinstance(version, int) else None
 
 
 def _is_task(data: str) -> bool:

@@ -90,7 +90,7 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
     """The model's configuration. Raises `ModelError` when there is none, or it is not that of a causal LM."""
     _check_folder(path)
     what = (
-        "the model's configuration"
+        "the model's configuration, config.json"
         if Path(_expanded(path)).is_dir()
         else "it from the hub, and no folder has that name"
     )
@@ -104,7 +104,7 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
             f"{path}: the model brings Python code of its own, which runs only with model.trust_remote_code=true; set "
             "that if you trust the code"
         ) from error
-    remote = trust_remote_code and "AutoModelForCausalLM" in getattr(config, "auto_map", {})
+    remote = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     reads_both_ways = getattr(config, "is_encoder_decoder", False) or (
         getattr(config, "is_decoder", None) is False and config.model_type not in DECODERS_ALWAYS
     )

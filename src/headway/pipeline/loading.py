@@ -142,7 +142,7 @@ class Loading:
         )
 
     async def _difference(self, receiver: Receiver, version: int, expected: Probe | None) -> float | None:
-        """The largest one. Raises `UpdateFailed` above the tolerance."""
+        """The largest one. Raises `UpdateFailed` above the tolerance, and for weights that give no finite log-probs."""
         if expected is None:
             return None
         with self._waiting_for(f"{receiver.name} to compute the log-probs of the probe"):
@@ -152,6 +152,11 @@ class Loading:
         who = f"{receiver.name} serves something else than version {version}, which it received"
         if served.shape != expected.shape:
             raise UpdateFailed(f"{who}: its probe has shape {served.shape}, the trainer's {expected.shape}")
+        if not np.isfinite(expected).all():
+            raise UpdateFailed(
+                f"training diverged: with the weights of version {version} the trainer itself computes log-probs of "
+                "the probe that are not finite; lower actor.optim.lr"
+            )
         differences = np.abs(served.astype(np.float64) - expected)
         largest = float(differences.max(initial=0.0))
         if not largest <= self._probe_tolerance:  # also for what is not a number

@@ -20,7 +20,7 @@ from rich.console import Console
 from headway.config.schema import Config
 from headway.errors import UserError
 from headway.events import Event, Observer, RunResumed, RunStarted
-from headway.reports.console_view import ConsoleView, Outcome, report_end
+from headway.reports.console_view import ConsoleView, Outcome, report_end, stdout_console
 from headway.reports.events_file import EventsFile, JsonLines, cut_off_half_line, look_through, read_events
 from headway.reports.live import LiveView
 from headway.reports.metrics import RowSink, RunMetrics
@@ -168,7 +168,7 @@ def open_reports(config: Config, run_dir: Path, console: Console | None = None) 
     directory = RunDirectory.create(run_dir, config)
     lock = RunLock(directory.lock)
     lock.take()
-    return _open(config, directory, lock, RunMetrics(), console or Console())
+    return _open(config, directory, lock, RunMetrics(), console or stdout_console())
 
 
 def reopen_reports(
@@ -179,12 +179,13 @@ def reopen_reports(
     Raises `DataError` when the record cannot be read, or has no such boundary, and `UserError` when the directory
     cannot be written.
     """
+    console = console or stdout_console()
     directory.write_config(config)  # first: where that fails, nothing has changed
     cut_off_half_line(directory.events)
     resumed = look_through(directory.events).resumed + 1
     rows = directory.metrics.with_name(f"{directory.metrics.name}.tmp")
     rows.unlink(missing_ok=True)
-    kept, boundary = _Kept(JsonLines(rows, (console or Console()).print)), 0.0
+    kept, boundary = _Kept(JsonLines(rows, console.print)), 0.0
     metrics = RunMetrics([kept])
     for event in read_events(directory.events, until=version):
         metrics.on_event(event)
@@ -197,9 +198,7 @@ def reopen_reports(
         )
     rows.replace(directory.metrics)
     directory.summary.unlink(missing_ok=True)  # it tells of an end that is none any more
-    reports = _open(
-        config, directory, lock, metrics, console or Console(), clock=RunClock(boundary), purge_step=kept.last + 1
-    )
+    reports = _open(config, directory, lock, metrics, console, clock=RunClock(boundary), purge_step=kept.last + 1)
     reports.emit(RunResumed(time=boundary, version=version, times=resumed))
     return reports
 

@@ -2,7 +2,7 @@
 
 The side that waits is never the bottleneck; the side that it waits for is. So: the trainer waiting for groups blames
 generation (or the reward, or a filter that leaves little of what is generated), generation with nothing admitted blames
-training, and both in turn blame the schedule.
+training, or the saving of checkpoints that keeps the trainer from it, and both in turn blame the schedule.
 """
 
 from __future__ import annotations
@@ -34,6 +34,12 @@ class TimeShares:
     """The part of it in which the update itself waited for a validation."""
     moving_weights: float = 0.0
     """The five phases of the updates, added up."""
+    trained: float = 1.0
+    """The trainer computed."""
+    saving: float = 0.0
+    """The trainer saved checkpoints."""
+    idle_while_saving: float = 0.0
+    """The part of ``rollout_idle`` in which the trainer saved one."""
     rollout_idle: float = 0.0
     """Mean over replicas of the time without prefill or decoding."""
     rollout_stalled: float = 0.0
@@ -41,6 +47,8 @@ class TimeShares:
     slot_utilization: float | None = None
     filtered: float = 0.0
     """No share of the time: that of the scored groups which a filter took out."""
+    one_process: bool = False
+    """All that is known of the workers fits ``cluster.backend=inline``, where there are no devices to give."""
     drains: bool = False
     """An update waits until answers in flight are finished: that part of its stall is waiting for generation."""
 
@@ -53,17 +61,20 @@ def bottleneck(shares: TimeShares) -> str:
     """The sentence."""
     update = max(shares.trainer_stalled - shares.waited_for_validation - shares.draining, 0.0)
     generation = max(shares.trainer_waited - shares.waited_for_reward, 0.0) + shares.draining
-    training = max(shares.rollout_idle - shares.rollout_stalled, 0.0)
+    training = max(shares.rollout_idle - shares.rollout_stalled - shares.idle_while_saving, 0.0)
     losses = {
         "update": max(update, shares.rollout_stalled),
         "validation": shares.waited_for_validation,
         "reward": shares.waited_for_reward,
+        "saving": shares.saving,
         "generation": generation,
         "training": training,
     }
     worst = max(losses, key=losses.__getitem__)
     if losses[worst] < BALANCED_BELOW:
         return _balanced(losses[worst])
+    if worst == "training" and shares.saving > shares.trained:
+        worst = "saving"
     turns = worst in ("generation", "training") and min(generation, training) >= TURNS_ABOVE
     mostly_filtered = shares.filtered >= MOSTLY_FILTERED and shares.draining <= 0.5 * generation
     if mostly_filtered and (worst == "generation" or turns):
@@ -77,10 +88,12 @@ def bottleneck(shares: TimeShares) -> str:
             return _validation(shares.waited_for_validation)
         case "reward":
             return _reward(shares.waited_for_reward)
+        case "saving":
+            return _saving(shares.saving)
         case "generation":
             return _generation(generation, shares)
         case _:
-            return _training(training)
+            return _training(training, shares)
 
 
 def _balanced(waited: float) -> str:
@@ -117,6 +130,13 @@ def _reward(waited: float) -> str:
     )
 
 
+def _saving(saved: float) -> str:
+    return (
+        f"Saving checkpoints was the bottleneck: the trainer did that {share(saved)} of the time, and did not train; "
+        "save less often with a larger trainer.save_freq."
+    )
+
+
 def _generation(waited: float, shares: TimeShares) -> str:
     who = f"Generation was the bottleneck: the trainer waited for groups {share(waited)} of the time"
     slots = shares.slot_utilization
@@ -129,9 +149,12 @@ def _generation(waited: float, shares: TimeShares) -> str:
         return (
             f"{who} while only {share(slots)} of its slots were filled; raise "
             "async_training.staleness_threshold so that more groups are in flight, or give the rollout role more "
-            "devices."
+            f"devices{_devices(shares)}."
         )
-    return f"{who}; give the rollout role more devices, or raise rollout.max_concurrent where memory allows."
+    return (
+        f"{who}; give the rollout role more devices, or raise rollout.max_concurrent where memory allows"
+        f"{_devices(shares)}."
+    )
 
 
 def _filtered(waited: float, filtered: float) -> str:
@@ -144,8 +167,15 @@ def _filtered(waited: float, filtered: float) -> str:
     )
 
 
-def _training(waited: float) -> str:
+def _training(waited: float, shares: TimeShares) -> str:
     return (
         f"Training was the bottleneck: generation waited for the trainer {share(waited)} of the time; give the trainer "
-        "more devices, or take some from the rollout role."
+        f"more devices, or take some from the rollout role{_devices(shares)}."
     )
+
+
+def _devices(shares: TimeShares) -> str:
+    """What advice about devices needs first. A record tells where the workers were, not in how many processes."""
+    if not shares.one_process:
+        return ""
+    return " (with cluster.backend=inline both share one process: cluster.backend=ray gives each its own)"

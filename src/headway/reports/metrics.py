@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from headway.events import (
+    CheckpointSaved,
     CriticStepped,
     Event,
     FetchTaken,
@@ -41,6 +42,7 @@ from headway.events import (
     UpdateFinished,
     UpdatePhase,
     ValidationFinished,
+    WorkerDescribed,
 )
 from headway.reports.occupancy import Occupancy
 from headway.reports.pace import Pace
@@ -125,6 +127,8 @@ class RunMetrics:
         self.left_out: dict[str, dict[str, int]] = {}
         """Training or held-out → source → prompts that were too long."""
         self.warnings: list[str] = []
+        self.workers: dict[str, WorkerDescribed] = {}
+        """By name."""
         self.totals = Totals()
         self.pace = Pace()
         self.updates: list[tuple[UpdateFinished, PhaseTimes]] = []
@@ -171,6 +175,10 @@ class RunMetrics:
             case TrainerBusy():
                 self.occupancy.trainer_busy(event)
                 self._hand_out_known()
+            case CheckpointSaved():
+                self.occupancy.checkpoint_saved(event)
+            case WorkerDescribed():
+                self.workers[event.worker] = event
             case FetchTaken():
                 self._on_fetch(event)
             case OptimizerStepped():

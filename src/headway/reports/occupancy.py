@@ -3,7 +3,8 @@
     TrainerBusy ──────┐
     FetchTaken.waited ┤                            ┌─▶ idle ratios, slot utilization
     ReplicaActivity ──┼─▶ IntervalUnion per party ─┤
-    StageChanged ─────┘        (clipped to a window) └─▶ who waited for whom, for how long
+    StageChanged ─────┤        (clipped to a window) └─▶ who waited for whom, for how long
+    CheckpointSaved ──┘
 
 The run's window reaches from the first admission to the last optimizer step. Time in which a party reported nothing is
 idle time: a paused or loading replica decodes nothing and therefore reports nothing. A replica's time, busy or idle, is
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from headway.events import (
+    CheckpointSaved,
     FetchTaken,
     ReplicaActivity,
     ReplicaJoined,
@@ -112,6 +114,7 @@ class Occupancy:
         self.stages: dict[str, StageView] = {}
         self._trainer = TrainerTime()
         self._trainer_waits = IntervalUnion()
+        self._saves = IntervalUnion()
         self._stage_waits: dict[tuple[str, str], IntervalUnion] = defaultdict(IntervalUnion)
         self._stage_work: dict[str, IntervalUnion] = defaultdict(IntervalUnion)
 
@@ -142,6 +145,9 @@ class Occupancy:
 
     def fetch_taken(self, event: FetchTaken) -> None:
         self._trainer_waits.add(event.waited)
+
+    def checkpoint_saved(self, event: CheckpointSaved) -> None:
+        self._saves.add(event.span)
 
     def replica_active(self, event: ReplicaActivity) -> None:
         replica = self.replicas.setdefault(event.replica, ReplicaTime(0))
@@ -181,6 +187,10 @@ class Occupancy:
         """The instant up to which the trainer's work is known; infinite while none is under way."""
         return self._trainer.known_until
 
+    def trainer_saved(self, window: Span) -> float:
+        """Seconds in which a checkpoint was saved and the trainer computed nothing."""
+        return length(intersection(self._saves.spans, complement(self._trainer.busy.spans, window)))
+
     def rollouter_idle(self, window: Span) -> float | None:
         """Share of the replicas' time in ``window`` in which one had no sequence prefilling or decoding.
 
@@ -190,6 +200,17 @@ class Occupancy:
         if present <= 0:
             return None
         return 1.0 - sum(replica.busy_seconds(window) for replica in self.replicas.values()) / present
+
+    def idle_while_saving(self, window: Span) -> float:
+        """The part of `rollouter_idle` in which a checkpoint was saved; 0 when no replica was part of the run."""
+        present = sum(replica.seconds(window) for replica in self.replicas.values())
+        if present <= 0:
+            return 0.0
+        saves = intersection(self._saves.spans, [window])
+        idle = sum(
+            replica.seconds(span) - replica.busy_seconds(span) for replica in self.replicas.values() for span in saves
+        )
+        return idle / present
 
     def slot_utilization(self, window: Span) -> float | None:
         """Busy slot time over slot time; None when no slots were declared or the window is empty."""

@@ -30,6 +30,10 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """What a disk says that has no room left, for anybody or for this user."""
 
 
+LEFTOVERS = frozenset({"run.lock", ".room", "tensorboard", "checkpoints", "logs"})
+"""What a start that failed may leave: no run, and in nobody's way."""
+
+
 class Occupied(UserError):
     """No run may begin there."""
 
@@ -84,7 +88,7 @@ class RunDirectory:
     def create(cls, path: Path, config: Config) -> RunDirectory:
         """Make the directory and write the resolved ``config`` into it.
 
-        Raises `Occupied` when it already holds a run, and `UserError` when it cannot be written.
+        Raises `Occupied` when it holds anything already, and `UserError` when it cannot be written.
         """
         run = cls(path)
         with _writable(path):
@@ -118,11 +122,31 @@ class RunDirectory:
         return run
 
     def check_free(self) -> None:
-        """Raises `Occupied` where no run may begin: at a file, or in a directory that holds one."""
-        if self.path.is_file():
-            raise Occupied(f"run.dir={self.path} is a file; give the path of a directory, new or empty")
-        if any(file.exists() for file in (self.config, self.events, self.metrics, self.summary)):
-            raise Occupied(f"run.dir={self.path} already holds a run; give another run.dir, or remove that one first")
+        """Raises `Occupied` where no run may begin: at a file, or in a directory that holds one, or anything else.
+
+        `UserError` where the path can be none of a directory's.
+        """
+        with _writable(self.path):
+            if self.path.is_file():
+                raise Occupied(f"run.dir={self.path} is a file; give the path of a directory, new or empty")
+            try:
+                there = {entry.name: entry for entry in self.path.iterdir()}
+            except FileNotFoundError:
+                return
+            if any(file.name in there for file in (self.config, self.events, self.metrics, self.summary)):
+                raise Occupied(
+                    f"run.dir={self.path} already holds a run; give another run.dir, or remove that one first"
+                )
+            others = sorted(
+                name
+                for name, entry in there.items()
+                if name not in LEFTOVERS or (entry.is_dir() and next(entry.iterdir(), None) is not None)
+            )
+        if others:
+            raise Occupied(
+                f"run.dir={self.path} is not empty: it has {others[0]}, and holds no run; give the path of a "
+                "directory, new or empty"
+            )
 
     def write_config(self, config: Config) -> None:
         """Replace ``config.yaml`` in one step, for a run that goes on. Raises `UserError` when it cannot be written."""

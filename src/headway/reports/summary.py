@@ -86,6 +86,7 @@ def time_shares(metrics: RunMetrics) -> TimeShares | None:
     if in_vain and metrics.finished is not None:
         window = (window[0], metrics.finished.time)
     wall = _seconds(window)
+    idle = occupancy.trainer_idle(window)
 
     def share(seconds: float) -> float:
         return min(max(seconds / wall, 0.0), 1.0)
@@ -96,12 +97,23 @@ def time_shares(metrics: RunMetrics) -> TimeShares | None:
         trainer_stalled=share(stalls.trainer),
         waited_for_validation=share(stalls.validation),
         moving_weights=share(stalls.moving_weights),
+        trained=1.0 if idle is None else 1.0 - idle,
+        saving=share(occupancy.trainer_saved(window)),
+        idle_while_saving=occupancy.idle_while_saving(window),
         rollout_idle=occupancy.rollouter_idle(window) or 0.0,
         rollout_stalled=share(stalls.rollout),
         slot_utilization=occupancy.slot_utilization(window),
         filtered=metrics.tally.filtered_share() or 0.0,
+        one_process=_may_be_one_process(metrics),
         drains=metrics.started is not None and metrics.started.on_update == "drain",
     )
+
+
+def _may_be_one_process(metrics: RunMetrics) -> bool:
+    """One host, one training rank and one thread count: so it is inline, and may be on one machine with Ray."""
+    workers = metrics.workers.values()
+    alike = len({(worker.host, worker.threads) for worker in workers}) == 1
+    return alike and sum(worker.worker.startswith("actor-") for worker in workers) == 1
 
 
 def _waited_in_vain(metrics: RunMetrics, since: float) -> float:

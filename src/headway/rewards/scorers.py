@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from headway.data.tasks import make_task
-from headway.errors import ConfigError, HeadwayError, ScoringFailed
+from headway.errors import ConfigError, HeadwayError, ScoringFailed, said_by, writable
 from headway.interfaces import Scores
 from headway.rewards.built_in import BUILT_IN, make_rule
 from headway.rewards.request import RewardPart, RewardSpec, ScoreRequest
@@ -125,13 +125,13 @@ def _attributed(name: str | None) -> Iterator[None]:
     try:
         yield
     except ScoringFailed as error:
-        raise ScoringFailed(f"{where}{error}") from error
+        raise ScoringFailed(writable(f"{where}{error}")) from error
     except HeadwayError:
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # an interrupt, too: a worker ignores Ctrl-C, so that the function itself raised it
         traceback.print_exc()
         # As text: the user's exception may not survive pickling, or need modules that the driver lacks.
-        text = " ".join(f"{where}exception: {type(error).__name__}: {error}".split())
+        text = f"{where}exception: {said_by(error)}"
         raise ScoringFailed(text if len(text) <= REASON_LENGTH else f"{text[: REASON_LENGTH - 1]}…") from None
 
 

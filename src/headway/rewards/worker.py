@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import os
 import signal
 import sys
@@ -139,3 +140,5 @@ def _redirect_output(log_path: Path) -> None:
     os.dup2(log, sys.__stdout__.fileno() if sys.__stdout__ else 1)
     os.dup2(log, sys.__stderr__.fileno() if sys.__stderr__ else 2)
     os.close(log)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a print that its encoding lacks is no failure of a reward

@@ -107,7 +107,11 @@ class _Profiling:
         if needs_critic(config) and placement.shared(CRITIC, ACTOR):
             self._assume("what the critic costs is taken as the same for every fetch, on any number of devices")
         if not placement.shared(ACTOR, ROLLOUT):
-            self._assume("training and generation had their own devices: what it takes to share some counts as nothing")
+            if config.cluster.backend == "inline":
+                had = "training and generation ran in one process, but count as if they had their own devices"
+            else:
+                had = "training and generation had their own devices"
+            self._assume(f"{had}: what it takes to share some counts as nothing")
         return Profile(
             name=config.run.name,
             devices=len({*placement.devices[ACTOR], *placement.devices[ROLLOUT]}),
