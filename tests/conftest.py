@@ -1,6 +1,7 @@
 """What all tests share: one thread each, deterministic hypothesis, and at most one Ray at a time."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,10 @@ for variable, value in {
     "RAY_USAGE_STATS_ENABLED": "0",
 }.items():
     os.environ.setdefault(variable, value)
+
+# A shell's background jobs ignore Ctrl-C, and so would every process that tests send it to.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("headway", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("headway")
