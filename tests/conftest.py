@@ -27,6 +27,8 @@ settings.load_profile("headway")
 TESTS = Path(__file__).parent
 ONE_AT_A_TIME = frozenset({"cluster", "integration"})
 """Areas whose tests start several processes each: side by side they would only wait for each other."""
+THEIR_TIMEOUT_S = 300
+"""Longer than `cluster.start_timeout_s`, which tells who is late."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -35,3 +37,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         place = item.path.relative_to(TESTS)
         area = place.parts[0]
         item.add_marker(pytest.mark.xdist_group("processes" if area in ONE_AT_A_TIME else str(place)))
+        if area in ONE_AT_A_TIME:
+            item.add_marker(pytest.mark.timeout(THEIR_TIMEOUT_S))

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from headway.errors import UserCodeError, said_by
+from headway.errors import UserCodeError, boundary, said_by
 
 
 def names_a_file(spec: str) -> bool:
@@ -36,7 +36,9 @@ def load_function(spec: str) -> Callable[..., Any]:
     """
     path_text, _, name = resolve_spec(spec).rpartition(":")
     path = Path(path_text)
-    if not path.is_file():
+    with boundary(f"{spec}: the file cannot be read", UserCodeError):
+        there = path.is_file()
+    if not there:
         raise UserCodeError(f"{spec}: there is no file {path}")
     function = getattr(_import_file(path), name, None)
     if not callable(function):

@@ -27,7 +27,7 @@ N = 4
 
 def tiny_config(backend: str, **sections: Any) -> Config:
     base: dict[str, Any] = {
-        "cluster": {"backend": backend, "device": "cpu", "start_timeout_s": 60},
+        "cluster": {"backend": backend, "device": "cpu"},
         "rollout": {"n": N, "max_concurrent": 8, "threads": 1},
         "trainer": {"threads": 1},
         "data": {"max_prompt_length": 16, "max_response_length": 16},

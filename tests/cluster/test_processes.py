@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
 
 import pytest
 
-from headway.cluster.processes import CAN_WATCH, Family
+from headway.cluster.processes import CAN_WATCH, Family, Watched
 
 pytestmark = pytest.mark.skipif(not CAN_WATCH, reason="processes are watched on Linux only")
 
@@ -68,3 +69,24 @@ def test_processes_that_end_by_themselves_are_left_to_it() -> None:
     parent.communicate()
     assert family.end(orderly_s=10) == []
     assert parent.returncode == 0
+
+
+@pytest.fixture
+def until_told() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that ends when its input does."""
+    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as process:
+        yield process
+
+
+async def test_a_watched_process_has_ended_when_it_has(until_told: subprocess.Popen[bytes]) -> None:
+    process = until_told
+    watched = Watched(process.pid)
+    end = asyncio.create_task(watched.ended())
+    await asyncio.sleep(0)
+    assert not end.done()
+    assert process.stdin is not None
+    process.stdin.close()
+    await end
+    assert process.poll() == 0, "it had ended already"
+    await watched.ended()  # at once
+    await Watched(process.pid).ended()

@@ -194,7 +194,7 @@ async def test_a_start_without_enough_devices_says_what_is_lacking_before_its_ti
 async def test_a_machine_with_too_few_gpus_is_told_at_once(
     ray_here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0, "GPU": 1.0})
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0, "GPU": 1.0, "memory": 2.0**33})
     config = Config()
     cluster = RayCluster(config, tmp_path)
     assert await cluster.connect() == "cuda"
@@ -202,6 +202,17 @@ async def test_a_machine_with_too_few_gpus_is_told_at_once(
     with pytest.raises(
         ConfigError, match=r"needs 2 GPUs, for echo-0, echo-1, and this machine has 1\. Set .*device=cpu"
     ):
+        await cluster.reserve(plan)
+
+
+async def test_a_machine_with_too_little_memory_for_so_many_processes_is_told_at_once(
+    ray_here: None, tmp_path: Path
+) -> None:
+    config = Config(cluster={"device": "cpu"})  # type: ignore[arg-type]
+    cluster = RayCluster(config, tmp_path)
+    await cluster.connect()
+    plan = ClusterPlan(tuple(echo_specs(5000, config)), *[()] * 5, inside_fetch=frozenset(), shared=False)
+    with pytest.raises(ConfigError, match=r"needs 5000 processes, each with 128 MiB or more, and Ray has [\d.]+ GiB"):
         await cluster.reserve(plan)
 
 

@@ -113,6 +113,8 @@ def test_a_file_that_includes_itself_is_refused(write: Write) -> None:
         ("just words\n", "expected a mapping"),
         ("rollout: [1\n", "not valid YAML"),
         ("a: !!python/object/apply:os.system [ls]\n", "not valid YAML"),
+        ("rollout:\n  n: 010\n", "line 2: 010 is another number to YAML"),
+        ("rollout: {stop: [a, 1:30]}\n", "line 1: 1:30 is another number to YAML"),
         ("defaults: one.yaml\n", "expected a list of YAML files"),
         ("defaults: [nowhere.yaml]\n", r"nowhere\.yaml: there is no such file"),
     ],
@@ -133,6 +135,18 @@ def test_a_folder_and_a_binary_file_are_refused(tmp_path) -> None:
     for path in (tmp_path, tmp_path / "weights.yaml"):
         with pytest.raises(ConfigError, match=path.name):
             read_file(path)
+
+
+def test_numbers_in_quotes_decimal_numbers_addresses_and_anchors_are_what_they_look_like(write: Write) -> None:
+    text = """
+run: {name: "010", seed: 10}
+a: &a {b: 0.5, c: 0, d: 1e-6, e: "4:30", f: 10.0.0.1:6379, h: -3}
+g: *a
+"""
+    (layer,) = read_file(write(text))
+    (run, seed, b, c, d, e, f, h, *again) = layer.values.values()
+    assert (run, seed, b, c, d, e, f, h) == ("010", 10, 0.5, 0, 1e-6, "4:30", "10.0.0.1:6379", -3)
+    assert again == [b, c, d, e, f, h]
 
 
 def test_an_empty_file_says_nothing(write: Write) -> None:

@@ -72,12 +72,21 @@ def test_missing_columns_are_named_with_those_present(file: Path) -> None:
         ([], r"not \[\]"),
         ([{"content": "x"}], "a chat message is"),
         (["x"], "a chat message is"),
+        ([{"role": "user", "content": [{"type": "image", "url": "u"}]}], "parts of a message are .*read text only"),
+        ([{"role": "user", "content": ["x"]}], "parts of a message are"),
     ],
 )
 def test_a_prompt_of_another_type_is_refused_with_its_place(tmp_path: Path, prompt: object, message: str) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": "fine", "answer": 1}, {"prompt": prompt, "answer": 1}])
     with pytest.raises(DataError, match=f"a.jsonl, line 2, 'prompt': .*{message}"):
         read(path)
+
+
+def test_parts_of_a_message_are_one_text(file: Path) -> None:
+    parts = [{"type": "text", "text": "1+1", "image": None}, {"type": "text", "text": "="}]
+    prompt = [{"role": "user", "content": parts}]
+    (record,) = read(write(file, [{"prompt": prompt, "answer": "2"}]))
+    assert record.prompt == [{"role": "user", "content": "1+1="}]
 
 
 def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ async def test_closing_is_disturbed_by_no_further_signal() -> None:
     with pytest.raises(asyncio.CancelledError):
         await asyncio.create_task(run())
     assert closed
-    assert listener.heard == ["ending the workers, which takes a few seconds"] * 2
+    assert listener.heard == ["ending the workers, which takes a few seconds"], "once"
 
 
 async def test_a_run_that_is_over_closes_undisturbed() -> None:

@@ -490,7 +490,6 @@ from headway.rewards.request import RewardPart, RewardSpec
 async def main():
     pool = RewardPool(RewardSpec((RewardPart.of(sys.argv[1]),), timeout_s=600), workers=1, retries=0, log_path=None)
     await pool.start()
-    # Before the worker says that it is busy, on the same pipe.
     print(next(iter(pool._pool._pool_manager.worker_manager.workers)), flush=True)
     await pool.score(Prompt(0, 0, 0, "", "", np.zeros(1, np.int32)), [sys.argv[2]])
 
@@ -501,19 +500,22 @@ if __name__ == "__main__":
 
 @pytest.mark.skipif(sys.platform != "linux", reason="watches processes through pidfd")
 @pytest.mark.parametrize("busy_with", ["loop", "backtrack"])
-def test_a_busy_worker_dies_with_its_parent(user_file: Path, tmp_path: Path, busy_with: str) -> None:
+def test_a_busy_worker_prints_to_its_parents_stderr_and_dies_with_it(
+    user_file: Path, tmp_path: Path, busy_with: str
+) -> None:
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
     parent = subprocess.Popen(
         [sys.executable, str(script), f"{user_file}:moody", busy_with],
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
     )
     with parent:
-        assert parent.stdout is not None
+        assert parent.stdout is not None and parent.stderr is not None
         pid = int(parent.stdout.readline())
-        assert parent.stdout.readline() == "busy\n"
+        assert parent.stderr.readline() == "busy\n"
         with ended(pid):
             parent.kill()
 

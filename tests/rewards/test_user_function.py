@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
@@ -320,7 +321,9 @@ def test_what_a_function_for_verl_needs_beyond_that_is_told_before_the_run() -> 
 # ---------------------------------------------------------------------------------------------- values
 
 
-@pytest.mark.parametrize("value", [1, 0.5, True, np.float32(0.5), np.int64(2), np.bool_(True), Fraction(1, 2)])
+@pytest.mark.parametrize(
+    "value", [1, 0.5, True, np.float32(0.5), np.int64(2), np.bool_(True), Fraction(1, 2), Decimal("0.5")]
+)
 def test_numbers_and_truth_values_are_rewards(value: Any) -> None:
     assert checked([value], 1) == [float(value)]
 
@@ -334,6 +337,9 @@ def test_what_may_not_apply_may_be_none() -> None:
 def test_tensors_and_their_scalars_are_numbers() -> None:
     assert checked(torch.tensor([0.0, 1.5]), 2) == [0.0, 1.5]
     assert checked([torch.tensor(0.5), np.array(2.0)], 2) == [0.5, 2.0]
+    assert checked([torch.tensor([0.5]), np.array([[2.0]])], 2) == [0.5, 2.0]
+    with pytest.raises(ScoringFailed, match="for response 0, expected a finite number"):
+        checked([np.zeros(2)], 1)
 
 
 def test_an_array_of_numbers_is_a_list_of_rewards() -> None:

@@ -31,6 +31,8 @@ class Interrupts:
         self._pipeline: Pipeline | None = None
         self._task: asyncio.Task[Any] | None = None
         """None once it leaves."""
+        self._told = False
+        """Of the workers' end, once: whoever sends signals may send many."""
         self._before: dict[int, Any] = {}
         """The signals' handlers outside."""
 
@@ -60,7 +62,9 @@ class Interrupts:
 
     def _on_signal(self) -> None:
         if self._task is None:
-            note(self._reports, "ending the workers, which takes a few seconds")
+            if not self._told:
+                note(self._reports, "ending the workers, which takes a few seconds")
+            self._told = True
         elif self._pipeline is not None:
             note(self._reports, "stopping after this version; press Ctrl-C again to leave at once")
             self._pipeline.request_stop()

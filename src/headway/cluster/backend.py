@@ -106,7 +106,8 @@ async def start_backend(config: Config, *, model_path: str, run_dir: Path, total
         except TimeoutError:
             raise StallError(
                 f"not everything was up within cluster.start_timeout_s = {timeout_s:g} s: the driver waited for "
-                f"{startup.waiting_for}. Worker logs are in {run_dir / 'logs'}"
+                f"{startup.waiting_for}. Worker logs are in {run_dir / 'logs'}; where nothing is wrong there, as on a "
+                "busy machine, raise the limit"
             ) from None
         train = TrainGroup(started.actor, started.paths, with_returns=started.critic is not None)
         undo = stack.pop_all()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import select
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 CAN_WATCH = hasattr(os, "pidfd_open")
@@ -31,6 +33,29 @@ def descendants(*pids: int) -> list[int]:
         found += below
         open_ends += below
     return found
+
+
+class Watched:
+    """One process of this machine, whoever started it."""
+
+    def __init__(self, pid: int) -> None:
+        self._descriptor: int | None = None
+        if CAN_WATCH:
+            with suppress(ProcessLookupError):  # it has ended
+                self._descriptor = os.pidfd_open(pid)
+
+    async def ended(self) -> None:
+        """Wait until the process has ended; at once where processes cannot be watched. Nothing is watched any more."""
+        if self._descriptor is None:
+            return
+        descriptor, self._descriptor = self._descriptor, None
+        loop, end = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(descriptor, end.set)
+        try:
+            await end.wait()
+        finally:
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
 
 
 class Family:

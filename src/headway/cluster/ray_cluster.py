@@ -24,6 +24,8 @@ from headway.cluster.resource_pool import ResourcePool
 from headway.config.schema import Config
 from headway.errors import ConfigError, RunError, boundary
 
+WORKER_BYTES = 128 * 2**20
+"""A process takes at least so much of its own, whatever its model: torch and Ray."""
 MIN_OBJECT_STORE = 256 * 2**20
 VERSIONS_STORED = 3
 """The one that is being sent, the one before, which the driver still holds, and room to breathe."""
@@ -74,6 +76,7 @@ class RayCluster:
     async def reserve(self, plan: ClusterPlan) -> None:
         self._devices = sorted({spec.device for spec in plan.workers})
         self._check_enough_gpus(plan)
+        self._check_enough_memory(plan)
         if self._deadline is None:
             raise RunError("devices can be reserved only after the cluster has answered")
         left = max(0.0, self._deadline - asyncio.get_running_loop().time())
@@ -142,6 +145,16 @@ class RayCluster:
                 "(trainer.n_gpus_per_node, rollout.n_gpus_per_node)"
             )
 
+    def _check_enough_memory(self, plan: ClusterPlan) -> None:
+        """Processes on the CPU are bounded by nothing else, and a machine out of memory answers nobody."""
+        there = _resource("memory")
+        if self._config.cluster.address is None and len(plan.workers) * WORKER_BYTES > there:
+            raise ConfigError(
+                f"the run needs {len(plan.workers)} processes, each with {WORKER_BYTES / 2**20:g} MiB or more, and Ray "
+                f"has {there / 2**30:.1f} GiB on this machine; ask for fewer (trainer.n_gpus_per_node, "
+                "rollout.n_gpus_per_node), or join a cluster (cluster.address)"
+            )
+
     def _choose_device(self) -> str:
         gpus = _gpus()
         match self._config.cluster.device:
@@ -154,8 +167,12 @@ class RayCluster:
 
 
 def _gpus() -> float:
+    return _resource("GPU")
+
+
+def _resource(name: str) -> float:
     resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    return resources.get("GPU", 0)
+    return resources.get(name, 0)
 
 
 _PROBE = "import sys, ray; ray.init(address=sys.argv[1], log_to_driver=False); ray.shutdown()"

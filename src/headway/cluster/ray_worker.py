@@ -10,7 +10,7 @@ import asyncio
 import os
 import re
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 import ray
@@ -19,6 +19,7 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskErr
 from headway.cluster.exchange import transport_timeout
 from headway.cluster.plan import WorkerSpec
 from headway.cluster.process import ProcessSettings, set_up_process
+from headway.cluster.processes import Watched
 from headway.cluster.role_host import RoleHost
 from headway.data.types import Handle
 from headway.errors import HeadwayError, RunError, StallError, WorkerDied
@@ -50,10 +51,10 @@ class WorkerActor:
         self._fetch_timeout_s = transport_timeout(spec.arguments["config"])
         self._recent = Recent()
 
-    async def pid(self) -> int:
-        """Process id; the first call that is answered, so it also says that the worker is up."""
+    async def process(self) -> tuple[int, str]:
+        """Process id and node; the first call that is answered, so it also says that the worker is up."""
         self._loop = asyncio.get_running_loop()
-        return os.getpid()
+        return os.getpid(), _node()
 
     async def call(self, method: str, *args: Any) -> Any:
         return await self._host.call(method, *args)
@@ -133,12 +134,16 @@ class RayWorker:
         self.log_file = settings.log_file
         self.pid: int | None = None
         """Of the process, once it is up."""
+        self._process: Watched | None = None
+        """Where it runs on this machine."""
         actor = ray.remote(WorkerActor).options(max_concurrency=MAX_CALLS, max_restarts=0, **options)
         self._actor: Any = actor.remote(settings, spec, device)
 
     async def up(self) -> None:
         with self._failures("starting"):
-            self.pid = int(await self._actor.pid.remote())
+            self.pid, node = await self._actor.process.remote()
+        if node == _node():
+            self._process = Watched(self.pid)
 
     async def call(self, method: str, *args: Any) -> Any:
         with self._failures(method):
@@ -169,11 +174,16 @@ class RayWorker:
         ray.kill(self._actor, no_restart=True)
         try:
             async with asyncio.timeout(END_TIMEOUT_S):
-                await self.died()
-        except WorkerDied:
-            return
+                await self._gone()
         except TimeoutError:
             raise RunError(f"worker {self.name} was killed and is still there after {END_TIMEOUT_S:g} s") from None
+
+    async def _gone(self) -> None:
+        """Wait for the end that Ray tells, and then for the process's own: Ray tells of some ends before they come."""
+        with suppress(WorkerDied):
+            await self.died()
+        if self._process is not None:
+            await self._process.ended()
 
     @contextmanager
     def _failures(self, doing: str) -> Iterator[None]:
@@ -195,6 +205,11 @@ class RayWorker:
             ) from error
         except RayError as error:
             raise RunError(f"worker {self.name}, {doing!r}: {type(error).__name__}: {error}") from error
+
+
+def _node() -> str:
+    node: str = ray.get_runtime_context().get_node_id()
+    return node
 
 
 def why_it_died(error: RayError) -> str:

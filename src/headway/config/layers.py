@@ -5,7 +5,9 @@ defaults' files ─▶ the file ─▶ the command line        each later layer 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from headway.config.aliases import translate
 from headway.errors import ConfigError
 
 DEFAULTS = "defaults"
+_SURPRISING = re.compile(r"[-+]?(0[0-7_]+|[0-9_]+(:[0-9_.]+)+)")
+"""Numbers that YAML 1.1 reads in base 8 and in base 60."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,12 +145,15 @@ def _read(path: Path, including: tuple[Path, ...]) -> Iterator[Layer]:
 def _parse_file(path: Path, including: tuple[Path, ...] = ()) -> dict[Any, Any]:
     """``including``: the files whose ``defaults`` led here."""
     try:
+        if stat.S_ISCHR(path.stat().st_mode) or stat.S_ISBLK(path.stat().st_mode):  # it may never end
+            raise ConfigError(f"{path}: a device, not a file; give a YAML file, like recipes/demo.yaml")
         text = path.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         if root is None:
             return {}
         if not isinstance(root, yaml.MappingNode):
             raise ConfigError(f"{path}: expected a mapping of keys to values at the top, as in recipes/demo.yaml")
+        _check_numbers(root, lambda line: f"{path}: line {line}")
         content = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     except FileNotFoundError:
         if including:
@@ -168,6 +175,7 @@ def _parse_override(override: str) -> dict[str, Any]:
     if not equals or not key.strip():
         raise ConfigError(f"{override!r}: expected a.b=c, like rollout.n=8")
     try:
+        _check_numbers(yaml.compose(value, Loader=yaml.SafeLoader), lambda _: f"{override!r}")
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)
     except (YAMLError, OmegaConfBaseException) as error:
         problem = error.problem if isinstance(error, MarkedYAMLError) else _first_line(error)
@@ -178,6 +186,26 @@ def _parse_override(override: str) -> dict[str, Any]:
             f"{override!r}: a value with a colon at its end, or before a space, needs quotes, as in '\"a:\"'"
         )
     return dict(flatten({key.strip(): parsed["value"]}))
+
+
+def _check_numbers(root: yaml.Node | None, where: Callable[[int], str]) -> None:
+    """Refuse numbers that would be read as others. ``where``: how a message about a line begins."""
+    nodes, seen = [root], set[int]()
+    while nodes:
+        node = nodes.pop()
+        if id(node) in seen:  # an anchor may lead back to itself
+            continue
+        seen.add(id(node))
+        match node:
+            case yaml.MappingNode(value=pairs):
+                nodes += [node for pair in pairs for node in pair]
+            case yaml.SequenceNode(value=items):
+                nodes += items
+            case yaml.ScalarNode(value=text, style=None) if _SURPRISING.fullmatch(text):
+                raise ConfigError(
+                    f"{where(node.start_mark.line + 1)}: {text} is another number to YAML, one of base 8 or 60; "
+                    f'write a decimal number, or "{text}" in quotes for a text'
+                )
 
 
 def _replaces(new: str, old: str, value: Any) -> bool:

@@ -78,7 +78,7 @@ def read_records(path: str, *, prompt_key: str, answer_key: str = "auto", name: 
     if not file.is_file():
         what = "not a file" if file.exists() else "no such file"
         raise DataError(f"{path}: {what}; data.train and data.val name a .jsonl or .parquet file")
-    match file.suffix:
+    match file.suffix.lower():
         case ".jsonl":
             rows = _jsonl_rows(file)
         case ".parquet":
@@ -211,12 +211,26 @@ def _checked_prompt(prompt: Any, where: str) -> str | Messages:
     for message in prompt:
         if not _is_message(message):
             raise DataError(f'{where}: a chat message is {{"role": …, "content": …}}, not {_shown(message)}')
+        for part in message["content"] if isinstance(message["content"], list) else ():
+            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise DataError(
+                    f'{where}: parts of a message are {{"type": "text", "text": …}}, not {_shown(part)}: models here '
+                    "read text only"
+                )
     # In Parquet all messages have the same fields: what one does not have is null, which templates would print.
-    return [{k: v for k, v in message.items() if v is not None or k == "content"} for message in prompt]
+    return [
+        {k: _text(v) if k == "content" else v for k, v in message.items() if v is not None or k == "content"}
+        for message in prompt
+    ]
+
+
+def _text(content: Any) -> Any:
+    """Parts as one text: most templates of text models would print the list."""
+    return "".join(part["text"] for part in content) if isinstance(content, list) else content
 
 
 def _is_message(message: Any) -> bool:
-    """``content`` is text, null beside something else, or a list of parts: whatever templates know."""
+    """``content`` is text, null beside something else, or a list of parts."""
     return (
         isinstance(message, dict)
         and isinstance(message.get("role"), str)

@@ -103,7 +103,8 @@ def _validation(snapshot: Snapshot, spark: int) -> Text:
 
 def _reward(snapshot: Snapshot, spark: int) -> Text:
     if not snapshot.rewards:
-        return Text("nothing trained yet", style=QUIET)
+        since = "since the resume" if snapshot.trainer_version else "yet"
+        return Text(f"nothing trained {since}", style=QUIET)
     text = Text(human.score(snapshot.rewards[0]))
     if len(snapshot.rewards) > 1:
         text.append("  ▸  ", QUIET).append(human.score(snapshot.rewards[-1]), "bold")

@@ -52,7 +52,7 @@ class RewardPool:
         retries: int,
         log_path: Path | None,
     ) -> None:
-        """What workers print goes to ``log_path`` (None: to this process's own output)."""
+        """What workers print goes to ``log_path`` (None: to this process's stderr)."""
         self._spec = spec
         self._workers = workers
         self._retries = retries

@@ -12,6 +12,7 @@ import signal
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -147,7 +148,10 @@ def checked(values: Any, n: int, *, optional: bool = False) -> Values:
 
 def _number(value: Any, k: int) -> float:
     number = _plain(value)
-    if not isinstance(number, numbers.Real) or not abs(float(number)) <= LARGEST:  # not >, so that NaN is refused too
+    while number is not value and isinstance(number, list) and len(number) == 1:  # an array of one element
+        number = number[0]
+    # Not >, so that NaN is refused, too.
+    if not isinstance(number, numbers.Real | Decimal) or not abs(float(number)) <= LARGEST:
         raise ScoringFailed(f"returned {_shown(value)} for response {k}, expected a finite number")
     return float(number)
 

@@ -36,8 +36,7 @@ def initialize(spec: RewardSpec, log_path: Path | None) -> None:
     """Run first in every worker. Never raises: what is wrong with the reward is told by `check` and `score`."""
     _leave_no_children()
     die_with_parent()
-    if log_path is not None:
-        _redirect_output(log_path)
+    _redirect_output(log_path)
     with _nothing_returns_but_this_process():
         try:
             _Process.scorer = make_scorer(spec)
@@ -132,13 +131,17 @@ def _exit_after(sentinel: int) -> None:
     os._exit(1)
 
 
-def _redirect_output(log_path: Path) -> None:
-    """Send everything that this process prints, C code included, to the end of ``log_path``."""
+def _redirect_output(log_path: Path | None) -> None:
+    """Send everything that this process prints, C code included, to the end of ``log_path``, or to its stderr."""
     sys.stdout.flush()
     sys.stderr.flush()
-    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(log, sys.__stdout__.fileno() if sys.__stdout__ else 1)
-    os.dup2(log, sys.__stderr__.fileno() if sys.__stderr__ else 2)
-    os.close(log)
+    stdout, stderr = (stream.fileno() if stream else fd for fd, stream in ((1, sys.__stdout__), (2, sys.__stderr__)))
+    if log_path is None:
+        os.dup2(stderr, stdout)
+    else:
+        log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(log, stdout)
+        os.dup2(log, stderr)
+        os.close(log)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a print that its encoding lacks is no failure of a reward
