@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -25,15 +24,13 @@ from headway.pipeline.run import Pipeline, Status
 from headway.pipeline.stages.reward import GroupFilter, Shaping
 from headway.reports.bundle import Reports
 from headway.reports.checkpoints import Checkpoints, Retention
+from headway.reports.exported import version_of, write_version
 from headway.reports.run_directory import RunDirectory
 from headway.rewards.pool import RewardPool
 from headway.rewards.request import RewardSpec
 
 if TYPE_CHECKING:
     from headway.cluster.backend import Workers
-
-EXPORTED = "headway.json"
-"""In the model's folder: of which checkpoint it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +128,7 @@ class Run:
         with boundary(f"could not export the model to {reports.directory.model}", RunError):
             await workers.train.export(reports.directory.model)
             for newest in checkpoints.complete(with_critic=needs_critic(config))[-1:]:
-                (reports.directory.model / EXPORTED).write_text(json.dumps({"version": newest}), encoding="utf-8")
+                write_version(reports.directory.model, newest)
         return status
 
     def _report_left_out(self, part: str, by_source: Mapping[str, int]) -> None:
@@ -169,11 +166,8 @@ def is_of_the_end(directory: RunDirectory, newest: Sequence[int]) -> bool:
     ``newest``: that version, or nothing. A folder that does not tell its version is of the last end: an export replaces
     the whole folder before it writes that down.
     """
-    try:
-        of = json.loads((directory.model / EXPORTED).read_text(encoding="utf-8"))["version"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return directory.model.is_dir()
-    return list(newest) == [of]
+    version = version_of(directory.model)
+    return directory.model.is_dir() if version is None else list(newest) == [version]
 
 
 def _optimizer_steps(config: Config, rows: int) -> int:

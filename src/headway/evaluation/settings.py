@@ -28,6 +28,7 @@ from headway.config.schema import (
 from headway.data.tasks import REASONING_GYM, TASKS
 from headway.errors import ConfigError, UserError
 from headway.reports.checkpoints import Checkpoints
+from headway.reports.exported import version_of
 from headway.reports.run_directory import RunDirectory
 from headway.user_code import names_a_file
 
@@ -63,8 +64,6 @@ MEANINGFUL = (
 """Settings that change an evaluation, …"""
 IDLE = ("data.epochs", "data.shuffle", "data.prefetch", "reward.overlong_buffer")
 """… except these, which are training's."""
-EXPORTED = "headway.json"
-"""In an exported model's folder: of which checkpoint it is."""
 NEVER_S = 1e9
 """Nothing watches an evaluation for a stall, so nothing is too long for that."""
 
@@ -148,7 +147,7 @@ def settle(
     held_out = data is None or _is_task(data)
     sources = ", ".join(source.label for source in config.data.held_out_sources)
     named = data or f"held-out problems of {sources or config.data.label}"
-    version, newer = _exported_version(Path(path)), None
+    version, newer = version_of(Path(path)), None
     if run_config is not None and version is not None:
         checkpoints = Checkpoints(RunDirectory(run_config.parent).checkpoints)
         newest = max(checkpoints.complete(with_critic=needs_critic(load(run_config).config)), default=version)
@@ -167,15 +166,6 @@ def _model(model: str) -> tuple[str, Path | None]:
             "Hugging Face folder"
         )
     return str(directory.model), directory.config
-
-
-def _exported_version(model: Path) -> int | None:
-    """None where the folder does not say."""
-    try:
-        version = json.loads((model / EXPORTED).read_text(encoding="utf-8"))["version"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return version if isinstance(version, int) else None
 
 
 def _is_task(data: str) -> bool:
@@ -198,7 +188,7 @@ def _meaning(data: str | None) -> list[str]:
     nothing_else = ["data.sources=[]", "data.val=null", "data.val_sources=[]"]
     if _is_task(data):
         return [*nothing_else, f"data.task.name={json.dumps(data)}", "data.train=null"]
-    if Path(data).suffix not in (".jsonl", ".parquet"):
+    if Path(data).suffix.lower() not in (".jsonl", ".parquet"):
         raise ConfigError(f"DATA: got {data}, expected a .jsonl or .parquet file, or a task: {_tasks()}")
     if not (file := Path(data).expanduser()).is_file():
         what = "is not a file" if file.exists() else "does not exist"

@@ -163,6 +163,19 @@ class Updates:
         self._doing = f"{doing} version {version}"
 
 
+def cannot_stage(name: str) -> RunError:
+    """For a rollout engine without `Updates`."""
+    return RunError(f"rollout engine {name} was made without a weight transport; it cannot stage weights")
+
+
+def nothing_to_activate(name: str, version: int) -> UpdateFailed:
+    """For a rollout engine without `Updates`."""
+    return UpdateFailed(
+        f"rollout engine {name} was told to activate version {version}, but nothing is staged: it was made without a "
+        "weight transport"
+    )
+
+
 def _not_there(name: str, version: int, staged: int | None) -> UpdateFailed:
     return UpdateFailed(
         f"{name} was told to activate version {version}, but "

@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from headway.engines.rollout.inboxes import Inbox
 from headway.engines.rollout.native.core import EngineCore, Finished
 from headway.engines.rollout.native.graphs import CudaRecorder
-from headway.engines.served.update import Beside, Over, Updates, outcome
+from headway.engines.served.update import Beside, Over, Updates, cannot_stage, nothing_to_activate, outcome
 from headway.errors import (
     ConfigError,
     HeadwayError,
@@ -195,7 +195,7 @@ class NativeEngine:
         one, the engine has to be paused or asleep, and after an error half-way it serves nothing until a version came.
         """
         if (updates := self._updates) is None:
-            raise RunError(f"rollout engine {self.name} was made without a weight transport; it cannot stage weights")
+            raise cannot_stage(self.name)
         self._check_alive()
         if self.capabilities.double_buffered:
             filling = updates.start(version)
@@ -344,10 +344,7 @@ class NativeEngine:
     def _activate(self, version: int) -> float:
         updates = self._updates
         if updates is None:
-            raise UpdateFailed(
-                f"rollout engine {self.name} was told to activate version {version}, but nothing is staged: it was "
-                "made without a weight transport"
-            )
+            raise nothing_to_activate(self.name, version)
         return self._core.activate(version, lambda: updates.load(version))
 
     def _collect(self, finished: list[Finished]) -> None:

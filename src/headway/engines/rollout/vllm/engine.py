@@ -34,7 +34,7 @@ from headway.engines.rollout.vllm.launch import (
     is_roomy,
     start,
 )
-from headway.engines.served.update import Updates, outcome
+from headway.engines.served.update import Updates, cannot_stage, nothing_to_activate, outcome
 from headway.errors import HeadwayError, RunError, StallError, UpdateFailed, WorkerDied, boundary
 from headway.interfaces import (
     Capabilities,
@@ -196,7 +196,7 @@ class VllmEngine:
         served on, and nothing is staged.
         """
         if (updates := self._updates) is None:
-            raise RunError(f"rollout engine {self.name} was made without a weight transport; it cannot stage weights")
+            raise cannot_stage(self.name)
         self._check_open()
         filling = updates.start(version)
         with boundary(f"rollout engine {self.name} receiving version {version}", UpdateFailed):
@@ -209,10 +209,7 @@ class VllmEngine:
         """
         updates, beside = self._updates, self._beside
         if updates is None or beside is None:
-            raise UpdateFailed(
-                f"rollout engine {self.name} was told to activate version {version}, but nothing is staged: it was "
-                "made without a weight transport"
-            )
+            raise nothing_to_activate(self.name, version)
 
         def load(into_workers: Callable[[], None]) -> None:
             beside.into_workers = into_workers
