@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
+from hypothesis import strategies as st
+
 from headway.errors import NothingToTrain, UpdateFailed, WorkerDied
-from headway.events import FetchTaken, OptimizerStepped, ReplicaActivity, TrainerBusy
+from headway.events import FetchTaken, OptimizerStepped, ReplicaActivity, RunFinished, TrainerBusy
 from tests.pipeline.books import Books
-from tests.pipeline.cases import Case
+from tests.pipeline.cases import Case, for_each
 from tests.pipeline.figures import check_figures
 from tests.pipeline.machines import (
     check_activity,
@@ -20,7 +23,7 @@ from tests.pipeline.machines import (
     is_gone,
     overlap,
 )
-from tests.pipeline.scenario import Run
+from tests.pipeline.scenario import Run, Scenario
 
 
 def check_everything(run: Run) -> Run:
@@ -88,3 +91,42 @@ def check_everything_ahead(run: Run) -> Run:
         decodes = [span for event in run.of(ReplicaActivity) for span in event.busy]
         assert not any(overlap(busy.span, span) for busy in run.of(TrainerBusy) for span in decodes)
     return run
+
+
+def cancelled_after(scenario: Scenario, *events: int) -> Run:
+    """Cancelled when so many events were emitted, and perhaps a second time."""
+
+    def script(run: Run) -> None:
+        def count(_: object) -> None:
+            if len(run.events) in events:
+                asyncio.get_running_loop().call_soon(run.cancel)
+
+        run.recorder.on = count
+
+    scenario.script = script
+    return scenario.run()
+
+
+def check_cancelled_at_any_moment(
+    cases: st.SearchStrategy[Case],
+    schedules: int,
+    scenario: Callable[[Case], Scenario],
+    check: Callable[[Run], object],
+) -> None:
+    """Runs that end at once when they are cancelled, at random moments; ``check`` looks at those that were."""
+    left_at_once = 0
+
+    def check_one(drawn: tuple[Case, int]) -> None:
+        nonlocal left_at_once
+        case, k = drawn
+        run = cancelled_after(scenario(case), k)
+        if run.cancelled_at is None:
+            return
+        left_at_once += 1
+        assert run.ended == run.cancelled_at, "it did not end at once"
+        assert run.of(RunFinished)[0].reason == "left at once"
+        FetchesAhead(run.assert_clean()).check()
+        check(run)
+
+    for_each(st.tuples(cases, st.integers(1, 600)), schedules, check_one)
+    assert left_at_once >= schedules / 2

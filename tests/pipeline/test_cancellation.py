@@ -22,6 +22,7 @@ from headway.pipeline.signal import Signal
 from headway.simulate.clock import VirtualClockLoop
 from tests.pipeline.books import Books
 from tests.pipeline.cases import SCHEDULES, Case, cases, for_each
+from tests.pipeline.invariants import cancelled_after
 from tests.pipeline.machines import check_machines
 from tests.pipeline.scenario import MODES, Run, Scenario
 
@@ -38,20 +39,6 @@ def check_cancelled(run: Run) -> None:
     run.assert_clean()
     Books(run).check()
     check_machines(run)
-
-
-def cancelled_after(scenario: Scenario, *events: int) -> Run:
-    """Cancelled when so many events were emitted, and perhaps a second time."""
-
-    def script(run: Run) -> None:
-        def count(_: object) -> None:
-            if len(run.events) in events:
-                asyncio.get_running_loop().call_soon(run.cancel)
-
-        run.recorder.on = count
-
-    scenario.script = script
-    return scenario.run()
 
 
 def small(mode: str) -> Scenario:

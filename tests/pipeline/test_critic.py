@@ -9,16 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import strategies as st
 
 from headway.errors import NonFinite, StallError, WorkerDied
-from headway.events import CheckpointSaved, CriticStepped, FetchTaken, RunFinished, StageChanged, TrainerBusy
+from headway.events import CheckpointSaved, CriticStepped, FetchTaken, StageChanged, TrainerBusy
 from headway.pipeline.run import Status
 from tests.pipeline.cases import TICK, Case, cases, faulty, for_each
 from tests.pipeline.fake_policies import FakeCritic
 from tests.pipeline.fakes import Time
 from tests.pipeline.figures import check_figures
-from tests.pipeline.invariants import FetchesAhead, check_everything_ahead, check_however_it_ended
+from tests.pipeline.invariants import (
+    FetchesAhead,
+    check_cancelled_at_any_moment,
+    check_everything_ahead,
+    check_however_it_ended,
+)
 from tests.pipeline.machines import overlap
 from tests.pipeline.scenario import MODES, Run, Scenario
 from tests.pipeline.test_end_of_run import ENDS
@@ -286,32 +290,7 @@ def test_a_run_with_a_critic_may_be_stopped_at_any_time():
 
 
 def test_a_run_with_a_critic_may_be_cancelled_at_any_moment_and_is_over_at_once():
-    left_at_once = 0
-
-    def check(drawn: tuple[Case, int]) -> None:
-        nonlocal left_at_once
-        case, k = drawn
-        scenario = with_critic(case)
-
-        def script(run: Run) -> None:
-            def count(_: object) -> None:
-                if len(run.events) == k:
-                    asyncio.get_running_loop().call_soon(run.cancel)
-
-            run.recorder.on = count
-
-        scenario.script = script
-        run = scenario.run()
-        if run.cancelled_at is None:
-            return
-        left_at_once += 1
-        assert run.ended == run.cancelled_at, "it did not end at once"
-        assert run.of(RunFinished)[0].reason == "left at once"
-        FetchesAhead(run.assert_clean()).check()
-        check_turns(run)
-
-    for_each(st.tuples(cases(), st.integers(1, 600)), 40, check)
-    assert left_at_once >= 20
+    check_cancelled_at_any_moment(cases(), 40, with_critic, check_turns)
 
 
 # ---------------------------------------------------------------------------------------------- failures

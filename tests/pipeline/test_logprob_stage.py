@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 
 import pytest
@@ -16,7 +15,12 @@ from tests.pipeline.cases import TICK, Case, cases, faulty, for_each
 from tests.pipeline.fake_policies import FakeLogProb, FakeReceiver
 from tests.pipeline.fakes import FakeReward, Time, fails, without_variance
 from tests.pipeline.figures import check_figures, replay
-from tests.pipeline.invariants import FetchesAhead, check_everything_ahead, check_however_it_ended
+from tests.pipeline.invariants import (
+    FetchesAhead,
+    check_cancelled_at_any_moment,
+    check_everything_ahead,
+    check_however_it_ended,
+)
 from tests.pipeline.machines import ROUNDING, overlap
 from tests.pipeline.scenario import MODES, Run, Scenario
 from tests.pipeline.test_end_of_run import ENDS
@@ -205,33 +209,7 @@ def test_replicas_may_die_join_or_hang_meanwhile():
 
 
 def test_a_run_with_it_may_be_cancelled_at_any_moment_and_is_over_at_once():
-    left_at_once = 0
-
-    def check(drawn: tuple[Case, int]) -> None:
-        nonlocal left_at_once
-        case, k = drawn
-        scenario = beside(case)
-
-        def script(run: Run) -> None:
-            def count(_: object) -> None:
-                if len(run.events) == k:
-                    asyncio.get_running_loop().call_soon(run.cancel)
-
-            run.recorder.on = count
-
-        scenario.script = script
-        run = scenario.run()
-        if run.cancelled_at is None:
-            return
-        left_at_once += 1
-        assert run.ended == run.cancelled_at, "it did not end at once"
-        assert run.of(RunFinished)[0].reason == "left at once"
-        run.assert_clean()
-        FetchesAhead(run).check()
-        check_versions(run)
-
-    for_each(st.tuples(cases(use_rollout_log_probs=False), st.integers(1, 600)), 50, check)
-    assert left_at_once >= 25
+    check_cancelled_at_any_moment(cases(use_rollout_log_probs=False), 50, beside, check_versions)
 
 
 # ---------------------------------------------------------------------------------------------- failures

@@ -2,9 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ from headway.config.loading import load
 from headway.config.schema import Config
 from headway.errors import UserError
 from headway.reports.run_directory import ROOM, Occupied, RunDirectory, RunLock
+from tests.full_disk import files_of_at_most
 
 CONFIG = Config()
 DEMO = Path(__file__).parents[2] / "recipes" / "demo.yaml"
@@ -95,17 +93,6 @@ def test_the_summary_is_replaced_whole(tmp_path: Path) -> None:
     run.write_summary({"version": 2})
     assert json.loads(run.summary.read_text()) == {"version": 2}
     assert not list(tmp_path.glob("*.tmp"))
-
-
-@contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """No file of this process may become larger than ``size`` bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("size", [0, ROOM - 1], ids=["for the configuration", "for the summary"])

@@ -1,11 +1,8 @@
 from __future__ import annotations
 
 import os
-import resource
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import headway
 from headway.reports.tensorboard import TensorBoardFile
+from tests.full_disk import files_of_at_most
 
 
 def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
@@ -61,17 +59,6 @@ def test_a_full_disk_is_reported_once_without_a_traceback_and_the_run_goes_on(
     assert problems == [f"cannot write to {tmp_path}: File too large; the run goes on without TensorBoard files"]
     assert capfd.readouterr() == ("", "")
     assert scalars(tmp_path) == {"reward/mean": [(0, 0.5)]}
-
-
-@contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """No file of this process may become larger than ``size`` bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_disk_that_is_full_from_the_start_is_reported_too(tmp_path: Path) -> None:

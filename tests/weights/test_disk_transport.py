@@ -2,9 +2,7 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from headway.errors import UpdateFailed
 from headway.weights.incoming import BackBuffer
 from headway.weights.layout import Manifest, build_manifest
 from headway.weights.outgoing import Staged, Stream
+from tests.full_disk import files_of_at_most
 from tests.weights.ends import Site
 from tests.weights.versions import BUCKET, MANIFEST, GivesUp, assert_same, stream, weights, windows
 
@@ -114,16 +113,6 @@ def _fsync_fails(directory: Path, patch: pytest.MonkeyPatch) -> None:
 
 def _device_is_full(directory: Path, patch: pytest.MonkeyPatch) -> None:
     (directory / "version_2.partial").symlink_to("/dev/full")
-
-
-@contextmanager
-def files_of_at_most(nbytes: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("fault", [_fsync_fails, _device_is_full])
