@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,20 @@ async def test_two_replicas_and_a_reference_of_its_own_in_one_process(tiny_model
         assert [replica.name for replica in workers.rollouts] == ["rollout-0", "rollout-1"]
     finally:
         await workers.close()
+
+
+async def test_where_a_replica_was_replaced_everybody_is_closed_at_the_end(tiny_model: str, tmp_path: Path) -> None:
+    config = tiny_config("inline", rollout={"n_gpus_per_node": 2})
+    before = set(threading.enumerate())
+    workers = await start_backend(config, model_path=tiny_model, run_dir=tmp_path, total_optimizer_steps=4)
+    try:
+        assert workers.replaces
+        replica = await workers.replace_replica("rollout-1")
+        assert replica.name == "rollout-1+1"
+    finally:
+        await workers.close()
+    left = set(threading.enumerate()) - before
+    assert not [thread.name for thread in left if "rollout" in thread.name or "actor" in thread.name]
 
 
 async def test_a_start_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -187,7 +187,6 @@ class FakeRollout(SimulatedRollout):
         """On every token, whatever sampled it."""
         self.paused = False
         self.never_receives = False
-        self.hangs_on_stats = False
         self.silent_on: set[str] = set()
         """Calls that it never answers: ``pause``, ``resume``, ``activate``, ``probe``."""
         self.fails_to_receive: list[UpdateFailed] = []
@@ -310,8 +309,7 @@ class FakeRollout(SimulatedRollout):
             await asyncio.Event().wait()
 
     async def stats(self) -> EngineStats:
-        if self.hangs_on_stats:
-            await asyncio.Event().wait()
+        await self._unless_silent("stats")
         return await super().stats()
 
 

@@ -219,7 +219,7 @@ def test_a_drain_that_never_ends_is_noticed_and_named():
 
 def test_a_replica_that_does_not_even_answer_the_monitor_cannot_hide_a_stall():
     def script(run: Run) -> None:
-        run.rollouts[0].hangs_on_stats = True
+        run.rollouts[0].silent_on.add("stats")
         run.rollouts[0].hangs = True
 
     scenario = Scenario("on_policy", script=script, sections={"cluster": {"stall_timeout_s": 20}})

@@ -58,7 +58,7 @@ def test_all_of_it_may_happen_in_one_run():
     for_each(faulty("dies", "joins", "stop", most=6), SCHEDULES["everything"], run_and_check)
 
 
-SILENT = ["never_receives", "silent on activate", "silent on resume", "silent on pause"]
+SILENT = ["never_receives", "silent on activate", "silent on resume", "silent on pause", "silent on stats"]
 
 
 def test_replicas_may_stop_answering_or_receive_corrupted_weights_at_any_moment():

@@ -33,7 +33,7 @@ both_schedules = pytest.mark.parametrize("mode", SCHEDULES)
 
 
 def scenario(mode: str = "async_partial", replicas: int = 3, **more: object) -> Scenario:
-    sections = {"param_update": {"timeout_s": TIMEOUT_S, "schedule": SCHEDULES[mode]}}
+    sections = {"param_update": {"timeout_s": TIMEOUT_S, "schedule": SCHEDULES.get(mode, "synchronous")}}
     return Scenario(mode, replicas=replicas, sections=sections, **more)  # type: ignore[arg-type]
 
 
@@ -92,7 +92,11 @@ def hangs_in_pause(run: Run) -> None:
     run.rollouts[1].silent_on.add("pause")
 
 
-HANGS = [hangs_in_recv, hangs_in_load, hangs_in_resume, hangs_in_pause]
+def hangs_in_stats(run: Run) -> None:
+    run.rollouts[1].silent_on.add("stats")
+
+
+HANGS = [hangs_in_recv, hangs_in_load, hangs_in_resume, hangs_in_pause, hangs_in_stats]
 
 
 @pytest.mark.parametrize("hangs", HANGS)
@@ -189,6 +193,18 @@ def test_a_stop_does_not_wait_for_a_replica_that_does_not_stop():
     run = scenario(lengths=lambda _: 4000, script=script).run()
     assert run.error is None and run.status is Status.INTERRUPTED
     assert run.ended < 2.0 + TIMEOUT_S + 2 and lost(check_everything(run)) == ["rollout-1"]
+
+
+def test_one_that_decodes_no_more_does_not_hold_up_a_drain():
+    """Whoever waits for it to drain waits as long as it takes; that it says nothing of itself ends the wait."""
+
+    def hangs(run: Run) -> None:
+        run.rollouts[1].hangs = run.rollouts[1].hangs_on_drain = True
+        run.rollouts[1].silent_on.add("stats")
+
+    run = check_everything(scenario("async_stale", script=when(updated(1), hangs)).run().assert_completed())
+    assert lost(run) == ["rollout-1"]
+    assert "was told to say what it does and did not answer" in run.of(ReplicaLost)[0].reason
 
 
 def test_overlapped_the_others_go_on_while_one_hangs_and_the_bound_on_lag_holds():
@@ -366,7 +382,7 @@ def test_when_several_receive_corrupted_weights_twice_the_run_ends_and_the_old_v
     def script(run: Run) -> None:
         run.transport.corrupted |= {("rollout-1", 2), ("rollout-2", 2)}
 
-    run = failed(scenario(script=script), UpdateFailed, "rollout-1 .*version 2.* checksum")
+    run = failed(scenario(script=script), UpdateFailed, "rollout-[12] .*version 2.* checksum")
     assert [rollout.version for rollout in run.rollouts] == [1, 1, 1]
     assert len(run.of(UpdateRetried)) == 1
 

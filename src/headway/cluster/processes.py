@@ -41,7 +41,7 @@ class Watched:
     def __init__(self, pid: int) -> None:
         self._descriptor: int | None = None
         if CAN_WATCH:
-            with suppress(ProcessLookupError):  # it has ended
+            with suppress(OSError):  # it has ended, or this system lets nobody watch
                 self._descriptor = os.pidfd_open(pid)
 
     async def ended(self) -> None:

@@ -25,6 +25,7 @@ class RoleHost:
         self._role = role
         self._name = name
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._closing = False
 
     async def call(self, method: str, *args: Any) -> Any:
         """The role's method (``name``, or ``part.name`` of one of its parts), awaited or run on the role's thread.
@@ -45,7 +46,10 @@ class RoleHost:
                     yield item
 
     async def close(self) -> None:
-        """Close the role behind whatever it is doing, and end its thread."""
+        """Close the role behind whatever it is doing, and end its thread. A second call does nothing."""
+        if self._closing:
+            return
+        self._closing = True
         await asyncio.get_running_loop().run_in_executor(self._thread, lambda: None)
         try:
             await self.call("close")

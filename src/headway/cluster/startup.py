@@ -5,6 +5,7 @@ connect ─▶ plan ─▶ reserve ─▶ launch all ─▶ up ─▶ build (mod
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -200,7 +201,11 @@ class Startup:
         started: dict[str, Worker] = {}
 
         async def kill_all() -> None:
-            await concurrently(worker.kill() for worker in started.values())
+            """All of them, also where one does not die."""
+            ends = await asyncio.gather(*(worker.kill() for worker in started.values()), return_exceptions=True)
+            for end in ends:
+                if isinstance(end, BaseException):
+                    raise end
 
         stack.push_async_callback(kill_all)
         for spec in plan.workers:

@@ -11,7 +11,7 @@ from headway.events import Emit, Event, ReplicaActivity
 from headway.interfaces import EngineStats
 from headway.pipeline.concurrently import concurrently
 from headway.pipeline.fleet import Fleet
-from headway.pipeline.receiver import Gone
+from headway.pipeline.receiver import Gone, Replica
 from headway.pipeline.stage import Stage, State
 from headway.pipeline.state import now
 
@@ -65,13 +65,15 @@ class Monitor:
     async def report(self) -> None:
         """One `ReplicaActivity` per replica, for the time since the last one."""
         fleet = self._fleet()
-        for replica in fleet.serving:
-            try:
-                stats = await replica.stats()
-            except Gone as gone:
-                await fleet.lose(gone)
-            else:
-                self._emit(activity(replica.name, stats))
+        await concurrently(self._report_one(fleet, replica) for replica in fleet.serving)
+
+    async def _report_one(self, fleet: Fleet, replica: Replica) -> None:
+        try:
+            stats = await replica.stats()
+        except Gone as gone:
+            await fleet.lose(gone)
+        else:
+            self._emit(activity(replica.name, stats))
 
     def who_waits(self) -> str:
         """``ActorTrain waits for groups from the message queue; Generate waits for rollout-0 (12 items); …``"""

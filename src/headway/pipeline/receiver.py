@@ -153,4 +153,5 @@ class Replica(Receiver):
         await self._ask(self.engine.wake())
 
     async def stats(self) -> EngineStats:
-        return await self._ask(self.engine.stats())
+        """Engines answer between two steps, so that one that decodes no more does not answer."""
+        return await self._ask_soon(self.engine.stats(), "say what it does")

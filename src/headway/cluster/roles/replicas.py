@@ -84,7 +84,11 @@ async def start_vllm(replica: Replica) -> Any:
         options=config.rollout.vllm.engine_args,
         **replica.common,
     )
-    await engine.start()
+    try:
+        await engine.start()
+    except BaseException:  # nobody else knows of it
+        await engine.close()
+        raise
     return engine
 
 

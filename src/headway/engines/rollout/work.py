@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from headway.data.types import FinishReason, GroupTokens, ResponseTokens, Trajectory, version_spans
 from headway.engines.rollout.randomness import trajectory_key
-from headway.errors import DataError
+from headway.errors import DataError, NonFinite
 from headway.interfaces import FinishedGroup, GenerateRequest, SamplingParams
 
 
@@ -199,3 +199,13 @@ def check_sampling(params: SamplingParams, vocabulary: int) -> None:
         raise DataError("logit_bias must be finite; to forbid a token, give it -1e4")
     if any(not text for text in params.stop):
         raise DataError("an empty stop string ends every answer before it begins; drop it")
+
+
+def not_finite(name: str, version: int) -> NonFinite:
+    """Of the logits, which then give no distribution to sample from."""
+    why = (
+        "the weights have diverged (lower actor.optim.lr, or look at the gradient norm)"
+        if version
+        else "look at the weights that it started from, and at rollout.dtype"
+    )
+    return NonFinite(f"rollout engine {name}: the model's logits are not finite under version {version}; {why}")

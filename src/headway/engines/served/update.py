@@ -64,7 +64,7 @@ class Beside:
 
     def load(self, version: int) -> None:
         if self._back.version != version:
-            raise _not_there(self._name, version, self._back.version)
+            raise not_staged(self._name, version, self._back.version)
         with boundary(f"{self._name} taking memory for version {version}", UpdateFailed):
             self._weights.memory.allocate()
         self._weights.set(Contents.TORN, version)  # until all of it is written
@@ -112,7 +112,7 @@ class Over:
             raise UpdateFailed(f"{self._name} cannot activate version {version}: {weights.problem}")
         arrived = weights.version if weights.contents is Contents.ARRIVED else None
         if arrived != version:
-            raise _not_there(self._name, version, arrived)
+            raise not_staged(self._name, version, arrived)
         weights.set(Contents.SERVED, version)
 
 
@@ -176,7 +176,8 @@ def nothing_to_activate(name: str, version: int) -> UpdateFailed:
     )
 
 
-def _not_there(name: str, version: int, staged: int | None) -> UpdateFailed:
+def not_staged(name: str, version: int, staged: int | None) -> UpdateFailed:
+    """For whoever has ``staged``, or nothing, and is to load ``version``."""
     return UpdateFailed(
         f"{name} was told to activate version {version}, but "
         f"{'nothing' if staged is None else f'version {staged}'} is staged; call stage_weights({version}) first"

@@ -4,7 +4,7 @@
 
 Rows 0..active-1 are in use, so that what attention reads is a view and finished rows cost nothing. The memory is taken
 once, for so many tokens; how they are divided into rows and room changes with what decodes: many short rows or few long
-ones. Rows move when it does, within that memory, once in `ROOM_STEP` tokens at most.
+ones. Rows move when it does, within that memory, once in ``room_step`` tokens at most.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 from headway.errors import ModelError
 
 ROOM_STEP = 64
-"""Rows are made longer by so many positions at a time."""
+"""Rows are made longer by so many positions at a time, where nothing else is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,14 @@ class SlotCache:
         dtype: torch.dtype,
         device: torch.device,
         tokens: int | None = None,
+        room_step: int = ROOM_STEP,
     ) -> None:
         """``slots``, ``context``: most rows, most positions of one; ``tokens``: of all. Default: their product."""
         self.geometry = geometry
         self.slots = slots
         self.context = context
         self.tokens = slots * context if tokens is None else tokens
+        self._room_step = room_step
         self._dtype, self._device = dtype, device
         self._heads = 2 * geometry.kv_heads
         self.allocate()
@@ -140,4 +142,4 @@ class SlotCache:
         self._flat = [layer.view(-1, g.head_dim) for layer in self._layers]
 
     def _rounded(self, positions: int) -> int:
-        return min(-(-positions // ROOM_STEP) * ROOM_STEP, self.context)
+        return min(-(-positions // self._room_step) * self._room_step, self.context)

@@ -29,9 +29,9 @@ from headway.engines.rollout.native.runner import Runner
 from headway.engines.rollout.native.seen import SeenTokens
 from headway.engines.rollout.native.stop_strings import completed, window
 from headway.engines.rollout.scheduler import Mode, Scheduler
-from headway.engines.rollout.work import GroupRun, Prefilled, TrajectoryRun
+from headway.engines.rollout.work import GroupRun, Prefilled, TrajectoryRun, not_finite
 from headway.engines.served.weights import ServedWeights
-from headway.errors import NonFinite, RunError, UpdateFailed
+from headway.errors import RunError, UpdateFailed
 from headway.interfaces import EngineStats, FinishedGroup, GenerateRequest, OnUpdate, Paused, Priority
 from headway.models.probe import PROBE_PREFILL, probe_sequences
 
@@ -293,14 +293,7 @@ class EngineCore:
         rows, seen = self._rows, self._seen.of(self._rows.active)
         tokens, logprobs = self._runner.sample(logits, params, rows.uniforms(), rows.written, seen)
         if not np.isfinite(logprobs).all():
-            raise NonFinite(
-                f"rollout engine {self._name}: the model's logits are not finite under version {self.version}; "
-                + (
-                    "the weights have diverged (lower actor.optim.lr, or look at the gradient norm)"
-                    if self.version
-                    else "look at the weights that it started from, and at rollout.dtype"
-                )
-            )
+            raise not_finite(self._name, self.version)
         self._rows.record(tokens, logprobs, self.version)
         if seen is not None:
             penalised = [row for row, p in enumerate(params) if p.repetition_penalty != 1]

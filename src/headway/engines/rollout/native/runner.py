@@ -13,9 +13,10 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from headway.engines.rollout.native.cache import KvGeometry, SlotCache
+from headway.engines.rollout.native import graphs
+from headway.engines.rollout.native.cache import ROOM_STEP, KvGeometry, SlotCache
 from headway.engines.rollout.native.forward import Decoding, PolicyForward, RowBlock
-from headway.engines.rollout.native.graphs import DecodeGraphs, Recorder
+from headway.engines.rollout.native.graphs import Recorder
 from headway.engines.rollout.native.invariance import TOGETHER, least_invariant_rows
 from headway.engines.rollout.native.sampling import BatchSampling, behaviour_logprobs, sample
 from headway.engines.rollout.native.windows import Windows
@@ -82,6 +83,7 @@ class Runner:
         """A row's logits do not depend on how many are beside it, or on which."""
         self._least_rows = least_rows or self._fixed_rows(slots)
         self._mixes = self.invariant or self._device.type != "cpu"
+        recorded = recorder is not None and forward.recordable
         self.cache = SlotCache(
             self._geometry,
             slots=max(slots, self._least_rows),
@@ -89,12 +91,13 @@ class Runner:
             dtype=model.dtype,
             device=model.device,
             tokens=None if kv_cache_bytes is None else self._tokens_in(kv_cache_bytes, slots),
+            room_step=graphs.SPAN_STEP if recorded else ROOM_STEP,  # another room is another shape to record
         )
         self.roomy = self.cache.tokens >= slots * max_context
         """There is memory for a whole context in every slot."""
-        self._graphs: DecodeGraphs | None = None
-        if recorder is not None and forward.recordable:
-            self._graphs = DecodeGraphs(forward, self.cache, recorder, self._window, self._dtype)
+        self._graphs: graphs.DecodeGraphs | None = None
+        if recorder is not None and recorded:
+            self._graphs = graphs.DecodeGraphs(forward, self.cache, recorder, self._window, self._dtype)
 
     def fits(self, rows: int, positions: int) -> bool:
         """Whether the KV cache has memory for a step of so many rows, the longest of ``positions``."""

@@ -34,7 +34,7 @@ from headway.engines.rollout.vllm.launch import (
     is_roomy,
     start,
 )
-from headway.engines.served.update import Updates, cannot_stage, nothing_to_activate, outcome
+from headway.engines.served.update import Updates, cannot_stage, not_staged, nothing_to_activate, outcome
 from headway.errors import HeadwayError, RunError, StallError, UpdateFailed, WorkerDied, boundary
 from headway.interfaces import (
     Capabilities,
@@ -362,12 +362,8 @@ class _Beside:
         return self._buffer.fill(version, receive)
 
     def load(self, version: int) -> None:
-        staged = self._buffer.version
-        if staged != version:
-            raise UpdateFailed(
-                f"{self._name} was told to activate version {version}, but "
-                f"{'nothing' if staged is None else f'version {staged}'} is staged; call stage_weights({version}) first"
-            )
+        if self._buffer.version != version:
+            raise not_staged(self._name, version, self._buffer.version)
         self.into_workers()
         self._buffer.clear()
 

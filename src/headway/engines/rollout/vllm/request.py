@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from headway.data.types import FinishReason
-from headway.engines.rollout.work import TrajectoryRun, Written
-from headway.errors import NonFinite, RunError
+from headway.engines.rollout.work import TrajectoryRun, Written, not_finite
+from headway.errors import RunError
 
 _FIRST_AND_LAST = 2**31
 """An interval between outputs that no answer reaches: vLLM then sends the first token, and everything at the end."""
@@ -82,10 +82,7 @@ def written_of(output: Any, replica: str) -> Written:
             f"{completion.weight_versions}; this release of vLLM is not one that Headway knows"
         )
     if not all(map(math.isfinite, logprobs.tolist())):
-        raise NonFinite(
-            f"rollout engine {replica}: the model's logits are not finite under version {versions[-1]}; "
-            "the weights have diverged (lower actor.optim.lr, or look at the gradient norm)"
-        )
+        raise not_finite(replica, int(versions[-1]))
     return Written(ids, logprobs, versions)
 
 
