@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from headway.events import Event, Note, PromptsLeftOut, RunStarted, ValidationFinished
+from headway.events import Event, Note, PromptsLeftOut, ReplicaLost, RunStarted, ValidationFinished
 from headway.reports.console_view import Outcome, report_end
 from headway.reports.live import LiveView
 from headway.reports.metrics import RunMetrics
@@ -220,15 +220,26 @@ def test_the_first_line_of_a_run_without_a_bound_says_so() -> None:
 LEFT_OUT = PromptsLeftOut(time=0.0, part="training", source="math", count=1234, max_tokens=512)
 
 
-@pytest.mark.parametrize("live", [True, False])
-def test_prompts_that_were_left_out_are_a_line(live: bool) -> None:
+def shown(live: bool, *events: Event) -> str:
     console = Console(file=io.StringIO(), width=120, force_terminal=live)
     view = LiveView(console, watched([]), threading.RLock()) if live else PlainView(console, watched([]))
-    view.on_event(LEFT_OUT)
-    view.on_event(replace(LEFT_OUT, part="held-out", count=1))
+    for event in events:
+        view.on_event(event)
     view.close()
     assert isinstance(console.file, io.StringIO)
-    text = console.file.getvalue()
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_a_replica_that_is_lost_is_told_at_once_with_the_reason(live: bool) -> None:
+    text = shown(live, ReplicaLost(time=1.0, replica="rollout-1", reason="worker rollout-1 died: its log"))
+    assert "rollout-1 is lost, what it was generating runs again elsewhere: worker rollout-1 died: its log" in text
+    assert ("warning: " in text) == (not live)
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_prompts_that_were_left_out_are_a_line(live: bool) -> None:
+    text = shown(live, LEFT_OUT, replace(LEFT_OUT, part="held-out", count=1))
     assert "1,234 training prompts were left out: more than 512 tokens (math)" in text
     assert "1 held-out prompt was left out" in text
 

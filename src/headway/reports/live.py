@@ -20,10 +20,10 @@ from rich.padding import Padding
 from rich.spinner import Spinner
 from rich.text import Text
 
-from headway.events import Event, Note, PromptsLeftOut, RunStarted
+from headway.events import Event, Note, PromptsLeftOut, ReplicaLost, RunStarted
 from headway.reports import human
 from headway.reports.panel import ACCENT, GOOD, LOOK_HERE, QUIET, panel
-from headway.reports.plain import left_out_line
+from headway.reports.plain import left_out_line, lost_line
 from headway.reports.snapshot import SnapshotTaker
 
 REFRESH_EVERY_S = 0.5
@@ -72,6 +72,8 @@ class LiveView:
                 self._end_phase()
             case PromptsLeftOut():
                 self._lines.append(Text(f"    {left_out_line(event)}"))
+            case ReplicaLost():
+                self.warn(lost_line(event))
             case Note(level="info"):
                 self._lines.append(Text(f"    {event.text}"))
             case Note():

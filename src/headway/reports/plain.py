@@ -9,7 +9,16 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from headway.events import Event, Note, PromptsLeftOut, RunFinished, RunResumed, RunStarted, ValidationFinished
+from headway.events import (
+    Event,
+    Note,
+    PromptsLeftOut,
+    ReplicaLost,
+    RunFinished,
+    RunResumed,
+    RunStarted,
+    ValidationFinished,
+)
 from headway.reports import human
 from headway.reports.snapshot import SnapshotTaker
 
@@ -39,6 +48,8 @@ class PlainView:
                 self._line(validation_line(event))
             case PromptsLeftOut():
                 self._line(left_out_line(event))
+            case ReplicaLost():
+                self._line(f"warning: {lost_line(event)}")
             case Note():
                 self._line(event.text if event.level == "info" else f"{event.level}: {event.text}")
             case RunResumed():
@@ -83,6 +94,10 @@ def started_line(event: RunStarted) -> str:
         f"training starts: {event.mode}, seed {event.seed}, {human.count(event.groups_per_version)} groups per "
         f"version{total}, {event.order}, {bound}"
     )
+
+
+def lost_line(event: ReplicaLost) -> str:
+    return f"{event.replica} is lost, what it was generating runs again elsewhere: {event.reason}"
 
 
 def left_out_line(event: PromptsLeftOut) -> str:
