@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
@@ -163,22 +165,147 @@ def test_a_file_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
         list(read_events(tmp_path / "none.jsonl"))
 
 
+@pytest.mark.parametrize("byte", [b"\xff", b"\x80", b"\xed\xa0\x80"])
+def test_a_line_that_is_not_utf_8_is_an_error_that_names_the_line(byte: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    write(path, [note("a"), note("b")])
+    with path.open("ab") as file:
+        file.write(b'{"kind": "note", "text": "' + byte + b'"}\n')
+    for read in (look_through, lambda path: list(read_events(path))):
+        with pytest.raises(DataError, match=r"events\.jsonl:3 is damaged: it is not UTF-8 \(byte 27\)\. Take the file"):
+            read(path)
+
+
+# ---------------------------------------------------------------------------------------------- a disk that refuses
+
+
+class Disk:
+    """Takes ``room`` bytes more, and at most ``at_once`` of them in one write."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, room: int = 2**30, at_once: int = 2**30) -> None:
+        self.room = room
+        self._at_once = at_once
+        self._write = os.pwrite
+        monkeypatch.setattr(os, "pwrite", self.pwrite)
+
+    def pwrite(self, file: int, data: bytes, offset: int) -> int:
+        if self.room == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = self._write(file, bytes(data[: min(self.room, self._at_once)]), offset)
+        self.room -= written
+        return written
+
+
+def test_what_a_disk_refused_for_a_while_is_written_later_without_a_gap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, problems, disk = tmp_path / "events.jsonl", [], Disk(monkeypatch, room=100, at_once=7)
+    file = EventsFile(path, problems.append)
+    run = [event for n in range(5) for event in (note("x" * 50), reached(n))]
+    for event in run[:6]:
+        file.on_event(event)
+    assert (path.stat().st_size, file.told) == (100, -1)
+    disk.room = 2**30
+    for event in run[6:]:
+        file.on_event(event)
+    assert file.told == 4
+    file.close()
+    assert list(read_events(path)) == run
+    assert problems == [f"cannot write {path}: No space left on device; trying again while the run goes on"]
+
+
+def test_a_record_that_stays_incomplete_says_from_where_on_the_run_cannot_be_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, problems, disk = tmp_path / "events.jsonl", [], Disk(monkeypatch)
+    file = EventsFile(path, problems.append)
+    for version in range(5):
+        disk.room *= version < 3
+        file.on_event(reached(version))
+    assert file.told == 2
+    assert len(problems) == 1
+    file.close()
+    assert problems[1:] == [
+        f"cannot write {path}: No space left on device; it stays incomplete, and the run cannot be resumed from a "
+        "later version than 2"
+    ]
+    assert sorted(look_through(path).boundaries) == [0, 1, 2]
+
+
+def test_a_disk_that_refuses_too_much_is_not_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits is bounded; and half a record without a gap is one, half a record with a gap is none."""
+    monkeypatch.setattr("headway.reports.events_file.KEPT_BYTES", 1000)
+    path, problems, disk = tmp_path / "events.jsonl", [], Disk(monkeypatch)
+    file = EventsFile(path, problems.append)
+    file.on_event(reached(0))
+    disk.room = 0
+    for event in (note("x" * 900), reached(1), note("x" * 900), reached(2)):
+        file.on_event(event)
+    disk.room = 2**30
+    file.on_event(reached(3))
+    file.close()
+    assert list(read_events(path)) == [reached(0)]
+    assert file.told == 0
+    assert len(problems) == 2
+
+
+def test_an_interrupt_in_the_middle_of_a_write_leaves_no_line_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, pwrite = tmp_path / "events.jsonl", os.pwrite
+    file = EventsFile(path, unexpected)
+
+    def interrupted(*arguments: Any) -> int:
+        pwrite(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "pwrite", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        file.on_event(reached(0))
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    file.on_event(reached(1))
+    file.close()
+    assert list(read_events(path)) == [reached(0), reached(1)]
+
+
+def test_a_resumed_run_s_record_tells_of_the_boundary_that_it_went_back_to(tmp_path: Path) -> None:
+    write(tmp_path / "e", [reached(0), reached(1), reached(2)])
+    file = EventsFile(tmp_path / "e", unexpected)
+    file.on_event(resumed(1, 1))
+    assert file.told == 1
+    file.close()
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_full_disk_is_reported_once_and_the_run_goes_on() -> None:
+def test_a_full_disk_is_reported_and_the_run_goes_on() -> None:
     problems: list[str] = []
     long = Note(time=0, level="info", text="x" * 100_000)
-    write(Path("/dev/full"), [long, long, long], problems.append)
-    assert len(problems) == 1
-    assert "/dev/full" in problems[0]
+    write(Path("/dev/full"), [long, reached(0), long, reached(1)], problems.append)
+    assert problems == [
+        "cannot write /dev/full: No space left on device; trying again while the run goes on",
+        "cannot write /dev/full: No space left on device; it stays incomplete, and the run cannot be resumed",
+    ]
 
 
-def test_a_file_that_cannot_be_opened_is_reported_once_and_the_run_goes_on(tmp_path: Path) -> None:
-    problems: list[str] = []
-    lines = JsonLines(tmp_path / "none" / "events.jsonl", problems.append)
+def test_a_file_that_cannot_be_opened_is_reported_and_tried_again(tmp_path: Path) -> None:
+    path, problems = tmp_path / "none" / "events.jsonl", []
+    lines = JsonLines(path, problems.append)
     lines.write({"a": 1}, at_once=True)
+    assert problems == [f"cannot write {path}: No such file or directory; trying again while the run goes on"]
+    path.parent.mkdir()
+    lines.write({"a": 2}, at_once=True)
     lines.close()
-    (problem,) = problems
-    assert problem.endswith("events.jsonl: No such file or directory; the run goes on without this file")
+    assert lines.whole
+    assert path.read_text() == '{"a": 1}\n{"a": 2}\n'
+    assert len(problems) == 1
+
+
+def test_a_file_that_is_never_opened_stays_incomplete(tmp_path: Path) -> None:
+    problems: list[str] = []
+    lines = JsonLines(tmp_path / "none" / "metrics.jsonl", problems.append)
+    lines.close()
+    assert not lines.whole
+    assert problems[1].endswith("metrics.jsonl: No such file or directory; it stays incomplete")
 
 
 def test_optional_fields_come_back_as_none(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from headway.errors import DataError, UserError
 from headway.events import CheckpointSaved, Note, RunResumed, RunStarted, VersionReached
+from headway.pipeline.resume import balance
 from headway.reports.bundle import Reports, open_reports, reopen_reports
 from headway.reports.checkpoints import Checkpoints, Retention
 from headway.reports.events_file import read_events
@@ -71,7 +72,9 @@ def killed(folder: Path, at: float) -> tuple[Path, dict[str, Any]]:
 def resumed(directory: Path, state: dict[str, Any], killed_at: float | None = None) -> Run:
     lock = RunLock(directory / "run.lock")
     lock.take()
-    reports = reopen_reports(SCENARIO.config, RunDirectory.existing(directory), lock, state["version"], quiet())
+    reports = reopen_reports(
+        SCENARIO.config, RunDirectory.existing(directory), lock, state["version"], balance(state), quiet()
+    )
     reports.emit(Note(time=1e6, level="info", text="workers are up"))
     run = observed(replace(SCENARIO, resume_from=state), reports, killed_at)
     reports.close()
@@ -138,7 +141,48 @@ def test_there_is_no_going_back_to_what_the_record_does_not_have(tmp_path: Path)
     directory, _ = killed(tmp_path, 14.0)
     lock = RunLock(directory / "run.lock")
     with pytest.raises(DataError, match=r"events.jsonl has no boundary of version 17"):
-        reopen_reports(SCENARIO.config, RunDirectory.existing(directory), lock, 17, quiet())
+        reopen_reports(SCENARIO.config, RunDirectory.existing(directory), lock, 17, {}, quiet())
+
+
+def test_reports_say_from_which_version_their_run_could_be_resumed(tmp_path: Path) -> None:
+    directory, state = killed(tmp_path, 14.0)
+    told: list[int] = []
+
+    def look(run: Run) -> None:
+        run.recorder.on = lambda event: (reports.emit(event), told.append(reports.resumable))
+
+    lock = RunLock(directory / "run.lock")
+    lock.take()
+    version = state["version"]
+    reports = reopen_reports(SCENARIO.config, RunDirectory.existing(directory), lock, version, balance(state), quiet())
+    assert reports.resumable == version > 0
+    run = replace(SCENARIO, resume_from=state, script=look).run()
+    reports.close()
+    assert run.error is None
+    assert sorted(set(told)) == list(range(version, run.version + 1))
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_a_checkpoint_of_another_balance_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    directory, state = killed(tmp_path, 14.0)
+    for version in (state["version"], state["version"] + 1):
+        make_checkpoints(directory / "checkpoints", [f"version_{version}"], [])
+    (directory / "summary.json").write_text("{}")
+    before = contents(directory)
+    other = {**balance(state), "trained": 1}
+    with pytest.raises(UserError, match=r"is not the checkpoint of which events.jsonl tells: it holds the groups"):
+        reopen_reports(
+            SCENARIO.config,
+            RunDirectory.existing(directory),
+            RunLock(directory / "run.lock"),
+            state["version"],
+            other,
+            quiet(),
+        )
+    assert contents(directory) == before
 
 
 # ---------------------------------------------------------------------------------------------- the directory
@@ -216,16 +260,36 @@ def saved(version: int) -> CheckpointSaved:
 
 def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     names = ["version_2", "version_9", "version_10", "version_11"]
-    retention = Retention(make_checkpoints(tmp_path, names, names), keep=2)
+    retention = Retention(make_checkpoints(tmp_path, names, names), keep=2, told=lambda: 11)
     retention.on_event(saved(11))
     retention.close()
     left = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*version*"))
     assert left == ["critic/version_10", "critic/version_11", "version_10", "version_11"]
 
 
+def test_the_newest_checkpoint_of_which_the_record_tells_is_kept_until_it_tells_of_a_newer_one(tmp_path: Path) -> None:
+    checkpoints = make_checkpoints(tmp_path, [f"version_{n}" for n in (1, 2, 3, 4, 5)], [])
+    told = 3
+    retention = Retention(checkpoints, keep=1, told=lambda: told)
+    retention.on_event(saved(5))
+    assert checkpoints.complete(with_critic=False) == [3, 5]
+    assert checkpoints.newest({1, 2, 3}, with_critic=False) == 3
+    told = 5
+    retention.on_event(saved(5))
+    retention.close()
+    assert checkpoints.complete(with_critic=False) == [5]
+
+
+def test_the_version_to_resume_is_complete_and_told(tmp_path: Path) -> None:
+    checkpoints = make_checkpoints(tmp_path, ["version_2", "version_4", "version_6"], ["version_2", "version_6"])
+    assert checkpoints.newest({0, 1, 2, 3, 4}, with_critic=False) == 4
+    assert checkpoints.newest({0, 1, 2, 3, 4}, with_critic=True) == 2
+    assert checkpoints.newest({0, 1}, with_critic=True) is None
+
+
 def test_all_checkpoints_are_kept_where_nobody_says_how_many(tmp_path: Path) -> None:
     checkpoints = make_checkpoints(tmp_path, ["version_1", "version_2"], [])
-    retention = Retention(checkpoints, keep=None)
+    retention = Retention(checkpoints, keep=None, told=lambda: 2)
     retention.on_event(saved(2))
     retention.close()
     assert checkpoints.complete(with_critic=False) == [1, 2]

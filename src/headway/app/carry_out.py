@@ -38,13 +38,13 @@ def carry_out(
         with terminations_as_interrupts():
             run = Run(config, rows, prepare(), reports, start)
             status = asyncio.run(run.run())
+            if run.stop_reason is not None:  # before the reports are closed, in which the run is then a failed one
+                raise StoppedByGuard(
+                    f"{run.stop_reason}. The run ended after that version: its model and a checkpoint are in "
+                    f"{directory.path}. Lower async_training.staleness_threshold or actor.optim.lr, add a correction "
+                    "(docs/algorithms/corrections.md), or set offpolicy.guard.action to what goes on"
+                )
             reports.report_end(directory.model, resumable=status is Status.INTERRUPTED)
-        if run.stop_reason is not None:
-            raise StoppedByGuard(
-                f"{run.stop_reason}. The run ended after that version: its model and a checkpoint are in "
-                f"{directory.path}. Lower async_training.staleness_threshold or actor.optim.lr, add a correction "
-                "(docs/algorithms/corrections.md), or set offpolicy.guard.action to what goes on"
-            )
     except (KeyboardInterrupt, asyncio.CancelledError):
         newest = Checkpoints(directory.checkpoints).complete(with_critic=needs_critic(config))[-1:]
         if reports.summary()["status"] == Status.COMPLETED and is_of_the_end(directory, newest):
@@ -55,7 +55,7 @@ def carry_out(
         return EXIT_INTERRUPTED
     except Exception as failure:
         _end(reports, Status.FAILED, f"{type(failure).__name__}: {failure}")
-        if how := how_to_go_on(reports, config, changed=isinstance(failure, NothingToTrain)):
+        if how := how_to_go_on(reports, config, changed=isinstance(failure, NothingToTrain | StoppedByGuard)):
             failure.add_note(how)
         raise
     finally:
@@ -73,10 +73,10 @@ def how_to_go_on(reports: Reports, config: Config, *, changed: bool = False) -> 
         told = look_through(directory.events).boundaries
     except (DataError, OSError):
         return ""
-    complete = Checkpoints(directory.checkpoints).complete(with_critic=needs_critic(config))
-    if saved := [version for version in complete if version in told]:
+    newest = Checkpoints(directory.checkpoints).newest(told, with_critic=needs_critic(config))
+    if newest is not None:
         command = f"headway train --resume {shlex.quote(str(directory.path))}{' a.b=c' if changed else ''}"
-        return f"The newest checkpoint is that of version {saved[-1]}; go on from it with: {command}"
+        return f"The newest checkpoint is that of version {newest}; go on from it with: {command}"
     if not reports.version:
         return ""
     return f"There is no checkpoint to go on from; {when_saved(config)}"
@@ -97,8 +97,8 @@ def set_math_environment(config: Config) -> None:
 
 
 def _end(reports: Reports, status: Status, reason: str) -> None:
-    """Say how the run ended where the pipeline did not: it never started, or trained all and then something failed."""
-    if reports.ended and reports.summary()["status"] != Status.COMPLETED:
+    """Say how the run ended where nobody said so yet, or it ended worse than was said: something failed afterwards."""
+    if reports.ended and reports.summary()["status"] in (status, Status.FAILED):
         return
     version, groups = reports.version, reports.groups
     reports.emit(RunFinished(time=time.monotonic(), status=status.value, reason=reason, version=version, groups=groups))

@@ -23,7 +23,8 @@ class Interrupts:
     """Ctrl-C and SIGTERM, as long as there is anything to close.
 
     While the pipeline runs the first one asks it to finish its version; any other leaves at once. What is open is then
-    closed, which takes a few seconds; nothing disturbs that, so that no process is left behind.
+    closed, which takes a few seconds; nothing disturbs that, so that no process is left behind. In another thread than
+    the main one a run hears of no signal: Python has them handled there alone.
     """
 
     def __init__(self, reports: Reports) -> None:
@@ -38,15 +39,15 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         self._task, loop = asyncio.current_task(), asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM) if _in_the_main_thread() else ():
             self._before[number] = signal.getsignal(number)
             loop.add_signal_handler(number, self._on_signal)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number, before in self._before.items():
             asyncio.get_running_loop().remove_signal_handler(number)  # which would leave SIGTERM to the system
-            signal.signal(number, self._before[number])
+            signal.signal(number, before)
 
     @contextmanager
     def asking(self, pipeline: Pipeline) -> Iterator[None]:
@@ -76,8 +77,8 @@ class Interrupts:
 
 @contextmanager
 def terminations_as_interrupts() -> Iterator[None]:
-    """SIGTERM raises `KeyboardInterrupt`, as Ctrl-C does, where no event loop handles it."""
-    if threading.current_thread() is not threading.main_thread():
+    """SIGTERM raises `KeyboardInterrupt`, as Ctrl-C does, where no event loop handles it. In the main thread."""
+    if not _in_the_main_thread():
         yield
         return
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -85,3 +86,7 @@ def terminations_as_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _in_the_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

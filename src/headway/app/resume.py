@@ -11,7 +11,10 @@ from headway.config.loading import LoadedConfig
 from headway.config.placement import needs_critic
 from headway.config.resuming import check_changes
 from headway.config.schema import Config
-from headway.errors import UserError
+from headway.data.sources import DataBundle, Rows, build_sources
+from headway.engines.train.state_file import read_state
+from headway.errors import ConfigError, UserError
+from headway.pipeline.resume import Taken, balance
 from headway.pipeline.run import Status
 from headway.preflight import check_inputs, check_model
 from headway.reports.bundle import reopen_reports
@@ -23,12 +26,15 @@ from headway.reports.run_directory import RunDirectory, RunLock
 def resume(path: Path, before: Config, loaded: LoadedConfig) -> int:
     """Run ``headway train --resume``: go on with the run in the directory ``path`` from its newest checkpoint.
 
+    Whatever can be refused without the workers is, before anything of the run is changed: `reopen_reports` comes last.
     ``before`` is its configuration so far, ``loaded`` the one that holds from now on. Returns the exit code.
 
     Raises:
-        UserError: there is no run, no checkpoint of it, or nothing left to do; another process trains it.
+        UserError: there is no run, no checkpoint of it, or nothing left to do; another process trains it; the record
+            tells of another checkpoint.
+        ModelError: the checkpoint is damaged.
         ConfigError: a setting is changed that the checkpoint rules out.
-        DataError: the data are not those of the checkpoint.
+        DataError: the data are not those of the checkpoint, or the record is damaged.
     """
     config = loaded.config
     set_math_environment(config)
@@ -39,7 +45,9 @@ def resume(path: Path, before: Config, loaded: LoadedConfig) -> int:
         checkpoints = Checkpoints(directory.checkpoints)
         record = look_through(directory.events)
         version = _newest(directory, checkpoints, record, before)
-        changes = check_changes(before, config, version)
+        taken: Taken = read_state(checkpoints.actor(version))["extra"]
+        cursor = taken["source"]
+        changes = check_changes(before, config, version, epochs_begun=cursor["epoch"] + (cursor["position"] > 0))
         longer = _is_longer(before, config, version)
         if record.ended == Status.COMPLETED and is_of_the_end(directory, [version]) and not longer:
             total, epochs = config.rollout.total_rollout_steps, config.data.epochs or 1
@@ -48,12 +56,16 @@ def resume(path: Path, before: Config, loaded: LoadedConfig) -> int:
                 f"{path}: this run is complete, at version {version}; there is nothing to resume. To train it longer "
                 f"give a new length, like {length}"
             )
+        if taken["data_ended"] and longer:
+            raise ConfigError(
+                f"data.epochs: the run ended where its data did, within version {version}: it has trained "
+                f"{taken['consumed']} groups, which is no multiple of {config.groups_per_version} per version. "
+                "It cannot be made longer; start another one with model.path set to its model folder"
+            )
         rows = check_inputs(config)
-        check_model(config, rows)
-        if config.model.path is None and not directory.initial_model.is_dir():
-            raise UserError(f"{directory.initial_model}: the model that this run was begun with is not there any more")
-        checkpoints.forget_above(version)
-        reports = reopen_reports(config, directory, lock, version)
+        data = check_model(config, rows) or _data(config, rows, directory.initial_model)
+        data.train.restore(cursor)
+        reports = reopen_reports(config, directory, lock, version, balance(taken))
     except BaseException:
         lock.release()
         raise
@@ -61,16 +73,16 @@ def resume(path: Path, before: Config, loaded: LoadedConfig) -> int:
     for key, (then, now) in changes.items():
         note(reports, f"changed: {key}={now!r}, was {then!r}")
     model = config.model.path or str(directory.initial_model)
-    return carry_out(loaded, rows, reports, lambda: model, Start(version, longer))
+    return carry_out(loaded, rows, reports, lambda: model, Start(version))
 
 
 def _newest(directory: RunDirectory, checkpoints: Checkpoints, record: Record, config: Config) -> int:
     """The version to resume: the newest complete checkpoint of which the record tells."""
-    found = checkpoints.complete(with_critic=needs_critic(config))
-    if usable := [version for version in found if version in record.boundaries]:
-        return usable[-1]
+    newest = checkpoints.newest(record.boundaries, with_critic=needs_critic(config))
+    if newest is not None:
+        return newest
     path = directory.path
-    if found:
+    if found := checkpoints.complete(with_critic=needs_critic(config)):
         raise UserError(
             f"{path}: {directory.events.name} does not tell of any checkpoint that is there ({found}); a run cannot be "
             "resumed without its record"
@@ -79,6 +91,15 @@ def _newest(directory: RunDirectory, checkpoints: Checkpoints, record: Record, c
         f"{path}: there is no complete checkpoint to resume from; {when_saved(config)}. Start over "
         f"with: headway train {directory.config} run.dir=ANOTHER trainer.save_freq=1"
     )
+
+
+def _data(config: Config, rows: Rows, model: Path) -> DataBundle:
+    """Of a run whose model was made in its directory."""
+    from headway.models.loading import load_tokenizer
+
+    if not model.is_dir():
+        raise UserError(f"{model}: the model that this run was begun with is not there any more")
+    return build_sources(config, load_tokenizer(str(model)), rows)
 
 
 def _is_longer(before: Config, config: Config, version: int) -> bool:

@@ -16,10 +16,10 @@ from headway.app.interrupts import Interrupts
 from headway.config.placement import CRITIC, LOGP, REF, needs_critic, needs_greedy_baseline
 from headway.config.schema import Config
 from headway.data.sources import Rows, build_sources
-from headway.errors import ConfigError, RunError, UserError, boundary
+from headway.errors import RunError, boundary
 from headway.events import PromptsLeftOut, WorkerDescribed
 from headway.pipeline.parts import Parts
-from headway.pipeline.resume import Taken, balance
+from headway.pipeline.resume import Taken
 from headway.pipeline.run import Pipeline, Status
 from headway.pipeline.stages.reward import GroupFilter, Shaping
 from headway.reports.bundle import Reports
@@ -39,8 +39,6 @@ class Start:
 
     version: int
     """Of the checkpoint."""
-    longer: bool
-    """There is more to train than until then."""
 
 
 class Run:
@@ -118,12 +116,14 @@ class Run:
         )
         taken = None if self._start is None else await self._load(workers, self._start)
         checkpoints = Checkpoints(reports.directory.checkpoints)
-        retention = Retention(checkpoints, keep=config.trainer.max_actor_ckpt_to_keep)
+        retention = Retention(checkpoints, keep=config.trainer.max_actor_ckpt_to_keep, told=lambda: reports.resumable)
         pipeline = Pipeline(config, parts, [reports, retention], reports.directory.checkpoints, taken)
-        with interrupts.asking(pipeline):
-            status = await pipeline.run()
+        try:
+            with interrupts.asking(pipeline):
+                status = await pipeline.run()
+        finally:  # only now are they met
+            self._report_left_out("training", data.left_out_by_source["train"])
         self.stop_reason = pipeline.stop_reason
-        self._report_left_out("training", data.left_out_by_source["train"])  # only now are they met
         reports.phase("exporting the model")
         with boundary(f"could not export the model to {reports.directory.model}", RunError):
             await workers.train.export(reports.directory.model)
@@ -145,18 +145,6 @@ class Run:
         taken = await workers.train.load(checkpoints.actor(start.version))
         if workers.critic is not None:
             await workers.critic.load(checkpoints.critic(start.version))
-        if (told := self._reports.groups) != (saved := balance(taken)):
-            raise UserError(
-                f"{checkpoints.actor(start.version)} is not the checkpoint of which "
-                f"{self._reports.directory.events.name} tells: it holds the groups {saved}, the record has {told}. "
-                "Remove it, to resume from the one before"
-            )
-        if taken["data_ended"] and start.longer:
-            raise ConfigError(
-                f"data.epochs: the run ended where its data did, within version {start.version}: it has trained "
-                f"{taken['consumed']} groups, which is no multiple of {self._config.groups_per_version} per version. "
-                "It cannot be made longer; start another one with model.path set to its model folder"
-            )
         return taken
 
 

@@ -45,8 +45,10 @@ RULES = (
 )
 
 
-def check_changes(before: Config, after: Config, version: int) -> dict[str, tuple[Any, Any]]:
-    """What differs, by dotted key: (before, after). ``version``: the checkpoint's.
+def check_changes(before: Config, after: Config, version: int, *, epochs_begun: int = 0) -> dict[str, tuple[Any, Any]]:
+    """What differs, by dotted key: (before, after).
+
+    ``version``: the checkpoint's. ``epochs_begun``: how many passes over the data have given prompts by then.
 
     Raises:
         ConfigError: in one message, every change that the state rules out, and why.
@@ -66,6 +68,8 @@ def check_changes(before: Config, after: Config, version: int) -> dict[str, tupl
     consumed, total = version * before.groups_per_version, after.rollout.total_rollout_steps
     if total is not None and total < consumed:
         problems.append(f"rollout.total_rollout_steps: {total} (the checkpoint has trained {consumed} groups already)")
+    if after.data.epochs is not None and after.data.epochs < epochs_begun:
+        problems.append(f"data.epochs: {after.data.epochs} (the checkpoint has begun epoch {epochs_begun} already)")
     if problems:
         raise ConfigError(
             f"what a resumed run cannot change: {'; '.join(problems)}. "

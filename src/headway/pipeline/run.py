@@ -150,14 +150,16 @@ class Pipeline:
         except BaseException as failure:
             self._emit_finished(Status.FAILED, f"{type(failure).__name__}: {failure}")
             raise
-        status = Status.INTERRUPTED if self._stopping and not self._trained_all else Status.COMPLETED
+        status = Status.INTERRUPTED if self._stopping and not self._trained_all() else Status.COMPLETED
         self._emit_finished(status, self.stop_reason)
         return status
 
-    @property
     def _trained_all(self) -> bool:
-        total = self.config.rollout.total_rollout_steps
-        return total is not None and self._state.consumed >= total
+        """Asked when nothing runs any more: where the data are the run's length, it asks them for one more prompt."""
+        total, state = self.config.rollout.total_rollout_steps, self._state
+        if total is not None:
+            return state.consumed >= total
+        return not state.ledger.open_numbers and not state.waiting_again and self._prompts.next() is None
 
     def join(self, replica: RolloutEngine) -> None:
         """A late replica: it receives the next version with the others, and serves from then on.

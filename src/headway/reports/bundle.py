@@ -10,6 +10,7 @@ are made from what survives, and its clock stands still between the boundary tha
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from rich.console import Console
 from headway.config.schema import Config
 from headway.errors import UserError
 from headway.events import Event, Observer, RunResumed, RunStarted
+from headway.reports.checkpoints import Checkpoints
 from headway.reports.console_view import ConsoleView, Outcome, report_end, stdout_console
 from headway.reports.events_file import EventsFile, JsonLines, cut_off_half_line, look_through, read_events
 from headway.reports.live import LiveView
@@ -73,7 +75,7 @@ class Reports:
         console: Console,
         metrics: RunMetrics,
         view: ConsoleView,
-        observers: list[Observer],
+        events: EventsFile,
         sinks: list[RowSink],
         lock: Lock,
         run_lock: RunLock,
@@ -83,7 +85,9 @@ class Reports:
         self._console = console
         self._metrics = metrics
         self._view = view
-        self._observers = observers
+        self._events = events
+        # Metrics before the view, so that what is shown includes the event that caused it to be shown.
+        self._observers: list[Observer] = [events, metrics, view]
         self._sinks = sinks
         self._lock = lock
         self._run_lock = run_lock
@@ -121,6 +125,12 @@ class Reports:
         """The newest one that was published."""
         with self._lock:
             return self._metrics.version
+
+    @property
+    def resumable(self) -> int:
+        """The newest version from which the run can be resumed by what its record on the disk tells; -1 for none."""
+        with self._lock:
+            return self._events.told
 
     @property
     def ended(self) -> bool:
@@ -172,35 +182,61 @@ def open_reports(config: Config, run_dir: Path, console: Console | None = None) 
 
 
 def reopen_reports(
-    config: Config, directory: RunDirectory, lock: RunLock, version: int, console: Console | None = None
+    config: Config,
+    directory: RunDirectory,
+    lock: RunLock,
+    version: int,
+    saved: Mapping[str, int],
+    console: Console | None = None,
 ) -> Reports:
     """Go on with a run's reports at the boundary of ``version``; ``lock`` is held, and released with them.
 
-    Raises `DataError` when the record cannot be read, or has no such boundary, and `UserError` when the directory
-    cannot be written.
+    ``saved``: the ledger's balance as the checkpoint of that version has it. Later checkpoints are removed.
+
+    Nothing of the run has changed where this raises `DataError`, because the record cannot be read or has no such
+    boundary, or `UserError`, because it tells of another balance, or the directory cannot be written.
     """
     console = console or stdout_console()
-    directory.write_config(config)  # first: where that fails, nothing has changed
-    cut_off_half_line(directory.events)
+    checkpoints = Checkpoints(directory.checkpoints)
     resumed = look_through(directory.events).resumed + 1
     rows = directory.metrics.with_name(f"{directory.metrics.name}.tmp")
+    try:
+        metrics, last, boundary = _told(directory.events, version, rows)
+        if (told := metrics.tally.counts()) != saved:
+            raise UserError(
+                f"{checkpoints.actor(version)} is not the checkpoint of which {directory.events.name} tells: it holds "
+                f"the groups {dict(saved)}, the record has {told}. Remove it, to resume from the one before"
+            )
+        directory.write_config(config)
+    except BaseException:
+        rows.unlink(missing_ok=True)
+        raise
+    cut_off_half_line(directory.events)
+    checkpoints.forget_above(version)  # before the record undoes them: a later resume would take them for its own
+    rows.replace(directory.metrics)
+    directory.summary.unlink(missing_ok=True)  # it tells of an end that is none any more
+    reports = _open(config, directory, lock, metrics, console, clock=RunClock(boundary), purge_step=last + 1)
+    reports.emit(RunResumed(time=boundary, version=version, times=resumed))
+    return reports
+
+
+def _told(events: Path, version: int, rows: Path) -> tuple[RunMetrics, int, float]:
+    """The record up to the boundary of ``version``: its metrics, the last row's version, the boundary's time.
+
+    Its rows are written to ``rows``. Raises `DataError` and `UserError`.
+    """
     rows.unlink(missing_ok=True)
-    kept, boundary = _Kept(JsonLines(rows, console.print)), 0.0
+    kept, boundary = _Kept(JsonLines(rows, lambda _: None)), 0.0
     metrics = RunMetrics([kept])
-    for event in read_events(directory.events, until=version):
+    for event in read_events(events, until=version):
         metrics.on_event(event)
         boundary = event.time
     kept.close()
     if not kept.whole:
-        rows.unlink(missing_ok=True)
         raise UserError(
             f"{rows} could not be written, so the run was not resumed, and nothing of it is lost; make room"
         )
-    rows.replace(directory.metrics)
-    directory.summary.unlink(missing_ok=True)  # it tells of an end that is none any more
-    reports = _open(config, directory, lock, metrics, console, clock=RunClock(boundary), purge_step=kept.last + 1)
-    reports.emit(RunResumed(time=boundary, version=version, times=resumed))
-    return reports
+    return metrics, kept.last, boundary
 
 
 class _Kept(MetricsFile):
@@ -233,8 +269,7 @@ def _open(
         sinks.append(TensorBoardFile(directory.tensorboard, view.warn, purge_step=purge_step))
     sinks.append(view)
     events_file = EventsFile(directory.events, view.warn)
-    # Metrics before the view, so that what is shown includes the event that caused it to be shown.
-    return Reports(directory, console, metrics, view, [events_file, metrics, view], sinks, lock, run_lock, clock)
+    return Reports(directory, console, metrics, view, events_file, sinks, lock, run_lock, clock)
 
 
 def _open_view(config: Config, console: Console, snapshots: SnapshotTaker, lock: Lock) -> ConsoleView:

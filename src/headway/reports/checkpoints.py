@@ -6,7 +6,7 @@ checkpoints/critic/version_N   the critic's, where there is one            … a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import rmtree
@@ -32,6 +32,13 @@ class Checkpoints:
         found = dict(_versions(self.path))
         return sorted(version for version in found if not with_critic or self.critic(version).is_dir())
 
+    def newest(self, told: Container[int], *, with_critic: bool) -> int | None:
+        """The version to resume: of the newest complete one of which the run's record tells. None where there is none.
+
+        ``told``: versions of whose boundaries it does.
+        """
+        return next((v for v in reversed(self.complete(with_critic=with_critic)) if v in told), None)
+
     def forget_above(self, version: int) -> None:
         """Remove those of later versions, and what was left half written or half removed."""
         for folder in (self.path, self.path / "critic"):
@@ -49,18 +56,25 @@ class Checkpoints:
 
 
 class Retention:
-    """An observer that removes the oldest checkpoints, each in a thread: files may be many, and the run goes on."""
+    """An observer that removes the oldest checkpoints, each in a thread: files may be many, and the run goes on.
 
-    def __init__(self, checkpoints: Checkpoints, *, keep: int | None) -> None:
-        """``keep``: how many; None: all."""
+    The newest one that the run could be resumed from stays.
+    """
+
+    def __init__(self, checkpoints: Checkpoints, *, keep: int | None, told: Callable[[], int]) -> None:
+        """``keep``: how many; None: all. ``told``: the newest version of which the run's record tells by now."""
         self._checkpoints = checkpoints
         self._keep = keep
+        self._told = told
         self._removing: list[Thread] = []
 
     def on_event(self, event: Event) -> None:
         if self._keep is None or not isinstance(event, CheckpointSaved):
             return
+        resumable = self._checkpoints.newest(range(self._told() + 1), with_critic=False)
         for version in self._checkpoints.complete(with_critic=False)[: -self._keep]:
+            if version == resumable:
+                continue
             try:
                 aside = self._checkpoints.set_aside(version)
             except OSError:  # it stays, until the next one is saved

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 import types
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, TextIO, Union, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -26,6 +28,8 @@ from headway.errors import DataError
 from headway.events import Event, RunFinished, RunResumed, VersionReached
 
 FLUSH_EVERY_S = 1.0
+KEPT_BYTES = 64 * 2**20
+"""Of lines that a disk refuses: minutes of a large run."""
 AT_ONCE = (VersionReached, RunResumed)
 """Flushed when they happen: a checkpoint, and whoever reads the file after a kill, relies on them."""
 
@@ -33,57 +37,115 @@ AT_ONCE = (VersionReached, RunResumed)
 class JsonLines:
     """A file of JSON objects, one a line, appended and flushed at least every second while lines come.
 
-    A disk that refuses is reported once through ``report``; later lines are then left out, and the run goes on.
+    What a disk refuses is kept and tried again at each flush, so that the file has no gap. It is given up at the end,
+    or where it becomes more than `KEPT_BYTES`; the run goes on without it. Either is reported once through ``report``.
     Numbers that are not finite become null, since JSON has no word for them.
     """
 
-    def __init__(self, path: Path, report: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        report: Callable[[str], None],
+        given_up: Callable[[], str] = lambda: "it stays incomplete",
+    ) -> None:
+        """``given_up``: what follows where it is, for the user."""
         self._path = path
         self._report = report
-        self._file: TextIO | None = None
+        self._given_up = given_up
+        self._file: int | None = None
+        self._end: int | None = None
+        """Bytes that it has; None until it was opened, and once it is given up."""
+        self._waiting = bytearray()
+        """What follows them."""
+        self._ended = False
+        self._refused: str | None = None
         self._flushed = time.monotonic()
-        self.whole = True
-        """The disk has not refused yet."""
-        try:
-            self._file = path.open("a", encoding="utf-8")
-        except OSError as cause:
-            self._give_up(cause)
+        self._flush()
+
+    @property
+    def whole(self) -> bool:
+        """The file has all that was written so far."""
+        return self._end is not None and not self._waiting
 
     def write(self, row: dict[str, Any], *, at_once: bool = False) -> None:
-        if self._file is None:
+        if self._ended:
             return
-        try:
-            self._file.write(to_json_line(row) + "\n")
-            if at_once or time.monotonic() - self._flushed >= FLUSH_EVERY_S:
-                self._file.flush()
-                self._flushed = time.monotonic()
-        except OSError as cause:
-            self._give_up(cause)
+        self._waiting += to_json_line(row).encode() + b"\n"
+        if at_once or time.monotonic() - self._flushed >= FLUSH_EVERY_S:
+            self._flush()
+            if len(self._waiting) > KEPT_BYTES:
+                self._give_up()
 
     def close(self) -> None:
-        if self._file is not None:
+        if not self._ended:
+            self._flush()
             try:
-                self._file.close()
-            except OSError as cause:
-                self._give_up(cause)
-            self._file = None
+                self._close_file()
+            except OSError as cause:  # some file systems say only now that there was no room
+                self._refused, self._end = cause.strerror or str(cause), None
+            if not self.whole:
+                self._give_up()
+            self._ended = True
 
-    def _give_up(self, cause: OSError) -> None:
-        self._file, self.whole = None, False
-        self._report(f"cannot write {self._path}: {cause.strerror or cause}; the run goes on without this file")
+    def _flush(self) -> None:
+        self._flushed = time.monotonic()
+        try:
+            self._append()
+        except OSError as cause:
+            with suppress(OSError):
+                self._close_file()  # one that is opened anew may work again
+            if self._refused is None:
+                self._report(
+                    f"cannot write {self._path}: {cause.strerror or cause}; trying again while the run goes on"
+                )
+            self._refused = cause.strerror or str(cause)
+
+    def _append(self) -> None:
+        if self._file is None:
+            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        if self._end is None:
+            self._end = os.lseek(self._file, 0, os.SEEK_END)
+        while self._waiting:
+            # At its place: an interrupt before the next line only has the same bytes written there again.
+            written = os.pwrite(self._file, self._waiting, self._end)
+            self._end += written
+            del self._waiting[:written]
+
+    def _give_up(self) -> None:
+        self._ended, self._end = True, None
+        self._waiting.clear()
+        with suppress(OSError):
+            self._close_file()
+        self._report(f"cannot write {self._path}: {self._refused}; {self._given_up()}")
+
+    def _close_file(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
 
 
 class EventsFile:
     """Observer that appends every event to ``path``."""
 
     def __init__(self, path: Path, report: Callable[[str], None]) -> None:
-        self._lines = JsonLines(path, report)
+        self._reached = -1
+        self.told = -1
+        """The newest version of whose boundary the file tells, and of all that led there; -1 for none."""
+        self._lines = JsonLines(path, report, self._without_the_rest)
 
     def on_event(self, event: Event) -> None:
         self._lines.write(event.to_json(), at_once=isinstance(event, AT_ONCE))
+        if isinstance(event, AT_ONCE):
+            self._reached = event.version
+        if self._lines.whole:
+            self.told = self._reached
 
     def close(self) -> None:
         self._lines.close()
+
+    def _without_the_rest(self) -> str:
+        later = "" if self.told < 0 else f" from a later version than {self.told}"
+        return f"it stays incomplete, and the run cannot be resumed{later}"
 
 
 def _plain(value: Any) -> Any:
@@ -203,12 +265,17 @@ def cut_off_half_line(path: Path) -> None:
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """Complete lines, with their index."""
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open("rb") as file:
             for index, line in enumerate(file):
-                if line.endswith("\n"):
-                    yield index, line
+                if line.endswith(b"\n"):
+                    yield index, line.decode("utf-8")
     except OSError as cause:
         raise DataError(f"cannot read the events of a run: {cause}") from cause
+    except UnicodeDecodeError as cause:
+        raise DataError(
+            f"{path}:{index + 1} is damaged: it is not UTF-8 (byte {cause.start + 1}). Take the file from a copy, or "
+            "remove that line"
+        ) from cause
 
 
 def _parse(line: str, where: str) -> Event:

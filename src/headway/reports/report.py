@@ -47,7 +47,7 @@ def _events(run: Path) -> Iterator[Event]:
         for event in read_events(path):
             empty = False
             yield event
-    except (DataError, UnicodeDecodeError) as cause:
+    except DataError as cause:
         raise ConfigError(f"RUN: got {run}, whose record cannot be read: {cause}") from cause
     if empty:
         raise ConfigError(f"RUN: got {run}, where nothing has happened yet: {path.name} has no complete line")

@@ -18,6 +18,7 @@ from shutil import rmtree
 from typing import Any
 
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -25,10 +26,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from headway.engines.train.fsdp.collectives import from_rank_zero, on_rank_zero
-from headway.errors import ModelError, RunError
+from headway.engines.train.state_file import REMOVE, STATE_FILE, read_state
+from headway.errors import ModelError, RunError, said_by
 from headway.models.export import replace_folder
-
-STATE_FILE = "state.json"
 
 
 def save_checkpoint(model: nn.Module, optimizer: Optimizer, path: Path, state: Mapping[str, Any]) -> None:
@@ -77,20 +77,27 @@ def load_checkpoint(model: nn.Module, optimizer: Optimizer, path: Path) -> dict[
     """Restore model and optimizer in place, on any number of ranks; returns ``state``. Collective.
 
     Raises:
-        ModelError: no complete checkpoint at ``path``, or one of another model.
+        ModelError: no complete checkpoint at ``path``, one that is damaged, or one of another model.
     """
 
-    def read_state() -> dict[str, Any]:
-        if not (path / STATE_FILE).is_file():
-            raise ModelError(f"{path}: no checkpoint there (a complete one has {STATE_FILE})")
-        state: dict[str, Any] = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+    def read() -> dict[str, Any]:
+        state = read_state(path)
+        try:
+            FileSystemReader(path).read_metadata()  # here: `load` logs a traceback of what it finds
+        except Exception as cause:  # whatever unpickling raises
+            raise ModelError(
+                f"{path}: the checkpoint is damaged: .metadata cannot be read: {said_by(cause)}. {REMOVE}"
+            ) from cause
         return state
 
-    state = from_rank_zero(read_state)
+    state = from_rank_zero(read)
     model_state, optimizer_state = get_state_dict(model, optimizer)
     try:
         load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
     except CheckpointException as error:
-        raise ModelError(f"{path}: the checkpoint does not fit this model and optimizer: {_causes(error)}") from error
+        step = error.args[0]  # what there is has been compared with what is wanted before anything is read
+        wrong = "does not fit this model and optimizer" if step == "plan" else "is damaged"
+        remedy = "" if step == "plan" else f". {REMOVE}"
+        raise ModelError(f"{path}: the checkpoint {wrong}: {_causes(error)}{remedy}") from error
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
     return state

@@ -1,0 +1,37 @@
+"""``state.json`` of a checkpoint: what is no tensor. Read without torch.
+
+{"optimizer_steps": …, "extra": what the driver gave}
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from headway.errors import ModelError
+
+STATE_FILE = "state.json"
+KEYS = ("optimizer_steps", "extra")
+REMOVE = "Remove it, to resume from the one before"
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Of the checkpoint in the folder ``path``.
+
+    Raises:
+        ModelError: there is no complete checkpoint, or the file is damaged.
+    """
+    file = path / STATE_FILE
+    if not file.is_file():
+        raise ModelError(f"{path}: no checkpoint there (a complete one has {STATE_FILE})")
+    try:
+        state = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as cause:
+        raise ModelError(
+            f"{path}: the checkpoint is damaged: {STATE_FILE} cannot be read: {cause}. {REMOVE}"
+        ) from cause
+    if not isinstance(state, dict) or (missing := [key for key in KEYS if key not in state]):
+        lacks = f"lacks {missing[0]}" if isinstance(state, dict) else "holds no object"
+        raise ModelError(f"{path}: the checkpoint is damaged: {STATE_FILE} {lacks}. {REMOVE}")
+    return state

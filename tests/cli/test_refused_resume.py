@@ -1,0 +1,171 @@
+"""``headway train --resume`` of a run that it refuses: one message, and the run's directory as it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway.config.loading import dump, load
+from headway.data.sources import build_sources, read_rows
+from headway.events import Event, RunFinished, VersionReached
+from headway.models.loading import load_tokenizer
+from headway.pipeline.ledger import Ledger
+from headway.reports.events_file import EventsFile
+from headway.reports.run_directory import RunDirectory
+from tests.cli.test_bad_input import _matches, _table
+from tests.integration.support import make_job, run_here
+
+NOTHING = Ledger().counts()
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_job(tmp_path_factory.mktemp("job"))
+
+
+class Stopped:
+    """A run that is complete at version 4, with the checkpoints of versions 2 and 4, as it would stand on the disk."""
+
+    def __init__(self, recipe: Path, path: Path, *settings: str) -> None:
+        self.directory = directory = RunDirectory(path)
+        path.mkdir()
+        config = load(recipe, ["cluster.backend=inline", *settings, f"run.dir={path}"]).config
+        directory.config.write_text(dump(config))
+        events: list[Event] = [VersionReached(time=float(version), version=version, groups={}) for version in range(5)]
+        file = EventsFile(directory.events, pytest.fail)
+        for event in [*events, RunFinished(time=5.0, status="completed", reason=None, version=4, groups={})]:
+            file.on_event(event)
+        file.close()
+        directory.metrics.write_text('{"version": 4}\n')
+        directory.summary.write_text('{"status": "completed"}')
+        directory.model.mkdir()
+        (directory.model / "headway.json").write_text('{"version": 4}')
+        tokenizer = load_tokenizer(str(config.model.path))
+        self.taken: dict[str, Any] = {
+            "consumed": 16,
+            "data_ended": False,
+            "ledger": Ledger().state(),
+            "source": build_sources(config, tokenizer, read_rows(config)).train.state(),
+        }
+        for version in (2, 4):
+            self.save(version)
+
+    def save(self, version: int = 4, **changed: object) -> None:
+        path = self.directory.checkpoints / f"version_{version}"
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "state.json").write_text(json.dumps({"optimizer_steps": 4, "extra": {**self.taken, **changed}}))
+
+    @property
+    def state_file(self) -> Path:
+        return self.directory.checkpoints / "version_4" / "state.json"
+
+    def contents(self) -> dict[str, bytes]:
+        """Beside the lock, which says who took it last."""
+        files = (path for path in self.directory.path.rglob("*") if path.is_file() and path.name != "run.lock")
+        return {str(path.relative_to(self.directory.path)): path.read_bytes() for path in files}
+
+
+def source(run: Stopped, **changed: object) -> Mapping[str, Any]:
+    return {**run.taken["source"], **changed}
+
+
+def ledger(run: Stopped) -> Mapping[str, Any]:
+    return {**run.taken["ledger"], "admitted": 3, "fates": {"trained": 3}}
+
+
+LONGER = "rollout.total_rollout_steps=64"
+FIVE = ("rollout.total_rollout_steps=null", "data.epochs=5")
+
+
+def before_the_record(run: Stopped, line: bytes) -> None:
+    run.directory.events.write_bytes(line + run.directory.events.read_bytes())
+
+
+@dataclass(frozen=True)
+class Case:
+    spoil: Callable[[Stopped], object]
+    arguments: tuple[str, ...] = (LONGER,)
+    settings: tuple[str, ...] = ()
+    """That the run was begun with."""
+
+
+REFUSED = {
+    "a record that is not UTF-8": Case(lambda run: before_the_record(run, b'{"kind": "note", "\xff"}\n')),
+    "a record with a line that is no event": Case(lambda run: before_the_record(run, b"{}\n")),
+    "a checkpoint whose state.json is empty": Case(lambda run: run.state_file.write_text("")),
+    "a checkpoint of another run": Case(lambda run: run.save(ledger=ledger(run))),
+    "other data": Case(lambda run: run.save(source=source(run, rows=3))),
+    "fewer groups than it has trained": Case(lambda run: None, ("rollout.total_rollout_steps=8",)),
+    "fewer epochs than it has begun": Case(
+        lambda run: run.save(source=source(run, epoch=4, position=1)), ("data.epochs=4",), FIVE
+    ),
+    "more epochs after data that ended within a version": Case(
+        lambda run: run.save(data_ended=True, source=source(run, epoch=5)), ("data.epochs=6",), FIVE
+    ),
+    "a run that is complete": Case(lambda run: None, ()),
+}
+MESSAGES = _table("A run that is to go on")
+
+
+def refused(run: Stopped, *arguments: str) -> str:
+    """The message. The run is as it was."""
+    (run.directory.checkpoints / "version_9").mkdir()  # of which the record does not tell
+    (run.directory.checkpoints / "version_9" / "state.json").write_text("{}")
+    before = run.contents()
+    done = run_here("train", "--resume", str(run.directory.path), *arguments)
+    assert done.exit_code == 2, done.output
+    assert "Traceback" not in done.output
+    assert run.contents() == before
+    return done.stderr.replace(str(run.directory.path), "RUN")
+
+
+def test_the_document_lists_the_cases_and_nothing_else() -> None:
+    assert set(MESSAGES) == set(REFUSED)
+    assert {row.exit_code for row in MESSAGES.values()} == {2}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_leaves_the_run_as_it_was(name: str, recipe: Path, tmp_path: Path) -> None:
+    case = REFUSED[name]
+    run = Stopped(recipe, tmp_path / "run", *case.settings)
+    case.spoil(run)
+    shown = refused(run, *case.arguments)
+    assert _matches(MESSAGES[name].message, shown, tmp_path), shown
+
+
+@pytest.mark.parametrize(
+    ("epoch", "position", "said"),
+    [(5, 0, "the checkpoint has begun epoch 5 already"), (4, 0, "this run is complete, at version 4")],
+)
+def test_a_length_in_epochs_may_be_as_short_as_what_was_begun(
+    epoch: int, position: int, said: str, recipe: Path, tmp_path: Path
+) -> None:
+    run = Stopped(recipe, tmp_path / "run", *FIVE)
+    run.save(source=source(run, epoch=epoch, position=position))
+    assert said in refused(run, "data.epochs=4")
+
+
+@pytest.mark.parametrize("line", [b'{"kind": "note", "\xff"}\n', b"{}\n"])
+def test_a_damaged_record_is_one_message_of_profile_too(line: bytes, recipe: Path, tmp_path: Path) -> None:
+    run = Stopped(recipe, tmp_path / "run")
+    before_the_record(run, line)
+    done = run_here("profile", str(run.directory.path))
+    assert done.exit_code == 2, done.output
+    assert done.stderr.startswith(f"error: {run.directory.events}:1 is ")
+
+
+def test_the_message_s_remedy_for_a_damaged_checkpoint_leads_to_the_one_before(recipe: Path, tmp_path: Path) -> None:
+    run = Stopped(recipe, tmp_path / "run")
+    for version in (4, 2):
+        state = run.directory.checkpoints / f"version_{version}" / "state.json"
+        state.write_text("")
+        done = run_here("train", "--resume", str(run.directory.path), LONGER)
+        assert f"version_{version}: the checkpoint is damaged" in done.stderr
+        assert "Remove it, to resume from the one before" in done.stderr
+        state.unlink()
+        state.parent.rmdir()

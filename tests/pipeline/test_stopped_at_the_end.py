@@ -1,0 +1,62 @@
+"""A run that is asked to stop when it has nothing left to train is complete, whatever its length is given by."""
+
+from __future__ import annotations
+
+import pytest
+
+from headway.events import RunFinished
+from headway.pipeline.run import Status
+from tests.pipeline.fakes import FakeReward, fails
+from tests.pipeline.scenario import MODES, Run, Scenario
+
+LENGTHS = {
+    "a total": {"total": 32},
+    "epochs that end at a boundary": {"rows": 16, "epochs": 2},
+    "epochs that end within a version": {"rows": 13, "epochs": 2},
+}
+
+
+def stopped(mode: str, length: dict[str, int], consumed: int, reward: FakeReward | None = None) -> Run:
+    """With the first fetch of which the run has trained so many groups."""
+
+    def script(run: Run) -> None:
+        emit = run.recorder.on
+
+        def on(event: object) -> None:
+            if emit is not None:
+                emit(event)  # type: ignore[arg-type]
+            if run.pipeline._state.taken >= consumed and run.stopped_at is None:
+                run.request_stop()
+
+        run.recorder.on = on
+
+    run = Scenario(mode, script=script, reward=reward or FakeReward(), **length).run()
+    if run.error is not None:
+        raise run.error
+    return run.assert_clean()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS)
+def test_a_stop_while_the_last_groups_are_trained_leaves_a_complete_run(mode: str, length: dict[str, int]) -> None:
+    groups = length.get("total") or length["rows"] * length["epochs"]
+    run = stopped(mode, length, groups)
+    assert run.stopped_at is not None
+    assert run.groups["trained"] == groups
+    assert (run.status, run.of(RunFinished)[0].status) == (Status.COMPLETED, "completed")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS)
+def test_a_stop_before_that_leaves_an_interrupted_one(mode: str, length: dict[str, int]) -> None:
+    run = stopped(mode, length, 1)
+    assert run.groups["trained"] < 26
+    assert run.status is Status.INTERRUPTED
+
+
+def test_groups_that_could_not_be_scored_are_not_missing_at_the_end() -> None:
+    """With epochs discards are not refilled: the data are trained all the same."""
+    reward = FakeReward(lambda p: fails("unlucky") if p.row < 8 and p.epoch == 0 else [0.0, 1.0])
+    run = stopped("on_policy", {"rows": 12, "epochs": 2}, 16, reward)
+    assert (run.groups["failed"], run.groups["trained"]) == (8, 16)
+    assert run.status is Status.COMPLETED
