@@ -1,6 +1,7 @@
 import io
 import os
 import resource
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -286,6 +287,21 @@ def test_an_output_without_unicode_gets_question_marks(recipe: str, monkeypatch:
     assert b"1 ? (device 0)" in output.buffer.getvalue()
 
 
+@pytest.mark.parametrize("closed", [(1,), (0, 1), (0, 1, 2)])
+def test_what_is_closed_of_the_standard_files_is_nowhere(recipe: str, tmp_path: Path, closed: tuple[int, ...]) -> None:
+    """For the process that tries the reward, too."""
+    (tmp_path / "reward.py").write_text("def score(response): return 1.0\n")
+    arguments = ["headway", "doctor", recipe, f"reward.function={tmp_path / 'reward.py'}:score"]
+    code = f"""
+import os, sys
+for number in {closed}:
+    os.close(number)
+os.execv(sys.executable, [sys.executable, "-m", *{arguments!r}])
+"""
+    done = python("-c", code)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def test_an_error_keeps_its_exit_code_where_nobody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise BrokenPipeError
@@ -294,3 +310,42 @@ def test_an_error_keeps_its_exit_code_where_nobody_reads_it(monkeypatch: pytest.
     with pytest.raises(typer.Exit) as end, common.errors_as_messages(debug=False):
         raise ConfigError("wrong")
     assert end.value.exit_code == ConfigError.exit_code
+
+
+# ------------------------------------------------------------------------------------------- files to be written
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("nowhere/out", "No such file or directory"),
+        ("a_file/out", "Not a directory"),
+        (".", "Is a directory"),
+        ("/proc/out", "No such file or directory"),
+        ("x" * 300, "File name too long"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_the_users_mistake(tmp_path: Path, name: str, why: str) -> None:
+    (tmp_path / "a_file").touch()
+    with pytest.raises(ConfigError) as refused:
+        common.check_writable("--output", tmp_path / name)
+    assert str(refused.value).startswith(f"--output {tmp_path / name} cannot be written ({why}); give a file")
+
+
+def test_looking_whether_a_file_can_be_written_changes_nothing(tmp_path: Path) -> None:
+    there, link, pipe = tmp_path / "there", tmp_path / "link", tmp_path / "pipe"
+    there.write_text("kept")
+    link.symlink_to(tmp_path / "not there")
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        for path in (there, link, pipe, tmp_path / "new", Path("/dev/null")):
+            common.check_writable("--output", path)
+        poll = select.poll()
+        poll.register(reader)
+        assert poll.poll(0) == [], "the pipe's reader was told that its writer left"
+    finally:
+        os.close(reader)
+    assert there.read_text() == "kept"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "pipe", "there"]
+    assert link.is_symlink()

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations
 from pathlib import Path
@@ -23,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import Result
 
 from headway import preflight
-from headway.cli.evaluation import Tenths
+from headway.cli.evaluation import AnswersFile, Tenths
 from headway.cluster.process import math_environment
 from headway.cluster.processes import descendants
 from headway.config.loading import dump, load
@@ -32,6 +33,7 @@ from headway.evaluation.figures import Answer, Estimate, Solved, figures, pass_a
 from headway.evaluation.settings import settle
 from headway.models.make import make_model
 from tests.cli.test_commands import python, run
+from tests.full_disk import files_of_at_most
 from tests.integration.support import alive
 
 LENGTH = 6
@@ -229,6 +231,33 @@ def test_prompts_that_are_too_long_and_answers_that_cannot_be_scored_are_told(ti
     assert [(a["row"], a["reward"], "failure" in a) for a in lines_of(output)] == [(0, 0.0, False), (1, None, True)]
 
 
+def test_a_disk_that_fills_on_the_way_costs_the_rest_of_the_answers_and_no_figure(tiny: Path, tmp_path: Path) -> None:
+    data = write(tmp_path / "test.jsonl", [{"prompt": f"{i}=", "answer": "1"} for i in range(9)])
+    output, all_of_them = tmp_path / "answers.jsonl", tmp_path / "all.jsonl"
+    arguments = ["eval", str(tiny), data, *SHORT, "-o"]
+    figures, ending = run(*arguments, str(all_of_them)).stdout.split("answers: ")
+    assert ending == f"{all_of_them}\n"
+    kept = all_of_them.read_text().splitlines(keepends=True)[:4]
+    with files_of_at_most(len("".join(kept).encode()) + 20):
+        done = run(*arguments, str(output))
+    assert done.exit_code == 1
+    assert output.read_text() == "".join(kept), "whole lines"
+    assert done.stdout == figures
+    assert done.stderr.splitlines() == [
+        "answering 9 problems",
+        f"warning: --output {output} cannot be written any more (File too large); it has the answers to the first 4 "
+        "problems, and the evaluation goes on without it",
+        "9 of 9 problems",
+    ]
+
+
+def test_an_answer_that_utf8_cannot_hold_is_written_as_json_spells_it(tmp_path: Path) -> None:
+    odd = replace(solved([1.0]), truth="\ud800 ü")
+    with AnswersFile(tmp_path / "answers.jsonl", tell=print) as file:
+        file.write(odd)
+    assert lines_of(tmp_path / "answers.jsonl")[0]["answer"] == odd.truth
+
+
 def test_samples_are_from_all_over_the_data(tiny: Path, tmp_path: Path) -> None:
     data = write(tmp_path / "test.jsonl", [{"prompt": f"{i}=", "answer": f"t{i}"} for i in range(10)])
     shown = run("eval", str(tiny), data, *SHORT, "--samples", "2").stdout
@@ -342,7 +371,8 @@ def test_a_recipe_gives_data_and_reward_to_any_model(tiny: Path, tmp_path: Path)
         (["MODEL", "sort", "data.train=a.jsonl"], "data.train: DATA says what is read"),
         (["MODEL", "sort", "reward.function=nowhere.py:score"], "there is no file"),
         (["MODEL", "sort", "data.max_prompt_length=4096"], "more than the 1024 positions"),
-        (["MODEL", "sort", "-o", "/nowhere/answers.jsonl"], "cannot be written"),
+        (["MODEL", "sort", "-o", "/nowhere/answers.jsonl"], "--output /nowhere/answers.jsonl cannot be written"),
+        (["MODEL", "sort", "-o", "/proc/answers.jsonl"], "--output /proc/answers.jsonl cannot be written"),
         (["RUN", "--config", "recipe.yaml"], "a config.yaml of its own"),
     ],
 )
@@ -354,6 +384,14 @@ def test_what_the_user_got_wrong_is_one_message_with_code_2(
     assert done.exit_code == 2, done.output
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_answers_do_not_take_the_place_of_their_questions(tiny: Path, tmp_path: Path) -> None:
+    data = Path(write(tmp_path / "test.jsonl", [{"prompt": "1=", "answer": "1"}]))
+    before = data.read_bytes()
+    done = run("eval", str(tiny), str(data), *SHORT, "-o", f"{tmp_path}/../{tmp_path.name}/test.jsonl")
+    assert (done.exit_code, "is the file of the questions" in done.stderr) == (2, True), done.output
+    assert data.read_bytes() == before
 
 
 def test_a_run_without_its_model_says_so(run_dir: Path) -> None:

@@ -106,7 +106,8 @@ def test_a_bad_profile_is_refused_with_what_is_wrong(profile: Path, line: str, m
         (["missing.yaml"], "missing.yaml: there is no such file"),
         (["{dir}"], "Is a directory"),
         (["{profile}", "--row", "2"], "--html is not given"),
-        (["{profile}", "--json", "{dir}/none/rows.json"], "cannot be written"),
+        (["{profile}", "--json", "{dir}/none/rows.json"], "--json {dir}/none/rows.json cannot be written"),
+        (["{profile}", "--html", "/proc/page.html"], "--html /proc/page.html cannot be written"),
         (["--from", "{dir}"], "{dir}"),
     ],
 )
@@ -159,3 +160,18 @@ def test_a_run_in_the_place_of_a_profile_is_told_the_option(tmp_path: Path) -> N
     done = run("plan", str(tmp_path))
     assert done.exit_code == 2
     assert f"plan from its record with: headway plan --from {tmp_path}" in done.stderr
+
+
+def test_a_profile_that_cannot_be_written_is_refused_before_the_record_is_read(tmp_path: Path) -> None:
+    done = run("profile", str(tmp_path / "nowhere"), "-o", "/proc/profile.yaml")
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error: --output /proc/profile.yaml cannot be written")
+
+
+@pytest.mark.parametrize("option", ["--json", "--html"])
+def test_a_disk_that_fills_while_a_plan_is_written_is_one_message_after_the_plan(profile: Path, option: str) -> None:
+    done = run("plan", str(profile), "--budget", "0.5", option, "/dev/full")
+    assert done.exit_code == 1
+    assert "trajectories in" in done.stdout
+    assert done.stderr.startswith(f"error: {option} /dev/full cannot be written (No space left on device)")
+    assert "This should not happen" not in done.stderr

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
@@ -16,6 +20,7 @@ from headway.app.interrupts import Interrupts, terminations_as_interrupts
 from headway.cli.training import load_checked
 from headway.cluster.engines import TrainGroup
 from headway.cluster.processes import descendants
+from headway.errors import RunError
 from headway.events import Event, Note
 from headway.pipeline.run import Pipeline
 from headway.reports.bundle import Reports
@@ -140,6 +145,15 @@ def test_sigterm_is_an_interrupt_after_the_event_loop_too() -> None:
 # ---------------------------------------------------------------------------------------- whole runs, in this process
 
 
+def test_a_run_trains_in_another_thread_than_the_main_one(recipe: Path, tmp_path: Path) -> None:
+    _, _, *overrides = inline(recipe, tmp_path / "run", "rollout.total_rollout_steps=4", "rollout.test_freq=-1")
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with ThreadPoolExecutor(1) as another:
+        assert another.submit(train, load_checked(recipe, overrides)).result() == 0
+    assert summary(tmp_path / "run")["status"] == "completed"
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("during", ["headway.models.make.make_model", "headway.models.loading.load_tokenizer"])
 def test_one_signal_while_a_model_is_made_or_warmed_up_leaves_at_once(
@@ -170,6 +184,27 @@ def test_one_signal_while_the_model_is_exported_leaves_all_of_it_or_nothing(
     assert [path.name for path in run_dir.iterdir() if "model" in path.name] == []
 
 
+def test_an_export_that_fails_after_an_interrupt_makes_a_failed_run(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def interrupted(_: Interrupts, pipeline: Pipeline) -> Iterator[None]:
+        pipeline.request_stop()
+        yield
+
+    async def refused(_: TrainGroup, path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Interrupts, "asking", interrupted)
+    monkeypatch.setattr(TrainGroup, "export", refused)
+    _, _, *overrides = inline(recipe, tmp_path / "run", "rollout.test_freq=-1")
+    with pytest.raises(RunError, match="could not export the model"):
+        train(load_checked(recipe, overrides))
+    told = summary(tmp_path / "run")
+    assert (told["status"], told["balanced"]) == ("failed", True)
+    assert told["reason"].startswith("RunError: could not export the model")
+
+
 # ---------------------------------------------------------------------------------------- whole runs
 
 NO_LARGE_FILE = """
@@ -179,6 +214,20 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (250_000, 250_000))
 main()
 """
 """Reports are smaller, and so is the exported model; a checkpoint is larger."""
+
+
+WITHOUT_STDOUT = """
+import os, sys
+os.close(1)
+os.execv(sys.executable, [sys.executable, "-m", "headway", *sys.argv[1:]])
+"""
+
+
+def test_a_run_whose_stdout_is_closed_trains_quietly(recipe: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    short = ("rollout.total_rollout_steps=4", "rollout.test_freq=-1")
+    assert finish(start("-c", WITHOUT_STDOUT, *inline(recipe, run_dir, *short))) == (0, "")
+    assert summary(run_dir)["status"] == "completed"
 
 
 def test_sigterm_while_workers_start_ends_the_run_and_leaves_no_process(recipe: Path, tmp_path: Path) -> None:

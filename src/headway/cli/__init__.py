@@ -8,6 +8,7 @@ headway COMMAND CONFIG [a.b=c ...] ─▶ load ─▶ diagnose ─▶ the comman
 from __future__ import annotations
 
 import io
+import os
 import sys
 from typing import Annotated
 
@@ -55,6 +56,20 @@ def main() -> None:
 
     What stdout's encoding lacks is printed as a question mark; on stderr Python itself prints its escape.
     """
+    _open_what_is_closed()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     cli()
+
+
+def _open_what_is_closed() -> None:
+    """Stdin is empty and stdout and stderr are lost where they were closed (``>&-``), here and for child processes.
+
+    Otherwise Python has None in their place, and the next file that is opened gets their number: what a library or a
+    child process prints would be written into it.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in this order each gets its own number
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8"))

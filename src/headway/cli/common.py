@@ -6,12 +6,13 @@ import difflib
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from headway.errors import EXIT_INTERRUPTED, HeadwayError
+from headway.errors import EXIT_INTERRUPTED, ConfigError, HeadwayError, RunError
 
 EXIT_FAILED = 1
 
@@ -49,6 +50,35 @@ def _say(text: str) -> None:
     """On stderr, or nowhere where that refuses: the exit code is the error's all the same."""
     with suppress(OSError):
         typer.echo(text, err=True)
+
+
+@contextmanager
+def writing(option: str, path: Path, error: type[HeadwayError] = RunError) -> Iterator[None]:
+    """``error`` for whatever refuses to write ``path``, which ``option`` gave."""
+    try:
+        yield
+    except OSError as cause:
+        raise error(
+            f"{option} {path} cannot be written ({cause.strerror or cause}); give a file that you may write to, where "
+            "there is room"
+        ) from cause
+
+
+def check_writable(option: str, path: Path | None) -> None:
+    """Before minutes are spent on what could not be written. Leaves ``path`` as it is, there or not.
+
+    Raises `ConfigError` when it cannot be opened. Of a pipe or a device nothing is known before it is written to: a
+    reader may take this for the end.
+    """
+    if path is None:
+        return
+    with writing(option, path, ConfigError):
+        there = path.exists()
+        if there and not path.is_file() and not path.is_dir():
+            return
+        path.open("a").close()
+        if not there:
+            path.resolve().unlink()
 
 
 class TakesSettings(TyperCommand):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headway.cli.common import Debug, errors_as_messages
+from headway.cli.common import EXIT_FAILED, Debug, check_writable, errors_as_messages, writing
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -77,15 +78,23 @@ def evaluate(
             given, data = [data, *given], None
         job = settle(model, data, given, config_file=config, n=n, temperature=temperature)
         ks = _ks(k, job.config.rollout.val_n)
-        if output is not None and (output.is_dir() or not output.absolute().parent.is_dir()):
-            raise ConfigError(f"--output {output} cannot be written; expected a file in a directory that exists")
-        questions, solved = _solve(job, limit, output)
+        check_writable("--output", output)
+        for source in job.config.data.train_sources + job.config.data.held_out_sources:
+            if output is not None and source.path is not None and _is_same_file(output, Path(source.path).expanduser()):
+                raise ConfigError(f"--output {output} is the file of the questions; give another one for the answers")
+        questions, solved, whole = _solve(job, limit, output)
         console = Console(markup=False, highlight=False)
         print_figures(console, job, questions.left_out, solved, ks, threshold)
         if samples:
             print_samples(console, solved, samples)
+        if not whole:  # which was said when it happened
+            raise typer.Exit(EXIT_FAILED)
         if output is not None:
             typer.echo(f"answers: {output}")
+
+
+def _is_same_file(one: Path, other: Path) -> bool:
+    return one.exists() and other.exists() and one.samefile(other)
 
 
 def _ks(given: str | None, n: int) -> tuple[int, ...]:
@@ -99,7 +108,8 @@ def _ks(given: str | None, n: int) -> tuple[int, ...]:
     return tuple(sorted({int(word) for word in words}))
 
 
-def _solve(job: Job, limit: int | None, output: Path | None) -> tuple[Questions, list[Solved]]:
+def _solve(job: Job, limit: int | None, output: Path | None) -> tuple[Questions, list[Solved], bool]:
+    """Questions, their answers, and whether ``output`` has all of them."""
     import asyncio
 
     from rich.console import Console
@@ -121,33 +131,76 @@ def _solve(job: Job, limit: int | None, output: Path | None) -> tuple[Questions,
             soft_wrap=True,
         )
     questions = read_questions(job, limit)
-    with _written(output) as file, _progress(console, len(questions.prompts)) as progress:
+    file = None if output is None else AnswersFile(output, partial(console.print, soft_wrap=True))
+    with file or nullcontext(), _progress(console, len(questions.prompts)) as progress:
 
         def ready() -> None:
             progress.start()
 
         def solved(problem: Solved) -> None:
             if file is not None:
-                _write(file, problem)
+                file.write(problem)
             progress.advance()
 
-        return questions, asyncio.run(solve(job.config, questions, ready, solved))
+        answered = asyncio.run(solve(job.config, questions, ready, solved))
+    return questions, answered, file is None or file.whole
 
 
 # ---------------------------------------------------------------------------------------------- output
 
 
-@contextmanager
-def _written(path: Path | None) -> Iterator[TextIO | None]:
-    if path is None:
-        yield None
-        return
-    with path.open("w", encoding="utf-8") as file:
-        yield file
+class AnswersFile:
+    """JSON lines, one for each answer; a problem's are on disk when the next problem's come.
+
+    A disk that refuses is told of once. The file then ends with the last problem of which it has all answers.
+    """
+
+    def __init__(self, path: Path, tell: Callable[[str], None]) -> None:
+        """Raises `RunError` when ``path``, which is replaced, cannot be opened."""
+        self._path, self._tell = path, tell
+        self._problems = self._size = 0
+        """Written, the latter in bytes."""
+        self.whole = True
+        """The disk has not refused yet."""
+        with writing("--output", path):
+            self._file = path.open("wb")
+
+    def __enter__(self) -> AnswersFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._file.close()
+        except OSError as cause:  # a network's disk may refuse only now
+            self._give_up(cause)
+
+    def write(self, problem: Solved) -> None:
+        if not self.whole:
+            return
+        lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in _rows(problem))
+        text = lines.encode("utf-8", "backslashreplace")  # which is how JSON spells a lone surrogate, too
+        try:
+            self._file.write(text)
+            self._file.flush()
+        except OSError as cause:
+            self._give_up(cause)
+        else:
+            self._problems, self._size = self._problems + 1, self._size + len(text)
+
+    def _give_up(self, cause: OSError) -> None:
+        self.whole = False
+        with suppress(OSError):
+            self._file.close()  # before it is cut: this tries once more to write what was refused
+        with suppress(OSError):
+            os.truncate(self._path, self._size)
+        self._tell(
+            f"warning: --output {self._path} cannot be written any more ({cause.strerror or cause}); it has the "
+            f"answers to the first {self._problems} problems, and the evaluation goes on without it"
+        )
 
 
-def _write(file: TextIO, problem: Solved) -> None:
-    """One line for each answer; a problem's are on disk when the next problem's come."""
+def _rows(problem: Solved) -> Iterator[dict[str, Any]]:
+    """What is told of each answer."""
     for answer in problem.answers:
         row = {
             "row": problem.row,
@@ -164,8 +217,7 @@ def _write(file: TextIO, problem: Solved) -> None:
             row["parts"] = answer.parts
         if problem.failure is not None:
             row["failure"] = problem.failure
-        file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
-    file.flush()
+        yield row
 
 
 class Tenths:

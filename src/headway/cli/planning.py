@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headway.cli.common import Debug, errors_as_messages
+from headway.cli.common import Debug, check_writable, errors_as_messages, writing
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,13 +47,15 @@ def plan(
 
         if row is not None and html is None:
             raise ConfigError(f"--row {row} chooses the row that --html shows, and --html is not given")
+        check_writable("--json", json_file)
+        check_writable("--html", html)
         job = _profile(profile, from_run)
-        for path in (json_file, html):
-            _check_writable(path)
         found = planner.plan(job, devices=gpus, budget_s=budget, sweep=sweep, progress=_progress())
         print_plan(found, Console(highlight=False))
         if json_file is not None:
-            json_file.write_text(json.dumps(planner.to_json(found), indent=1, ensure_ascii=False) + "\n")
+            text = json.dumps(planner.to_json(found), indent=1, ensure_ascii=False) + "\n"
+            with writing("--json", json_file):
+                json_file.write_text(text, encoding="utf-8")
             typer.echo(f"rows: {json_file}")
         if html is not None:
             _write_timeline(found, row, html)
@@ -71,12 +73,13 @@ def profile(
         from headway.simulate.load import dump_profile
         from headway.simulate.profiling import profile_run
 
-        _check_writable(output)
+        check_writable("--output", output)
         text = dump_profile(profile_run(run))
         if output is None:
             typer.echo(text, nl=False)
             return
-        output.write_text(text)
+        with writing("--output", output):
+            output.write_text(text, encoding="utf-8")
         typer.echo(f"profile: {output}\nnow: headway plan {output}")
 
 
@@ -140,12 +143,6 @@ def _is_recipe(path: Path) -> bool:
     return len(recipes) > len(given & {field.alias or name for name, field in Profile.model_fields.items()})
 
 
-def _check_writable(path: Path | None) -> None:
-    """Before minutes are spent on what could not be written."""
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise ConfigError(f"{path} cannot be written; expected a file in a directory that exists")
-
-
 def _progress() -> Progress | None:
     """One line that changes, on a terminal; nothing elsewhere."""
     from rich.console import Console
@@ -170,5 +167,6 @@ def _write_timeline(plan: Plan, number: int | None, path: Path) -> None:
     if number is not None and number > len(plan.rows):
         raise ConfigError(f"--row: got {number}, expected at most {len(plan.rows)}, the number of rows")
     row = plan.rows[number - 1] if number is not None else plan.advice.recommended or plan.rows[0]
-    write_timeline(plan.profile, row.setting, path)
+    with writing("--html", path):
+        write_timeline(plan.profile, row.setting, path)
     typer.echo(f"timeline of {row.setting}: {path}")
