@@ -104,7 +104,7 @@ def boundary(doing: str, error: type[HeadwayError]) -> Iterator[None]:
         yield
     except HeadwayError:
         raise
-    except Exception as cause:
+    except (Exception, SystemExit) as cause:  # code that calls sys.exit() ends no command, and no event loop
         raise error(f"{doing}: {said_by(cause)}") from cause
 
 
@@ -117,9 +117,18 @@ def said_by(cause: BaseException, most: int = 300) -> str:
         text = " ".join(str(cause).split())
     except Exception:
         text = "(its message cannot be read)"
-    if len(text) > most:
-        text = f"{text[: most - 1].rstrip()}…"
+    text = cut(text, most)
     return writable(f"{type(cause).__name__}: {text}" if text else type(cause).__name__)
+
+
+def shown(value: object, most: int = 80) -> str:
+    """A value as Python spells it, of which at most ``most`` characters are kept."""
+    return cut(repr(value), most)
+
+
+def cut(text: str, most: int = 80) -> str:
+    """``text``, where it is longer its beginning and an ellipsis: ``most`` characters."""
+    return text if len(text) <= most else f"{text[: most - 1].rstrip()}…"
 
 
 def writable(text: str) -> str:

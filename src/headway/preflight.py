@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 from headway.cluster.address import check_listens
 from headway.config.schema import Config
+from headway.data.rows import by_source
 from headway.data.sources import DataBundle, Rows, build_sources, read_rows
 from headway.errors import ConfigError, DataError, ModelError, UserCodeError, WorkerDied, boundary
 from headway.models.folder import SAFETENSORS, SAFETENSORS_INDEX, check_folder, find_folder
@@ -61,7 +62,7 @@ def check_inputs(config: Config) -> Rows:
         check_folder(config.model.path)
     rows = read_rows(config)
     _check_answers(config, rows)
-    spec = replace(RewardSpec.of(config), columns=rows.columns)
+    spec = replace(RewardSpec.of(config), columns=rows.columns, lacked=rows.lacked)
     if names_a_file(spec.function):
         asyncio.run(_load_in_a_process(spec))
     else:
@@ -160,13 +161,10 @@ def _check_answers(config: Config, rows: Rows) -> None:
     needing = [one.function for one in config.reward.all if one.function in NEEDS_ANSWERS]
     if not needing:
         return
-    data, files = config.data, []
-    if data.train_sources:
-        files.append((data.label, rows.train))
-    if data.held_out_sources:
-        files.append((f"data.val ({', '.join(source.label for source in data.held_out_sources)})", rows.val))
+    files = list(by_source(rows.train, rows.parts)) if config.data.train_sources else []
+    files += [(f"data.val ({name})", records) for name, records in by_source(rows.val, rows.val_parts)]
     for what, records in files:
-        if all(record.answer is None for record in records):
+        if records and all(record.answer is None for record in records):
             raise DataError(
                 f"{what}: the answer of all {len(records)} rows is null, and reward.function={needing[0]} compares "
                 "with it; set data.answer_key to the column that holds it, or give a reward that needs none"

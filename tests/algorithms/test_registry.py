@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from inspect import signature
+
 import pytest
 
 from headway.algorithms.registry import Registry
@@ -62,6 +64,20 @@ def test_a_file_that_cannot_be_used_is_the_users_error(tmp_path, content, name, 
         file.write_text(content)
     with pytest.raises(UserCodeError, match=message):
         load_function(f"{file}:{name}")
+
+
+def test_a_function_from_a_file_that_calls_exit_ends_nothing_but_its_own_call(tmp_path, colours: Registry) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import sys\ndef f(inputs, *, k=3):\n    return sys.exit(0) if inputs else {}[k]\n"
+    )
+    spec = f"{tmp_path}/mine.py:f"
+    function = colours.get(spec)
+    assert str(signature(function)) == "(inputs, *, k=3)"
+    with pytest.raises(UserCodeError) as error:
+        function(True)
+    assert str(error.value) == f"{spec}: called sys.exit (SystemExit: 0); raise an error instead"
+    with pytest.raises(KeyError, match="5"):
+        function(False, k=5)
 
 
 def test_only_a_python_file_with_a_function_names_a_file() -> None:

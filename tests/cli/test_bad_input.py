@@ -151,6 +151,14 @@ def weights(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
     return Case(prepare=prepare, dry=False)
 
 
+def held_out_without_a_column(folder: Path) -> None:
+    (folder / "train.jsonl").write_text('{"prompt": "1=", "answer": "1", "level": 2}\n' * 6)
+    (folder / "val.jsonl").write_text(ROWS)
+    (folder / "reward.py").write_text("def score(response, level): return 1.0\n")
+    text = RECIPE.replace("val_size: 2", "val: val.jsonl").replace("exact_match", "reward.py:score")
+    (folder / "recipe.yaml").write_text(text)
+
+
 def held_out_without_answers(folder: Path) -> None:
     (folder / "val.jsonl").write_text('{"prompt": "1=", "answer": null}\n' * 3)
     (folder / "recipe.yaml").write_text(RECIPE.replace("val_size: 2", "val: val.jsonl"))
@@ -301,6 +309,7 @@ CASES = {
     "a task of one's own that raises": own_task("return params['size']"),
     "a task of one's own that is none": own_task("pass"),
     "a problem of one's own that raises": own_task("return Task(lambda index: 1 / 0)"),
+    "a problem of one's own that ends the process": own_task("return Task(lambda index: __import__('sys').exit(0))"),
     "a problem of one's own that is none": own_task("return Task(lambda index: '1=')"),
     # reward
     "an unknown reward": setting("reward.function=exact"),
@@ -313,6 +322,7 @@ CASES = {
     "no arguments": reward("def score(): return 1.0\n"),
     "arguments without names": reward("def score(*texts): return 1.0\n"),
     "a column that no row has": reward("def score(response, level): return 1.0\n"),
+    "a column that some rows lack": doing(held_out_without_a_column),
     "a parameter that it does not take": reward(SCORE + " return 1.0\n", "reward.params={scale: 2}"),
     "tags that are no list": setting("reward.function=format", "reward.params={tags: 5}"),
     "a group that is no name": setting("reward.function=regex", "reward.params={pattern: '(a)', group: [1]}"),

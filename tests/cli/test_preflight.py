@@ -66,6 +66,35 @@ def test_a_reward_may_ask_for_what_all_sources_have_and_for_nothing_else(job: di
         check_inputs(changed(job, "reward", function=f"{tmp_path}/asks.py:hint"))
 
 
+def test_a_reward_may_ask_for_what_held_out_rows_have_too(job: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1", "answer": "1", "level": 2}\n' * 3)
+    (tmp_path / "val.jsonl").write_text('{"prompt": "1", "answer": "1"}\n' * 3)
+    job = job | {"data": job["data"] | {"val": str(tmp_path / "val.jsonl"), "val_size": 0}}
+    check_inputs(changed(job, "reward", function=f"{tmp_path}/reward.py:optional"))
+    with pytest.raises(UserCodeError) as refused:
+        check_inputs(changed(job, "reward", function=f"{tmp_path}/reward.py:levelled"))
+    assert str(refused.value) == (
+        f"reward.function: levelled needs 'level', which is not in all rows: {tmp_path}/val.jsonl, line 1 lacks it; "
+        "give the parameter a default, or every row that column"
+    )
+
+
+@pytest.mark.parametrize("part", ["train", "val"])
+def test_each_source_has_answers_for_a_reward_that_compares_with_them(
+    job: dict[str, Any], tmp_path: Path, part: str
+) -> None:
+    for name, answer in (("with", "1"), ("without", None)):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": "1=", "answer": answer}) + "\n")
+    both = [str(tmp_path / "with.jsonl"), str(tmp_path / "without.jsonl")]
+    data = {"train": both[0], "val": both[0], "val_size": 0}
+    job = job | {"reward": {"function": "exact_match"}, "data": data}
+    check_inputs(Config.model_validate(job))
+    with pytest.raises(DataError) as refused:
+        check_inputs(changed(job, "data", **{part: both}))
+    named = both[1] if part == "train" else f"data.val ({both[1]})"
+    assert str(refused.value).startswith(f"{named}: the answer of all 1 rows is null")
+
+
 def check(config: Config) -> None:
     check_model(config, check_inputs(config))
 

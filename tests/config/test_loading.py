@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from headway.config.loading import LoadedConfig, dump, load, mode_config
 from headway.config.presets import PRESETS
-from headway.config.schema import AsyncTrainingConfig, Order
+from headway.config.schema import AsyncTrainingConfig, Config, Order
 from headway.errors import ConfigError
 
 from .conftest import Load, Write
@@ -292,6 +292,21 @@ def test_a_dumped_configuration_loads_back_to_an_equal_one(
     minimal: Load, tmp_path: Path, mode: str, overrides: tuple[str, ...]
 ) -> None:
     equal_after_dump(minimal(f"mode={mode}", *overrides), tmp_path)
+
+
+@given(st.text("${}\\'\"\n: a", max_size=12))
+def test_text_that_looks_like_a_reference_is_text_after_a_dump_too(
+    tmp_path_factory: pytest.TempPathFactory, text: str
+) -> None:
+    params = {"text": text, "listed": [text, {"within": text}]}
+    config = Config.model_validate({"data": {"prompt_key": text, "task": {"name": "sort", "params": params}}})
+    equal_after_dump(LoadedConfig(config), tmp_path_factory.getbasetemp())
+
+
+def test_a_reference_that_was_escaped_stays_so_from_dump_to_dump(minimal: Load, tmp_path: Path) -> None:
+    loaded = minimal(r"data.task.params={prompt_format: '\${sequence}='}")
+    assert loaded.config.data.task.params == {"prompt_format": "${sequence}="}
+    equal_after_dump(loaded, tmp_path)
 
 
 @given(st.fractions(min_value=0, max_value=1000))

@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
-from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headway.config.schema import Config
-from headway.data.files import Record
-from headway.data.mixing import Part
-from headway.data.rows import Rows, read_rows
+from headway.data.rows import read_rows
 from headway.data.sources import build_sources
 from headway.errors import DataError
 from tests.data.conftest import CHAT_TEMPLATE
@@ -131,10 +128,23 @@ def test_holding_out_all_of_one_small_source_is_refused_by_name(write: WriteRows
         build_sources(config, tokenizer=None)
 
 
-def test_the_columns_that_a_reward_may_ask_for_are_those_of_all_sources(write: WriteRows) -> None:
+def test_the_columns_that_a_reward_may_ask_for_are_those_of_all_rows(write: WriteRows, tmp_path: Path) -> None:
     sources = [write("a", 2, ability="math", hint="?", level=1), write("b", 2, level=2, ability="code", tests=[])]
-    assert read_rows(config_of(train=sources, val_size=0)).columns == ("ability", "level")
+    rows = read_rows(config_of(train=sources, val_size=0))
+    assert rows.columns == ("ability", "level")
+    assert rows.lacked == {"hint": f"{tmp_path}/b.jsonl, line 1", "tests": f"{tmp_path}/a.jsonl, line 1"}
     assert read_rows(config_of(task={"name": "sort"})).columns == ("length",)
+
+
+def test_held_out_rows_and_single_rows_have_a_say_in_the_columns(write: WriteRows, tmp_path: Path) -> None:
+    train, val = write("a", 2, level=1, hint="?"), write("v", 2, hint="?")
+    with Path(train).open("a") as file:
+        file.write('{"prompt": "", "answer": "", "level": 2}\n')
+    rows = read_rows(config_of(train=train, val=val))
+    assert rows.columns == ()
+    assert rows.lacked == {"hint": f"{tmp_path}/a.jsonl, line 3", "level": f"{tmp_path}/v.jsonl, line 1"}
+    rows = read_rows(config_of(task={"name": "sort"}, val=val))
+    assert rows.lacked == {"length": f"{tmp_path}/v.jsonl, line 1", "hint": "a problem of sort"}
 
 
 def test_a_row_that_the_template_cannot_render_is_named(write: WriteRows, tmp_path: Path, make_tokenizer) -> None:
@@ -161,9 +171,3 @@ def test_messages_without_a_template_name_the_row(write: WriteRows, tmp_path: Pa
 def test_a_prompt_says_its_messages_only_where_the_row_had_them(write: WriteRows, make_tokenizer) -> None:
     config = config_of(train=write("a", 1), val_size=0, chat_template="always")
     assert build_sources(config, make_tokenizer(CHAT_TEMPLATE)).train.next().messages is None
-
-
-def test_a_source_all_of_whose_rows_are_held_out_has_no_say_in_the_columns() -> None:
-    left = [Record("1?", 1, "left", {"level": 1})]
-    for parts in permutations((Part("left", 1), Part("none", 0))):
-        assert Rows(left, [0], [], [], parts).columns == ("level",)

@@ -188,6 +188,9 @@ class Task:
     def score(self, response, answer, extra): return 1.0
 class Raising(Task):
     def problem(self, index): return {}["p"]
+class Leaving(Task):
+    def problem(self, index): raise SystemExit(0)
+def leave(): raise SystemExit(0)
 class Text(Task):
     def problem(self, index): return "p"
 class Nothing(Task):
@@ -205,6 +208,7 @@ class Narrow(Task):
         ("None", "returned None, which has no problem; expected an object with problem(index), which returns a "),
         ("params['size']", "cannot be made with data.task.params={}: KeyError: 'size'"),
         ("[].x", "cannot be made with data.task.params={}: AttributeError: 'list' object has no attribute 'x'"),
+        ("leave()", "cannot be made with data.task.params={}: SystemExit: 0"),
         ("Unscored()", "returned Unscored <"),
         ("Narrow()", "score: takes (response), but is called with (response, answer, extra): too many"),
         ("Task", "problem: takes (self, index), but is called with (index): missing a required argument"),
@@ -223,6 +227,7 @@ def test_a_factory_of_one_s_own_that_makes_no_task_is_the_user_s_error(
     ("made", "message"),
     [
         ("Raising()", ": KeyError: 'p'"),
+        ("Leaving()", ": SystemExit: 0"),
         ("Text()", " returned str 'p', expected a headway.data.tasks.Problem"),
         ("Nothing()", " returned None, expected a headway.data.tasks.Problem"),
         ("Task(prompt=['p'])", " returned a Problem whose prompt is list ['p'], expected text"),

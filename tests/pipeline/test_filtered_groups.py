@@ -73,6 +73,14 @@ def test_the_first_warning_comes_with_the_first_window_that_is_filtered_so_far(p
     assert [place for place, _ in found[:1]] == [end - 1 for end in ends[:1]]
 
 
+def test_reasons_are_kept_for_the_groups_of_the_window_alone():
+    """Rewards of many values give as many reasons."""
+    filtered = FilteredGroups(1)
+    for place in range(5 * filtered.window):
+        filtered.look(np.array(MIXED, np.float32), None if place % 2 else f"all rewards are {place}")
+    assert len(filtered._reasons) == filtered.window // 2
+
+
 def test_it_is_told_again_only_when_much_fewer_groups_pass():
     filtered = FilteredGroups(1)
     assert len(told(thinned(8, 1000), filtered)) == 1

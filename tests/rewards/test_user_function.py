@@ -107,26 +107,42 @@ def test_an_asynchronous_function_keeps_its_loop_from_group_to_group() -> None:
     assert loops[0] is loops[1]
 
 
-def test_nothing_of_a_failed_asynchronous_group_runs_on() -> None:
-    cancelled = []
+def test_a_failed_asynchronous_group_has_cleaned_up_when_its_failure_is_told() -> None:
+    cleaned_up = []
 
     async def score(response):
-        if response == "4":
-            raise ValueError("no")
+        if response == "no":
+            raise ValueError(response)
         try:
             await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            cancelled.append(response)
-            raise
+        finally:
+            await asyncio.sleep(0)
+            cleaned_up.append(response)
+
+    with pytest.raises(ValueError, match="no"):
+        user(score).score_all(replace(REQUEST, responses=["left", "no"]))
+    assert cleaned_up == ["left"]
+
+
+@pytest.mark.parametrize("end", [SystemExit, KeyboardInterrupt])
+def test_an_asynchronous_call_that_leaves_the_process_fails_its_own_group_alone(end: type[BaseException]) -> None:
+    cleaned_up = []
+
+    async def score(response):
+        if response == "leave":
+            raise end(3)
+        if response == "left":
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cleaned_up.append(response)
+        return 1.0
 
     function = user(score)
-    with pytest.raises(ValueError, match="no"):
-        function.score_all(REQUEST)
-
-    async def nothing() -> None: ...
-
-    function._runner.run(nothing())
-    assert cancelled == ["5"]
+    with pytest.raises(end, match="3"):
+        function.score_all(replace(REQUEST, responses=["left", "leave"]))
+    assert cleaned_up == ["left"]
+    assert function.score_all(REQUEST) == [1.0, 1.0]
 
 
 def test_an_object_with_an_asynchronous_call_is_awaited() -> None:
@@ -257,6 +273,10 @@ def test_a_column_that_a_function_for_trl_needs_is_looked_for_before_the_run() -
     with pytest.raises(UserCodeError, match="score needs 'solution', but the rows have level beside prompt and answer"):
         function.check_columns(["level"])
     function.check_columns(["solution"])
+    with pytest.raises(
+        UserCodeError, match=r"which is not in all rows: val\.jsonl, line 1 lacks it; give the parameter"
+    ):
+        function.check_columns(["level"], {"solution": "val.jsonl, line 1"})
     user(lambda completions, solution: [], ("solution",)).check_columns([])
     user(lambda completions, solution: [], solution="x").check_columns([])
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, Generic, TypeVar
 
-from headway.errors import ConfigError
+from headway.errors import ConfigError, UserCodeError, said_by
 from headway.user_code import load_function, names_a_file
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -46,7 +47,7 @@ class Registry(Generic[F]):
             UserCodeError: the user's file does not import or lacks the function.
         """
         if names_a_file(name):
-            return load_function(name)  # type: ignore[return-value]  # the user's promise
+            return _ending_nothing(name, load_function(name))  # type: ignore[return-value]  # the user's promise
         if name not in self._functions:
             close = difflib.get_close_matches(name, self._functions, n=1)
             hint = f" (did you mean {close[0]!r}?)" if close else ""
@@ -54,3 +55,16 @@ class Registry(Generic[F]):
                 f"{self._key}: unknown {self._what} {name!r}{hint}; known: {', '.join(self.names())}, or {self._also}"
             )
         return self._functions[name]
+
+
+def _ending_nothing(spec: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, whose ``sys.exit()`` is a `UserCodeError`: it would end the process that calls it, in silence."""
+
+    @wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        try:
+            return function(*arguments, **named)
+        except SystemExit as cause:
+            raise UserCodeError(f"{spec}: called sys.exit ({said_by(cause)}); raise an error instead") from cause
+
+    return call

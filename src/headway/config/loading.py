@@ -6,6 +6,7 @@ preset of ``mode`` ─▶ defaults' files ─▶ the file ─▶ ``a.b=c`` argum
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,9 @@ from headway.config.messages import explain
 from headway.config.presets import preset
 from headway.config.schema import Config
 from headway.errors import ConfigError
+
+_REFERENCE = re.compile(r"(\\*)\$\{")
+"""Where a reference begins, with the backslashes before it: an odd number of them makes it text."""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -82,7 +86,7 @@ def dump(config: Config) -> str:
     idle = without_effect(config)
     beneath = _flat_values(mode_config(config.mode))
     values = {
-        key: value
+        key: _without_references(value)
         for key, value in _flat_values(config).items()
         if not ((key in idle or value is None) and value == beneath.get(key))
     }
@@ -90,6 +94,18 @@ def dump(config: Config) -> str:
         nest(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120
     )
     return text
+
+
+def _without_references(value: Any) -> Any:
+    """``value`` as it is written: each ``${`` in it is text, which reading would take for a reference."""
+    match value:
+        case str():
+            return _REFERENCE.sub(lambda found: f"{found[1] * 2}\\${{", value)
+        case list():
+            return [_without_references(item) for item in value]
+        case dict():
+            return {name: _without_references(item) for name, item in value.items()}
+    return value
 
 
 def mode_config(mode: str) -> Config:

@@ -14,6 +14,7 @@ from headway.config.aliases import RENAMED, USUAL, canonical_key
 from headway.config.layers import lies_in
 from headway.config.schema import Config
 from headway.config.section import Section
+from headway.errors import shown
 
 SIMILARITY = 0.75
 """How alike two keys must be for one to be suggested instead of the other, in [0, 1]."""
@@ -195,5 +196,4 @@ def _name(key: str) -> str:
 
 
 def _brief(value: Any) -> str:
-    text = "null" if value is None else repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return "null" if value is None else shown(value, 60)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headway.errors import DataError, boundary
+from headway.errors import DataError, boundary, shown
 
 Messages = list[dict[str, Any]]
 """A chat: ``{"role": …, "content": …}``, oldest first."""
@@ -207,14 +207,14 @@ def _checked_prompt(prompt: Any, where: str) -> str | Messages:
     if isinstance(prompt, str):
         return prompt
     if not isinstance(prompt, list) or not prompt:
-        raise DataError(f"{where}: a prompt is text or a list of chat messages, not {_shown(prompt)}")
+        raise DataError(f"{where}: a prompt is text or a list of chat messages, not {shown(prompt)}")
     for message in prompt:
         if not _is_message(message):
-            raise DataError(f'{where}: a chat message is {{"role": …, "content": …}}, not {_shown(message)}')
+            raise DataError(f'{where}: a chat message is {{"role": …, "content": …}}, not {shown(message)}')
         for part in message["content"] if isinstance(message["content"], list) else ():
             if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
                 raise DataError(
-                    f'{where}: parts of a message are {{"type": "text", "text": …}}, not {_shown(part)}: models here '
+                    f'{where}: parts of a message are {{"type": "text", "text": …}}, not {shown(part)}: models here '
                     "read text only"
                 )
     # In Parquet all messages have the same fields: what one does not have is null, which templates would print.
@@ -237,8 +237,3 @@ def _is_message(message: Any) -> bool:
         and "content" in message
         and (message["content"] is None or isinstance(message["content"], str | list))
     )
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}…"

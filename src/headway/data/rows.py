@@ -6,9 +6,9 @@ task            ─▶ problems, made on demand   ─┴─▶ held-out records
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, overload
 
 import xxhash
@@ -38,13 +38,46 @@ class Rows:
     """Of ``train``: its sources, one after the other."""
     digest: str = ""
     """Of the training prompts in their order; empty for a task, which its settings determine."""
+    val_parts: tuple[Part, ...] = ()
+    """Of ``val``, where it has sources of its own."""
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names of further columns that each training source has, by its first row: what a reward may ask for."""
-        first = accumulate((part.rows for part in self.parts[:-1]), initial=0)
-        found = [self.train[i].extra for i, part in zip(first, self.parts, strict=True) if part.rows]
-        return tuple(name for name in found[0] if all(name in extra for extra in found))
+        """Names of further columns that every row has, held-out ones too: what a reward may ask for."""
+        return tuple(name for name, where in self._lacking().items() if where is None)
+
+    @property
+    def lacked(self) -> dict[str, str]:
+        """Further columns that only some rows have → the first row that has not, for messages."""
+        return {name: where for name, where in self._lacking().items() if where is not None}
+
+    def _lacking(self) -> dict[str, str | None]:
+        """Every further column → the first row without it, if any.
+
+        Of a task's training problems, which are made on demand, the first is looked at alone.
+        """
+        train = self.train[:1] if isinstance(self.train, _TaskRecords) else self.train
+        lacking: dict[str, str | None] = {}
+        first: str | None = None
+        seen: set[tuple[str, ...]] = set()
+        for record in chain(train, self.val):
+            names = tuple(record.extra)
+            if names in seen:
+                continue
+            seen.add(names)
+            where = record.where or f"a problem of {record.source}"
+            lacking |= {name: where for name, already in lacking.items() if already is None and name not in names}
+            for name in names:
+                lacking.setdefault(name, first)
+            first = first or where
+        return lacking
+
+
+def by_source(records: Sequence[Record], parts: Sequence[Part]) -> Iterator[tuple[str, Sequence[Record]]]:
+    """Each part's name and its own of ``records``, which lie one part after the other."""
+    ends = list(accumulate(part.rows for part in parts))
+    for part, end in zip(parts, ends, strict=True):
+        yield part.name, records[end - part.rows : end]
 
 
 def read_rows(config: Config) -> Rows:
@@ -66,19 +99,20 @@ def _task_rows(data: DataConfig, seed: int) -> Rows:
     task = data.task
     own = not data.held_out_sources
     split = split_task(task.name, task.params, seed=seed, size=task.size, val_size=task.val_size if own else 0)
-    val = [_record(problem, task.name) for problem in split.val] if own else _held_out(data)
+    val, val_parts = _read_all(data.held_out_sources, data, VAL_SPLIT)
+    if own:
+        val = [_record(problem, task.name) for problem in split.val]
     train, parts = _TaskRecords(split.train, task.name), (Part(task.name, task.size),)
-    return Rows(train, range(task.size), val, _rows_after(task.size, val), parts)
+    return Rows(train, range(task.size), val, _rows_after(task.size, val), parts, val_parts=val_parts)
 
 
 def _source_rows(data: DataConfig, seed: int) -> Rows:
     sources = data.train_sources
-    read = [_read(source, data, TRAIN_SPLIT) for source in sources]
-    records = [record for records in read for record in records]
+    records, parts = _read_all(sources, data, TRAIN_SPLIT)
     if data.held_out_sources:
-        val = _held_out(data)
-        parts = tuple(_part(source, len(records)) for source, records in zip(sources, read, strict=True))
-        return Rows(records, range(len(records)), val, _rows_after(len(records), val), parts, _digest(records))
+        val, val_parts = _read_all(data.held_out_sources, data, VAL_SPLIT)
+        numbers = range(len(records))
+        return Rows(records, numbers, val, _rows_after(len(records), val), parts, _digest(records), val_parts)
     if data.val_size >= len(records):
         raise DataError(
             f"{' and '.join(source.label for source in sources)}: data.val_size={data.val_size} held-out rows leave "
@@ -87,10 +121,10 @@ def _source_rows(data: DataConfig, seed: int) -> Rows:
     order = generator(seed, SPLIT_KEY, 0).permutation(len(records))
     val_rows = sorted(order[: data.val_size].tolist())
     train_rows = sorted(order[data.val_size :].tolist())
-    ends = list(accumulate(map(len, read)))
+    ends = list(accumulate(part.rows for part in parts))
     parts = tuple(
-        _part(source, sum(start <= row < end for row in train_rows))
-        for source, start, end in zip(sources, [0, *ends], ends, strict=False)
+        replace(part, rows=sum(start <= row < end for row in train_rows))
+        for part, start, end in zip(parts, [0, *ends], ends, strict=False)
     )
     train, val = ([records[i] for i in rows] for rows in (train_rows, val_rows))
     return Rows(train, train_rows, val, val_rows, parts, _digest(train))
@@ -103,8 +137,15 @@ def _digest(records: Sequence[Record]) -> str:
     return digest.hexdigest()
 
 
-def _held_out(data: DataConfig) -> list[Record]:
-    return [record for source in data.held_out_sources for record in _read(source, data, VAL_SPLIT)]
+def _read_all(
+    sources: Sequence[SourceConfig], data: DataConfig, default_split: str
+) -> tuple[list[Record], tuple[Part, ...]]:
+    """All records, one source after the other, and each source's share."""
+    read = [_read(source, data, default_split) for source in sources]
+    parts = tuple(
+        Part(source.label, len(records), source.weight) for source, records in zip(sources, read, strict=True)
+    )
+    return list(chain.from_iterable(read)), parts
 
 
 def _read(source: SourceConfig, data: DataConfig, default_split: str) -> list[Record]:
@@ -120,10 +161,6 @@ def _read(source: SourceConfig, data: DataConfig, default_split: str) -> list[Re
         subset=source.subset,
         revision=source.revision,
     )
-
-
-def _part(source: SourceConfig, rows: int) -> Part:
-    return Part(source.label, rows, source.weight)
 
 
 def _rows_after(training_rows: int, val: Sequence[Record]) -> range:

@@ -16,17 +16,14 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, TypeVar, overload
 
 from headway.algorithms.registry import Registry
-from headway.errors import ConfigError, UserCodeError, boundary
-from headway.user_code import check_call, names_a_file
+from headway.errors import ConfigError, UserCodeError, boundary, cut
+from headway.user_code import check_call, load_function, names_a_file
 
 REASONING_GYM = "reasoning_gym/"
 HELD_OUT_TRIES = 4
 """Problems that may be made for each held-out one, until enough distinct ones were found."""
 COLLISION_TRIES = 100
 """Training problems that may be tried in a row before the task counts as too small for its held-out set."""
-
-MOST_SHOWN = 80
-"""Characters of what a user's function returned, in a message."""
 
 P = TypeVar("P")
 
@@ -72,9 +69,9 @@ def make_task(name: str, params: Mapping[str, Any], *, seed: int, problems: int 
         from headway.data.gym import GymTask  # here, so that only its users pay for importing reasoning-gym
 
         return GymTask(name.removeprefix(REASONING_GYM), params, seed=seed, problems=problems)
-    factory = TASKS.get(name)
     if not names_a_file(name):
-        return factory(params, seed, problems)
+        return TASKS.get(name)(params, seed, problems)
+    factory = load_function(name)
     check_call(name, factory, ("params", "seed", "problems"))
     with boundary(f"{name}: cannot be made with data.task.params={dict(params)}", UserCodeError):
         return OwnTask(name, factory(params, seed, problems))
@@ -124,8 +121,7 @@ class OwnTask:
 
 
 def _shown(value: Any) -> str:
-    text = f"{type(value).__name__} {value!r}" if value is not None else "None"
-    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 1]}…"
+    return cut(f"{type(value).__name__} {value!r}" if value is not None else "None")
 
 
 # ---------------------------------------------------------------------------------------------- held-out split

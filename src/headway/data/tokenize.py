@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.data.files import Messages, Record
-from headway.errors import DataError, boundary
+from headway.errors import DataError, boundary, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,7 +49,7 @@ class PromptTokenizer:
                 encoded = self._tokenizer([texts[i] for i in indices], add_special_tokens=not templated)
             except Exception:  # of which prompt, the batch does not say
                 for i in indices:
-                    doing = f"the model's tokenizer cannot read a prompt of {_named(records[i])}: {_shown(texts[i])}"
+                    doing = f"the model's tokenizer cannot read a prompt of {_named(records[i])}: {shown(texts[i])}"
                     with boundary(doing, DataError):
                         self._tokenizer([texts[i]], add_special_tokens=not templated)
                 raise
@@ -88,7 +88,3 @@ class PromptTokenizer:
 def _named(record: Record) -> str:
     """Its source, and the row where it is known."""
     return f"{record.source} ({record.where})" if record.where else record.source
-
-
-def _shown(text: str, most: int = 60) -> str:
-    return repr(text) if len(text) <= most else f"{text[:most]!r} …"

@@ -116,9 +116,11 @@ class FilteredGroups:
             self._sum -= its_mean
             if left is not None:
                 self._reasons[left] -= 1
+                if not self._reasons[left]:  # rewards may be of any number of values
+                    del self._reasons[left]
 
     def _warning(self, filtered: int, mean: float, best: float | None, seen: tuple[float, float]) -> str:
-        reasons = ", ".join(f"{times}× {reason}" for reason, times in self._reasons.most_common(SHOWN) if times)
+        reasons = ", ".join(f"{times}× {reason}" for reason, times in self._reasons.most_common(SHOWN))
         passed = self.window - filtered
         costs = f"{self.window / passed:.0f} are generated for each one that trains" if passed else "none trains"
         return (

@@ -15,7 +15,7 @@ from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, grader, parse, parser, verify
 
-from headway.errors import ScoringFailed
+from headway.errors import ScoringFailed, shown
 
 NUMBER = re.compile(r"[+-]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
 MOST_DIGITS = 1000
@@ -38,7 +38,7 @@ def equals(answer: Any, response: str, *, float_rounding: int = 6, strict: bool 
     is_text_or_number = isinstance(answer, str | int | float) and not isinstance(answer, bool)
     gold = _parse(_in_math(ground_truth(answer))) if is_text_or_number else []
     if not gold:
-        raise ScoringFailed(f"math_verify cannot read the answer {_shown(answer)}; give LaTeX or a number")
+        raise ScoringFailed(f"math_verify cannot read the answer {shown(answer)}; give LaTeX or a number")
     given = _parse(final_answer(response))
     return bool(verify(gold, given, float_rounding=float_rounding, strict=strict, timeout_seconds=None))
 
@@ -74,8 +74,3 @@ def _in_math(text: str) -> str:
 def _plain_number(text: str) -> str:
     value = Decimal(text.replace(",", ""))
     return f"{value:f}" if abs(value.adjusted()) < MOST_DIGITS else text
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}…"

@@ -42,7 +42,9 @@ class RewardSpec:
     answer_keys: tuple[str, ...] = ()
     """Columns that ground truths are from: a user's function may ask for the answer by these names, too."""
     columns: tuple[str, ...] | None = None
-    """Other columns of the rows, where they are known: a user's function must not need one that is not there."""
+    """Other columns that every row has, where they are known: a user's function must not need another one."""
+    lacked: Mapping[str, str] = field(default_factory=dict)
+    """Columns that some rows have → the first row that does not."""
 
     @classmethod
     def of(cls, config: Config) -> RewardSpec:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from headway.data.tasks import make_task
-from headway.errors import ConfigError, HeadwayError, ScoringFailed, said_by, writable
+from headway.errors import ConfigError, HeadwayError, ScoringFailed, cut, said_by, writable
 from headway.interfaces import Scores
 from headway.rewards.built_in import BUILT_IN, make_rule
 from headway.rewards.request import RewardPart, RewardSpec, ScoreRequest
@@ -69,7 +69,7 @@ def _make_part(part: RewardPart, spec: RewardSpec) -> Callable[[ScoreRequest], V
         case name if names_a_file(name):
             function = UserFunction(load_function(name), name, part.params, spec.answer_keys)
             if spec.columns is not None:
-                function.check_columns(spec.columns)
+                function.check_columns(spec.columns, spec.lacked)
             return _user_scorer(function, spec.timeout_s)
         case name:
             raise ConfigError(
@@ -132,8 +132,7 @@ def _attributed(name: str | None) -> Iterator[None]:
     except BaseException as error:  # an interrupt, too: a worker ignores Ctrl-C, so that the function itself raised it
         traceback.print_exc()
         # As text: the user's exception may not survive pickling, or need modules that the driver lacks.
-        text = f"{where}exception: {said_by(error)}"
-        raise ScoringFailed(text if len(text) <= REASON_LENGTH else f"{text[: REASON_LENGTH - 1]}…") from None
+        raise ScoringFailed(cut(f"{where}exception: {said_by(error)}", REASON_LENGTH)) from None
 
 
 def checked(values: Any, n: int, *, optional: bool = False) -> Values:
@@ -173,5 +172,4 @@ def _sum(weighted: Sequence[tuple[float, Values]], k: int) -> float:
 
 
 def _shown(value: Any) -> str:
-    text = re.sub(r" at 0x[0-9a-f]+", "", repr(value))  # an address would make each failure another one
-    return text if len(text) <= 80 else f"{text[:77]}…"
+    return cut(re.sub(r" at 0x[0-9a-f]+", "", repr(value)))  # an address would make each failure another one

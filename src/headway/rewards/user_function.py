@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Mapping
 from enum import Enum
 from typing import Any
 
@@ -56,6 +56,14 @@ class Dialect(Enum):
     @property
     def of_verl(self) -> bool:
         return self in (Dialect.VERL, Dialect.VERL_BATCH)
+
+
+class _Left(Exception):
+    """A call was left by `sys.exit` or an interrupt of its own, ``by``."""
+
+    def __init__(self, by: BaseException) -> None:
+        super().__init__()
+        self.by = by
 
 
 class UserFunction:
@@ -96,8 +104,11 @@ class UserFunction:
         """Whether None is a value of its: the function does not apply to that response."""
         return self.dialect is Dialect.TRL
 
-    def check_columns(self, columns: Collection[str]) -> None:
-        """Raises `UserCodeError` where a parameter without a default is neither always given nor one of ``columns``."""
+    def check_columns(self, columns: Collection[str], lacked: Mapping[str, str] | None = None) -> None:
+        """Raises `UserCodeError` where a parameter without a default is neither always given nor one of ``columns``.
+
+        ``lacked``: columns that some rows have → the first row that does not, for the message.
+        """
         given = {*self.dialect.given, *self._params}
         if not self.dialect.of_verl:
             given |= {*columns, *self._answer_keys}
@@ -108,6 +119,11 @@ class UserFunction:
                 raise UserCodeError(
                     f"reward.function: {self._name} needs {name!r}, and a function with solution_str is given "
                     f"{', '.join(self.dialect.given)}; give the parameter a default, or a value in reward.params"
+                )
+            if lacked and name in lacked:
+                raise UserCodeError(
+                    f"reward.function: {self._name} needs {name!r}, which is not in all rows: {lacked[name]} lacks it; "
+                    "give the parameter a default, or every row that column"
                 )
             raise UserCodeError(
                 f"reward.function: {self._name} needs {name!r}, but the rows have {_listed(columns)} beside prompt "
@@ -127,15 +143,21 @@ class UserFunction:
     async def _score_all_async(self, request: ScoreRequest) -> Any:
         if self.dialect.per_group:
             return await self._call(self._arguments(request, request.responses))
-        calls: list[Coroutine[Any, Any, Any]] = [
-            self._call(self._arguments(request, [text])) for text in request.responses
-        ]
-        tasks = [asyncio.create_task(call) for call in calls]
+        tasks = [asyncio.create_task(self._score_one_async(request, text)) for text in request.responses]
         try:
             return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:  # the loop lives on: nothing of a group that failed may run in it
+        except _Left as left:
+            raise left.by from None
+        finally:  # the loop lives on: nothing of a group that failed may run in it
+            for task in tasks:
                 task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _score_one_async(self, request: ScoreRequest, response: str) -> Any:
+        try:
+            return await self._call(self._arguments(request, [response]))
+        except (SystemExit, KeyboardInterrupt) as end:  # out of a task these stop the loop, with all others left in it
+            raise _Left(end) from None
 
     def _arguments(self, request: ScoreRequest, responses: list[str]) -> dict[str, Any]:
         """All there is for a call over ``responses``: the group's, or one of them."""

@@ -133,6 +133,9 @@ def _exit_after(sentinel: int) -> None:
 
 def _redirect_output(log_path: Path | None) -> None:
     """Send everything that this process prints, C code included, to the end of ``log_path``, or to its stderr."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A print that its encoding lacks is no failure of a reward; what a worker printed before it is killed counts.
+        sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
     sys.stdout.flush()
     sys.stderr.flush()
     stdout, stderr = (stream.fileno() if stream else fd for fd, stream in ((1, sys.__stdout__), (2, sys.__stderr__)))
@@ -143,5 +146,3 @@ def _redirect_output(log_path: Path | None) -> None:
         os.dup2(log, stdout)
         os.dup2(log, stderr)
         os.close(log)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a print that its encoding lacks is no failure of a reward
