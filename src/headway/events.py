@@ -75,6 +75,8 @@ class WorkerDescribed(Event):
     gpu: str | None
     threads: int
     """Of torch."""
+    pid: int | None = None
+    """Of its process, on ``host``. None in records that do not tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -321,3 +321,9 @@ def test_eta_written_as_a_decimal_is_that_decimal(digits: int, places: int, b: i
     eta = AsyncTrainingConfig.model_validate({"staleness_threshold": digits / 10**places}).staleness_threshold
     assert eta == Fraction(digits, 10**places)
     assert math.floor(eta * b) == digits * b // 10**places
+
+
+def test_a_model_in_the_users_home_is_found_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert load(None, ["model.path=~/llama"]).config.model.path == "/home/me/llama"
+    assert load(None, ["model.path=org/llama"]).config.model.path == "org/llama"

@@ -607,17 +607,17 @@ def test_a_run_that_saves_for_longer_than_it_trains_blames_the_saving() -> None:
     [
         ({"actor-0": ("a", 2), "rollout-0": ("a", 2), "rollout-1": ("a", 2)}, True),
         ({"actor-0": ("a", 2), "rollout-0": ("b", 2)}, False),
-        ({"actor-0": ("a", 2), "rollout-0": ("a", 1)}, False),
-        ({"actor-0": ("a", 2), "actor-1": ("a", 2), "rollout-0": ("a", 2)}, False),
+        ({"actor-0": ("a", 2), "rollout-0": ("a", 3)}, False),
+        ({"actor-0": ("a", None), "rollout-0": ("a", None)}, False),
         ({}, False),
     ],
 )
-def test_workers_that_cannot_be_one_process_are_told_from_those_that_may(
-    workers: dict[str, tuple[str, int]], one_process: bool
+def test_workers_in_one_process_are_told_from_others(
+    workers: dict[str, tuple[str, int | None]], one_process: bool
 ) -> None:
     described = [
-        WorkerDescribed(time=0.0, worker=name, host=host, cpu="c", cores=4, gpu=None, threads=threads)
-        for name, (host, threads) in workers.items()
+        WorkerDescribed(time=0.0, worker=name, host=host, cpu="c", cores=4, gpu=None, threads=2, pid=pid)
+        for name, (host, pid) in workers.items()
     ]
     metrics, _ = observe([*described, started(), admitted(0, 1.0), stepped(3.0, 0)])
     shares = time_shares(metrics)

@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -104,6 +105,17 @@ def takes_the_alarm(response):
     signal.alarm(0)
     while True:
         pass
+
+def closes_its_output(response):
+    os.close(1)
+    os.close(2)
+    print("nowhere", flush=True)
+    return 1.0
+
+def closes_and_raises(response):
+    os.close(1)
+    os.close(2)
+    raise ValueError("no descriptor")
 
 def forks(response):
     os.fork()
@@ -393,6 +405,38 @@ async def test_closing_leaves_no_process_and_fails_what_is_still_awaited(user_fi
     with pytest.raises(ScoringFailed, match="closed"):
         await pool.score(prompt(), ["fine"])
     await pool.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads masks of signals from /proc")
+async def test_no_interrupt_reaches_a_worker_while_it_starts_now_or_later(user_file: Path) -> None:
+    """Processes begin with the mask of the thread that starts them; later ones are started by the pool's threads."""
+
+    def holding_back() -> dict[int, bool]:
+        masks = {}
+        for task in Path("/proc/self/task").iterdir():
+            status = (task / "status").read_text()
+            (blocked,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigBlk"))
+            masks[int(task.name)] = bool(int(blocked, 16) & 1 << (signal.SIGINT - 1))
+        return masks
+
+    before = holding_back()
+    async with pool_of(f"{user_file}:pids"):
+        after = holding_back()
+        names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    new = {names.get(task, "?"): held for task, held in after.items() if task not in before}
+    assert sum(new.values()) >= 3, f"the pool's own threads: {new}"
+    assert not after[threading.main_thread().native_id or 0]
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"), [("closes_its_output", "Bad file descriptor"), ("closes_and_raises", "no descriptor")]
+)
+async def test_a_reward_that_closes_its_output_costs_its_own_group_alone(
+    user_file: Path, function: str, reason: str
+) -> None:
+    async with pool_of(f"{user_file}:{function}") as pool:
+        with pytest.raises(ScoringFailed, match=reason):
+            await pool.score(prompt(), ["a"])
 
 
 async def test_a_killed_idle_worker_is_replaced(user_file: Path) -> None:

@@ -22,6 +22,8 @@ class Hardware:
     """The model of the one that the worker has."""
     threads: int
     """Of torch."""
+    pid: int
+    """Of its process, on ``host``."""
 
 
 def hardware_here(device: str) -> Hardware:
@@ -29,7 +31,7 @@ def hardware_here(device: str) -> Hardware:
     import torch
 
     gpu = torch.cuda.get_device_name(device) if device.startswith("cuda") else None
-    return Hardware(socket.gethostname(), cpu_model(), available_cores(), gpu, torch.get_num_threads())
+    return Hardware(socket.gethostname(), cpu_model(), available_cores(), gpu, torch.get_num_threads(), os.getpid())
 
 
 def available_cores() -> int:

@@ -207,7 +207,8 @@ async def check_answers(address: str, timeout_s: float) -> None:
         reason = said.rpartition("\n")[2]
         if "InvalidAuthToken" in said:
             reason += (
-                ". It wants an authentication token: set RAY_AUTH_MODE=token and give it as Ray's documentation says"
+                ". It wants an authentication token: set RAY_AUTH_MODE=token (the token of `ray start` on this machine "
+                "is found in ~/.ray/auth_token; that of another one goes into RAY_AUTH_TOKEN)"
             )
         raise ConfigError(f"cluster.address={address}: cannot join the Ray cluster there: {reason}")
 

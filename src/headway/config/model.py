@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 from collections import Counter
 from typing import Any, Literal
 
@@ -106,3 +107,8 @@ class ModelConfig(Section):
     """Recompute activations in the backward pass: less memory, about a third more compute."""
     trust_remote_code: bool = False
     """Run the code that comes with the model's folder."""
+
+    @field_validator("path", mode="after")
+    @classmethod
+    def _at_home(cls, value: str | None) -> str | None:
+        return None if value is None else os.path.expanduser(value)  # noqa: PTH111 - a name on the hub is no path

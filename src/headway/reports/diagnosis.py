@@ -175,7 +175,5 @@ def _training(waited: float, shares: TimeShares) -> str:
 
 
 def _devices(shares: TimeShares) -> str:
-    """What advice about devices needs first. A record tells where the workers were, not in how many processes."""
-    if not shares.one_process:
-        return ""
-    return " (with cluster.backend=inline both share one process: cluster.backend=ray gives each its own)"
+    """What advice about devices needs first."""
+    return " (now both share one process: cluster.backend=ray gives each its own)" if shares.one_process else ""

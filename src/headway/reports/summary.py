@@ -104,16 +104,15 @@ def time_shares(metrics: RunMetrics) -> TimeShares | None:
         rollout_stalled=share(stalls.rollout),
         slot_utilization=occupancy.slot_utilization(window),
         filtered=metrics.tally.filtered_share() or 0.0,
-        one_process=_may_be_one_process(metrics),
+        one_process=_one_process(metrics),
         drains=metrics.started is not None and metrics.started.on_update == "drain",
     )
 
 
-def _may_be_one_process(metrics: RunMetrics) -> bool:
-    """One host, one training rank and one thread count: so it is inline, and may be on one machine with Ray."""
-    workers = metrics.workers.values()
-    alike = len({(worker.host, worker.threads) for worker in workers}) == 1
-    return alike and sum(worker.worker.startswith("actor-") for worker in workers) == 1
+def _one_process(metrics: RunMetrics) -> bool:
+    """All workers are known to be in one: the run is inline."""
+    processes = {(worker.host, worker.pid) for worker in metrics.workers.values()}
+    return len(processes) == 1 and all(pid is not None for _, pid in processes)
 
 
 def _waited_in_vain(metrics: RunMetrics, since: float) -> float:

@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
+from contextlib import contextmanager
+from multiprocessing import get_context, resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from pebble import ProcessExpired, ProcessPool
 
-from headway.errors import ScoringFailed, UserError, WorkerDied
+from headway.errors import ScoringFailed, UserError, WorkerDied, said_by
 from headway.interfaces import Scores
 from headway.rewards import worker
 from headway.rewards.request import RewardSpec, ScoreRequest
@@ -131,6 +132,8 @@ class RewardPool:
             raise ScoringFailed(reason) from cause
         except BrokenProcessPool as cause:
             raise ScoringFailed("worker ended") from cause
+        except OSError as cause:  # the reward has closed what its process prints to, or answers through
+            raise ScoringFailed(f"worker: {said_by(cause)}") from cause
 
     async def _run(self, function: Callable[..., R], *args: object, timeout_s: float | None = None) -> R:
         """Run ``function`` in a worker; cancelling this ends the worker."""
@@ -140,7 +143,8 @@ class RewardPool:
             self._retire()  # pebble gives a pool up when it cannot tell whose work a dead worker had
         if self._pool is None:
             self._pool = self._new_pool()
-        result = asyncio.wrap_future(self._pool.schedule(function, args=args, timeout=timeout_s))
+        with _interrupts_held_back():  # the first call starts the processes, and the threads that start others
+            result = asyncio.wrap_future(self._pool.schedule(function, args=args, timeout=timeout_s))
         self._awaited.add(result)
         try:
             return await result
@@ -172,6 +176,17 @@ class RewardPool:
 
     def _see_log(self) -> str:
         return f"; see {self._log_path}" if self._log_path is not None else ""
+
+
+@contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Threads and processes that are started within never hear of Ctrl-C, not even before they can ignore it."""
+    resource_tracker.ensure_running()  # whose start lets interrupts through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _stop(pool: ProcessPool) -> None:

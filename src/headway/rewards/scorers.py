@@ -6,12 +6,13 @@ ScoreRequest ─▶ part: built-in | task | user's function ─▶ n values, Non
 
 from __future__ import annotations
 
+import math
 import numbers
 import re
 import signal
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from decimal import Decimal
 from typing import Any
 
@@ -130,7 +131,8 @@ def _attributed(name: str | None) -> Iterator[None]:
     except HeadwayError:
         raise
     except BaseException as error:  # an interrupt, too: a worker ignores Ctrl-C, so that the function itself raised it
-        traceback.print_exc()
+        with suppress(OSError):  # it may also have closed what this process prints to
+            traceback.print_exc()
         # As text: the user's exception may not survive pickling, or need modules that the driver lacks.
         raise ScoringFailed(cut(f"{where}exception: {said_by(error)}", REASON_LENGTH)) from None
 
@@ -149,9 +151,10 @@ def _number(value: Any, k: int) -> float:
     number = _plain(value)
     while number is not value and isinstance(number, list) and len(number) == 1:  # an array of one element
         number = number[0]
-    # Not >, so that NaN is refused, too.
-    if not isinstance(number, numbers.Real | Decimal) or not abs(float(number)) <= LARGEST:
+    if not isinstance(number, numbers.Real | Decimal) or not math.isfinite(float(number)):
         raise ScoringFailed(f"returned {_shown(value)} for response {k}, expected a finite number")
+    if abs(float(number)) > LARGEST:
+        raise ScoringFailed(f"returned {_shown(value)} for response {k}, expected at most {LARGEST:.2g} either way")
     return float(number)
 
 

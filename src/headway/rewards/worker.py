@@ -34,6 +34,8 @@ class _Process:
 
 def initialize(spec: RewardSpec, log_path: Path | None) -> None:
     """Run first in every worker. Never raises: what is wrong with the reward is told by `check` and `score`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # held back while it started
     _leave_no_children()
     die_with_parent()
     _redirect_output(log_path)
