@@ -332,6 +332,28 @@ def test_a_file_that_cannot_be_written_is_the_users_mistake(tmp_path: Path, name
     assert str(refused.value).startswith(f"--output {tmp_path / name} cannot be written ({why}); give a file")
 
 
+def test_an_output_is_no_input_by_whatever_name(tmp_path: Path) -> None:
+    folder, file, deep = tmp_path / "folder", tmp_path / "file", tmp_path / "folder" / "deep" / "file"
+    deep.parent.mkdir(parents=True)
+    (tmp_path / "way").symlink_to(folder)
+    for path in (file, deep, tmp_path / "target"):
+        path.write_text("kept")
+    (tmp_path / "hard").hardlink_to(file)
+    (folder / "link").symlink_to(tmp_path / "target")
+    inputs = (tmp_path / "not there", Path("x" * 300), file, folder)
+    for name in ("file", "hard", "folder/deep/file", "way/deep/file", "folder/link", "target"):
+        with pytest.raises(ConfigError, match="would overwrite"):
+            common.check_writable("--output", tmp_path / name, inputs)
+    for name in ("not there", "new", "folder/new", "folder/deep/new"):
+        common.check_writable("--output", tmp_path / name, inputs)
+    (tmp_path / "another").touch()
+    common.check_writable("--output", tmp_path / "another", inputs)
+
+
+def test_outputs_that_go_nowhere_may_go_there_together() -> None:
+    common.check_outputs({"--json": Path("/dev/null"), "--html": Path("/dev/null"), "--output": None})
+
+
 def test_looking_whether_a_file_can_be_written_changes_nothing(tmp_path: Path) -> None:
     there, link, pipe = tmp_path / "there", tmp_path / "link", tmp_path / "pipe"
     there.write_text("kept")

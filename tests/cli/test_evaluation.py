@@ -29,6 +29,7 @@ from headway.cluster.process import math_environment
 from headway.cluster.processes import descendants
 from headway.config.loading import dump, load
 from headway.config.model import MakeModelConfig
+from headway.errors import UserError
 from headway.evaluation.figures import Answer, Estimate, Solved, figures, pass_at_k, usual_ks
 from headway.evaluation.settings import settle
 from headway.models.make import make_model
@@ -374,6 +375,9 @@ def test_a_recipe_gives_data_and_reward_to_any_model(tiny: Path, tmp_path: Path)
         (["MODEL", "sort", "-o", "/nowhere/answers.jsonl"], "--output /nowhere/answers.jsonl cannot be written"),
         (["MODEL", "sort", "-o", "/proc/answers.jsonl"], "--output /proc/answers.jsonl cannot be written"),
         (["RUN", "--config", "recipe.yaml"], "a config.yaml of its own"),
+        (["MODEL", "sort", "--threshold", "nan"], "--threshold nan: expected a finite number"),
+        (["MODEL", "sort", "--threshold", "-inf"], "--threshold -inf: expected a finite number"),
+        (["MODEL", "sort", "-o", "-"], "--output -: expected a file"),
     ],
 )
 def test_what_the_user_got_wrong_is_one_message_with_code_2(
@@ -386,12 +390,75 @@ def test_what_the_user_got_wrong_is_one_message_with_code_2(
     assert "Traceback" not in done.stderr
 
 
+def refused_over_an_input(output: Path, *arguments: str) -> None:
+    """``arguments`` with ``output`` end with one message that names it, before ``output`` is changed."""
+    before = output.read_bytes()
+    done = run("eval", *arguments, *SHORT, "-o", str(output))
+    assert output.read_bytes() == before
+    assert done.exit_code == 2, done.output
+    assert done.stderr.startswith(f"error: --output {output} would overwrite "), done.stderr
+    assert done.stderr.endswith(", which belongs to what this command reads; give another file\n")
+
+
 def test_answers_do_not_take_the_place_of_their_questions(tiny: Path, tmp_path: Path) -> None:
-    data = Path(write(tmp_path / "test.jsonl", [{"prompt": "1=", "answer": "1"}]))
-    before = data.read_bytes()
-    done = run("eval", str(tiny), str(data), *SHORT, "-o", f"{tmp_path}/../{tmp_path.name}/test.jsonl")
-    assert (done.exit_code, "is the file of the questions" in done.stderr) == (2, True), done.output
-    assert data.read_bytes() == before
+    data = write(tmp_path / "test.jsonl", [{"prompt": "1=", "answer": "1"}])
+    refused_over_an_input(tmp_path / ".." / tmp_path.name / "test.jsonl", str(tiny), data)
+    (tmp_path / "link").symlink_to(data)
+    refused_over_an_input(tmp_path / "link", str(tiny), data)
+
+
+def test_answers_take_the_place_of_nothing_in_the_models_folder(tiny: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny, tmp_path / "model")
+    (model / "before.jsonl").write_text("kept")
+    for name in ("config.json", "model.safetensors", "before.jsonl"):
+        refused_over_an_input(model / name, str(model), "sort")
+    (tmp_path / "elsewhere.json").write_bytes((model / "config.json").read_bytes())
+    (model / "config.json").unlink()
+    (model / "config.json").symlink_to(tmp_path / "elsewhere.json")
+    refused_over_an_input(model / "config.json", str(model), "sort")
+    refused_over_an_input(tmp_path / "elsewhere.json", str(model), "sort")
+
+
+def test_answers_take_the_place_of_no_file_that_settings_name(tiny: Path, tmp_path: Path) -> None:
+    data = write(tmp_path / "test.jsonl", [{"prompt": "1=", "answer": "1"}])
+    of_recipe = write(tmp_path / "chat.jsonl", [{"prompt": "2=", "answer": "2"}])
+    (tmp_path / "mine.py").write_text("def score(response, words): return 1.0\n")
+    (tmp_path / "other.py").write_text("def score(response): return 1.0\n")
+    (tmp_path / "words.txt").write_text("a b")
+    (tmp_path / "beneath.yaml").write_text(f"data: {{train: {of_recipe}}}\n")
+    (tmp_path / "recipe.yaml").write_text(
+        f"defaults: [beneath.yaml]\nreward: {{function: '{tmp_path}/other.py:score'}}\n"
+    )
+    settings = [f"reward.function={tmp_path}/mine.py:score", f"reward.params.words={tmp_path}/words.txt"]
+    typed = [str(tiny), data, "--config", str(tmp_path / "recipe.yaml"), *settings]
+    for name in ("chat.jsonl", "mine.py", "other.py", "words.txt", "beneath.yaml", "recipe.yaml"):
+        refused_over_an_input(tmp_path / name, *typed)
+
+
+def test_answers_take_the_place_of_no_file_of_a_run_but_of_those_of_another_time(run_dir: Path) -> None:
+    (run_dir / "checkpoints" / "version_4").mkdir(parents=True)
+    own = ("events.jsonl", "metrics.jsonl", "checkpoints/version_4/state.json")
+    for name in own:
+        (run_dir / name).write_text("kept")
+    for name in (*own, "config.yaml", "model/config.json"):
+        refused_over_an_input(run_dir / name, str(run_dir))
+    for _ in range(2):
+        said(run("eval", str(run_dir), *SHORT, "-o", str(run_dir / "answers.jsonl")))
+    assert len(lines_of(run_dir / "answers.jsonl")) == 10
+
+
+def test_a_model_that_does_not_load_leaves_the_answers_of_another_time(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: object) -> None:
+        raise UserError("no weights")
+
+    monkeypatch.setattr("headway.evaluation.answers._start_engine", refuse)
+    output = tmp_path / "answers.jsonl"
+    output.write_text("kept")
+    done = run("eval", str(tiny), "sort", *SHORT, "-o", str(output))
+    assert done.stderr.endswith("error: no weights\n")
+    assert output.read_text() == "kept"
 
 
 def test_a_run_without_its_model_says_so(run_dir: Path) -> None:

@@ -168,6 +168,49 @@ def test_a_profile_that_cannot_be_written_is_refused_before_the_record_is_read(t
     assert done.stderr.startswith("error: --output /proc/profile.yaml cannot be written")
 
 
+def test_nothing_is_written_over_the_profile_or_the_run_that_a_plan_reads(profile: Path, tmp_path: Path) -> None:
+    recorded = tmp_path / "run"
+    recorded.mkdir()
+    for name in ("events.jsonl", "config.yaml"):
+        (recorded / name).write_text("kept")
+    cases = (
+        (profile, ["plan", str(profile), "--json"]),
+        (profile, ["plan", str(profile), "--html"]),
+        (recorded / "events.jsonl", ["plan", "--from", str(recorded), "--json"]),
+        (recorded / "config.yaml", ["profile", str(recorded), "-o"]),
+        (recorded / "events.jsonl", ["report", str(recorded), "--html"]),
+        (recorded / "config.yaml", ["report", str(recorded), "--trace"]),
+    )
+    for output, arguments in cases:
+        before = output.read_text()
+        done = run(*arguments, str(output))
+        assert done.exit_code == 2, done.output
+        assert f"{output} would overwrite {output}, which belongs to what this command reads" in done.stderr
+        assert output.read_text() == before
+
+
+def test_two_outputs_in_one_file_are_refused_before_any_work(profile: Path, tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").touch()  # in which nothing has happened, as reading it would say
+    one, same, default = tmp_path / "one", tmp_path / ".." / tmp_path.name / "one", tmp_path / "trace.json"
+    cases = (
+        (["plan", str(profile), "--json", str(one), "--html", str(same)], f"--json {one} and --html {same}"),
+        (["report", str(tmp_path), "--html", str(one), "--trace", str(same)], f"--html {one} and --trace {same}"),
+        (["report", str(tmp_path), "--html", str(default)], f"--html {default} and --trace {default}"),
+    )
+    for arguments, both in cases:
+        done = run(*arguments)
+        assert (done.exit_code, done.stderr) == (2, f"error: {both} are one file; give two\n")
+        assert not one.exists()
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_the_record_is_read(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").touch()
+    for option in ("--html", "--trace"):
+        done = run("report", str(tmp_path), option, str(tmp_path / "none" / "file"))
+        assert done.exit_code == 2
+        assert done.stderr.startswith(f"error: {option} {tmp_path}/none/file cannot be written (No such file")
+
+
 @pytest.mark.parametrize("option", ["--json", "--html"])
 def test_a_disk_that_fills_while_a_plan_is_written_is_one_message_after_the_plan(profile: Path, option: str) -> None:
     done = run("plan", str(profile), "--budget", "0.5", option, "/dev/full")

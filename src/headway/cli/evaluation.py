@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headway.cli.common import EXIT_FAILED, Debug, check_writable, errors_as_messages, writing
+from headway.cli.common import EXIT_FAILED, Debug, check_writable, errors_as_messages, files_of_run, writing
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,7 +64,10 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(min=1, help="Ask only so many problems, the first ones.")] = None,
     samples: Annotated[int, typer.Option(min=0, help="Problems to show, with their first answer.")] = 4,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write every answer as a line of JSON.")
+        Path | None,
+        typer.Option(
+            "-o", "--output", metavar="FILE", help="Write every answer as a line of JSON; never over an input."
+        ),
     ] = None,
     debug: Debug = False,
 ) -> None:
@@ -73,15 +77,14 @@ def evaluate(
 
         from headway.evaluation.settings import settle
 
+        if not math.isfinite(threshold):
+            raise ConfigError(f"--threshold {threshold}: expected a finite number, like 1")
         given = list(overrides or [])
         if data is not None and "=" in data and not Path(data).exists():
             given, data = [data, *given], None
         job = settle(model, data, given, config_file=config, n=n, temperature=temperature)
         ks = _ks(k, job.config.rollout.val_n)
-        check_writable("--output", output)
-        for source in job.config.data.train_sources + job.config.data.held_out_sources:
-            if output is not None and source.path is not None and _is_same_file(output, Path(source.path).expanduser()):
-                raise ConfigError(f"--output {output} is the file of the questions; give another one for the answers")
+        check_writable("--output", output, _inputs(job, model, config))
         questions, solved, whole = _solve(job, limit, output)
         console = Console(markup=False, highlight=False)
         print_figures(console, job, questions.left_out, solved, ks, threshold)
@@ -93,8 +96,39 @@ def evaluate(
             typer.echo(f"answers: {output}")
 
 
-def _is_same_file(one: Path, other: Path) -> bool:
-    return one.exists() and other.exists() and one.samefile(other)
+def _inputs(job: Job, model: str, recipe: Path | None) -> Iterator[Path]:
+    """What an evaluation reads, and every file that its settings name, those of the run or recipe beneath included."""
+    from headway.config.layers import read_file
+    from headway.reports.run_directory import RunDirectory
+    from headway.user_code import names_a_file
+
+    run = Path(os.path.expanduser(model))  # noqa: PTH111  # Path's raises where there is no such user
+    yield from files_of_run(run)
+    settings: list[Any] = [job.config.model_dump()]
+    beneath = recipe or RunDirectory(run).config
+    if not job.by_default and beneath.is_file():  # a pipe has been read already, and is no file to be replaced
+        for layer in read_file(beneath):
+            yield Path(layer.origin.removeprefix("in "))
+            settings.append(layer.values)
+    folders = {job.config.model.path, *(source.dataset for source in job.config.data.train_sources)}
+    folders |= {source.dataset for source in job.config.data.held_out_sources}
+    for text in _texts(settings):
+        path = Path(os.path.expanduser(text.rpartition(":")[0] if names_a_file(text) else text))  # noqa: PTH111
+        with suppress(OSError):  # too long for a path
+            if text in folders or path.is_file():
+                yield path
+
+
+def _texts(values: Any) -> Iterator[str]:
+    """Those among ``values``, however deep."""
+    match values:
+        case str():
+            yield values
+        case Mapping():
+            yield from _texts(list(values.values()))
+        case list() | tuple():
+            for value in values:
+                yield from _texts(value)
 
 
 def _ks(given: str | None, n: int) -> tuple[int, ...]:
@@ -132,9 +166,11 @@ def _solve(job: Job, limit: int | None, output: Path | None) -> tuple[Questions,
         )
     questions = read_questions(job, limit)
     file = None if output is None else AnswersFile(output, partial(console.print, soft_wrap=True))
-    with file or nullcontext(), _progress(console, len(questions.prompts)) as progress:
+    with ExitStack() as files, _progress(console, len(questions.prompts)) as progress:
 
         def ready() -> None:
+            if file is not None:  # not before: what fails to load leaves the answers of another time as they are
+                files.enter_context(file)
             progress.start()
 
         def solved(problem: Solved) -> None:
@@ -156,16 +192,17 @@ class AnswersFile:
     """
 
     def __init__(self, path: Path, tell: Callable[[str], None]) -> None:
-        """Raises `RunError` when ``path``, which is replaced, cannot be opened."""
+        """``path`` is replaced when this is entered, and not before."""
         self._path, self._tell = path, tell
         self._problems = self._size = 0
         """Written, the latter in bytes."""
         self.whole = True
         """The disk has not refused yet."""
-        with writing("--output", path):
-            self._file = path.open("wb")
 
     def __enter__(self) -> AnswersFile:
+        """Raises `RunError` when the file cannot be opened."""
+        with writing("--output", self._path):
+            self._file = self._path.open("wb")
         return self
 
     def __exit__(self, *_: object) -> None:

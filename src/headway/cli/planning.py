@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headway.cli.common import Debug, check_writable, errors_as_messages, writing
+from headway.cli.common import Debug, check_outputs, check_writable, errors_as_messages, files_of_run, writing
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ def plan(
 
         if row is not None and html is None:
             raise ConfigError(f"--row {row} chooses the row that --html shows, and --html is not given")
-        check_writable("--json", json_file)
-        check_writable("--html", html)
+        read = [*([profile] if profile is not None else []), *(files_of_run(from_run) if from_run is not None else [])]
+        check_outputs({"--json": json_file, "--html": html}, read)
         job = _profile(profile, from_run)
         found = planner.plan(job, devices=gpus, budget_s=budget, sweep=sweep, progress=_progress())
         print_plan(found, Console(highlight=False))
@@ -73,7 +73,7 @@ def profile(
         from headway.simulate.load import dump_profile
         from headway.simulate.profiling import profile_run
 
-        check_writable("--output", output)
+        check_writable("--output", output, files_of_run(run))
         text = dump_profile(profile_run(run))
         if output is None:
             typer.echo(text, nl=False)
@@ -91,8 +91,11 @@ def report(
 ) -> None:
     """Draw where a run's time went: a page, and a trace for ui.perfetto.dev."""
     with errors_as_messages(debug):
+        from headway.reports.report import places
         from headway.reports.report import report as write
 
+        wanted = places(run, html, trace)
+        check_outputs({"--html": wanted.html, "--trace": wanted.trace}, files_of_run(run))
         written = write(run, html, trace)
         typer.echo(f"page: {written.html}\ntrace, for ui.perfetto.dev: {written.trace}")
 

@@ -25,6 +25,12 @@ class Written:
     trace: Path
 
 
+def places(run: Path, html: Path | None = None, trace: Path | None = None) -> Written:
+    """Where `report` writes, before it does. Raises `ConfigError` where ``run`` is no run's directory."""
+    _events_file(run)
+    return Written(html or run / HTML_NAME, trace or run / TRACE_NAME)
+
+
 def report(run: Path, html: Path | None = None, trace: Path | None = None) -> Written:
     """Write the page and the trace of the run in directory ``run``; by default they lie beside its events.
 
@@ -33,8 +39,8 @@ def report(run: Path, html: Path | None = None, trace: Path | None = None) -> Wr
     Raises:
         ConfigError: ``run`` is no run's directory, its record cannot be read, or a file cannot be written.
     """
+    written = places(run, html, trace)
     timeline = build_timeline(_events(run))
-    written = Written(html or run / HTML_NAME, trace or run / TRACE_NAME)
     _write(write_html, timeline, written.html, "--html")
     _write(write_trace, timeline, written.trace, "--trace")
     return written
