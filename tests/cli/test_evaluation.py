@@ -24,7 +24,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import Result
 
 from headway import preflight
-from headway.cli.evaluation import AnswersFile, Tenths
+from headway.cli.answers_file import AnswersFile
+from headway.cli.evaluation import Tenths
 from headway.cluster.process import math_environment
 from headway.cluster.processes import descendants
 from headway.config.loading import dump, load

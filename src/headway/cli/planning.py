@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headway.cli.common import Debug, check_outputs, check_writable, errors_as_messages, files_of_run, writing
+from headway.cli.common import Debug, errors_as_messages
+from headway.cli.outputs import check_outputs, check_writable, files_of_run, writing
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:

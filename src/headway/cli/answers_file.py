@@ -1,0 +1,87 @@
+"""The answers of an evaluation as JSON lines."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headway.cli.outputs import writing
+
+if TYPE_CHECKING:
+    from headway.evaluation.figures import Solved
+
+
+class AnswersFile:
+    """JSON lines, one for each answer; a problem's are on disk when the next problem's come.
+
+    A disk that refuses is told of once. The file then ends with the last problem of which it has all answers.
+    """
+
+    def __init__(self, path: Path, tell: Callable[[str], None]) -> None:
+        """``path`` is replaced when this is entered, and not before."""
+        self._path, self._tell = path, tell
+        self._problems = self._size = 0
+        """Written, the latter in bytes."""
+        self.whole = True
+        """The disk has not refused yet."""
+
+    def __enter__(self) -> AnswersFile:
+        """Raises `RunError` when the file cannot be opened."""
+        with writing("--output", self._path):
+            self._file = self._path.open("wb")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._file.close()
+        except OSError as cause:  # a network's disk may refuse only now
+            self._give_up(cause)
+
+    def write(self, problem: Solved) -> None:
+        if not self.whole:
+            return
+        lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in _rows(problem))
+        text = lines.encode("utf-8", "backslashreplace")  # which is how JSON spells a lone surrogate, too
+        try:
+            self._file.write(text)
+            self._file.flush()
+        except OSError as cause:
+            self._give_up(cause)
+        else:
+            self._problems, self._size = self._problems + 1, self._size + len(text)
+
+    def _give_up(self, cause: OSError) -> None:
+        self.whole = False
+        with suppress(OSError):
+            self._file.close()  # before it is cut: this tries once more to write what was refused
+        with suppress(OSError):
+            os.truncate(self._path, self._size)
+        self._tell(
+            f"warning: --output {self._path} cannot be written any more ({cause.strerror or cause}); it has the "
+            f"answers to the first {self._problems} problems, and the evaluation goes on without it"
+        )
+
+
+def _rows(problem: Solved) -> Iterator[dict[str, Any]]:
+    """What is told of each answer."""
+    for answer in problem.answers:
+        row = {
+            "row": problem.row,
+            "k": answer.k,
+            "source": problem.source,
+            "prompt": problem.prompt,
+            "answer": problem.truth,
+            "response": answer.text,
+            "reward": None if problem.failure is not None else answer.reward,
+            "tokens": answer.tokens,
+            "finish_reason": answer.finish_reason,
+        }
+        if len(answer.parts) > 1:
+            row["parts"] = answer.parts
+        if problem.failure is not None:
+            row["failure"] = problem.failure
+        yield row
