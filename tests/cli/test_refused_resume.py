@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from headway.config.loading import dump, load
 from headway.data.sources import build_sources, read_rows
+from headway.engines.train.state_file import REMOVE
 from headway.events import Event, RunFinished, VersionReached
 from headway.models.loading import load_tokenizer
 from headway.pipeline.ledger import Ledger
@@ -58,7 +60,11 @@ class Stopped:
     def save(self, version: int = 4, **changed: object) -> None:
         path = self.directory.checkpoints / f"version_{version}"
         path.mkdir(parents=True, exist_ok=True)
-        (path / "state.json").write_text(json.dumps({"optimizer_steps": 4, "extra": {**self.taken, **changed}}))
+        sizes = {".metadata": 40, "__0_0.distcp": 80}
+        for name, size in sizes.items():
+            (path / name).write_bytes(bytes(size))
+        state = {"optimizer_steps": 4, "extra": {**self.taken, **changed}, "files": sizes}
+        (path / "state.json").write_text(json.dumps(state))
 
     @property
     def state_file(self) -> Path:
@@ -98,8 +104,13 @@ REFUSED = {
     "a record that is not UTF-8": Case(lambda run: before_the_record(run, b'{"kind": "note", "\xff"}\n')),
     "a record with a line that is no event": Case(lambda run: before_the_record(run, b"{}\n")),
     "a checkpoint whose state.json is empty": Case(lambda run: run.state_file.write_text("")),
+    "a checkpoint without a file of its weights": Case(lambda run: run.state_file.with_name("__0_0.distcp").unlink()),
+    "a checkpoint of which a file is empty": Case(lambda run: run.state_file.with_name(".metadata").write_bytes(b"")),
     "a checkpoint of another run": Case(lambda run: run.save(ledger=ledger(run))),
     "other data": Case(lambda run: run.save(source=source(run, rows=3))),
+    "a relative path, in another directory": Case(
+        lambda run: None, settings=("reward.function=rewards/mine.py:score",)
+    ),
     "fewer groups than it has trained": Case(lambda run: None, ("rollout.total_rollout_steps=8",)),
     "fewer epochs than it has begun": Case(
         lambda run: run.save(source=source(run, epoch=4, position=1)), ("data.epochs=4",), FIVE
@@ -167,5 +178,50 @@ def test_the_message_s_remedy_for_a_damaged_checkpoint_leads_to_the_one_before(r
         done = run_here("train", "--resume", str(run.directory.path), LONGER)
         assert f"version_{version}: the checkpoint is damaged" in done.stderr
         assert "Remove it, to resume from the one before" in done.stderr
-        state.unlink()
-        state.parent.rmdir()
+        shutil.rmtree(state.parent)
+
+
+EXPLAINED = "Relative paths are those of the directory where the run was begun: give the command in that directory"
+
+
+def test_a_damaged_checkpoint_of_the_critic_is_known_as_early(recipe: Path, tmp_path: Path) -> None:
+    run = Stopped(recipe, tmp_path / "run", "algorithm.adv_estimator=gae")
+    critic = run.directory.checkpoints / "critic"
+    for version in (2, 4):
+        shutil.copytree(run.directory.checkpoints / f"version_{version}", critic / f"version_{version}")
+    (critic / "version_4" / "__0_0.distcp").unlink()
+    assert f"critic/version_4: the checkpoint is damaged: __0_0.distcp is missing. {REMOVE}" in refused(run, LONGER)
+
+
+@pytest.mark.parametrize("what", ["data.train", "model.path"])
+def test_data_and_a_model_of_another_directory_are_explained(
+    what: str, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, elsewhere = tmp_path / "begun", tmp_path / "elsewhere"
+    begun.mkdir(), elsewhere.mkdir()
+    (begun / "chat.jsonl").write_text('{"prompt": "ba", "answer": "ab"}\n' * 8)
+    shutil.copytree(recipe.parent / "model", begun / "my-model")
+    settings = {
+        "data.train": ("data.task=null", "data.train=chat.jsonl", "data.val_size=2"),
+        "model.path": ("model.path=my-model",),
+    }
+    monkeypatch.chdir(begun)
+    run = Stopped(recipe, tmp_path / "run", *settings[what])
+    monkeypatch.chdir(elsewhere)
+    shown = refused(run, LONGER)
+    path = settings[what][-1 if what == "model.path" else 1].partition("=")[2]
+    message, explained = shown.splitlines()
+    assert message.startswith(f"error: {path}: ")
+    assert explained == f"{EXPLAINED}, or put {path} here"
+
+
+def test_a_file_above_the_directory_is_explained_too(recipe: Path, tmp_path: Path) -> None:
+    run = Stopped(recipe, tmp_path / "run", "reward.function=../nowhere/mine.py:score")
+    assert f"{EXPLAINED}, or put ../nowhere/mine.py here" in refused(run, LONGER)
+
+
+def test_a_mistake_of_another_kind_is_not_put_down_to_the_directory(recipe: Path, tmp_path: Path) -> None:
+    run = Stopped(recipe, tmp_path / "run", f"reward.function={tmp_path / 'nowhere.py'}:score")
+    shown = refused(run, LONGER)
+    assert "there is no file" in shown
+    assert "Relative paths" not in shown

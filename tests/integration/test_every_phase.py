@@ -13,6 +13,7 @@ import signal
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import rmtree
 from typing import Any, NoReturn
 
 import pytest
@@ -139,7 +140,7 @@ def test_ctrl_c_in_any_phase_ends_the_run_in_order(
     else:  # a thread that has begun to export comes to its end, for inline it cannot be killed
         whole = (tmp_path / "run" / "model" / "model.safetensors").is_file()
         assert f"left at once; {'the run was complete' if whole else 'nothing more was saved'}" in done.stdout
-        assert told["status"] == "completed"
+        assert told["status"] == ("completed" if whole else "interrupted")
 
 
 @pytest.mark.parametrize("name", IN_THE_PIPELINE)
@@ -185,6 +186,45 @@ def test_a_full_disk_at_the_export_is_one_message_and_the_run_that_goes_on_expor
     done = run_here("train", "--resume", str(run_dir))
     assert done.exit_code == 0, done.output
     assert (run_dir / "model" / "model.safetensors").is_file()
+
+
+# ---------------------------------------------------------------------------------------- damaged files
+
+
+def test_a_model_folder_that_breaks_while_the_run_trains_fails_the_run_at_its_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, run_dir = make_job(tmp_path), tmp_path / "run"
+    at(PHASES["export"], monkeypatch, lambda: (tmp_path / "model" / "tokenizer.json").write_text("{"))
+    done = headway_train(own, run_dir, "cluster.backend=inline", "rollout.total_rollout_steps=4")
+    assert done.exit_code == 1, done.stderr
+    message, how = done.stderr.splitlines()
+    model = tmp_path / "model"
+    assert message.startswith(f"error: could not export the model to {run_dir / 'model'}: {model}: cannot open the tok")
+    assert f"headway train --resume {run_dir}" in how
+    assert summary(run_dir)["status"] == "failed"
+
+
+def test_a_damaged_checkpoint_is_one_line_that_does_not_send_to_that_checkpoint_again(
+    recipe: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    headway_train(recipe, run_dir, "cluster.backend=inline", "rollout.total_rollout_steps=8")
+    newest = run_dir / "checkpoints" / "version_2"
+    shard = newest / "__0_0.distcp"
+    shard.write_bytes(bytes(byte ^ 0x5A for byte in shard.read_bytes()))
+    longer = ("train", "--resume", str(run_dir), "rollout.total_rollout_steps=12")
+    done = run_here(*longer)
+    assert done.exit_code == 2, done.output
+    (message,) = done.stderr.splitlines()
+    assert message == (
+        f"error: {newest}: the checkpoint is damaged: rank 0: UnpicklingError: Weights only load failed. Remove it, to "
+        "resume from the one before"
+    )
+    rmtree(newest)
+    done = run_here(*longer)
+    assert done.exit_code == 0, done.output
+    assert summary(run_dir)["version"] == 3
 
 
 # ---------------------------------------------------------------------------------------- deaths, inline

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import sys
 import threading
 from pathlib import Path
@@ -67,6 +68,16 @@ def test_tensorboard_can_be_switched_off(tmp_path: Path) -> None:
     reports.report_end(None)
     assert not any(reports.directory.tensorboard.iterdir())
     assert "TensorBoard" not in output.getvalue()
+    assert "--logdir" not in output.getvalue()
+
+
+@pytest.mark.parametrize("tensorboard", [True, False])
+def test_a_tensorboard_folder_that_somebody_removed_fails_no_run_at_its_end(tensorboard: bool, tmp_path: Path) -> None:
+    config = Config.model_validate({"reports": {"tensorboard": tensorboard, "live": "off"}})
+    reports, output = opened(tmp_path / "r", config=config)
+    shutil.rmtree(reports.directory.tensorboard)
+    reports.report_end(None)
+    assert reports.directory.summary.exists()
     assert "--logdir" not in output.getvalue()
 
 

@@ -130,6 +130,16 @@ def test_tensorboard_forgets_what_is_undone(undisturbed: Path, tmp_path: Path) -
     assert points(directory, "reward/mean") == [row["version"] for row in rows(undisturbed) if "reward/mean" in row]
 
 
+def test_a_tensorboard_folder_that_was_removed_is_made_again(undisturbed: Path, tmp_path: Path) -> None:
+    directory, state = killed(tmp_path, 33.0)
+    shutil.rmtree(directory / "tensorboard")
+    resumed(directory, state)
+    first = state["version"] - 1  # its row was not complete at the boundary
+    assert first > 0
+    told = [row["version"] for row in rows(undisturbed) if "reward/mean" in row]
+    assert points(directory, "reward/mean") == [version for version in told if version >= first]
+
+
 def test_views_of_the_record_read_a_resumed_run(tmp_path: Path) -> None:
     directory, state = killed(tmp_path, 14.0)
     resumed(directory, state)

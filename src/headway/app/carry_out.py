@@ -16,7 +16,7 @@ from headway.config.loading import LoadedConfig
 from headway.config.placement import needs_critic
 from headway.config.schema import Config
 from headway.data.sources import Rows
-from headway.errors import EXIT_INTERRUPTED, DataError, NothingToTrain, StoppedByGuard
+from headway.errors import EXIT_INTERRUPTED, DataError, NothingToTrain, StoppedByGuard, UserError
 from headway.events import RunFinished
 from headway.pipeline.run import Status
 from headway.reports.bundle import Reports
@@ -55,7 +55,9 @@ def carry_out(
         return EXIT_INTERRUPTED
     except Exception as failure:
         _end(reports, Status.FAILED, f"{type(failure).__name__}: {failure}")
-        if how := how_to_go_on(reports, config, changed=isinstance(failure, NothingToTrain | StoppedByGuard)):
+        changed = isinstance(failure, NothingToTrain | StoppedByGuard)
+        refused = start.version if start is not None and isinstance(failure, UserError) else None
+        if how := how_to_go_on(reports, config, changed=changed, refused=refused):
             failure.add_note(how)
         raise
     finally:
@@ -63,10 +65,11 @@ def carry_out(
     return 0 if status is Status.COMPLETED else EXIT_INTERRUPTED
 
 
-def how_to_go_on(reports: Reports, config: Config, *, changed: bool = False) -> str:
+def how_to_go_on(reports: Reports, config: Config, *, changed: bool = False, refused: int | None = None) -> str:
     """For a run that ended early: the command that goes on with it. Empty where nothing was trained.
 
-    ``changed``: without another setting it would end in the same way again.
+    ``changed``: without another setting it would end in the same way again. ``refused``: the version from which it was
+    to go on, and could not for what was given; empty while that is the newest, for the command is the one that failed.
     """
     directory = reports.directory
     try:
@@ -74,6 +77,8 @@ def how_to_go_on(reports: Reports, config: Config, *, changed: bool = False) -> 
     except (DataError, OSError):
         return ""
     newest = Checkpoints(directory.checkpoints).newest(told, with_critic=needs_critic(config))
+    if newest is not None and newest == refused:
+        return ""
     if newest is not None:
         command = f"headway train --resume {shlex.quote(str(directory.path))}{' a.b=c' if changed else ''}"
         return f"The newest checkpoint is that of version {newest}; go on from it with: {command}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from headway.app.carry_out import carry_out, set_math_environment, when_saved
@@ -21,6 +23,7 @@ from headway.reports.bundle import reopen_reports
 from headway.reports.checkpoints import Checkpoints
 from headway.reports.events_file import Record, look_through
 from headway.reports.run_directory import RunDirectory, RunLock
+from headway.user_code import names_a_file
 
 
 def resume(path: Path, before: Config, loaded: LoadedConfig) -> int:
@@ -62,8 +65,11 @@ def resume(path: Path, before: Config, loaded: LoadedConfig) -> int:
                 f"{taken['consumed']} groups, which is no multiple of {config.groups_per_version} per version. "
                 "It cannot be made longer; start another one with model.path set to its model folder"
             )
-        rows = check_inputs(config)
-        data = check_model(config, rows) or _data(config, rows, directory.initial_model)
+        if needs_critic(config):
+            read_state(checkpoints.critic(version))
+        with _relative_paths_explained(config):
+            rows = check_inputs(config)
+            data = check_model(config, rows) or _data(config, rows, directory.initial_model)
         data.train.restore(cursor)
         reports = reopen_reports(config, directory, lock, version, balance(taken))
     except BaseException:
@@ -100,6 +106,39 @@ def _data(config: Config, rows: Rows, model: Path) -> DataBundle:
     if not model.is_dir():
         raise UserError(f"{model}: the model that this run was begun with is not there any more")
     return build_sources(config, load_tokenizer(str(model)), rows)
+
+
+@contextmanager
+def _relative_paths_explained(config: Config) -> Iterator[None]:
+    """To an error over a relative path that is not here: from where such paths count."""
+    try:
+        yield
+    except UserError as error:
+        for path in _paths(config):
+            expanded = Path(path).expanduser()
+            named = path in str(error) or str(expanded.resolve()) in str(error)
+            if named and not expanded.is_absolute() and not expanded.exists():
+                error.add_note(
+                    "Relative paths are those of the directory where the run was begun: give the command in that "
+                    f"directory, or put {path} here"
+                )
+                break
+        raise
+
+
+def _paths(config: Config) -> list[str]:
+    """Of data, model and the user's own code, as they are spelled; names on the hub among them."""
+    algorithm, task = config.algorithm, config.data.task
+    functions = [
+        *(one.function for one in config.reward.all),
+        task.name if task is not None else "",
+        algorithm.policy_loss.loss_mode,
+        algorithm.adv_estimator,
+        *(one.name or "" for one in algorithm.rollout_correction.all),
+    ]
+    files = [spec.rpartition(":")[0] for spec in functions if names_a_file(spec)]
+    sources = [source.label for source in (*config.data.train_sources, *config.data.held_out_sources)]
+    return [*sources, *files, *([] if config.model.path is None else [config.model.path])]
 
 
 def _is_longer(before: Config, config: Config, version: int) -> bool:

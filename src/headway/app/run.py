@@ -16,7 +16,7 @@ from headway.app.interrupts import Interrupts
 from headway.config.placement import CRITIC, LOGP, REF, needs_critic, needs_greedy_baseline
 from headway.config.schema import Config
 from headway.data.sources import Rows, build_sources
-from headway.errors import RunError, boundary
+from headway.errors import RunError, UserError, boundary
 from headway.events import PromptsLeftOut, WorkerDescribed
 from headway.pipeline.parts import Parts
 from headway.pipeline.resume import Taken
@@ -125,8 +125,12 @@ class Run:
             self._report_left_out("training", data.left_out_by_source["train"])
         self.stop_reason = pipeline.stop_reason
         reports.phase("exporting the model")
-        with boundary(f"could not export the model to {reports.directory.model}", RunError):
-            await workers.train.export(reports.directory.model)
+        exporting = f"could not export the model to {reports.directory.model}"
+        with boundary(exporting, RunError):
+            try:
+                await workers.train.export(reports.directory.model)
+            except UserError as cause:  # the model's folder was whole when the run began
+                raise RunError(f"{exporting}: {cause}") from cause
             for newest in checkpoints.complete(with_critic=needs_critic(config))[-1:]:
                 write_version(reports.directory.model, newest)
         return status

@@ -165,7 +165,8 @@ class Reports:
     def report_end(self, model: Path | None, *, resumable: bool = False) -> None:
         """Close, then print the final block: what came of the run, where its things lie, how to go on with it."""
         self.close()
-        tensorboard = self.directory.tensorboard if any(self.directory.tensorboard.iterdir()) else None
+        written = any(self.directory.tensorboard.glob("*"))  # none where somebody removed the folder
+        tensorboard = self.directory.tensorboard if written else None
         outcome = Outcome(self.directory.events, tensorboard, model, self.directory.path if resumable else None)
         report_end(self._console, self.summary(), outcome)
 

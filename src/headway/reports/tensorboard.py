@@ -39,6 +39,7 @@ class TensorBoardFile:
         self._records = None
 
     def _open(self, purge_step: int | None) -> None:
+        self._directory.mkdir(exist_ok=True)  # of a run that goes on it may have been removed
         if purge_step is not None:
             _purge(self._directory, purge_step)
         self._records = _Records(self._directory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,10 @@ def shard(path: Path) -> Path:
     return next(path.glob("*.distcp"))
 
 
+def other_bytes(file: Path) -> None:
+    file.write_bytes(bytes(byte ^ 0x5A for byte in file.read_bytes()))
+
+
 def cut_in_half(file: Path) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
@@ -28,11 +33,8 @@ def cut_in_half(file: Path) -> None:
     ("damage", "said"),
     [
         (lambda path: (path / STATE_FILE).write_text(""), "state.json cannot be read: "),
-        (lambda path: cut_in_half(shard(path)), "rank 0: "),
-        (lambda path: shard(path).unlink(), "rank 0: FileNotFoundError: "),
-        (lambda path: (path / ".metadata").write_bytes(b"\x80nothing"), ".metadata cannot be read: "),
-        (lambda path: cut_in_half(path / ".metadata"), ".metadata cannot be read: "),
-        (lambda path: (path / ".metadata").unlink(), ".metadata cannot be read: FileNotFoundError: "),
+        (lambda path: other_bytes(shard(path)), "rank 0: UnpicklingError: Weights only load failed. Remove it"),
+        (lambda path: other_bytes(path / ".metadata"), ".metadata cannot be read: "),
     ],
 )
 def test_a_damaged_file_is_one_message_that_says_what_to_do(
@@ -49,6 +51,29 @@ def test_a_damaged_file_is_one_message_that_says_what_to_do(
     assert "\n" not in message
     shown = [record for record in caplog.records if record.name.startswith("torch") and record.levelno > logging.INFO]
     assert shown == []
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_a_file_that_is_missing_or_cut_off_is_known_without_reading_it(
+    name: str, model_path: ModelPath, tmp_path: Path
+) -> None:
+    path = tmp_path / "version_3"
+    engine(model_path()).save(path, {})
+    assert read_state(path)["extra"] == {}
+    size = (path / name).stat().st_size
+    cut_in_half(path / name)
+    cut_off = re.escape(f"{name} has {size // 2} bytes, and was written with {size}. Remove it, to resume from the one")
+    with pytest.raises(ModelError, match=f"version_3: the checkpoint is damaged: {cut_off}"):
+        read_state(path)
+    (path / name).unlink()
+    with pytest.raises(ModelError, match=re.escape(f"version_3: the checkpoint is damaged: {name} is missing. Remove")):
+        read_state(path)
+
+
+def test_a_checkpoint_that_was_written_without_the_sizes_of_its_files_is_read(tmp_path: Path) -> None:
+    (tmp_path / STATE_FILE).write_text('{"optimizer_steps": 3, "extra": {}}')
+    assert read_state(tmp_path)["optimizer_steps"] == 3
 
 
 @pytest.mark.parametrize(

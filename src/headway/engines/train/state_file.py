@@ -1,6 +1,8 @@
 """``state.json`` of a checkpoint: what is no tensor. Read without torch.
 
-{"optimizer_steps": …, "extra": what the driver gave}
+{"optimizer_steps": …, "extra": what the driver gave, "files": each other file's name and its bytes}
+
+The last lets whoever reads it tell a file that is missing or cut off. Checkpoints that were written without it pass.
 """
 
 from __future__ import annotations
@@ -16,11 +18,16 @@ KEYS = ("optimizer_steps", "extra")
 REMOVE = "Remove it, to resume from the one before"
 
 
+def files_of(path: Path) -> dict[str, int]:
+    """The files in the folder ``path``, and how many bytes they have. Raises `OSError`."""
+    return {file.name: file.stat().st_size for file in sorted(path.iterdir())}
+
+
 def read_state(path: Path) -> dict[str, Any]:
     """Of the checkpoint in the folder ``path``.
 
     Raises:
-        ModelError: there is no complete checkpoint, or the file is damaged.
+        ModelError: there is no complete checkpoint, the file is damaged, or another one is missing or cut off.
     """
     file = path / STATE_FILE
     if not file.is_file():
@@ -34,4 +41,9 @@ def read_state(path: Path) -> dict[str, Any]:
     if not isinstance(state, dict) or (missing := [key for key in KEYS if key not in state]):
         lacks = f"lacks {missing[0]}" if isinstance(state, dict) else "holds no object"
         raise ModelError(f"{path}: the checkpoint is damaged: {STATE_FILE} {lacks}. {REMOVE}")
+    for name, size in state.get("files", {}).items():
+        there = (path / name).stat().st_size if (path / name).is_file() else None
+        if there != size:
+            found = "is missing" if there is None else f"has {there} bytes, and was written with {size}"
+            raise ModelError(f"{path}: the checkpoint is damaged: {name} {found}. {REMOVE}")
     return state

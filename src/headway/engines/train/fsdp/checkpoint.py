@@ -1,7 +1,7 @@
 """Checkpoints of model and optimizer, sharded: every rank writes its part, and any number of ranks can read them.
 
     <path>/  *.distcp, .metadata   model and optimizer   (torch.distributed.checkpoint)
-             state.json            optimizer steps, and what the driver gave
+             state.json            optimizer steps, what the driver gave, and the sizes of the other files
 
 A checkpoint is written beside its final path and renamed when every rank is done, so a folder of that name is complete.
 With ranks on several machines the path must be on a file system that they share.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from headway.engines.train.fsdp.collectives import from_rank_zero, on_rank_zero
-from headway.engines.train.state_file import REMOVE, STATE_FILE, read_state
+from headway.engines.train.state_file import REMOVE, STATE_FILE, files_of, read_state
 from headway.errors import ModelError, RunError, said_by
 from headway.models.export import replace_folder
 
@@ -44,8 +45,9 @@ def save_checkpoint(model: nn.Module, optimizer: Optimizer, path: Path, state: M
         temporary.mkdir(parents=True)
 
     def finish() -> None:
+        written = {**state, "files": files_of(temporary)}
         with (temporary / STATE_FILE).open("w", encoding="utf-8") as file:
-            file.write(json.dumps(state, indent=2) + "\n")
+            file.write(json.dumps(written, indent=2) + "\n")
             file.flush()
             os.fsync(file.fileno())  # as the shards are: the rename must not outlive what it says is complete
         replace_folder(temporary, path)
@@ -68,9 +70,16 @@ def save_checkpoint(model: nn.Module, optimizer: Optimizer, path: Path, state: M
 
 
 def _causes(error: CheckpointException) -> str:
-    """What failed on which rank, without the tracebacks that the error's own text has."""
-    found = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in sorted(error.failures.items())]
-    return "; ".join(found) or str(error)
+    """What failed on which rank, in one line: without tracebacks, and without the advice that torch adds."""
+    return "; ".join(
+        f"rank {rank}: {type(cause).__name__}: {_first_sentence(str(cause))}"
+        for rank, (cause, _) in sorted(error.failures.items())
+    )
+
+
+def _first_sentence(text: str) -> str:
+    first_line = text.strip().partition("\n")[0]
+    return re.split(r"\. (?=[A-Z])", first_line)[0].rstrip(". ")
 
 
 def load_checkpoint(model: nn.Module, optimizer: Optimizer, path: Path) -> dict[str, Any]:
