@@ -56,7 +56,7 @@ layers: setup
 	$(BIN)/lint-imports --no-logo
 
 pytest: setup
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n 3 --dist loadgroup $(ARGS)
 
 # What the user has set for vLLM stays out of its tests: some of it costs minutes.
 VLLM_TEST_ENV := env $(foreach name,$(filter VLLM_%,$(.VARIABLES)),-u $(name)) -u TORCHDYNAMO_DISABLE \
