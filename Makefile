@@ -4,7 +4,7 @@
 # make vllm-env     that environment alone, about 1 GB: fails where it cannot be built
 # make bench    benchmarks, into build/bench/        (ARGS=... is passed on)
 # make bench-update   what updates of the weights cost, about 25 minutes   (ARGS="--models 1m --only broadcast")
-# make bench-rollout  generation against its peers, about 40 minutes  (ARGS="--quick", "--full", "--update --models 1m")
+# make bench-rollout  generation against its peers, about 30 minutes  (ARGS="--quick", "--full", "--update --models 1m")
 # make study-staleness     what stale data costs, by loss, about 17 minutes        (ARGS="--quick" for two minutes)
 # make docs     docs/configuration.md, from the schema
 # make format   rewrite the sources in the house style
@@ -56,7 +56,7 @@ layers: setup
 	$(BIN)/lint-imports --no-logo
 
 pytest: setup
-	$(TEST_ENV) $(BIN)/python -m pytest -n 3 --dist loadgroup $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 # What the user has set for vLLM stays out of its tests: some of it costs minutes.
 VLLM_TEST_ENV := env $(foreach name,$(filter VLLM_%,$(.VARIABLES)),-u $(name)) -u TORCHDYNAMO_DISABLE \

@@ -65,8 +65,10 @@ async def test_where_a_replica_was_replaced_everybody_is_closed_at_the_end(tiny_
         assert replica.name == "rollout-1+1"
     finally:
         await workers.close()
-    left = set(threading.enumerate()) - before
-    assert not [thread.name for thread in left if "rollout" in thread.name or "actor" in thread.name]
+    theirs = [t for t in set(threading.enumerate()) - before if "rollout" in t.name or "actor" in t.name]
+    for thread in theirs:
+        thread.join(30)  # they were told to end
+    assert not [thread.name for thread in theirs if thread.is_alive()]
 
 
 async def test_a_start_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ from headway.cluster.processes import descendants
 from headway.config.model import MakeModelConfig
 from headway.models.make import make_model
 
+START_S = 200
+"""For a run of several processes to come so far as a test waits for, on a machine with other work."""
 REWARD = '''
 def score(response, answer):
     """Denser than exactness, so that an untrained model has something to learn."""
@@ -146,11 +148,11 @@ def start_long_run(recipe: Path, run_dir: Path, *overrides: str) -> subprocess.P
 
 def wait_for(wanted: str, process: subprocess.Popen[str], run_dir: Path, times: int = 1) -> None:
     """Until the run's events have ``wanted`` in them, so many times."""
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + START_S
     log = run_dir / "events.jsonl"
     while not (log.exists() and log.read_text().count(wanted) >= times):
         assert process.poll() is None, finish(process)
-        assert time.monotonic() < deadline, f"not {times} {wanted} within 90 s"
+        assert time.monotonic() < deadline, f"not {times} {wanted} within {START_S} s"
         time.sleep(0.1)
 
 
