@@ -109,7 +109,8 @@ def _inputs(job: Job, model: str, recipe: Path | None) -> Iterator[Path]:
     beneath = recipe or RunDirectory(run).config
     if not job.by_default and beneath.is_file():  # a pipe has been read already, and is no file to be replaced
         for layer in read_file(beneath):
-            yield Path(layer.origin.removeprefix("in "))
+            if layer.file is not None:
+                yield layer.file
             settings.append(layer.values)
     folders = {job.config.model.path, *(source.dataset for source in job.config.data.train_sources)}
     folders |= {source.dataset for source in job.config.data.held_out_sources}

@@ -34,6 +34,8 @@ class Layer:
 
     origin: str
     values: Mapping[str, Any]
+    file: Path | None = None
+    """The one that it was read from."""
 
     def without(self, *sections: str) -> Layer:
         """The layer less these keys and all below them."""
@@ -137,7 +139,7 @@ def _read(path: Path, including: tuple[Path, ...]) -> Iterator[Layer]:
             raise ConfigError(f"{path}: {key} and {clash} cannot both be given; drop one of them")
         flat[key] = value
     try:
-        yield Layer(f"in {path}", translate(flat))
+        yield Layer(f"in {path}", translate(flat), path)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 

@@ -48,7 +48,7 @@ class TimeShares:
     filtered: float = 0.0
     """No share of the time: that of the scored groups which a filter took out."""
     one_process: bool = False
-    """All that is known of the workers fits ``cluster.backend=inline``, where there are no devices to give."""
+    """All workers are in one, as with ``cluster.backend=inline``, where there are no devices to give."""
     drains: bool = False
     """An update waits until answers in flight are finished: that part of its stall is waiting for generation."""
 

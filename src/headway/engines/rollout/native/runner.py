@@ -83,7 +83,8 @@ class Runner:
         """A row's logits do not depend on how many are beside it, or on which."""
         self._least_rows = least_rows or self._fixed_rows(slots)
         self._mixes = self.invariant or self._device.type != "cpu"
-        recorded = recorder is not None and forward.recordable
+        if not forward.recordable:
+            recorder = None
         self.cache = SlotCache(
             self._geometry,
             slots=max(slots, self._least_rows),
@@ -91,12 +92,12 @@ class Runner:
             dtype=model.dtype,
             device=model.device,
             tokens=None if kv_cache_bytes is None else self._tokens_in(kv_cache_bytes, slots),
-            room_step=graphs.SPAN_STEP if recorded else ROOM_STEP,  # another room is another shape to record
+            room_step=ROOM_STEP if recorder is None else graphs.SPAN_STEP,  # another room is another shape to record
         )
         self.roomy = self.cache.tokens >= slots * max_context
         """There is memory for a whole context in every slot."""
         self._graphs: graphs.DecodeGraphs | None = None
-        if recorder is not None and recorded:
+        if recorder is not None:
             self._graphs = graphs.DecodeGraphs(forward, self.cache, recorder, self._window, self._dtype)
 
     def fits(self, rows: int, positions: int) -> bool:
