@@ -1,4 +1,4 @@
-"""What all tests share: one thread each, deterministic hypothesis, and at most one Ray at a time."""
+"""What all tests share: one thread each, deterministic hypothesis, at most one Ray at a time, a limit of time."""
 
 import os
 import signal
@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from tests.budget import Budget
 
 # Read when torch, tokenizers and Ray are first imported, and by the processes that tests start.
 for variable, value in {
@@ -29,6 +31,10 @@ ONE_AT_A_TIME = frozenset({"cluster", "integration"})
 """Areas whose tests start several processes each: side by side they would only wait for each other."""
 THEIR_TIMEOUT_S = 300
 """Longer than `cluster.start_timeout_s`, which tells who is late."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Budget(fails=bool(os.environ.get("CI"))), "budget")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
