@@ -37,6 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Budget(fails=bool(os.environ.get("CI"))), "budget")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Under ``--dist loadgroup`` the tests of a file share a worker, and so do all of `ONE_AT_A_TIME`."""
     for item in items:
