@@ -25,6 +25,7 @@ from tests.pipeline.cases import SCHEDULES, Case, cases, for_each
 from tests.pipeline.invariants import cancelled_after
 from tests.pipeline.machines import check_machines
 from tests.pipeline.scenario import MODES, Run, Scenario
+from tests.tiers import a_share_and_all
 
 # ---------------------------------------------------------------------------------------------- whole runs
 
@@ -59,7 +60,8 @@ def test_a_second_cancellation_while_the_first_is_under_way_changes_nothing(mode
         check_cancelled(cancelled_after(small(mode), k, k + 1, k + 3))
 
 
-def test_a_random_run_may_be_cancelled_at_any_moment():
+@a_share_and_all
+def test_a_random_run_may_be_cancelled_at_any_moment(share: float):
     left_at_once = 0
 
     def check(drawn: tuple[Case, int]) -> None:
@@ -70,8 +72,8 @@ def test_a_random_run_may_be_cancelled_at_any_moment():
             check_cancelled(run)
         left_at_once += run.cancelled_at is not None
 
-    for_each(st.tuples(cases(), st.integers(1, 600)), SCHEDULES["cancelled"], check)
-    assert left_at_once > SCHEDULES["cancelled"] / 2
+    for_each(st.tuples(cases(), st.integers(1, 600)), share * SCHEDULES["cancelled"], check)
+    assert left_at_once > share * SCHEDULES["cancelled"] / 2
 
 
 @pytest.mark.parametrize("mode", MODES)
