@@ -37,9 +37,17 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Budget(fails=bool(os.environ.get("CI"))), "budget")
 
 
+def _finds_ray(item: pytest.Item) -> bool:
+    return item.path.parent.name == "integration" and "ray_here" in getattr(item, "fixturenames", ())
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under ``--dist loadgroup`` the tests of a file share a worker, and so do all of `ONE_AT_A_TIME`."""
+    """Under ``--dist loadgroup`` the tests of a file share a worker, and so do all of `ONE_AT_A_TIME`.
+
+    First of all hooks, for xdist reads the groups in its own. What finds Ray running comes after all that does not.
+    """
+    items.sort(key=_finds_ray)
     for item in items:
         place = item.path.relative_to(TESTS)
         area = place.parts[0]

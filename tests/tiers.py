@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -18,8 +18,10 @@ a_share_and_all = pytest.mark.parametrize(
 """A random search in both tiers. Its test takes the ``share`` of the examples that it makes."""
 
 
-def mostly_slow(cases: Iterable[T], *quick: T) -> list[object]:
-    """Parameters of a test of which only the ``quick`` ones are in `make test`.
+def mostly_slow(
+    names: str | Sequence[str], cases: Iterable[T], *, quick: Sequence[T], ids: Any = None
+) -> pytest.MarkDecorator:
+    """`pytest.mark.parametrize` of which only the ``quick`` cases are in `make test`.
 
     Raises:
         ValueError: where one of ``quick`` is no case: it would be tested nowhere.
@@ -27,9 +29,9 @@ def mostly_slow(cases: Iterable[T], *quick: T) -> list[object]:
     cases = list(cases)
     if unknown := [case for case in quick if case not in cases]:
         raise ValueError(f"no cases: {unknown}; there are {cases}")
-    return [case if case in quick else pytest.param(*_values(case), marks=pytest.mark.slow) for case in cases]
 
+    def param(case: Any) -> Any:
+        values = (case,) if isinstance(names, str) else case
+        return pytest.param(*values, marks=[] if case in quick else pytest.mark.slow)
 
-def _values(case: object) -> Sequence[object]:
-    """The values of one case, which is a tuple where a test has several parameters."""
-    return case if isinstance(case, tuple) else (case,)
+    return pytest.mark.parametrize(names, [param(case) for case in cases], ids=ids)

@@ -22,6 +22,7 @@ from tests.integration.support import (
     train,
     wait_for,
 )
+from tests.tiers import mostly_slow
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_job(tmp_path_factory.mktemp("updates"))
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     "overrides",
     [
         ("mode=overlapped", "rollout.n_gpus_per_node=2"),
@@ -38,6 +39,10 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("mode=async_partial", "param_update.encoding=delta", "rollout.dtype=bfloat16"),
         ("mode=colocate_async", "trainer.n_gpus_per_node=2", "rollout.n_gpus_per_node=2"),
         ("mode=colocate_sync", "async_training.trigger_parameter_sync_step=2"),
+    ],
+    quick=[
+        ("mode=overlapped", "param_update.transport=shared_memory", "param_update.encoding=delta"),
+        ("mode=colocate_async", "trainer.n_gpus_per_node=2", "rollout.n_gpus_per_node=2"),
     ],
     ids=" ".join,
 )
@@ -66,6 +71,7 @@ def test_versions_on_disk_are_safetensors_files_that_hold_the_trained_model(reci
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "does not answer"])
+@pytest.mark.slow
 def test_a_replica_that_is_lost_is_left_out_and_the_run_goes_on(
     recipe: Path, tmp_path: Path, how: signal.Signals
 ) -> None:
