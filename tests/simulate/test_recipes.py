@@ -57,6 +57,7 @@ def test_short_answers_gain_nothing_from_running_ahead_and_the_plan_says_so() ->
     assert found.advice.sentence.startswith("Asynchrony does not help here")
 
 
+@pytest.mark.slow
 def test_a_long_tail_gains_from_running_ahead_and_the_plan_says_so() -> None:
     found = planned(LONG_TAIL, train_devices=8)
     assert found.advice.helps is True
