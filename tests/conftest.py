@@ -29,6 +29,8 @@ settings.load_profile("headway")
 TESTS = Path(__file__).parent
 ONE_AT_A_TIME = frozenset({"cluster", "integration"})
 """Areas whose tests start several processes each: side by side they would only wait for each other."""
+GROUPS = {"cluster": "processes", "integration": "processes", "engines/train": "ranks"}
+"""Folders whose tests share a worker, and with it what lives as long as a worker: one Ray, three ranks."""
 THEIR_TIMEOUT_S = 300
 """Longer than `cluster.start_timeout_s`, which tells who is late."""
 
@@ -43,7 +45,7 @@ def _finds_ray(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under ``--dist loadgroup`` the tests of a file share a worker, and so do all of `ONE_AT_A_TIME`.
+    """Under ``--dist loadgroup`` the tests of a file share a worker, and so do those of a folder in `GROUPS`.
 
     First of all hooks, for xdist reads the groups in its own. What finds Ray running comes after all that does not.
     """
@@ -51,6 +53,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         place = item.path.relative_to(TESTS)
         area = place.parts[0]
-        item.add_marker(pytest.mark.xdist_group("processes" if area in ONE_AT_A_TIME else str(place)))
+        group = next((group for folder, group in GROUPS.items() if place.is_relative_to(folder)), str(place))
+        item.add_marker(pytest.mark.xdist_group(group))
         if area in ONE_AT_A_TIME:
             item.add_marker(pytest.mark.timeout(THEIR_TIMEOUT_S))
