@@ -139,6 +139,7 @@ def test_a_recipe_takes_as_many_gpus_as_its_comments_say(recipe: str, gpus: int,
 def test_a_recipe_trains_a_tiny_model_to_its_first_version(
     recipe: str, tiny: Path, data: dict[str, list[str]], tmp_path: Path
 ) -> None:
+    """A whole run and an evaluation, each with processes that score; the slowest imports reasoning_gym there."""
     own = load(ROOT / "recipes" / f"{recipe}.yaml").config.reward.function
     both = f"[{{function: {own}}}, {NO_LOWER_CASE}]"
     overrides = [*data[recipe], *TINY, f"model.path={tiny}", f"reward.functions={both}"]

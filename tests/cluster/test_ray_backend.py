@@ -26,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("workers_can_import_tests")
 async def test_a_version_equals_one_process_bit_for_bit_and_a_killed_replica_ends_in_a_named_error(
     tiny_model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """Starts and ends a Ray of its own, and two workers that import torch."""
     inline = await start_backend(
         tiny_config("inline"), model_path=tiny_model, run_dir=tmp_path, total_optimizer_steps=4
     )
@@ -82,6 +83,7 @@ async def test_a_version_equals_one_process_bit_for_bit_and_a_killed_replica_end
 
 @pytest.mark.slow
 async def test_a_node_that_was_killed_leaves_no_process_though_nobody_stops_the_others(tmp_path: Path) -> None:
+    """Starts a Ray of its own, whose processes are given time to end by themselves."""
     others = set(descendants(os.getpid()))
     cluster = RayCluster(tiny_config("ray"), tmp_path)
     await cluster.connect()

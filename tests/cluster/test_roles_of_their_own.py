@@ -331,6 +331,7 @@ async def test_one_process_has_one_rank_of_the_critic(tiny_model: str, tmp_path:
 async def test_on_ray_a_version_equals_one_process_and_a_dead_copy_ends_the_run(
     tiny_model: str, tmp_path: Path
 ) -> None:
+    """Starts a Ray of its own and five workers that import torch."""
     inline = await start(config(), tiny_model, tmp_path)
     expected = await one_version(inline, config(), itself)
     await inline.close()

@@ -217,6 +217,7 @@ os.execv(sys.executable, [sys.executable, "-m", "headway", *sys.argv[1:]])
 
 @pytest.mark.slow
 def test_a_run_whose_stdout_is_closed_trains_quietly(recipe: Path, tmp_path: Path) -> None:
+    """In a process of its own, whose imports take seconds: its standard output is closed before it begins."""
     run_dir = tmp_path / "run"
     short = ("rollout.total_rollout_steps=4", "rollout.test_freq=-1")
     assert finish(start("-c", WITHOUT_STDOUT, *inline(recipe, run_dir, *short))) == (0, "")
@@ -225,6 +226,7 @@ def test_a_run_whose_stdout_is_closed_trains_quietly(recipe: Path, tmp_path: Pat
 
 @pytest.mark.slow
 def test_sigterm_while_workers_start_ends_the_run_and_leaves_no_process(recipe: Path, tmp_path: Path) -> None:
+    """In a process of its own, whose imports take seconds: what it leaves behind is seen from outside."""
     run_dir = tmp_path / "run"
     process = start("-m", "headway", *inline(recipe, run_dir))
     deadline = time.monotonic() + 90
@@ -243,6 +245,7 @@ def test_sigterm_while_workers_start_ends_the_run_and_leaves_no_process(recipe: 
 
 @pytest.mark.slow
 def test_a_run_that_is_left_at_once_says_how_to_go_on(recipe: Path, tmp_path: Path) -> None:
+    """In a process of its own, whose imports take seconds: two signals come while it trains."""
     run_dir = tmp_path / "a run"
     process = start(
         "-m", "headway", *inline(recipe, run_dir, "trainer.save_freq=1", "rollout.total_rollout_steps=65536")

@@ -362,6 +362,7 @@ def test_a_worker_that_dies_in_any_phase_ends_the_run_with_its_name_unless_nobod
 def test_a_process_that_is_killed_in_a_phase_ends_the_run_in_the_same_way_on_ray(
     ray_here: None, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, victim: str
 ) -> None:
+    """Two workers are started, and import torch, before the phase comes."""
     run_dir, pids = tmp_path / "run", dict[str, int]()
 
     def kill() -> None:

@@ -11,6 +11,7 @@ DECOUPLED = ("async_training.use_rollout_log_probs=false", "async_training.stale
 
 
 def test_the_examples_train_together(tmp_path: Path) -> None:
+    """One run with all three; the functions' files are tried in processes of their own first."""
     recipe = make_job(tmp_path)
     train(
         recipe,

@@ -27,6 +27,7 @@ def test_on_policy_equals_a_plain_synchronous_loop_bit_for_bit(recipe: Path, pla
 
 
 def test_so_it_does_over_ray(ray_here: None, recipe: Path, plain_weights: dict[str, bytes]) -> None:
+    """Starts Ray, where no test has, and two workers that import torch."""
     check_equal(recipe, plain_weights, "ray")
 
 

@@ -65,6 +65,7 @@ def is_rays_own(pid: int) -> bool:
 def test_on_policy_ends_with_the_weights_of_a_run_that_nobody_killed_bit_for_bit(
     recipe: Path, undisturbed: Path, tmp_path: Path, backend: str
 ) -> None:
+    """The run that is killed is a process of its own, whose imports take seconds."""
     run_dir = tmp_path / "run"
     kill(recipe, run_dir, 4, f"cluster.backend={backend}")
     code, output = resume(run_dir, own_process=backend == "ray")
@@ -93,6 +94,7 @@ def test_another_transport_and_schedule_go_on_too(recipe: Path, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_critic_and_policy_go_on_together(recipe: Path, tmp_path: Path) -> None:
+    """The run that is killed is a process of its own, whose imports take seconds."""
     settings = (
         "mode=async_stale",
         "algorithm.adv_estimator=gae",
@@ -110,6 +112,7 @@ def test_critic_and_policy_go_on_together(recipe: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_was_interrupted_is_finished(recipe: Path, tmp_path: Path) -> None:
+    """The run that is interrupted is a process of its own, whose imports take seconds."""
     run_dir = tmp_path / "run"
     arguments = ("mode=async_partial", "cluster.backend=inline", "rollout.total_rollout_steps=256")
     process = start("-m", "headway", "train", str(recipe), *arguments, f"run.dir={run_dir}")

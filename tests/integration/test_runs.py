@@ -93,6 +93,7 @@ def test_the_exported_model_opens_as_a_hugging_face_folder(recipe: Path, tmp_pat
 )
 @pytest.mark.slow
 def test_roles_run_where_they_are_placed(recipe: Path, tmp_path: Path, placement: list[str]) -> None:
+    """Starts a Ray of its own, and up to four workers that import torch."""
     overrides = ["mode=async_partial", "actor.use_kl_loss=true", "actor.kl_loss_coef=0.01", *placement]
     result = train(recipe, tmp_path / "run", *overrides, "rollout.total_rollout_steps=32")
     assert result["groups"]["trained"] == 32
@@ -115,6 +116,7 @@ def test_two_runs_at_once_on_one_machine_both_end_well(recipe: Path, tmp_path: P
 
 
 def test_the_first_interrupt_finishes_the_version_saves_and_leaves(recipe: Path, tmp_path: Path) -> None:
+    """A run as a user starts it: driver, Ray and two workers take longer to start and end than to train."""
     run_dir = tmp_path / "run"
     process = start_long_run(recipe, run_dir, "cluster.backend=ray")
     started = descendants(process.pid)
@@ -132,6 +134,7 @@ def test_the_first_interrupt_finishes_the_version_saves_and_leaves(recipe: Path,
 
 @pytest.mark.slow
 def test_a_second_interrupt_leaves_at_once(recipe: Path, tmp_path: Path) -> None:
+    """A run as a user starts it: driver, Ray and two workers take longer to start and end than to train."""
     process = start_long_run(recipe, tmp_path / "run", "cluster.backend=ray", "async_training.require_batches=128")
     started = descendants(process.pid)
     os.kill(process.pid, signal.SIGINT)

@@ -49,6 +49,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_balances_whichever_way_its_weights_take(
     ray_here: None, recipe: Path, tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
+    """Two to four workers are started on Ray, and import torch."""
     result = train(recipe, tmp_path / "run", *overrides, "rollout.total_rollout_steps=32")
     assert result["groups"]["trained"] == 32
     assert result["balanced"]
@@ -75,6 +76,7 @@ def test_versions_on_disk_are_safetensors_files_that_hold_the_trained_model(reci
 def test_a_replica_that_is_lost_is_left_out_and_the_run_goes_on(
     recipe: Path, tmp_path: Path, how: signal.Signals
 ) -> None:
+    """Driver, Ray and three workers are started; one that falls silent is given the time-out's 10 s."""
     run_dir = tmp_path / "run"
     process = start_long_run(
         recipe,

@@ -50,6 +50,7 @@ def small(mode: str) -> Scenario:
 @a_share_and_all
 @pytest.mark.parametrize("mode", MODES)
 def test_a_run_that_is_cancelled_at_any_event_is_over_at_once(mode: str, share: float):
+    """A whole run for each of 40 places, or for a share of them."""
     events = len(small(mode).run().assert_completed().events)
     for k in range(1, events, max(1, events // ceil(share * 40))):
         check_cancelled(cancelled_after(small(mode), k))
@@ -65,6 +66,7 @@ def test_a_second_cancellation_while_the_first_is_under_way_changes_nothing(mode
 
 @a_share_and_all
 def test_a_random_run_may_be_cancelled_at_any_moment(share: float):
+    """Hundreds of whole runs, as a cancellation comes between any two events."""
     left_at_once = 0
 
     def check(drawn: tuple[Case, int]) -> None:

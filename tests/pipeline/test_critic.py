@@ -264,6 +264,7 @@ def check_case(case: Case) -> Run:
 
 @a_share_and_all
 def test_everything_holds_in_every_run_with_a_critic(share: float):
+    """Dozens of whole runs."""
     beside = 0
 
     def check(case: Case) -> None:

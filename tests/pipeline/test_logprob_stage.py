@@ -174,6 +174,7 @@ def beside(case: Case) -> Scenario:
 
 @a_share_and_all
 def test_everything_holds_in_every_run_with_it(share: float):
+    """Dozens of whole runs."""
     ends: set[Status | None] = set()
     ahead = 0
 

@@ -96,6 +96,7 @@ def test_a_group_with_newer_tokens_than_its_admission_is_due_later():
 
 @a_share_and_all
 def test_waiting_never_deadlocks_and_never_exceeds_its_bound_in_any_case(share: float):
+    """A hundred whole runs and more."""
     waited: Counter[bool] = Counter()
 
     def check(case: Case) -> None:

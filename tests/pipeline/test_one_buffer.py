@@ -134,6 +134,7 @@ def test_a_version_that_is_overtaken_while_a_replica_drains_is_not_sent():
 
 @a_share_and_all
 def test_everything_holds_in_random_runs_whoever_dies_joins_or_receives_corrupted_weights(share: float):
+    """A hundred whole runs and more."""
     for_each(
         faulty("dies", "joins", "receives corrupted", double_buffered=False),
         share * RANDOM["one buffer"],

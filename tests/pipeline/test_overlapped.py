@@ -181,6 +181,7 @@ def test_a_synchronous_update_is_loaded_everywhere_before_the_trainer_goes_on():
 
 @a_share_and_all
 def test_everything_holds_where_versions_overtake_each_other(share: float):
+    """A hundred whole runs and more."""
     superseded = 0
 
     @st.composite

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.timeout(600)
 
 @a_share_and_all
 def test_a_stop_at_any_moment_ends_a_run_with_its_books_balanced(share: float):
+    """Hundreds of whole runs, as stops come between any two events."""
     ends: Counter[Status | None] = Counter()
 
     def check(case: Case) -> None:
@@ -33,6 +34,7 @@ def test_a_stop_at_any_moment_ends_a_run_with_its_books_balanced(share: float):
 
 @a_share_and_all
 def test_replicas_may_die_at_any_moment(share: float):
+    """Hundreds of whole runs, as deaths come between any two events."""
     happened: Counter[str] = Counter()
 
     def check(case: Case) -> None:
@@ -47,6 +49,7 @@ def test_replicas_may_die_at_any_moment(share: float):
 
 @a_share_and_all
 def test_replicas_may_join_at_any_moment(share: float):
+    """Hundreds of whole runs, as replicas join between any two events."""
     joined = 0
 
     def check(case: Case) -> None:
@@ -60,6 +63,7 @@ def test_replicas_may_join_at_any_moment(share: float):
 
 @a_share_and_all
 def test_all_of_it_may_happen_in_one_run(share: float):
+    """Hundreds of whole runs, as faults meet each other rarely."""
     for_each(faulty("dies", "joins", "stop", most=6), share * SCHEDULES["everything"], run_and_check)
 
 

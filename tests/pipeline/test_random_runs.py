@@ -29,6 +29,7 @@ pytestmark = pytest.mark.timeout(600)
 
 @a_share_and_all
 def test_everything_holds_in_every_run(share: float):
+    """Hundreds of whole runs: rare coincidences of moments are found by their number alone."""
     ends: set[Status | None] = set()
     lags: set[int] = set()
 

@@ -72,6 +72,7 @@ def test_whatever_is_killed_when_nothing_is_lost_and_nothing_trained_twice(share
 @a_share_and_all
 @pytest.mark.parametrize("mode", MODES)
 def test_any_moment_will_do_in_every_mode(mode: str, share: float):
+    """Two runs that are killed, and one to the end, for each of 15 moments or a share of them."""
     scenario = Scenario(mode, sections=SAVES, problems=2, rows=90, epochs=1, replicas=2)
     length = scenario.run().ended
     resumed: set[int] = set()
