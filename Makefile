@@ -48,7 +48,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/headway train recipes/demo.yaml $(ARGS)
 
-test: lint types layers pytest
+# mypy beside the tests: it takes half a minute of one core, and tests wait at times.
+test: lint layers
+	$(MAKE) --no-print-directory -j2 types pytest
 
 lint: setup
 	$(BIN)/ruff check .
