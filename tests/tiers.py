@@ -18,6 +18,14 @@ a_share_and_all = pytest.mark.parametrize(
 """A random search in both tiers. Its test takes the ``share`` of the examples that it makes."""
 
 
+def enough(times: float, share: float) -> float:
+    """How often something happens at the least in a ``share`` of a search, if it does so many ``times`` in all of it.
+
+    The first cases are small ones, in which less happens: a third of their share is asked for.
+    """
+    return times if share == 1 else times * share / 3
+
+
 def mostly_slow(
     names: str | Sequence[str], cases: Iterable[T], *, quick: Sequence[T], ids: Any = None
 ) -> pytest.MarkDecorator:

@@ -37,7 +37,7 @@ from tests.pipeline.cases import ETAS, Case, cases, faulty, for_each
 from tests.pipeline.figures import check_figures
 from tests.pipeline.machines import check_machines
 from tests.pipeline.scenario import MODES, Run, Scenario
-from tests.tiers import a_share_and_all
+from tests.tiers import a_share_and_all, enough
 
 LEAST = 0.5
 AHEAD = ["one_step_off", "async_stale", "async_partial", "overlapped", "colocate_async"]
@@ -296,7 +296,7 @@ def test_the_bound_holds_and_the_run_ends_whatever_the_sizes(share: float):
     ahead = st.sampled_from([eta for eta in ETAS if eta >= Fraction(1, 2)])
     for_each(ahead.flatmap(lambda eta: cases(eta=eta, versions=6, shape=(2, 1, 2))), share * 40, check)
     for_each(ahead.flatmap(lambda eta: faulty("stop", "joins", eta=eta, versions=5)), share * 20, check)
-    assert min(turns, zeros) >= share * 15
+    assert min(turns, zeros) >= enough(15, share)
 
 
 # ---------------------------------------------------------------------------------------------- stop

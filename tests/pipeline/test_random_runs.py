@@ -21,7 +21,7 @@ from tests.pipeline.books import Rules
 from tests.pipeline.cases import SCHEDULES, Case, cases, faulty, for_each
 from tests.pipeline.invariants import check_everything, run_and_check
 from tests.pipeline.scenario import MODES, Run, Scenario
-from tests.tiers import a_share_and_all
+from tests.tiers import a_share_and_all, enough
 
 pytestmark = pytest.mark.timeout(600)
 """Quick as they are: a case that fails is run many times more, until it is as small as can be."""
@@ -40,7 +40,7 @@ def test_everything_holds_in_every_run(share: float):
 
     for_each(cases(), share * SCHEDULES["undisturbed"], check)
     assert Status.COMPLETED in ends
-    assert lags >= {0, 1, 2, 3}, "cases that reach no lag prove nothing about its bound"
+    assert lags >= ({0, 1, 2, 3} if share == 1 else {0, 1, 2}), "cases that reach no lag prove nothing about its bound"
 
 
 def test_at_least_two_thousand_schedules_run():
@@ -78,7 +78,7 @@ def test_the_same_seed_gives_the_same_event_log_although_the_run_fails(share: fl
         assert log(run) == log(case.scenario().run())
 
     for_each(faulty("dies", "hangs", "hangs_on_drain", "never_receives"), share * 60, check)
-    assert failed >= share * 20
+    assert failed >= enough(20, share)
 
 
 @a_share_and_all
