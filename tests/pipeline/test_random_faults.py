@@ -92,9 +92,8 @@ def test_replicas_may_stop_answering_or_receive_corrupted_weights_at_any_moment(
         stall_timeout_s=1e6,
     )
     for_each(silent, share * SCHEDULES["silence"], check)
-    assert min(happened["went on"], happened["tried again"]) > enough(30, share) and happened["ended by it"] > enough(
-        10, share
-    ), happened
+    assert min(happened["went on"], happened["tried again"]) > enough(30, share), happened
+    assert happened["ended by it"] > enough(10, share), happened
 
 
 @a_share_and_all

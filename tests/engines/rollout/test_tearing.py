@@ -111,6 +111,7 @@ def test_a_wrong_version_would_be_noticed() -> None:
     quick=[(True, OnUpdate.INTERRUPT), (False, OnUpdate.KEEP), (True, OnUpdate.DRAIN)],
 )
 async def test_no_output_mixes_two_versions(policy: OnUpdate, dual_buffer: bool) -> None:
+    """Two hundred updates of a model that decodes meanwhile, and a look at every pass."""
     source = Source(MODELS[0])
     groups: list[FinishedGroup] = []
     over = False
