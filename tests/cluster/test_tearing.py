@@ -113,7 +113,7 @@ def gathered(version: int, manifest: Manifest, bucket_bytes: int) -> Iterator[Wi
 
 @mostly_slow(("transport", "schedule", "encoding"), WAYS, quick=QUICK, ids=["-".join(way) for way in WAYS])
 async def test_no_output_mixes_two_versions(transport: str, schedule: str, encoding: str, tmp_path: Path) -> None:
-    """Hundreds of updates of a model that decodes meanwhile, and a look at every pass."""
+    """Two hundred updates of a model that decodes meanwhile, and a look at every pass."""
     manifest = Source(MODELS[0]).manifest
     trainer = Trainer(transport, schedule, encoding, manifest, tmp_path)
     groups: list[FinishedGroup] = []
