@@ -1,5 +1,7 @@
 # make demo     train the demonstration model        (ARGS="run.seed=1 mode=one_step_off" to change settings)
-# make test     lint, types, layers and tests        (ARGS="tests/pipeline -x" to run some of the tests)
+# make test     lint, types, layers and tests, in 8 minutes     (ARGS="tests/pipeline -x" to run some of the tests)
+# make test-slow    the tests that are marked slow, which make test leaves out    (ARGS="tests/integration -k resume")
+# make test-all     all tests: these two, and one after the other those that want an environment of their own
 # make test-vllm    tests of the engine over vLLM, in an environment of its own, about 8 minutes    (ARGS="-k probe")
 # make vllm-env     that environment alone, about 1 GB: fails where it cannot be built
 # make bench    benchmarks, into build/bench/        (ARGS=... is passed on)
@@ -22,8 +24,11 @@ VLLM_STAMP := .venv-vllm/.installed
 # One thread per test process: tests run side by side, and thread pools of the same size on top only slow them down.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
+# Each has a target test-NAME, and NAME-env that builds its environment alone.
+ENVIRONMENTS := vllm
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test vllm-env test-vllm lint types layers pytest bench bench-update bench-rollout study-staleness docs format clean
+.PHONY: help setup demo test test-slow test-all environments vllm-env test-vllm lint types layers pytest bench bench-update bench-rollout study-staleness docs format clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -43,7 +48,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/headway train recipes/demo.yaml $(ARGS)
 
-test: lint types layers pytest
+# mypy beside the tests: it takes half a minute of one core, and tests wait at times.
+test: lint layers
+	$(MAKE) --no-print-directory -j2 types pytest
 
 lint: setup
 	$(BIN)/ruff check .
@@ -58,12 +65,24 @@ layers: setup
 pytest: setup
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
+test-slow: setup
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadgroup -m slow $(ARGS)
+
+# One after the other, whatever -j says: each takes the machine for itself.
+test-all:
+	$(MAKE) test
+	$(MAKE) test-slow
+	$(foreach name,$(ENVIRONMENTS),$(MAKE) test-$(name) &&) true
+
+environments:
+	@echo $(ENVIRONMENTS)
+
 # What the user has set for vLLM stays out of its tests: some of it costs minutes.
 VLLM_TEST_ENV := env $(foreach name,$(filter VLLM_%,$(.VARIABLES)),-u $(name)) -u TORCHDYNAMO_DISABLE \
 	PYTHONPATH=src $(TEST_ENV)
 
 test-vllm: vllm-env
-	$(VLLM_TEST_ENV) $(VLLM_BIN)/python -m pytest tests/vllm tests/contract/test_vllm.py $(ARGS)
+	$(VLLM_TEST_ENV) $(VLLM_BIN)/python -m pytest -m '' tests/vllm tests/contract/test_vllm.py $(ARGS)
 
 vllm-env: $(VLLM_STAMP)
 

@@ -1,4 +1,4 @@
-"""What all tests share: one thread each, deterministic hypothesis, and at most one Ray at a time."""
+"""What all tests share: one thread each, deterministic hypothesis, at most one Ray at a time, a limit of time."""
 
 import os
 import signal
@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from tests.budget import Budget
 
 # Read when torch, tokenizers and Ray are first imported, and by the processes that tests start.
 for variable, value in {
@@ -27,15 +29,31 @@ settings.load_profile("headway")
 TESTS = Path(__file__).parent
 ONE_AT_A_TIME = frozenset({"cluster", "integration"})
 """Areas whose tests start several processes each: side by side they would only wait for each other."""
+GROUPS = {"cluster": "processes", "integration": "processes", "engines/train": "ranks"}
+"""Folders whose tests share a worker, and with it what lives as long as a worker: one Ray, three ranks."""
 THEIR_TIMEOUT_S = 300
 """Longer than `cluster.start_timeout_s`, which tells who is late."""
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Budget(fails=bool(os.environ.get("CI"))), "budget")
+
+
+def _finds_ray(item: pytest.Item) -> bool:
+    return item.path.parent.name == "integration" and "ray_here" in getattr(item, "fixturenames", ())
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under ``--dist loadgroup`` the tests of a file share a worker, and so do all of `ONE_AT_A_TIME`."""
+    """Under ``--dist loadgroup`` the tests of a file share a worker, and so do those of a folder in `GROUPS`.
+
+    First of all hooks, for xdist reads the groups in its own. What finds Ray running comes after all that does not.
+    """
+    items.sort(key=_finds_ray)
     for item in items:
         place = item.path.relative_to(TESTS)
         area = place.parts[0]
-        item.add_marker(pytest.mark.xdist_group("processes" if area in ONE_AT_A_TIME else str(place)))
+        group = next((group for folder, group in GROUPS.items() if place.is_relative_to(folder)), str(place))
+        item.add_marker(pytest.mark.xdist_group(group))
         if area in ONE_AT_A_TIME:
             item.add_marker(pytest.mark.timeout(THEIR_TIMEOUT_S))

@@ -15,6 +15,7 @@ from headway.cli import cli, common, main, outputs
 from headway.cli.training import summary
 from headway.config.loading import LoadedConfig, load
 from headway.errors import ConfigError, HeadwayError, WorkerDied
+from tests.tiers import mostly_slow
 
 RECIPE = """\
 model: {make: {}}
@@ -287,7 +288,7 @@ def test_an_output_without_unicode_gets_question_marks(recipe: str, monkeypatch:
     assert b"1 ? (device 0)" in output.buffer.getvalue()
 
 
-@pytest.mark.parametrize("closed", [(1,), (0, 1), (0, 1, 2)])
+@mostly_slow("closed", [(1,), (0, 1), (0, 1, 2)], quick=[(0, 1, 2)])
 def test_what_is_closed_of_the_standard_files_is_nowhere(recipe: str, tmp_path: Path, closed: tuple[int, ...]) -> None:
     """For the process that tries the reward, too."""
     (tmp_path / "reward.py").write_text("def score(response): return 1.0\n")

@@ -570,7 +570,9 @@ def test_an_option_and_the_setting_that_it_stands_for_are_one_too_many(
     )
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_it_with_what_was_answered_on_disk(tiny: Path, tmp_path: Path) -> None:
+    """In a process of its own, whose imports take seconds: the terminal's signal goes to all its processes."""
     (tmp_path / "reward.py").write_text(
         "import time\ndef score(response, answer):\n    time.sleep(0 if answer == '0' else 60)\n    return 1.0\n"
     )

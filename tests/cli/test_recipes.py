@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from headway.models.make import make_model
 from headway.rewards.request import RewardPart, RewardSpec, ScoreRequest
 from headway.rewards.scorers import make_scorer
 from tests.cli.test_commands import run
+from tests.tiers import mostly_slow
 
 
 @pytest.fixture(autouse=True)
@@ -117,8 +119,11 @@ def for_gpus(recipe: str) -> dict[int, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("recipe", DATA)
-@pytest.mark.parametrize("gpus", [1, 8, 64])
+@mostly_slow(
+    ("recipe", "gpus"),
+    product(DATA, [1, 8, 64]),
+    quick=[("gsm8k-grpo", 8), ("dapo-math", 64), ("reasoning-gym", 1)],
+)
 def test_a_recipe_takes_as_many_gpus_as_its_comments_say(recipe: str, gpus: int, data: dict[str, list[str]]) -> None:
     overrides = [*data[recipe], *for_gpus(recipe)[gpus]]
     path = ROOT / "recipes" / f"{recipe}.yaml"
@@ -130,10 +135,11 @@ def test_a_recipe_takes_as_many_gpus_as_its_comments_say(recipe: str, gpus: int,
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("recipe", DATA)
+@mostly_slow("recipe", DATA, quick=["dapo-math"])
 def test_a_recipe_trains_a_tiny_model_to_its_first_version(
     recipe: str, tiny: Path, data: dict[str, list[str]], tmp_path: Path
 ) -> None:
+    """A whole run and an evaluation, each with processes that score; the slowest imports reasoning_gym there."""
     own = load(ROOT / "recipes" / f"{recipe}.yaml").config.reward.function
     both = f"[{{function: {own}}}, {NO_LOWER_CASE}]"
     overrides = [*data[recipe], *TINY, f"model.path={tiny}", f"reward.functions={both}"]

@@ -18,6 +18,7 @@ from headway.cluster.ray_cluster import RayCluster
 from headway.cluster.ray_worker import RayWorker
 from headway.errors import UpdateFailed, WorkerDied
 from tests.cluster.one_version import one_version, tiny_config, update
+from tests.tiers import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("workers_can_import_tests")
 
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("workers_can_import_tests")
 async def test_a_version_equals_one_process_bit_for_bit_and_a_killed_replica_ends_in_a_named_error(
     tiny_model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """Starts and ends a Ray of its own, and two workers that import torch."""
     inline = await start_backend(
         tiny_config("inline"), model_path=tiny_model, run_dir=tmp_path, total_optimizer_steps=4
     )
@@ -79,7 +81,29 @@ async def test_a_version_equals_one_process_bit_for_bit_and_a_killed_replica_end
     assert "SIGTERM received" not in err
 
 
-@pytest.mark.parametrize(
+@pytest.mark.slow
+async def test_a_node_that_was_killed_leaves_no_process_though_nobody_stops_the_others(tmp_path: Path) -> None:
+    """Starts a Ray of its own, whose processes are given time to end by themselves."""
+    others = set(descendants(os.getpid()))
+    cluster = RayCluster(tiny_config("ray"), tmp_path)
+    await cluster.connect()
+    family = Family()
+    os.kill(raylet(), signal.SIGKILL)
+    await cluster.stop()
+    assert len(family) > len(others) + 1
+    assert set(family.left_after(0)) <= others
+
+
+def raylet() -> int:
+    """The process of Ray that its agents are children of."""
+    (pid,) = (pid for pid in descendants(os.getpid()) if Path(f"/proc/{pid}/exe").readlink().name == "raylet")
+    return pid
+
+
+# ---------------------------------------------------------------------------------------------- on a Ray that is there
+
+
+@mostly_slow(
     "sections",
     [
         {"param_update": {"transport": "object_store", "encoding": "delta"}},
@@ -87,10 +111,11 @@ async def test_a_version_equals_one_process_bit_for_bit_and_a_killed_replica_end
         {"param_update": {"transport": "disk"}, "trainer": {"n_gpus_per_node": 2}},
         {"placement": {"kind": "shared"}, "trainer": {"n_gpus_per_node": 2}, "rollout": {"n_gpus_per_node": 2}},
     ],
+    quick=[{"param_update": {"transport": "disk"}, "trainer": {"n_gpus_per_node": 2}}],
     ids=str,
 )
 async def test_versions_arrive_whichever_way_they_take(
-    tiny_model: str, tmp_path: Path, sections: dict[str, Any]
+    ray_here: None, tiny_model: str, tmp_path: Path, sections: dict[str, Any]
 ) -> None:
     """Small buckets, so that tensors are split; with two ranks each has half of every tensor."""
     sections["rollout"] = {"param_update_preduce_bucket_size_mb": 0.01, **sections.get("rollout", {})}
@@ -108,20 +133,3 @@ async def test_versions_arrive_whichever_way_they_take(
             assert again.nbytes < 0.01 * outcome.sent.nbytes
     finally:
         await workers.close()
-
-
-async def test_a_node_that_was_killed_leaves_no_process_though_nobody_stops_the_others(tmp_path: Path) -> None:
-    others = set(descendants(os.getpid()))
-    cluster = RayCluster(tiny_config("ray"), tmp_path)
-    await cluster.connect()
-    family = Family()
-    os.kill(raylet(), signal.SIGKILL)
-    await cluster.stop()
-    assert len(family) > len(others) + 1
-    assert set(family.left_after(0)) <= others
-
-
-def raylet() -> int:
-    """The process of Ray that its agents are children of."""
-    (pid,) = (pid for pid in descendants(os.getpid()) if Path(f"/proc/{pid}/exe").readlink().name == "raylet")
-    return pid

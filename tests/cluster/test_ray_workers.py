@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,23 +31,6 @@ from headway.data.types import Sample
 from headway.errors import ConfigError, ModelError, RunError, StallError, UpdateFailed, WorkerDied
 from tests.cluster.fakes import EchoRole, echo_specs, group_tokens
 from tests.cluster.one_version import tiny_config
-
-
-@pytest.fixture(scope="module")
-def ray_here(workers_can_import_tests: None) -> Iterator[None]:
-    context = ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        object_store_memory=128 * 2**20,
-    )
-    family = Family(Path(context.address_info["session_dir"]).name)
-    assert len(family) > 1
-    yield
-    ray.shutdown()
-    assert family.end(orderly_s=10) == []
 
 
 @pytest_asyncio.fixture

@@ -326,10 +326,12 @@ async def test_one_process_has_one_rank_of_the_critic(tiny_model: str, tmp_path:
 # ---------------------------------------------------------------------------------------------- on Ray
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("workers_can_import_tests")
 async def test_on_ray_a_version_equals_one_process_and_a_dead_copy_ends_the_run(
     tiny_model: str, tmp_path: Path
 ) -> None:
+    """Starts a Ray of its own and five workers that import torch."""
     inline = await start(config(), tiny_model, tmp_path)
     expected = await one_version(inline, config(), itself)
     await inline.close()
@@ -355,6 +357,7 @@ async def test_on_ray_a_version_equals_one_process_and_a_dead_copy_ends_the_run(
     assert logs == {"actor-0", "rollout-0", "ref-0", "logp-0", "critic-0"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("workers_can_import_tests")
 async def test_on_ray_two_ranks_each_get_their_shares_and_deltas_in_their_own_dtype(
     tiny_model: str, tmp_path: Path

@@ -13,8 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from headway.cluster.roles.outbox import Outbox, Send, Sent
 from headway.config.schema import Config
 from headway.config.transports import TRANSPORTS
@@ -28,6 +26,7 @@ from headway.weights.transports.links import Here, Meeting, make_link, open_rece
 from tests.engines.rollout.serving import WAIT_S, Source, collect, serving
 from tests.engines.rollout.support import make_request
 from tests.engines.rollout.test_tearing import MODELS, UPDATES, Watching, assert_from_the_table
+from tests.tiers import mostly_slow
 
 BUCKET_MB = 0.0005
 """Most tensors lie across several buckets, and most buckets hold parts of several tensors."""
@@ -38,6 +37,15 @@ WAYS = [
     for encoding in ("full", "delta")
     if encoding == "full" or facts.carries_delta
 ]
+
+QUICK = [
+    ("broadcast", "overlapped", "delta"),
+    ("local", "synchronous", "full"),
+    ("object_store", "synchronous", "full"),
+    ("shared_memory", "synchronous", "delta"),
+    ("disk", "overlapped", "full"),
+]
+"""Each transport, and each schedule with each encoding."""
 
 
 class Trainer:
@@ -103,8 +111,9 @@ def gathered(version: int, manifest: Manifest, bucket_bytes: int) -> Iterator[Wi
     return pack(manifest, shards, buckets(manifest.nbytes, bucket_bytes))
 
 
-@pytest.mark.parametrize(("transport", "schedule", "encoding"), WAYS, ids=["-".join(way) for way in WAYS])
+@mostly_slow(("transport", "schedule", "encoding"), WAYS, quick=QUICK, ids=["-".join(way) for way in WAYS])
 async def test_no_output_mixes_two_versions(transport: str, schedule: str, encoding: str, tmp_path: Path) -> None:
+    """Two hundred updates of a model that decodes meanwhile, and a look at every pass."""
     manifest = Source(MODELS[0]).manifest
     trainer = Trainer(transport, schedule, encoding, manifest, tmp_path)
     groups: list[FinishedGroup] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from headway.data.types import FinishReason
 from headway.interfaces import OnUpdate
@@ -23,6 +22,7 @@ from tests.contract.harness import (
 )
 from tests.contract.reference import assert_logprobs, forward_logprobs
 from tests.contract.serving import Session
+from tests.tiers import mostly_slow
 
 LONG = (60, CONTEXT - 20)
 """Answers of a random session: three slots' worth of them do not fit into memory."""
@@ -68,7 +68,7 @@ class Preempting(OfEngine):
                 reported = group.tokens.responses[k].logprobs
                 np.testing.assert_allclose(reported, expected, atol=self.harness.tolerance, rtol=0)
 
-    @pytest.mark.parametrize("seed", range(2))
+    @mostly_slow("seed", range(2), quick=range(1))
     @scenario(Feature.TOKENS, Feature.SHORT_MEMORY)
     async def test_random_commands_lose_nothing_while_answers_are_parked(self, seed: int) -> None:
         async with self.harness.serve(short_memory=True) as replica:

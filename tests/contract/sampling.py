@@ -12,6 +12,7 @@ from headway.data.types import FinishReason
 from headway.interfaces import GenerateRequest
 from tests.contract.harness import STOP, Feature, OfEngine, Replica, collect, make_request, responses, scenario
 from tests.contract.reference import ORDER, all_logits, answers_of_two, distribution, ends_with, fit
+from tests.tiers import mostly_slow
 
 SIGNIFICANT = 1e-4
 """A right engine fails a test once in so many seeds; the seeds are fixed."""
@@ -77,9 +78,19 @@ CASES: dict[str, tuple[Options, list[Wrong]]] = {
     "seed": ({"seed": 99}, [instead(temperature=1.15), instead(top_p=0.95)]),
 }
 
+QUICK = (
+    "temperature and filters",
+    "min-p, top-p",
+    "bias, penalty, temperature",
+    "minimum",
+    "stop strings",
+    "seed",
+)
+"""Each step of the distribution is in one of them."""
+
 
 class Sampling(OfEngine):
-    @pytest.mark.parametrize("case", CASES)
+    @mostly_slow("case", CASES, quick=QUICK)
     @scenario(Feature.TOKENS)
     async def test_answers_come_as_often_as_the_distribution_says(self, case: str) -> None:
         """Of whole answers of two tokens: a dependence between positions would show, too."""

@@ -34,6 +34,7 @@ from tests.contract.harness import (
     update,
 )
 from tests.contract.reference import assert_logprobs
+from tests.tiers import mostly_slow
 
 REFUSED: dict[str, GenerateRequest] = {
     "no prompt": replace(make_request(0), prompt=Prompt(0, 0, 0, "test", "", np.zeros(0, np.int32))),
@@ -271,7 +272,7 @@ class Serving(OfEngine):
                 assert_logprobs(replica, groups, self.harness.tolerance)
             await at_rest(replica)
 
-    @pytest.mark.parametrize("seed", range(4))
+    @mostly_slow("seed", range(4), quick=range(2))
     @scenario()
     async def test_random_commands_lose_nothing_and_stamp_every_token(self, seed: int) -> None:
         async with self.harness.serve() as replica:

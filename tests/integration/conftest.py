@@ -1,4 +1,4 @@
-"""A Ray that the runs of a file join, as it takes longer to start than a tiny job; an end of all that was started."""
+"""A Ray that runs join, as it takes longer to start than a tiny job; an end of all that was started."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def nothing_is_left_running() -> Iterator[None]:
     end_started()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def ray_here() -> Iterator[None]:
-    """Runs in this process find Ray running, and leave it running."""
+    """Runs in this process find Ray running, and leave it running. Tests that ask for it come after all others."""
     with sigterm_kept():
         context = ray.init(
             address="local",

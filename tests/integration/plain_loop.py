@@ -1,12 +1,9 @@
 """A plain synchronous loop over the engines: generate, reward, advantage, update, copy weights. Nothing else.
 
-    python plain_loop.py CONFIG OUT [a.b=c …]
-
 What ``mode=on_policy`` must equal, bit for bit.
 """
 
 import asyncio
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,8 +25,8 @@ from headway.weights.outgoing import Stream
 from headway.weights.protocols import WeightSink
 
 
-async def plain_loop(config_path: Path, out: Path, overrides: list[str]) -> None:
-    config = load(config_path, overrides).config
+async def plain_loop(config_path: Path, out: Path) -> None:
+    config = load(config_path).config
     path, steps = config.model.path, config.rollout.total_rollout_steps // config.actor.ppo_mini_batch_size
     tokenizer, model = load_tokenizer(path), load_model(path, dtype=torch.float32)
     score = load_function(config.reward.function)
@@ -76,7 +73,10 @@ async def plain_loop(config_path: Path, out: Path, overrides: list[str]) -> None
     trainer.export(out)
 
 
-if __name__ == "__main__":
+def run_plain_loop(config_path: Path, out: Path) -> None:
+    """The loop to its end, in a process group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    asyncio.run(plain_loop(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]))
-    dist.destroy_process_group()
+    try:
+        asyncio.run(plain_loop(config_path, out))
+    finally:
+        dist.destroy_process_group()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import resource
 import signal
 import time
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from headway.errors import RunError
 from headway.events import Event, Note
 from headway.pipeline.run import Pipeline
 from headway.reports.bundle import Reports
-from tests.integration.support import alive, finish, make_job, start, summary, wait_for
+from tests.integration.support import alive, finish, make_job, run_here, start, summary, wait_for
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo.yaml"
 
@@ -207,15 +208,6 @@ def test_an_export_that_fails_after_an_interrupt_makes_a_failed_run(
 
 # ---------------------------------------------------------------------------------------- whole runs
 
-NO_LARGE_FILE = """
-import resource
-from headway.cli import main
-resource.setrlimit(resource.RLIMIT_FSIZE, (250_000, 250_000))
-main()
-"""
-"""Reports are smaller, and so is the exported model; a checkpoint is larger."""
-
-
 WITHOUT_STDOUT = """
 import os, sys
 os.close(1)
@@ -223,14 +215,18 @@ os.execv(sys.executable, [sys.executable, "-m", "headway", *sys.argv[1:]])
 """
 
 
+@pytest.mark.slow
 def test_a_run_whose_stdout_is_closed_trains_quietly(recipe: Path, tmp_path: Path) -> None:
+    """In a process of its own, whose imports take seconds: its standard output is closed before it begins."""
     run_dir = tmp_path / "run"
     short = ("rollout.total_rollout_steps=4", "rollout.test_freq=-1")
     assert finish(start("-c", WITHOUT_STDOUT, *inline(recipe, run_dir, *short))) == (0, "")
     assert summary(run_dir)["status"] == "completed"
 
 
+@pytest.mark.slow
 def test_sigterm_while_workers_start_ends_the_run_and_leaves_no_process(recipe: Path, tmp_path: Path) -> None:
+    """In a process of its own, whose imports take seconds: what it leaves behind is seen from outside."""
     run_dir = tmp_path / "run"
     process = start("-m", "headway", *inline(recipe, run_dir))
     deadline = time.monotonic() + 90
@@ -247,7 +243,9 @@ def test_sigterm_while_workers_start_ends_the_run_and_leaves_no_process(recipe: 
     assert alive(started) == []
 
 
+@pytest.mark.slow
 def test_a_run_that_is_left_at_once_says_how_to_go_on(recipe: Path, tmp_path: Path) -> None:
+    """In a process of its own, whose imports take seconds: two signals come while it trains."""
     run_dir = tmp_path / "a run"
     process = start(
         "-m", "headway", *inline(recipe, run_dir, "trainer.save_freq=1", "rollout.total_rollout_steps=65536")
@@ -263,11 +261,24 @@ def test_a_run_that_is_left_at_once_says_how_to_go_on(recipe: Path, tmp_path: Pa
     assert summary(run_dir)["balanced"]
 
 
+@contextmanager
+def no_large_file() -> Iterator[None]:
+    """What this process writes: reports are smaller, and so is the exported model; a checkpoint is larger."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (250_000, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 def test_a_full_disk_at_a_checkpoint_is_one_message_and_half_a_checkpoint_is_removed(
     recipe: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    code, output = finish(start("-c", NO_LARGE_FILE, *inline(recipe, run_dir, "trainer.save_freq=1")))
+    with no_large_file():
+        done = run_here(*inline(recipe, run_dir, "trainer.save_freq=1"))
+    code, output = done.exit_code, done.output
     assert code == 1, output
     errors = output[output.index("error: ") :].splitlines()
     assert errors[0].startswith(

@@ -12,6 +12,7 @@ import os
 import signal
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from shutil import rmtree
 from typing import Any, NoReturn
@@ -25,6 +26,7 @@ from headway.cluster.ray_worker import RayWorker
 from headway.errors import WorkerDied
 from headway.reports.bundle import Reports
 from tests.integration.support import Done, alive, make_job, run_here, summary
+from tests.tiers import mostly_slow
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ def at(phase: Phase, monkeypatch: pytest.MonkeyPatch, do: Callable[[], None]) ->
     monkeypatch.setattr(InlineWorker, "stream", noted_stream)
 
 
-@pytest.mark.parametrize("name", PHASES)
+@mostly_slow("name", PHASES, quick=["start", "training", "load", "export"])
 def test_ctrl_c_in_any_phase_ends_the_run_in_order(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -143,7 +145,7 @@ def test_ctrl_c_in_any_phase_ends_the_run_in_order(
         assert told["status"] == ("completed" if whole else "interrupted")
 
 
-@pytest.mark.parametrize("name", IN_THE_PIPELINE)
+@mostly_slow("name", IN_THE_PIPELINE, quick=["training", "recv"])
 def test_ctrl_c_twice_in_any_phase_leaves_at_once(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -311,8 +313,18 @@ def check_end_by_death(done: Done, run_dir: Path, victim: str, *, saved: bool) -
     assert saved == (f"headway train --resume {run_dir}" in how), done.stderr
 
 
-@pytest.mark.parametrize("victim", ["actor-0", "rollout-0"])
-@pytest.mark.parametrize("name", PHASES)
+@mostly_slow(
+    ("name", "victim"),
+    product(PHASES, ["actor-0", "rollout-0"]),
+    quick=[
+        ("start", "rollout-0"),
+        ("validation", "rollout-0"),
+        ("training", "actor-0"),
+        ("send", "actor-0"),
+        ("recv", "rollout-0"),
+        ("export", "rollout-0"),
+    ],
+)
 def test_a_worker_that_dies_in_any_phase_ends_the_run_with_its_name_unless_nobody_needs_it_any_more(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, victim: str
 ) -> None:
@@ -336,7 +348,7 @@ def test_a_worker_that_dies_in_any_phase_ends_the_run_with_its_name_unless_nobod
 # ---------------------------------------------------------------------------------------- deaths, on Ray
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("name", "victim"),
     [
         ("start", "actor-0"),
@@ -345,10 +357,12 @@ def test_a_worker_that_dies_in_any_phase_ends_the_run_with_its_name_unless_nobod
         ("recv", "rollout-0"),
         ("checkpoint", "actor-0"),
     ],
+    quick=[("recv", "rollout-0")],
 )
 def test_a_process_that_is_killed_in_a_phase_ends_the_run_in_the_same_way_on_ray(
     ray_here: None, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, victim: str
 ) -> None:
+    """Two workers are started, and import torch, before the phase comes."""
     run_dir, pids = tmp_path / "run", dict[str, int]()
 
     def kill() -> None:

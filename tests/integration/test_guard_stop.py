@@ -5,19 +5,18 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-import pytest
-
 from headway.reports.checkpoints import Checkpoints
 from headway.reports.events_file import look_through
 from headway.reports.run_directory import RunDirectory
 from tests.integration.support import make_job, run_here, summary
+from tests.tiers import mostly_slow
 
 GROUPS_PER_VERSION = 4
 OFF_POLICY = ("actor.ppo_epochs=2", "actor.optim.lr=0.1", "offpolicy.guard.min_ess=0.999")
 """The second epoch of a version is far from the policy that sampled it."""
 
 
-@pytest.mark.parametrize("versions", [1, 3], ids=["in the last version", "before"])
+@mostly_slow("versions", [1, 3], quick=[3], ids=["in the last version", "before"])
 def test_a_run_that_its_guard_stops_has_failed_and_goes_on_without_the_guard(tmp_path: Path, versions: int) -> None:
     recipe, path = make_job(tmp_path), tmp_path / "a run"
     directory = RunDirectory(path)

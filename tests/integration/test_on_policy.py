@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.integration.support import finish, make_job, start, train
-
-PLAIN_LOOP = Path(__file__).with_name("plain_loop.py")
+from tests.integration.plain_loop import run_plain_loop
+from tests.integration.support import make_job, train
+from tests.tiers import mostly_slow
 
 
 @pytest.fixture(scope="module")
@@ -18,15 +18,20 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def plain_weights(recipe: Path) -> dict[str, bytes]:
     out = recipe.parent / "plain"
-    code, output = finish(start(str(PLAIN_LOOP), str(recipe), str(out)))
-    assert code == 0, output
+    run_plain_loop(recipe, out)
     return weights(out)
 
 
-@pytest.mark.parametrize("backend", ["inline", "ray"])
-def test_on_policy_equals_a_plain_synchronous_loop_bit_for_bit(
-    recipe: Path, plain_weights: dict[str, bytes], backend: str
-) -> None:
+def test_on_policy_equals_a_plain_synchronous_loop_bit_for_bit(recipe: Path, plain_weights: dict[str, bytes]) -> None:
+    check_equal(recipe, plain_weights, "inline")
+
+
+def test_so_it_does_over_ray(ray_here: None, recipe: Path, plain_weights: dict[str, bytes]) -> None:
+    """Starts Ray, where no test has, and two workers that import torch."""
+    check_equal(recipe, plain_weights, "ray")
+
+
+def check_equal(recipe: Path, plain_weights: dict[str, bytes], backend: str) -> None:
     run_dir = recipe.parent / backend
     train(recipe, run_dir, f"cluster.backend={backend}")
     trained = weights(run_dir / "model")
@@ -35,13 +40,14 @@ def test_on_policy_equals_a_plain_synchronous_loop_bit_for_bit(
     assert trained != weights(recipe.parent / "model")
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     "settings",
     [
         ("rollout.max_concurrent=3",),
         ("rollout.n_gpus_per_node=3", "rollout.max_concurrent=5", "rollout.max_batched_tokens=16"),
         ("rollout.n_gpus_per_node=2", "rollout.split_groups=true", "param_update.transport=shared_memory"),
     ],
+    quick=[("rollout.n_gpus_per_node=3", "rollout.max_concurrent=5", "rollout.max_batched_tokens=16")],
     ids=" ".join,
 )
 def test_slots_and_replicas_change_no_bit_of_it(

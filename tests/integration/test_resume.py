@@ -13,6 +13,7 @@ import pytest
 from headway.cluster.processes import descendants
 from tests.integration.support import alive, events, finish, make_job, run_here, start, summary, train, wait_for
 from tests.integration.test_on_policy import weights
+from tests.tiers import mostly_slow
 
 REACHED = '"kind": "version.reached", '
 
@@ -60,13 +61,14 @@ def is_rays_own(pid: int) -> bool:
     return title.startswith((b"ray::DashboardAgent", b"ray::RuntimeEnvAgent"))
 
 
-@pytest.mark.parametrize("backend", ["inline", "ray"])
+@mostly_slow("backend", ["inline", "ray"], quick=["inline"])
 def test_on_policy_ends_with_the_weights_of_a_run_that_nobody_killed_bit_for_bit(
     recipe: Path, undisturbed: Path, tmp_path: Path, backend: str
 ) -> None:
+    """The run that is killed is a process of its own, whose imports take seconds."""
     run_dir = tmp_path / "run"
     kill(recipe, run_dir, 4, f"cluster.backend={backend}")
-    code, output = resume(run_dir, own_process=True)
+    code, output = resume(run_dir, own_process=backend == "ray")
     assert code == 0, output
     assert "resuming from the checkpoint of version" in output
     assert weights(run_dir / "model") == weights(undisturbed / "model")
@@ -77,6 +79,7 @@ def test_on_policy_ends_with_the_weights_of_a_run_that_nobody_killed_bit_for_bit
     assert [row["version"] for row in rows] == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_another_transport_and_schedule_go_on_too(recipe: Path, tmp_path: Path) -> None:
     """The trainer's copy of what was sent is gone, and so is what replicas had: the first update is a whole one."""
     run_dir = tmp_path / "run"
@@ -89,7 +92,9 @@ def test_another_transport_and_schedule_go_on_too(recipe: Path, tmp_path: Path) 
     assert told["lag"]["max"] <= told["lag"]["bound"]
 
 
+@pytest.mark.slow
 def test_critic_and_policy_go_on_together(recipe: Path, tmp_path: Path) -> None:
+    """The run that is killed is a process of its own, whose imports take seconds."""
     settings = (
         "mode=async_stale",
         "algorithm.adv_estimator=gae",
@@ -105,7 +110,9 @@ def test_critic_and_policy_go_on_together(recipe: Path, tmp_path: Path) -> None:
     assert (run_dir / "checkpoints" / "critic" / "version_4").is_dir()
 
 
+@pytest.mark.slow
 def test_a_run_that_was_interrupted_is_finished(recipe: Path, tmp_path: Path) -> None:
+    """The run that is interrupted is a process of its own, whose imports take seconds."""
     run_dir = tmp_path / "run"
     arguments = ("mode=async_partial", "cluster.backend=inline", "rollout.total_rollout_steps=256")
     process = start("-m", "headway", "train", str(recipe), *arguments, f"run.dir={run_dir}")

@@ -24,6 +24,7 @@ from tests.integration.support import (
     train,
     wait_for,
 )
+from tests.tiers import mostly_slow
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_job(tmp_path_factory.mktemp("runs"))
 
 
-@pytest.mark.parametrize("mode", PRESETS)
+@mostly_slow("mode", PRESETS, quick=["colocate_sync", "async_partial", "overlapped", "colocate_async"])
 def test_every_mode_runs_by_switching_its_name_alone(recipe: Path, tmp_path: Path, mode: str) -> None:
     result = train(recipe, tmp_path / "run", f"mode={mode}", "cluster.backend=inline", "rollout.total_rollout_steps=32")
     groups, lag = result["groups"], result["lag"]
@@ -90,7 +91,9 @@ def test_the_exported_model_opens_as_a_hugging_face_folder(recipe: Path, tmp_pat
     ],
     ids=["a reference on ranks of its own and two replicas", "two training ranks that share the reference"],
 )
+@pytest.mark.slow
 def test_roles_run_where_they_are_placed(recipe: Path, tmp_path: Path, placement: list[str]) -> None:
+    """Starts a Ray of its own, and up to four workers that import torch."""
     overrides = ["mode=async_partial", "actor.use_kl_loss=true", "actor.kl_loss_coef=0.01", *placement]
     result = train(recipe, tmp_path / "run", *overrides, "rollout.total_rollout_steps=32")
     assert result["groups"]["trained"] == 32
@@ -100,6 +103,7 @@ def test_roles_run_where_they_are_placed(recipe: Path, tmp_path: Path, placement
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_two_runs_at_once_on_one_machine_both_end_well(recipe: Path, tmp_path: Path) -> None:
     """Each starts a Ray of its own."""
     runs = [tmp_path / "one", tmp_path / "two"]
@@ -112,6 +116,7 @@ def test_two_runs_at_once_on_one_machine_both_end_well(recipe: Path, tmp_path: P
 
 
 def test_the_first_interrupt_finishes_the_version_saves_and_leaves(recipe: Path, tmp_path: Path) -> None:
+    """A run as a user starts it: driver, Ray and two workers take longer to start and end than to train."""
     run_dir = tmp_path / "run"
     process = start_long_run(recipe, run_dir, "cluster.backend=ray")
     started = descendants(process.pid)
@@ -127,7 +132,9 @@ def test_the_first_interrupt_finishes_the_version_saves_and_leaves(recipe: Path,
     assert alive(started) == []
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_leaves_at_once(recipe: Path, tmp_path: Path) -> None:
+    """A run as a user starts it: driver, Ray and two workers take longer to start and end than to train."""
     process = start_long_run(recipe, tmp_path / "run", "cluster.backend=ray", "async_training.require_batches=128")
     started = descendants(process.pid)
     os.kill(process.pid, signal.SIGINT)
@@ -139,6 +146,7 @@ def test_a_second_interrupt_leaves_at_once(recipe: Path, tmp_path: Path) -> None
     assert alive(started) == []
 
 
+@pytest.mark.slow
 def test_a_killed_trainer_ends_the_run_with_its_name_and_leaves_no_process(recipe: Path, tmp_path: Path) -> None:
     """In other phases, and of replicas: `test_every_phase`."""
     process = start_long_run(recipe, tmp_path / "run", "cluster.backend=ray")

@@ -22,6 +22,7 @@ from tests.integration.support import (
     train,
     wait_for,
 )
+from tests.tiers import mostly_slow
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_job(tmp_path_factory.mktemp("updates"))
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     "overrides",
     [
         ("mode=overlapped", "rollout.n_gpus_per_node=2"),
@@ -39,11 +40,16 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("mode=colocate_async", "trainer.n_gpus_per_node=2", "rollout.n_gpus_per_node=2"),
         ("mode=colocate_sync", "async_training.trigger_parameter_sync_step=2"),
     ],
+    quick=[
+        ("mode=overlapped", "param_update.transport=shared_memory", "param_update.encoding=delta"),
+        ("mode=colocate_async", "trainer.n_gpus_per_node=2", "rollout.n_gpus_per_node=2"),
+    ],
     ids=" ".join,
 )
 def test_a_run_balances_whichever_way_its_weights_take(
     ray_here: None, recipe: Path, tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
+    """Two to four workers are started on Ray, and import torch."""
     result = train(recipe, tmp_path / "run", *overrides, "rollout.total_rollout_steps=32")
     assert result["groups"]["trained"] == 32
     assert result["balanced"]
@@ -66,9 +72,11 @@ def test_versions_on_disk_are_safetensors_files_that_hold_the_trained_model(reci
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "does not answer"])
+@pytest.mark.slow
 def test_a_replica_that_is_lost_is_left_out_and_the_run_goes_on(
     recipe: Path, tmp_path: Path, how: signal.Signals
 ) -> None:
+    """Driver, Ray and three workers are started; one that falls silent is given the time-out's 10 s."""
     run_dir = tmp_path / "run"
     process = start_long_run(
         recipe,

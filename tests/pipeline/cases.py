@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from math import floor
+from math import ceil, floor
 from typing import Any, NamedTuple, TypeVar
 
 from hypothesis import HealthCheck, given, settings
@@ -46,7 +46,7 @@ SCHEDULES = {
     "one buffer": 150,
     "cancelled": 200,
 }
-"""Random runs that the test of that name makes, at the least."""
+"""Random runs that the test of that name makes, at the least; a share of them in the quick tests."""
 
 SHAPES = [(1, 1, 1), (1, 1, 3), (2, 1, 2), (1, 2, 2), (4, 1, 1), (3, 1, 2), (2, 2, 2), (1, 1, 8), (5, 1, 2), (3, 1, 3)]
 """Fetches per version, mini-batches per fetch, groups per mini-batch."""
@@ -315,9 +315,9 @@ def faulty(draw: st.DrawFn, /, *whats: str, most: int = 3, **fixed: Any) -> Case
     return draw(cases(**{"shared": shared, "overlapped": overlapped, **fixed, "faults": tuple(faults)}))
 
 
-def for_each(strategy: st.SearchStrategy[T], schedules: int, check: Callable[[T], object]) -> None:
-    """Check that many random cases, always the same ones."""
-    seen = 0
+def for_each(strategy: st.SearchStrategy[T], schedules: float, check: Callable[[T], object]) -> None:
+    """Check that many random cases, always the same ones; a smaller number is the beginning of a larger one."""
+    seen, schedules = 0, ceil(schedules)
 
     @settings(max_examples=schedules, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     @given(strategy)

@@ -109,7 +109,7 @@ def cancelled_after(scenario: Scenario, *events: int) -> Run:
 
 def check_cancelled_at_any_moment(
     cases: st.SearchStrategy[Case],
-    schedules: int,
+    schedules: float,
     scenario: Callable[[Case], Scenario],
     check: Callable[[Run], object],
 ) -> None:

@@ -40,13 +40,18 @@ from tests.pipeline.fakes import (
 
 E = TypeVar("E", bound=Event)
 
+CONFIGS: dict[str, Config] = {}
+"""Configurations by what they were made of: a check asks for its scenario's at every event."""
 MODES = tuple(PRESETS)
 """Every mode there is, whether engines can do it for real or not."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Run:
-    """What a run left behind."""
+    """What a run left behind.
+
+    Without ``repr``, which would tell every event, and which asyncio asks a task for whose result this is.
+    """
 
     status: Status | None
     error: BaseException | None
@@ -69,6 +74,8 @@ class Run:
     """When a stop was first asked for."""
     cancelled_at: float | None = None
     _task: asyncio.Task[Status] | None = None
+    _by_kind: dict[type[Event], list[Any]] = field(default_factory=dict)
+    _indexed: int = 0
 
     def cancel(self) -> None:
         """The pipeline's task, as by a second Ctrl-C."""
@@ -91,7 +98,11 @@ class Run:
         return late
 
     def of(self, kind: type[E]) -> list[E]:
-        return [event for event in self.events if isinstance(event, kind)]
+        """In order. Checks ask this a hundred times of a run, so that events are sorted by their kinds once."""
+        for event in self.events[self._indexed :]:
+            self._by_kind.setdefault(type(event), []).append(event)
+        self._indexed = len(self.events)
+        return list(self._by_kind.get(kind, []))
 
     def fates(self) -> Counter[str]:
         return Counter(event.fate for event in self.of(GroupSettled))
@@ -227,7 +238,11 @@ class Scenario:
         }
         for name, further in self.sections.items():
             sections[name] = {**sections.get(name, {}), **further}
-        return Config.model_validate({"mode": self.mode, **sections})
+        values = {"mode": self.mode, **sections}
+        config = CONFIGS.get(repr(values))
+        if config is None:
+            config = CONFIGS[repr(values)] = Config.model_validate(values)
+        return config
 
     def run(self, cancelled_at: float | None = None) -> Run:
         """``cancelled_at``: the pipeline's task is cancelled at that time, as by a second Ctrl-C."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
+from math import ceil
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from tests.pipeline.cases import SCHEDULES, Case, cases, for_each
 from tests.pipeline.invariants import cancelled_after
 from tests.pipeline.machines import check_machines
 from tests.pipeline.scenario import MODES, Run, Scenario
+from tests.tiers import a_share_and_all, enough
 
 # ---------------------------------------------------------------------------------------------- whole runs
 
@@ -45,21 +47,26 @@ def small(mode: str) -> Scenario:
     return Scenario(mode, problems=2, replicas=2, total=32, slots=4, sections={"trainer": {"save_freq": 1}})
 
 
+@a_share_and_all
 @pytest.mark.parametrize("mode", MODES)
-def test_a_run_that_is_cancelled_at_any_event_is_over_at_once(mode: str):
+def test_a_run_that_is_cancelled_at_any_event_is_over_at_once(mode: str, share: float):
+    """A whole run for each of 40 places, or for a share of them."""
     events = len(small(mode).run().assert_completed().events)
-    for k in range(1, events, max(1, events // 40)):
+    for k in range(1, events, max(1, events // ceil(share * 40))):
         check_cancelled(cancelled_after(small(mode), k))
 
 
+@a_share_and_all
 @pytest.mark.parametrize("mode", MODES)
-def test_a_second_cancellation_while_the_first_is_under_way_changes_nothing(mode: str):
+def test_a_second_cancellation_while_the_first_is_under_way_changes_nothing(mode: str, share: float):
     events = len(small(mode).run().assert_completed().events)
-    for k in range(7, events, max(1, events // 15)):
+    for k in range(7, events, max(1, events // ceil(share * 15))):
         check_cancelled(cancelled_after(small(mode), k, k + 1, k + 3))
 
 
-def test_a_random_run_may_be_cancelled_at_any_moment():
+@a_share_and_all
+def test_a_random_run_may_be_cancelled_at_any_moment(share: float):
+    """Hundreds of whole runs, as a cancellation comes between any two events."""
     left_at_once = 0
 
     def check(drawn: tuple[Case, int]) -> None:
@@ -70,19 +77,20 @@ def test_a_random_run_may_be_cancelled_at_any_moment():
             check_cancelled(run)
         left_at_once += run.cancelled_at is not None
 
-    for_each(st.tuples(cases(), st.integers(1, 600)), SCHEDULES["cancelled"], check)
-    assert left_at_once > SCHEDULES["cancelled"] / 2
+    for_each(st.tuples(cases(), st.integers(1, 600)), share * SCHEDULES["cancelled"], check)
+    assert left_at_once > enough(SCHEDULES["cancelled"] / 2, share)
 
 
+@a_share_and_all
 @pytest.mark.parametrize("mode", MODES)
-def test_a_run_that_is_cancelled_between_any_two_turns_of_the_loop_is_over_at_once(mode: str):
-    """Also where nothing is said: 40 places spread over all callbacks of the run."""
+def test_a_run_that_is_cancelled_between_any_two_turns_of_the_loop_is_over_at_once(mode: str, share: float):
+    """Also where nothing is said: 40 places spread over all callbacks of the run, or a share of them."""
 
     def start(loop: CancellingLoop) -> Coroutine[Any, Any, Run]:
         return cancelled_from(small(mode), "run.started", loop)
 
     callbacks = CancellingLoop.count(start)
-    for k in range(1, callbacks, callbacks // 40):
+    for k in range(1, callbacks, callbacks // ceil(share * 40)):
         check_cancelled(CancellingLoop.run(start, k))
 
 
@@ -234,10 +242,13 @@ def test_things_done_concurrently_all_end_when_they_are_cancelled_at_any_turn():
     assert at_every_turn(wait, afterwards) > 10
 
 
+@a_share_and_all
 @pytest.mark.parametrize("policy", list(OnUpdate))
 @pytest.mark.parametrize("mode", ["async_partial", "colocate_async"])
-def test_whoever_waits_for_a_halt_or_the_lease_may_be_cancelled_at_every_turn(mode: str, policy: OnUpdate):
-    """From the first group that is trained to the end of the first update, every single callback."""
+def test_whoever_waits_for_a_halt_or_the_lease_may_be_cancelled_at_every_turn(
+    mode: str, policy: OnUpdate, share: float
+):
+    """From the first group that is trained to the end of the first update, every single callback, or every fourth."""
     if mode == "colocate_async" and policy is OnUpdate.KEEP:
         pytest.skip("an engine that sleeps keeps no cache")
     values = {"on_update": policy.value, "trigger_parameter_sync_step": 1}
@@ -246,5 +257,5 @@ def test_whoever_waits_for_a_halt_or_the_lease_may_be_cancelled_at_every_turn(mo
         scenario = Scenario(mode, async_training=values, problems=1, mini_batch=2, total=4, n=1, slots=2)
         return cancelled_from(scenario, "fetch.taken", loop)
 
-    for k in range(1, CancellingLoop.count(start) + 1):
+    for k in range(1, CancellingLoop.count(start) + 1, int(1 / share)):
         check_cancelled(CancellingLoop.run(start, k))

@@ -27,6 +27,7 @@ from tests.pipeline.machines import overlap
 from tests.pipeline.scenario import MODES, Run, Scenario
 from tests.pipeline.test_end_of_run import ENDS
 from tests.pipeline.test_update_recovery import failed
+from tests.tiers import a_share_and_all, enough
 
 places = pytest.mark.parametrize("inside", [True, False], ids=["inside the fetch", "ranks of its own"])
 
@@ -261,7 +262,9 @@ def check_case(case: Case) -> Run:
     return check_however_it_ended(with_critic(case).run(), FetchesAhead, check_all)
 
 
-def test_everything_holds_in_every_run_with_a_critic():
+@a_share_and_all
+def test_everything_holds_in_every_run_with_a_critic(share: float):
+    """Dozens of whole runs."""
     beside = 0
 
     def check(case: Case) -> None:
@@ -274,23 +277,25 @@ def test_everything_holds_in_every_run_with_a_critic():
             for theirs in actor_steps(run, fetch.fetch)
         )
 
-    for_each(cases(), 60, check)
-    assert beside >= 4
+    for_each(cases(), share * 60, check)
+    assert beside >= enough(4, share)
 
 
-def test_a_run_with_a_critic_may_be_stopped_at_any_time():
+@a_share_and_all
+def test_a_run_with_a_critic_may_be_stopped_at_any_time(share: float):
     stopped = 0
 
     def check(case: Case) -> None:
         nonlocal stopped
         stopped += check_case(case).status is Status.INTERRUPTED
 
-    for_each(faulty("stop"), 40, check)
-    assert stopped >= 15
+    for_each(faulty("stop"), share * 40, check)
+    assert stopped >= enough(15, share)
 
 
-def test_a_run_with_a_critic_may_be_cancelled_at_any_moment_and_is_over_at_once():
-    check_cancelled_at_any_moment(cases(), 40, with_critic, check_turns)
+@a_share_and_all
+def test_a_run_with_a_critic_may_be_cancelled_at_any_moment_and_is_over_at_once(share: float):
+    check_cancelled_at_any_moment(cases(), share * 40, with_critic, check_turns)
 
 
 # ---------------------------------------------------------------------------------------------- failures

@@ -10,6 +10,7 @@ from headway.events import CheckpointSaved, FetchTaken, GroupAdmitted, RunFinish
 from headway.pipeline.run import Status
 from tests.pipeline.fakes import FakeReward, fails, without_variance
 from tests.pipeline.scenario import MODES, Run, Scenario
+from tests.tiers import a_share_and_all
 
 # ---------------------------------------------------------------------------------------------- by number of groups
 
@@ -129,9 +130,12 @@ def interrupted(scenario: Scenario, seconds: float) -> Run:
     return run.assert_clean()
 
 
+@a_share_and_all
 @pytest.mark.parametrize("by", ["total", "epochs"])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_stop_at_any_moment_ends_at_a_version_boundary_with_a_checkpoint_and_balanced_books(mode: str, by: str):
+def test_a_stop_at_any_moment_ends_at_a_version_boundary_with_a_checkpoint_and_balanced_books(
+    mode: str, by: str, share: float
+):
     length = {"total": 48} if by == "total" else {"rows": 43, "epochs": 1}
 
     def scenario() -> Scenario:
@@ -139,7 +143,7 @@ def test_a_stop_at_any_moment_ends_at_a_version_boundary_with_a_checkpoint_and_b
 
     whole = scenario().run().assert_completed()
     per_version = whole.of(RunStarted)[0].groups_per_version
-    for moment in range(13):
+    for moment in range(0, 13, int(1 / share)):
         run = interrupted(scenario(), moment / 12 * whole.ended)
         groups = run.groups
         assert run.version == -(-groups["trained"] // per_version)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from itertools import product
 
 import pytest
 
@@ -12,6 +13,7 @@ from headway.events import CheckpointSaved, GroupAdmitted, GroupSettled, Replica
 from tests.pipeline.fake_policies import FakeReference
 from tests.pipeline.fakes import FakeReward
 from tests.pipeline.scenario import MODES, Run, Scenario
+from tests.tiers import mostly_slow
 
 
 def failed(scenario: Scenario, error: type[BaseException], match: str) -> Run:
@@ -47,9 +49,11 @@ def test_the_only_replica_that_dies_at_any_moment_ends_the_run_with_its_name(mod
         assert run.ended < seconds + 20, "in bounded time: as soon as anything asks the dead replica"
 
 
-@pytest.mark.parametrize("split_groups", [False, True])
-@pytest.mark.parametrize("replica", [0, 1])
-@pytest.mark.parametrize("mode", MODES)
+@mostly_slow(
+    ("mode", "replica", "split_groups"),
+    product(MODES, [0, 1], [False, True]),
+    quick=[(mode, place % 2, place % 4 > 1) for place, mode in enumerate(MODES)],
+)
 def test_one_replica_of_two_may_die_at_any_moment_and_its_prompts_run_again(
     mode: str, replica: int, split_groups: bool
 ):

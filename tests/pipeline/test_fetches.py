@@ -25,6 +25,7 @@ from tests.pipeline.fakes import FakeReward, fails, prompt, without_variance
 from tests.pipeline.invariants import check_everything, check_however_it_ended
 from tests.pipeline.scenario import MODES, Run, Scenario
 from tests.pipeline.test_end_of_run import ENDS
+from tests.tiers import a_share_and_all
 
 # ---------------------------------------------------------------------------------------------- taken alone
 
@@ -321,7 +322,8 @@ def test_a_full_queue_changes_when_the_first_fetch_is_taken_and_lets_lag_come_to
     assert largest[1] == floor(1 + 2 - Fraction(1, 16)) >= largest[0]
 
 
-def test_everything_holds_in_every_run_that_fills_its_queue():
+@a_share_and_all
+def test_everything_holds_in_every_run_that_fills_its_queue(share: float):
     def check(case: Case) -> None:
         scenario = case.scenario()
         scenario.async_training["fill_queue"] = True
@@ -331,8 +333,8 @@ def test_everything_holds_in_every_run_that_fills_its_queue():
             kept -= {e.number for e in run.of(GroupSettled) if e.fate in ("filtered", "failed")}
             assert queued(run) == min(rules.limit(0), rules.total or len(kept), len(kept))
 
-    for_each(cases(), 40, check)
-    for_each(faulty("stop", "dies", "joins"), 30, check)
+    for_each(cases(), share * 40, check)
+    for_each(faulty("stop", "dies", "joins"), share * 30, check)
 
 
 # ---------------------------------------------------------------------------------------------- the last fetch

@@ -97,6 +97,7 @@ def test_a_warning_looks_at_new_groups_alone():
     assert places[1:] == [places[0] + LONGER * LEAST_WINDOW]
 
 
+@pytest.mark.slow
 def test_chance_alone_is_hardly_a_reason_to_tell_again():
     """3% pass, for 50,000 groups. Among as many windows of 128 there is always one of which none does."""
     warned = []

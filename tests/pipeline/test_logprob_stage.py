@@ -25,6 +25,7 @@ from tests.pipeline.machines import ROUNDING, overlap
 from tests.pipeline.scenario import MODES, Run, Scenario
 from tests.pipeline.test_end_of_run import ENDS
 from tests.pipeline.test_update_recovery import SCHEDULES, TIMEOUT_S, both_schedules, failed
+from tests.tiers import a_share_and_all, enough
 
 STREAMING = ["stream_off_policy", "async_stale", "async_partial"]
 """Modes with four fetches a version."""
@@ -171,7 +172,9 @@ def beside(case: Case) -> Scenario:
     return scenario
 
 
-def test_everything_holds_in_every_run_with_it():
+@a_share_and_all
+def test_everything_holds_in_every_run_with_it(share: float):
+    """Dozens of whole runs."""
     ends: set[Status | None] = set()
     ahead = 0
 
@@ -182,12 +185,13 @@ def test_everything_holds_in_every_run_with_it():
         ahead += any(overlap(ask.span, step) for ask in logp(run).asked for step in steps(run))
 
     several = st.sampled_from(SHAPES).flatmap(lambda shape: cases(shape=shape, use_rollout_log_probs=False))
-    for_each(several, 80, check)
+    for_each(several, share * 80, check)
     assert Status.COMPLETED in ends
-    assert ahead >= 20, "cases in which nothing is computed ahead prove little"
+    assert ahead >= enough(20, share), "cases in which nothing is computed ahead prove little"
 
 
-def test_a_run_may_be_stopped_at_any_time_and_ends_at_a_version():
+@a_share_and_all
+def test_a_run_may_be_stopped_at_any_time_and_ends_at_a_version(share: float):
     stopped = 0
 
     def check(case: Case) -> None:
@@ -195,21 +199,23 @@ def test_a_run_may_be_stopped_at_any_time_and_ends_at_a_version():
         run = check_however_it_ended(beside(case).run(), FetchesAhead, check_ahead)
         stopped += run.status is Status.INTERRUPTED
 
-    for_each(faulty("stop", use_rollout_log_probs=False), 60, check)
-    assert stopped >= 20
+    for_each(faulty("stop", use_rollout_log_probs=False), share * 60, check)
+    assert stopped >= enough(20, share)
 
 
-def test_replicas_may_die_join_or_hang_meanwhile():
+@a_share_and_all
+def test_replicas_may_die_join_or_hang_meanwhile(share: float):
     def check(case: Case) -> None:
         check_however_it_ended(beside(case).run(), FetchesAhead, check_ahead)
 
-    for_each(faulty("dies", "joins", use_rollout_log_probs=False), 30, check)
+    for_each(faulty("dies", "joins", use_rollout_log_probs=False), share * 30, check)
     limits = {"update_timeout_s": 20.0, "recv_s": 0.25, "load_s": 0.125}
-    for_each(faulty("never_receives", "silent on activate", use_rollout_log_probs=False, **limits), 20, check)
+    for_each(faulty("never_receives", "silent on activate", use_rollout_log_probs=False, **limits), share * 20, check)
 
 
-def test_a_run_with_it_may_be_cancelled_at_any_moment_and_is_over_at_once():
-    check_cancelled_at_any_moment(cases(use_rollout_log_probs=False), 50, beside, check_versions)
+@a_share_and_all
+def test_a_run_with_it_may_be_cancelled_at_any_moment_and_is_over_at_once(share: float):
+    check_cancelled_at_any_moment(cases(use_rollout_log_probs=False), share * 50, beside, check_versions)
 
 
 # ---------------------------------------------------------------------------------------------- failures

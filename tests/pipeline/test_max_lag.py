@@ -17,6 +17,7 @@ from tests.pipeline.cases import SCHEDULES, Case, cases, for_each
 from tests.pipeline.fakes import FakeReward
 from tests.pipeline.invariants import check_everything, run_and_check
 from tests.pipeline.scenario import Run, Scenario
+from tests.tiers import a_share_and_all
 
 B = 4
 
@@ -93,7 +94,9 @@ def test_a_group_with_newer_tokens_than_its_admission_is_due_later():
     assert max(lags(narrow)) <= max(lags(run)) == 1
 
 
-def test_waiting_never_deadlocks_and_never_exceeds_its_bound_in_any_case():
+@a_share_and_all
+def test_waiting_never_deadlocks_and_never_exceeds_its_bound_in_any_case(share: float):
+    """A hundred whole runs and more."""
     waited: Counter[bool] = Counter()
 
     def check(case: Case) -> None:
@@ -102,7 +105,7 @@ def test_waiting_never_deadlocks_and_never_exceeds_its_bound_in_any_case():
         if case.max_lag is not None and not isinstance(run.error, NothingToTrain):
             assert all(event.reason != "overdue" for event in run.of(GroupSettled))
 
-    for_each(cases(order="ready", on_overdue="wait", longest=120), SCHEDULES["max_lag"], check)
+    for_each(cases(order="ready", on_overdue="wait", longest=120), share * SCHEDULES["max_lag"], check)
     assert waited[True] > waited[False] / 2
 
 

@@ -16,6 +16,7 @@ from tests.pipeline.fakes import FakeRollout
 from tests.pipeline.invariants import check_everything, run_and_check
 from tests.pipeline.scenario import MODES, Run, Scenario
 from tests.pipeline.test_update_recovery import SCHEDULES, TIMEOUT_S, both_schedules, failed, is_phase, lost, when
+from tests.tiers import a_share_and_all
 
 GATHER_AND_RECV_S = 0.25 + 2.0
 
@@ -131,5 +132,11 @@ def test_a_version_that_is_overtaken_while_a_replica_drains_is_not_sent():
     assert not {p.version for p in run.of(UpdatePhase) if p.where == "rollout-0"} & set(superseded)
 
 
-def test_everything_holds_in_random_runs_whoever_dies_joins_or_receives_corrupted_weights():
-    for_each(faulty("dies", "joins", "receives corrupted", double_buffered=False), RANDOM["one buffer"], run_and_check)
+@a_share_and_all
+def test_everything_holds_in_random_runs_whoever_dies_joins_or_receives_corrupted_weights(share: float):
+    """A hundred whole runs and more."""
+    for_each(
+        faulty("dies", "joins", "receives corrupted", double_buffered=False),
+        share * RANDOM["one buffer"],
+        run_and_check,
+    )

@@ -26,6 +26,7 @@ from tests.pipeline.cases import SCHEDULES, Case, cases, for_each
 from tests.pipeline.fakes import FakeReward, fails
 from tests.pipeline.invariants import check_everything, run_and_check
 from tests.pipeline.scenario import Run, Scenario
+from tests.tiers import a_share_and_all, enough
 
 
 def overlapped(eta: int = 1, recv_s: float = 0.25, load_s: float = 0.125, **more: object) -> Scenario:
@@ -178,7 +179,9 @@ def test_a_synchronous_update_is_loaded_everywhere_before_the_trainer_goes_on():
         assert max(dict(replica.loads)[update.version] for replica in run.rollouts) == update.time == fetch.waited[0]
 
 
-def test_everything_holds_where_versions_overtake_each_other():
+@a_share_and_all
+def test_everything_holds_where_versions_overtake_each_other(share: float):
+    """A hundred whole runs and more."""
     superseded = 0
 
     @st.composite
@@ -203,8 +206,8 @@ def test_everything_holds_where_versions_overtake_each_other():
         assert all(a <= b for a, b in pairwise(versions)) or case.replicas > 1
         superseded += bool(versions)
 
-    for_each(far_ahead(), SCHEDULES["overlapped"], check)
-    assert superseded > 10
+    for_each(far_ahead(), share * SCHEDULES["overlapped"], check)
+    assert superseded > enough(10, share)
 
 
 def test_with_one_version_ahead_overlapped_updates_keep_the_bound_of_a_window():

@@ -31,6 +31,7 @@ from tests.pipeline.fake_policies import FakeCritic
 from tests.pipeline.fakes import FakeSource
 from tests.pipeline.kills import check_history, run_with_kills
 from tests.pipeline.scenario import Run, Scenario
+from tests.tiers import a_share_and_all, enough
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -48,7 +49,8 @@ kills = st.lists(st.integers(4, 20), min_size=1, max_size=4)
 """Twentieths of an undisturbed run's time that each process lives."""
 
 
-def test_whatever_is_killed_when_nothing_is_lost_and_nothing_trained_twice():
+@a_share_and_all
+def test_whatever_is_killed_when_nothing_is_lost_and_nothing_trained_twice(share: float):
     undone = resumed_at = 0
 
     def check(drawn: tuple[Case, list[float]]) -> None:
@@ -62,20 +64,23 @@ def test_whatever_is_killed_when_nothing_is_lost_and_nothing_trained_twice():
         )
         resumed_at += any(version > 0 for version in whole.resumed)
 
-    for_each(st.tuples(st.one_of(cases(save_freq=1), cases(save_freq=2)), kills), 100, check)
-    assert undone > 30
-    assert resumed_at > 30, "runs that start over prove nothing"
+    for_each(st.tuples(st.one_of(cases(save_freq=1), cases(save_freq=2)), kills), share * 100, check)
+    least = enough(30, share)
+    assert undone > least
+    assert resumed_at > least, "runs that start over prove nothing"
 
 
+@a_share_and_all
 @pytest.mark.parametrize("mode", MODES)
-def test_any_moment_will_do_in_every_mode(mode: str):
+def test_any_moment_will_do_in_every_mode(mode: str, share: float):
+    """Two runs that are killed, and one to the end, for each of 15 moments or a share of them."""
     scenario = Scenario(mode, sections=SAVES, problems=2, rows=90, epochs=1, replicas=2)
     length = scenario.run().ended
     resumed: set[int] = set()
-    for part in range(1, 16):
+    for part in range(1, 16, int(1 / share)):
         whole = check_history(run_with_kills(scenario, [length * part / 16, length / 3]))
         resumed.update(whole.resumed)
-    assert len(resumed) > 3
+    assert len(resumed) > enough(3, share)
 
 
 def of(events: list[Event], kind: type[Any]) -> list[Any]:

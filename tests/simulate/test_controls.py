@@ -13,6 +13,7 @@ from headway.simulate.measure import config_of
 from headway.simulate.profile import ConstantLengths, EmpiricalLengths, LognormalLengths, Profile
 from headway.simulate.session import Simulation
 from tests.simulate.planning import profile_of, setting
+from tests.tiers import mostly_slow
 
 
 def ended(number: int, tokens: int) -> TrajectoryFinished:
@@ -101,7 +102,11 @@ def test_lengths_that_do_not_vary_are_their_own_longest():
     assert mean_longest(LognormalLengths(kind="lognormal", mean=70, sigma=0, max=60), groups=5, answers=3) == 60
 
 
-@pytest.mark.parametrize("preset", ["on_policy", "one_step_off", "async_stale", "async_partial", "stream_off_policy"])
+@mostly_slow(
+    "preset",
+    ["on_policy", "one_step_off", "async_stale", "async_partial", "stream_off_policy"],
+    quick=["one_step_off", "async_partial"],
+)
 def test_versions_of_a_run_have_the_answers_that_are_expected(preset):
     """At steady state, whatever the order in which answers end, and although some groups are filtered."""
     profile = profile_of(

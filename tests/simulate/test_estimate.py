@@ -1,12 +1,14 @@
 """The mean of step times and its error: against closed forms, another library's regression, and many samples."""
 
 import math
+from itertools import product
 from statistics import fmean, stdev
 
 import numpy as np
 import pytest
 
 from headway.simulate.estimate import FEWEST_FREE, MOST_BATCHES, T_QUANTILES, Control, estimate
+from tests.tiers import mostly_slow
 
 TIMES = [4.0, 5.0, 4.5, 5.5, 4.2, 5.1, 4.9, 4.4]
 
@@ -79,8 +81,7 @@ def test_the_interval_covers_the_true_mean_nineteen_times_in_twenty(count, multi
     assert 0.945 <= fmean(covered) <= 0.985
 
 
-@pytest.mark.parametrize("share", [0.0, 0.8])
-@pytest.mark.parametrize("deviation", [0.2, 0.4])
+@mostly_slow(("share", "deviation"), product([0.0, 0.8], [0.2, 0.4]), quick=[(0.8, 0.4)])
 def test_an_interval_that_is_looked_at_after_every_version_still_covers_the_mean(share, deviation):
     draws = np.random.default_rng(0)
     covered = []

@@ -57,7 +57,9 @@ def test_short_answers_gain_nothing_from_running_ahead_and_the_plan_says_so() ->
     assert found.advice.sentence.startswith("Asynchrony does not help here")
 
 
+@pytest.mark.slow
 def test_a_long_tail_gains_from_running_ahead_and_the_plan_says_so() -> None:
+    """Plans with a tail of long answers, which takes many simulated runs to tell settings apart."""
     found = planned(LONG_TAIL, train_devices=8)
     assert found.advice.helps is True
     assert found.advice.recommended is not None and found.advice.recommended.setting.eta > 0

@@ -10,11 +10,10 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
@@ -24,6 +23,7 @@ from headway.engines.rollout.native.forward import PolicyForward
 from headway.interfaces import FinishedGroup, OnUpdate
 from tests.engines.rollout.serving import WAIT_S, Source, collect, serving
 from tests.engines.rollout.support import VOCABULARY, make_model, make_request
+from tests.tiers import mostly_slow
 
 UPDATES = 200
 SIZES = {"hidden_size": 16, "intermediate_size": 16, "head_dim": 8, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -105,9 +105,13 @@ def test_a_wrong_version_would_be_noticed() -> None:
         assert all("v_proj" in name or not torch.equal(a, b) for (name, a), b in pairs)
 
 
-@pytest.mark.parametrize("policy", list(OnUpdate))
-@pytest.mark.parametrize("dual_buffer", [True, False], ids=["dual", "in place"])
+@mostly_slow(
+    ("dual_buffer", "policy"),
+    product([True, False], OnUpdate),
+    quick=[(True, OnUpdate.INTERRUPT), (False, OnUpdate.KEEP), (True, OnUpdate.DRAIN)],
+)
 async def test_no_output_mixes_two_versions(policy: OnUpdate, dual_buffer: bool) -> None:
+    """Two hundred updates of a model that decodes meanwhile, and a look at every pass."""
     source = Source(MODELS[0])
     groups: list[FinishedGroup] = []
     over = False

@@ -1,0 +1,45 @@
+"""What `make test` tries of a longer list, and `make test-slow` tries of the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import pytest
+
+T = TypeVar("T")
+
+QUICK_SHARE = 0.25
+"""How much of a random search the quick tests make: its first cases."""
+
+a_share_and_all = pytest.mark.parametrize(
+    "share", [pytest.param(QUICK_SHARE, id="a quarter"), pytest.param(1, id="all", marks=pytest.mark.slow)]
+)
+"""A random search in both tiers. Its test takes the ``share`` of the examples that it makes."""
+
+
+def enough(times: float, share: float) -> float:
+    """How often something happens at the least in a ``share`` of a search, if it does so many ``times`` in all of it.
+
+    The first cases are small ones, in which less happens: a third of their share is asked for.
+    """
+    return times if share == 1 else times * share / 3
+
+
+def mostly_slow(
+    names: str | Sequence[str], cases: Iterable[T], *, quick: Sequence[T], ids: Any = None
+) -> pytest.MarkDecorator:
+    """`pytest.mark.parametrize` of which only the ``quick`` cases are in `make test`.
+
+    Raises:
+        ValueError: where one of ``quick`` is no case: it would be tested nowhere.
+    """
+    cases = list(cases)
+    if unknown := [case for case in quick if case not in cases]:
+        raise ValueError(f"no cases: {unknown}; there are {cases}")
+
+    def param(case: Any) -> Any:
+        values = (case,) if isinstance(names, str) else case
+        return pytest.param(*values, marks=[] if case in quick else pytest.mark.slow)
+
+    return pytest.mark.parametrize(names, [param(case) for case in cases], ids=ids)
