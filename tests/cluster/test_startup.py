@@ -14,6 +14,7 @@ from headway.cluster.backend import start_backend
 from headway.cluster.plan import ClusterPlan, WorkerSpec
 from headway.errors import ConfigError, ModelError, StallError, WorkerDied
 from headway.interfaces import Capabilities, OnUpdate
+from headway.progress import Heartbeat
 from headway.weights.layout import Manifest
 from tests.cluster.one_version import tiny_config
 
@@ -36,6 +37,9 @@ class PlannedWorker:
 
     async def stream(self, method: str, *args: Any) -> AsyncGenerator[tuple[Any, Any], None]:
         yield method, args
+
+    async def heartbeat(self) -> Heartbeat:
+        return Heartbeat("")
 
     async def died(self) -> NoReturn:
         await self._cluster.answer(self.name, "died")

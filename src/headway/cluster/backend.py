@@ -19,6 +19,7 @@ from headway.config.schema import Config
 from headway.errors import StallError
 from headway.interfaces import CriticEngine, LogProbEngine, PolicyReceiver, ProximalEngine, RolloutEngine
 from headway.pipeline.concurrently import concurrently
+from headway.progress import Living
 from headway.user_code import names_a_file, resolve_spec
 
 PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3}
@@ -55,6 +56,10 @@ class Workers:
         """Wait until any worker ends that is needed, also while nobody calls it, and raise `WorkerDied`."""
         await concurrently(worker.died() for worker in self.needed)
         raise AssertionError("unreachable: died() never returns")
+
+    def living(self) -> list[Living]:
+        """Every worker once, for heartbeats; also those that replaced others. Fused replicas are their rank's."""
+        return [*self.needed, *(self.rollouts if self.replaces else ())]
 
     @property
     def replaces(self) -> bool:

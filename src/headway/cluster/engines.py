@@ -28,6 +28,7 @@ from headway.interfaces import (
     StepContext,
     StepReport,
 )
+from headway.progress import Heartbeat
 
 
 class TrainGroup:
@@ -193,6 +194,10 @@ class RolloutReplica:
     async def died(self) -> NoReturn:
         """Wait until the replica's process ends, and raise `WorkerDied`."""
         await self._worker.died()
+
+    async def heartbeat(self) -> Heartbeat:
+        """The worker's."""
+        return await self._worker.heartbeat()
 
     async def stats(self) -> EngineStats:
         return cast(EngineStats, await self._worker.call("engine.stats"))

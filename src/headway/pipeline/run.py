@@ -94,6 +94,7 @@ class Pipeline:
             lambda: self._fleet,
             lambda: self.stages,
             lambda event: self._emit(event),  # noqa: PLW0108 - bound below: the monitor observes, too
+            workers=parts.workers,
             stall_timeout_s=config.cluster.stall_timeout_s,
             interval_s=config.reports.activity_interval_s,
         )
