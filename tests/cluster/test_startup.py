@@ -139,6 +139,7 @@ async def test_watching_raises_when_a_worker_dies_that_is_needed_and_replicas_te
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     workers = await start(PlannedCluster(), monkeypatch)
+    assert [worker.name for worker in workers.living()] == ["actor-0", "rollout-0"]
     async with asyncio.timeout(5):
         with pytest.raises(WorkerDied, match="worker actor-0 died"):
             await workers.watch()

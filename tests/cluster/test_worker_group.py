@@ -134,7 +134,7 @@ async def test_a_call_starts_at_once_and_can_be_awaited_later() -> None:
 
 
 def test_only_registered_methods_are_there() -> None:
-    assert set(registered(Doubler)) == {"everywhere", "first", "total", "columns"}
+    assert set(registered(Doubler)) == {"everywhere", "first", "total", "columns", "export"}
     with pytest.raises(AttributeError, match="'private' is not a registered method"):
         group(Scripted(0)).private()
 

@@ -233,7 +233,7 @@ def test_slow_is_not_stalled():
 
 
 def test_a_step_of_hours_is_no_stall_as_long_as_it_moves():
-    sections = {"cluster": {"stall_timeout_s": 20}}
+    sections = {"cluster": {"stall_timeout_s": 20}, "reports": {"activity_interval_s": 1000}}
     run = Scenario("on_policy", total=8, trainer={"step_s": lambda _: 10_000}, sections=sections).run()
     run.assert_completed()
     assert run.ended > 20_000
