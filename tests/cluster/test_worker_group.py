@@ -149,6 +149,12 @@ def test_a_group_without_workers_is_refused() -> None:
         group()
 
 
+async def test_a_path_is_sent_absolute_for_workers_run_in_another_directory() -> None:
+    worker = Scripted(0)
+    await group(worker).export(Path("model"))
+    assert worker.calls == [("export", Path.cwd() / "model")]
+
+
 def test_a_method_that_works_with_files_ends_when_nothing_moves_and_says_which_path() -> None:
     async def main() -> None:
         await group(Scripted(0, hangs=True), Scripted(1)).export(Path("/there/model"))

@@ -142,6 +142,7 @@ class PartOf:
 class WorkerGroup:
     """The ranks of one role. Each registered method is an attribute here; calling it starts the work on the ranks at
     once and gives a task: await it to block, or keep it as a future. The first rank that fails fails the call.
+    Paths are sent absolute: workers may run in another directory.
     """
 
     def __init__(self, role: type, workers: Sequence[Worker]) -> None:
@@ -161,7 +162,13 @@ class WorkerGroup:
             raise AttributeError(f"{name!r} is not a registered method of {self.__dict__.get('_role')}")
         return partial(self._start, name, registration)
 
+    def call(self, method: str, *args: Any) -> asyncio.Task[Any]:
+        """The registered ``method``, by its name. See `proxy`."""
+        task: asyncio.Task[Any] = getattr(self, method)(*args)
+        return task
+
     def _start(self, method: str, registration: Registration, *args: Any) -> asyncio.Task[Any]:
+        args = tuple(argument.absolute() if isinstance(argument, Path) else argument for argument in args)
         call = self._run(method, registration, args)
         if registration.files is not None:
             path = next(argument for argument in args if isinstance(argument, Path))
