@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import dataclasses
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -88,6 +89,29 @@ def test_each_layer_of_a_step_counts_as_progress_forward_and_backward(model_path
         assert progress.places == [place for end in done for place in ["", "", end]]
 
     contextvars.copy_context().run(steps)
+
+
+def test_files_and_weights_on_their_way_count_as_progress_too(model_path: ModelPath, tmp_path: Path) -> None:
+    progress = Counting()
+
+    def places_of(work: Callable[[], object]) -> str:
+        progress.places.clear()
+        work()
+        return "\n".join(progress.places)
+
+    def works() -> None:
+        count_for(progress)
+        trainer, there = engine(model_path("qwen3")), tmp_path / "version_1"
+        assert f"writing {tmp_path / '.version_1.partial'}" in places_of(lambda: trainer.save(there, {}))
+        assert f"reading {there}, " in places_of(lambda: trainer.load(there))
+        exported = places_of(lambda: trainer.export(tmp_path / "model"))
+        assert "\nmodel.norm.weight gathered\n" in exported
+        assert f"writing {tmp_path / '.model.partial'}" in exported
+        manifest = trainer.manifest(torch.float32)
+        buckets = places_of(lambda: deque(trainer.gather(manifest, 4096), maxlen=0))
+        assert buckets.count("MB gathered") == -(-manifest.nbytes // 4096)
+
+    contextvars.copy_context().run(works)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama"])
