@@ -76,6 +76,20 @@ async def test_an_interrupt_does_not_end_a_worker(workers: list[RayWorker]) -> N
     assert (await workers[1].call("describe"))["interrupt_blocked"]
 
 
+async def test_a_worker_says_what_it_does_while_its_thread_is_busy(workers: list[RayWorker]) -> None:
+    leaving = asyncio.create_task(workers[0].call("was_left"))
+    async with asyncio.timeout(10):
+        while not (beat := await workers[0].heartbeat()).doing:  # noqa: ASYNC110 - another process begins
+            await asyncio.sleep(0.01)
+        async with aclosing(workers[0].stream("endless")) as pairs:
+            await anext(pairs)
+            both = (await workers[0].heartbeat()).doing
+        assert await leaving
+        assert (await workers[1].heartbeat()).doing == ""
+    assert beat.doing.startswith("was_left for 0 s, no progress for 0 s")
+    assert "; 1 × endless for 0 s" in both
+
+
 async def test_columns_stay_behind_references_and_are_read_by_the_rank_that_needs_them(
     workers: list[RayWorker],
 ) -> None:

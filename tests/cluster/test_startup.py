@@ -14,6 +14,7 @@ from headway.cluster.backend import start_backend
 from headway.cluster.plan import ClusterPlan, WorkerSpec
 from headway.errors import ConfigError, ModelError, StallError, WorkerDied
 from headway.interfaces import Capabilities, OnUpdate
+from headway.progress import Heartbeat
 from headway.weights.layout import Manifest
 from tests.cluster.one_version import tiny_config
 
@@ -36,6 +37,9 @@ class PlannedWorker:
 
     async def stream(self, method: str, *args: Any) -> AsyncGenerator[tuple[Any, Any], None]:
         yield method, args
+
+    async def heartbeat(self) -> Heartbeat:
+        return Heartbeat("")
 
     async def died(self) -> NoReturn:
         await self._cluster.answer(self.name, "died")
@@ -135,6 +139,7 @@ async def test_watching_raises_when_a_worker_dies_that_is_needed_and_replicas_te
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     workers = await start(PlannedCluster(), monkeypatch)
+    assert [worker.name for worker in workers.living()] == ["actor-0", "rollout-0"]
     async with asyncio.timeout(5):
         with pytest.raises(WorkerDied, match="worker actor-0 died"):
             await workers.watch()

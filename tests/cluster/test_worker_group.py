@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -10,6 +11,9 @@ from hypothesis import strategies as st
 
 from headway.cluster.worker_group import Collect, Dispatch, WorkerGroup, register, registered
 from headway.data.types import Column, Handle, Sample
+from headway.errors import StallError
+from headway.progress import Heartbeat
+from headway.simulate.clock import run_virtual
 
 
 class Doubler:
@@ -24,6 +28,9 @@ class Doubler:
 
     @register(Dispatch.SPLIT, Collect.COLUMNS)
     def columns(self, samples: Sequence[Sample]) -> None: ...
+
+    @register(Dispatch.ONE_TO_ALL, files="exporting the model to")
+    def export(self, path: Path) -> None: ...
 
     def private(self) -> None: ...
 
@@ -54,6 +61,9 @@ class Scripted:
 
     async def stream(self, method: str, *args: Any) -> AsyncGenerator[tuple[Any, Any], None]:
         yield method, args
+
+    async def heartbeat(self) -> Heartbeat:
+        return Heartbeat("")
 
     async def died(self) -> NoReturn:
         await asyncio.Event().wait()
@@ -124,7 +134,7 @@ async def test_a_call_starts_at_once_and_can_be_awaited_later() -> None:
 
 
 def test_only_registered_methods_are_there() -> None:
-    assert set(registered(Doubler)) == {"everywhere", "first", "total", "columns"}
+    assert set(registered(Doubler)) == {"everywhere", "first", "total", "columns", "export"}
     with pytest.raises(AttributeError, match="'private' is not a registered method"):
         group(Scripted(0)).private()
 
@@ -137,3 +147,17 @@ def test_columns_can_only_be_collected_from_split_samples() -> None:
 def test_a_group_without_workers_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one worker"):
         group()
+
+
+async def test_a_path_is_sent_absolute_for_workers_run_in_another_directory() -> None:
+    worker = Scripted(0)
+    await group(worker).export(Path("model"))
+    assert worker.calls == [("export", Path.cwd() / "model")]
+
+
+def test_a_method_that_works_with_files_ends_when_nothing_moves_and_says_which_path() -> None:
+    async def main() -> None:
+        await group(Scripted(0, hangs=True), Scripted(1)).export(Path("/there/model"))
+
+    with pytest.raises(StallError, match=r"^exporting the model to /there/model is stuck: .*\(w0: idle; w1: idle\)"):
+        run_virtual(main())

@@ -75,6 +75,8 @@ class FakeTrainer(SimulatedTrainer):
         update: UpdateProfile = UPDATE,
     ) -> None:
         super().__init__(TrainCost(step_s=0.0, token_s=0.0, forward_token_s=0.0), update, transport, save_s=save_s)
+        self.hangs_at: set[int] = set()
+        """Steps that never end, and in which nothing moves."""
         self.raises_at: dict[int, BaseException] = {}
         """Step → what `train_step` raises there."""
         self.steps: list[list[Sample]] = []
@@ -122,6 +124,9 @@ class FakeTrainer(SimulatedTrainer):
         self.contexts.append(context)
         if step in self.raises_at:
             raise self.raises_at[step]
+        if step in self.hangs_at:
+            with self._ranks("an optimizer step"):
+                await asyncio.Event().wait()
         await self._compute("an optimizer step", self._step_s(step))
         ess = self._ess(step)
         metrics = {"loss": 0.0} if ess is None else {"loss": 0.0, "offpolicy/ess": ess}

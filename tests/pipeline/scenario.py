@@ -283,6 +283,7 @@ class Scenario:
             receivers=[*others, *ranks],
             watch_replica=(lambda replica: replica.died()) if self.supervised else None,  # type: ignore[attr-defined]
             watch=(lambda: self._watch(run)) if self.watched else None,
+            workers=lambda: [trainer],
         )
         pipeline = Pipeline(self.config, parts, [recorder], Path("checkpoints"), self.resume_from)
         run = Run(None, None, recorder.events, pipeline, source, rollouts, trainer, 0.0, [], transport, self, recorder)

@@ -236,6 +236,22 @@ def test_slow_is_not_stalled():
     assert run.ended > 500
 
 
+def test_a_step_of_hours_is_no_stall_as_long_as_it_moves():
+    sections = {"cluster": {"stall_timeout_s": 20}, "reports": {"activity_interval_s": 1000}}
+    run = Scenario("on_policy", total=8, trainer={"step_s": lambda _: 10_000}, sections=sections).run()
+    run.assert_completed()
+    assert run.ended > 20_000
+
+
+def test_a_step_in_which_nothing_moves_is_a_stall_and_the_message_names_who_is_in_it():
+    def script(run: Run) -> None:
+        run.trainer.hangs_at = {1}
+
+    scenario = Scenario("on_policy", script=script, sections={"cluster": {"stall_timeout_s": 20}})
+    run = failed(scenario, StallError, r"ActorTrain waits for .*\. Workers: trainer: an optimizer step$")
+    assert run.groups["trained"] == 4
+
+
 # ---------------------------------------------------------------------------------------------- promises, checked
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
 from headway.errors import StallError
 from headway.events import Note, ReplicaActivity
 from headway.interfaces import EngineStats
-from headway.pipeline.monitor import Monitor, Movement
+from headway.pipeline.monitor import FILE_WORK_FIRST_S, Monitor, Movement
+from headway.progress import Heartbeat
 from headway.simulate.clock import run_virtual
 from tests.pipeline.fakes import Recorder
 
@@ -32,16 +34,42 @@ class Serving:
         self.serving = [replica]
 
 
-def monitor(replica: Replica, recorder: Recorder, timeout: float = 10.0) -> Monitor:
+class Rank:
+    """Computes until ``until``, and counts each ``every`` seconds as progress."""
+
+    def __init__(self, name: str, until: float = 0.0, every: float = 1.0) -> None:
+        self.name = name
+        self.answers = True
+        self.patience_s = 0.0
+        self._until = until
+        self._every = every
+
+    async def heartbeat(self) -> Heartbeat:
+        now = asyncio.get_running_loop().time()
+        if not self.answers:
+            await asyncio.Event().wait()
+        moved = min(now, self._until) // self._every * self._every
+        doing = f"train_step for {now:g} s, no progress for {now - moved:g} s"
+        return Heartbeat(doing, now - moved, self.patience_s)
+
+
+def monitor(replica: Replica, recorder: Recorder, timeout: float = 10.0, workers: Sequence[Rank] = ()) -> Monitor:
     movement = Movement()
     recorder.on = movement.on_event
-    fleet = Serving(replica)
-    return Monitor(fleet, [], movement, recorder.on_event, stall_timeout_s=timeout, interval_s=1.0)  # type: ignore[arg-type]
+    return Monitor(
+        Serving(replica),  # type: ignore[arg-type]
+        [],
+        movement,
+        recorder.on_event,
+        workers=lambda: workers,
+        stall_timeout_s=timeout,
+        interval_s=1.0,
+    )
 
 
-def stalls_at(made: Monitor) -> float:
+def stalls_at(made: Monitor, says: str = "") -> float:
     async def main() -> float:
-        with pytest.raises(StallError, match="nothing moved for 10 s"):
+        with pytest.raises(StallError, match=rf"nothing moved for 10 s \(cluster.stall_timeout_s\): .*{says}"):
             await made.run()
         return asyncio.get_running_loop().time()
 
@@ -76,3 +104,46 @@ def test_any_event_is_progress():
         return loop.time()
 
     assert run_virtual(main()) == 17
+
+
+def test_a_rank_that_computes_for_hours_is_no_stall_as_long_as_its_work_moves():
+    busy, waiting = Rank("actor-0", until=7203, every=4.0), Rank("actor-1")
+    says = "Workers: actor-0: train_step for 7210 s, no progress for 10 s; actor-1: .* no progress for 7210 s$"
+    assert stalls_at(monitor(Replica(), Recorder(), workers=[busy, waiting]), says) == 7210
+
+
+def test_nobody_is_asked_while_events_come():
+    recorder = Recorder()
+    silent = Rank("actor-0")
+    silent.answers = False
+    assert stalls_at(monitor(Replica(tokens_until=25), recorder, workers=[silent]), "actor-0: no answer") == 45
+
+
+def test_a_worker_that_does_not_answer_does_not_keep_the_stall_from_being_told():
+    """It has as long to answer as nothing may move, at most."""
+    silent, idle = Rank("actor-0", until=1e6), Rank("actor-1")
+    silent.answers = False
+    says = "actor-0: no answer to its heartbeat within 10 s; actor-1"
+    assert stalls_at(monitor(Replica(), Recorder(), workers=[silent, idle]), says) == 20
+
+
+def test_an_event_that_comes_while_a_worker_is_asked_is_progress():
+    recorder = Recorder()
+    silent = Rank("actor-0")
+    silent.answers = False
+    made = monitor(Replica(), recorder, workers=[silent])
+
+    async def main() -> float:
+        loop = asyncio.get_running_loop()
+        loop.call_at(15, lambda: recorder.on_event(Note(time=15.0, level="info", text="still here")))
+        with pytest.raises(StallError):
+            await made.run()
+        return loop.time()
+
+    assert run_virtual(main()) == 35
+
+
+def test_work_with_files_is_left_to_its_own_limit_which_ends_it_first():
+    saving = Rank("actor-0", until=50.0)
+    saving.patience_s = 500.0
+    assert stalls_at(monitor(Replica(), Recorder(), workers=[saving])) == 50 + 500 + FILE_WORK_FIRST_S

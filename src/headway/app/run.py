@@ -112,6 +112,7 @@ class Run:
             watch=workers.watch,
             watch_replica=workers.watch_replica,
             replace_replica=workers.replace_replica if workers.replaces else None,
+            workers=workers.living,
             probe_tolerance=workers.probe_tolerance,
         )
         taken = None if self._start is None else await self._load(workers, self._start)

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from headway.cluster.engines import CriticGroup, ProximalGroup, ReferenceGroup, RolloutReplica, TrainGroup
+from headway.cluster.engines import RolloutReplica, TrainGroup, critic_of, reference_of
 from headway.cluster.hardware import Hardware
+from headway.cluster.proxy import proxy
 from headway.cluster.replacements import Replacements
 from headway.cluster.startup import Cluster, Startup
 from headway.cluster.worker_group import Worker
@@ -19,6 +20,7 @@ from headway.config.schema import Config
 from headway.errors import StallError
 from headway.interfaces import CriticEngine, LogProbEngine, PolicyReceiver, ProximalEngine, RolloutEngine
 from headway.pipeline.concurrently import concurrently
+from headway.progress import Living
 from headway.user_code import names_a_file, resolve_spec
 
 PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3}
@@ -55,6 +57,10 @@ class Workers:
         """Wait until any worker ends that is needed, also while nobody calls it, and raise `WorkerDied`."""
         await concurrently(worker.died() for worker in self.needed)
         raise AssertionError("unreachable: died() never returns")
+
+    def living(self) -> list[Living]:
+        """Every worker once, for heartbeats; also those that replaced others. Fused replicas are their rank's."""
+        return [*self.needed, *(self.rollouts if self.replaces else ())]
 
     @property
     def replaces(self) -> bool:
@@ -114,9 +120,13 @@ async def start_backend(config: Config, *, model_path: str, run_dir: Path, total
         workers = Workers(
             train=train,
             rollouts=list(started.rollouts),
-            ref=ReferenceGroup(started.ref) if started.ref is not None else None,
-            proximal=ProximalGroup(started.logp) if started.logp else train if LOGP in started.inside_fetch else None,
-            critic=CriticGroup(started.critic) if started.critic is not None else None,
+            ref=reference_of(started.ref) if started.ref is not None else None,
+            proximal=proxy(started.logp, ProximalEngine)
+            if started.logp
+            else train
+            if LOGP in started.inside_fetch
+            else None,
+            critic=critic_of(started.critic) if started.critic is not None else None,
             receivers=started.receivers,
             inside_fetch=started.inside_fetch,
             needed=started.needed,

@@ -13,6 +13,7 @@ from headway.cluster.role_host import RoleHost
 from headway.config.schema import Config
 from headway.data.types import Handle
 from headway.errors import ConfigError
+from headway.progress import Heartbeat
 
 
 def _themselves(handles: Sequence[Handle[Any]]) -> list[Any]:
@@ -44,6 +45,9 @@ class InlineWorker:
 
     def stream(self, method: str, *args: Any) -> AsyncGenerator[tuple[Any, Handle[Any]], None]:
         return self._host.stream(method, *args)
+
+    async def heartbeat(self) -> Heartbeat:
+        return self._host.heartbeat()
 
     async def died(self) -> NoReturn:
         """Never: there is no process that could end alone."""

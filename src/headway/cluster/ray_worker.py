@@ -23,6 +23,7 @@ from headway.cluster.processes import Watched
 from headway.cluster.role_host import RoleHost
 from headway.data.types import Handle
 from headway.errors import HeadwayError, RunError, StallError, WorkerDied
+from headway.progress import Heartbeat
 
 MAX_CALLS = 100_000
 """At once, on one actor: every admitted group is a call that waits for its tokens, and a pause must get through."""
@@ -68,6 +69,10 @@ class WorkerActor:
         async for metadata, payload in self._host.stream(method, *args):
             yield metadata
             yield payload
+
+    async def heartbeat(self) -> Heartbeat:
+        """Answered on the event loop's thread, while the role's thread computes."""
+        return self._host.heartbeat()
 
     async def forever(self) -> None:
         """Never returns: the call fails when the process ends."""
@@ -164,6 +169,11 @@ class RayWorker:
             except (asyncio.CancelledError, GeneratorExit):
                 ray.cancel(objects)  # dropping it here would not end it there
                 raise
+
+    async def heartbeat(self) -> Heartbeat:
+        with self._failures("heartbeat"):
+            beat: Heartbeat = await self._actor.heartbeat.remote()
+            return beat
 
     async def died(self) -> NoReturn:
         with self._failures("supervision"):

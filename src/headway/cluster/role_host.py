@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncGenerator
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
 
 from headway.cluster.memory_errors import memory_errors_told
+from headway.progress import Heartbeat, Progress, count_for
 
 
 class RoleHost:
@@ -24,7 +28,11 @@ class RoleHost:
     def __init__(self, role: Any, name: str) -> None:
         self._role = role
         self._name = name
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._progress = Progress()
+        """Of the role's thread: what a rank computes. An engine tells of its own in `RolloutEngine.stats`."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=count_for, initargs=(self._progress,))
+        self._open: dict[object, tuple[str, float]] = {}
+        """Calls of coroutines: the method, and when it was called."""
         self._closing = False
 
     async def call(self, method: str, *args: Any) -> Any:
@@ -35,15 +43,40 @@ class RoleHost:
         function = attrgetter(method)(self._role)
         with memory_errors_told(self._name, method):
             if inspect.iscoroutinefunction(function):
-                return await function(*args)
-            return await asyncio.get_running_loop().run_in_executor(self._thread, partial(function, *args))
+                with self._call(method):
+                    return await function(*args)
+            return await asyncio.get_running_loop().run_in_executor(
+                self._thread, partial(self._run, method, function, args)
+            )
 
     async def stream(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
         """What the role's asynchronous generator yields. Raises as `call` does."""
-        with memory_errors_told(self._name, method):
+        with memory_errors_told(self._name, method), self._call(method):
             async with aclosing(attrgetter(method)(self._role)(*args)) as items:
                 async for item in items:
                     yield item
+
+    def heartbeat(self) -> Heartbeat:
+        """What the role does, told while it does it; call it on the event loop's thread."""
+        beat = self._progress.heartbeat()
+        counts = Counter(method for method, _ in self._open.values())
+        first = dict(reversed(self._open.values()))  # the oldest of each method counts
+        now = time.monotonic()
+        calls = [f"{n} × {method} for {now - first[method]:.0f} s" for method, n in counts.items()]
+        return replace(beat, doing="; ".join(filter(None, [beat.doing, *calls])))
+
+    def _run(self, method: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        with self._progress.working(method):
+            return function(*args)
+
+    @contextmanager
+    def _call(self, method: str) -> Iterator[None]:
+        call = object()
+        self._open[call] = method, time.monotonic()
+        try:
+            yield
+        finally:
+            del self._open[call]
 
     async def close(self) -> None:
         """Close the role behind whatever it is doing, and end its thread. A second call does nothing."""

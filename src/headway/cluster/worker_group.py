@@ -15,11 +15,14 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
+from headway.cluster.file_work import while_bytes_move
 from headway.data.collate import split_by_tokens
 from headway.data.types import Column, Handle, Sample
 from headway.pipeline.concurrently import concurrently
+from headway.progress import Heartbeat
 
 F = TypeVar("F", bound=Callable[..., Any])
 _REGISTRATION = "__headway_registration__"
@@ -51,17 +54,22 @@ class Collect(StrEnum):
 class Registration:
     dispatch: Dispatch
     collect: Collect
+    files: str | None
 
 
-def register(dispatch: Dispatch, collect: Collect = Collect.RANK_ZERO) -> Callable[[F], F]:
-    """Make a role's method callable through its `WorkerGroup`. The method may be a coroutine function."""
+def register(dispatch: Dispatch, collect: Collect = Collect.RANK_ZERO, *, files: str | None = None) -> Callable[[F], F]:
+    """Make a role's method callable through its `WorkerGroup`. The method may be a coroutine function.
+
+    ``files`` says in words what a method does with files, of which it gets the path: it then ends when their bytes no
+    longer move (see `file_work.while_bytes_move`).
+    """
     if collect is Collect.COLUMNS and dispatch is not Dispatch.SPLIT:
         raise ValueError(f"columns are collected from split samples only, not with dispatch {dispatch!r}")
     if collect is Collect.HANDLE and dispatch is not Dispatch.RANK_ZERO:
         raise ValueError(f"a handle is that of rank zero's result alone, not with dispatch {dispatch!r}")
 
     def mark(method: F) -> F:
-        setattr(method, _REGISTRATION, Registration(dispatch, collect))
+        setattr(method, _REGISTRATION, Registration(dispatch, collect, files))
         return method
 
     return mark
@@ -90,6 +98,9 @@ class Worker(Protocol):
     def stream(self, method: str, *args: Any) -> AsyncGenerator[tuple[Any, Handle[Any]], None]:
         """For a method that is an asynchronous generator of pairs: the first as it is, the second as a handle."""
 
+    async def heartbeat(self) -> Heartbeat:
+        """What the worker does, answered at once, also while a call of it computes."""
+
     async def died(self) -> NoReturn:
         """Wait until the worker's process ends, and raise `WorkerDied`."""
 
@@ -117,6 +128,10 @@ class PartOf:
     def stream(self, method: str, *args: Any) -> AsyncGenerator[tuple[Any, Handle[Any]], None]:
         return self._worker.stream(f"{self._part}.{method}", *args)
 
+    async def heartbeat(self) -> Heartbeat:
+        """The whole worker's."""
+        return await self._worker.heartbeat()
+
     async def died(self) -> NoReturn:
         await self._worker.died()
 
@@ -127,6 +142,7 @@ class PartOf:
 class WorkerGroup:
     """The ranks of one role. Each registered method is an attribute here; calling it starts the work on the ranks at
     once and gives a task: await it to block, or keep it as a future. The first rank that fails fails the call.
+    Paths are sent absolute: workers may run in another directory.
     """
 
     def __init__(self, role: type, workers: Sequence[Worker]) -> None:
@@ -146,8 +162,18 @@ class WorkerGroup:
             raise AttributeError(f"{name!r} is not a registered method of {self.__dict__.get('_role')}")
         return partial(self._start, name, registration)
 
+    def call(self, method: str, *args: Any) -> asyncio.Task[Any]:
+        """The registered ``method``, by its name. See `proxy`."""
+        task: asyncio.Task[Any] = getattr(self, method)(*args)
+        return task
+
     def _start(self, method: str, registration: Registration, *args: Any) -> asyncio.Task[Any]:
-        return asyncio.create_task(self._run(method, registration, args), name=f"{self._role.__name__}.{method}")
+        args = tuple(argument.absolute() if isinstance(argument, Path) else argument for argument in args)
+        call = self._run(method, registration, args)
+        if registration.files is not None:
+            path = next(argument for argument in args if isinstance(argument, Path))
+            call = while_bytes_move(call, self.workers, f"{registration.files} {path}")
+        return asyncio.create_task(call, name=f"{self._role.__name__}.{method}")
 
     async def _run(self, method: str, registration: Registration, args: tuple[Any, ...]) -> Any:
         match registration.dispatch:

@@ -370,7 +370,8 @@ class ClusterConfig(Section):
     max_replica_restarts: NonNegative = 3
     """Replicas that are started again in the course of a run, in the place of ones that died or did not answer."""
     stall_timeout_s: float = Field(300.0, gt=0)
-    """Nothing happened for so long: the run ends and says who waits for whom. Above the longest optimizer step."""
+    """Nothing moved for so long: the run ends, and says who waits for whom and what each worker does. A step may take
+    longer, for ranks count layers and micro-batches; a layer of a micro-batch, and a reward, may not."""
 
 
 class ReportsConfig(Section):

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from headway.models.loading import without_progress_bars
+from headway.progress import progress_here
 
 
 def export(
@@ -25,7 +26,7 @@ def export(
     ``weights``, by the names of ``model.state_dict()`` and without tied copies, stand in for the model's own, which
     may then be sharded. Their dtype is what the folder's config says.
     """
-    with replaced_when_complete(path) as folder, without_progress_bars():
+    with replaced_when_complete(path) as folder, progress_here().writing(folder), without_progress_bars():
         if weights is None:
             model.save_pretrained(folder)
         else:

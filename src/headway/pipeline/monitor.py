@@ -11,9 +11,14 @@ from headway.events import Emit, Event, ReplicaActivity
 from headway.interfaces import EngineStats
 from headway.pipeline.concurrently import concurrently
 from headway.pipeline.fleet import Fleet
+from headway.pipeline.liveness import ANSWER_S, SHORTEST_S, ask
 from headway.pipeline.receiver import Gone, Replica
 from headway.pipeline.stage import Stage, State
 from headway.pipeline.state import now
+from headway.progress import Living
+
+FILE_WORK_FIRST_S = 60.0
+"""Seconds for which work with files that is stuck is left to whoever waits for it, and can say what it is."""
 
 
 class Movement:
@@ -34,7 +39,10 @@ class Movement:
 class Monitor:
     """Reports each replica's activity every ``interval_s``, and ends a run in which nothing moved for too long.
 
-    consumes        what replicas say of themselves; the time of the last event
+    What moves is an event, or the work of a worker, which tells of it in its heartbeat: an optimizer step may take
+    hours, as long as its micro-batches go by. Workers are asked only when there was no event for so long.
+
+    consumes        what replicas say of themselves; the time of the last event; workers' heartbeats
     waits for       the interval, and the time that is left until nothing moved for ``stall_timeout_s``
     is unblocked by time alone
     produces        `ReplicaActivity`; `StallError`, which ends the run
@@ -47,12 +55,14 @@ class Monitor:
         movement: Movement,
         emit: Emit,
         *,
+        workers: Callable[[], Sequence[Living]] = tuple,
         stall_timeout_s: float,
         interval_s: float,
     ) -> None:
         self._fleet = fleet
         self._stages = stages
         self._emit = emit
+        self._workers = workers
         self._stall_timeout_s = stall_timeout_s
         self._interval_s = interval_s
         self._movement = movement
@@ -70,12 +80,18 @@ class Monitor:
 
     async def _end_when_stalled(self) -> None:
         while True:
-            left = self._movement.last + self._stall_timeout_s - now()
-            if left <= 0:
-                raise StallError(
-                    f"nothing moved for {self._stall_timeout_s:g} s (cluster.stall_timeout_s): {self.who_waits()}"
-                )
-            await asyncio.sleep(left)
+            deadline = self._movement.last + self._stall_timeout_s
+            if now() >= deadline:
+                answers = await ask(self._workers(), within_s=min(ANSWER_S, self._stall_timeout_s))
+                workers_deadline = answers.deadline(self._stall_timeout_s, beyond_patience_s=FILE_WORK_FIRST_S)
+                deadline = max(self._movement.last + self._stall_timeout_s, workers_deadline)
+                if now() >= deadline:
+                    said = f". Workers: {answers}" if answers.by_worker else ""
+                    raise StallError(
+                        f"nothing moved for {self._stall_timeout_s:g} s (cluster.stall_timeout_s): "
+                        f"{self.who_waits()}{said}"
+                    )
+            await asyncio.sleep(max(SHORTEST_S, deadline - now()))
 
     async def report(self) -> None:
         """One `ReplicaActivity` per replica, for the time since the last one."""

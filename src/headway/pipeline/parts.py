@@ -20,6 +20,7 @@ from headway.interfaces import (
 )
 from headway.pipeline.stages.reward import GroupFilter, Shaping
 from headway.pipeline.supervision import Watch
+from headway.progress import Living
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,5 +54,7 @@ class Parts:
     """Starts a replica in the place of the one of this name; None where that cannot be."""
     receivers: Sequence[PolicyReceiver] = ()
     """Roles that hold a copy of the policy and generate nothing. They serve each version before its update is over."""
+    workers: Callable[[], Sequence[Living]] = tuple
+    """Who is asked for a heartbeat when no event came for long."""
     probe_tolerance: float = 1e-3
     """Nats by which a receiver's log-probs may differ from the trainer's, in the dtype that it serves."""

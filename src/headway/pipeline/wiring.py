@@ -165,6 +165,7 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
             [*upstream, *downstream],
             movement,
             emit,
+            workers=parts.workers,
             stall_timeout_s=config.cluster.stall_timeout_s,
             interval_s=config.reports.activity_interval_s,
         ),

@@ -128,6 +128,7 @@ def _parts(profile: Profile, config: Config, trainer: SimulatedTrainer, replicas
         group_filter=_without_variance if config.algorithm.filter_groups.enable else None,
         reference=trainer if needs_reference(config) else None,
         proximal=trainer if needs_logp(config) else None,
+        workers=lambda: [trainer],
     )
 
 

@@ -9,6 +9,7 @@ What the driver does for a fetch beside these passes within the first step after
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 from headway.data.types import Column, Sample
 from headway.errors import RunError
 from headway.interfaces import GatherReport, SendReport, StepContext, StepReport
+from headway.progress import Heartbeat
 from headway.simulate.contention import Contention
 from headway.simulate.costs import TrainCost, phase_seconds
 from headway.simulate.profile import UpdateProfile
@@ -28,7 +30,10 @@ _COLUMN = Column(handle=None, index=0)
 
 
 class SimulatedTrainer:
-    """An `OverlappingTrainEngine`. Asked for two things at once, its ranks raise `RunError`; real ones would hang."""
+    """A worker, and an `OverlappingTrainEngine`.
+
+    Asked for two things at once, its ranks raise `RunError`; real ones would hang.
+    """
 
     def __init__(
         self,
@@ -49,7 +54,10 @@ class SimulatedTrainer:
         """The latency of a fetch whose first step is still to come."""
         self._save_s = save_s
         self._contention = contention
+        self.name = "trainer"
         self._doing: str | None = None
+        self._computes = False
+        """What it does takes time, and does not wait for anybody."""
         self._copy: int | None = None
         """The version that the copy in host memory holds; None while it is being written, or before."""
         self._sending = 0
@@ -117,27 +125,31 @@ class SimulatedTrainer:
 
     async def close(self) -> None: ...
 
+    async def heartbeat(self) -> Heartbeat:
+        """What takes time moves all the while, as a simulated clock passes."""
+        return Heartbeat(self._doing or "", 0.0 if self._computes else math.inf)
+
     async def _work(self, doing: str, seconds: float) -> None:
         """What engines that compute beside it slow down."""
         if self._contention is None:
             await self._compute(doing, seconds)
         else:
-            with self._ranks(doing):
+            with self._ranks(doing, computes=True):
                 await self._contention.train(seconds)
 
     async def _compute(self, doing: str, seconds: float) -> None:
-        with self._ranks(doing):
+        with self._ranks(doing, computes=True):
             await asyncio.sleep(seconds)
 
     @contextmanager
-    def _ranks(self, doing: str) -> Iterator[None]:
+    def _ranks(self, doing: str, *, computes: bool = False) -> Iterator[None]:
         if self._doing is not None:
             raise RunError(f"the trainer's ranks were asked for {doing} during {self._doing}; they do one at a time")
-        self._doing = doing
+        self._doing, self._computes = doing, computes
         try:
             yield
         finally:
-            self._doing = None
+            self._doing, self._computes = None, False
 
 
 def _tokens(samples: Sequence[Sample]) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from headway.engines.train.fsdp.reference import ReferenceEngine
 from headway.errors import ConfigError, ModelError
 from headway.interfaces import StepContext
 from headway.models.loading import load_model
+from headway.progress import Progress, count_for
 from headway.weights.buckets import view
 from tests.engines.train.rows import plain_loss, random_rows, response_logprobs, with_columns, without_column
 
@@ -51,6 +54,64 @@ def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -
     assert left.keys() == right.keys()
     for name in left:
         assert torch.equal(left[name], right[name]), name
+
+
+class Counting(Progress):
+    """Remembers every place that it was told, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[str] = []
+
+    def advance(self, place: str = "") -> None:
+        self.places.append(place)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_each_layer_of_a_step_counts_as_progress_forward_and_backward(model_path: ModelPath, recompute: bool) -> None:
+    """Two layers, and rows that make two micro-batches."""
+    progress = Counting()
+
+    def steps() -> None:
+        count_for(progress)
+        model = ModelConfig(enable_gradient_checkpointing=recompute)
+        trainer = engine(model_path("qwen3"), configured().model_copy(update={"model": model}))
+        progress.places.clear()
+        rows = [with_columns(row) for row in random_rows(4)]
+        trainer.train_step(rows, StepContext())
+        batches = sum(place.endswith("micro-batches done") for place in progress.places)
+        assert batches > 1
+        layers = ["", "", "", ""]
+        done = [f"{number} of {batches} micro-batches done" for number in range(1, batches + 1)]
+        assert progress.places == [place for end in done for place in [*layers, end]]
+        progress.places.clear()
+        trainer.forward_logprobs(rows)
+        assert progress.places == [place for end in done for place in ["", "", end]]
+
+    contextvars.copy_context().run(steps)
+
+
+def test_files_and_weights_on_their_way_count_as_progress_too(model_path: ModelPath, tmp_path: Path) -> None:
+    progress = Counting()
+
+    def places_of(work: Callable[[], object]) -> str:
+        progress.places.clear()
+        work()
+        return "\n".join(progress.places)
+
+    def works() -> None:
+        count_for(progress)
+        trainer, there = engine(model_path("qwen3")), tmp_path / "version_1"
+        assert f"writing {tmp_path / '.version_1.partial'}" in places_of(lambda: trainer.save(there, {}))
+        assert f"reading {there}, " in places_of(lambda: trainer.load(there))
+        exported = places_of(lambda: trainer.export(tmp_path / "model"))
+        assert "\nmodel.norm.weight gathered\n" in exported
+        assert f"writing {tmp_path / '.model.partial'}" in exported
+        manifest = trainer.manifest(torch.float32)
+        buckets = places_of(lambda: deque(trainer.gather(manifest, 4096), maxlen=0))
+        assert buckets.count("MB gathered") == -(-manifest.nbytes // 4096)
+
+    contextvars.copy_context().run(works)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama"])

@@ -166,15 +166,15 @@ class ActorRole(WithCritic):
 
         return str(compute_dtype(self._config, torch.device(self._device))).removeprefix("torch.")
 
-    @register(Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL, files="saving the checkpoint")
     def save(self, path: Path, driver_state: Mapping[str, Any]) -> None:
         self._engine.save(path, dict(driver_state))
 
-    @register(Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL, files="loading the checkpoint")
     def load(self, path: Path) -> dict[str, Any]:
         return self._engine.load(path)
 
-    @register(Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL, files="exporting the model to")
     def export(self, path: Path) -> None:
         self._engine.export(path)
 

@@ -45,11 +45,11 @@ class WithCritic(Role):
     def critic_step(self, samples: Sequence[Sample]) -> StepReport:
         return self._the_critic.train_step(self._rows(samples))
 
-    @register(Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL, files="saving the critic's checkpoint")
     def save_critic(self, path: Path) -> None:
         self._the_critic.save(path)
 
-    @register(Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL, files="loading the critic's checkpoint")
     def load_critic(self, path: Path) -> None:
         self._the_critic.load(path)
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from headway.config.schema import Config
 from headway.errors import UpdateFailed
 from headway.interfaces import GatherReport, SendReport
+from headway.progress import advance
 from headway.weights.layout import Manifest, bucket_bytes
 from headway.weights.protocols import Chunk, Outgoing, Parcel, WeightSender
 from headway.weights.transports.links import Here, Link, open_sender
@@ -198,3 +199,4 @@ class _Counted:
         for chunk in self._weights:
             self.nbytes += chunk.header.payload_nbytes
             yield chunk
+            advance(f"{self.nbytes / 1e6:,.0f} MB sent")

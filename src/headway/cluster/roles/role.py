@@ -12,6 +12,11 @@ from headway.data.collate import Row, resolve
 from headway.data.types import Handle, Sample
 from headway.weights.transports.links import Address, Here
 
+RANKS_WAIT_S = 7 * 86_400.0
+"""Seconds for which a rank waits in a collective: longer than any step, and than rank zero's longest work with files.
+It is not what ends a run. A peer whose process ends breaks the connection, and the driver ends the others; one that no
+longer computes is seen by its heartbeats. This is left for ranks whose driver is gone and which nobody ended."""
+
 
 class Role:
     """What all roles have.
@@ -70,7 +75,7 @@ class Role:
             store=join_store(store, f"ranks/{role}", self._config.cluster.start_timeout_s),
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=self._config.cluster.stall_timeout_s),
+            timeout=timedelta(seconds=RANKS_WAIT_S),
         )
 
     def _here(self) -> Here:

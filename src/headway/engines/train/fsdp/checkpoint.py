@@ -30,6 +30,7 @@ from headway.engines.train.fsdp.collectives import from_rank_zero, on_rank_zero
 from headway.engines.train.state_file import REMOVE, STATE_FILE, files_of, read_state
 from headway.errors import ModelError, RunError, said_by
 from headway.models.export import replace_folder
+from headway.progress import progress_here
 
 
 def save_checkpoint(model: nn.Module, optimizer: Optimizer, path: Path, state: Mapping[str, Any]) -> None:
@@ -62,7 +63,8 @@ def save_checkpoint(model: nn.Module, optimizer: Optimizer, path: Path, state: M
     on_rank_zero(partial(told, prepare))
     model_state, optimizer_state = get_state_dict(model, optimizer)
     try:
-        save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=temporary)
+        with progress_here().writing(temporary):
+            save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=temporary)
     except CheckpointException as error:
         rmtree(temporary, ignore_errors=True)
         raise RunError(f"could not write the checkpoint {path}: {_causes(error)}") from error
@@ -102,7 +104,8 @@ def load_checkpoint(model: nn.Module, optimizer: Optimizer, path: Path) -> dict[
     state = from_rank_zero(read)
     model_state, optimizer_state = get_state_dict(model, optimizer)
     try:
-        load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+        with progress_here().reading(path):
+            load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
     except CheckpointException as error:
         step = error.args[0]  # what there is has been compared with what is wanted before anything is read
         wrong = "does not fit this model and optimizer" if step == "plan" else "is damaged"

@@ -35,6 +35,7 @@ from headway.engines.train.fsdp.version_start import VersionStart
 from headway.interfaces import StepContext, StepReport
 from headway.models.export import export
 from headway.models.loading import compute_dtype, load_tokenizer
+from headway.progress import advance
 from headway.weights.layout import Manifest, build_manifest
 from headway.weights.outgoing import Window
 
@@ -116,7 +117,9 @@ class FsdpEngine:
 
         Every rank must draw them all; each is valid until the next one is drawn. One bucket is held and nothing else.
         """
-        return gather(self._policy.lm, manifest, bucket_bytes, self._device, everywhere=everywhere)
+        for window in gather(self._policy.lm, manifest, bucket_bytes, self._device, everywhere=everywhere):
+            advance(f"{window[0] / 1e6:,.0f} of {manifest.nbytes / 1e6:,.0f} MB gathered")
+            yield window
 
     @torch.no_grad()
     def _full(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -143,6 +146,7 @@ class FsdpEngine:
             full = self._full(parameter)
             if dist.get_rank() == 0:  # full copies are kept in host memory, on rank zero alone
                 weights[name] = full.cpu()
+            advance(f"{name} gathered")
         trust = self._config.model.trust_remote_code
 
         def write() -> None:

@@ -14,6 +14,7 @@ from headway.engines.train.fsdp.batch import MicroBatch, collate, filler_row, sp
 from headway.engines.train.fsdp.collectives import reduce_numbers
 from headway.engines.train.fsdp.policy import ShardedModule
 from headway.engines.train.fsdp.sharding import reshard
+from headway.progress import advance
 
 
 def micro_batches(rows: Sequence[Row], token_budget: int, device: torch.device) -> list[list[int]]:
@@ -41,11 +42,12 @@ def forward_rows(
 ) -> list[NDArray[np.float32]]:
     """For each of ``rows`` its [T] float32 numbers, micro-batch by micro-batch. Collective where ``compute`` is."""
     results = [np.zeros(0, dtype=np.float32)] * len(rows)
-    for indices in batches:
+    for done, indices in enumerate(batches, 1):
         values = compute(collate(rows_of(rows, indices), device)).float().cpu().numpy()
         ends = np.cumsum([len(rows[i].logprobs) for i in indices])[:-1]
         for i, part in zip(indices, np.split(values, ends), strict=False):
             results[i] = part
+        advance(f"{done} of {len(batches)} micro-batches done")
     return results
 
 

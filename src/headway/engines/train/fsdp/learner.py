@@ -27,6 +27,7 @@ from headway.engines.train.fsdp.forward import micro_batches, rows_of
 from headway.engines.train.fsdp.schedule import learning_rate
 from headway.engines.train.fsdp.sums import Sums, Totals, as_metrics, count, merge
 from headway.interfaces import StepReport
+from headway.progress import advance
 
 Part = Callable[[Sequence[Row], Totals], tuple[torch.Tensor, Sums]]
 """One micro-batch's part of the loss, to be added to the others', and of the sums."""
@@ -94,10 +95,12 @@ class Learner:
         mine = count(rows)
         totals = Totals(*reduce_numbers([mine.tokens, mine.sequences], dist.ReduceOp.SUM, self._device))
         parts = []
-        for indices in micro_batches(rows, self._token_budget, self._device):
+        batches = micro_batches(rows, self._token_budget, self._device)
+        for done, indices in enumerate(batches, 1):
             loss, sums = part(rows_of(rows, indices), totals)
             loss.backward()
             parts.append(sums)
+            advance(f"{done} of {len(batches)} micro-batches done")
         if not parts:
             raise ValueError("a training step needs rows on one rank at least")
         sums = reduce_sums({**merge(parts), "grad_square": self._local_grad_square()})

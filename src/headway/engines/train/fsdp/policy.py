@@ -10,6 +10,7 @@ Shape suffixes: N rows, L padded length, M response tokens, H hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -22,6 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from headway.engines.train.fsdp.batch import MicroBatch
 from headway.errors import ModelError
 from headway.models.logprobs import chunked_logprobs
+from headway.progress import Progress, progress_here
 
 
 class ShardedModule(nn.Module):
@@ -32,6 +34,7 @@ class ShardedModule(nn.Module):
         super().__init__()
         self._layers = [m for m in decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
         self._kind = type(decoder).__name__
+        _count_layers(self._layers, progress_here())
 
     def per_token(self, batch: MicroBatch) -> Float[Tensor, " M"]:
         """The number that a forward pass without gradient is asked for."""
@@ -104,6 +107,26 @@ class ValueModule(ShardedModule):
         hidden_MH = hidden_NLH.flatten(0, 1).index_select(0, predictors)
         # In float32 whatever the decoder computes in: values are compared with returns, and differences are small.
         return torch.mv(hidden_MH.float(), self.value_head.weight.float().squeeze(0))
+
+
+def _count_layers(layers: Sequence[nn.Module], progress: Progress) -> None:
+    """Count each layer that is passed, forward and backward, as progress: one micro-batch may take many minutes.
+
+    On a GPU a layer counts when it is queued, and the queue is short. Autograd calls hooks of the backward pass on
+    threads of its own there, so ``progress`` is given to them and not looked up.
+    """
+
+    def backward(_: Tensor) -> None:
+        progress.advance()
+
+    def forward(_: nn.Module, __: object, output: Tensor | tuple[Tensor, ...]) -> None:
+        progress.advance()
+        hidden = output if isinstance(output, Tensor) else output[0]
+        if hidden.requires_grad:
+            hidden.register_hook(backward)
+
+    for layer in layers:
+        layer.register_forward_hook(forward)
 
 
 @torch.no_grad()

@@ -1,0 +1,45 @@
+"""The limit of work with files: checkpoints that are saved or loaded, a model that is exported.
+
+It follows the bytes and not the clock: the work may take as long as it likes while bytes move. Nothing may stand still
+for longer than two minutes and what a disk of 20 MB/s takes for the bytes so far (`progress.FILE_QUIET_S`,
+`progress.FILE_RATE`), which may all have to leave the system's cache before the next one moves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+from headway.errors import StallError
+from headway.pipeline.concurrently import heard
+from headway.pipeline.liveness import SHORTEST_S, ask
+from headway.pipeline.state import now
+from headway.progress import FILE_QUIET_S, FILE_RATE, Living
+
+T = TypeVar("T")
+
+
+async def while_bytes_move(work: Coroutine[Any, Any, T], ranks: Sequence[Living], what: str) -> T:
+    """The result of ``work``, which ``ranks`` do with files. ``what``: in words, with the path.
+
+    Raises:
+        StallError: no rank made progress for as long as it may stand still. What they do then still goes on.
+    """
+    task = heard(asyncio.ensure_future(work))
+    deadline = now() + FILE_QUIET_S
+    try:
+        while not task.done():
+            await asyncio.wait([task], timeout=max(SHORTEST_S, deadline - now()))
+            if not task.done() and now() >= deadline:
+                answers = await ask(ranks)
+                deadline = answers.deadline(FILE_QUIET_S)
+                if not task.done() and now() >= deadline:
+                    raise StallError(
+                        f"{what} is stuck: nothing was read or written for longer than {FILE_QUIET_S:g} s and 1 s for "
+                        f"each {FILE_RATE / 1e6:g} MB of it ({answers}). Look at the disk, or the file system of the "
+                        "path, and at whether it answers on the worker's machine"
+                    )
+        return task.result()
+    finally:
+        task.cancel()

@@ -1,0 +1,63 @@
+"""Asking workers whether they are alive, all at once, and what follows from their answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headway.errors import WorkerDied
+from headway.pipeline.concurrently import concurrently
+from headway.pipeline.state import now
+from headway.progress import Heartbeat, Living
+
+ANSWER_S = 30.0
+"""Seconds within which a worker answers. Its event loop has nothing else to do; a machine may be busy."""
+SHORTEST_S = 1e-3
+"""Seconds of the shortest wait for a deadline: rounding may end the one before just short of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What workers said at ``time``, on the event clock. None: no answer within ``within_s``."""
+
+    time: float
+    within_s: float
+    by_worker: dict[str, Heartbeat | None]
+
+    def deadline(self, quiet_s: float, *, beyond_patience_s: float = 0.0) -> float:
+        """When they will have been quiet for too long, all of them; the event clock's.
+
+        One may be quiet for ``quiet_s``; while it works with files, for ``beyond_patience_s`` more than its own
+        patience where that is longer.
+        """
+        beats = [beat for beat in self.by_worker.values() if beat is not None]
+        limits = [max(quiet_s, beat.patience_s + beyond_patience_s) if beat.patience_s else quiet_s for beat in beats]
+        return self.time + max(
+            (limit - beat.quiet_s for limit, beat in zip(limits, beats, strict=True)), default=-float("inf")
+        )
+
+    def __str__(self) -> str:
+        """``actor-0: train_step for 412 s (micro-batch 3 of 8), no progress for 305 s; rollout-0: idle``."""
+        return "; ".join(f"{name}: {self._said(beat)}" for name, beat in self.by_worker.items())
+
+    def _said(self, beat: Heartbeat | None) -> str:
+        if beat is None:
+            return f"no answer to its heartbeat within {self.within_s:g} s"
+        return beat.doing or "idle"
+
+
+async def ask(workers: Sequence[Living], within_s: float = ANSWER_S) -> Answers:
+    """Every worker's heartbeat. Raises nothing: one that died is supervised by others, and told as such."""
+    beats = await concurrently(_ask(worker, within_s) for worker in workers)
+    return Answers(now(), within_s, {worker.name: beat for worker, beat in zip(workers, beats, strict=True)})
+
+
+async def _ask(worker: Living, within_s: float) -> Heartbeat | None:
+    try:
+        async with asyncio.timeout(within_s):
+            return await worker.heartbeat()
+    except TimeoutError:
+        return None
+    except WorkerDied:
+        return Heartbeat("its process has ended")

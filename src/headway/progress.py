@@ -1,0 +1,161 @@
+"""What a worker does, and when its work last moved: its answer when it is asked whether it is alive.
+
+    engine ── advance("micro-batch 3 of 8") ──▶ Progress ── heartbeat() ──▶ Heartbeat ──▶ the driver
+
+A worker's thread may compute for hours before it comes back to anybody. So the places that it passes meanwhile (a
+micro-batch, a layer, a bucket of weights, bytes in a file) count as progress, and another thread answers for it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event, Thread
+from typing import Protocol
+
+FILE_QUIET_S = 120.0
+"""Seconds for which work with files may stand still, whatever their size."""
+FILE_RATE = 20e6
+"""Bytes a second that the slowest disk takes: what was written into the system's cache may stand for its share of this
+before the next byte moves."""
+LOOK_S = 1.0
+"""Seconds between two looks at how much of a folder is written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """A worker's answer. Durations are by its own clock, so that clocks of two machines need not agree."""
+
+    doing: str
+    """For people: the calls that are open, how long they have been, and where they are; empty for an idle worker."""
+    quiet_s: float = math.inf
+    """Seconds since the work that counts its progress moved, or began; infinite where there is none."""
+    patience_s: float = 0.0
+    """Seconds for which it may be quiet, where what it does has a limit of its own: work with files."""
+
+
+class Living(Protocol):
+    """Whoever answers for a worker, also while the worker computes."""
+
+    name: str
+
+    async def heartbeat(self) -> Heartbeat:
+        """At once, whatever it is doing. Raises `WorkerDied`."""
+
+
+class Progress:
+    """One worker's. Written by the threads that work, read by one that does not."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._work: str | None = None
+        self._place = ""
+        self._began = self._moved = clock()
+        self._file_bytes: int | None = None
+        """Bytes in the files that are written or read; None: no files."""
+
+    def advance(self, place: str = "") -> None:
+        """Something is done. ``place`` says what, and how much there is; without it the last one stands."""
+        self._moved = self._clock()
+        self._place = place or self._place
+
+    @contextmanager
+    def working(self, work: str) -> Iterator[None]:
+        """While it is open, ``work`` is what counts its progress. One at a time."""
+        self._work, self._place = work, ""
+        self._began = self._moved = self._clock()
+        try:
+            yield
+        finally:
+            self._work = None
+
+    def heartbeat(self) -> Heartbeat:
+        """Of the work that is under way; idle where there is none."""
+        work, place, moved = self._work, self._place, self._moved
+        if work is None:
+            return Heartbeat("")
+        now, file_bytes = self._clock(), self._file_bytes
+        where = f" ({place})" if place else ""
+        doing = f"{work} for {now - self._began:.0f} s{where}, no progress for {now - moved:.0f} s"
+        patience_s = 0.0 if file_bytes is None else FILE_QUIET_S + file_bytes / FILE_RATE
+        return Heartbeat(doing, now - moved, patience_s)
+
+    @contextmanager
+    def reading(self, folder: Path) -> Iterator[None]:
+        """While it is open, the files in ``folder`` are read: patience is that for all of their bytes."""
+        nbytes, _ = _sizes(folder)
+        self._file_bytes = nbytes
+        self.advance(f"reading {folder}, {_amount(nbytes)}")
+        try:
+            yield
+        finally:
+            self._file_bytes = None
+
+    @contextmanager
+    def writing(self, folder: Path) -> Iterator[None]:
+        """While it is open, files are written into ``folder``: it is progress when they grow, in size or on the disk.
+
+        Another thread looks, so that libraries that write a file in one call are seen at work, and a file system that
+        does not answer holds up nobody who asks.
+        """
+        closed = Event()
+        looking = Thread(target=self._look, args=(folder, closed), name="headway-file-growth", daemon=True)
+        self._file_bytes = 0
+        self.advance(f"writing {folder}")
+        looking.start()
+        try:
+            yield
+        finally:
+            closed.set()
+            self._file_bytes = None
+            self.advance()
+
+    def _look(self, folder: Path, closed: Event) -> None:
+        seen = _sizes(folder)
+        while not closed.wait(LOOK_S):
+            sizes = _sizes(folder)
+            if sizes != seen and not closed.is_set():
+                seen, self._file_bytes = sizes, sizes[0]
+                nbytes, on_disk = sizes
+                self.advance(f"writing {folder}, {_amount(min(on_disk, nbytes))} of {_amount(nbytes)} on the disk")
+
+
+_current: ContextVar[Progress] = ContextVar("headway_progress", default=Progress())  # noqa: B039 - one for the process
+
+
+def progress_here() -> Progress:
+    """The progress that this thread's work counts for: its worker's, in a worker's thread, else the process's."""
+    return _current.get()
+
+
+def count_for(progress: Progress) -> None:
+    """This thread's work counts for ``progress`` from now on."""
+    _current.set(progress)
+
+
+def advance(place: str = "") -> None:
+    """Count a step of this thread's work. See `Progress.advance`."""
+    progress_here().advance(place)
+
+
+def _sizes(folder: Path) -> tuple[int, int]:
+    """Bytes that the files of ``folder`` have, and bytes that they take on the disk; 0 where it is not there.
+
+    safetensors gives a file its whole length before it writes: only the second number then says how far it is.
+    """
+    nbytes = on_disk = 0
+    with suppress(OSError):  # it is being made, or renamed
+        for entry in os.scandir(folder):
+            found = entry.stat()
+            nbytes, on_disk = nbytes + found.st_size, on_disk + found.st_blocks * 512
+    return nbytes, on_disk
+
+
+def _amount(nbytes: int) -> str:
+    return f"{nbytes / 1e6:,.0f} MB"
