@@ -88,7 +88,7 @@ class SnapshotTaker:
         finished = metrics.finished
         now = self._event_time + self._clock() - self._seen_at if finished is None else finished.time
         trained = metrics.tally.fates["trained"]
-        versions = sorted(metrics.evaluations)
+        evaluations = list(metrics.evaluations)
         trainer_idle, rollouter_idle = metrics.idle_so_far()
         lag_mean, lag_max = metrics.lag_so_far()
         return Snapshot(
@@ -98,9 +98,9 @@ class SnapshotTaker:
             trained=trained,
             total=started.total_groups,
             eta_s=self._eta(now, trained, started.total_groups),
-            validation_rewards=tuple(metrics.evaluations[v].accuracy for v in versions[-HISTORY:]),
-            validated_version=versions[-1] if versions else None,
-            problems=metrics.evaluations[versions[-1]].problems if versions else None,
+            validation_rewards=tuple(event.accuracy for event in evaluations[-HISTORY:]),
+            validated_version=evaluations[-1].version if evaluations else None,
+            problems=evaluations[-1].problems if evaluations else None,
             rewards=tuple(self._rewards),
             lag_mean=lag_mean,
             lag_max=lag_max,
