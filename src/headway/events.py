@@ -18,9 +18,8 @@ DecodeSteps = tuple[int, float, int]
 from one step's end to the next one's; ``cached`` counts the tokens in the KV cache, once for each step."""
 
 PrefillSteps = tuple[int, int, int, float, int]
-"""(steps, active, tokens, seconds, cached) of steps that prefilled, beside decoding, added up. ``tokens`` were prefilled;
-``active`` counts all that were given a token, those that began from these contexts included. The rest is as in
-`DecodeSteps`."""
+"""(steps, active, tokens, seconds, cached) of steps that prefilled ``tokens``, beside decoding, added up. ``active``
+counts all that were given a token, those that began from these contexts included. The rest is as in `DecodeSteps`."""
 
 
 def add_prefill(merged: dict[int, PrefillSteps], active: int, tokens: int, seconds: float, cached: int) -> None:

@@ -1,7 +1,7 @@
 """What is kept of things that happen all through a run: sums, and of results a bounded number.
 
-    updates     ─▶ `UpdateSums`    over the run, and up to the last optimizer step
-    validations ─▶ `Evaluations`   the first, the last, and of those between the more the newer they are
+updates     ─▶ `UpdateSums`    over the run, and up to the last optimizer step
+validations ─▶ `Evaluations`   the first, the last, and of those between the more the newer they are
 """
 
 from __future__ import annotations
