@@ -86,12 +86,12 @@ class Meter:
         """Seconds of the calls in which a row was made."""
         self._updates: deque[float] = deque(maxlen=LAST)
         """When updates finished, on the wall clock."""
-        self._started = time.process_time()
+        self._started = time.perf_counter()
 
     def on_event(self, event: Event) -> None:
-        before, started = self._lines.rows, time.process_time()
+        before, started = self._lines.rows, time.perf_counter()
         self._reports.on_event(event)
-        ended = time.process_time()
+        ended = time.perf_counter()
         self._events += 1
         if self._lines.rows > before:
             self._rows.append(ended - started)
@@ -107,7 +107,7 @@ class Meter:
 
     def look(self, now: float) -> None:
         """``now``: virtual seconds."""
-        seconds = time.process_time() - self._started
+        seconds = time.perf_counter() - self._started
         self.looks.append(
             {
                 "groups": self._groups,

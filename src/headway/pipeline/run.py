@@ -35,7 +35,7 @@ from headway.interfaces import (
 from headway.pipeline.channel import Channel
 from headway.pipeline.concurrently import Tasks, concurrently, failing_as_one
 from headway.pipeline.critic import Critic
-from headway.pipeline.equal_rewards import VERSIONS, EqualRewards
+from headway.pipeline.equal_rewards import EqualRewards
 from headway.pipeline.fetches import Fetch, Fetches, FetchSource
 from headway.pipeline.fleet import Fleet
 from headway.pipeline.guard import Guard, GuardSettings
@@ -203,7 +203,7 @@ class Pipeline:
         equal = None
         if parts.group_filter is None:
             within_groups = config.algorithm.adv_estimator in GROUP_RELATIVE
-            equal = EqualRewards(VERSIONS * config.groups_per_version, within_groups=within_groups)
+            equal = EqualRewards(config.groups_per_version, within_groups=within_groups)
         self._upstream: list[Stage[Any, Any]] = [
             self._loader,
             generate,
