@@ -9,7 +9,7 @@ import pytest
 from headway.errors import StallError
 from headway.events import Note, ReplicaActivity
 from headway.interfaces import EngineStats
-from headway.pipeline.monitor import Monitor
+from headway.pipeline.monitor import Monitor, Movement
 from headway.simulate.clock import run_virtual
 from tests.pipeline.fakes import Recorder
 
@@ -33,9 +33,10 @@ class Serving:
 
 
 def monitor(replica: Replica, recorder: Recorder, timeout: float = 10.0) -> Monitor:
-    made = Monitor(lambda: Serving(replica), list, recorder.on_event, stall_timeout_s=timeout, interval_s=1.0)  # type: ignore[arg-type,return-value]
-    recorder.on = made.on_event
-    return made
+    movement = Movement()
+    recorder.on = movement.on_event
+    fleet = Serving(replica)
+    return Monitor(fleet, [], movement, recorder.on_event, stall_timeout_s=timeout, interval_s=1.0)  # type: ignore[arg-type]
 
 
 def stalls_at(made: Monitor) -> float:

@@ -267,9 +267,9 @@ def test_the_guard_keeps_what_it_lowered():
     lowered = guarded("lower_eta").pipeline
     assert lowered._state.staleness.eta == Fraction(1)
     assert lowered._state.staleness.eta_now == Fraction(1, 2)
-    assert lowered._guard.clip_scale == 1.0
+    assert lowered._wiring.actor._guard.clip_scale == 1.0
     tightened = guarded("tighten").pipeline
-    assert (tightened._state.staleness.eta_now, tightened._guard.clip_scale) == (Fraction(1), 0.25)
+    assert (tightened._state.staleness.eta_now, tightened._wiring.actor._guard.clip_scale) == (Fraction(1), 0.25)
 
 
 def test_a_resumed_run_that_is_stopped_before_it_reaches_a_boundary_leaves_its_checkpoint_as_it_is():

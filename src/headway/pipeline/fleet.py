@@ -9,15 +9,27 @@ the run's end: the run ends with the last one. Other receivers of the policy can
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
 
 from headway.errors import WorkerDied
 from headway.events import ReplicaJoined, ReplicaLost
 from headway.interfaces import FinishedGroup, GenerateRequest, PolicyReceiver, RolloutEngine
+from headway.pipeline.channel import Channel
 from headway.pipeline.concurrently import concurrently
 from headway.pipeline.receiver import Gone, Receiver, Replica
 from headway.pipeline.router import Router
 from headway.pipeline.state import RunState, now
+
+
+class FleetListener(Protocol):
+    """Whoever has to know which replicas serve; called in the same step in which that changes."""
+
+    def joined(self, replica: str) -> None:
+        """``replica`` serves from now on. Also called for each one that is there at the start."""
+
+    def left(self, replica: str) -> None:
+        """``replica`` serves no more, and others do."""
 
 
 class Fleet:
@@ -28,19 +40,20 @@ class Fleet:
         state: RunState,
         router: Router,
         *,
+        listeners: Sequence[FleetListener] = (),
         timeout_s: float,
     ) -> None:
         """``others`` hold a copy of the policy and generate nothing. Quick answers may take ``timeout_s``."""
-        self.on_change: Callable[[], None] = lambda: None
-        """Called when a replica joined the serving ones, or left them."""
-        self.on_lost: Callable[[str], None] = lambda name: None
-        """Called when a serving replica is gone and others go on."""
+        self.lost: Channel[str] = Channel("lost replicas")
+        """Names of replicas that are gone while others serve, for whoever starts new ones in their place."""
+        self._listeners = listeners
         self._state = state
         self._router = router
         self._timeout_s = timeout_s
         self._serving = {engine.name: Replica(engine, timeout_s) for engine in replicas}
         for engine in replicas:
             router.add(engine.name)
+            self._tell_joined(engine.name)
         self._others = [Receiver(other, timeout_s) for other in others]
         self._joining: dict[str, Replica] = {}
         self._gone: set[str] = set()
@@ -98,7 +111,7 @@ class Fleet:
         self._state.load(replica.name, version)
         if joins:
             self._state.emit(ReplicaJoined(time=now(), replica=replica.name, version=version, slots=replica.slots))
-            self.on_change()
+            self._tell_joined(replica.name)
 
     def serve_other(self, receiver: Receiver, version: int) -> None:
         """``receiver``, which generates nothing, has loaded ``version``."""
@@ -124,7 +137,7 @@ class Fleet:
             self._gone.add(replica.name)
             self._state.emit(ReplicaLost(time=now(), replica=replica.name, reason=str(gone.why)))
         if self._joining.pop(replica.name, None) is not None:
-            self.on_lost(replica.name)  # it served nothing
+            await self.lost.send(replica.name)  # it served nothing
         if not self.serves(replica):
             return
         if len(self._serving) == 1:
@@ -135,8 +148,9 @@ class Fleet:
         what = "died" if isinstance(gone.why, WorkerDied) else "was fenced off"
         for number in lost:
             self._state.run_again(number, f"{replica.name} {what}")
-        self.on_change()
-        self.on_lost(replica.name)
+        for listener in self._listeners:
+            listener.left(replica.name)
+        await self.lost.send(replica.name)
         await self.abort(lost)  # what other replicas generate of a split group is of no use
 
     async def abort(self, numbers: Sequence[int]) -> None:
@@ -149,6 +163,10 @@ class Fleet:
         older = await concurrently(self._older_at(replica, version) for replica in self.serving)
         if len(self._serving) > 1:  # other parts of split groups
             await self.abort(sorted({number for found in older for number in found}))
+
+    def _tell_joined(self, replica: str) -> None:
+        for listener in self._listeners:
+            listener.joined(replica)
 
     async def _abort_at(self, replica: Replica, numbers: Sequence[int]) -> None:
         try:

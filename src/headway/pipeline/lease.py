@@ -12,19 +12,15 @@ On devices of their own (``placement.kind: split``) nobody asks and nothing chan
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Protocol
 
 from headway.events import LeaseChanged
 from headway.pipeline.concurrently import concurrently
 from headway.pipeline.fleet import Fleet
-from headway.pipeline.on_update import Halts
+from headway.pipeline.halts import Halts
 from headway.pipeline.receiver import Gone, Replica
+from headway.pipeline.stage import WaitingFor
 from headway.pipeline.state import RunState, now
-
-WaitingFor = Callable[[str], AbstractContextManager[None]]
-"""Says whom the stage that asks waits for, while it is open."""
 
 
 class Lease(Protocol):

@@ -12,7 +12,6 @@ which may fuse, pack and tie weights, serves it.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,12 +22,10 @@ from headway.errors import UpdateFailed
 from headway.events import UpdatePhase
 from headway.pipeline.concurrently import concurrently
 from headway.pipeline.fleet import Fleet
-from headway.pipeline.on_update import Halts
+from headway.pipeline.halts import Halts
 from headway.pipeline.receiver import Gone, Receiver, Replica
+from headway.pipeline.stage import WaitingFor
 from headway.pipeline.state import RunState, now
-
-WaitingFor = Callable[[str], AbstractContextManager[None]]
-"""Says whom the stage waits for while it is open."""
 
 Probe = NDArray[np.float32]
 """[N] log-probs, in nats."""
@@ -56,15 +53,23 @@ class _Stopped:
 
 class Loading:
     def __init__(
-        self, state: RunState, fleet: Fleet, halts: Halts, waiting_for: WaitingFor, *, probe_tolerance: float
+        self,
+        state: RunState,
+        fleet: Fleet,
+        halts: Halts,
+        waiting_for: WaitingFor,
+        on_loaded: Callable[[Replica, int], Awaitable[None]],
+        *,
+        probe_tolerance: float,
     ) -> None:
-        """``probe_tolerance``: nats by which log-probs may differ, for rounding."""
-        self.on_loaded: Callable[[Replica, int], Awaitable[None]]
-        """Called for each replica that has loaded a version, before that is served."""
+        """``on_loaded``: called for each replica that has loaded a version, before that is served.
+        ``probe_tolerance``: nats by which log-probs may differ, for rounding.
+        """
         self._state = state
         self._fleet = fleet
         self._halts = halts
         self._waiting_for = waiting_for
+        self._on_loaded = on_loaded
         self._probe_tolerance = probe_tolerance
         self._stopped: dict[str, _Stopped] = {}
 
@@ -119,7 +124,7 @@ class Loading:
                 self._halts.check_before_release(replica, check)
         else:
             await self._report(replica, version, seconds, expected)
-        await self.on_loaded(replica, version)
+        await self._on_loaded(replica, version)
         self._fleet.serve(replica, version)
         await self._halts.release(replica, "load")
         return Load(stopped.validation_s, now() - stopped.since, stopped.interrupted)

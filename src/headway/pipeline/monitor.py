@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from headway.errors import StallError
@@ -16,13 +16,35 @@ from headway.pipeline.stage import Stage, State
 from headway.pipeline.state import now
 
 
+class Movement:
+    """Observes when anything in a run last moved."""
+
+    def __init__(self) -> None:
+        self.last = 0.0
+        """Seconds on the event clock."""
+
+    def on_event(self, event: Event) -> None:
+        """Any event is progress, but for a replica that reports idleness."""
+        if not isinstance(event, ReplicaActivity) or event.generated_tokens + event.prefilled_tokens > 0:
+            self.last = event.time
+
+    def close(self) -> None: ...
+
+
 class Monitor:
-    """Reports each replica's activity every ``interval_s``, and ends a run in which nothing moved for too long."""
+    """Reports each replica's activity every ``interval_s``, and ends a run in which nothing moved for too long.
+
+    consumes        what replicas say of themselves; the time of the last event
+    waits for       the interval, and the time that is left until nothing moved for ``stall_timeout_s``
+    is unblocked by time alone
+    produces        `ReplicaActivity`; `StallError`, which ends the run
+    """
 
     def __init__(
         self,
-        fleet: Callable[[], Fleet],
-        stages: Callable[[], Sequence[Stage[Any, Any]]],
+        fleet: Fleet,
+        stages: Sequence[Stage[Any, Any]],
+        movement: Movement,
         emit: Emit,
         *,
         stall_timeout_s: float,
@@ -33,18 +55,11 @@ class Monitor:
         self._emit = emit
         self._stall_timeout_s = stall_timeout_s
         self._interval_s = interval_s
-        self._moved = 0.0
-
-    def on_event(self, event: Event) -> None:
-        """Any event is progress, but for a replica that reports idleness."""
-        if not isinstance(event, ReplicaActivity) or event.generated_tokens + event.prefilled_tokens > 0:
-            self._moved = event.time
-
-    def close(self) -> None: ...
+        self._movement = movement
 
     async def run(self) -> None:
         """Runs until cancelled. Raises `StallError` when nothing moved for ``stall_timeout_s``."""
-        self._moved = now()
+        self._movement.last = now()
         # Side by side: a replica that does not even answer `stats` must not keep the stall from being noticed.
         await concurrently([self._report_always(), self._end_when_stalled()])
 
@@ -55,7 +70,7 @@ class Monitor:
 
     async def _end_when_stalled(self) -> None:
         while True:
-            left = self._moved + self._stall_timeout_s - now()
+            left = self._movement.last + self._stall_timeout_s - now()
             if left <= 0:
                 raise StallError(
                     f"nothing moved for {self._stall_timeout_s:g} s (cluster.stall_timeout_s): {self.who_waits()}"
@@ -64,20 +79,19 @@ class Monitor:
 
     async def report(self) -> None:
         """One `ReplicaActivity` per replica, for the time since the last one."""
-        fleet = self._fleet()
-        await concurrently(self._report_one(fleet, replica) for replica in fleet.serving)
+        await concurrently(self._report_one(replica) for replica in self._fleet.serving)
 
-    async def _report_one(self, fleet: Fleet, replica: Replica) -> None:
+    async def _report_one(self, replica: Replica) -> None:
         try:
             stats = await replica.stats()
         except Gone as gone:
-            await fleet.lose(gone)
+            await self._fleet.lose(gone)
         else:
             self._emit(activity(replica.name, stats))
 
     def who_waits(self) -> str:
         """``ActorTrain waits for groups from the message queue; Generate waits for rollout-0 (12 items); …``"""
-        waits = [describe(stage) for stage in self._stages() if stage.state is not State.STOPPED]
+        waits = [describe(stage) for stage in self._stages if stage.state is not State.STOPPED]
         return "; ".join(waits) or "all stages have stopped; the replicas' last report or the checkpoint does not end"
 
 

@@ -20,8 +20,6 @@ from headway.pipeline.fetches import Fetches
 from headway.pipeline.guard import Guard
 from headway.pipeline.ledger import Fate, Ledger
 from headway.pipeline.prompts import Prompts
-from headway.pipeline.stages.actor_train import ActorTrain
-from headway.pipeline.stages.param_update import ParamUpdate
 from headway.pipeline.state import RunState
 
 Taken = Mapping[str, Any]
@@ -42,20 +40,21 @@ class DriverState:
     run: RunState
     prompts: Prompts
     fetches: Fetches
-    actor: ActorTrain
     guard: Guard
     lowers_eta: bool
     """The guard may admit by less than η."""
-    update: ParamUpdate
     critic: Critic | None
 
-    def take(self) -> Taken:
-        """At a boundary, before the first wait behind it. The critic may be busy still: see `with_critic`."""
+    def take(self, trainer: Mapping[str, Any]) -> Taken:
+        """Take the state at a boundary, before the first wait behind it; ``trainer``: `ActorTrain.counters` there.
+
+        The critic may be busy still: see `with_critic`.
+        """
         return {
             **self.run.state(),
             **self.prompts.state([*self.run.waiting_again, *self.run.ledger.open_prompts]),
             "fetches": self.fetches.taken,
-            "trainer": self.actor.counters(),
+            "trainer": trainer,
             "guard": self.guard.state(),
         }
 
@@ -74,10 +73,7 @@ class DriverState:
         found = self.prompts.find([*again, *lost])
         eta_now = Fraction(taken["eta_now"]) if self.lowers_eta else self.run.staleness.eta
         self.run.restore(taken, again=found[: len(again)], open_prompts=found[len(again) :], eta_now=eta_now)
-        version = self.run.version
         self.fetches.restore(taken["fetches"])
-        self.actor.restore(taken["trainer"], version)
         self.guard.restore(taken["guard"])
-        self.update.restore(version)
         if self.critic is not None:
             self.critic.restore(taken["critic"], taken["fetches"])

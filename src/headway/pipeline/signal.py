@@ -1,4 +1,4 @@
-"""Waiting for a condition over shared state, on one event loop."""
+"""Waiting on one event loop: for any condition over shared state (`Signal`), or for a `Gate` to be opened."""
 
 from __future__ import annotations
 
@@ -26,3 +26,18 @@ class Signal:
             waiter = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
             await waiter
+
+
+class Gate:
+    """Open or shut. Whoever decides holds it, and whoever has to wait while it is shut is given it."""
+
+    def __init__(self) -> None:
+        self.is_open = True
+        self._changed = Signal()
+
+    def set(self, is_open: bool) -> None:
+        self.is_open = is_open
+        self._changed.changed()
+
+    async def until_open(self) -> None:
+        await self._changed.until(lambda: self.is_open)

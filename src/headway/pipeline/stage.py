@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import AbstractContextManager, aclosing, contextmanager, suppress
 from enum import StrEnum
 from typing import Generic, TypeVar
@@ -22,10 +22,13 @@ from typing import Generic, TypeVar
 from headway.errors import StageFailed, boundary
 from headway.events import Emit, StageChanged
 from headway.pipeline.concurrently import Tasks, failing_as_one
-from headway.pipeline.signal import Signal
+from headway.pipeline.signal import Gate
 
 In = TypeVar("In")
 Out = TypeVar("Out")
+
+WaitingFor = Callable[[str], AbstractContextManager[None]]
+"""Says whom a stage waits for, in words for the user, while the context is open."""
 
 
 class _ConsumerClosed(Exception):
@@ -50,7 +53,8 @@ class Stage(ABC, Generic[In, Out]):
     """What the stage waits for when it has no input, in words for the user."""
     waits_for_output: str = "its consumer"
 
-    def __init__(self, emit: Emit) -> None:
+    def __init__(self, emit: Emit, gate: Gate | None = None) -> None:
+        """``gate``: nothing is started while it is shut; without one, only `pause` and `resume` move it."""
         self.name = type(self).__name__
         self.state = State.WAITING_INPUT
         self.active = 0
@@ -58,10 +62,9 @@ class Stage(ABC, Generic[In, Out]):
         """Whom `process_data` waits for right now, for the message when nothing moves any more."""
         self._emit = emit
         self._input_ended = False
-        self._paused = False
+        self._gate = gate if gate is not None else Gate()
         self._holds_item = False
         """Paused with an item in hand."""
-        self._resumed = Signal()
 
     @abstractmethod
     async def get_input_data(self) -> In | None:
@@ -98,11 +101,10 @@ class Stage(ABC, Generic[In, Out]):
 
     def pause(self) -> None:
         """Start nothing further; what is in processing goes on."""
-        self._paused = True
+        self._gate.set(False)
 
     def resume(self) -> None:
-        self._paused = False
-        self._resumed.changed()
+        self._gate.set(True)
 
     @property
     def waiting_for(self) -> str | None:
@@ -147,10 +149,10 @@ class Stage(ABC, Generic[In, Out]):
         with self._attributed():
             item = await self.get_input_data()
         self._input_ended = item is None
-        if self._paused and item is not None:
+        if item is not None and not self._gate.is_open:
             self._holds_item = True
             self._enter(State.PAUSED)
-            await self._resumed.until(lambda: not self._paused)
+            await self._gate.until_open()
             self._holds_item = False
         return item
 

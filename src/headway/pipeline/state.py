@@ -42,6 +42,10 @@ class RunState:
     """Replicas whose validation is submitted or running."""
     changed: Signal = field(default_factory=Signal)
     """Fires when anything changed that admission or an update may wait for."""
+    stopping: bool = False
+    """The run ends at the next version boundary, since somebody asked for that …"""
+    stop_reason: str | None = None
+    """… and why the run stops itself; None where it was asked to from outside."""
     _unrewarded: set[int] = field(default_factory=set)
     _discarded_in_row: Ends = field(default_factory=Counter)
     """Fate and reason of all since the last group that passed Reward."""
@@ -233,8 +237,13 @@ class RunState:
         for number in self.ledger.open_numbers:
             self._settle(number, Fate.IN_FLIGHT, None)
 
-    def request_stop(self) -> None:
-        """End at the next version boundary: the run's total shrinks to it. A fetch that did not start is abandoned."""
+    def request_stop(self, reason: str | None = None) -> None:
+        """End at the next version boundary: the run's total shrinks to it. A fetch that did not start is abandoned.
+
+        ``reason``: why the run stops itself; the first one given holds.
+        """
+        self.stopping = True
+        self.stop_reason = self.stop_reason or reason
         taken, per_version = self.taken, self.staleness.groups_per_version
         boundary = ceil(taken / per_version) * per_version
         self.staleness.total = boundary if self.staleness.total is None else min(boundary, self.staleness.total)

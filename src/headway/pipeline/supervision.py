@@ -1,5 +1,7 @@
 """Watching the processes of replicas, and putting others in the place of those that are gone.
 
+    watch(replica) ──its process ended──▶ Fleet.lose ──▶ Fleet.lost ──▶ start another ──▶ join
+
 A death is noticed also while nobody calls the one that died. A replacement joins as any late replica does: it gets the
 next version with the others, and serves from then on.
 """
@@ -8,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from typing import Any
 
 from headway.errors import HeadwayError, WorkerDied
@@ -22,67 +23,78 @@ from headway.pipeline.state import RunState, now
 Watch = Callable[[RolloutEngine], Coroutine[Any, Any, None]]
 """Runs until cancelled; raises `WorkerDied` as soon as this replica's process ends."""
 
-
-@dataclass(slots=True)
-class Replacing:
-    """How replicas are replaced, and how often that is still done."""
-
-    state: RunState
-    start: Callable[[str], Coroutine[Any, Any, RolloutEngine]]
-    join: Callable[[RolloutEngine], None]
-    left: int
-    """Restarts."""
-
-    async def replace(self, lost: str) -> None:
-        """Start a replica in the place of ``lost``, and let it join. A failure is told, and ends nothing."""
-        while self.left > 0:
-            self.left -= 1
-            try:
-                replica = await self.start(lost)
-            except HeadwayError as failure:
-                self._tell(f"no replica could be started in its place: {failure}", lost)
-                continue
-            self.join(replica)
-            self._tell(f"{replica.name} takes its place, and serves from the next version on", lost)
-            return
-        self._tell("no further replica is started in its place: cluster.max_replica_restarts is used up", lost)
-
-    def _tell(self, what: str, lost: str) -> None:
-        self.state.emit(Note(time=now(), level="warning", text=f"{lost} is gone; {what}"))
+Replace = Callable[[str], Coroutine[Any, Any, RolloutEngine]]
+"""Starts a replica in the place of the one of this name. Raises the errors of `headway.errors`."""
 
 
 class Supervision:
-    """Of a fleet, from `start` to `stop`. Without a ``watch`` it does nothing."""
+    """Supervises a fleet from `start` to `stop`.
 
-    def __init__(self, fleet: Fleet, watch: Watch | None) -> None:
+    consumes        the deaths that ``watch`` tells of; names of replicas that the fleet lost
+    waits for       a replica's process to end; a replacement to be up
+    is unblocked by the operating system or the cluster, which tell of a process's end; `stop`
+    produces        losses and joins of the fleet
+    """
+
+    def __init__(
+        self, state: RunState, fleet: Fleet, watch: Watch | None, replace: Replace | None, max_restarts: int
+    ) -> None:
+        """``watch``: without it nobody is watched. ``replace``: without it nobody is replaced, and with it
+        ``max_restarts`` times in the run.
+        """
+        self._state = state
         self._fleet = fleet
         self._watch = watch
+        self._replace = replace
+        self._restarts_left = max_restarts
         self._tasks: Tasks | None = None
-        self._watching: list[asyncio.Task[None]] = []
-        self.replacing: Replacing | None = None
+        self._started: list[asyncio.Task[None]] = []
 
     def start(self, tasks: Tasks) -> None:
         self._tasks = tasks
         for replica in self._fleet.replicas:
-            self.add(replica)
+            self._add(replica)
+        if self._replace is not None:
+            self._started.append(tasks.start(self._replace_lost(tasks, self._replace)))
 
-    def add(self, replica: Replica) -> None:
-        """A late one. Those that are there at the `start` are watched from then on; after `stop` nobody is."""
-        if self._tasks is not None and self._watch is not None:
-            self._watching.append(self._tasks.start(self._lose_dead(replica, self._watch)))
-
-    def replace(self, lost: str) -> None:
-        """Begin to replace a replica that is gone, if that is done at all and the run is not ending."""
-        if self._tasks is not None and self.replacing is not None:
-            self._watching.append(self._tasks.start(self.replacing.replace(lost)))
+    def join(self, engine: RolloutEngine) -> None:
+        """Let a late replica join the fleet, and watch it. Raises `ValueError` when its name was taken before."""
+        self._add(self._fleet.join(engine))
 
     def stop(self) -> None:
+        """Watch and replace nobody from now on."""
         self._tasks = None
-        for task in self._watching:
+        for task in self._started:
             task.cancel()
+
+    def _add(self, replica: Replica) -> None:
+        """Watch ``replica``; before `start` that is left to it."""
+        if self._tasks is not None and self._watch is not None:
+            self._started.append(self._tasks.start(self._lose_dead(replica, self._watch)))
 
     async def _lose_dead(self, replica: Replica, watch: Watch) -> None:
         try:
             await watch(replica.engine)
         except WorkerDied as death:
             await self._fleet.lose(Gone(replica, death))
+
+    async def _replace_lost(self, tasks: Tasks, replace: Replace) -> None:
+        while (lost := await self._fleet.lost.get()) is not None:
+            self._started.append(tasks.start(self._replace_one(lost, replace)))
+
+    async def _replace_one(self, lost: str, replace: Replace) -> None:
+        """Start a replica in the place of ``lost``. A failure is told, and ends nothing."""
+        while self._restarts_left > 0:
+            self._restarts_left -= 1
+            try:
+                replica = await replace(lost)
+            except HeadwayError as failure:
+                self._warn(lost, f"no replica could be started in its place: {failure}")
+                continue
+            self.join(replica)
+            self._warn(lost, f"{replica.name} takes its place, and serves from the next version on")
+            return
+        self._warn(lost, "no further replica is started in its place: cluster.max_replica_restarts is used up")
+
+    def _warn(self, lost: str, what: str) -> None:
+        self._state.emit(Note(time=now(), level="warning", text=f"{lost} is gone; {what}"))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,14 +26,12 @@ from headway.pipeline.concurrently import concurrently
 from headway.pipeline.fleet import Fleet
 from headway.pipeline.receiver import Gone, Receiver
 from headway.pipeline.signal import Signal
+from headway.pipeline.stage import WaitingFor
 from headway.pipeline.state import RunState, now
 
 SETTLE_S = 5.0
 """Once a receiver is gone, the others have so long to notice it themselves. They are tried again after that, and should
 not be receiving then."""
-
-WaitingFor = Callable[[str], AbstractContextManager[None]]
-"""Says whom the stage waits for while it is open."""
 
 Send = Callable[[Sequence[str]], Coroutine[Any, Any, SendReport]]
 """Sends a version to the receivers named."""

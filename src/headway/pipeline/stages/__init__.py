@@ -1,4 +1,1 @@
-"""One file per box of the picture.
-
-PromptLoader ─▶ Generate ─▶ Rollout ─▶ Reward ─▶ [RefLogProb] ─▶ MessageQueue ─▶ ActorTrain ─▶ ParamUpdate ─▶ Validate
-"""
+"""The stages of the pipeline, one file per box of the picture in `headway.pipeline.run`."""

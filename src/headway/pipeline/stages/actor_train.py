@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 from headway.data.types import Group, Trajectory
 from headway.events import FetchTaken, OptimizerStepped, TrainerBusy
 from headway.interfaces import StepContext, StepReport, TrainEngine
+from headway.pipeline.boundaries import Boundaries
 from headway.pipeline.channel import Channel
 from headway.pipeline.critic import Critic
 from headway.pipeline.fetches import Fetch, FetchSource
@@ -94,16 +95,12 @@ class ActorTrain(Stage[Fetch | Resumed, Update]):
         lease: Lease,
         fleet: Fleet,
         guard: Guard,
-        reached: Callable[[int], object],
-        checkpoint: Callable[[int], Awaitable[object]],
+        boundaries: Boundaries,
         critic: Critic | None = None,
         to_critic: Channel[Fetch] | None = None,
         follows: str = "groups from the message queue",
     ) -> None:
-        """``reached``: called at each version's boundary, when all of it is consumed and nothing of the next one is;
-        ``checkpoint``: saves that boundary, once its version is published; ``to_critic``: to a critic with ranks of its
-        own; ``follows``: where fetches come from, for the user.
-        """
+        """``to_critic``: to a critic with ranks of its own; ``follows``: where fetches come from, for the user."""
         super().__init__(state.emit)
         self.waits_for_input = follows
         self._state = state
@@ -115,8 +112,7 @@ class ActorTrain(Stage[Fetch | Resumed, Update]):
         self._lease = lease
         self._fleet = fleet
         self._guard = guard
-        self._reached = reached
-        self._checkpoint = checkpoint
+        self._boundaries = boundaries
         self._critic = critic
         self._to_critic = to_critic
         self._skipped = SkippedSteps("actor.optim.lr", settings.max_nonfinite_steps)
@@ -162,11 +158,12 @@ class ActorTrain(Stage[Fetch | Resumed, Update]):
         if self._state.at_boundary or self._state.data_ended:
             version = self._state.version
             self._steps_of_version = 0
-            self._reached(version)  # before the first wait: nothing that follows belongs to this boundary
+            # Before the first wait: nothing that follows belongs to this boundary.
+            self._boundaries.reached(version, self.counters())
             await self._drop_overdue(version)
             yield Update(version)
             if self._settings.save_freq > 0 and version % self._settings.save_freq == 0 and self._state.trains_more:
-                await self._checkpoint(version)
+                await self._boundaries.save(version)
         # Not in a finally: a trainer that failed ends the run, and no engine must wake up on its devices.
         await self._lease.to_generate(self._waiting_within)
 

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator
 from headway.interfaces import FinishedGroup, GenerateRequest
 from headway.pipeline.channel import Channel
 from headway.pipeline.fleet import Fleet
-from headway.pipeline.on_update import Halts
+from headway.pipeline.halts import Halts
 from headway.pipeline.receiver import Replica
 from headway.pipeline.router import Router
 from headway.pipeline.stage import Stage
@@ -38,20 +38,13 @@ class Generate(Stage[Share, FinishedGroup]):
         halts: Halts,
         router: Router,
     ) -> None:
-        super().__init__(state.emit)
+        super().__init__(state.emit, halts.gate)
         self._input = input
         self._output = output
         self._fleet = fleet
         self._halts = halts
         self._router = router
         self._shares: deque[Share] = deque()
-
-    def gate(self, is_open: bool) -> None:
-        """Closed while every replica is halted."""
-        if is_open:
-            self.resume()
-        else:
-            self.pause()
 
     async def get_input_data(self) -> Share | None:
         if not self._shares:

@@ -28,8 +28,8 @@ from headway.interfaces import OverlappingTrainEngine, TrainEngine
 from headway.pipeline.channel import Channel
 from headway.pipeline.concurrently import concurrently
 from headway.pipeline.fleet import Fleet
+from headway.pipeline.halts import Halts
 from headway.pipeline.loading import Load, Loading, Probe
-from headway.pipeline.on_update import Halts
 from headway.pipeline.receiver import Receiver, Replica
 from headway.pipeline.stage import Stage
 from headway.pipeline.stages.actor_train import Update
@@ -149,8 +149,9 @@ class ParamUpdate(Stage[Update, Validation]):
         self._validated = 0
         """The newest version whose validation was due and ordered."""
         transfer = Transfer(state, fleet, self._waiting_within, timeout_s)
-        loading = Loading(state, fleet, halts, self._waiting_within, probe_tolerance=probe_tolerance)
-        loading.on_loaded = self._order_validation
+        loading = Loading(
+            state, fleet, halts, self._waiting_within, self._order_validation, probe_tolerance=probe_tolerance
+        )
         self._schedule: Schedule
         if overlapped:
             if not isinstance(trainer, OverlappingTrainEngine):

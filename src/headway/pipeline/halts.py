@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from headway.events import ReplicaHalted
 from headway.interfaces import OnUpdate
-from headway.pipeline.fleet import Fleet
 from headway.pipeline.receiver import Gone, Replica
+from headway.pipeline.signal import Gate
 from headway.pipeline.state import RunState, now
 
 
@@ -35,21 +35,34 @@ class Halt:
 
 
 class Halts:
-    """Which replicas are halted. ``gate`` is told whether any replica takes new requests."""
+    """Which replicas are halted; a `FleetListener`, so that it knows who serves."""
 
-    def __init__(self, state: RunState, fleet: Fleet, policy: OnUpdate) -> None:
+    def __init__(self, state: RunState, policy: OnUpdate) -> None:
         self.policy = policy
-        self.gate: Callable[[bool], None] = lambda is_open: None
+        self.gate = Gate()
+        """Shut while every serving replica is halted."""
         self._state = state
-        self._fleet = fleet
         self._halts: dict[str, Halt] = {}
-        self._available = {replica.name: None for replica in fleet.serving}
+        self._serving: dict[str, None] = {}
+        self._available: dict[str, None] = {}
+        """Serving replicas that are not halted."""
         self._turns: dict[str, asyncio.Lock] = {}
 
     @property
     def available(self) -> Collection[str]:
         """Serving replicas that take new requests; all of them when every one is halted, since requests can wait."""
-        return self._available or {replica.name: None for replica in self._fleet.serving}
+        return self._available or self._serving
+
+    def joined(self, replica: str) -> None:
+        self._serving[replica] = None
+        if replica not in self._halts:
+            self._available[replica] = None
+        self._set_gate()
+
+    def left(self, replica: str) -> None:
+        del self._serving[replica]
+        self._available.pop(replica, None)
+        self._set_gate()
 
     async def halt(self, replica: Replica, why: str) -> Halt:
         """Returns what it took when nothing decodes on ``replica`` any more. Raises `Gone`."""
@@ -62,7 +75,7 @@ class Halts:
             # Not before that wait: training generation goes on beside a validation, refills included.
             halt = self._halts[replica.name] = Halt([why], validation_s=now() - asked)
             self._available.pop(replica.name, None)
-            self.gate(bool(self._available))
+            self._set_gate()
             try:
                 paused = await replica.pause(self.policy)
             except Gone:
@@ -82,9 +95,9 @@ class Halts:
             return
         del self._halts[replica.name]
         await replica.resume()
-        if self._fleet.serves(replica) and replica.name not in self._halts:  # lost, or halted again, meanwhile
+        if replica.name in self._serving and replica.name not in self._halts:  # lost, or halted again, meanwhile
             self._available[replica.name] = None
-            self.gate(True)
+            self._set_gate()
         stopped = halt.stopped if halt.stopped is not None else now()
         self._state.emit(
             ReplicaHalted(
@@ -104,8 +117,5 @@ class Halts:
         """Whatever lets ``replica`` go on runs ``check`` first; what that raises, it raises."""
         self._halts[replica.name].check = check
 
-    def fleet_changed(self) -> None:
-        """Replicas joined or left."""
-        names = [replica.name for replica in self._fleet.serving]
-        self._available = {name: None for name in names if name not in self._halts}
-        self.gate(bool(self._available) or not names)
+    def _set_gate(self) -> None:
+        self.gate.set(bool(self._available) or not self._serving)

@@ -1,0 +1,284 @@
+"""Construction: every part of one run, connected. `headway.pipeline.run` runs what is built here.
+
+    observers ◀── emit ◀── state ◀── fleet, halts, boundaries ◀── stages ◀── monitor
+
+Built from left to right, each with what it needs in its constructor; nothing is attached to anything afterwards. Who
+has to be told of a change is given to whoever makes it: `FleetListener`, `Channel`, `Gate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from headway.config.algorithm import GROUP_RELATIVE
+from headway.config.schema import Config
+from headway.data.types import Group
+from headway.events import Emit, Observer, fan_out
+from headway.interfaces import FinishedGroup, OnUpdate, SamplingParams
+from headway.pipeline.boundaries import Boundaries
+from headway.pipeline.channel import Channel
+from headway.pipeline.critic import Critic
+from headway.pipeline.equal_rewards import EqualRewards
+from headway.pipeline.fetches import Fetch, Fetches, FetchSource
+from headway.pipeline.fleet import Fleet
+from headway.pipeline.guard import Guard, GuardSettings
+from headway.pipeline.halts import Halts
+from headway.pipeline.lease import OwnDevices, SharedDevices
+from headway.pipeline.ledger import Ledger
+from headway.pipeline.message_queue import MessageQueue
+from headway.pipeline.monitor import Monitor, Movement
+from headway.pipeline.parts import Parts
+from headway.pipeline.preparation import Preparation
+from headway.pipeline.prompts import Prompts
+from headway.pipeline.resume import DriverState
+from headway.pipeline.router import Router
+from headway.pipeline.stage import Stage
+from headway.pipeline.stages.actor_train import ActorTrain, TrainSettings, Update
+from headway.pipeline.stages.critic_train import CriticTrain
+from headway.pipeline.stages.generate import Generate
+from headway.pipeline.stages.logprob import LogProb
+from headway.pipeline.stages.param_update import ParamUpdate
+from headway.pipeline.stages.prompt_loader import PromptLoader, Wave
+from headway.pipeline.stages.ref_logprob import RefLogProb
+from headway.pipeline.stages.reward import Reward
+from headway.pipeline.stages.rollout import Rollout
+from headway.pipeline.stages.validate import Validate, Validation
+from headway.pipeline.stages.values import Values
+from headway.pipeline.staleness import Staleness
+from headway.pipeline.state import RunState
+from headway.pipeline.supervision import Supervision
+
+AnyStage = Stage[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """The parts of one run that are started, stopped and asked from outside their stages."""
+
+    state: RunState
+    fleet: Fleet
+    prompts: Prompts
+    supervision: Supervision
+    monitor: Monitor
+    boundaries: Boundaries
+    loader: PromptLoader
+    actor: ActorTrain
+    update: ParamUpdate
+    validations: Channel[Validation]
+    upstream: Sequence[AnyStage]
+    """The stages from the prompts to the queue, in the order of the picture."""
+    downstream: Sequence[AnyStage]
+    """The stages behind the queue, in the order of the picture."""
+
+
+def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoints: Path) -> Wiring:
+    """Build a run. Raises `TypeError` when the trainer cannot do what ``param_update.schedule`` asks for."""
+    movement = Movement()
+    emit = fan_out([*observers, movement])
+    state = _state(config, parts, emit)
+    router = Router(split_groups=config.rollout.split_groups)
+    halts = Halts(state, OnUpdate(config.async_training.on_update))
+    timeout_s = config.param_update.timeout_s
+    fleet = Fleet(parts.rollouts, parts.receivers, state, router, listeners=[halts], timeout_s=timeout_s)
+    prompts = Prompts(parts.source)
+    fetches = Fetches(state, config.groups_per_fetch, fill_first=config.async_training.fill_queue)
+    guard_settings = config.offpolicy.guard
+    guard = Guard(GuardSettings(guard_settings.min_ess, guard_settings.action), state, state.request_stop)
+    critic = _critic(config, parts, emit)
+    lowers_eta = guard_settings.action == "lower_eta"
+    driver = DriverState(state, prompts, fetches, guard, lowers_eta=lowers_eta, critic=critic)
+    boundaries = Boundaries(driver, parts.trainer, checkpoints)
+
+    waves: Channel[Wave] = Channel("waves")
+    finished: Channel[FinishedGroup] = Channel("finished")
+    unrewarded: Channel[Group] = Channel("unrewarded")
+    updates: Channel[Update] = Channel("updates")
+    validations: Channel[Validation] = Channel("validations")
+    loader = PromptLoader(
+        state,
+        prompts,
+        waves,
+        admission=config.async_training.admission,
+        n=config.rollout.n,
+        sampling=_training_sampling(config, parts),
+        with_greedy=parts.greedy_baseline,
+    )
+    upstream: list[AnyStage] = [
+        loader,
+        Generate(state, waves, finished, fleet, halts, router),
+        Rollout(state, finished, unrewarded, n=config.rollout.n, baselines=parts.greedy_baseline),
+        *_scoring(config, parts, state, unrewarded),
+    ]
+    columns, source = _columns(parts, state, fleet, fetches, critic)
+    to_critic = None if critic is None or parts.critic_inside_fetch else Channel[Fetch]("fetches for the critic")
+    shared = config.placement.kind == "shared"
+    actor = ActorTrain(
+        state,
+        source,
+        updates,
+        parts.trainer,
+        _preparation(parts, critic),
+        _train_settings(config),
+        lease=SharedDevices(state, fleet, halts) if shared else OwnDevices(),
+        fleet=fleet,
+        guard=guard,
+        boundaries=boundaries,
+        critic=critic,
+        to_critic=to_critic,
+        follows=columns[-1].name if columns else "groups from the message queue",
+    )
+    update = ParamUpdate(
+        state,
+        updates,
+        validations,
+        parts.trainer,
+        fleet,
+        halts,
+        overlapped=config.param_update.schedule == "overlapped",
+        test_freq=config.rollout.test_freq if parts.validation else -1,
+        timeout_s=timeout_s,
+        probe_tolerance=parts.probe_tolerance,
+    )
+    validate = Validate(
+        state,
+        validations,
+        fleet,
+        parts.validation,
+        parts.reward,
+        n=config.rollout.val_n,
+        sampling=_sampling(config, parts, config.rollout.val_temperature),
+    )
+    beside = [] if critic is None or to_critic is None else [CriticTrain(emit, to_critic, critic)]
+    downstream: list[AnyStage] = [*columns, actor, *beside, update, validate]
+    return Wiring(
+        state=state,
+        fleet=fleet,
+        prompts=prompts,
+        supervision=Supervision(
+            state, fleet, parts.watch_replica, parts.replace_replica, config.cluster.max_replica_restarts
+        ),
+        monitor=Monitor(
+            fleet,
+            [*upstream, *downstream],
+            movement,
+            emit,
+            stall_timeout_s=config.cluster.stall_timeout_s,
+            interval_s=config.reports.activity_interval_s,
+        ),
+        boundaries=boundaries,
+        loader=loader,
+        actor=actor,
+        update=update,
+        validations=validations,
+        upstream=upstream,
+        downstream=downstream,
+    )
+
+
+def _state(config: Config, parts: Parts, emit: Emit) -> RunState:
+    settings = config.async_training
+    staleness = Staleness(
+        eta=settings.staleness_threshold,
+        groups_per_version=config.groups_per_version,
+        window=config.window,
+        total=config.rollout.total_rollout_steps,
+        loaded={replica.name: 0 for replica in parts.rollouts},
+        max_lag=settings.max_lag,
+        drops_overdue=settings.on_overdue == "drop",
+    )
+    return RunState(staleness, Ledger(), MessageQueue(staleness), emit)
+
+
+def _critic(config: Config, parts: Parts, emit: Emit) -> Critic | None:
+    if parts.critic is None:
+        return None
+    return Critic(
+        parts.critic,
+        emit,
+        mini_batch_size=config.actor.ppo_mini_batch_size,
+        epochs=config.critic.ppo_epochs,
+        max_nonfinite_steps=config.trainer.max_nonfinite_steps,
+        mask_cut_off=config.algorithm.overlong_filtering,
+    )
+
+
+def _scoring(config: Config, parts: Parts, state: RunState, unrewarded: Channel[Group]) -> list[AnyStage]:
+    """The stages from a joined group to the queue: Reward, and RefLogProb where the reference has its own ranks."""
+    equal = None
+    if parts.group_filter is None:
+        within_groups = config.algorithm.adv_estimator in GROUP_RELATIVE
+        equal = EqualRewards(config.groups_per_version, within_groups=within_groups)
+
+    def reward(output: Channel[Group] | MessageQueue) -> Reward:
+        scorer, group_filter, shaping = parts.reward, parts.group_filter, parts.shaping
+        return Reward(state, unrewarded, output, scorer, group_filter, shaping, n=config.rollout.n, equal=equal)
+
+    if parts.reference is None or parts.reference_inside_fetch:
+        return [reward(state.queue)]
+    rewarded: Channel[Group] = Channel("rewarded")
+    return [reward(rewarded), RefLogProb(state, rewarded, state.queue, parts.reference)]
+
+
+def _columns(
+    parts: Parts, state: RunState, fleet: Fleet, fetches: Fetches, critic: Critic | None
+) -> tuple[list[AnyStage], FetchSource]:
+    """The stages that add columns to fetches on ranks of their own, and where ActorTrain takes its fetches from."""
+    stages: list[AnyStage] = []
+    source: FetchSource = fetches
+    if parts.proximal is not None and not parts.proximal_inside_fetch:
+        proximal: Channel[Fetch] = Channel("proximal")
+        stages.append(LogProb(state, source, proximal, parts.proximal, fleet))
+        source = proximal
+    if critic is not None and not parts.critic_inside_fetch:
+        valued: Channel[Fetch] = Channel("valued")
+        follows = stages[-1].name if stages else "groups from the message queue"
+        stages.append(Values(state.emit, source, valued, critic, follows=follows))
+        source = valued
+    return stages, source
+
+
+def _preparation(parts: Parts, critic: Critic | None) -> Preparation:
+    return Preparation(
+        parts.advantages,
+        reference=parts.reference if parts.reference_inside_fetch else None,
+        proximal=parts.proximal if parts.proximal_inside_fetch else None,
+        critic=critic if parts.critic_inside_fetch else None,
+    )
+
+
+def _sampling(config: Config, parts: Parts, temperature: float) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=config.data.max_response_length,
+        temperature=temperature,
+        stop_token_ids=parts.stop_token_ids,
+        stop=config.rollout.stop,
+    )
+
+
+def _training_sampling(config: Config, parts: Parts) -> SamplingParams:
+    rollout = config.rollout
+    return replace(
+        _sampling(config, parts, rollout.temperature),
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        repetition_penalty=rollout.repetition_penalty,
+        logit_bias=tuple(rollout.logit_bias.items()),
+        min_tokens=rollout.min_tokens,
+    )
+
+
+def _train_settings(config: Config) -> TrainSettings:
+    size, epochs = config.actor.ppo_mini_batch_size, config.actor.ppo_epochs
+    return TrainSettings(
+        mini_batch_size=size,
+        mini_batches_per_fetch=config.async_training.require_batches,
+        ppo_epochs=epochs,
+        steps_per_version=config.groups_per_version // size * epochs,
+        mask_cut_off=config.algorithm.overlong_filtering,
+        max_nonfinite_steps=config.trainer.max_nonfinite_steps,
+        save_freq=config.trainer.save_freq,
+    )

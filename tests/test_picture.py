@@ -1,0 +1,36 @@
+"""The picture of the pipeline: drawn in docs/architecture.md, shown elsewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from headway.pipeline import run, stages
+
+ROOT = Path(__file__).parents[1]
+FIRST, LAST = "┌──────── ground truth", "└─▶ Validate"
+
+
+def picture_in(text: str) -> str:
+    lines = text.splitlines()
+    first = next(i for i, line in enumerate(lines) if FIRST in line)
+    last = next(i for i, line in enumerate(lines) if LAST in line and i > first)
+    return "\n".join(lines[first : last + 1])
+
+
+DRAWN = picture_in((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    "shown", [(ROOT / "README.md").read_text(encoding="utf-8"), run.__doc__], ids=["README", "run"]
+)
+def test_the_picture_is_the_same_wherever_it_is_shown(shown: str) -> None:
+    assert picture_in(shown) == DRAWN
+
+
+def test_each_stage_has_a_file_and_a_box_in_the_picture() -> None:
+    files = {path.stem for path in Path(stages.__file__).parent.glob("[!_]*.py")}
+    boxes = set(re.findall(r"[A-Z][a-z]+(?:[A-Z][A-Za-z]+)?", DRAWN)) - {"MessageQueue", "Staleness"}
+    assert {name.replace("_", "") for name in files} == {name.lower() for name in boxes}
