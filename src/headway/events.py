@@ -42,7 +42,8 @@ class Event:
 
     def to_json(self) -> dict[str, Any]:
         """The event as one flat JSON object, ``kind`` first. Its values are the event's own, not copies."""
-        return {"kind": self.kind, **{name: getattr(self, name) for name in _field_names(type(self))}}
+        event_type: Any = type(self)
+        return {"kind": self.kind, **{name: getattr(self, name) for name in _field_names(event_type)}}
 
     def later(self, seconds: float) -> Self:
         """The same event on a clock that is ahead by so much."""
@@ -76,6 +77,12 @@ class RunStarted(Event):
     """Trajectories that each replica can decode at once."""
     on_update: str = ""
     """What happens to trajectories in flight when new weights arrive: ``drain``, ``interrupt`` or ``keep``."""
+    stages: list[str] = field(default_factory=list)
+    """The names of the run's stages, in the order in which data flows."""
+
+    def place_of(self, stage: str) -> int:
+        """The place of ``stage`` among the run's stages; behind them where it is none of them."""
+        return self.stages.index(stage) if stage in self.stages else len(self.stages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

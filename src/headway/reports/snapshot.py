@@ -10,12 +10,9 @@ from typing import Any
 
 from headway.events import Event
 from headway.reports.metrics import RunMetrics
-from headway.reports.occupancy import StageView
 from headway.reports.tally import Whereabouts
 
 HISTORY = 200
-FLOW = ("PromptLoader", "Generate", "Rollout", "Reward", "RefLogProb", "ActorTrain", "ParamUpdate", "Validate")
-"""Stages in the order in which data flows; any other comes after them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +113,7 @@ class SnapshotTaker:
             row=self._row,
             stages=tuple(
                 StageLine(stage.name, stage.state, stage.waiting_for, stage.active, max(now - stage.since, 0.0))
-                for stage in sorted(metrics.occupancy.stages.values(), key=_place_in_flow)
+                for stage in sorted(metrics.occupancy.stages.values(), key=lambda stage: started.place_of(stage.name))
             ),
             finished=finished is not None,
         )
@@ -125,7 +122,3 @@ class SnapshotTaker:
         if total is None or trained >= total:
             return None
         return self._metrics.pace.seconds_left(now, total)
-
-
-def _place_in_flow(stage: StageView) -> int:
-    return FLOW.index(stage.name) if stage.name in FLOW else len(FLOW)
