@@ -16,6 +16,18 @@ from headway.errors import OutputRefused
 
 
 class Stdout(io.TextIOWrapper):
+    def __init__(self, before: io.TextIOWrapper) -> None:
+        """In the place of ``before``. What the encoding lacks is printed as a question mark."""
+        super().__init__(
+            before.buffer,
+            encoding=before.encoding,
+            errors="replace",
+            line_buffering=before.line_buffering,
+            write_through=before.write_through,
+        )
+        self._before = before
+        """Held, since it closes the file with it when it goes."""
+
     def write(self, text: str) -> int:
         if isinstance(text, str) and not text:  # click's probe, which takes any exception for "not a text file"
             return 0
@@ -50,10 +62,6 @@ class Stdout(io.TextIOWrapper):
 
 
 def replace_stdout() -> None:
-    """From now on stdout is a `Stdout`. What its encoding lacks is printed as a question mark."""
-    before = sys.stdout
-    if isinstance(before, io.TextIOWrapper):
-        encoding, buffered, through = before.encoding, before.line_buffering, before.write_through
-        sys.stdout = Stdout(
-            before.detach(), encoding=encoding, errors="replace", line_buffering=buffered, write_through=through
-        )
+    """From now on standard output is a `Stdout`."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout = Stdout(sys.stdout)

@@ -138,7 +138,7 @@ def print_summary(loaded: LoadedConfig) -> None:
     console = Console(markup=False, highlight=False)
     console.print(table)
     for note in loaded.notes:
-        console.print(f"note: {note}")
+        console.print(f"note: {note}", soft_wrap=True)
     console.print("no problems found")
 
 
