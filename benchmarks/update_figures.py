@@ -191,7 +191,7 @@ def _compare_decoding(found: Figures, events: Sequence[Event], window: Span) -> 
 
 
 def _prefilled_again(events: Iterable[Event], window: Span) -> list[tuple[int, float]]:
-    """Of the first report with a prefill after each halt that cut something: its largest prefill."""
+    """Of the first report with a prefill after each halt that cut something: the mean of its largest prefills."""
     again: list[tuple[int, float]] = []
     cut: float | None = None
     for event in events:
@@ -199,9 +199,9 @@ def _prefilled_again(events: Iterable[Event], window: Span) -> list[tuple[int, f
             case ReplicaHalted(reason="load", interrupted=interrupted, span=(_, end)) if interrupted:
                 cut = end
             case ReplicaActivity(prefill_steps=steps, busy=busy) if steps and cut is not None and busy[-1][1] > cut:
-                tokens, seconds = max((tokens, seconds) for _, tokens, seconds, _ in steps)
+                count, _, tokens, seconds, _ = steps[max(steps)]
                 if window[0] <= cut <= window[1]:
-                    again.append((tokens, seconds))
+                    again.append((tokens // count, seconds / count))
                 cut = None
     return again
 

@@ -51,6 +51,10 @@ class RunError(HeadwayError, RuntimeError):
     """The run failed."""
 
 
+class OutputRefused(RunError, OSError):
+    """What a command prints cannot be written: the disk behind its standard output is full, most often."""
+
+
 class WorkerDied(RunError):
     """A worker process ended while the run needed it."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from typing import Any, ClassVar, Protocol, Self
 
 Span = tuple[float, float]
@@ -16,9 +17,18 @@ DecodeSteps = tuple[int, float, int]
 """(steps, seconds, cached) of decode steps with the same number of active sequences, added up. ``seconds`` is wall time
 from one step's end to the next one's; ``cached`` counts the tokens in the KV cache, once for each step."""
 
-PrefillStep = tuple[int, int, float, int]
-"""(active, tokens, seconds, cached) of one step that prefilled ``tokens``, beside decoding. ``active`` counts all that
-were given a token, those that began from these contexts included. The rest is as in `DecodeSteps`."""
+PrefillSteps = tuple[int, int, int, float, int]
+"""(steps, active, tokens, seconds, cached) of steps that prefilled ``tokens``, beside decoding, added up. ``active``
+counts all that were given a token, those that began from these contexts included. The rest is as in `DecodeSteps`."""
+
+
+def add_prefill(merged: dict[int, PrefillSteps], active: int, tokens: int, seconds: float, cached: int) -> None:
+    """Add one step to those of about its size. ``merged`` is keyed by the largest power of two that is no more than a
+    step's ``tokens``: what a token costs can be told by comparing sizes, and there are never many of them.
+    """
+    size = 1 << (tokens.bit_length() - 1)
+    before = merged.get(size, (0, 0, 0, 0.0, 0))
+    merged[size] = (before[0] + 1, before[1] + active, before[2] + tokens, before[3] + seconds, before[4] + cached)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +42,17 @@ class Event:
 
     def to_json(self) -> dict[str, Any]:
         """The event as one flat JSON object, ``kind`` first. Its values are the event's own, not copies."""
-        return {"kind": self.kind, **{f.name: getattr(self, f.name) for f in fields(self)}}
+        event_type: Any = type(self)
+        return {"kind": self.kind, **{name: getattr(self, name) for name in _field_names(event_type)}}
 
     def later(self, seconds: float) -> Self:
         """The same event on a clock that is ahead by so much."""
         return replace(self, **{name: _later(getattr(self, name), seconds) for name in self.on_clock})
+
+
+@cache
+def _field_names(event_type: Any) -> tuple[str, ...]:
+    return tuple(f.name for f in fields(event_type))
 
 
 def _later(moment: Any, seconds: float) -> Any:
@@ -61,6 +77,12 @@ class RunStarted(Event):
     """Trajectories that each replica can decode at once."""
     on_update: str = ""
     """What happens to trajectories in flight when new weights arrive: ``drain``, ``interrupt`` or ``keep``."""
+    stages: list[str] = field(default_factory=list)
+    """The names of the run's stages, in the order in which data flows."""
+
+    def place_of(self, stage: str) -> int:
+        """The place of ``stage`` among the run's stages; behind them where it is none of them."""
+        return self.stages.index(stage) if stage in self.stages else len(self.stages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,7 +359,8 @@ class ReplicaActivity(Event):
     """Answers that were parked for want of memory for keys and values."""
     decode_steps: dict[int, DecodeSteps] = field(default_factory=dict)
     """Active sequences → the steps that prefilled nothing; empty if the engine does not say."""
-    prefill_steps: list[PrefillStep] = field(default_factory=list)
+    prefill_steps: dict[int, PrefillSteps] = field(default_factory=dict)
+    """All other steps, by the size of their prefills (`add_prefill`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

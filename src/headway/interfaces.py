@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.data.types import Column, GroupTokens, Handle, Outcomes, Prompt, Sample, Trajectory
-from headway.events import DecodeSteps, PrefillStep, Span
+from headway.events import DecodeSteps, PrefillSteps, Span
 
 # ---------------------------------------------------------------------------------------------- data
 
@@ -164,8 +164,8 @@ class EngineStats:
     version: int = 0
     decode_steps: dict[int, DecodeSteps] = field(default_factory=dict)
     """Active sequences → the steps that prefilled nothing. Empty where it is not measured."""
-    prefill_steps: list[PrefillStep] = field(default_factory=list)
-    """All other steps."""
+    prefill_steps: dict[int, PrefillSteps] = field(default_factory=dict)
+    """All other steps, by the size of their prefills (`events.add_prefill`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ def decoding(start: float, end: float, *, seconds: float, prefill: bool = False)
         generated_tokens=20,
         prefilled_tokens=30 * prefill,
         decode_steps={2: (10, 10 * seconds, 0)},
-        prefill_steps=[(2, 30, 0.7, 0), (1, 5, 0.1, 0)] * prefill,
+        prefill_steps={16: (1, 2, 30, 0.7, 0), 4: (1, 1, 5, 0.1, 0)} if prefill else {},
     )
 
 

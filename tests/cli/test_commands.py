@@ -288,6 +288,26 @@ def test_an_output_without_unicode_gets_question_marks(recipe: str, monkeypatch:
     assert b"1 ? (device 0)" in output.buffer.getvalue()
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("command", [["--version"], ["doctor"]])
+def test_an_output_that_cannot_be_written_is_one_message(recipe: str, command: list[str], unbuffered: str) -> None:
+    arguments = [*command, recipe] if command == ["doctor"] else command
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "headway", *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        )
+    assert done.returncode == 1
+    assert done.stderr == (
+        "error: standard output cannot be written (No space left on device); send it to a place with room\n"
+    )
+
+
 @mostly_slow("closed", [(1,), (0, 1), (0, 1, 2)], quick=[(0, 1, 2)])
 def test_what_is_closed_of_the_standard_files_is_nowhere(recipe: str, tmp_path: Path, closed: tuple[int, ...]) -> None:
     """For the process that tries the reward, too."""

@@ -51,6 +51,7 @@ def test_json_has_every_row_and_html_is_one_page(profile: Path, tmp_path: Path) 
     assert all(wanted <= set(row) for row in written)
     assert [row["step_s"] for row in written] == sorted(row["step_s"] for row in written)
     assert written[0]["preset"] in page.read_text()
+    assert "simulated from a profile" in page.read_text()
 
 
 def test_a_plan_loads_neither_torch_nor_ray(profile: Path) -> None:

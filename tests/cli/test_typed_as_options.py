@@ -36,3 +36,17 @@ def test_an_evaluation_answers_so_too_and_its_own_options_are_options() -> None:
     assert done.stderr.splitlines()[-1].endswith("Settings have no dashes: data.max_response_length=8")
     done = CliRunner().invoke(cli, ["eval", "model", "test.jsonl", "--n", "0"])
     assert "Invalid value for '--n'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [
+        (["eval", "MODEL", "n=8"], "got n=8, but n is an option of this command: --n 8"),
+        (["eval", "MODEL", "data.jsonl", "rollout.stop=x", "limit=3"], "limit is an option of this command: --limit 3"),
+        (["train", "recipe.yaml", "dry_run=true"], "dry_run is an option of this command: --dry-run"),
+    ],
+)
+def test_an_option_that_is_typed_as_a_setting_is_answered_with_the_option(typed: list[str], answer: str) -> None:
+    done = CliRunner().invoke(cli, typed)
+    assert done.exit_code == 2
+    assert done.stderr.splitlines()[-1].endswith(answer)

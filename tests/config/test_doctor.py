@@ -272,3 +272,10 @@ def test_a_learning_rate_warmup_as_long_as_the_run_is_noted(minimal: Load) -> No
 def test_the_notes_of_loading_come_first(minimal: Load) -> None:
     notes = diagnose(minimal("data.train=a.jsonl", "async_training.order=fifo"))
     assert [note.split()[0] for note in notes] == ["reward.function", "async_training.window=B"]
+
+
+def test_sequences_that_are_longer_than_a_micro_batch_are_noted_with_both_numbers(minimal: Load) -> None:
+    assert not any("ppo_max_token_len_per_gpu" in n for n in diagnose(minimal("actor.ppo_max_token_len_per_gpu=128")))
+    (note,) = diagnose(minimal("actor.ppo_max_token_len_per_gpu=127"))
+    assert note.startswith("actor.ppo_max_token_len_per_gpu=127 is less than the longest sequence")
+    assert "64 + data.max_response_length=64 = 128 tokens" in note

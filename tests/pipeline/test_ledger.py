@@ -59,20 +59,13 @@ def test_the_fates_always_add_up_to_the_admitted(fates: list[Fate | None]):
     assert counts["in_flight"] == sum(fate in (None, Fate.IN_FLIGHT) for fate in fates)
 
 
-def test_reasons_are_counted_most_frequent_first():
-    ledger = Ledger()
-    for row, reason in enumerate(["slow", "wrong", "slow"]):
-        ledger.settle(ledger.admit(prompt(0, row)), Fate.FAILED, reason)
-    assert list(ledger.reasons().items()) == [("failed: slow", 2), ("failed: wrong", 1)]
-
-
 def test_the_checkpoint_names_the_rows_that_are_open():
     ledger = Ledger()
     for row in (4, 7, 2):
         ledger.admit(prompt(1, row, attempt=3))
     ledger.settle(1, Fate.TRAINED)
     state = ledger.state()
-    assert state == {"admitted": 3, "fates": {"trained": 1}, "reasons": {}, "open": [[0, 1, 4, 3], [2, 1, 2, 3]]}
+    assert state == {"admitted": 3, "fates": {"trained": 1}, "open": [[0, 1, 4, 3], [2, 1, 2, 3]]}
 
 
 # ---------------------------------------------------------------------------------------------- the run's state

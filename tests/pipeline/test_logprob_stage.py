@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 
 from headway.errors import RunError, StallError, UpdateFailed, WorkerDied
-from headway.events import FetchTaken, RunFinished, StageChanged, UpdateFinished
+from headway.events import FetchTaken, RunFinished, RunStarted, StageChanged, UpdateFinished
 from headway.pipeline.run import Status
 from headway.reports.summary import summary
 from tests.pipeline.cases import TICK, Case, cases, faulty, for_each
@@ -76,6 +76,13 @@ def test_on_ranks_of_its_own_it_computes_every_fetch_under_the_version_that_trai
     assert len(logp(run).asked) == run.groups["trained"] // 4
     assert {ask.samples for ask in logp(run).asked} == {8}
     assert "LogProb" in {event.stage for event in run.of(StageChanged)}
+
+
+def test_the_run_names_its_stages_in_the_order_in_which_data_flows():
+    run = Scenario("on_policy", total=8, logp_ranks=1).run().assert_completed()
+    flow = ["PromptLoader", "Generate", "Rollout", "Reward", "LogProb", "ActorTrain", "ParamUpdate", "Validate"]
+    assert run.of(RunStarted)[0].stages == flow
+    assert {event.stage for event in run.of(StageChanged)} == set(flow)
 
 
 @pytest.mark.parametrize("mode", STREAMING)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from headway.data.types import Prompt
 from headway.events import GroupAdmitted, GroupRewarded, Note, TrajectoryFinished, ValidationFinished
-from headway.pipeline.equal_rewards import VERSIONS, EqualRewards
+from headway.pipeline.equal_rewards import VERSIONS, EqualRewards, fewest
 from tests.pipeline.fakes import FakeReward, validation_prompts, without_variance
 from tests.pipeline.scenario import Run, Scenario
 
@@ -80,8 +80,9 @@ def test_rewards_that_are_all_equal_are_warned_of_once(estimator: str):
     run = Scenario("on_policy", reward=reward, sections={"algorithm": {"adv_estimator": estimator}}).run()
     run.assert_completed()
     assert warnings(run) == [
-        f"in {VERSIONS * B} groups in a row all answers got the same reward ({VERSIONS * B}× all 0.5): there is "
-        "nothing to learn from them. Check the reward on a few samples, or make the task easier or harder"
+        f"in {VERSIONS * B} of the last {VERSIONS * B} groups (100%) all answers got the same reward "
+        f"({VERSIONS * B}× all 0.5): there is nothing to learn from them. Every answer of the run got 0.5: check the "
+        "reward on a few samples, as headway eval shows them. If it is right, the prompts are all too hard, or too easy"
     ]
     told = [event for event in run.events if isinstance(event, Note | GroupRewarded)]
     assert isinstance(told[VERSIONS * B], Note)
@@ -107,21 +108,60 @@ def test_a_greedy_answer_that_is_better_makes_a_difference():
     assert warnings(run) == []
 
 
-GROUPS = st.lists(st.lists(st.sampled_from([0.0, 1.0]), min_size=2, max_size=2), max_size=40)
+def equal_rewards(groups: list[list[float]], groups_per_version: int, *, within_groups: bool = True) -> dict[int, str]:
+    """By the group that it came with, what was warned of."""
+    equal = EqualRewards(groups_per_version, within_groups=within_groups)
+    looks = [equal.look(np.array(rewards, np.float32)) for rewards in groups]
+    return {index: text for index, text in enumerate(looks) if text is not None}
 
 
-@given(GROUPS, st.integers(1, 6), st.booleans())
-def test_the_warning_comes_with_the_first_group_that_ends_a_row_of_so_many(
-    groups: list[list[float]], limit: int, within_groups: bool
+def test_groups_that_teach_something_now_and_then_do_not_hide_that_nearly_all_teach_nothing():
+    """313 of 320 groups without variance once went by in silence, as there were never 256 of them in a row."""
+    groups = [[0.0, 1.0] if index % 46 == 45 else [0.0, 0.0] for index in range(320)]
+    ((index, text),) = equal_rewards(groups, 64).items()
+    assert index == VERSIONS * 64 - 1
+    assert "in 251 of the last 256 groups (98%) all answers got the same reward (251× all 0)" in text
+    assert "too hard" in text and "algorithm.filter_groups.enable=true" in text
+
+
+@pytest.mark.parametrize(
+    ("equal", "advice"),
+    [
+        (lambda i: [0.0, 0.0], "too hard"),
+        (lambda i: [1.0, 1.0], "too easy"),
+        (lambda i: [0.25, 0.25], "gives nearly all of them 0.25, out of 0 to 1: check the reward"),
+        (lambda i: [float(i % 2)] * 2, "Some prompts are too easy for the model, others too hard"),
+    ],
+)
+def test_the_advice_is_about_the_reward_that_the_groups_got(equal, advice: str):
+    groups = [[0.0, 1.0] if index % 32 == 0 else equal(index) for index in range(VERSIONS * 64)]
+    (text,) = equal_rewards(groups, 64).values()
+    assert advice in text
+
+
+def test_a_share_that_is_usual_late_in_a_run_is_nothing_to_warn_of():
+    groups = [[0.0, 1.0] if index % 10 < 3 else [1.0, 1.0] for index in range(2000)]
+    assert equal_rewards(groups, 64) == {}
+
+
+def test_what_a_few_groups_show_has_to_be_clearer():
+    assert [fewest(window) for window in (4, 16, 64, 128, 256, 4096)] == [4, 16, 55, 104, 205, 3277]
+
+
+GROUPS = st.lists(st.lists(st.sampled_from([0.0, 1.0]), min_size=2, max_size=2), max_size=60)
+
+
+@given(GROUPS, st.integers(1, 8), st.booleans())
+def test_the_warning_comes_with_the_first_window_of_which_nearly_all_teaches_nothing(
+    groups: list[list[float]], groups_per_version: int, within_groups: bool
 ):
-    """Against every window of ``limit`` groups."""
-    equal = EqualRewards(limit, within_groups=within_groups)
-    warned = [i for i, rewards in enumerate(groups) if equal.look(np.array(rewards, np.float32)) is not None]
+    """Against a count over every window."""
+    size = VERSIONS * groups_per_version
 
-    def teaches_nothing(window: list[list[float]]) -> bool:
-        return all(len(set(rewards)) == 1 for rewards in window) and (
-            within_groups or len({reward for rewards in window for reward in rewards}) == 1
-        )
+    def teach_nothing(window: list[list[float]]) -> int:
+        equal = [rewards[0] for rewards in window if len(set(rewards)) == 1]
+        return len(equal) if within_groups else max(equal.count(0.0), equal.count(1.0))
 
-    ends = [end for end in range(limit, len(groups) + 1) if teaches_nothing(groups[end - limit : end])]
-    assert warned == [end - 1 for end in ends[:1]]
+    ends = [end for end in range(size, len(groups) + 1) if teach_nothing(groups[end - size : end]) >= fewest(size)]
+    warned = equal_rewards(groups, groups_per_version, within_groups=within_groups)
+    assert list(warned) == [end - 1 for end in ends[:1]]

@@ -29,6 +29,8 @@ from headway.events import (
 
 REPLICA = "rollout-0"
 
+STAGES = ["Generate", "Rollout", "Reward", "ActorTrain", "ParamUpdate", "Validate"]
+
 
 @dataclass(slots=True)
 class ScriptedRun:
@@ -98,9 +100,10 @@ class ScriptedRun:
                 lag_bound=2,
                 order="window",
                 slots={REPLICA: 16},
+                stages=STAGES,
             )
         )
-        for stage in ("Generate", "Rollout", "Reward", "ActorTrain", "ParamUpdate", "Validate"):
+        for stage in reversed(STAGES):
             self._add(StageChanged(time=self.start, stage=stage, state="waiting_input", waiting_for="its input"))
 
     def _group(

@@ -104,6 +104,15 @@ def test_the_header_has_the_runs_figures_and_the_sentence() -> None:
     assert "What I say & mean" in Page(page(timeline, bottleneck="What I say & mean")).text
 
 
+def test_a_simulated_run_says_so_and_shows_nothing_that_was_not_simulated() -> None:
+    parsed = Page(page(build_timeline(ScriptedRun().build(), simulated=True)))
+    text = parsed.text + parsed.scripts[0]
+    assert "simulated from a profile" in text
+    assert "validates v0: " in text and "of 40 admitted" in text
+    for meaningless in ("completed", "validation reward", "0.786", "accuracy"):
+        assert meaningless not in text
+
+
 def test_idle_reasons_are_listed_and_lanes_are_summed_up_for_readers_without_scripts() -> None:
     parsed = Page(page(simulated("async_partial")))
     assert "waits for groups from the message queue" in parsed.text

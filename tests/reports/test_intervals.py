@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.events import Span
-from headway.reports.intervals import IntervalUnion, complement, intersection, length, union
+from headway.reports.intervals import IntervalUnion, Spread, complement, intersection, length, union
 
 HORIZON = 30
 spans = st.lists(st.tuples(st.integers(0, HORIZON), st.integers(0, HORIZON)), max_size=12)
@@ -65,3 +66,51 @@ def test_a_covered_part_is_never_negative_nor_longer_than_the_window(of: list[Sp
         growing.add(span)
     assert 0 <= growing.within((min(a, b), max(a, b))) <= max(a, b) - min(a, b)
     assert growing.within((max(a, b), min(a, b))) == 0
+
+
+CUTS = st.lists(st.integers(0, HORIZON), min_size=2, max_size=4).map(sorted)
+"""An origin, and instants up to which is summed up, in order."""
+
+
+@given(spans, CUTS, st.integers(0, HORIZON))
+def test_what_was_summed_up_counts_as_before_in_windows_from_the_origin_and_from_there_on(
+    of: list[Span], cuts: list[int], end: int
+) -> None:
+    origin, *until = cuts
+    growing = IntervalUnion()
+    for span in of:
+        growing.add(span)
+    growing.begin(origin)
+    for cut in until:
+        growing.sum_up(cut)
+    whole, rest = (origin, max(end, until[-1])), (until[-1], max(end, until[-1]))
+    assert growing.within(whole) == len(instants(of) & instants([whole]))
+    assert growing.within(rest) == len(instants(of) & instants([rest]))
+    assert all(start >= until[-1] for start, _ in growing.spans)
+
+
+@given(CUTS, st.integers(1, HORIZON), st.integers(0, HORIZON))
+def test_amounts_that_were_summed_up_or_come_late_count_as_before(cuts: list[int], length: int, late: int) -> None:
+    origin, *until = cuts
+    parts = [((start, start + length), 2.0 * length) for start in range(0, HORIZON, length)]  # 2 a second
+    spread = Spread()
+    for span, amount in parts[late:]:
+        spread.add(span, amount)
+    spread.begin(origin)
+    for cut in until:
+        spread.sum_up(cut)
+    for span, amount in parts[:late]:
+        spread.add(span, amount)
+    told = parts[-1][0][1]
+    assert spread.within((origin, told)) == pytest.approx(2.0 * max(told - origin, 0))
+
+
+def test_a_part_of_a_span_that_comes_late_is_added_to_the_sum() -> None:
+    growing = IntervalUnion()
+    growing.begin(2.0)
+    growing.add((4.0, 6.0))
+    growing.sum_up(10.0)
+    growing.add((1.0, 3.0))
+    growing.add((9.0, 12.0))
+    assert growing.within((2.0, 20.0)) == 2 + 1 + 3
+    assert growing.within((10.0, 20.0)) == 2

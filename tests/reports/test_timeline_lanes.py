@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from hypothesis import given
@@ -13,6 +14,7 @@ from headway.reports.intervals import complement, length, union
 from headway.reports.lanes import NOTHING_REPORTED, Kind, Lane, LaneSpan, idle, lay_out, side_by_side
 from headway.reports.stage_lanes import StageLog, stage_lanes
 from headway.reports.update_lanes import Updates
+from tests.reports.scripted_run import ScriptedRun
 
 HORIZON = 24
 intervals = st.tuples(st.integers(0, HORIZON), st.integers(0, HORIZON)).map(lambda pair: (min(pair), max(pair)))
@@ -115,9 +117,12 @@ def test_a_stage_that_ended_is_not_idle_and_one_that_drains_still_works() -> Non
     assert told(log, (0, 9)) == [(0, 2, "up to 3 items at once")]
 
 
-def test_stages_come_in_the_order_in_which_data_flows_and_unknown_ones_last() -> None:
-    logs = [StageLog(name) for name in ("Critic", "Validate", "Reward", "PromptLoader")]
-    assert [lane.name for lane in stage_lanes(logs, (0, 1))] == ["PromptLoader", "Reward", "Validate", "Critic"]
+def test_stages_come_in_the_order_that_the_run_names_them_in_and_unknown_ones_last() -> None:
+    logs = [StageLog(name) for name in ("Other", "Validate", "Reward", "PromptLoader")]
+    started = next(event for event in ScriptedRun().build() if isinstance(event, RunStarted))
+    started = replace(started, stages=["PromptLoader", "Reward", "LogProb", "Validate"])
+    lanes = stage_lanes(logs, (0, 1), started.place_of)
+    assert [lane.name for lane in lanes] == ["PromptLoader", "Reward", "Validate", "Other"]
 
 
 def phase(time: float, name: str, seconds: float, where: str = "rollout-0", version: int = 1) -> UpdatePhase:

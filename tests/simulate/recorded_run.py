@@ -22,7 +22,7 @@ from headway.events import (
     GroupRewarded,
     GroupSettled,
     OptimizerStepped,
-    PrefillStep,
+    PrefillSteps,
     ReplicaActivity,
     RunFinished,
     RunStarted,
@@ -32,6 +32,7 @@ from headway.events import (
     UpdateFinished,
     UpdatePhase,
     ValidationFinished,
+    add_prefill,
 )
 from headway.reports.events_file import EventsFile
 from headway.reports.run_directory import RunDirectory
@@ -157,7 +158,7 @@ class RecordedRun:
             tokens[run.number] += run.prompt + run.length
         decoding: list[Decoding] = []
         decode: dict[int, DecodeSteps] = {}
-        prefills: list[PrefillStep] = []
+        prefills: dict[int, PrefillSteps] = {}
         began, rewards_free, slot_seconds = self._now, self._now, 0.0
         left = dict.fromkeys(admitted, self.n)
         kept: set[int] = set()
@@ -171,7 +172,7 @@ class RecordedRun:
             kept.update(run.number for run in starting)
             if prefilled:
                 seconds = self._spend(seconds + self.prefill_s + self.prefill_token_s * prefilled)
-                prefills.append((len(decoding), prefilled, seconds, cached))
+                add_prefill(prefills, len(decoding), prefilled, seconds, cached)
             else:
                 seconds = self._spend(seconds)
                 steps, total, before = decode.get(len(decoding), (0, 0.0, 0))
@@ -227,7 +228,7 @@ class RecordedRun:
         )
 
     def _report(
-        self, decode: dict[int, DecodeSteps], prefills: list[PrefillStep], busy: Span, slot_seconds: float
+        self, decode: dict[int, DecodeSteps], prefills: dict[int, PrefillSteps], busy: Span, slot_seconds: float
     ) -> None:
         self._emit(
             ReplicaActivity,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import pairwise
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headway.events import PrefillSteps, add_prefill
 from headway.simulate.costs import DecodeCost
 from headway.simulate.fitting import (
     KNOT_TOLERANCE,
@@ -112,16 +114,32 @@ def test_whatever_was_measured_the_curve_is_positive_and_does_not_fall(samples: 
 def test_a_start_costs_what_its_step_took_longer_than_a_plain_one() -> None:
     decode = DecodeCost((0.0, 0.01, 0.012, 0.014), kv_token_s=1e-5)
     steps = [
-        (active, tokens, decode.step_s(active, cached) + 0.003 + 2e-5 * tokens, cached)
+        (1, active, tokens, decode.step_s(active, cached) + 0.003 + 2e-5 * tokens, cached)
         for active, tokens, cached in [(1, 10, 10), (3, 40, 90), (2, 25, 70), (3, 100, 400)]
     ]
     line = fit_prefill(steps, decode)
     assert (line.fixed_s, line.unit_s) == (pytest.approx(0.003), pytest.approx(2e-5))
 
 
+def test_prefills_that_were_added_up_cost_what_the_single_ones_cost() -> None:
+    decode = DecodeCost(tuple(0.01 + 0.0002 * active for active in range(65)), kv_token_s=1e-7)
+    rng = random.Random(1)
+    merged: list[PrefillSteps] = []
+    for _ in range(20):  # reports
+        report: dict[int, PrefillSteps] = {}
+        for _ in range(50):
+            active, tokens, cached = rng.randint(1, 64), round(rng.lognormvariate(4, 1)) + 1, rng.randint(0, 10_000)
+            seconds = decode.step_s(active, cached) + 0.003 + 2e-5 * tokens
+            add_prefill(report, active, tokens, seconds, cached)
+        assert len(report) <= 12
+        merged += report.values()
+    line = fit_prefill(merged, decode)
+    assert (line.fixed_s, line.unit_s) == (pytest.approx(0.003), pytest.approx(2e-5))
+
+
 def test_a_long_prompt_is_no_outlier_but_one_that_took_too_long_for_its_length_is() -> None:
-    def step(tokens: int, slower: float = 1.0) -> tuple[int, int, float, int]:
-        return 8, tokens, slower * (0.01 + 0.004 + 1e-4 * tokens), 0
+    def step(tokens: int, slower: float = 1.0) -> PrefillSteps:
+        return 1, 8, tokens, slower * (0.01 + 0.004 + 1e-4 * tokens), 0
 
     cost = DecodeCost((0.01,) * 9, kv_token_s=0.0)
     usual = [step(tokens) for tokens in (10, 12, 15, 20, 1000)] * 20
@@ -130,7 +148,7 @@ def test_a_long_prompt_is_no_outlier_but_one_that_took_too_long_for_its_length_i
 
 
 def test_prefills_that_are_cheaper_than_a_plain_step_cost_nothing() -> None:
-    line = fit_prefill([(1, 10, 0.005, 0)] * 4, DecodeCost((0.0, 0.01), kv_token_s=0.0))
+    line = fit_prefill([(4, 4, 40, 0.02, 0)], DecodeCost((0.0, 0.01), kv_token_s=0.0))
     assert (line.fixed_s, line.unit_s) == (0.0, 0.0)
     assert fit_prefill([], DecodeCost((0.0, 0.01), kv_token_s=0.0)) == line
 

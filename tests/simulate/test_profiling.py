@@ -312,7 +312,7 @@ def test_an_engine_that_does_not_measure_its_steps_is_told_from_one_that_was_sil
     def unmeasured(event: Event) -> Event:
         if not isinstance(event, ReplicaActivity):
             return event
-        return replace(event, decode_steps={}, prefill_steps=[])
+        return replace(event, decode_steps={}, prefill_steps={})
 
     run = RecordedRun(versions=2).write(tmp_path / "run")
     with pytest.raises(ConfigError, match=r"no decode curve.*rollout\.name=native"):

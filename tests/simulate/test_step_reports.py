@@ -15,7 +15,7 @@ CURVE = [(1, 0.1), (2, 0.15), (4, 0.35)]
 
 
 def seconds_in_steps(stats: EngineStats) -> float:
-    return sum(s for _, s, _ in stats.decode_steps.values()) + sum(s for _, _, s, _ in stats.prefill_steps)
+    return sum(s for _, s, _ in stats.decode_steps.values()) + sum(s for _, _, _, s, _ in stats.prefill_steps.values())
 
 
 def test_steps_are_counted_by_the_sequences_that_were_active() -> None:
@@ -25,8 +25,8 @@ def test_steps_are_counted_by_the_sequences_that_were_active() -> None:
         return await engine.stats()
 
     stats = run_virtual(main())
-    ((active, tokens, first_s, cached),) = stats.prefill_steps
-    assert (active, tokens, cached) == (2, 5, 10)
+    ((size, (steps, active, tokens, first_s, cached)),) = stats.prefill_steps.items()
+    assert (size, steps, active, tokens, cached) == (4, 1, 2, 5, 10)
     assert first_s == pytest.approx(0.15 + 0.010)
     assert {active: steps for active, (steps, _, _) in stats.decode_steps.items()} == {2: 2, 1: 5}
     # Two more tokens in the cache before each of the two steps; then one sequence of 5 + 3 tokens goes on alone.
@@ -43,7 +43,7 @@ def test_steps_and_prefills_add_up_to_the_busy_time() -> None:
 
     stats = run_virtual(main())
     assert seconds_in_steps(stats) == pytest.approx(sum(end - start for start, end in stats.busy))
-    assert sum(tokens for _, tokens, _, _ in stats.prefill_steps) == stats.prefilled_tokens == 5 + 6 + 7 + 8
+    assert sum(tokens for _, _, tokens, _, _ in stats.prefill_steps.values()) == stats.prefilled_tokens == 5 + 6 + 7 + 8
 
 
 def test_parts_of_steps_are_kept_for_the_next_report() -> None:
@@ -62,7 +62,7 @@ def test_parts_of_steps_are_kept_for_the_next_report() -> None:
 
 
 def test_a_prompt_is_prefilled_again_for_new_weights_and_after_its_cache_was_freed() -> None:
-    async def main() -> list[int]:
+    async def main() -> dict[int, tuple[int, int]]:
         engine = replica(4, slots=1, step_s=1.0)
         group = asyncio.create_task(generate(engine, request(0, n=4, prompt_tokens=5)))
         await asyncio.sleep(4)  # the second answer begins, from the prompt that is kept
@@ -74,6 +74,7 @@ def test_a_prompt_is_prefilled_again_for_new_weights_and_after_its_cache_was_fre
         await engine.pause(OnUpdate.INTERRUPT)
         await engine.resume()  # the third with its token, and later the prompt for the fourth
         await group
-        return [tokens for _, tokens, _, _ in (await engine.stats()).prefill_steps]
+        merged = (await engine.stats()).prefill_steps
+        return {size: (steps, tokens) for size, (steps, _, tokens, _, _) in merged.items()}
 
-    assert run_virtual(main()) == [5, 5, 6, 5]
+    assert run_virtual(main()) == {4: (4, 5 + 5 + 6 + 5)}

@@ -66,7 +66,7 @@ def test_a_step_takes_what_vllm_says_and_where_it_cannot_know_until_now(told: To
     told.now = 102.5
     told.step(latencies=(0.5, 0.5))
     stats = told.activity.take(2, 0, 0)
-    assert stats.prefill_steps == [(2, 6, 1.0, 10)]
+    assert stats.prefill_steps == {4: (1, 2, 6, 1.0, 10)}
     assert stats.decode_steps == {2: (2, 0.75, 12 + 14)}
     assert (stats.generated_tokens, stats.prefilled_tokens) == (6, 6)
     assert (stats.busy, stats.slot_seconds) == ([(100.0, 102.5)], 5.0)
@@ -84,7 +84,7 @@ def test_a_halt_is_no_part_of_the_step_behind_it(told: Told) -> None:
     told.now = 112.0
     told.step(latencies=(0.25,))
     stats = told.activity.take(1, 0, 0)
-    assert stats.prefill_steps == [(1, 4, 1.0, 4), (1, 4, 0.5, 5)]
+    assert stats.prefill_steps == {4: (2, 2, 8, 1.5, 9)}
     assert stats.decode_steps == {1: (1, 0.25, 6)}
     assert stats.busy == [(100.0, 101.0), (111.0, 112.0)]
 
@@ -166,4 +166,4 @@ def test_without_vllms_details_tokens_are_counted_and_steps_are_not(told: Told) 
     )
     stats = told.activity.take(1, 0, 0)
     assert (stats.generated_tokens, stats.prefilled_tokens, stats.preempted) == (1, 3, 2)
-    assert (stats.prefill_steps, stats.decode_steps) == ([], {})
+    assert (stats.prefill_steps, stats.decode_steps) == ({}, {})

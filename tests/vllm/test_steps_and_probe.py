@@ -17,8 +17,8 @@ async def test_steps_are_told_with_what_each_computed(served: Served) -> None:
     prompt, tokens = 9, 10
     await served.collect([make_request(1, n=1, max_tokens=tokens, stop_token_ids=(), length=prompt)])
     stats = await served.engine.stats()
-    ((active, prefilled, seconds, cached),) = stats.prefill_steps
-    assert (active, prefilled, cached) == (1, prompt, prompt)
+    ((steps, active, prefilled, seconds, cached),) = stats.prefill_steps.values()
+    assert (steps, active, prefilled, cached) == (1, 1, prompt, prompt)
     assert seconds > 0
     ((active, (steps, seconds, cached)),) = stats.decode_steps.items()
     # Each has the keys and values of the prompt and of all tokens before the one that it samples.
@@ -40,12 +40,12 @@ async def test_steps_add_up_to_what_was_generated_over_interrupts_and_aborts(ser
     assert sum(part.generated_tokens for part in parts) == sum(t.length for g in groups for t in g.trajectories)
     for part in parts:
         decoded = sum(active * steps for active, (steps, _, _) in part.decode_steps.items())
-        assert decoded + sum(active for active, _, _, _ in part.prefill_steps) == part.generated_tokens
-        assert sum(tokens for _, tokens, _, _ in part.prefill_steps) == part.prefilled_tokens
+        assert decoded + sum(active for _, active, _, _, _ in part.prefill_steps.values()) == part.generated_tokens
+        assert sum(tokens for _, _, tokens, _, _ in part.prefill_steps.values()) == part.prefilled_tokens
         # What an interrupt cut is prefilled again.
         assert part.prefilled_tokens > 0
     await served.collect([make_request(1, n=1, max_tokens=1, length=5)])
-    ((_, _, _, cached),) = (await served.engine.stats()).prefill_steps
+    ((_, _, _, _, cached),) = (await served.engine.stats()).prefill_steps.values()
     assert cached == 5  # nothing is left of the others
 
 

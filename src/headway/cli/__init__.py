@@ -7,7 +7,6 @@ headway COMMAND CONFIG [a.b=c ...] ─▶ load ─▶ diagnose ─▶ the comman
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 from typing import Annotated
@@ -15,10 +14,12 @@ from typing import Annotated
 import typer
 
 import headway
-from headway.cli.common import TakesSettings
+from headway.cli.common import EXIT_FAILED, TakesSettings, say
 from headway.cli.evaluation import evaluate
 from headway.cli.planning import plan, profile, report
+from headway.cli.stdout import replace_stdout
 from headway.cli.training import doctor, train
+from headway.errors import OutputRefused
 
 cli = typer.Typer(
     name="headway",
@@ -57,9 +58,17 @@ def main() -> None:
     What stdout's encoding lacks is printed as a question mark; on stderr Python itself prints its escape.
     """
     _open_what_is_closed()
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
-    cli()
+    replace_stdout()
+    try:
+        try:
+            cli()
+        finally:
+            sys.stdout.flush()
+    except OutputRefused as refused:  # outside of a command, like --version, or by the last flush
+        say(f"error: {refused}")
+        sys.exit(refused.exit_code)
+    except BrokenPipeError:
+        sys.exit(EXIT_FAILED)
 
 
 def _open_what_is_closed() -> None:

@@ -6,6 +6,7 @@ import difflib
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -27,7 +28,7 @@ def errors_as_messages(debug: bool) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        _say("interrupted")
+        say("interrupted")
         raise typer.Exit(EXIT_INTERRUPTED) from None
     except typer.Exit:
         raise
@@ -35,17 +36,17 @@ def errors_as_messages(debug: bool) -> Iterator[None]:
         if debug:
             traceback.print_exc()
         expected = isinstance(error, HeadwayError)
-        _say(f"error: {error}" if expected else f"error: unexpected {type(error).__name__}: {error}")
+        say(f"error: {error}" if expected else f"error: unexpected {type(error).__name__}: {error}")
         if isinstance(error, MemoryError):
-            _say("This machine's memory ran out. Use a smaller model or shorter data, or more memory")
+            say("This machine's memory ran out. Use a smaller model or shorter data, or more memory")
         elif not expected and not debug:
-            _say("This should not happen. Run again with --debug to see where it did.")
+            say("This should not happen. Run again with --debug to see where it did.")
         for note in getattr(error, "__notes__", ()):
-            _say(note)
+            say(note)
         raise typer.Exit(error.exit_code if isinstance(error, HeadwayError) else EXIT_FAILED) from error
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     """On stderr, or nowhere where that refuses: the exit code is the error's all the same."""
     with suppress(OSError):
         typer.echo(text, err=True)
@@ -58,7 +59,9 @@ class TakesSettings(TyperCommand):
         """Raises click's errors of usage, as its base class does."""
         typed = list(args)  # the parser empties its own
         try:
-            return super().parse_args(ctx, args)
+            rest = super().parse_args(ctx, args)
+            self._find_options(ctx)
+            return rest
         except typer.BadParameter:
             raise
         except Exception as error:  # typer does not export click's `NoSuchOption`, whose attributes these are
@@ -67,6 +70,17 @@ class TakesSettings(TyperCommand):
                 error.message = _as_a_setting(name, typed) or error.message  # type: ignore[attr-defined]
                 error.possibilities = None  # type: ignore[attr-defined]
             raise
+
+    def _find_options(self, ctx: Any) -> None:
+        """Raises `BadParameter` for an option of this command that was typed as a setting, like ``n=8``."""
+        options = {name.lstrip("-"): one for one in self.params for name in one.opts if name.startswith("--")}
+        given = [ctx.params.get(one.name) for one in self.params if one.param_type_name == "argument"]
+        for text in [str(word) for value in given for word in (value if isinstance(value, list) else [value])]:
+            name, equals, value = text.partition("=")
+            option = options.get(name.replace("_", "-"))
+            if equals and option is not None and not Path(text).exists():
+                written = option.opts[0] if getattr(option, "is_flag", False) else f"{option.opts[0]} {value}"
+                raise typer.BadParameter(f"got {text}, but {name} is an option of this command: {written}")
 
 
 def _as_a_setting(option: str, typed: Sequence[str]) -> str:

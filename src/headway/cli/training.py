@@ -72,7 +72,7 @@ def _resume(run: Path, overrides: list[str], dry_run: bool) -> None:
     # The run wrote its file itself: what has no effect any more by a change is no mistake of the user's.
     loaded = load(directory.config, overrides)
     loaded = replace(loaded, user_keys=frozenset(read_overrides(overrides).values))
-    loaded = replace(loaded, notes=diagnose(loaded))
+    loaded = replace(loaded, notes=[*diagnose(loaded), *notes_on_this_machine(loaded.config)])
     if dry_run:
         _dry_run(loaded)
         return
@@ -106,7 +106,14 @@ def load_checked(path: Path, overrides: list[str]) -> LoadedConfig:
     if "=" in str(path) and not path.exists():
         raise ConfigError(f"expected CONFIG, a YAML file, before the settings, but the first argument is {path}")
     loaded = load(path, overrides)
-    return replace(loaded, notes=diagnose(loaded))
+    return replace(loaded, notes=[*diagnose(loaded), *notes_on_this_machine(loaded.config)])
+
+
+def notes_on_this_machine(config: Config) -> list[str]:
+    from headway.cluster.hardware import available_cores
+    from headway.config.machine import gpus_here, machine_notes
+
+    return list(machine_notes(config, cores=available_cores(), gpus=gpus_here()))
 
 
 def print_resolved(loaded: LoadedConfig) -> None:
@@ -131,7 +138,7 @@ def print_summary(loaded: LoadedConfig) -> None:
     console = Console(markup=False, highlight=False)
     console.print(table)
     for note in loaded.notes:
-        console.print(f"note: {note}")
+        console.print(f"note: {note}", soft_wrap=True)
     console.print("no problems found")
 
 

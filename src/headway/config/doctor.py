@@ -279,6 +279,17 @@ def _notes(loaded: LoadedConfig) -> Iterator[str]:
         optim.lr_warmup_steps
     ):
         yield f"actor.optim.lr_warmup_steps={optim.lr_warmup_steps} covers all {steps} optimizer steps of the run"
+    longest, budget = (
+        config.data.max_prompt_length + config.data.max_response_length,
+        (config.actor.ppo_max_token_len_per_gpu),
+    )
+    if budget < longest:
+        yield (
+            f"actor.ppo_max_token_len_per_gpu={budget} is less than the longest sequence, data.max_prompt_length="
+            f"{config.data.max_prompt_length} + data.max_response_length={config.data.max_response_length} = {longest} "
+            f"tokens: longer ones are a micro-batch each, and training needs memory for {longest} tokens at once. "
+            f"Raise it to {longest} at least, or lower the lengths"
+        )
     ahead = floor(settings.staleness_threshold * b) > 0
     if settings.order is Order.READY and ahead and settings.max_lag is None:
         yield (

@@ -1,70 +1,127 @@
 """Rewards that are all equal: nothing can be learned from them. Told where they train, and where they are filtered.
 
-a group's rewards ─▶ the same for all its answers?  (the same as in the groups before it, too?)
-                           └─▶ no filter:  so many groups in a row                ─▶ one warning
-                           └─▶ a filter:   nearly all of the last ``window`` groups ─▶ a warning; again if much worse
+a group's rewards ─▶ the same for all its answers?  (the same as in the other groups, too?)
+                           └─▶ no filter:  nearly all groups of the last four versions ─▶ one warning
+                           └─▶ a filter:   nearly all of the last ``window`` groups    ─▶ a warning; again if much worse
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
+from math import ceil, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
 
 VERSIONS = 4
-"""As many groups as so many versions train, in a row: enough for a warning."""
+"""Without a filter the share is that of as many groups as so many versions train."""
+USUAL, DEVIATIONS = 0.7, 2.6
+"""Late in a run 70% of the groups may well have equal rewards. A share that is so many standard deviations above that
+is no accident of a small window: it occurs by chance once in 200 windows."""
+MOST_OF_THEM = 0.75
+"""The share of the groups with equal rewards that has to have the same one for the advice to be about that one."""
 SHOWN = 3
 """Different rewards, or reasons, that a warning counts."""
 
 FILTERED_FROM = 0.8
-"""The share of filtered groups that is told: five groups are generated for each one that is trained."""
+"""The share of groups without variance that is told: five groups are generated for each one that teaches something."""
 MUCH_WORSE, LONGER = 4, 8
 """It is told again when 4 times fewer groups pass the filter, of 8 times as many: where few of few groups pass, it is
 soon chance that fewer do."""
-WINDOW_VERSIONS, LEAST_WINDOW = 2, 128
-"""The share is that of as many groups as two versions train, at least of 128. Where 70% are filtered, as is usual late
-in a run, 128 groups reach the limit by chance once in 200 times, and 64 once in 33."""
+WINDOW_VERSIONS, LEAST_WINDOW, LONGEST_WINDOW = 2, 128, 2**14
+"""The share is that of as many groups as two versions train, at least of 128: where 70% are filtered, as is usual late
+in a run, 128 groups reach the limit by chance once in 200 times, and 64 once in 33. A window that grew for ever would
+hold the whole run."""
+
+TOO_HARD = "The task is too hard for the model: take easier prompts, a larger rollout.n, or reward parts of it"
+TOO_EASY = "The task is too easy for the model: take harder prompts, or end the run, which has little left to learn"
+CHECK = "check the reward on a few samples, as headway eval shows them"
+OTHERS_ALONE = ". With algorithm.filter_groups.enable=true only the other groups are trained on"
 
 
 class EqualRewards:
-    """Warns once, after ``limit`` groups in a row that nothing can be learned from."""
+    """Warns once, when nothing can be learned from nearly all groups of the last `VERSIONS` versions."""
 
-    def __init__(self, limit: int, *, within_groups: bool) -> None:
+    def __init__(self, groups_per_version: int, *, within_groups: bool) -> None:
         """``within_groups``: an answer is compared with the others of its group alone, so a group without variance
-        teaches nothing. False: with those of other groups, too, so all groups must have the same reward.
+        teaches nothing. False: with those of other groups, too, so such groups must have the same reward as well.
         """
-        self._limit = limit
+        self.window = VERSIONS * groups_per_version
+        self.limit = fewest(self.window)
+        """Groups of the window that are enough for a warning."""
         self._within_groups = within_groups
-        self._in_row: Counter[float] = Counter()
-        """The one reward of each group without variance → such groups since the last one with variance."""
+        self._groups: deque[float | None] = deque()
+        """The one reward of each of the last groups; None where its answers have different ones."""
+        self._equal: Counter[float] = Counter()
+        """Of the groups among them without variance, by their reward."""
+        self._range: tuple[float, float] | None = None
+        """The lowest and highest reward that were seen."""
         self._warned = False
 
     def look(self, rewards: NDArray[np.float32]) -> str | None:
         """The warning, when ``rewards`` [n] (a baseline's among them) are those of the group that was one too many."""
         if self._warned:
             return None
-        reward = float(rewards[0])
-        if rewards.min() != rewards.max():
-            self._in_row.clear()
+        low, high = float(rewards.min()), float(rewards.max())
+        self._range = (low, high) if self._range is None else (min(low, self._range[0]), max(high, self._range[1]))
+        self._see(low if low == high else None)
+        if len(self._groups) < self.window:
             return None
-        if not self._within_groups and reward not in self._in_row:
-            self._in_row.clear()
-        self._in_row[reward] += 1
-        if (count := self._in_row.total()) < self._limit:
+        alike = self._equal if self._within_groups else Counter(dict(self._equal.most_common(1)))
+        if alike.total() < self.limit:
             return None
         self._warned = True
-        found = ", ".join(f"{times}× all {value:g}" for value, times in self._in_row.most_common(SHOWN))
+        return self._warning(alike, *self._range)
+
+    def _see(self, reward: float | None) -> None:
+        self._groups.append(reward)
+        if reward is not None:
+            self._equal[reward] += 1
+        if len(self._groups) > self.window and (left := self._groups.popleft()) is not None:
+            self._equal[left] -= 1
+            if not self._equal[left]:  # rewards may be of any number of values
+                del self._equal[left]
+
+    def _warning(self, alike: Counter[float], low: float, high: float) -> str:
+        found = ", ".join(f"{times}× all {value:g}" for value, times in alike.most_common(SHOWN))
+        advice = _advice_on_equal(alike, low, high)
+        others = OTHERS_ALONE if self._within_groups and alike.total() < self.window else ""
         return (
-            f"in {count} groups in a row all answers got the same reward ({found}): there is nothing to learn from "
-            "them. Check the reward on a few samples, or make the task easier or harder"
+            f"in {alike.total()} of the last {self.window} groups ({alike.total() / self.window:.0%}) all answers got "
+            f"the same reward ({found}): there is nothing to learn from them. {advice}{others}"
         )
+
+
+def fewest(window: int) -> int:
+    """Groups with equal rewards, of so many, that are more than what is usual and than what chance makes of it."""
+    by_chance = USUAL + DEVIATIONS * sqrt(USUAL * (1 - USUAL) / window)
+    return ceil(window * min(max(FILTERED_FROM, by_chance), 1.0))
+
+
+def _advice_on_equal(alike: Counter[float], low: float, high: float) -> str:
+    """``alike`` counts groups by the one reward of their answers; all rewards of the run were in [low, high]."""
+    (value, times), *_ = alike.most_common(1)
+    if low == high:
+        return (
+            f"Every answer of the run got {value:g}: {CHECK}. If it is right, the prompts are all too hard, or too easy"
+        )
+    if times < MOST_OF_THEM * alike.total():
+        return (
+            "Some prompts are too easy for the model, others too hard: take such of a difficulty between, a larger "
+            "rollout.n or a higher rollout.temperature, so that answers to one prompt differ"
+        )
+    if value == low:
+        return TOO_HARD
+    if value == high:
+        return TOO_EASY
+    return f"The reward gives nearly all of them {value:g}, out of {low:g} to {high:g}: {CHECK}"
 
 
 class FilteredGroups:
     """Warns when nearly all groups are filtered: what is generated is hardly trained on, and versions take for ever.
 
-    It looks at the last ``max(2·B, 128)`` groups, and after each warning at new ones alone, eight times as many.
+    It looks at the last ``max(2·B, 128)`` groups, and after each warning at new ones alone, eight times as many,
+    up to `LONGEST_WINDOW`.
     """
 
     def __init__(self, groups_per_version: int) -> None:
@@ -103,7 +160,7 @@ class FilteredGroups:
         self._groups.clear()
         self._reasons.clear()
         self._sum = 0.0
-        self.window *= LONGER
+        self.window = min(self.window * LONGER, LONGEST_WINDOW)
         return text
 
     def _see(self, reason: str | None, mean: float) -> None:
@@ -138,7 +195,7 @@ def _advice(mean: float, best: float | None, low: float, high: float) -> str:
             "checkpoint as it is, goes on from here"
         )
     if low < high and mean - low < (high - low) / 4:
-        return "The task is too hard for the model: take easier prompts, a larger rollout.n, or reward parts of it"
+        return TOO_HARD
     if low < high and high - mean < (high - low) / 4:
-        return "The task is too easy for the model: take harder prompts, or end the run, which has little left to learn"
+        return TOO_EASY
     return "Check the reward on a few samples, take prompts of another difficulty, or a larger rollout.n"

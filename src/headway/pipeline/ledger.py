@@ -27,7 +27,6 @@ class Ledger:
         self.admitted = 0
         self._open: dict[int, Prompt] = {}
         self._fates: Counter[Fate] = Counter()
-        self._reasons: Counter[str] = Counter()
 
     def admit(self, prompt: Prompt) -> int:
         """Returns the group's number."""
@@ -47,13 +46,11 @@ class Ledger:
         """By number of their groups."""
         return [prompt for _, prompt in sorted(self._open.items())]
 
-    def settle(self, number: int, fate: Fate, reason: str | None = None) -> None:
+    def settle(self, number: int, fate: Fate) -> None:
         """Raises `LedgerImbalance` if the group was never admitted or already met a fate."""
         if self._open.pop(number, None) is None:
             raise LedgerImbalance(f"group {number} cannot end as {fate}: it is not open (admitted: {self.admitted})")
         self._fates[fate] += 1
-        if reason is not None:
-            self._reasons[f"{fate}: {reason}"] += 1
 
     @property
     def open_numbers(self) -> list[int]:
@@ -65,16 +62,11 @@ class Ledger:
         counts[Fate.IN_FLIGHT.value] += len(self._open)
         return {"admitted": self.admitted, **counts}
 
-    def reasons(self) -> dict[str, int]:
-        """How often each reason was given, most frequent first."""
-        return dict(self._reasons.most_common())
-
     def state(self) -> dict[str, Any]:
         """For the checkpoint: counts, and which rows are open."""
         return {
             "admitted": self.admitted,
             "fates": {fate.value: count for fate, count in sorted(self._fates.items())},
-            "reasons": self.reasons(),
             "open": [[n, p.epoch, p.row, p.attempt] for n, p in sorted(self._open.items())],
         }
 
@@ -82,5 +74,4 @@ class Ledger:
         """Go on from what `state` gave. ``open_prompts``: by number, the prompts of the groups that were open then."""
         self.admitted = state["admitted"]
         self._fates = Counter({Fate(fate): count for fate, count in state["fates"].items()})
-        self._reasons = Counter(state["reasons"])
         self._open = dict(open_prompts)

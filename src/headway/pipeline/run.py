@@ -174,5 +174,6 @@ class Pipeline:
                 order=config.async_training.order.value,
                 on_update=config.async_training.on_update,
                 slots={replica.name: replica.slots for replica in self._parts.rollouts},
+                stages=[stage.name for stage in self.stages],
             )
         )

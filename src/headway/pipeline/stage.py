@@ -51,7 +51,8 @@ class Stage(ABC, Generic[In, Out]):
     concurrency: int | None = 1
     waits_for_input: str = "input"
     """What the stage waits for when it has no input, in words for the user."""
-    waits_for_output: str = "its consumer"
+    waits_for_output: str | None = "its consumer"
+    """None where handing on never waits: then it is no state of the stage's, and no event of each item."""
 
     def __init__(self, emit: Emit, gate: Gate | None = None) -> None:
         """``gate``: nothing is started while it is shut; without one, only `pause` and `resume` move it."""
@@ -163,10 +164,12 @@ class Stage(ABC, Generic[In, Out]):
             with self._attributed():
                 async with aclosing(self.process_data(item)) as outputs:
                     async for output in outputs:
-                        self._enter(State.WAITING_OUTPUT)
+                        if self.waits_for_output is not None:
+                            self._enter(State.WAITING_OUTPUT)
                         if not await self.send_output_data(output):
                             return False
-                        self._enter(State.PROCESSING)
+                        if self.waits_for_output is not None:
+                            self._enter(State.PROCESSING)
         finally:
             self.active -= 1
         if self.concurrency != 1:

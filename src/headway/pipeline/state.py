@@ -259,7 +259,7 @@ class RunState:
         self._wake()
 
     def _settle(self, number: int, fate: Fate, reason: str | None, lag: int | None = None) -> None:
-        self.ledger.settle(number, fate, reason)
+        self.ledger.settle(number, fate)
         self.emit(GroupSettled(time=now(), number=number, fate=fate.value, reason=reason, lag=lag))
 
     def _wake(self) -> None:

@@ -21,7 +21,7 @@ from headway.interfaces import FinishedGroup, OnUpdate, SamplingParams
 from headway.pipeline.boundaries import Boundaries
 from headway.pipeline.channel import Channel
 from headway.pipeline.critic import Critic
-from headway.pipeline.equal_rewards import VERSIONS, EqualRewards
+from headway.pipeline.equal_rewards import EqualRewards
 from headway.pipeline.fetches import Fetch, Fetches, FetchSource
 from headway.pipeline.fleet import Fleet
 from headway.pipeline.guard import Guard, GuardSettings
@@ -211,7 +211,7 @@ def _scoring(config: Config, parts: Parts, state: RunState, unrewarded: Channel[
     equal = None
     if parts.group_filter is None:
         within_groups = config.algorithm.adv_estimator in GROUP_RELATIVE
-        equal = EqualRewards(VERSIONS * config.groups_per_version, within_groups=within_groups)
+        equal = EqualRewards(config.groups_per_version, within_groups=within_groups)
 
     def reward(output: Channel[Group] | MessageQueue) -> Reward:
         scorer, group_filter, shaping = parts.reward, parts.group_filter, parts.shaping

@@ -11,7 +11,6 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 from string import Template
-from typing import Any
 
 from headway.reports import human
 from headway.reports.events_file import to_json_line
@@ -36,7 +35,7 @@ def page(timeline: Timeline, *, bottleneck: str | None = None, max_spans: int = 
     return Template(_part("timeline.html")).substitute(
         title=escape(f"{mode} · Headway timeline"),
         mode=escape(mode),
-        status=_status(figures),
+        status=_status(timeline),
         figures="\n".join(_figures(timeline)),
         sentence=f'<p class="sentence">{escape(sentence)}</p>',
         lanes=_lane_table(timeline),
@@ -57,8 +56,9 @@ def _inside_script(json: str) -> str:
     return json.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _status(figures: dict[str, Any]) -> str:
-    status = str(figures["status"])
+def _status(timeline: Timeline) -> str:
+    figures = timeline.summary
+    status = "simulated" if timeline.simulated else str(figures["status"])
     why = f'<p class="why">{escape(str(figures["reason"]))}</p>' if figures["reason"] else ""
     return f'<span class="status {escape(status)}">{escape(status)}</span>{why}'
 
@@ -78,7 +78,7 @@ def _figures(timeline: Timeline) -> Iterator[str]:
     yield _figure("lag, mean", human.number(lag["mean"]))
     yield _figure("lag, most", human.UNKNOWN if lag["max"] is None else human.count(lag["max"]), bound)
     yield _figure("groups per second", human.number(figures["throughput"]["samples_per_s"]))
-    if evaluations:
+    if evaluations and not timeline.simulated:
         first, last = evaluations[0]["accuracy"], evaluations[-1]["accuracy"]
         yield _figure(
             "validation reward", human.score(last), f"from {human.score(first)}" if len(evaluations) > 1 else ""
@@ -126,6 +126,11 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: int) 
 
 def _remarks(timeline: Timeline, resolution: float) -> Iterator[str]:
     """What a reader must know to read the page right."""
+    if timeline.simulated:
+        yield (
+            "This run was simulated from a profile of costs: nothing was generated or trained, all times are "
+            "predictions, and there are no rewards."
+        )
     yield (
         "Wall time reaches from the first admission to the last optimizer step (the line under the time axis); ratios "
         "and shares refer to it, of replicas the mean. Idle is whatever is not work: saving a checkpoint and loading "

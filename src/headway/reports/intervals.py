@@ -8,7 +8,9 @@ overlap are one wait, and time in which nothing was reported is idle.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Iterable, Sequence
+from math import inf
 
 from headway.events import Span
 
@@ -59,16 +61,45 @@ def complement(spans: Iterable[Span], window: Span) -> list[Span]:
 
 
 class IntervalUnion:
-    """A union that grows, built for intervals that arrive nearly in order: adding and measuring are then O(log n)."""
+    """A union that grows, built for intervals that arrive nearly in order: adding and measuring are then O(log n).
 
-    def __init__(self) -> None:
+    What lies before `sum_up` is kept as one sum. A window may begin within it, and then has all of it: who measures
+    begins either at the origin or behind what was summed up.
+    """
+
+    def __init__(self, origin: float = -inf) -> None:
+        """Nothing before ``origin`` counts."""
+        self._origin = self._summed_until = origin
+        self._summed = 0.0
+        """Seconds from the origin to ``_summed_until``."""
         self._starts: list[float] = []
         self._ends: list[float] = []
         self._before: list[float] = []
         """Total length of the intervals before the i-th; a valid prefix, extended on demand."""
 
+    def begin(self, origin: float) -> None:
+        """Nothing before ``origin`` counts any more, whether it was added or comes later."""
+        self.sum_up(origin)
+        self._origin, self._summed = origin, 0.0
+
+    def sum_up(self, until: float) -> None:
+        """Keep only the sum of what lies before ``until``."""
+        if until <= self._summed_until:
+            return
+        self._summed += self._until(until)
+        passed = bisect_right(self._ends, until)
+        del self._starts[:passed], self._ends[:passed]
+        if self._starts and self._starts[0] < until:
+            self._starts[0] = until
+        self._before.clear()
+        self._summed_until = until
+
     def add(self, span: Span) -> None:
-        start, end = span
+        """A part that lies in what was summed up must be new: it is added to the sum."""
+        start, end = max(span[0], self._origin), span[1]
+        if start < self._summed_until:
+            self._summed += max(min(end, self._summed_until) - start, 0.0)
+            start = self._summed_until
         if end <= start:
             return
         first = bisect_left(self._ends, start)
@@ -84,10 +115,12 @@ class IntervalUnion:
         start, end = window
         if end <= start:
             return 0.0
-        return min(max(self._until(end) - self._until(start), 0.0), end - start)
+        before = -self._summed if start < self._summed_until else self._until(start)
+        return min(max(self._until(end) - before, 0.0), end - start)
 
     @property
     def spans(self) -> Sequence[Span]:
+        """Those that were not summed up."""
         return list(zip(self._starts, self._ends, strict=True))
 
     def _until(self, instant: float) -> float:
@@ -99,3 +132,52 @@ class IntervalUnion:
             i = len(self._before)
             self._before.append(self._before[-1] + self._ends[i - 1] - self._starts[i - 1] if i else 0.0)
         return self._before[last] + min(instant, self._ends[last]) - self._starts[last]
+
+
+class Spread:
+    """Amounts, each spread evenly over a span; spans come in order. Begins and sums up as `IntervalUnion` does."""
+
+    def __init__(self, origin: float = -inf) -> None:
+        self._origin = self._summed_until = origin
+        self._summed = 0.0
+        self._parts: deque[tuple[float, float, float]] = deque()
+        """(start, end, amount)"""
+
+    def begin(self, origin: float) -> None:
+        """Nothing before ``origin`` counts any more, whether it was added or comes later."""
+        self.sum_up(origin)
+        self._origin, self._summed = origin, 0.0
+
+    def sum_up(self, until: float) -> None:
+        """Keep only the sum of what lies before ``until``."""
+        if until <= self._summed_until:
+            return
+        while self._parts and self._parts[0][0] < until:
+            start, end, amount = self._parts.popleft()
+            inside = amount * (min(end, until) - start) / (end - start)
+            self._summed += inside
+            if end > until:
+                self._parts.appendleft((until, end, amount - inside))
+                break
+        self._summed_until = until
+
+    def add(self, span: Span, amount: float) -> None:
+        """Parts before the origin, or in what was summed up, are handled as `IntervalUnion.add` does."""
+        start, end = span
+        if end <= max(start, self._origin):
+            return
+        if start < self._origin:
+            start, amount = self._origin, amount * (end - self._origin) / (end - start)
+        if start < self._summed_until:
+            late = amount * (min(end, self._summed_until) - start) / (end - start)
+            start, amount, self._summed = self._summed_until, amount - late, self._summed + late
+        if end > start:
+            self._parts.append((start, end, amount))
+
+    def within(self, window: Span) -> float:
+        """The amount inside ``window``; a part that straddles its edge counts by what lies inside."""
+        total = self._summed if window[0] < self._summed_until and window[1] > window[0] else 0.0
+        for start, end, amount in self._parts:
+            if (inside := min(end, window[1]) - max(start, window[0])) > 0:
+                total += amount * inside / (end - start)
+        return total

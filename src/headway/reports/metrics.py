@@ -46,8 +46,9 @@ from headway.events import (
 )
 from headway.reports.occupancy import Occupancy
 from headway.reports.pace import Pace
+from headway.reports.run_sums import Evaluations, UpdateSums
 from headway.reports.tally import GroupRecord, GroupTally, partial_span
-from headway.reports.version_row import PhaseTimes, VersionRow, mean_of, validation_values
+from headway.reports.version_row import VersionRow, mean_of, validation_values
 
 KEPT_WARNINGS = 50
 
@@ -123,7 +124,7 @@ class RunMetrics:
         """Version that each replica has loaded."""
         self.lags: Counter[int] = Counter()
         """Lag → trained groups."""
-        self.evaluations: dict[int, ValidationFinished] = {}
+        self.evaluations = Evaluations()
         self.left_out: dict[str, dict[str, int]] = {}
         """Training or held-out → source → prompts that were too long."""
         self.warnings: list[str] = []
@@ -131,7 +132,7 @@ class RunMetrics:
         """By name."""
         self.totals = Totals()
         self.pace = Pace()
-        self.updates: list[tuple[UpdateFinished, PhaseTimes]] = []
+        self.updates = UpdateSums()
         """Updates that finished after the first admission: what was published before it cost the run nothing."""
         self.lease_validation_s = 0.0
         """Time in which the trainer waited for validations before it got shared devices."""
@@ -226,6 +227,7 @@ class RunMetrics:
         if self._first_admission is None:
             self._first_admission = self._row_opened = self._rollouter_cut = event.time
             self.pace.begin(event.time)
+            self.occupancy.begin(event.time)
 
     def _on_trajectory(self, event: TrajectoryFinished) -> None:
         self.tally.finish_trajectory(event)
@@ -265,6 +267,7 @@ class RunMetrics:
             self.totals.optimizer_steps += 1
         if self._last_step is None or event.time > self._last_step:
             self._last_step = event.time
+            self.updates.stepped(event.time)
 
     def _on_phase(self, event: UpdatePhase) -> None:
         # A probe on shared devices may come when its update's row is closed: it then counts in the next one.
@@ -277,13 +280,13 @@ class RunMetrics:
         row = self._row(event.version - 1)
         row.update = event
         if self._first_admission is not None:
-            self.updates.append((event, row.phases))
+            self.updates.add(event, row.phases)
         self._close_rows(event.time, below=event.version)
         self._hand_out_known()
 
     def _on_validation(self, event: ValidationFinished) -> None:
         """Scores that come in after the next version was loaded find their row closed, and are a row of their own."""
-        self.evaluations[event.version] = event
+        self.evaluations.add(event)
         if event.version < self._closed_below:
             self._closed.append(ClosedRow({"version": event.version, **validation_values(event)}))
             self._hand_out_known()
@@ -313,9 +316,18 @@ class RunMetrics:
 
     def _hand_out_known(self) -> None:
         """In order, and only when the trainer has told all about a row's time."""
-        known = self.occupancy.trainer_known_until
+        known, before = self.occupancy.trainer_known_until, len(self._closed)
         while self._closed and ((window := self._closed[0].window) is None or window[1] <= known):
             self._hand_out(self._closed.popleft())
+        if len(self._closed) < before:
+            self._sum_up()
+
+    def _sum_up(self) -> None:
+        """Rows that were handed out ask for nothing any more; later ones, and the run, ask from where these ended."""
+        if self._last_step is not None:
+            waiting = (row.window[0] for row in self._closed if row.window is not None)
+            known = self.occupancy.trainer_known_until
+            self.occupancy.sum_up(min(self._row_opened, self._rollouter_cut, self._last_step, known, *waiting))
 
     def _hand_out_all(self) -> None:
         """What was under way has ended, or will never be told."""

@@ -9,11 +9,15 @@
 The run's window reaches from the first admission to the last optimizer step. Time in which a party reported nothing is
 idle time: a paused or loading replica decodes nothing and therefore reports nothing. A replica's time, busy or idle, is
 counted from its join to its loss: before and after, it is no part of the run.
+
+Intervals are held only as long as a window may begin or end among them: `sum_up` makes sums of those before, so that
+what is held, and what a window costs, does not grow with the run.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf
 
@@ -27,7 +31,7 @@ from headway.events import (
     StageChanged,
     TrainerBusy,
 )
-from headway.reports.intervals import IntervalUnion, complement, intersection, length
+from headway.reports.intervals import IntervalUnion, Spread, complement, intersection, length
 
 TRAINER_STAGE = "ActorTrain"
 TRAINER_WORK = frozenset({"forward", "critic", "step", "gather"})
@@ -42,8 +46,8 @@ class ReplicaTime:
     joined: float = -inf
     lost: float = inf
     busy: IntervalUnion = field(default_factory=IntervalUnion)
-    reports: list[tuple[float, float, float]] = field(default_factory=list)
-    """(start, end, slot_seconds): each report's busy extent and the slot time inside it."""
+    slot_time: Spread = field(default_factory=Spread)
+    """Slot-seconds of each report, over the extent of what it says was busy."""
     last_report: float = 0.0
 
     @property
@@ -64,13 +68,15 @@ class ReplicaTime:
 
     def slot_seconds(self, window: Span) -> float:
         """Slot time inside ``window``; a report that straddles its edge counts by the part that lies inside."""
-        present = self.presence(window)
-        total = 0.0
-        for start, end, slot_seconds in self.reports:
-            inside = min(end, present[1]) - max(start, present[0])
-            if inside > 0:
-                total += slot_seconds * inside / (end - start)
-        return total
+        return self.slot_time.within(self.presence(window))
+
+    def begin(self, origin: float) -> None:
+        self.busy.begin(origin)
+        self.slot_time.begin(origin)
+
+    def sum_up(self, until: float) -> None:
+        self.busy.sum_up(until)
+        self.slot_time.sum_up(until)
 
 
 @dataclass(slots=True)
@@ -104,10 +110,27 @@ class StageView:
     waiting_for: str | None
     active: int
     since: float
+    accounted: float
+    """The instant up to which its work and its waits are in the books."""
+
+
+@dataclass(slots=True)
+class Coincidences:
+    """Seconds before `Occupancy.sum_up` in which several things held at once."""
+
+    saved: float = 0.0
+    """A checkpoint was saved and the trainer computed nothing."""
+    idle_while_saving: float = 0.0
+    """A checkpoint was saved and a replica was idle; replica by replica."""
+    waited_for_reward: float = 0.0
+    """The trainer waited for groups, no replica decoded and a reward was being computed."""
 
 
 class Occupancy:
-    """Accumulates busy and waiting intervals; every answer is for a window and lies within it."""
+    """Accumulates busy and waiting intervals; every answer is for a window and lies within it.
+
+    After `begin` and `sum_up` a window begins at the origin, or at an instant that was not summed up.
+    """
 
     def __init__(self) -> None:
         self.replicas: dict[str, ReplicaTime] = {}
@@ -115,13 +138,50 @@ class Occupancy:
         self._trainer = TrainerTime()
         self._trainer_waits = IntervalUnion()
         self._saves = IntervalUnion()
-        self._stage_waits: dict[tuple[str, str], IntervalUnion] = defaultdict(IntervalUnion)
-        self._stage_work: dict[str, IntervalUnion] = defaultdict(IntervalUnion)
+        self._stage_waits: dict[tuple[str, str], IntervalUnion] = {}
+        self._stage_work: dict[str, IntervalUnion] = {}
+        self._origin = self._summed_until = -inf
+        self._summed = Coincidences()
+
+    def begin(self, origin: float) -> None:
+        """Nothing before ``origin`` will be asked for."""
+        self._origin = self._summed_until = origin
+        for replica in self.replicas.values():
+            replica.begin(origin)
+        for union in self._unions():
+            union.begin(origin)
+
+    def sum_up(self, until: float) -> None:
+        """Windows begin at the origin or not before ``until`` from now on, and none ends before it.
+
+        By then everything has to be told that happened before ``until``, but for what stages have been doing since.
+        """
+        if until <= self._summed_until:
+            return
+        for stage in self.stages.values():
+            self._account(stage, until)
+        window = (self._summed_until, until)
+        self._summed.saved += self._saved_within(window)
+        self._summed.idle_while_saving += self._idle_while_saving_within(window)
+        self._summed.waited_for_reward += self._waited_for_reward_within(window)
+        for replica in self.replicas.values():
+            replica.sum_up(until)
+        for union in self._unions():
+            union.sum_up(until)
+        self._summed_until = until
+
+    def _unions(self) -> Iterator[IntervalUnion]:
+        yield from (self._trainer.busy, self._trainer_waits, self._saves)
+        yield from self._stage_waits.values()
+        yield from self._stage_work.values()
+
+    def _replica(self, slots: int, joined: float = -inf) -> ReplicaTime:
+        return ReplicaTime(slots, joined, busy=IntervalUnion(self._origin), slot_time=Spread(self._origin))
 
     def declare(self, slots: dict[str, int]) -> None:
         """Replicas exist, and are idle, before they report anything."""
         for name, count in slots.items():
-            self.replicas.setdefault(name, ReplicaTime(count)).slots = count
+            self.replicas.setdefault(name, self._replica(count)).slots = count
 
     def restart(self, slots: dict[str, int], time: float) -> None:
         """The run was resumed: it has these replicas from ``time`` on, some of which it had before."""
@@ -129,11 +189,13 @@ class Occupancy:
             if name not in slots:
                 replica.lost = min(replica.lost, time)
         for name, count in slots.items():
-            replica = self.replicas.setdefault(name, ReplicaTime(count, joined=time))
-            replica.slots, replica.lost = count, inf
+            replica = self.replicas.setdefault(name, self._replica(count, joined=time))
+            if replica.lost < inf:  # it is back: there is nothing to be told of the time that it was gone
+                replica.lost, replica.last_report = inf, max(replica.last_report, time)
+            replica.slots = count
 
     def join(self, event: ReplicaJoined) -> None:
-        self.replicas[event.replica] = ReplicaTime(event.slots, joined=event.time)
+        self.replicas[event.replica] = self._replica(event.slots, joined=event.time)
 
     def lose(self, event: ReplicaLost) -> None:
         """One that never joined was no part of the run."""
@@ -150,14 +212,13 @@ class Occupancy:
         self._saves.add(event.span)
 
     def replica_active(self, event: ReplicaActivity) -> None:
-        replica = self.replicas.setdefault(event.replica, ReplicaTime(0))
+        replica = self.replicas.setdefault(event.replica, self._replica(0))
         replica.last_report = max(replica.last_report, event.time)
         for span in event.busy:
             replica.busy.add(span)
         if event.busy and event.slot_seconds > 0:
             start, end = min(s for s, _ in event.busy), max(e for _, e in event.busy)
-            if end > start:
-                replica.reports.append((start, end, event.slot_seconds))
+            replica.slot_time.add((start, end), event.slot_seconds)
 
     def stage_changed(self, event: StageChanged) -> None:
         if event.stage == TRAINER_STAGE:
@@ -168,14 +229,17 @@ class Occupancy:
             self._account(before, event.time)
             if (before.state, before.waiting_for) == (event.state, event.waiting_for):
                 since = before.since
-        self.stages[event.stage] = StageView(event.stage, event.state, event.waiting_for, event.active, since)
+        self.stages[event.stage] = StageView(
+            event.stage, event.state, event.waiting_for, event.active, since, accounted=event.time
+        )
 
     def _account(self, stage: StageView, until: float) -> None:
-        span = (stage.since, until)
+        """Spans of one stage never overlap, so one that is late adds to what was summed up."""
+        span, stage.accounted = (stage.accounted, until), max(stage.accounted, until)
         if stage.waiting_for is not None:
-            self._stage_waits[stage.name, stage.waiting_for].add(span)
+            self._stage_waits.setdefault((stage.name, stage.waiting_for), IntervalUnion(self._origin)).add(span)
         elif stage.state.upper() == "PROCESSING":
-            self._stage_work[stage.name].add(span)
+            self._stage_work.setdefault(stage.name, IntervalUnion(self._origin)).add(span)
 
     def trainer_idle(self, window: Span) -> float | None:
         """Share of ``window`` outside any forward, optimizer step or gather; None for an empty window."""
@@ -189,7 +253,18 @@ class Occupancy:
 
     def trainer_saved(self, window: Span) -> float:
         """Seconds in which a checkpoint was saved and the trainer computed nothing."""
+        summed = self._summed.saved if self._begins_in_sum(window) else 0.0
+        return summed + self._saved_within(self._rest_of(window))
+
+    def _saved_within(self, window: Span) -> float:
         return length(intersection(self._saves.spans, complement(self._trainer.busy.spans, window)))
+
+    def _begins_in_sum(self, window: Span) -> bool:
+        return window[0] < self._summed_until
+
+    def _rest_of(self, window: Span) -> Span:
+        """The part of ``window`` that was not summed up."""
+        return max(window[0], self._summed_until), window[1]
 
     def rollouter_idle(self, window: Span) -> float | None:
         """Share of the replicas' time in ``window`` in which one had no sequence prefilling or decoding.
@@ -206,11 +281,14 @@ class Occupancy:
         present = sum(replica.seconds(window) for replica in self.replicas.values())
         if present <= 0:
             return 0.0
+        summed = self._summed.idle_while_saving if self._begins_in_sum(window) else 0.0
+        return (summed + self._idle_while_saving_within(self._rest_of(window))) / present
+
+    def _idle_while_saving_within(self, window: Span) -> float:
         saves = intersection(self._saves.spans, [window])
-        idle = sum(
+        return sum(
             replica.seconds(span) - replica.busy_seconds(span) for replica in self.replicas.values() for span in saves
         )
-        return idle / present
 
     def slot_utilization(self, window: Span) -> float | None:
         """Busy slot time over slot time; None when no slots were declared or the window is empty."""
@@ -229,10 +307,16 @@ class Occupancy:
 
     def waited_for_reward(self, window: Span) -> float:
         """Seconds in which the trainer waited for groups, no replica decoded and a reward was being computed."""
+        summed = self._summed.waited_for_reward if self._begins_in_sum(window) else 0.0
+        return summed + self._waited_for_reward_within(self._rest_of(window))
+
+    def _waited_for_reward_within(self, window: Span) -> float:
+        if (rewarding := self._stage_work.get("Reward")) is None:
+            return 0.0
         all_idle = [window]
         for replica in self.replicas.values():
             all_idle = intersection(all_idle, complement(replica.busy.spans, window))
-        return length(intersection(intersection(all_idle, self._trainer_waits.spans), self._stage_work["Reward"].spans))
+        return length(intersection(intersection(all_idle, self._trainer_waits.spans), rewarding.spans))
 
     def stage_waits(self, window: Span) -> dict[str, dict[str, float]]:
         """For each stage, seconds of ``window`` that it waited, by whom it waited for."""

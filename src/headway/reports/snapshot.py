@@ -10,12 +10,9 @@ from typing import Any
 
 from headway.events import Event
 from headway.reports.metrics import RunMetrics
-from headway.reports.occupancy import StageView
 from headway.reports.tally import Whereabouts
 
 HISTORY = 200
-FLOW = ("PromptLoader", "Generate", "Rollout", "Reward", "RefLogProb", "ActorTrain", "ParamUpdate", "Validate")
-"""Stages in the order in which data flows; any other comes after them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +85,7 @@ class SnapshotTaker:
         finished = metrics.finished
         now = self._event_time + self._clock() - self._seen_at if finished is None else finished.time
         trained = metrics.tally.fates["trained"]
-        versions = sorted(metrics.evaluations)
+        evaluations = list(metrics.evaluations)
         trainer_idle, rollouter_idle = metrics.idle_so_far()
         lag_mean, lag_max = metrics.lag_so_far()
         return Snapshot(
@@ -98,9 +95,9 @@ class SnapshotTaker:
             trained=trained,
             total=started.total_groups,
             eta_s=self._eta(now, trained, started.total_groups),
-            validation_rewards=tuple(metrics.evaluations[v].accuracy for v in versions[-HISTORY:]),
-            validated_version=versions[-1] if versions else None,
-            problems=metrics.evaluations[versions[-1]].problems if versions else None,
+            validation_rewards=tuple(event.accuracy for event in evaluations[-HISTORY:]),
+            validated_version=evaluations[-1].version if evaluations else None,
+            problems=evaluations[-1].problems if evaluations else None,
             rewards=tuple(self._rewards),
             lag_mean=lag_mean,
             lag_max=lag_max,
@@ -116,7 +113,7 @@ class SnapshotTaker:
             row=self._row,
             stages=tuple(
                 StageLine(stage.name, stage.state, stage.waiting_for, stage.active, max(now - stage.since, 0.0))
-                for stage in sorted(metrics.occupancy.stages.values(), key=_place_in_flow)
+                for stage in sorted(metrics.occupancy.stages.values(), key=lambda stage: started.place_of(stage.name))
             ),
             finished=finished is not None,
         )
@@ -125,7 +122,3 @@ class SnapshotTaker:
         if total is None or trained >= total:
             return None
         return self._metrics.pace.seconds_left(now, total)
-
-
-def _place_in_flow(stage: StageView) -> int:
-    return FLOW.index(stage.name) if stage.name in FLOW else len(FLOW)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from headway.events import Span, StageChanged
 from headway.reports.lanes import Kind, Lane, LaneSpan, idle, joined
-from headway.reports.snapshot import FLOW
 
 GROUP = "Stages"
 WAITING_INPUT, WAITING_OUTPUT, PROCESSING, PAUSED = "waiting_input", "waiting_output", "processing", "paused"
@@ -62,10 +61,9 @@ class StageLog:
         return Lane(GROUP, self.name, joined([idle((life[0], first), "waits for its first input"), *spans]))
 
 
-def stage_lanes(logs: Iterable[StageLog], life: Span) -> list[Lane]:
-    """Lanes in the order in which data flows; any other stage comes after them."""
-    places = {name: place for place, name in enumerate(FLOW)}
-    return [log.lane(life) for log in sorted(logs, key=lambda log: places.get(log.name, len(places)))]
+def stage_lanes(logs: Iterable[StageLog], life: Span, place_of: Callable[[str], int]) -> list[Lane]:
+    """Lanes of the stages, each at the place that ``place_of`` gives for its name."""
+    return [log.lane(life) for log in sorted(logs, key=lambda log: place_of(log.name))]
 
 
 def _works(event: StageChanged) -> bool:

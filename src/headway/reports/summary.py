@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 from headway.events import Span, ValidationFinished
@@ -15,16 +12,6 @@ from headway.reports.version_row import histogram, partial_values
 WAITS_FOR_GROUPS = "groups from the message queue"
 """Whom a stage waits for that takes fetches."""
 NOTHING_TRAINED = "Nothing was trained, so there is no bottleneck to name."
-
-
-@dataclass(frozen=True, slots=True)
-class Stalls:
-    """Seconds that updates cost each side, added up."""
-
-    trainer: float
-    rollout: float
-    validation: float
-    moving_weights: float
 
 
 def summary(metrics: RunMetrics) -> dict[str, Any]:
@@ -55,7 +42,7 @@ def summary(metrics: RunMetrics) -> dict[str, Any]:
             "trained": totals.trained.tokens,
             "prefilled": totals.prefilled_tokens,
         },
-        "eval": [_evaluation(metrics.evaluations[v]) for v in sorted(metrics.evaluations)],
+        "eval": [_evaluation(event) for event in metrics.evaluations],
         "lag": _lag(metrics),
         "trainer/idle_ratio": occupancy.trainer_idle(window) if window else None,
         "rollouter/idle_ratio": occupancy.rollouter_idle(window) if window else None,
@@ -63,7 +50,10 @@ def summary(metrics: RunMetrics) -> dict[str, Any]:
         "partial": partial_values(totals.partial, totals.trajectories, totals.max_partial_span),
         "stale": {"samples_processed": metrics.stale_groups, "trajectory_processed": totals.stale_trajectories},
         "param_update": _param_update(metrics),
-        "validation": {"count": len(metrics.evaluations), "stall_s": _stalls(metrics).validation},
+        "validation": {
+            "count": metrics.evaluations.count,
+            "stall_s": metrics.updates.stalls.validation + metrics.lease_validation_s,
+        },
         "throughput": _throughput(metrics),
         "bias": metrics.bias(),
         "stage_waits_s": occupancy.stage_waits(window) if window else {},
@@ -80,7 +70,7 @@ def time_shares(metrics: RunMetrics) -> TimeShares | None:
     if (window := metrics.window) is None:
         return None
     occupancy = metrics.occupancy
-    stalls = _stalls(metrics, until=window[1])  # the last update comes after the last step, outside the wall time
+    stalls = metrics.updates.before_last_step  # the last update comes after the last step, outside the wall time
     in_vain = _waited_in_vain(metrics, window[1])
     waited = occupancy.trainer_waited(window) + in_vain
     if in_vain and metrics.finished is not None:
@@ -95,7 +85,7 @@ def time_shares(metrics: RunMetrics) -> TimeShares | None:
         trainer_waited=share(waited),
         waited_for_reward=share(occupancy.waited_for_reward(window)),
         trainer_stalled=share(stalls.trainer),
-        waited_for_validation=share(stalls.validation),
+        waited_for_validation=share(stalls.validation + metrics.lease_validation_s),
         moving_weights=share(stalls.moving_weights),
         trained=1.0 if idle is None else 1.0 - idle,
         saving=share(occupancy.trainer_saved(window)),
@@ -154,27 +144,13 @@ def _lag(metrics: RunMetrics) -> dict[str, Any]:
 
 
 def _param_update(metrics: RunMetrics) -> dict[str, Any]:
-    stalls = _stalls(metrics)
-    phases: Counter[str] = Counter()
-    for _, times in metrics.updates:
-        phases.update(times.totals())
+    stalls = metrics.updates.stalls
     return {
-        "count": len(metrics.updates),
+        "count": stalls.updates,
         "trainer_stall_s": stalls.trainer,
         "rollout_stall_s": stalls.rollout,
-        **phases,
+        **metrics.updates.phases,
     }
-
-
-def _stalls(metrics: RunMetrics, until: float = math.inf) -> Stalls:
-    """Of the updates that were finished by ``until``."""
-    updates = [(event, phases) for event, phases in metrics.updates if event.time <= until]
-    return Stalls(
-        trainer=sum(event.trainer_stall_s for event, _ in updates),
-        rollout=sum(event.rollout_stall_s for event, _ in updates),
-        validation=sum(event.validation_stall_s for event, _ in updates) + metrics.lease_validation_s,
-        moving_weights=sum(phases.critical_path_s() for _, phases in updates),
-    )
 
 
 def _throughput(metrics: RunMetrics) -> dict[str, float | None]:

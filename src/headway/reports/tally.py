@@ -17,6 +17,9 @@ FATES = ("trained", "filtered", "dropped", "failed")
 IN_FLIGHT = "in_flight"
 RECENT = 256
 """Groups that the recent share of filtered ones is of."""
+MOST_REASONS, OTHER_REASONS = 200, "another reason"
+"""Reasons of one fate that are counted each; all later ones are counted together, since some quote an answer."""
+MOST_PROBLEMS = 100
 
 
 @dataclass(slots=True)
@@ -74,7 +77,7 @@ class GroupTally:
 
     def admit(self, event: GroupAdmitted) -> None:
         if event.number in self._records:
-            self.problems.append(f"group {event.number} was admitted twice")
+            self._notice(f"group {event.number} was admitted twice")
             return
         self._lowest = event.number if self._lowest is None else min(self._lowest, event.number)
         self._highest = max(self._highest, event.number)
@@ -100,18 +103,25 @@ class GroupTally:
         if event.fate == IN_FLIGHT:
             return None
         if event.fate not in FATES:
-            self.problems.append(f"group {event.number} has the unknown fate {event.fate!r}")
+            self._notice(f"group {event.number} has the unknown fate {event.fate!r}")
             return None
         record = self._records.pop(event.number, None)
         if record is None:
-            self.problems.append(f"group {event.number} was {event.fate}, but was settled before or never admitted")
+            self._notice(f"group {event.number} was {event.fate}, but was settled before or never admitted")
             return None
         self.fates[event.fate] += 1
         if event.fate in ("trained", "filtered"):
             self._recent.append(event.fate == "filtered")
         if event.reason is not None:
-            self.reasons[event.fate][event.reason] += 1
+            reasons = self.reasons[event.fate]
+            known = event.reason in reasons or len(reasons) < MOST_REASONS
+            reasons[event.reason if known else OTHER_REASONS] += 1
         return record
+
+    def _notice(self, problem: str) -> None:
+        """One is enough for the books not to balance."""
+        if len(self.problems) < MOST_PROBLEMS:
+            self.problems.append(problem)
 
     def filtered_share(self) -> float | None:
         """Of the groups that were trained or filtered; None when there are none."""

@@ -14,7 +14,7 @@ Everything is derived from events, so a run that failed or still goes on has a t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -91,6 +91,8 @@ class Timeline:
     """The run in one object, as in ``summary.json``."""
     measured: Span | None
     """The wall time that the figures' shares refer to: first admission to last optimizer step."""
+    simulated: bool = False
+    """Nothing was computed: times are predictions, and rewards mean nothing."""
 
     @property
     def spans(self) -> int:
@@ -110,9 +112,12 @@ class IdleReason:
     share: float
 
 
-def build_timeline(events: Iterable[Event]) -> Timeline:
-    """The timeline of a run from its events, in the order in which they happened."""
-    builder = _Builder()
+def build_timeline(events: Iterable[Event], *, simulated: bool = False) -> Timeline:
+    """The timeline of a run from its events, in the order in which they happened.
+
+    ``simulated``: nothing was computed, so that rewards mean nothing.
+    """
+    builder = _Builder(simulated=simulated)
     for event in events:
         builder.on_event(event)
     return builder.build()
@@ -151,6 +156,7 @@ class _Builder:
     validations: list[LaneSpan] = field(default_factory=list)
     saves: list[LaneSpan] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
+    simulated: bool = False
     discards: int = 0
     first: float | None = None
     last: float = 0.0
@@ -175,6 +181,7 @@ class _Builder:
             counters=self.counters.all(),
             summary=summary(self.metrics),
             measured=self.metrics.window,
+            simulated=self.simulated,
         )
 
     # ------------------------------------------------------------------------------------------ events
@@ -211,7 +218,8 @@ class _Builder:
             case ReplicaLost():
                 self.updates.lose(event)
             case ValidationFinished():
-                label = f"validates v{event.version}: accuracy {score(event.accuracy)} of {event.problems} problems"
+                accuracy = "" if self.simulated else f"accuracy {score(event.accuracy)} of "
+                label = f"validates v{event.version}: {accuracy}{event.problems} problems"
                 self.validations.append(LaneSpan(*event.span, Kind.VALIDATE, label))
             case CheckpointSaved():
                 self.trainer.save(event)
@@ -220,6 +228,8 @@ class _Builder:
     def _mark(self, event: Event) -> None:
         if (mark := _mark_of(event)) is None:
             return
+        if self.simulated and mark.kind is MarkKind.FINISHED:
+            mark = replace(mark, label="the simulation ends")
         self.discards += mark.kind is MarkKind.DISCARDED
         if mark.kind is not MarkKind.DISCARDED or self.discards <= KEPT_DISCARDS:
             self.marks.append(mark)
@@ -235,7 +245,8 @@ class _Builder:
         yield from self.updates.lanes()
         yield from self._lease_lanes(life)
         yield from self._run_lanes()
-        yield from stage_lanes(self.stages.values(), life)
+        started = self.metrics.started
+        yield from stage_lanes(self.stages.values(), life, started.place_of if started else lambda name: 0)
 
     def _trainer_lane(self, life: Span) -> Lane:
         started = self.metrics.started

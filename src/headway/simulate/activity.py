@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headway.events import DecodeSteps, PrefillStep, Span
+from headway.events import DecodeSteps, PrefillSteps, Span, add_prefill
 
 ROUNDING = 1e-6
 """Of a step."""
@@ -22,7 +22,7 @@ class Activity:
         self._since: float | None = None
         self._decoded: dict[int, list[float]] = {}
         """Active sequences → [steps, seconds, cached]. Below zero where a prefill has taken a step still to come."""
-        self._prefilled: list[PrefillStep] = []
+        self._prefilled: dict[int, PrefillSteps] = {}
 
     def computes(self, now: float, busy: bool) -> None:
         """From ``now`` on the replica computes, or does not. Spans that touch are one."""
@@ -46,7 +46,7 @@ class Activity:
     def prefilled(self, active: int, tokens: int, prefill_s: float, step_s: float, cached: float) -> None:
         """A prefill of ``tokens`` ended. The step that follows, which `decoded` will count, belongs to it."""
         self.prefilled_tokens += tokens
-        self._prefilled.append((active, tokens, prefill_s + step_s, round(cached)))
+        add_prefill(self._prefilled, active, tokens, prefill_s + step_s, round(cached))
         self.decoded(active, -1.0, -step_s, cached + active)  # the last term: a step back from there
 
     def take(self, now: float) -> tuple[list[Span], float, int]:
@@ -58,7 +58,7 @@ class Activity:
         self._busy, self.slot_seconds, self.prefilled_tokens = [], 0.0, 0
         return report
 
-    def take_steps(self) -> tuple[dict[int, DecodeSteps], list[PrefillStep]]:
+    def take_steps(self) -> tuple[dict[int, DecodeSteps], dict[int, PrefillSteps]]:
         """(decode steps, steps with a prefill), whole ones."""
         decode: dict[int, DecodeSteps] = {}
         for active, total in self._decoded.items():
@@ -67,7 +67,7 @@ class Activity:
                 share = steps / total[0]
                 decode[active] = (steps, total[1] * share, round(total[2] * share))
                 total[:] = [value * (1 - share) for value in total]
-        prefilled, self._prefilled = self._prefilled, []
+        prefilled, self._prefilled = self._prefilled, {}
         return decode, prefilled
 
     def _close(self, now: float) -> None:

@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.events import PrefillStep
+from headway.events import PrefillSteps
 from headway.simulate.costs import DecodeCost
 
 OUTLIER = 3.0
@@ -46,21 +46,24 @@ class Line:
     """The sizes differ enough to tell one from the other; if not, all is taken for proportional to size."""
 
 
-def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
+def fit_line(sizes: Sequence[float], seconds: Sequence[float], weights: Sequence[float] | None = None) -> Line:
     """The non-negative line that is nearest to the measurements by least squares and keeps their total.
 
     ``sizes`` are positive; single ``seconds`` may be negative where they are differences. Where the sizes hardly
-    differ, or the slope drowns in noise, the line goes through the origin.
+    differ, or the slope drowns in noise, the line goes through the origin. ``weights``: how many measurements each of
+    them is the mean of; default: 1.
     """
     x, y = np.asarray(sizes, float), np.asarray(seconds, float)
-    if y.sum() <= 0:
+    w = np.ones_like(x) if weights is None else np.asarray(weights, float)
+    total, size = float((w * y).sum()), float((w * x).sum())
+    if total <= 0:
         return Line(0.0, 0.0, separated=False)
-    slope, error = _slope(x, y, np.ones_like(x))
-    fixed = float(y.mean() - slope * x.mean())
+    slope, error = _slope(x, y, w)
+    fixed = (total - slope * size) / float(w.sum())
     separated = slope > SIGNIFICANT * error
     if separated and fixed >= 0:
         return Line(fixed, slope, separated)
-    return Line(0.0, float(y.sum() / x.sum()), separated)
+    return Line(0.0, total / size, separated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,21 +100,43 @@ def fit_decode(samples: Iterable[DecodeSample]) -> DecodeFit:
     return DecodeFit(few_knots(list(zip(counts, not_falling(levels, weights), strict=True))), kv_token_s)
 
 
-def fit_prefill(steps: Iterable[PrefillStep], decode: DecodeCost) -> Line:
+@dataclass(frozen=True, slots=True)
+class _Prefills:
+    """Means of ``steps`` steps that prefilled about as much."""
+
+    steps: int
+    tokens: float
+    step_s: float
+    decode_s: float
+    """Seconds that decoding alone would have taken."""
+
+
+def fit_prefill(merged: Iterable[PrefillSteps], decode: DecodeCost) -> Line:
     """What it costs to prefill tokens: the seconds by which a step that prefilled some took longer than one in which as
     many decoded."""
-    every = [(tokens, step_s, decode.step_s(active, cached)) for active, tokens, step_s, cached in steps]
+    every = [
+        _Prefills(steps, tokens / steps, seconds / steps, _decode_s(decode, active / steps, cached / steps))
+        for steps, active, tokens, seconds, cached in merged
+    ]
     line = _line_beside(every)
     # Prompts differ so much in length that an outlier is only what is one for its length.
-    usual = [step for step in every if step[1] <= OUTLIER * (step[2] + line.fixed_s + line.unit_s * step[0])]
+    usual = [p for p in every if p.step_s <= OUTLIER * (p.decode_s + line.fixed_s + line.unit_s * p.tokens)]
     return _line_beside(usual)
 
 
-def _line_beside(steps: Sequence[tuple[int, float, float]]) -> Line:
-    """Of (tokens, seconds, seconds that decoding alone would have taken)."""
-    if not steps:
+def _decode_s(decode: DecodeCost, active: float, cached: float) -> float:
+    """Mean seconds of steps with ``active`` sequences on average."""
+    fewer = int(active)
+    more = min(fewer + 1, len(decode.curve) - 1)
+    return decode.step_s(fewer, cached) + (active - fewer) * (decode.step_s(more) - decode.step_s(fewer))
+
+
+def _line_beside(prefills: Sequence[_Prefills]) -> Line:
+    if not prefills:
         return Line(0.0, 0.0, separated=False)
-    return fit_line([tokens for tokens, _, _ in steps], [step_s - decode_s for _, step_s, decode_s in steps])
+    return fit_line(
+        [p.tokens for p in prefills], [p.step_s - p.decode_s for p in prefills], [p.steps for p in prefills]
+    )
 
 
 def without_outliers(measured: Iterable[T], cost: Callable[[T], float]) -> list[T]:

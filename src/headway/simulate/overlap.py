@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
-from headway.events import PrefillStep, ReplicaActivity
+from headway.events import PrefillSteps, ReplicaActivity
 from headway.reports.intervals import IntervalUnion
 from headway.simulate.fitting import Beside, DecodeSample, fit_slowdown
 from headway.simulate.record_training import TrainerWork
@@ -49,11 +49,12 @@ class Overlap:
         """One for each report of a replica and number of active sequences."""
         return [replace(sample, step_s=sample.step_s / self._slowed(report)) for report, sample in self._samples()]
 
-    def prefill_steps(self) -> list[PrefillStep]:
+    def prefill_steps(self) -> list[PrefillSteps]:
+        """One for each report of a replica and size of prefills."""
         return [
-            (active, tokens, seconds / self._slowed(report), cached)
+            (steps, active, tokens, seconds / self._slowed(report), cached)
             for report in self._recording.warm_activity("prefill_steps")
-            for active, tokens, seconds, cached in report.prefill_steps
+            for steps, active, tokens, seconds, cached in report.prefill_steps.values()
         ]
 
     def _samples(self) -> Iterable[tuple[ReplicaActivity, DecodeSample]]:

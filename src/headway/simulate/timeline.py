@@ -34,4 +34,4 @@ def write_timeline(profile: Profile, setting: Setting, path: Path) -> None:
     recorder = Recorder()
     versions = fill_versions(setting.eta) + VERSIONS_SHOWN + ceil(setting.eta)
     Simulation(profile, config_of(profile, setting, versions), observers=(recorder,)).run()
-    write_html(build_timeline(recorder.events), path)
+    write_html(build_timeline(recorder.events, simulated=True), path)

@@ -21,7 +21,7 @@ def test_each_step_is_counted_once_by_the_sequences_that_it_gave_a_token() -> No
     finish(core)
     stats = core.stats()
     assert steps_of(stats) == {3: 2, 2: 3}
-    assert [step[:2] for step in stats.prefill_steps] == [(3, 5 + 7)]
+    assert [steps[:3] for steps in stats.prefill_steps.values()] == [(1, 3, 5 + 7)]
     assert stats.generated_tokens == 3 + sum(active * count for active, count in steps_of(stats).items())
 
 
@@ -30,7 +30,7 @@ def test_cached_tokens_are_added_up_over_the_steps() -> None:
     core.submit([make_request(0, n=2, length=5, max_tokens=4, stop_token_ids=())], "owner")
     finish(core)
     stats = core.stats()
-    ((_, _, _, cached),) = stats.prefill_steps
+    ((_, _, _, _, cached),) = stats.prefill_steps.values()
     assert cached == 2 * 5
     # The first token came with the prefill; each of the other three steps writes the one before into the cache.
     assert stats.decode_steps[2][2] == 2 * (6 + 7 + 8)
@@ -42,7 +42,7 @@ def test_a_step_lasts_from_the_end_of_the_one_before_so_that_seconds_add_up_to_t
     finish(core)
     stats = core.stats()
     ((begin, end),) = stats.busy
-    ((_, _, start_s, _),) = stats.prefill_steps
+    ((_, _, _, start_s, _),) = stats.prefill_steps.values()
     assert start_s + stats.decode_steps[3][1] == end - begin
     assert stats.decode_steps[3][:2] == (4, 4 * PLAIN_S)
 
@@ -65,7 +65,7 @@ def test_a_sequence_that_starts_late_from_a_prompt_that_was_prefilled_before_cos
     core.submit([make_request(0, n=4, length=5, max_tokens=3, stop_token_ids=())], "owner")
     finish(core)
     stats = core.stats()
-    assert [step[:2] for step in stats.prefill_steps] == [(2, 5)] and steps_of(stats) == {2: 5}
+    assert [steps[:3] for steps in stats.prefill_steps.values()] == [(1, 2, 5)] and steps_of(stats) == {2: 5}
     assert stats.prefilled_tokens == 5
 
 
@@ -76,7 +76,8 @@ def test_what_was_interrupted_begins_again_with_its_tokens_so_far() -> None:
     core.pause(OnUpdate.INTERRUPT)
     core.resume()
     finish(core)
-    assert [step[:2] for step in core.stats().prefill_steps] == [(2, 5), (2, 2 * (5 + 4))]
+    merged = core.stats().prefill_steps
+    assert {size: steps[:3] for size, steps in merged.items()} == {4: (1, 2, 5), 16: (1, 2, 2 * (5 + 4))}
 
 
 def test_steps_are_told_once() -> None:
@@ -85,4 +86,4 @@ def test_steps_are_told_once() -> None:
     finish(core)
     assert core.stats().decode_steps
     again = core.stats()
-    assert again.decode_steps == {} and again.prefill_steps == []
+    assert again.decode_steps == {} and again.prefill_steps == {}

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from traceback import StackSummary
 
 import pytest
+from torch.distributed.checkpoint.api import CheckpointException
 
+from headway.engines.train.fsdp import checkpoint
 from headway.engines.train.state_file import STATE_FILE, read_state
-from headway.errors import ModelError
+from headway.errors import ModelError, RunError
 from tests.engines.train.test_engine import ModelPath, engine
 
 Damage = Callable[[Path], object]
@@ -96,3 +101,26 @@ def test_a_state_that_is_not_utf_8_is_damaged(tmp_path: Path) -> None:
     (tmp_path / STATE_FILE).write_bytes(b'{"optimizer_steps": 3, "extra": {"a": "\xff"}}')
     with pytest.raises(ModelError, match=r"state.json cannot be read: .*codec"):
         read_state(tmp_path)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_full_disk_is_named_where_torch_only_says_that_a_position_is_unexpected(
+    model_path: ModelPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def writes_half(*_: object, checkpoint_id: Path, **__: object) -> None:
+        (checkpoint_id / "__0_0.distcp").write_bytes(bytes(598))
+        cause = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+        raise CheckpointException("write", {0: (cause, StackSummary())})
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path, trained = tmp_path / "version_3", engine(model_path())
+    monkeypatch.setattr(checkpoint, "save", writes_half)
+    with pytest.raises(RunError, match=r"version_3: rank 0: RuntimeError: \[enforce fail"):
+        trained.save(path, {})
+    monkeypatch.setattr(checkpoint.os, "fsync", full)
+    with pytest.raises(RunError, match=r"version_3: No space left on device; make room there") as raised:
+        trained.save(path, {})
+    assert "enforce" not in str(raised.value)
+    assert not list(tmp_path.glob(".*partial"))

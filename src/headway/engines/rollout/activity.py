@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from headway.events import DecodeSteps, PrefillStep, Span
+from headway.events import DecodeSteps, PrefillSteps, Span, add_prefill
 from headway.interfaces import EngineStats
 
 
@@ -39,10 +39,10 @@ class Counts(ABC):
         """Bring spans and slot time up to date; what goes on afterwards begins a new span."""
 
     def _count(self, *, active: int, prefilled: int, seconds: float, cached: int) -> None:
-        """One step, as `PrefillStep` describes it."""
+        """One step, as `PrefillSteps` describes several."""
         self._prefilled += prefilled
         if prefilled:
-            self._prefill_steps.append((active, prefilled, seconds, cached))
+            add_prefill(self._prefill_steps, active, prefilled, seconds, cached)
         else:
             steps, total, before = self._decode_steps.get(active, (0, 0.0, 0))
             self._decode_steps[active] = (steps + 1, total + seconds, before + cached)
@@ -54,4 +54,4 @@ class Counts(ABC):
         self._prefilled = 0
         self._preempted = 0
         self._decode_steps: dict[int, DecodeSteps] = {}
-        self._prefill_steps: list[PrefillStep] = []
+        self._prefill_steps: dict[int, PrefillSteps] = {}

@@ -28,6 +28,7 @@ Share = tuple[Replica, list[GenerateRequest]]
 class Generate(Stage[Share, FinishedGroup]):
     concurrency = None
     waits_for_input = "PromptLoader"
+    waits_for_output = None
 
     def __init__(
         self,

@@ -25,6 +25,7 @@ Wave = list[GenerateRequest]
 
 class PromptLoader(Stage[list[Prompt], Wave]):
     waits_for_input = "room under the staleness limit"
+    waits_for_output = None
 
     def __init__(
         self,

@@ -25,6 +25,7 @@ REF_LOGPROBS = "ref_logprobs"
 
 class RefLogProb(Stage[list[Group], Group]):
     waits_for_input = "Reward"
+    waits_for_output = None
 
     def __init__(
         self, state: RunState, input: Channel[Group], output: Channel[Group] | MessageQueue, reference: LogProbEngine

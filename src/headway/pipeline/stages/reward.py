@@ -33,6 +33,7 @@ GroupFilter = Callable[[NDArray[np.float32]], str | None]
 class Reward(Stage[Group, Group]):
     concurrency = None
     waits_for_input = "Rollout"
+    waits_for_output = None
 
     def __init__(
         self,

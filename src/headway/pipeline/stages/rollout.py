@@ -20,6 +20,7 @@ from headway.pipeline.state import RunState, now
 
 class Rollout(Stage[FinishedGroup, Group]):
     waits_for_input = "Generate"
+    waits_for_output = None
 
     def __init__(
         self, state: RunState, input: Channel[FinishedGroup], output: Channel[Group], *, n: int, baselines: bool = False

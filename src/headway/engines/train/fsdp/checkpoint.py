@@ -9,6 +9,7 @@ With ranks on several machines the path must be on a file system that they share
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -31,6 +32,9 @@ from headway.engines.train.state_file import REMOVE, STATE_FILE, files_of, read_
 from headway.errors import ModelError, RunError, said_by
 from headway.models.export import replace_folder
 from headway.progress import progress_here
+
+PROBE = 2**20
+"""Bytes for which a disk that has refused a checkpoint has no room either."""
 
 
 def save_checkpoint(model: nn.Module, optimizer: Optimizer, path: Path, state: Mapping[str, Any]) -> None:
@@ -66,9 +70,26 @@ def save_checkpoint(model: nn.Module, optimizer: Optimizer, path: Path, state: M
         with progress_here().writing(temporary):
             save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=temporary)
     except CheckpointException as error:
+        why = _no_room(temporary) or _causes(error)
         rmtree(temporary, ignore_errors=True)
-        raise RunError(f"could not write the checkpoint {path}: {_causes(error)}") from error
+        raise RunError(f"could not write the checkpoint {path}: {why}") from error
     on_rank_zero(partial(told, finish))
+
+
+def _no_room(folder: Path) -> str:
+    """What to say where the disk is full, now that torch has written to ``folder`` what there was room for.
+
+    Torch itself says of a full disk no more than "enforce fail … unexpected pos 704 vs 598".
+    """
+    try:
+        with (folder / ".room").open("wb") as file:
+            file.write(bytes(PROBE))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return f"{error.strerror}; make room there, or set trainer.max_actor_ckpt_to_keep lower"
+    return ""
 
 
 def _causes(error: CheckpointException) -> str:

@@ -1,0 +1,67 @@
+"""Standard output that says, in one message, that it cannot be written: a full disk behind ``> FILE``, most often.
+
+Whatever prints raises `OutputRefused` there, which ends a command as every error does. A pipe whose reader left is
+nobody's mistake: it raises `BrokenPipeError` as usual, and the command ends without a word.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from headway.errors import OutputRefused
+
+
+class Stdout(io.TextIOWrapper):
+    def __init__(self, before: io.TextIOWrapper) -> None:
+        """In the place of ``before``. What the encoding lacks is printed as a question mark."""
+        super().__init__(
+            before.buffer,
+            encoding=before.encoding,
+            errors="replace",
+            line_buffering=before.line_buffering,
+            write_through=before.write_through,
+        )
+        self._before = before
+        """Held, since it closes the file with it when it goes."""
+
+    def write(self, text: str) -> int:
+        if isinstance(text, str) and not text:  # click's probe, which takes any exception for "not a text file"
+            return 0
+        with self._refusing():
+            return super().write(text)
+
+    def flush(self) -> None:
+        with self._refusing():
+            super().flush()
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            self._go_nowhere()
+            raise
+        except OSError as cause:
+            self._go_nowhere()
+            raise OutputRefused(
+                f"standard output cannot be written ({cause.strerror or cause}); send it to a place with room"
+            ) from cause
+
+    def _go_nowhere(self) -> None:
+        """What is still held goes nowhere, or the interpreter, which flushes it last, would fail over it."""
+        with suppress(OSError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            try:
+                os.dup2(nowhere, self.fileno())
+            finally:
+                os.close(nowhere)
+
+
+def replace_stdout() -> None:
+    """From now on standard output is a `Stdout`."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout = Stdout(sys.stdout)

@@ -1,0 +1,48 @@
+"""Whether this machine is one for the run that is asked of it: told before workers start, as none of it is an error."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from headway.config.placement import resolve_placement
+from headway.config.schema import Config
+
+NVIDIA, AMD = Path("/proc/driver/nvidia/gpus"), Path("/dev/kfd")
+
+
+def machine_notes(config: Config, *, cores: int, gpus: int | None) -> Iterator[str]:
+    """What to know of a run on this machine with ``cores``, and ``gpus`` where their number is known.
+
+    Says nothing of a run that joins a cluster elsewhere, or is one process.
+    """
+    if config.cluster.address is not None or config.cluster.backend == "inline":
+        return
+    placement = resolve_placement(config)
+    processes = len({device for devices in placement.devices.values() for device in devices})
+    asked = ", ".join(f"{role} {len(devices)}" for role, devices in placement.devices.items())
+    if config.cluster.device == "auto" and gpus == 0:
+        yield (
+            f"there is no GPU here, and cluster.device=auto: all {processes} processes ({asked}) compute on the CPU, "
+            "which is for small models alone. Set cluster.device=cuda to be refused instead, or cpu if it is meant"
+        )
+    if (config.cluster.device == "cpu" or gpus == 0) and processes > cores:
+        yield (
+            f"{processes} worker processes ({asked}) on {cores} {'core' if cores == 1 else 'cores'}: they take turns, "
+            "and each is slower for it. Lower trainer.n_gpus_per_node and rollout.n_gpus_per_node"
+        )
+
+
+def gpus_here() -> int | None:
+    """GPUs that a process here may use, as far as that is known without loading torch; None where it is not."""
+    if AMD.exists():
+        return None
+    try:
+        there = len(list(NVIDIA.iterdir()))
+    except OSError:
+        there = 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or not there:
+        return there
+    return min(there, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))

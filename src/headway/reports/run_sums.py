@@ -1,0 +1,85 @@
+"""What is kept of things that happen all through a run: sums, and of results a bounded number.
+
+updates     ─▶ `UpdateSums`    over the run, and up to the last optimizer step
+validations ─▶ `Evaluations`   the first, the last, and of those between the more the newer they are
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import inf
+
+from headway.events import UpdateFinished, ValidationFinished
+from headway.reports.version_row import PhaseTimes
+
+MOST_EVALUATIONS = 512
+"""The summary lists them: it is to stay a file that can be read, and be written where the disk is nearly full."""
+
+
+@dataclass(slots=True)
+class Stalls:
+    """Seconds that updates cost each side, added up."""
+
+    updates: int = 0
+    trainer: float = 0.0
+    rollout: float = 0.0
+    validation: float = 0.0
+    moving_weights: float = 0.0
+
+    def add(self, event: UpdateFinished, phases: PhaseTimes) -> None:
+        self.updates += 1
+        self.trainer += event.trainer_stall_s
+        self.rollout += event.rollout_stall_s
+        self.validation += event.validation_stall_s
+        self.moving_weights += phases.critical_path_s()
+
+
+@dataclass(slots=True)
+class UpdateSums:
+    """All updates of the run added up."""
+
+    stalls: Stalls = field(default_factory=Stalls)
+    before_last_step: Stalls = field(default_factory=Stalls)
+    """Stalls of the updates that had finished when the last optimizer step ended: the wall time ends with it."""
+    phases: Counter[str] = field(default_factory=Counter)
+    """Seconds of each phase."""
+    _last_step: float = -inf
+    _since_then: list[tuple[UpdateFinished, PhaseTimes]] = field(default_factory=list)
+
+    def add(self, event: UpdateFinished, phases: PhaseTimes) -> None:
+        self.stalls.add(event, phases)
+        self.phases.update(phases.totals())
+        self._since_then.append((event, phases))
+        self.stepped(self._last_step)
+
+    def stepped(self, time: float) -> None:
+        """An optimizer step ended at ``time``."""
+        self._last_step, since = time, []
+        for event, phases in self._since_then:
+            if event.time <= time:
+                self.before_last_step.add(event, phases)
+            else:
+                since.append((event, phases))
+        self._since_then = since
+
+
+class Evaluations:
+    """Results of validations, by version. Of many, every second one between the first and the last is forgotten."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        """All that there were."""
+        self._kept: dict[int, ValidationFinished] = {}
+
+    def add(self, event: ValidationFinished) -> None:
+        self.count += event.version not in self._kept
+        self._kept[event.version] = event
+        if len(self._kept) > MOST_EVALUATIONS:
+            *others, last = list(self)
+            self._kept = {kept.version: kept for kept in [*others[::2], last]}
+
+    def __iter__(self) -> Iterator[ValidationFinished]:
+        """The kept ones, in order of versions."""
+        return iter([self._kept[version] for version in sorted(self._kept)])
