@@ -191,8 +191,8 @@ class RolloutReplica:
         await self._worker.call("engine.wake")
 
     async def died(self) -> NoReturn:
-        """Wait until the replica's process ends, and raise `WorkerDied`."""
-        await self._worker.died()
+        """Wait until the replica's process ends, or its machine does not answer any more, and raise `WorkerDied`."""
+        await self._worker.lost()
 
     async def stats(self) -> EngineStats:
         return cast(EngineStats, await self._worker.call("engine.stats"))

@@ -50,6 +50,10 @@ class InlineWorker:
         await asyncio.Event().wait()
         raise AssertionError("unreachable")
 
+    async def lost(self) -> NoReturn:
+        """Never."""
+        await self.died()
+
     async def kill(self) -> None:
         await self._host.close()
 

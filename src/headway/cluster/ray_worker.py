@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
+from headway.cluster.address import ATTEMPTS, stops_answering
 from headway.cluster.exchange import transport_timeout
 from headway.cluster.network import network_environment
 from headway.cluster.plan import WorkerSpec
@@ -25,6 +26,7 @@ from headway.cluster.role_host import RoleHost
 from headway.cluster.roles.lookout import place
 from headway.data.types import Handle
 from headway.errors import HeadwayError, RunError, StallError, WorkerDied
+from headway.pipeline.concurrently import concurrently
 
 MAX_CALLS = 100_000
 """At once, on one actor: every admitted group is a call that waits for its tokens, and a pause must get through."""
@@ -143,6 +145,10 @@ class RayWorker:
         """Where it runs on this machine."""
         self._elsewhere: str | None = None
         """The machine that it runs on, where that is another one."""
+        self._node: dict[str, Any] | None = None
+        """The same, as `ray.nodes` describes it."""
+        self._unreachable = False
+        """That machine does not answer any more."""
         actor = ray.remote(WorkerActor).options(max_concurrency=MAX_CALLS, max_restarts=0, **options)
         self._actor: Any = actor.remote(settings, spec, device)
 
@@ -153,6 +159,7 @@ class RayWorker:
             self._process = Watched(self.pid)
         else:
             self._elsewhere = place
+            self._node = await asyncio.to_thread(_described, node)
 
     async def call(self, method: str, *args: Any) -> Any:
         with self._failures(method):
@@ -179,8 +186,25 @@ class RayWorker:
             await self._actor.forever.remote()
         raise WorkerDied(f"worker {self.name} stopped")
 
+    async def lost(self) -> NoReturn:
+        """See `Worker`. Ray takes a minute or more to notice that a machine is silent."""
+        if self._node is None:
+            await self.died()
+        await concurrently([self.died(), self._machine_lost(self._node)])
+        raise AssertionError("unreachable: died() never returns")
+
+    async def _machine_lost(self, node: dict[str, Any]) -> NoReturn:
+        await stops_answering(node["NodeManagerAddress"], node["NodeManagerPort"])
+        self._unreachable = True
+        raise WorkerDied(
+            f"worker {self.name} is lost: its machine, {self._elsewhere}, does not answer any more: Ray's process "
+            f"there took no connection, {ATTEMPTS} times in a row. Its log: {self._log}"
+        )
+
     async def kill(self) -> None:
         ray.kill(self._actor, no_restart=True)
+        if self._unreachable:
+            return  # nobody could tell when it is gone
         try:
             async with asyncio.timeout(END_TIMEOUT_S):
                 await self._gone()
@@ -225,6 +249,11 @@ class RayWorker:
 def _node() -> str:
     node: str = ray.get_runtime_context().get_node_id()
     return node
+
+
+def _described(node: str) -> dict[str, Any] | None:
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return next((known for known in nodes if known["NodeID"] == node), None)
 
 
 def why_it_died(error: RayError) -> str:

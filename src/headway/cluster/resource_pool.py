@@ -14,6 +14,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from headway.cluster.address import answers
 from headway.errors import StallError
 
 CPU_SHARE = 0.01
@@ -21,8 +22,6 @@ CPU_SHARE = 0.01
 waiting for ever."""
 LOOK_AGAIN_S = 0.5
 """Between two looks at where Ray has a device: it tells nobody when it moves one."""
-ANSWER_S = 3.0
-"""For a machine to accept a connection."""
 
 
 class ResourcePool:
@@ -58,7 +57,7 @@ class ResourcePool:
 
         Ray takes some seconds to notice that a machine is gone, and would start a worker there meanwhile.
         """
-        while not await self._answers(await asyncio.to_thread(self._node, device)):
+        while not await self._answers(await asyncio.to_thread(self._node, device)):  # noqa: ASYNC110 - Ray has no event
             await asyncio.sleep(LOOK_AGAIN_S)
 
     def _node(self, device: int) -> dict[str, Any] | None:
@@ -69,15 +68,7 @@ class ResourcePool:
         return next((node for node in nodes if node["NodeID"] == holder and node["Alive"]), None)
 
     async def _answers(self, node: dict[str, Any] | None) -> bool:
-        if node is None:
-            return False
-        try:
-            async with asyncio.timeout(ANSWER_S):
-                _, writer = await asyncio.open_connection(node["NodeManagerAddress"], node["NodeManagerPort"])
-        except (OSError, TimeoutError):
-            return False
-        writer.close()
-        return True
+        return node is not None and await answers(node["NodeManagerAddress"], node["NodeManagerPort"])
 
     def options(self, device: int) -> dict[str, Any]:
         """Ray options that put a worker on ``device``."""

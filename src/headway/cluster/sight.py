@@ -171,7 +171,7 @@ async def _ask(workers: Sequence[Worker], method: str, *args: Any) -> list[Any]:
 
 
 async def _named(workers: Sequence[Worker]) -> str:
-    """The workers, each with its machine: ``actor-0 and actor-1 on nodeB (10.0.0.2), rollout-0 on nodeC (10.0.0.3)``."""
+    """The workers, each with its machine: ``actor-0 and actor-1 on a (10.0.0.2), rollout-0 on b (10.0.0.3)``."""
     by_place: dict[str, list[str]] = {}
     for worker, place in zip(workers, await _ask(workers, "place"), strict=True):
         by_place.setdefault(place, []).append(worker.name)

@@ -28,7 +28,7 @@ ADDRESSES = {"A": "10.77.0.1", "B": "10.77.0.2", "C": "10.77.0.3"}
 RAY = f"{ADDRESSES['A']}:6379"
 """Ray's address for the drivers of runs, which are on node A."""
 PROGRAMS = ("ip", "unshare", "nsenter", "setpriv", "mount")
-START_S = 60.0
+START_S = 120.0
 """For a machine, or for Ray on all of them, to be up."""
 
 
@@ -39,7 +39,10 @@ def why_not() -> str | None:
     if missing := [program for program in PROGRAMS if shutil.which(program) is None]:
         return f"needs {', '.join(missing)}"
     tried = subprocess.run(
-        ["unshare", "-n", "-m", "ip", "link", "add", "br0", "type", "bridge"], capture_output=True, text=True
+        ["unshare", "-n", "-m", "ip", "link", "add", "br0", "type", "bridge"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return f"no network namespaces here: {tried.stderr.strip()}" if tried.returncode else None
 
@@ -71,11 +74,11 @@ class Machine:
 
     def processes(self, title: str) -> list[int]:
         """Processes on this machine with ``title`` in their command lines, by their numbers outside of it."""
-        own = os.readlink(f"/proc/{self.pid}/ns/pid")
+        own = Path(f"/proc/{self.pid}/ns/pid").readlink()
         found = []
         for entry in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
-                if os.readlink(entry / "ns" / "pid") == own and title in (entry / "cmdline").read_text():
+                if (entry / "ns" / "pid").readlink() == own and title in (entry / "cmdline").read_text():
                     found.append(int(entry.name))
         return found
 
@@ -128,12 +131,12 @@ class Machines:
         """Until Ray counts so many nodes that are alive."""
         script = (
             "import logging, ray, time\n"
-            f"ray.init(address={RAY!r}, logging_level=logging.ERROR, log_to_driver=False)\n"
-            f"while sum(n['Alive'] for n in ray.nodes()) != {nodes}: time.sleep(0.1)\n"
+            f'ray.init(address="{RAY}", logging_level=logging.ERROR, log_to_driver=False)\n'
+            f'while sum(n["Alive"] for n in ray.nodes()) != {nodes}: time.sleep(0.1)\n'
         )
-        wait_until(lambda: self["A"].run("bash", "-c", f"exec 3<>/dev/tcp/{RAY.replace(':', '/')}").returncode == 0)
-        came = self["A"].run(sys.executable, "-c", script)
-        assert came.returncode == 0, came.stderr
+        tries = (f"exec 3<>/dev/tcp/{RAY.replace(':', '/')}", f"exec {sys.executable} -c '{script}'")
+        for command in tries:  # the second ends the process, where Ray does not answer at once
+            wait_until(lambda: self["A"].run("bash", "-c", command, timeout_s=START_S).returncode == 0)  # noqa: B023
 
     def close(self) -> None:
         for machine in self.by_name.values():
@@ -155,8 +158,8 @@ def machines(scratch: Path, cpus: dict[str, int]) -> Iterator[Machines]:
     bridge = subprocess.Popen(["setpriv", "--pdeathsig", "KILL", "unshare", "-n", "sleep", "infinity"])
     made = Machines(scratch, bridge)
     try:
-        own = os.readlink("/proc/self/ns/net")
-        wait_until(lambda: os.readlink(f"/proc/{bridge.pid}/ns/net") != own)
+        own = Path("/proc/self/ns/net").readlink()
+        wait_until(lambda: Path(f"/proc/{bridge.pid}/ns/net").readlink() != own)
         made._ip("link", "add", "br0", "type", "bridge")
         made._ip("link", "set", "br0", "up")
         made.boot("A", cpus["A"])
