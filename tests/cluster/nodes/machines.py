@@ -129,20 +129,44 @@ class Machines:
 
     def wait_for_ray(self, nodes: int) -> None:
         """Until Ray counts so many nodes that are alive."""
-        script = (
-            "import logging, ray, time\n"
-            f'ray.init(address="{RAY}", logging_level=logging.ERROR, log_to_driver=False)\n'
-            f'while sum(n["Alive"] for n in ray.nodes()) != {nodes}: time.sleep(0.1)\n'
+        listening = f"exec 3<>/dev/tcp/{RAY.replace(':', '/')}"
+        wait_until(lambda: self["A"].run("bash", "-c", listening).returncode == 0)
+        self._ray(f'import time\nwhile sum(n["Alive"] for n in ray.nodes()) != {nodes}: time.sleep(0.1)\n')
+
+    def fill(self, left: float) -> None:
+        """Take all but ``left`` of each machine's one CPU, so that as many workers fit there as have room in that."""
+        self._ray(
+            "from ray.util.placement_group import placement_group\n"
+            f'bundles = [{{"CPU": {1 - left}, f"node:{{a}}": 0.001}} for a in {list(ADDRESSES.values())}]\n'
+            'group = placement_group(bundles, lifetime="detached", name="fill")\n'
+            "assert group.wait(60)\n"
         )
-        tries = (f"exec 3<>/dev/tcp/{RAY.replace(':', '/')}", f"exec {sys.executable} -c '{script}'")
-        for command in tries:  # the second ends the process, where Ray does not answer at once
-            wait_until(lambda: self["A"].run("bash", "-c", command, timeout_s=START_S).returncode == 0)  # noqa: B023
+
+    def empty(self) -> None:
+        """Give back what `fill` took."""
+        self._ray(
+            "from ray.util import get_placement_group, remove_placement_group\n"
+            'remove_placement_group(get_placement_group("fill"))\n'
+        )
+
+    def silence(self, name: str) -> None:
+        """Pull machine ``name``'s network cable: it does not even refuse a connection any more."""
+        self._ip("link", "set", f"to{name}", "down")
 
     def close(self) -> None:
         for machine in self.by_name.values():
             machine.kill()
         self.bridge.kill()
         self.bridge.wait()
+
+    def _ray(self, script: str) -> None:
+        """Run a few lines of Python on A, connected to Ray. Once more where Ray, which is starting, did not answer."""
+        connect = f'import logging, ray\nray.init("{RAY}", logging_level=logging.ERROR, log_to_driver=False)\n'
+        for _ in range(2):
+            ran = self["A"].run(sys.executable, "-c", connect + script)
+            if ran.returncode == 0:
+                return
+        raise AssertionError(f"Ray: {ran.stderr[-2000:]}")
 
     def _in_bridge(self) -> list[str]:
         return ["nsenter", "-t", str(self.bridge.pid), "-n"]
