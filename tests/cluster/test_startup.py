@@ -45,6 +45,9 @@ class PlannedWorker:
         await self._cluster.answer(self.name, "died")
         raise WorkerDied(f"worker {self.name} died")
 
+    async def lost(self) -> NoReturn:
+        await self.died()
+
     async def kill(self) -> None:
         self._cluster.log.append(f"{self.name} killed")
 

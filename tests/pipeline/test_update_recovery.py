@@ -444,6 +444,29 @@ def test_a_meeting_that_fails_once_is_tried_again_with_each_alone():
     assert lost(run) == [] and [len(names) for _, names in run.trainer.reached][:5] == [3, 1, 1, 1, 3]
 
 
+def test_a_meeting_is_given_up_as_soon_as_one_of_its_members_is_known_to_be_dead():
+    died_after_s = 0.5
+
+    def script(run: Run) -> None:
+        reach = run.trainer.reach
+
+        async def waits_for_the_dead(receivers):
+            await reach(receivers)
+            if "rollout-1" in receivers and len(run.trainer.reached) > 1:
+                asyncio.get_running_loop().call_later(
+                    died_after_s, run.rollouts[1].die, WorkerDied("its process ended")
+                )
+                await asyncio.Event().wait()
+
+        run.trainer.reach = waits_for_the_dead  # type: ignore[method-assign]
+
+    run = check_everything(scenario(replicas=2, script=script, supervised=True).run().assert_completed())
+    assert lost(run) == ["rollout-1"]
+    second, third = run.trainer.reached[1:3]
+    assert third[1] == ("rollout-0",)
+    assert third[0] - second[0] == pytest.approx(died_after_s)
+
+
 def test_a_meeting_that_never_takes_place_ends_the_run_in_bounded_time():
     def script(run: Run) -> None:
         async def reach(receivers):

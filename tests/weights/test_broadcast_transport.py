@@ -23,7 +23,7 @@ from headway.weights.incoming import BackBuffer
 from headway.weights.layout import build_manifest
 from headway.weights.protocols import Chunk, Outgoing, WeightSink
 from headway.weights.transports.broadcast import BroadcastLink
-from headway.weights.transports.group import open_store
+from headway.weights.transports.group import StoreGroup, open_store
 from headway.weights.transports.links import Here, Link, open_receiver, open_sender
 from tests.weights.ends import HOST, Site
 from tests.weights.versions import MANIFEST, GivesUp, assert_same, stream, weights
@@ -246,3 +246,26 @@ def test_every_meeting_of_a_run_has_keys_of_its_own() -> None:
 
     meetings = [prefix("a", "b"), prefix("a"), prefix("b"), prefix("a", "b", generation=1), prefix("a", generation=1)]
     assert len(set(meetings)) == len(meetings)
+
+
+def test_leaving_ends_a_collective_that_waits_for_one_who_is_silent() -> None:
+    """As after a machine lost its power: no connection breaks, and Gloo by itself waits until its time is up."""
+    store, port = open_store(HOST, 30.0)
+    names = ("actor-0", "rollout-0", "rollout-1")
+
+    def join(rank: int) -> StoreGroup:
+        return StoreGroup((HOST, port), prefix="silent", members=names, rank=rank, timeout_s=30.0, host=HOST)
+
+    with ThreadPoolExecutor(5) as pool:
+        groups = list(pool.map(join, range(3)))
+        waiting = [pool.submit(group.meet) for group in groups[:2]]  # the third one does not come
+        time.sleep(0.2)
+        began = time.monotonic()
+        for group in groups[:2]:
+            group.close()
+        for meeting in waiting:
+            with pytest.raises(RuntimeError):
+                meeting.result(10.0)
+        assert time.monotonic() - began < 10.0
+        groups[2].close()
+    del store

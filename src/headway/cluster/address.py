@@ -1,10 +1,17 @@
-"""Where a Ray cluster is said to be. Imports no Ray: what is wrong here is found before anything waits for that."""
+"""Whether anything answers at an address. Imports no Ray: what is wrong is found before anything waits for that."""
 
 from __future__ import annotations
 
 import asyncio
 
 from headway.errors import ConfigError
+
+ANSWER_S = 3.0
+"""For a machine to accept a connection."""
+ASK_AGAIN_S = 2.0
+"""Between two attempts to connect."""
+ATTEMPTS = 4
+"""In a row that fail before a machine is given up: after 8 s where it refuses, after 20 s where it is silent."""
 
 
 async def check_listens(address: str, timeout_s: float) -> bool:
@@ -29,3 +36,22 @@ async def check_listens(address: str, timeout_s: float) -> bool:
         ) from None
     writer.close()
     return True
+
+
+async def answers(host: str, port: int) -> bool:
+    """Whether something at ``host`` accepts a connection within ``ANSWER_S`` seconds."""
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            _, writer = await asyncio.open_connection(host, port)
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True
+
+
+async def stops_answering(host: str, port: int) -> None:
+    """Return when ``host`` has failed to accept ``ATTEMPTS`` connections in a row; until then, ask again and again."""
+    failed = 0
+    while failed < ATTEMPTS:
+        await asyncio.sleep(ASK_AGAIN_S)
+        failed = 0 if await answers(host, port) else failed + 1

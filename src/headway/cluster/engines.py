@@ -114,7 +114,8 @@ class RolloutReplica:
         self.pause, self.resume, self.activate, self.stats = engine.pause, engine.resume, engine.activate, engine.stats
         self.abort, self.abort_older_than, self.in_flight = engine.abort, engine.abort_older_than, engine.in_flight
         self.wake = engine.wake
-        self.died, self.heartbeat = worker.died, worker.heartbeat
+        self.heartbeat = worker.heartbeat
+        self.died = worker.lost  # a replica whose machine is silent is as good as dead; others go on without it
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[FinishedGroup, None]:
         async with aclosing(self._worker.stream("generate", list(requests))) as finished:

@@ -21,7 +21,7 @@ from headway.cluster.roles.outbox import Send, Sent, SentWeights
 from headway.cluster.worker_group import Worker, WorkerGroup
 from headway.config.schema import Config
 from headway.config.transports import TRANSPORTS, transport_of
-from headway.errors import ConfigError, UpdateFailed
+from headway.errors import ConfigError, UpdateFailed, WorkerDied
 from headway.interfaces import GatherReport, ReceiveReport, SendReport
 from headway.pipeline.concurrently import both, concurrently, heard
 from headway.weights.layout import Manifest
@@ -189,9 +189,15 @@ class Exchange:
         await self._actor.connect(key, link)
 
     async def _open_receivers(self, key: str, link: Link, receivers: Sequence[_Receiver]) -> None:
-        await concurrently(receiver.worker.call("connect", link) for receiver in receivers)
+        await concurrently(self._open_receiver(receiver, link) for receiver in receivers)
         for receiver in receivers:
             receiver.key = key
+
+    async def _open_receiver(self, receiver: _Receiver, link: Link) -> None:
+        try:
+            await receiver.worker.call("connect", link)
+        except WorkerDied as death:  # the others are met without it
+            raise UpdateFailed(f"{receiver.worker.name} died before it met the trainer: {death}") from death
 
     def _turn(self, key: str) -> asyncio.Lock:
         return self._turns.setdefault(key, asyncio.Lock())

@@ -54,6 +54,10 @@ class InlineWorker:
         await asyncio.Event().wait()
         raise AssertionError("unreachable")
 
+    async def lost(self) -> NoReturn:
+        """Never."""
+        await self.died()
+
     async def kill(self) -> None:
         await self._host.close()
 
@@ -63,6 +67,7 @@ class InlineCluster:
 
     separate_processes = False
     machines = 1
+    address = "127.0.0.1"
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -99,6 +104,9 @@ class InlineCluster:
         self._threads = max(spec.threads for spec in plan.workers)
         for variable, value in math_environment(self._threads).items():
             os.environ.setdefault(variable, value)
+
+    async def find_place(self, spec: WorkerSpec) -> None:
+        """This process has a place for everything."""
 
     def launch(self, spec: WorkerSpec) -> InlineWorker:
         return InlineWorker(spec, self._device, self._threads)

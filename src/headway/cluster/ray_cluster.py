@@ -58,6 +58,11 @@ class RayCluster:
         nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
         return sum(bool(node["Alive"]) for node in nodes)
 
+    @property
+    def address(self) -> str:
+        here: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        return here
+
     async def connect(self) -> str:
         """Start Ray or join it. Raises `ConfigError` when nothing answers there, or there is no such device."""
         self._deadline = asyncio.get_running_loop().time() + self._config.cluster.start_timeout_s
@@ -84,6 +89,11 @@ class RayCluster:
         self._pool = await ResourcePool.reserve(
             len(self._devices), on_gpus=self._device == "cuda", timeout_s=whole_seconds
         )
+
+    async def find_place(self, spec: WorkerSpec) -> None:
+        """See `Cluster`. Ray moves the devices of a machine that is gone to others, where these have room."""
+        if self._pool is not None:
+            await self._pool.find_place(self._devices.index(spec.device))
 
     def launch(self, spec: WorkerSpec) -> RayWorker:
         if self._pool is None:

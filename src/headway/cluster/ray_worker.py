@@ -16,13 +16,17 @@ from typing import Any, NoReturn
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
+from headway.cluster.address import ATTEMPTS, stops_answering
 from headway.cluster.exchange import transport_timeout
+from headway.cluster.network import network_environment
 from headway.cluster.plan import WorkerSpec
 from headway.cluster.process import ProcessSettings, set_up_process
 from headway.cluster.processes import Watched
 from headway.cluster.role_host import RoleHost
+from headway.cluster.roles.lookout import place
 from headway.data.types import Handle
 from headway.errors import HeadwayError, RunError, StallError, WorkerDied
+from headway.pipeline.concurrently import concurrently
 from headway.progress import Heartbeat
 
 MAX_CALLS = 100_000
@@ -39,6 +43,8 @@ class WorkerActor:
 
     def __init__(self, settings: ProcessSettings, spec: WorkerSpec, device: str) -> None:
         set_up_process(settings)
+        host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        os.environ.update(network_environment(host, os.environ))
         role = spec.role(
             **spec.arguments,
             name=spec.name,
@@ -46,16 +52,17 @@ class WorkerActor:
             threads=spec.threads,
             fetch=self._fetch,
             put=ray.put,
-            host=ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
+            host=host,
         )
         self._host = RoleHost(role, spec.name)
         self._fetch_timeout_s = transport_timeout(spec.arguments["config"])
         self._recent = Recent()
+        self._place = place(host)
 
-    async def process(self) -> tuple[int, str]:
-        """Process id and node; the first call that is answered, so it also says that the worker is up."""
+    async def process(self) -> tuple[int, str, str]:
+        """Process id, node, and the node for messages; the first call that is answered: the worker is up then."""
         self._loop = asyncio.get_running_loop()
-        return os.getpid(), _node()
+        return os.getpid(), _node(), self._place
 
     async def call(self, method: str, *args: Any) -> Any:
         return await self._host.call(method, *args)
@@ -141,14 +148,23 @@ class RayWorker:
         """Of the process, once it is up."""
         self._process: Watched | None = None
         """Where it runs on this machine."""
+        self._elsewhere: str | None = None
+        """The machine that it runs on, where that is another one."""
+        self._node: dict[str, Any] | None = None
+        """The same, as `ray.nodes` describes it."""
+        self._unreachable = False
+        """That machine does not answer any more."""
         actor = ray.remote(WorkerActor).options(max_concurrency=MAX_CALLS, max_restarts=0, **options)
         self._actor: Any = actor.remote(settings, spec, device)
 
     async def up(self) -> None:
         with self._failures("starting"):
-            self.pid, node = await self._actor.process.remote()
+            self.pid, node, place = await self._actor.process.remote()
         if node == _node():
             self._process = Watched(self.pid)
+        else:
+            self._elsewhere = place
+            self._node = await asyncio.to_thread(_described, node)
 
     async def call(self, method: str, *args: Any) -> Any:
         with self._failures(method):
@@ -180,8 +196,25 @@ class RayWorker:
             await self._actor.forever.remote()
         raise WorkerDied(f"worker {self.name} stopped")
 
+    async def lost(self) -> NoReturn:
+        """See `Worker`. Ray takes a minute or more to notice that a machine is silent."""
+        if self._node is None:
+            await self.died()
+        await concurrently([self.died(), self._machine_lost(self._node)])
+        raise AssertionError("unreachable: died() never returns")
+
+    async def _machine_lost(self, node: dict[str, Any]) -> NoReturn:
+        await stops_answering(node["NodeManagerAddress"], node["NodeManagerPort"])
+        self._unreachable = True
+        raise WorkerDied(
+            f"worker {self.name} is lost: its machine, {self._elsewhere}, does not answer any more: Ray's process "
+            f"there took no connection, {ATTEMPTS} times in a row. Its log: {self._log}"
+        )
+
     async def kill(self) -> None:
         ray.kill(self._actor, no_restart=True)
+        if self._unreachable:
+            return  # nobody could tell when it is gone
         try:
             async with asyncio.timeout(END_TIMEOUT_S):
                 await self._gone()
@@ -195,6 +228,13 @@ class RayWorker:
         if self._process is not None:
             await self._process.ended()
 
+    @property
+    def _log(self) -> str:
+        """Where its log is, as seen from here: on the worker's machine, unless both see the run's directory."""
+        if self._elsewhere is None or self.log_file.exists():
+            return str(self.log_file)
+        return f"{self.log_file} on {self._elsewhere}"
+
     @contextmanager
     def _failures(self, doing: str) -> Iterator[None]:
         """Ray's errors as Headway's: a role's own error passes as it was raised there."""
@@ -205,13 +245,12 @@ class RayWorker:
             if isinstance(cause, HeadwayError):
                 raise cause from error
             raise RunError(
-                f"worker {self.name} failed in {doing!r}: {type(cause).__name__}: {cause}. Its log: {self.log_file}"
+                f"worker {self.name} failed in {doing!r}: {type(cause).__name__}: {cause}. Its log: {self._log}"
             ) from error
         except (RayActorError, OutOfMemoryError) as error:
             process = "its process" if self.pid is None else f"its process (pid {self.pid})"
             raise WorkerDied(
-                f"worker {self.name} died: {process} ended during {doing!r}. Its log: {self.log_file}. "
-                f"{why_it_died(error)}"
+                f"worker {self.name} died: {process} ended during {doing!r}. Its log: {self._log}. {why_it_died(error)}"
             ) from error
         except RayError as error:
             raise RunError(f"worker {self.name}, {doing!r}: {type(error).__name__}: {error}") from error
@@ -220,6 +259,11 @@ class RayWorker:
 def _node() -> str:
     node: str = ray.get_runtime_context().get_node_id()
     return node
+
+
+def _described(node: str) -> dict[str, Any] | None:
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return next((known for known in nodes if known["NodeID"] == node), None)
 
 
 def why_it_died(error: RayError) -> str:

@@ -1,8 +1,10 @@
 """A replica in the place of one that is gone, on the same device, while the run goes on.
 
-    kill what is left ─▶ launch ─▶ up ─▶ build ─▶ may be reached for weights ─▶ serve ─▶ `Pipeline.join`
+    find a place ─▶ kill what is left ─▶ launch ─▶ up ─▶ sees the files ─▶ build ─▶ may be reached for weights ─▶ serve
+                                                                                                ─▶ `Pipeline.join`
 
-It has the model that the run began with, and serves nothing before it has received a version.
+It has the model that the run began with, and serves nothing before it has received a version. Where its machine is
+gone, its device is one of another machine, as soon as there is room for it.
 """
 
 from __future__ import annotations
@@ -11,15 +13,25 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from headway.cluster.engines import RolloutReplica
 from headway.cluster.exchange import Exchange
 from headway.cluster.plan import WorkerSpec
 from headway.cluster.roles.rollout import RolloutRole
+from headway.cluster.sight import Sight
 from headway.cluster.worker_group import Worker, WorkerGroup
 from headway.errors import StallError
 
-Launch = Callable[[WorkerSpec], Worker]
+
+class Places(Protocol):
+    """What replacing asks of a `Cluster`, which says more."""
+
+    async def find_place(self, spec: WorkerSpec) -> None: ...
+
+    def launch(self, spec: WorkerSpec) -> Worker: ...
+
+
 Serve = Callable[[WorkerGroup], Awaitable[RolloutReplica]]
 
 
@@ -37,15 +49,20 @@ class Replacements:
 
     def __init__(
         self,
-        launch: Launch,
+        places: Places,
+        sight: Sight | None,
         serve: Serve,
         exchange: Exchange,
         dtype: str,
         *,
         timeout_s: float,
     ) -> None:
-        """``serve`` starts a built worker's engine; ``dtype`` is that of the served weights."""
-        self._launch = launch
+        """``serve`` starts a built worker's engine; ``dtype`` is that of the served weights.
+
+        ``sight`` is None where all workers are in one process.
+        """
+        self._cluster = places
+        self._sight = sight
         self._serve = serve
         self._exchange = exchange
         self._dtype = dtype
@@ -64,25 +81,32 @@ class Replacements:
     async def start(self, lost: str) -> RolloutReplica:
         """A replica in the place of ``lost``, under a name of its own. Raises `StallError` when it does not come up."""
         place = self._places[lost]
-        await place.worker.kill()  # one that was fenced off may still be there, and hold the device
         place.restarts += 1
         first = place.spec.name.partition("+")[0]
         spec = replace(place.spec, name=f"{first}+{place.restarts}")
-        place.worker = worker = self._launch(spec)
-        self._stack.push_async_callback(worker.kill)
+        waiting_for = "its device to be on a machine that is alive; no other may have room for it"
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._timeout_s) as limit:
+                await self._cluster.find_place(place.spec)
+                waiting_for = "it to start"
+                await place.worker.kill()  # one that was fenced off may still be there, and hold the device
+                place.worker = worker = self._cluster.launch(spec)
+                self._stack.push_async_callback(worker.kill)
                 replica = await self._start(worker)
         except TimeoutError:
+            if not limit.expired():
+                raise
             raise StallError(
                 f"{spec.name}, which is to replace {lost}, was not up within cluster.start_timeout_s = "
-                f"{self._timeout_s:g} s"
+                f"{self._timeout_s:g} s: the driver waited for {waiting_for}"
             ) from None
         self._places[spec.name] = _Place(spec, worker, place.restarts)
         return replica
 
     async def _start(self, worker: Worker) -> RolloutReplica:
         await worker.up()
+        if self._sight is not None:
+            await self._sight.check_replica(worker)
         group = WorkerGroup(RolloutRole, [worker])
         await group.build(None)
         self._exchange.add(worker, self._dtype)

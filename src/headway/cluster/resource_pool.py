@@ -6,14 +6,22 @@ import asyncio
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from headway.cluster.address import answers
 from headway.errors import StallError
 
 CPU_SHARE = 0.01
 """CPUs that a worker asks Ray for. Threads are set by Headway; a whole CPU per worker would leave a small machine
 waiting for ever."""
+LOOK_AGAIN_S = 0.5
+"""Between two looks at where Ray has a device: it tells nobody when it moves one."""
 
 
 class ResourcePool:
@@ -43,6 +51,24 @@ class ResourcePool:
                 "Ask for fewer devices (trainer.n_gpus_per_node, rollout.n_gpus_per_node), or free some"
             )
         return cls(group, gpus)
+
+    async def find_place(self, device: int) -> None:
+        """Wait, for ever if need be, until the bundle of ``device`` is on a machine on which Ray answers.
+
+        Ray takes some seconds to notice that a machine is gone, and would start a worker there meanwhile.
+        """
+        while not await self._answers(await asyncio.to_thread(self._node, device)):  # noqa: ASYNC110 - Ray has no event
+            await asyncio.sleep(LOOK_AGAIN_S)
+
+    def _node(self, device: int) -> dict[str, Any] | None:
+        """The machine of a device, as `ray.nodes` describes it. None while Ray has none for it."""
+        table: dict[str, Any] = placement_group_table(self._group)
+        holder = table["bundles_to_node_id"].get(device)
+        nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+        return next((node for node in nodes if node["NodeID"] == holder and node["Alive"]), None)
+
+    async def _answers(self, node: dict[str, Any] | None) -> bool:
+        return node is not None and await answers(node["NodeManagerAddress"], node["NodeManagerPort"])
 
     def options(self, device: int) -> dict[str, Any]:
         """Ray options that put a worker on ``device``."""

@@ -1,6 +1,7 @@
 """From a configuration to running engines, step by step, the same on every backend.
 
-connect ─▶ plan ─▶ reserve ─▶ launch all ─▶ up ─▶ build (models load side by side) ─▶ meet for weights ─▶ serve
+connect ─▶ plan ─▶ reserve ─▶ launch all ─▶ up ─▶ see the same files ─▶ build (models load side by side)
+        ─▶ meet for weights ─▶ serve
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from headway.cluster.replacements import Replacements
 from headway.cluster.roles.actor import ActorRole
 from headway.cluster.roles.critic import CriticRole
 from headway.cluster.roles.logp import LogpRole
+from headway.cluster.roles.lookout import Lookout
 from headway.cluster.roles.ref import RefRole
 from headway.cluster.roles.rollout import RolloutRole
+from headway.cluster.sight import SharedFiles, Sight
 from headway.cluster.worker_group import PartOf, Worker, WorkerGroup
 from headway.config.placement import CRITIC, REF, resolve_placement
 from headway.config.schema import Config
@@ -43,16 +46,23 @@ class Cluster(Protocol):
     """A place where workers run."""
 
     separate_processes: bool
-    """Whether ranks are processes, which meet at a store."""
+    """Whether ranks are processes, which meet at a store and may be on several machines."""
 
     @property
     def machines(self) -> int: ...
+
+    @property
+    def address(self) -> str:
+        """The driver's machine, for the others."""
 
     async def connect(self) -> str:
         """Reach the cluster; nothing is reserved yet. Returns the device that workers use: ``cpu`` or ``cuda``."""
 
     async def reserve(self, plan: ClusterPlan) -> None:
         """Hold what the plan needs, until `stop`. Raises `ConfigError` for a plan that cannot run here."""
+
+    async def find_place(self, spec: WorkerSpec) -> None:
+        """Wait until the device of ``spec`` is on a machine that is alive, for a worker that replaces another one."""
 
     def launch(self, spec: WorkerSpec) -> Worker:
         """Begin to start one worker; `Worker.up` waits for it."""
@@ -134,8 +144,10 @@ class Startup:
         directory = self._directory(stack)  # before the workers: it is removed when they have ended
         workers = await self._launch(stack, plan)
         groups = _group(plan, workers)
-        store = None
+        store, sight = None, None
         if self._cluster.separate_processes:
+            sight = self._sight(directory)
+            await self._wait("every worker to say which files it sees", sight.check(plan, workers))
             store = await self._wait("actor-0 to open a store", _result(groups.actor.open_store))
         await self._build(groups, store)
         hardware = await concurrently(
@@ -166,7 +178,8 @@ class Startup:
             )
             paths = exchange
             replacements = Replacements(
-                self._cluster.launch,
+                self._cluster,
+                sight,
                 lambda group: self._serve(group, manifests[dtype], exchange),
                 exchange,
                 dtype,
@@ -247,6 +260,12 @@ class Startup:
                 return stack.enter_context(directory_in_memory(Path(SHARED_MEMORY)))
             case _:
                 return None
+
+    def _sight(self, directory: Path | None) -> Sight:
+        update, shared = self._config.param_update, self._config.placement.kind == "shared"
+        transport = transport_of(update.transport, backend=self._config.cluster.backend, shared=shared)
+        files = SharedFiles(self._run_dir, self._model_path, transport, directory)
+        return Sight(files, Lookout(self._cluster.address))
 
     async def _serve(self, group: WorkerGroup, manifest: Manifest, paths: WeightPaths) -> RolloutReplica:
         (worker,) = group.workers

@@ -104,6 +104,9 @@ class Worker(Protocol):
     async def died(self) -> NoReturn:
         """Wait until the worker's process ends, and raise `WorkerDied`."""
 
+    async def lost(self) -> NoReturn:
+        """As `died`, and also when the worker's machine does not answer any more, which others may notice later."""
+
     async def kill(self) -> None:
         """End the worker whatever it is doing, and return when it is gone. Pending calls fail."""
 
@@ -134,6 +137,9 @@ class PartOf:
 
     async def died(self) -> NoReturn:
         await self._worker.died()
+
+    async def lost(self) -> NoReturn:
+        await self._worker.lost()
 
     async def kill(self) -> None:
         await self._worker.kill()

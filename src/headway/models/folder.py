@@ -6,7 +6,9 @@ config.json ─▶ a whole model, trainable? ─▶ the other JSON files ─▶ 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,10 @@ OPTIONAL_JSON = (
 )
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 """At least one of them is there, unless the model brings a tokenizer's code of its own."""
+MODEL_SUFFIXES = (".bin", ".jinja", ".json", ".model", ".py", ".safetensors", ".tiktoken", ".txt")
+"""Files by which a model's folder differs from another's."""
+WHOLE_BYTES = 4 * 2**20
+"""Larger files are not read as a whole to tell them apart."""
 LFS_POINTER = b"version https://git-lfs"
 GET_AGAIN = "copy or download it again"
 
@@ -77,6 +83,35 @@ def find_folder(path: str | Path) -> Path | None:
     if isinstance(path, Path) or spelled.startswith(("/", ".", "~")) or spelled.count("/") != 1:
         raise ModelError(f"{path}: no such folder; give a Hugging Face model folder or a model's name on the hub")
     return None
+
+
+def fingerprint(folder: Path) -> dict[str, str] | None:
+    """What tells this model's folder from another one: each file's name, and a digest of its content.
+
+    Of files above ``WHOLE_BYTES``, such as weights, the size and both ends stand for the content. Files without
+    influence on the model, such as a README, are left out. None where ``folder`` is no folder.
+
+    Raises:
+        ModelError: a file cannot be read.
+    """
+    if not folder.is_dir():
+        return None
+    files = sorted(file for file in folder.iterdir() if file.suffix in MODEL_SUFFIXES and file.is_file())
+    return {file.name: _digest(file) for file in files}
+
+
+def _digest(file: Path) -> str:
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            if size <= WHOLE_BYTES:
+                return sha256(opened.read()).hexdigest()
+            digest = sha256(opened.read(WHOLE_BYTES // 2))
+            opened.seek(-WHOLE_BYTES // 2, os.SEEK_END)
+            digest.update(opened.read())
+    except OSError as cause:
+        raise ModelError(f"{file} cannot be read ({cause.strerror or cause})") from cause
+    return f"{size}:{digest.hexdigest()}"
 
 
 def _check_weights(path: str, folder: Path) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,6 +78,11 @@ class Receiver:
 
     async def probe(self) -> NDArray[np.float32] | None:
         return await self._ask_soon(self._receiver.probe(), "compute the log-probs of the probe")
+
+    async def gone(self) -> NoReturn:
+        """Wait until it is gone, and raise `Gone`."""
+        await self._ask(asyncio.Event().wait())
+        raise AssertionError("unreachable: nobody sets that event")
 
     async def _ask_soon(self, call: Coroutine[Any, Any, T], what: str) -> T:
         return await self._ask(call, within_s=self._timeout_s, what=what)

@@ -13,6 +13,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from headway.errors import UpdateFailed
 from headway.events import TrainerBusy, UpdatePhase, UpdateRetried
 from headway.interfaces import GatherReport, OverlappingTrainEngine, ReceiveReport, SendReport, TrainEngine
 from headway.pipeline.attempt import Attempt, Audience, judge
-from headway.pipeline.concurrently import concurrently
+from headway.pipeline.concurrently import Tasks, concurrently, failing_as_one
 from headway.pipeline.fleet import Fleet
 from headway.pipeline.receiver import Gone, Receiver
 from headway.pipeline.signal import Signal
@@ -136,10 +137,12 @@ class Transfer:
     async def _reach(self, attempt: Attempt, trainer: TrainEngine, names: Sequence[str]) -> bool:
         with self._waiting_for(f"the trainer to reach {', '.join(names)}"):
             try:
-                await trainer.reach(names)
+                await failing_as_one(partial(_unless_gone, attempt.audience.receivers, trainer.reach(names)))
             except UpdateFailed as failure:
                 attempt.sent = failure
-        return attempt.sent is None
+            except Gone as gone:  # whoever meets one that will not come waits for it: the others meet anew
+                attempt.received[gone.receiver.name] = gone
+        return attempt.sent is None and not attempt.received
 
     async def _send(self, attempt: Attempt, sending: Coroutine[Any, Any, SendReport]) -> None:
         with self._waiting_for("the trainer to send"):
@@ -190,3 +193,13 @@ class Transfer:
         self._state.emit(
             UpdatePhase(time=now(), version=version, phase=phase, where=where, seconds=seconds, nbytes=nbytes)
         )
+
+
+async def _unless_gone(receivers: Sequence[Receiver], call: Coroutine[Any, Any, None], tasks: Tasks) -> None:
+    """``call``, or `Gone` as soon as one of ``receivers`` is."""
+    watching = [tasks.start(receiver.gone()) for receiver in receivers]
+    try:
+        await call
+    finally:
+        for task in watching:
+            task.cancel()

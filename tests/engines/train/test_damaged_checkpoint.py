@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 from traceback import StackSummary
+from typing import Any
 
 import pytest
 from torch.distributed.checkpoint.api import CheckpointException
@@ -124,3 +126,38 @@ def test_a_full_disk_is_named_where_torch_only_says_that_a_position_is_unexpecte
         trained.save(path, {})
     assert "enforce" not in str(raised.value)
     assert not list(tmp_path.glob(".*partial"))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_checkpoint_of_which_a_named_file_is_not_there_takes_no_other_ones_place(
+    model_path: ModelPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "version_3"
+    engine(model_path()).save(path, {"of": "the first"})
+    write = checkpoint.save
+
+    def written_elsewhere(*args: Any, checkpoint_id: Path, **kwargs: Any) -> None:
+        write(*args, checkpoint_id=checkpoint_id, **kwargs)
+        shard(checkpoint_id).unlink()  # as another machine's, whose disk this is not
+
+    monkeypatch.setattr(checkpoint, "save", written_elsewhere)
+    with pytest.raises(RunError, match=r"could not write the checkpoint .*: __0_0.distcp is missing where rank zero"):
+        engine(model_path()).save(path, {"of": "the second"})
+    assert [entry.name for entry in tmp_path.iterdir()] == ["version_3"]
+    assert read_state(path)["extra"] == {"of": "the first"}
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_state_that_names_no_files_does_not_hide_what_the_metadata_lack(
+    model_path: ModelPath, tmp_path: Path
+) -> None:
+    path = tmp_path / "version_3"
+    engine(model_path()).save(path, {})
+    state = json.loads((path / STATE_FILE).read_text())
+    (path / STATE_FILE).write_text(json.dumps(state | {"files": {}}))
+    cut_in_half(shard(path))
+    with pytest.raises(ModelError, match=r"damaged: __0_0.distcp has \d+ bytes, and .metadata names \d+. Remove it"):
+        engine(model_path()).load(path)
+    shard(path).unlink()
+    with pytest.raises(ModelError, match=r"damaged: __0_0.distcp is missing. Remove it"):
+        engine(model_path()).load(path)

@@ -23,6 +23,7 @@ class FusedRole:
     def __init__(self, *, actor: dict[str, Any], rollout: dict[str, Any], name: str, **common: Any) -> None:
         self.actor = ActorRole(**actor, name=name, **common)
         self.rollout = RolloutRole(**rollout, **common)
+        self.lookout = self.actor.lookout
 
     def hardware(self) -> Hardware:
         """What this process computes on."""
@@ -33,7 +34,7 @@ class FusedRole:
         receiver = self.rollout.name
         link = make_link("local", Meeting(self.actor.layout(dtype), (receiver,), timeout_s))
         self.actor.open_link(WITHIN, link)
-        self.rollout.connect(link)
+        self.rollout.open_link(link)
 
     async def close(self) -> None:
         """The engine first: it computes with what the rank shares with it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,12 +15,23 @@ class Inbox:
     def __init__(self, name: str) -> None:
         self._name = name
         self._receiver: WeightReceiver | None = None
+        self._openings = 0
         self._parcels: dict[int, Parcel | None] = {}
 
     def open(self, link: Link, here: Here) -> None:
         """Open this end of ``link``, in the place of the last one. May wait for sender and receivers."""
         self.close()
-        self._receiver = open_receiver(link, self._name, here)
+        self._openings += 1
+        opening = self._openings
+        receiver = open_receiver(link, self._name, here)
+        if opening == self._openings:
+            self._receiver = receiver
+        else:  # while this one waited for somebody who never came, all met anew
+            receiver.close()
+
+    async def connect(self, link: Link, here: Here) -> None:
+        """`open` on a thread of its own: a meeting to which one does not come must not keep the next one waiting."""
+        await asyncio.to_thread(self.open, link, here)
 
     @contextmanager
     def holding(self, version: int, parcel: Parcel | None) -> Iterator[None]:

@@ -46,9 +46,9 @@ class LogpRole(Role):
         """Of the weights that it wants to get, as torch spells it without the prefix."""
         return str(self._model.dtype).removeprefix("torch.")
 
-    def connect(self, link: Link) -> None:
+    async def connect(self, link: Link) -> None:
         """Open the receiver's end of ``link``. May wait for sender and receivers."""
-        self._inbox.open(link, self._here())
+        await self._inbox.connect(link, self._here())
 
     @register(Dispatch.ONE_TO_ALL)
     def serve(self, manifest: Manifest) -> None:

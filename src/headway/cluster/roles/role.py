@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from headway.cluster.hardware import Hardware, hardware_here
+from headway.cluster.roles.lookout import Lookout
 from headway.config.schema import Config
 from headway.data.collate import Row, resolve
 from headway.data.types import Handle, Sample
@@ -45,6 +46,7 @@ class Role:
         self._fetch = fetch
         self._put = put
         self._host = host
+        self.lookout = Lookout(host)
 
     def hardware(self) -> Hardware:
         """What this rank computes on; ask once it is built."""

@@ -43,8 +43,12 @@ class RolloutRole(Role):
         return self._dtype
 
     @register(Dispatch.RANK_ZERO)
-    def connect(self, link: Link) -> None:
+    async def connect(self, link: Link) -> None:
         """Open the receiver's end of ``link``, in the place of the last one. May wait for sender and receivers."""
+        await self._inbox.connect(link, self._here())
+
+    def open_link(self, link: Link) -> None:
+        """The same at once, for a link within this process."""
         self._inbox.open(link, self._here())
 
     @register(Dispatch.RANK_ZERO)

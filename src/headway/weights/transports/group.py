@@ -9,7 +9,9 @@ A group in which a collective failed stays broken; a new one is made under anoth
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from headway.errors import UpdateFailed, boundary
+from headway.weights.transports.connections import Endpoint, cut, device_and_listener
 
 
 class StoreGroup:
@@ -41,6 +44,8 @@ class StoreGroup:
         self.rank = rank
         self.device = torch.device(device)
         self._timeout = timedelta(seconds=timeout_s)
+        self._listens: Endpoint | None = None
+        """Where the others connect to this rank (Gloo only), as far as that is known."""
         with boundary(f"{members[rank]} cannot reach the store at {address[0]}:{address[1]}", UpdateFailed):
             self._store = join_store(address, prefix, timeout_s)
         self._group = self._form(host)
@@ -71,6 +76,7 @@ class StoreGroup:
         """Leave the group: collectives that others have in flight fail at once."""
         group, self._group = self._group, None
         if group is not None:
+            self._cut()  # or a collective of its own that is under way would hold `abort` until its time is up
             group.abort()
 
     def _form(self, host: str | None) -> Any:
@@ -79,13 +85,27 @@ class StoreGroup:
         try:
             if self.device.type == "cuda":
                 return _nccl(self._store, self.rank, size, self._timeout)
-            return _gloo(self._store, self.rank, size, self._timeout, host)
+            device, self._listens = device_and_listener(partial(_device, host))
+            self._store.set(f"listens/{self.rank}", " ".join(map(str, self._listens or ())))
+            return _gloo(self._store, self.rank, size, self._timeout, device)
         except RuntimeError as cause:
             missing = [name for rank, name in enumerate(self.members) if self._read(f"joined/{rank}") is None]
             raise UpdateFailed(
                 f"{self.members[self.rank]} waited {self._timeout.total_seconds():g} s for "
                 f"{', '.join(missing) or 'the others'} to join the group that carries weights: {cause}"
             ) from cause
+
+    def _cut(self) -> None:
+        """Cut the group's connections, as far as they are known."""
+        if self._listens is None:
+            return
+        others: set[Endpoint] = set()
+        with suppress(RuntimeError):  # the store is gone with its machine; then what came in here is cut alone
+            for rank in range(len(self.members)):
+                if rank != self.rank and (said := self._read(f"listens/{rank}")):
+                    address, _, port = said.decode().partition(" ")
+                    others.add((address, int(port)))
+        cut(self._listens, others)
 
     def _alive(self) -> Any:
         if self._group is None:
@@ -105,14 +125,18 @@ class StoreGroup:
         return value
 
 
-def _gloo(store: Any, rank: int, size: int, timeout: timedelta, host: str | None) -> Any:
+def _gloo(store: Any, rank: int, size: int, timeout: timedelta, device: Any) -> Any:
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     options._threads = 1
-    options._devices = [
-        ProcessGroupGloo.create_device(hostname=host) if host else ProcessGroupGloo.create_default_device()
-    ]
+    options._devices = [device]
     return ProcessGroupGloo(store, rank, size, options)
+
+
+def _device(host: str | None) -> Any:
+    if host is None:
+        return ProcessGroupGloo.create_default_device()
+    return ProcessGroupGloo.create_device(hostname=host)
 
 
 def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:

@@ -3,8 +3,9 @@
     <path>/  *.distcp, .metadata   model and optimizer   (torch.distributed.checkpoint)
              state.json            optimizer steps, what the driver gave, and the sizes of the other files
 
-A checkpoint is written beside its final path and renamed when every rank is done, so a folder of that name is complete.
-With ranks on several machines the path must be on a file system that they share.
+A checkpoint is written beside its final path and renamed when every rank is done and every file that ``.metadata``
+names is there, so a folder of that name is complete: older checkpoints may go. With ranks on several machines the path
+must be on a file system that they share.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def save_checkpoint(model: nn.Module, optimizer: Optimizer, path: Path, state: M
     """Write a checkpoint to ``path``, ``state`` (JSON values) with it; one that is there is replaced. Collective.
 
     Raises:
-        RunError: a rank could not write its part; what was at ``path`` before is still there.
+        RunError: a rank could not write its part, or wrote it where rank zero does not see it; what was at ``path``
+            before is still there.
     """
     temporary = path.with_name(f".{path.name}.partial")
 
@@ -50,6 +52,12 @@ def save_checkpoint(model: nn.Module, optimizer: Optimizer, path: Path, state: M
         temporary.mkdir(parents=True)
 
     def finish() -> None:
+        if wrong := incomplete_part(temporary):
+            rmtree(temporary, ignore_errors=True)
+            raise RunError(
+                f"could not write the checkpoint {path}: {wrong} where rank zero looks, though every rank has written "
+                "its part. With training ranks on several machines, run.dir must be on a file system that they share"
+            )
         written = {**state, "files": files_of(temporary)}
         with (temporary / STATE_FILE).open("w", encoding="utf-8") as file:
             file.write(json.dumps(written, indent=2) + "\n")
@@ -92,6 +100,24 @@ def _no_room(folder: Path) -> str:
     return ""
 
 
+def incomplete_part(folder: Path) -> str | None:
+    """What is wrong with the first file that the checkpoint's ``.metadata`` names and that is missing or too short.
+
+    None when all are whole. Raises whatever reading a damaged ``.metadata`` raises.
+    """
+    needed: dict[str, int] = {}
+    for part in (FileSystemReader(folder).read_metadata().storage_data or {}).values():
+        needed[part.relative_path] = max(needed.get(part.relative_path, 0), part.offset + part.length)
+    for name, size in sorted(needed.items()):
+        try:
+            there = (folder / name).stat().st_size
+        except FileNotFoundError:
+            return f"{name} is missing"
+        if there < size:
+            return f"{name} has {there} bytes, and .metadata names {size}"
+    return None
+
+
 def _causes(error: CheckpointException) -> str:
     """What failed on which rank, in one line: without tracebacks, and without the advice that torch adds."""
     return "; ".join(
@@ -115,11 +141,13 @@ def load_checkpoint(model: nn.Module, optimizer: Optimizer, path: Path) -> dict[
     def read() -> dict[str, Any]:
         state = read_state(path)
         try:
-            FileSystemReader(path).read_metadata()  # here: `load` logs a traceback of what it finds
+            wrong = incomplete_part(path)  # here: `load` logs a traceback of what it finds
         except Exception as cause:  # whatever unpickling raises
             raise ModelError(
                 f"{path}: the checkpoint is damaged: .metadata cannot be read: {said_by(cause)}. {REMOVE}"
             ) from cause
+        if wrong:
+            raise ModelError(f"{path}: the checkpoint is damaged: {wrong}. {REMOVE}")
         return state
 
     state = from_rank_zero(read)

@@ -1,0 +1,67 @@
+"""By which network card this machine is reached under an address, for libraries that choose one themselves.
+
+Gloo takes the address that the host's name resolves to, which on many machines is 127.0.0.1: ranks on two machines then
+wait for each other at the wrong place. Groups of torch.distributed's own read the card's name from the environment.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+from collections.abc import Mapping
+from ipaddress import ip_address
+from pathlib import Path
+
+INTERFACES_V6 = Path("/proc/net/if_inet6")
+_SIOCGIFADDR = 0x8915
+"""Linux: the IPv4 address of a card."""
+_ADDRESS = slice(20, 24)
+"""Its place in the kernel's answer (struct ifreq)."""
+
+
+def network_environment(host: str, given: Mapping[str, str]) -> dict[str, str]:
+    """Variables that make Gloo and NCCL meet under ``host``, this machine's address for the others.
+
+    Those that are ``given`` stay as they are. Nothing is said for an address of this machine alone, nor for one that
+    none of its cards has.
+    """
+    if is_loopback(host) or (card := card_of(host)) is None:
+        return {}
+    wanted = {"GLOO_SOCKET_IFNAME": card, "NCCL_SOCKET_IFNAME": f"={card}"}  # = : NCCL takes more for a prefix
+    return {name: value for name, value in wanted.items() if name not in given}
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine itself is reached under ``host``; a name, which is no address, says nothing."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def card_of(host: str) -> str | None:
+    """The name of the network card that has the address ``host``; None where there is none, or nobody can tell."""
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return None
+    if address.version == 6:
+        return _card_of_v6(address.packed.hex())
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, card in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", card.encode()))
+            except OSError:  # a card without an address
+                continue
+            if answer[_ADDRESS] == address.packed:
+                return card
+    return None
+
+
+def _card_of_v6(address: str) -> str | None:
+    try:
+        lines = INTERFACES_V6.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    return next((fields[-1] for fields in map(str.split, lines) if fields and fields[0] == address), None)

@@ -1,0 +1,76 @@
+"""A Gloo group's TCP connections, so that one of its members can cut them.
+
+Gloo ends a collective that is under way only when its time is up, whatever it is told meanwhile: a member whose machine
+lost its power, and says nothing more, keeps all the others waiting for so long. A connection that was cut fails at
+once, at both ends.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+Endpoint = tuple[str, int]
+"""IP address and port."""
+DESCRIPTORS = Path("/proc/self/fd")
+"""Of this process, on Linux."""
+_making = Lock()
+"""Two devices that are made at once could not tell their listeners apart."""
+
+
+def device_and_listener(make: Callable[[], Any]) -> tuple[Any, Endpoint | None]:
+    """A Gloo device, and where it listens for the group's other members; None where that cannot be told."""
+    with _making:
+        before = _listeners()
+        device = make()
+        new = _listeners() - before
+    return device, new.pop() if len(new) == 1 else None
+
+
+def cut(own: Endpoint, others: set[Endpoint]) -> None:
+    """Shut down every connection of this process that came in at ``own``, or went to one of ``others``."""
+    for connection in _tcp_sockets():
+        with suppress(OSError):  # it is not connected, or not any more
+            peer = connection.getpeername()[:2]  # a listener has none, and Gloo ends the process without it
+            if peer in others or connection.getsockname()[:2] == own:
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _listeners() -> set[Endpoint]:
+    return {
+        connection.getsockname()[:2]
+        for connection in _tcp_sockets()
+        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    }
+
+
+def _tcp_sockets() -> Iterator[socket.socket]:
+    """Each of this process's, as a duplicate that is closed when the next one is asked for."""
+    try:
+        descriptors = [int(entry.name) for entry in DESCRIPTORS.iterdir()]
+    except OSError:  # another system than Linux
+        return
+    for descriptor in descriptors:
+        with _duplicate(descriptor) as found:
+            if found is not None:
+                yield found
+
+
+@contextmanager
+def _duplicate(descriptor: int) -> Iterator[socket.socket | None]:
+    """The TCP socket behind ``descriptor``; None where it is something else, or closed meanwhile."""
+    found = None
+    with suppress(OSError):
+        if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            found = socket.socket(fileno=os.dup(descriptor))
+    if found is None:
+        yield None
+        return
+    with found:
+        yield found if found.family in (socket.AF_INET, socket.AF_INET6) else None

@@ -1,0 +1,26 @@
+#!/bin/bash
+# PID 1 of a machine: inner.sh NAME ADDRESS SHARED COMMAND…
+# Own /tmp, /dev/shm and network; SHARED is the one folder that all machines see, as /tmp/shared.
+name=$1 address=$2 shared=$3
+shift 3
+set -e
+mount --make-rprivate /
+hostname "$name"
+mount -t tmpfs none /mnt
+mkdir /mnt/shared
+mount --bind "$shared" /mnt/shared
+mount -t tmpfs -o size=2g shm /dev/shm
+mount -t tmpfs -o size=4g tmp /tmp
+chmod 1777 /tmp
+mkdir -p /tmp/home /tmp/shared
+mount --bind /mnt/shared /tmp/shared
+umount /mnt/shared /mnt
+for _ in $(seq 200); do # the network card comes from outside
+    ip link show eth0 >/dev/null 2>&1 && break
+    sleep 0.05
+done
+ip link set lo up
+ip addr add "$address/24" dev eth0
+ip link set eth0 up
+cd /tmp
+exec "$@"

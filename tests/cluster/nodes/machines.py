@@ -1,0 +1,233 @@
+"""Machines made of Linux namespaces: each has a network card, a /tmp, a /dev/shm, a host name and processes of its own.
+
+    a namespace with a bridge ── veth ── node A (Ray's head, where the driver runs)    10.77.0.1
+                              ├─ veth ── node B                                        10.77.0.2
+                              └─ veth ── node C                                        10.77.0.3
+
+The bridge lies in a network namespace that has no other way out, so nothing outside it is touched or can be reached,
+and several of these may exist at once. Every process is killed with the one that made it: whatever happens to the
+tests, nothing is left. Only ``/tmp/shared`` is seen by all machines.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+HERE = Path(__file__).parent
+REPOSITORY = HERE.parents[2]
+ADDRESSES = {"A": "10.77.0.1", "B": "10.77.0.2", "C": "10.77.0.3"}
+RAY = f"{ADDRESSES['A']}:6379"
+"""Ray's address for the drivers of runs, which are on node A."""
+PROGRAMS = ("ip", "unshare", "nsenter", "setpriv", "mount")
+START_S = 120.0
+"""For a machine, or for Ray on all of them, to be up."""
+
+
+def why_not() -> str | None:
+    """Why such machines cannot be made here; None where they can."""
+    if os.geteuid() != 0:
+        return "needs root, for network namespaces"
+    if missing := [program for program in PROGRAMS if shutil.which(program) is None]:
+        return f"needs {', '.join(missing)}"
+    tried = subprocess.run(
+        ["unshare", "-n", "-m", "ip", "link", "add", "br0", "type", "bridge"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return f"no network namespaces here: {tried.stderr.strip()}" if tried.returncode else None
+
+
+@dataclass(slots=True)
+class Machine:
+    """One node, from the outside."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    pid: int
+    """That its first process has outside of it."""
+
+    def command(self, *args: str) -> list[str]:
+        return ["nsenter", "-t", str(self.pid), "-m", "-p", "-u", "-i", "-n", "--wd=/tmp", *args]
+
+    def run(self, *args: str, timeout_s: float = START_S) -> subprocess.CompletedProcess[str]:
+        """Run a program on this machine, to its end."""
+        return subprocess.run(
+            self.command(*args), env=environment(), capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+
+    def start(self, *args: str, output: Path) -> subprocess.Popen[bytes]:
+        """Start a program on this machine; what it prints goes to ``output``, a file outside."""
+        with output.open("wb") as file:
+            return subprocess.Popen(
+                self.command(*args), env=environment(), stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
+            )
+
+    def processes(self, title: str) -> list[int]:
+        """Processes on this machine with ``title`` in their command lines, by their numbers outside of it."""
+        own = Path(f"/proc/{self.pid}/ns/pid").readlink()
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if (entry / "ns" / "pid").readlink() == own and title in (entry / "cmdline").read_text():
+                    found.append(int(entry.name))
+        return found
+
+    def kill(self) -> None:
+        """End all its processes at once, as a machine that loses its power; its network card goes with them."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.wait()
+
+
+@dataclass(slots=True)
+class Machines:
+    """A bridge, and the machines on it."""
+
+    scratch: Path
+    """Outside of all machines: their output, and the folder that they share."""
+    bridge: subprocess.Popen[bytes]
+    by_name: dict[str, Machine] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Machine:
+        return self.by_name[name]
+
+    @property
+    def shared(self) -> Path:
+        """What is ``/tmp/shared`` on every machine."""
+        return self.scratch / "shared"
+
+    def boot(self, name: str, cpus: int) -> Machine:
+        """Start machine ``name`` with Ray on it; A is the head. Returns before Ray is up."""
+        ray = [str(Path(sys.executable).with_name("ray")), "start", "--disable-usage-stats", "--block"]
+        ray += [f"--node-ip-address={ADDRESSES[name]}", f"--num-cpus={cpus}", "--object-store-memory=200000000"]
+        ray += ["--head", "--port=6379", "--include-dashboard=false"] if name == "A" else [f"--address={RAY}"]
+        inner = ["bash", str(HERE / "inner.sh"), f"node{name}", ADDRESSES[name], str(self.shared)]
+        unshare = ["unshare", "-n", "-m", "-p", "-u", "-i", "-f", "--mount-proc", "--kill-child"]
+        with (self.scratch / f"node{name}.txt").open("wb") as output:
+            process = subprocess.Popen(
+                [*self._in_bridge(), "setpriv", "--pdeathsig", "KILL", *unshare, *inner, *ray],
+                env=environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        self.by_name[name] = machine = Machine(name, process, first_child(process))
+        self._ip("link", "add", f"to{name}", "type", "veth", "peer", "name", "eth0", "netns", str(machine.pid))
+        self._ip("link", "set", f"to{name}", "master", "br0", "up")
+        return machine
+
+    def wait_for_ray(self, nodes: int) -> None:
+        """Until Ray counts so many nodes that are alive."""
+        listening = f"exec 3<>/dev/tcp/{RAY.replace(':', '/')}"
+        wait_until(lambda: self["A"].run("bash", "-c", listening).returncode == 0)
+        self._ray(f'import time\nwhile sum(n["Alive"] for n in ray.nodes()) != {nodes}: time.sleep(0.1)\n')
+
+    def fill(self, left: float) -> None:
+        """Take all but ``left`` of each machine's one CPU, so that as many workers fit there as have room in that."""
+        self._ray(
+            "from ray.util.placement_group import placement_group\n"
+            f'bundles = [{{"CPU": {1 - left}, f"node:{{a}}": 0.001}} for a in {list(ADDRESSES.values())}]\n'
+            'group = placement_group(bundles, lifetime="detached", name="fill")\n'
+            "assert group.wait(60)\n"
+        )
+
+    def empty(self) -> None:
+        """Give back what `fill` took."""
+        self._ray(
+            "from ray.util import get_placement_group, remove_placement_group\n"
+            'remove_placement_group(get_placement_group("fill"))\n'
+        )
+
+    def silence(self, name: str) -> None:
+        """Pull machine ``name``'s network cable: it does not even refuse a connection any more."""
+        self._ip("link", "set", f"to{name}", "down")
+
+    def close(self) -> None:
+        for machine in self.by_name.values():
+            machine.kill()
+        self.bridge.kill()
+        self.bridge.wait()
+
+    def _ray(self, script: str) -> None:
+        """Run a few lines of Python on A, connected to Ray. Once more where Ray, which is starting, did not answer."""
+        connect = f'import logging, ray\nray.init("{RAY}", logging_level=logging.ERROR, log_to_driver=False)\n'
+        for _ in range(2):
+            ran = self["A"].run(sys.executable, "-c", connect + script)
+            if ran.returncode == 0:
+                return
+        raise AssertionError(f"Ray: {ran.stderr[-2000:]}")
+
+    def _in_bridge(self) -> list[str]:
+        return ["nsenter", "-t", str(self.bridge.pid), "-n"]
+
+    def _ip(self, *args: str) -> None:
+        subprocess.run([*self._in_bridge(), "ip", *args], check=True, capture_output=True, timeout=10)
+
+
+@contextmanager
+def machines(scratch: Path, cpus: dict[str, int]) -> Iterator[Machines]:
+    """Machines with Ray on them until the block ends. ``cpus``: as many as Ray is told that each machine has."""
+    (scratch / "shared").mkdir(parents=True, exist_ok=True)
+    bridge = subprocess.Popen(["setpriv", "--pdeathsig", "KILL", "unshare", "-n", "sleep", "infinity"])
+    made = Machines(scratch, bridge)
+    try:
+        own = Path("/proc/self/ns/net").readlink()
+        wait_until(lambda: Path(f"/proc/{bridge.pid}/ns/net").readlink() != own)
+        made._ip("link", "add", "br0", "type", "bridge")
+        made._ip("link", "set", "br0", "up")
+        made.boot("A", cpus["A"])
+        made.wait_for_ray(1)
+        for name in [name for name in cpus if name != "A"]:
+            made.boot(name, cpus[name])
+        made.wait_for_ray(len(cpus))
+        yield made
+    finally:
+        made.close()
+
+
+def environment() -> dict[str, str]:
+    """What programs on a machine get."""
+    keep = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "PYTEST_"))}
+    return keep | {
+        "HOME": "/tmp/home",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{REPOSITORY / 'src'}:{REPOSITORY}",
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def first_child(process: subprocess.Popen[bytes]) -> int:
+    """The number of the process that ``unshare`` forked, which is the first one of its namespace."""
+    found: list[int] = []
+
+    def look() -> bool:
+        found[:] = [
+            int(pid)
+            for children in Path(f"/proc/{process.pid}/task").glob("*/children")
+            for pid in children.read_text().split()
+        ]
+        assert process.poll() is None, "the machine's first process has ended"
+        return bool(found)
+
+    wait_until(look)
+    return found[0]
+
+
+def wait_until(what: Callable[[], bool], timeout_s: float = START_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < deadline, f"not so within {timeout_s:g} s"
+        time.sleep(0.05)
