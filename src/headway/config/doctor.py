@@ -143,7 +143,7 @@ def _sampling(config: Config) -> Iterator[str]:
 
 def _corrects_the_sampler(config: Config) -> bool:
     """Whether what a token is weighed by has the probability in it that it was sampled with."""
-    if config.algorithm.policy_loss.loss_mode == "truncated_is":
+    if config.algorithm.policy_loss.weighs_behaviour:
         return True
     weighs = any(
         one.name in ("truncate", "mask") or names_a_file(one.name or "")

@@ -4,7 +4,7 @@
 
 Key names are the field's (verl and its fully-asynchronous recipe) wherever the field has one. Sections of the model are
 in `headway.config.model`, that of generation in `headway.config.rollout`, those of what is learned and how in
-`headway.config.learning`.
+`headway.config.learning`, those of the policy losses in `headway.config.losses`.
 """
 
 from __future__ import annotations
