@@ -138,6 +138,8 @@ def page() -> str:
             lines += [f"{level} `{part.name}`{f' with `{part.chosen_by}`' * bool(part.chosen_by)}", part.meaning]
         rows = [[f"`{key.name}`", key.value, _default_cell(key), key.meaning] for key in part.keys]
         lines += [_table(("key", "value", "default", "meaning"), rows)] if rows else []
+        if any(key.value == _one_of(NAMES[known_transport]) for key in part.keys):
+            lines += [_table(("transport", "what carries the weights", "`cluster.backend`"), _transport_rows())]
     lines += [MODES, _table(("key", *(f"`{mode}`" for mode in PRESETS)), _preset_rows())]
     renamed = [[f"`{old}`", f"`{new}`"] for old, new in RENAMED.items()]
     fixed = [
@@ -298,6 +300,10 @@ def _linked(text: str) -> str:
 
 def _default_cell(key: Key) -> str:
     return REQUIRED if key.default == REQUIRED else f"`{key.default}`"
+
+
+def _transport_rows() -> list[list[str]]:
+    return [[f"`{name}`", facts.meaning, _one_of(facts.backends)] for name, facts in TRANSPORTS.items()]
 
 
 def _preset_rows() -> list[list[str]]:
