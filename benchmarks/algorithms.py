@@ -19,6 +19,7 @@ from headway.algorithms.corrections import CORRECTIONS, CorrectionParams
 from headway.algorithms.health import lag_sums
 from headway.algorithms.losses import POLICY_LOSSES, LossInputs, PolicyLossParams
 from headway.algorithms.values import value_loss
+from headway.config.losses import LOSSES
 
 ROWS, WIDTH, GROUP, CALLS = 1024, 1024, 8, 5
 
@@ -60,7 +61,7 @@ def main() -> None:
     special = {"off_policy_sequence_mask": CorrectionParams(delta=0.5), "veto": CorrectionParams(lower=1e-4)}
 
     def backward(name: str) -> None:
-        POLICY_LOSSES.get(name)(inputs, PolicyLossParams())[0].sum().backward()
+        POLICY_LOSSES.get(name)(inputs, PolicyLossParams(LOSSES[name]()))[0].sum().backward()
 
     calls: dict[str, Callable[[], object]] = {}
     for name in ADVANTAGES.names():

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -13,12 +14,25 @@ from torch import Tensor
 
 from headway.algorithms.aggregation import token_weights
 from headway.algorithms.losses import POLICY_LOSSES, LossInputs, PolicyLossParams
+from headway.config.losses import (
+    LOSSES,
+    ClipCov,
+    DualClip,
+    Gspo,
+    KlCov,
+    TPpo,
+    TruncatedIs,
+)
 from headway.errors import ConfigError
 
-PARAMS = PolicyLossParams(
-    clip_low=0.2, clip_high=0.28, rollout_is_threshold=1.3, clip_cov_lb=0.05, clip_cov_ratio=0.1, kl_cov_ratio=0.2,
-    ignore_last=2,
-)  # fmt: skip
+LOW, HIGH, RHO = 0.2, 0.28, 1.3
+OWN = {name: section() for name, section in LOSSES.items()} | {
+    "truncated_is": TruncatedIs(rollout_is_threshold=RHO),
+    "clip_cov": ClipCov(clip_cov_lb=0.05, clip_cov_ratio=0.1),
+    "kl_cov": KlCov(kl_cov_ratio=0.2),
+    "t_ppo": TPpo(ignore_last=2),
+}
+PARAMS = {name: PolicyLossParams(own, LOW, HIGH) for name, own in OWN.items()}
 EVERY_LOSS = POLICY_LOSSES.names()
 BY_BATCH = {"clip_cov", "kl_cov"}
 H = 1e-6
@@ -58,7 +72,7 @@ Scalar = Callable[[float, float, float, float, float], float]
 
 
 def _clip(ratio: float) -> float:
-    return min(max(ratio, 1 - PARAMS.clip_low), 1 + PARAMS.clip_high)
+    return min(max(ratio, 1 - LOW), 1 + HIGH)
 
 
 def _ppo(x: float, x0: float, old: float, behaviour: float, a: float) -> float:
@@ -76,7 +90,7 @@ def _cispo(x: float, x0: float, old: float, behaviour: float, a: float) -> float
 
 
 def _truncated_is(x: float, x0: float, old: float, behaviour: float, a: float) -> float:
-    return -min(math.exp(x0 - behaviour), PARAMS.rollout_is_threshold) * a * x
+    return -min(math.exp(x0 - behaviour), RHO) * a * x
 
 
 def _gpg(x: float, x0: float, old: float, behaviour: float, a: float) -> float:
@@ -84,20 +98,20 @@ def _gpg(x: float, x0: float, old: float, behaviour: float, a: float) -> float:
 
 
 def _sapo(x: float, x0: float, old: float, behaviour: float, a: float) -> float:
-    tau = PARAMS.tau_pos if a > 0 else PARAMS.tau_neg
+    tau = 1.0 if a > 0 else 1.05
     return -4 / tau / (1 + math.exp(-tau * (math.exp(x - old) - 1))) * a
 
 
 def _dppo_tv(x: float, x0: float, old: float, behaviour: float, a: float) -> float:
     moved = math.exp(x0) - math.exp(old)
-    keep = moved <= PARAMS.clip_high if a > 0 else moved >= -PARAMS.clip_low
+    keep = moved <= HIGH if a > 0 else moved >= -LOW
     return -keep * min(math.exp(x0 - old), 20.0) * a * x
 
 
 def _dppo_kl(x: float, x0: float, old: float, behaviour: float, a: float) -> float:
     p, q = math.exp(old), math.exp(x0)
     kl = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
-    keep = (kl <= PARAMS.clip_high or q <= p) if a > 0 else (kl <= PARAMS.clip_low or q >= p)
+    keep = (kl <= HIGH or q <= p) if a > 0 else (kl <= LOW or q >= p)
     return -keep * min(q / p, 20.0) * a * x
 
 
@@ -117,7 +131,7 @@ PER_TOKEN: dict[str, Scalar] = {
 @pytest.mark.parametrize("seed", range(4))
 def test_a_tokens_loss_and_gradient_are_those_of_the_scalar_version(name: str, seed: int) -> None:
     inputs, scalar = batch(seed), PER_TOKEN[name]
-    losses, _ = POLICY_LOSSES.get(name)(inputs, PARAMS)
+    losses, _ = POLICY_LOSSES.get(name)(inputs, PARAMS[name])
     (gradient,) = torch.autograd.grad(losses.sum(), inputs.logprobs)
     for n, t in inputs.mask.nonzero().tolist():
         x, *rest = (
@@ -134,7 +148,7 @@ def test_dual_clip_bounds_the_loss_of_a_bad_answer_only() -> None:
     advantages = torch.tensor([[-1.0, 1.0, -1.0]], dtype=torch.float64)
     zero = torch.zeros(1, 3, dtype=torch.float64)
     inputs = LossInputs(ratios.log().requires_grad_(), zero, zero, advantages, torch.ones(1, 3, dtype=torch.bool))
-    losses, metrics = POLICY_LOSSES.get("dual_clip")(inputs, PARAMS)
+    losses, metrics = POLICY_LOSSES.get("dual_clip")(inputs, PARAMS["dual_clip"])
     torch.testing.assert_close(losses.detach(), torch.tensor([[3.0, -1.28, 2.0]], dtype=torch.float64))
     assert metrics["clip_fraction_lower"].tolist() == [[1, 0, 0]]
     (gradient,) = torch.autograd.grad(losses.sum(), inputs.logprobs)
@@ -143,7 +157,7 @@ def test_dual_clip_bounds_the_loss_of_a_bad_answer_only() -> None:
 
 def test_dual_clip_refuses_a_bound_inside_the_clip_range() -> None:
     with pytest.raises(ConfigError, match=r"clip_ratio_c=1.2 must be above 1 \+ clip_high"):
-        POLICY_LOSSES.get("dual_clip")(batch(0), PolicyLossParams(clip_ratio_c=1.2, clip_high=0.28))
+        POLICY_LOSSES.get("dual_clip")(batch(0), PolicyLossParams(DualClip(clip_ratio_c=1.2), clip_high=0.28))
 
 
 def test_dppo_truncates_the_weight_of_a_rare_token() -> None:
@@ -156,7 +170,7 @@ def test_dppo_truncates_the_weight_of_a_rare_token() -> None:
         mask=torch.ones(1, 1, dtype=torch.bool),
     )
     for name in ("dppo_tv", "dppo_kl"):
-        losses, metrics = POLICY_LOSSES.get(name)(inputs, PARAMS)
+        losses, metrics = POLICY_LOSSES.get(name)(inputs, PARAMS[name])
         (gradient,) = torch.autograd.grad(losses.sum(), inputs.logprobs)
         assert gradient.item() == pytest.approx(-20.0)
         assert (metrics["clip_fraction"].item(), metrics["clip_fraction_lower"].item()) == (0.0, 1.0)
@@ -166,7 +180,7 @@ def test_dppo_kl_of_a_certain_token_is_finite() -> None:
     zero = torch.zeros(1, 2, dtype=torch.float32)
     old = torch.tensor([[-1e-9, -3.0]])
     inputs = LossInputs(zero.clone().requires_grad_(), old, old, zero + 1, torch.ones(1, 2, dtype=torch.bool))
-    losses, metrics = POLICY_LOSSES.get("dppo_kl")(inputs, PARAMS)
+    losses, metrics = POLICY_LOSSES.get("dppo_kl")(inputs, PARAMS["dppo_kl"])
     assert torch.isfinite(losses).all()
     assert metrics["clip_fraction"].tolist() == [[0, 1]]
 
@@ -179,7 +193,7 @@ def _gspo_row(new: list[float], old: list[float], a: float) -> float:
 
 def _gmpo_row(new: list[float], old: list[float], a: float) -> float:
     ratios = [math.exp(x - o) for x, o in zip(new, old, strict=True)]
-    low, high = math.exp(-PARAMS.clip_low), math.exp(PARAMS.clip_high)
+    low, high = math.exp(-LOW), math.exp(HIGH)
     sign = 1 if a > 0 else -1
     # min over ratio^sign and clip(ratio)^sign, raised to sign again
     kept = [min(r**sign, min(max(r, low), high) ** sign) ** sign for r in ratios]
@@ -199,7 +213,7 @@ def test_a_sequence_loss_averaged_over_answers_is_the_papers_objective(name: str
             for n, places in answers
         ) / len(answers)
 
-    losses, _ = POLICY_LOSSES.get(name)(inputs, PARAMS)
+    losses, _ = POLICY_LOSSES.get(name)(inputs, PARAMS[name])
     weights = token_weights(
         inputs.mask, "seq-mean-token-mean", total_tokens=float(inputs.mask.sum()), total_sequences=float(len(answers))
     )
@@ -226,9 +240,9 @@ def _covariances(inputs: LossInputs) -> dict[tuple[int, int], float]:
 @pytest.mark.parametrize("seed", range(4))
 def test_kl_cov_penalises_the_tokens_of_the_largest_covariance(seed: int) -> None:
     inputs = batch(seed)
-    losses, metrics = POLICY_LOSSES.get("kl_cov")(inputs, PARAMS)
+    losses, metrics = POLICY_LOSSES.get("kl_cov")(inputs, PARAMS["kl_cov"])
     covariances = _covariances(inputs)
-    count = max(1, int(PARAMS.kl_cov_ratio * len(covariances)))
+    count = max(1, int(0.2 * len(covariances)))
     chosen = sorted(covariances, key=covariances.__getitem__)[-count:]
     for place in covariances:
         d = (inputs.logprobs[place] - inputs.old_logprobs[place]).item()
@@ -241,8 +255,8 @@ def test_kl_cov_penalises_the_tokens_of_the_largest_covariance(seed: int) -> Non
 @pytest.mark.parametrize("share", [0.1, 1.0])
 def test_clip_cov_silences_tokens_drawn_from_those_of_a_high_covariance(seed: int, share: float) -> None:
     inputs = batch(seed, rows=8)
-    params = PolicyLossParams(clip_low=0.2, clip_high=0.28, clip_cov_lb=0.05, clip_cov_ub=1.0, clip_cov_ratio=share)
-    ppo, ppo_metrics = POLICY_LOSSES.get("ppo_clip")(inputs, params)
+    params = PolicyLossParams(ClipCov(clip_cov_lb=0.05, clip_cov_ub=1.0, clip_cov_ratio=share), LOW, HIGH)
+    ppo, ppo_metrics = POLICY_LOSSES.get("ppo_clip")(inputs, PARAMS["ppo_clip"])
     losses, metrics = POLICY_LOSSES.get("clip_cov")(inputs, params)
     covariances = _covariances(inputs)
     candidates = {p for p, c in covariances.items() if 0.05 < c < 1.0 and not ppo_metrics["clip_fraction"][p]}
@@ -260,7 +274,7 @@ def test_clip_cov_draws_all_candidates_alike() -> None:
     length, counts = 12, torch.zeros(12)
     mask = torch.ones(2, length, dtype=torch.bool)
     advantages = torch.tensor([[1.0], [-1.0]], dtype=torch.float64).expand(2, length)
-    params = PolicyLossParams(clip_cov_lb=0.1, clip_cov_ub=5.0, clip_cov_ratio=1e-9)
+    params = PolicyLossParams(ClipCov(clip_cov_lb=0.1, clip_cov_ub=5.0, clip_cov_ratio=1e-9))
     for seed in range(600):
         noise = 1e-3 * torch.randn(2, length, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         x = torch.tensor([[-1.0], [-2.0]], dtype=torch.float64) + noise
@@ -272,15 +286,15 @@ def test_clip_cov_draws_all_candidates_alike() -> None:
 
 def test_truncated_ppo_drops_the_last_tokens_of_unfinished_answers_only() -> None:
     inputs = batch(3)
-    ppo, _ = POLICY_LOSSES.get("ppo_clip")(inputs, PARAMS)
-    losses, metrics = POLICY_LOSSES.get("t_ppo")(inputs, PARAMS)
+    ppo, _ = POLICY_LOSSES.get("ppo_clip")(inputs, PARAMS["ppo_clip"])
+    losses, metrics = POLICY_LOSSES.get("t_ppo")(inputs, PARAMS["t_ppo"])
     for n, mask in enumerate(inputs.mask):
         places = mask.nonzero().flatten().tolist()
-        dropped = [] if inputs.finished[n] else places[-PARAMS.ignore_last :]
+        dropped = [] if inputs.finished[n] else places[-2:]
         assert metrics["window_dropped"][n].nonzero().flatten().tolist() == dropped
         for t in places:
             assert losses[n, t].item() == (0.0 if t in dropped else ppo[n, t].item())
-    assert torch.equal(POLICY_LOSSES.get("t_ppo")(detached(inputs, finished=None), PARAMS)[0], ppo)
+    assert torch.equal(POLICY_LOSSES.get("t_ppo")(detached(inputs, finished=None), PARAMS["t_ppo"])[0], ppo)
 
 
 # What all of them share.
@@ -288,7 +302,7 @@ def test_truncated_ppo_drops_the_last_tokens_of_unfinished_answers_only() -> Non
 @pytest.mark.parametrize("padding", [-math.inf, math.inf, math.nan])
 def test_padding_leaves_no_trace(name: str, padding: float) -> None:
     inputs, loss = batch(5), POLICY_LOSSES.get(name)
-    clean, _ = loss(inputs, PARAMS)
+    clean, _ = loss(inputs, PARAMS[name])
     (expected,) = torch.autograd.grad(clean.sum(), inputs.logprobs)
     dirty = detached(
         inputs,
@@ -298,7 +312,7 @@ def test_padding_leaves_no_trace(name: str, padding: float) -> None:
         },
     )
     dirty.logprobs.requires_grad_()
-    losses, metrics = loss(dirty, PARAMS)
+    losses, metrics = loss(dirty, PARAMS[name])
     (gradient,) = torch.autograd.grad(losses.sum(), dirty.logprobs)
     assert (losses[~inputs.mask] == 0).all()
     assert all((values[~inputs.mask] == 0).all() for values in metrics.values())
@@ -313,7 +327,7 @@ def test_extreme_ratios_stay_finite_in_float32(name: str, log_ratio: float) -> N
     logprobs = (old + log_ratio).requires_grad_()
     advantages = torch.tensor([[1.0, -1.0, 0.0]]).expand(2, 3)
     losses, metrics = POLICY_LOSSES.get(name)(
-        LossInputs(logprobs, old, old, advantages, torch.ones(2, 3, dtype=torch.bool)), PARAMS
+        LossInputs(logprobs, old, old, advantages, torch.ones(2, 3, dtype=torch.bool)), PARAMS[name]
     )
     losses.sum().backward()
     assert torch.isfinite(losses).all()
@@ -332,7 +346,7 @@ def test_without_valid_tokens_there_is_neither_loss_nor_gradient(name: str) -> N
                 torch.zeros(0, 4, requires_grad=True), *(torch.zeros(0, 4),) * 3, torch.zeros(0, 4, dtype=torch.bool)
             )
         )
-        losses, _ = POLICY_LOSSES.get(name)(given, PARAMS)
+        losses, _ = POLICY_LOSSES.get(name)(given, PARAMS[name])
         (gradient,) = torch.autograd.grad(losses.sum(), given.logprobs)
         assert (losses == 0).all() and (gradient == 0).all()
 
@@ -342,7 +356,7 @@ def test_only_the_new_log_probs_get_a_gradient(name: str) -> None:
     inputs = batch(4)
     for field in ("old_logprobs", "behaviour_logprobs", "advantages"):
         setattr(inputs, field, getattr(inputs, field).clone().requires_grad_())
-    losses, metrics = POLICY_LOSSES.get(name)(inputs, PARAMS)
+    losses, metrics = POLICY_LOSSES.get(name)(inputs, PARAMS[name])
     losses.sum().backward()
     assert inputs.logprobs.grad is not None
     assert inputs.old_logprobs.grad is None
@@ -354,7 +368,7 @@ def test_only_the_new_log_probs_get_a_gradient(name: str) -> None:
 
 @pytest.mark.parametrize("name", EVERY_LOSS)
 def test_bfloat16_is_computed_in_float32(name: str) -> None:
-    assert POLICY_LOSSES.get(name)(batch(6, dtype=torch.bfloat16), PARAMS)[0].dtype == torch.float32
+    assert POLICY_LOSSES.get(name)(batch(6, dtype=torch.bfloat16), PARAMS[name])[0].dtype == torch.float32
 
 
 @pytest.mark.parametrize("name", sorted(set(EVERY_LOSS) - BY_BATCH))
@@ -362,7 +376,7 @@ def test_bfloat16_is_computed_in_float32(name: str) -> None:
 def test_rows_do_not_know_of_each_other(name: str, seed: int) -> None:
     """So that any order of rows, and any split into micro-batches, gives the same losses and gradients."""
     inputs, loss = batch(seed), POLICY_LOSSES.get(name)
-    whole, _ = loss(inputs, PARAMS)
+    whole, _ = loss(inputs, PARAMS[name])
     (expected,) = torch.autograd.grad(whole.sum(), inputs.logprobs)
     order = torch.randperm(5, generator=torch.Generator().manual_seed(seed))
     for rows in (order[:2], order[2:]):
@@ -374,7 +388,7 @@ def test_rows_do_not_know_of_each_other(name: str, seed: int) -> None:
             },
         )
         part.logprobs.requires_grad_()
-        losses, _ = loss(part, PARAMS)
+        losses, _ = loss(part, PARAMS[name])
         (gradient,) = torch.autograd.grad(losses.sum(), part.logprobs)
         torch.testing.assert_close(losses, whole[rows])
         torch.testing.assert_close(gradient, expected[rows])
@@ -385,7 +399,7 @@ def test_on_policy_every_gradient_is_that_of_reinforce(name: str) -> None:
     inputs = batch(9)
     x = inputs.logprobs.detach()
     given = detached(inputs, old_logprobs=x, behaviour_logprobs=x, finished=None)
-    losses, metrics = POLICY_LOSSES.get(name)(given, PARAMS)
+    losses, metrics = POLICY_LOSSES.get(name)(given, PARAMS[name])
     (gradient,) = torch.autograd.grad(losses.sum(), given.logprobs)
     torch.testing.assert_close(gradient, torch.where(inputs.mask, -inputs.advantages, 0.0))
     assert not metrics["approx_kl"].any()
@@ -396,7 +410,7 @@ def test_truncated_is_looks_at_what_sampled_not_at_the_anchor() -> None:
     inputs = batch(2)
     moved = detached(inputs, old_logprobs=inputs.old_logprobs - 1.0)
     truncated_is = POLICY_LOSSES.get("truncated_is")
-    assert torch.equal(truncated_is(moved, PARAMS)[0], truncated_is(inputs, PARAMS)[0])
+    assert torch.equal(truncated_is(moved, PARAMS["truncated_is"])[0], truncated_is(inputs, PARAMS["truncated_is"])[0])
 
 
 def test_geometric_means_of_long_answers_keep_their_precision() -> None:
@@ -407,7 +421,7 @@ def test_geometric_means_of_long_answers_keep_their_precision() -> None:
     zero = torch.zeros_like(d)
     losses, _ = POLICY_LOSSES.get("gspo")(
         LossInputs(d, zero, zero, zero + 1, torch.ones_like(d, dtype=torch.bool)),
-        PolicyLossParams(clip_low=0.5, clip_high=0.5),
+        PolicyLossParams(Gspo(), 0.5, 0.5),
     )
     assert -losses[0, 0].item() == pytest.approx(math.exp(math.fsum(d[0].tolist()) / d.numel()), abs=1.2e-7)
 
@@ -417,7 +431,7 @@ def test_in_a_sequence_loss_each_token_has_the_value_of_its_answer_and_its_own_g
     """Each in its own place, so that a correction that weighs tokens weighs their gradients."""
     inputs = batch(0)
     inputs.old_logprobs = inputs.logprobs.detach() + 0.01 * torch.randn(5, 8, dtype=torch.float64)
-    losses, _ = POLICY_LOSSES.get(name)(inputs, PARAMS)
+    losses, _ = POLICY_LOSSES.get(name)(inputs, PARAMS[name])
     for n, mask in enumerate(inputs.mask):
         places = mask.nonzero().flatten().tolist()
         for t in places:
@@ -434,5 +448,22 @@ def test_dppo_has_a_bound_of_its_own_on_each_side() -> None:
     old = torch.full_like(new, math.log(0.5))
     inputs = LossInputs(new, old, old, advantages, torch.ones_like(new, dtype=torch.bool))
     for name, low, high in (("dppo_tv", 0.1, 0.3), ("dppo_kl", 0.02, 0.2)):
-        _, metrics = POLICY_LOSSES.get(name)(inputs, PolicyLossParams(clip_low=low, clip_high=high))
+        _, metrics = POLICY_LOSSES.get(name)(inputs, PolicyLossParams(LOSSES[name](), low, high))
         assert metrics["clip_fraction"].tolist() == [[0, 1, 0, 1, 0, 0]]
+
+
+def test_every_loss_takes_its_own_section() -> None:
+    assert sorted(LOSSES) == EVERY_LOSS
+    for name in EVERY_LOSS:
+        [section] = get_args(get_type_hints(POLICY_LOSSES.get(name))["params"])
+        assert issubclass(LOSSES[name], section)
+
+
+@pytest.mark.parametrize("name", EVERY_LOSS)
+def test_a_loss_looks_at_the_clip_range_and_at_the_behaviour_policy_where_its_section_says_so(name: str) -> None:
+    inputs, loss = batch(0), POLICY_LOSSES.get(name)
+    losses, _ = loss(inputs, PARAMS[name])
+    narrow, _ = loss(inputs, PolicyLossParams(OWN[name], 0.01, 0.01))
+    assert torch.equal(losses, narrow) != LOSSES[name].clips
+    other, _ = loss(detached(inputs, behaviour_logprobs=inputs.behaviour_logprobs - 0.5), PARAMS[name])
+    assert torch.equal(losses, other) != LOSSES[name].weighs_behaviour

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from headway.algorithms.aggregation import AGGREGATIONS, token_weights
 from headway.algorithms.losses import POLICY_LOSSES, LossInputs, PolicyLossParams
+from headway.config.losses import PpoClip
 from headway.errors import ConfigError
 
-PARAMS = PolicyLossParams(clip_low=0.2, clip_high=0.28)
+PARAMS = PolicyLossParams(PpoClip(), 0.2, 0.28)
 LONGEST = 16.0
 ppo_clip = POLICY_LOSSES.get("ppo_clip")
 

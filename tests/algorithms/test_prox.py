@@ -12,6 +12,7 @@ from torch import Tensor
 
 from headway.algorithms.corrections import CORRECTIONS, CorrectionParams, log_linear_prox
 from headway.algorithms.losses import LossInputs, PolicyLossParams, ppo_clip
+from headway.config.losses import PpoClip
 
 SHAPE = (4, 6)
 EVERY_TOKEN = torch.ones(SHAPE, dtype=torch.bool)
@@ -105,7 +106,7 @@ def test_without_staleness_decoupled_ppo_is_ppo_to_the_last_bit(
     current = (behaviour + 0.3 * steps * random(1, torch.float32)).requires_grad_()
     inputs = LossInputs(current, behaviour, behaviour, random(2, torch.float32), random(3) > -0.5)
     weights, _ = CORRECTIONS.get(name)(inputs, params)
-    plain, _ = ppo_clip(inputs, PolicyLossParams())
+    plain, _ = ppo_clip(inputs, PolicyLossParams(PpoClip()))
     (expected,) = torch.autograd.grad(plain.sum(), current, retain_graph=True)
     (gradient,) = torch.autograd.grad((weights * plain).sum(), current)
     assert torch.equal(weights * plain, plain)
@@ -124,5 +125,5 @@ def test_with_one_version_all_ways_to_the_anchor_agree(name: str, params: Correc
         for anchor in (behaviour, behaviour.clone(), interpolated):
             inputs = LossInputs(current, anchor, behaviour, random(2, torch.float32), EVERY_TOKEN)
             weights, _ = CORRECTIONS.get(name)(inputs, params)
-            results.append(weights * ppo_clip(inputs, PolicyLossParams())[0])
+            results.append(weights * ppo_clip(inputs, PolicyLossParams(PpoClip()))[0])
         assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])

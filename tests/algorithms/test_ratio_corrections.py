@@ -18,6 +18,7 @@ from headway.algorithms.corrections import (
     truncate,
 )
 from headway.algorithms.losses import LossInputs, PolicyLossParams, ppo_clip
+from headway.config.losses import PpoClip
 from headway.errors import ConfigError
 
 LEVELS = ("token", "sequence", "geometric")
@@ -142,7 +143,7 @@ def test_padding_extremes_and_empty_rows_leave_no_trace(action, level, upper, lo
 def test_after_rejection_the_loss_is_still_divided_by_all_tokens() -> None:
     given = batch(2)
     weights, _ = RatioCorrection("reject", "token", 1.2, 0.8)(given)
-    losses, _ = ppo_clip(given, PolicyLossParams())
+    losses, _ = ppo_clip(given, PolicyLossParams(PpoClip()))
     kept = given.mask & (weights > 0)
     assert 0 < int(kept.sum()) < int(given.mask.sum())
     loss = token_weights(given.mask, "token-mean", total_tokens=float(given.mask.sum()), total_sequences=5)

@@ -73,7 +73,7 @@ def test_what_passed_once_passes_again_from_its_dump(
             "a delta is applied to a copy that a second buffer keeps",
         ),
         (("mode=colocate_sync", "rollout.enable_dual_buffer=false"), "so they are written in place"),
-        (("param_update.directory=weights",), "only param_update.transport=disk writes files"),
+        (("param_update.directory=weights",), "only param_update.transport=disk looks at it"),
         (("param_update.transport=disk", "param_update.backend=gloo"), "only param_update.transport=broadcast has"),
         # what cannot progress, or contradicts itself
         (("mode=overlapped", "async_training.staleness_threshold=0"), "overlapped with η=0: nothing may be admitted"),
@@ -143,7 +143,6 @@ def test_what_passed_once_passes_again_from_its_dump(
             ),
             "staleness would be corrected twice",
         ),
-        (("algorithm.policy_loss.tau_pos=2",), "algorithm.policy_loss.loss_mode is ppo_clip"),
         (("algorithm.policy_loss.loss_mode=gpg", "actor.clip_ratio=0.1"), "loss_mode=gpg does not clip"),
         (("actor.loss_agg_mode=seq-mean-token-sum-norm",), "divides by a constant length: set actor.loss_scale_factor"),
         (("rollout.n=1", "algorithm.filter_groups.enable=true"), "algorithm.filter_groups would filter every group"),

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from importlib import import_module
+from pkgutil import iter_modules
 
 import pytest
 
 from headway.errors import ScoringFailed, StageFailed
 from headway.events import StageChanged
+from headway.pipeline import stages
 from headway.pipeline.channel import Channel
 from headway.pipeline.stage import Stage, State
 from headway.simulate.clock import run_virtual
@@ -334,3 +338,55 @@ def test_an_exception_while_getting_input_is_attributed_too():
 
     with pytest.raises(StageFailed, match="Broken failed: OSError: no input"):
         run_virtual(Broken(Recorder(), concurrency=None).run())
+
+
+class Even(Stage[int, int]):
+    """A plain stage: one channel in, one channel out."""
+
+    async def process_data(self, item: int) -> AsyncGenerator[int, None]:
+        if item % 2 == 0:
+            yield item
+
+
+@pytest.mark.parametrize("ends_by", ["its producer", "its consumer"])
+def test_a_plain_stage_says_only_what_it_does_with_its_input(ends_by: str):
+    async def main() -> list[int]:
+        source: Channel[int] = Channel("source")
+        sink: Channel[int] = Channel("sink")
+        for number in (1, 2, 3, 4):
+            await source.send(number)
+        if ends_by == "its producer":
+            source.close()
+        else:
+            sink.close_consumer()
+        stage = Even(Recorder().on_event, source, sink)
+        await stage.run()
+        assert stage.state is State.STOPPED
+        assert await sink.get() is None or ends_by == "its producer"
+        return sink.take_waiting()
+
+    assert run_virtual(main()) == ([4] if ends_by == "its producer" else [])
+
+
+def test_a_stage_without_output_takes_all_of_its_input():
+    async def main() -> int:
+        source: Channel[int] = Channel("source")
+        await source.send(2)
+        await source.send(4)
+        source.close()
+        await Even(Recorder().on_event, source).run()
+        return len(source)
+
+    assert run_virtual(main()) == 0
+
+
+def test_a_stage_that_does_not_say_where_its_input_comes_from_fails():
+    with pytest.raises(StageFailed, match="Even was given no input"):
+        run_virtual(Even(Recorder().on_event).run())
+
+
+@pytest.mark.parametrize("stage", [one.name for one in iter_modules(stages.__path__)])
+def test_every_stage_says_what_it_consumes_waits_for_is_unblocked_by_and_produces(stage: str):
+    doc = import_module(f"{stages.__name__}.{stage}").__doc__ or ""
+    words = re.findall(r"^ *(consumes|waits for|is unblocked by|produces) ", doc, re.MULTILINE)
+    assert words == ["consumes", "waits for", "is unblocked by", "produces"]

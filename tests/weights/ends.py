@@ -21,7 +21,7 @@ from tests.weights.versions import MANIFEST
 
 HOST = "127.0.0.1"
 ALL = tuple(TRANSPORTS)
-STREAMED = ("broadcast", "local")
+STREAMED = tuple(name for name, facts in TRANSPORTS.items() if facts.streamed)
 STORED = tuple(name for name in ALL if name not in STREAMED)
 
 

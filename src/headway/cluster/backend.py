@@ -17,6 +17,7 @@ from headway.cluster.startup import Cluster, Startup
 from headway.cluster.worker_group import Worker
 from headway.config.placement import LOGP
 from headway.config.schema import Config
+from headway.config.transports import TRANSPORTS, transport_of
 from headway.errors import StallError
 from headway.interfaces import CriticEngine, LogProbEngine, PolicyReceiver, ProximalEngine, RolloutEngine
 from headway.pipeline.concurrently import concurrently
@@ -167,7 +168,9 @@ def _with_absolute_files(config: Config) -> Config:
 
 def _weights_bytes(config: Config, model_path: str) -> int:
     """What a version takes in the object store; 0 where versions go another way, or the model is not a folder here."""
-    if config.param_update.transport != "object_store":
+    shared = config.placement.kind == "shared"
+    transport = transport_of(config.param_update.transport, backend=config.cluster.backend, shared=shared)
+    if TRANSPORTS[transport].leaves != "objects":
         return 0
     return sum(file.stat().st_size for file in Path(model_path).glob("*.safetensors"))
 

@@ -86,7 +86,7 @@ def exchange_settings(config: Config, address: Address | None, device: str, dire
         verify=update.verify,
         timeout_s=transport_timeout(config),
         address=address,
-        device="cuda" if through_gpus and transport == "broadcast" else "cpu",
+        device="cuda" if through_gpus and TRANSPORTS[transport].on_gpu else "cpu",
         directory=directory,
     )
 

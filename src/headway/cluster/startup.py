@@ -29,7 +29,7 @@ from headway.cluster.sight import SharedFiles, Sight
 from headway.cluster.worker_group import PartOf, Worker, WorkerGroup
 from headway.config.placement import CRITIC, REF, resolve_placement
 from headway.config.schema import Config
-from headway.config.transports import transport_of
+from headway.config.transports import TRANSPORTS, transport_of
 from headway.errors import ConfigError
 from headway.interfaces import Capabilities, OnUpdate
 from headway.pipeline.concurrently import concurrently
@@ -249,13 +249,14 @@ class Startup:
         """
         remove_abandoned(Path(SHARED_MEMORY))
         update, shared = self._config.param_update, self._config.placement.kind == "shared"
-        match transport_of(update.transport, backend=self._config.cluster.backend, shared=shared):
-            case "disk":
+        transport = transport_of(update.transport, backend=self._config.cluster.backend, shared=shared)
+        match TRANSPORTS[transport].leaves:
+            case "files":
                 return (update.directory or self._run_dir / "weights").absolute()
-            case "shared_memory":
+            case "memory":
                 if not Path(SHARED_MEMORY).is_dir():
                     raise ConfigError(
-                        f"param_update.transport=shared_memory: this system has no {SHARED_MEMORY}; choose another"
+                        f"param_update.transport={transport}: this system has no {SHARED_MEMORY}; choose another"
                     )
                 return stack.enter_context(directory_in_memory(Path(SHARED_MEMORY)))
             case _:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from math import floor
 from types import MappingProxyType
 
+from headway.config.losses import DualClip, TPpo
 from headway.config.placement import needs_critic, needs_logp
 from headway.config.schema import Config
 from headway.user_code import names_a_file
@@ -22,23 +23,6 @@ ESTIMATOR_KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 """Keys of ``algorithm`` → the advantage estimators that look at them."""
-LOSS_KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "clip_ratio_c": ("dual_clip", "dppo_tv", "dppo_kl"),
-        "tau_pos": ("sapo",),
-        "tau_neg": ("sapo",),
-        "rollout_is_threshold": ("truncated_is",),
-        "clip_cov_ratio": ("clip_cov",),
-        "clip_cov_lb": ("clip_cov",),
-        "clip_cov_ub": ("clip_cov",),
-        "kl_cov_ratio": ("kl_cov",),
-        "ppo_kl_coef": ("kl_cov",),
-        "ignore_last": ("t_ppo",),
-    }
-)
-"""Keys of ``algorithm.policy_loss`` → the losses that look at them."""
-NEVER_CLIPS = ("gpg", "truncated_is", "sapo", "kl_cov")
-"""Losses that look at no ``actor.clip_ratio``."""
 GROUP_RELATIVE = ("grpo", "dr_grpo", "rloo", "opo", "maxrl", "grpo_passk", "pass_at_k", "reinforce_plus_plus_baseline")
 """Estimators that compare the trajectories of a group."""
 CRITIC_KEYS = (
@@ -72,13 +56,10 @@ def idle_estimator_keys(config: Config) -> Iterator[Idle]:
 
 
 def idle_loss_keys(config: Config) -> Iterator[Idle]:
-    actor, chosen = config.actor, config.algorithm.policy_loss.loss_mode
-    for key, users in LOSS_KEYS.items():
-        if chosen not in users and not names_a_file(chosen):
-            yield f"algorithm.policy_loss.{key}", f"algorithm.policy_loss.loss_mode is {chosen}"
-    if chosen in NEVER_CLIPS:
+    actor, loss = config.actor, config.algorithm.policy_loss
+    if not loss.clips:
         for key in ("clip_ratio", "clip_ratio_low", "clip_ratio_high"):
-            yield f"actor.{key}", f"algorithm.policy_loss.loss_mode={chosen} does not clip"
+            yield f"actor.{key}", f"algorithm.policy_loss.loss_mode={loss.loss_mode} does not clip"
     if actor.loss_agg_mode != "seq-mean-token-sum-norm":
         yield "actor.loss_scale_factor", f"actor.loss_agg_mode is {actor.loss_agg_mode}"
 
@@ -130,10 +111,10 @@ def idle_role_keys(config: Config) -> Iterator[Idle]:
             "rollout.greedy_baseline",
             f"algorithm.adv_estimator={config.algorithm.adv_estimator} has its own baseline",
         )
-    loss = config.algorithm.policy_loss.loss_mode
-    if loss == "truncated_is" and not config.algorithm.use_kl_in_reward:
+    loss = config.algorithm.policy_loss
+    if loss.weighs_behaviour and not config.algorithm.use_kl_in_reward:
         for key in ("async_training.use_rollout_log_probs", "logp.nnodes", "actor.prox_logp_method"):
-            yield key, "algorithm.policy_loss.loss_mode=truncated_is weighs by π_θ/π_behav, and needs no π_prox"
+            yield key, f"algorithm.policy_loss.loss_mode={loss.loss_mode} weighs by π_θ/π_behav, and needs no π_prox"
     if config.algorithm.overlong_filtering:
         yield "algorithm.policy_loss.ignore_last", "algorithm.overlong_filtering masks answers that were cut off whole"
     if needs_critic(config) and config.critic.optim.lr_scheduler_type == "constant":
@@ -141,9 +122,8 @@ def idle_role_keys(config: Config) -> Iterator[Idle]:
     guard, eta = config.offpolicy.guard, config.async_training.staleness_threshold
     if guard.min_ess is None:
         yield "offpolicy.guard.action", "offpolicy.guard.min_ess is not given"
-    elif guard.action == "tighten" and config.algorithm.policy_loss.loss_mode in NEVER_CLIPS:
-        loss = config.algorithm.policy_loss.loss_mode
-        yield "offpolicy.guard.action", f"algorithm.policy_loss.loss_mode={loss} has no clip range to tighten"
+    elif guard.action == "tighten" and not loss.clips:
+        yield "offpolicy.guard.action", f"algorithm.policy_loss.loss_mode={loss.loss_mode} has no clip range to tighten"
     elif guard.action == "lower_eta" and floor(eta * config.groups_per_version) < 1:
         yield "offpolicy.guard.action", "nothing runs ahead (η·B < 1), so there is no η to lower"
 
@@ -151,8 +131,8 @@ def idle_role_keys(config: Config) -> Iterator[Idle]:
 def algorithm_problems(config: Config) -> Iterator[str]:
     """What cannot be trained with."""
     algorithm, n = config.algorithm, config.rollout.n
-    loss, actor = algorithm.policy_loss.loss_mode, config.actor
-    if loss == "t_ppo" and not algorithm.policy_loss.ignore_last:
+    loss, actor = algorithm.policy_loss, config.actor
+    if isinstance(loss, TPpo) and not loss.ignore_last:
         yield (
             "algorithm.policy_loss.loss_mode=t_ppo leaves out the last tokens of answers that were cut off; without "
             "algorithm.policy_loss.ignore_last it is ppo_clip: give that, or choose ppo_clip"
@@ -168,18 +148,16 @@ def algorithm_problems(config: Config) -> Iterator[str]:
                 "algorithm.rollout_correction.also: every correction needs a name, and the first one is that of "
                 "algorithm.rollout_correction itself"
             )
-    for one in algorithm.rollout_correction.all if loss == "truncated_is" else ():
+    for one in algorithm.rollout_correction.all if loss.weighs_behaviour else ():
         if one.name != SEQUENCE_MASK:
             yield (
-                "algorithm.policy_loss.loss_mode=truncated_is weighs by π_θ/π_behav itself; with "
+                f"algorithm.policy_loss.loss_mode={loss.loss_mode} weighs by π_θ/π_behav itself; with "
                 f"algorithm.rollout_correction.name={one.name} staleness would be corrected twice; drop one of the two"
             )
-    clip_high = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
-    c = algorithm.policy_loss.clip_ratio_c
-    if loss == "dual_clip" and c is not None and c <= 1 + clip_high:
+    if isinstance(loss, DualClip) and loss.clip_ratio_c <= 1 + actor.clip_range[1]:
         yield (
-            f"algorithm.policy_loss.clip_ratio_c={c:g} is inside the clip range, which ends at "
-            f"1 + actor.clip_ratio_high = {1 + clip_high:g}; expected more (usual: 3)"
+            f"algorithm.policy_loss.clip_ratio_c={loss.clip_ratio_c:g} is inside the clip range, which ends at "
+            f"1 + actor.clip_ratio_high = {1 + actor.clip_range[1]:g}; expected more (usual: 3)"
         )
     for one in algorithm.rollout_correction.all:
         if (one.lower is not None and one.lower > 1) or (one.bound is not None and one.bound < 1):

@@ -12,7 +12,7 @@ from headway.config.loading import LoadedConfig, mode_config
 from headway.config.placement import ACTOR, LOGP, resolve_placement
 from headway.config.presets import preset
 from headway.config.schema import Config, Order
-from headway.config.transports import TRANSPORTS, transport_of
+from headway.config.transports import TRANSPORTS, WITHIN_PROCESS, transport_of
 from headway.errors import ConfigError
 from headway.user_code import names_a_file
 
@@ -143,7 +143,7 @@ def _sampling(config: Config) -> Iterator[str]:
 
 def _corrects_the_sampler(config: Config) -> bool:
     """Whether what a token is weighed by has the probability in it that it was sampled with."""
-    if config.algorithm.policy_loss.loss_mode == "truncated_is":
+    if config.algorithm.policy_loss.weighs_behaviour:
         return True
     weighs = any(
         one.name in ("truncate", "mask") or names_a_file(one.name or "")
@@ -236,10 +236,10 @@ def _update(config: Config) -> Iterator[str]:
     update, backend, shared = config.param_update, config.cluster.backend, config.placement.kind == "shared"
     transport = transport_of(update.transport, backend=backend, shared=shared)
     facts = TRANSPORTS[transport]
-    if shared and transport != "local":
+    if shared and not facts.within_process:
         yield (
             f"param_update.transport={transport} with placement.kind=shared: trainer and engine are one process, which "
-            "hands weights over by local; drop the transport"
+            f"hands weights over by {WITHIN_PROCESS}; drop the transport"
         )
     if not shared and backend not in facts.backends:
         able = [name for name, other in TRANSPORTS.items() if backend in other.backends]
@@ -249,10 +249,9 @@ def _update(config: Config) -> Iterator[str]:
         )
     if update.encoding == "delta" and not facts.carries_delta:
         able = [name for name, other in TRANSPORTS.items() if other.carries_delta and backend in other.backends]
-        reason = "its files are whole versions" if transport == "disk" else "inside one process nothing has to be sent"
         way_out = "" if shared else f", or the transport to {' or '.join(able)}"
         yield (
-            f"param_update.encoding=delta with param_update.transport={transport}: {reason}; "
+            f"param_update.encoding=delta with param_update.transport={transport}: {facts.no_delta}; "
             f"set the encoding to full{way_out}"
         )
     if update.encoding == "delta" and not config.rollout.enable_dual_buffer:

@@ -11,7 +11,7 @@ from math import floor
 from headway.config.algorithm import idle_correction_keys, idle_estimator_keys, idle_loss_keys, idle_role_keys
 from headway.config.placement import needs_reference
 from headway.config.schema import Config, Order
-from headway.config.transports import transport_of
+from headway.config.transports import TRANSPORTS, transport_of
 
 Idle = tuple[str, str]
 """A dotted key and why it has no effect."""
@@ -116,11 +116,12 @@ def _algorithm(config: Config) -> Iterator[Idle]:
 
 
 def _update(config: Config) -> Iterator[Idle]:
-    if config.param_update.transport != "disk":
-        yield "param_update.directory", "only param_update.transport=disk writes files"
     shared = config.placement.kind == "shared"
-    if transport_of(config.param_update.transport, backend=config.cluster.backend, shared=shared) != "broadcast":
-        yield "param_update.backend", "only param_update.transport=broadcast has a choice of backends"
+    chosen = transport_of(config.param_update.transport, backend=config.cluster.backend, shared=shared)
+    for key in dict.fromkeys(key for facts in TRANSPORTS.values() for key in facts.keys):
+        users = [name for name, facts in TRANSPORTS.items() if key in facts.keys]
+        if chosen not in users:
+            yield f"param_update.{key}", f"only param_update.transport={' or '.join(users)} looks at it"
     if shared:
         yield (
             "rollout.enable_dual_buffer",

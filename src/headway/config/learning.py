@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from headway.config.section import NonNegative, Positive, Probability, Section
+from headway.config.losses import ChosenLoss, PpoClip
+from headway.config.section import NonNegative, Positive, Section
 
 
 class OptimConfig(Section):
@@ -76,6 +77,12 @@ class ActorConfig(Section):
     optim: OptimConfig = OptimConfig()
     fsdp_config: FsdpConfig = FsdpConfig()
 
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """ε below and above."""
+        low, high = self.clip_ratio_low, self.clip_ratio_high
+        return self.clip_ratio if low is None else low, self.clip_ratio if high is None else high
+
 
 class RefConfig(Section):
     """The reference policy, where the algorithm asks for one."""
@@ -112,38 +119,6 @@ class CriticConfig(Section):
     grad_clip: float = Field(1.0, gt=0)
     """Maximum norm of the gradient."""
     optim: OptimConfig = OptimConfig(lr=1e-5)
-
-
-class PolicyLossConfig(Section):
-    """The loss and its parameters; each is for the losses that it names, and null is that loss's own default."""
-
-    loss_mode: str = "ppo_clip"
-    """Name in the registry of policy losses (docs/algorithms), or ``file.py:function``."""
-    clip_ratio_c: float | None = Field(None, gt=0)
-    """``dual_clip``: largest ratio that counts where the advantage is negative; ``dppo_*``: truncation."""
-    tau_pos: float | None = Field(None, gt=0)
-    """``sapo``: temperature of the gate where the advantage is positive."""
-    tau_neg: float | None = Field(None, gt=0)
-    """``sapo``: … and elsewhere."""
-    rollout_is_threshold: float | None = Field(None, gt=0)
-    """``truncated_is``: largest π_θ/π_behav that counts in full."""
-    clip_cov_ratio: Probability | None = None
-    """``clip_cov``: share of the tokens that lose their gradient."""
-    clip_cov_lb: float | None = None
-    """``clip_cov``: those are drawn from the tokens whose covariance is above this …"""
-    clip_cov_ub: float | None = None
-    """… and below this."""
-    kl_cov_ratio: Probability | None = None
-    """``kl_cov``: share of the tokens that get the penalty."""
-    ppo_kl_coef: float | None = Field(None, ge=0)
-    """``kl_cov``: coefficient of the penalty."""
-    ignore_last: NonNegative | None = None
-    """``t_ppo``: so many last tokens of an unfinished answer are left out."""
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """The parameters that are not left to the loss."""
-        return self.model_dump(exclude={"loss_mode"}, exclude_none=True)
 
 
 class FilterGroupsConfig(Section):
@@ -204,7 +179,7 @@ class AlgorithmConfig(Section):
     """``gae``: λ."""
     pass_k: Positive = 4
     """``pass_at_k``: k."""
-    policy_loss: PolicyLossConfig = PolicyLossConfig()
+    policy_loss: ChosenLoss = PpoClip()
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
     overlong_filtering: bool = False

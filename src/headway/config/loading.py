@@ -23,6 +23,7 @@ from headway.config.presets import preset
 from headway.config.schema import Config
 from headway.errors import ConfigError
 
+LOSS_MODE = "algorithm.policy_loss.loss_mode"
 _REFERENCE = re.compile(r"(\\*)\$\{")
 """Where a reference begins, with the backslashes before it: an odd number of them makes it text."""
 
@@ -119,7 +120,7 @@ def _flat_values(config: Config) -> dict[str, Any]:
 
 
 def _replace_whole_choices(layers: Sequence[Layer]) -> tuple[list[Layer], list[str]]:
-    """Where a later layer brings its own model, data, task or reward, what earlier ones say of theirs is dropped."""
+    """Where a later layer brings its own model, data, task, reward or loss, what earlier ones say of theirs goes."""
     kept: list[Layer] = []
     notes: list[str] = []
     for layer in layers:
@@ -136,6 +137,8 @@ def _replace_whole_choices(layers: Sequence[Layer]) -> tuple[list[Layer], list[s
             kept = _replace(kept, layer, "reward.functions", "reward.function", "reward.params")
         elif layer.gives("reward.function"):
             kept = _drop_other_reward(kept, layer.values["reward.function"])
+        if layer.gives(LOSS_MODE):
+            kept = _drop_other_loss(kept, layer.values[LOSS_MODE])
         kept.append(layer)
     return kept, notes
 
@@ -174,6 +177,12 @@ def _drop_other_reward(layers: Sequence[Layer], function: str) -> list[Layer]:
     before = [layer.values["reward.function"] for layer in layers if layer.gives("reward.function")]
     dropped = ["reward.functions"] if before[-1:] == [function] else ["reward.functions", "reward.params"]
     return [layer.without(*dropped) for layer in layers]
+
+
+def _drop_other_loss(layers: Sequence[Layer], mode: str) -> list[Layer]:
+    """The layers less the keys of a loss that one of them names, unless it is this one."""
+    before = [layer.values[LOSS_MODE] for layer in layers if layer.gives(LOSS_MODE)]
+    return list(layers) if before[-1:] in ([], [mode]) else [layer.without("algorithm.policy_loss") for layer in layers]
 
 
 def _origins(layers: Sequence[Layer]) -> dict[str, str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args, get_origin
+from itertools import chain
+from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -13,7 +14,7 @@ from pydantic_core import ErrorDetails
 from headway.config.aliases import RENAMED, USUAL, canonical_key
 from headway.config.layers import lies_in
 from headway.config.schema import Config
-from headway.config.section import Section
+from headway.config.section import Section, sections_in, told_apart_by
 from headway.errors import shown
 
 SIMILARITY = 0.75
@@ -33,21 +34,25 @@ def explain(error: ValidationError, origins: dict[str, str], root: type[Section]
     """
     expected: dict[str, list[str]] = {}
     given: dict[str, str] = {}
-    unknown: list[str] = []
+    lines: list[str] = []
     for detail in error.errors():
         key, sections = _find(detail, root)
         if detail["type"] == "extra_forbidden":
-            unknown += [written for written in reversed(origins) if lies_in(written, key)] or [key]
+            written = [written for written in reversed(origins) if lies_in(written, key)] or [key]
+            if reason := _of_another_alternative(detail, key, sections):
+                lines.append(f"{key}{_where(key, origins)} has no effect: {reason}")
+            else:
+                lines += [f"{one}: unknown key{_where(one, origins)}{_suggest(one, root)}" for one in written]
             continue
         value = _MISSING if detail["type"] == "missing" else detail["input"]
         if detail["type"] in _NO_ALTERNATIVE and isinstance(value, Mapping):
-            choice, alternatives = _tags(sections)
-            key, value, expectation = f"{key}.{choice}", value.get(choice, _MISSING), _one_of(alternatives)
+            choice, values = told_apart_by(sections)
+            key, value = f"{key}.{choice}", value.get(choice, _MISSING)
+            expectation = _one_of(list(chain(*values)), value)
         else:
             expectation = _expectation(detail)
         expected.setdefault(key, []).append(expectation)
         given[key] = "nothing" if value is _MISSING else _brief(value)
-    lines = [f"{key}: unknown key{_where(key, origins)}{_suggest(key, root)}" for key in unknown]
     for key, expectations in expected.items():
         what = " or ".join(dict.fromkeys(expectations))
         lines.append(f"{key}: got {given[key]}{_where(key, origins)}, expected {what}")
@@ -55,36 +60,23 @@ def explain(error: ValidationError, origins: dict[str, str], root: type[Section]
 
 
 def known_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[str]:
-    """Every dotted key of the schema that holds a value, in its order; those below a list are written without index."""
+    """Every dotted key of the schema that holds a value, in its order; those below a list are written without index.
+
+    A key that several alternatives of a union have comes once.
+    """
     for key, inner in _keys_of(section).items():
         if not inner:
             yield f"{prefix}{key}"
-        for alternative in inner:
-            yield from known_keys(alternative, f"{prefix}{key}.")
+        yield from dict.fromkeys(chain(*(known_keys(alternative, f"{prefix}{key}.") for alternative in inner)))
 
 
 def _keys_of(section: type[Section]) -> dict[str, list[type[Section]]]:
     """A section's keys, as they are written, each with the sections that its value may be, or be a list of."""
-    return {field.alias or name: _sections_in(field.annotation) for name, field in section.model_fields.items()}
-
-
-def _sections_in(annotation: Any) -> list[type[Section]]:
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return [annotation]
-    return [section for argument in get_args(annotation) for section in _sections_in(argument)]
-
-
-def _tags(sections: Sequence[type[Section]]) -> tuple[str, list[str]]:
-    """The key that tells the alternatives of a union apart, and its values."""
-    for name in sections[0].model_fields:
-        tags = [section.model_fields[name].annotation for section in sections if name in section.model_fields]
-        if len(tags) == len(sections) and all(get_origin(tag) is Literal for tag in tags):
-            return name, [value for tag in tags for value in get_args(tag)]
-    raise AssertionError(f"{sections} are not told apart by a key of their own")
+    return {field.alias or name: sections_in(field.annotation) for name, field in section.model_fields.items()}
 
 
 def _find(detail: ErrorDetails, root: type[Section]) -> tuple[str, list[type[Section]]]:
-    """The dotted key of an error, and the sections that its value may be.
+    """The dotted key of an error, and the sections that its value may be; of an unknown key, those that it is not in.
 
     Its location also names alternatives of unions, which are no keys.
     """
@@ -98,8 +90,18 @@ def _find(detail: ErrorDetails, root: type[Section]) -> tuple[str, list[type[Sec
             key += f"[{part}]"
         elif at_unknown or part in known:
             key = f"{key}.{part}" if key else part
-            sections = known.get(part, [])
+            sections = sections if at_unknown else known.get(part, [])
     return key, sections
+
+
+def _of_another_alternative(detail: ErrorDetails, key: str, sections: Sequence[type[Section]]) -> str:
+    """Why an unknown key is none here, where other alternatives of the union have it; else nothing."""
+    section, _, name = key.rpartition(".")
+    if not any(name in _keys_of(other) for other in sections):
+        return ""
+    choice, values = told_apart_by(sections)
+    users = [value for other, names in zip(sections, values, strict=True) for value in names if name in _keys_of(other)]
+    return f"{section}.{choice} is {detail['loc'][-2]}, and this is a key of {_listed(users)}"
 
 
 def _expectation(detail: ErrorDetails) -> str:
@@ -175,9 +177,15 @@ def _suggest(key: str, root: type[Section]) -> str:
     return f"; did you mean {' or '.join(candidates)}?" if candidates else ""
 
 
-def _one_of(values: Sequence[str]) -> str:
-    *others, last = map(repr, values)
-    return f"{', '.join(others)} or {last}"
+def _one_of(values: Sequence[str], given: Any) -> str:
+    """``values``, and the one that was probably meant."""
+    close = difflib.get_close_matches(given, values, n=1) if isinstance(given, str) else []
+    return _listed([repr(value) for value in values]) + (f"; did you mean {close[0]!r}?" if close else "")
+
+
+def _listed(names: Sequence[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _similar(key: str, keys: Sequence[str]) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from headway.config.transports import WITHIN_PROCESS
 from headway.errors import ConfigError
 
 Values = Mapping[str, Any]
@@ -46,7 +47,13 @@ def _preset(
 PRESETS: Mapping[str, Values] = MappingProxyType(
     {
         "colocate_sync": _preset(
-            trigger=1, eta=0, admission="batch", order="fifo", on_update="drain", placement="shared", transport="local"
+            trigger=1,
+            eta=0,
+            admission="batch",
+            order="fifo",
+            on_update="drain",
+            placement="shared",
+            transport=WITHIN_PROCESS,
         ),
         "on_policy": _preset(trigger=1, eta=0, admission="batch", order="fifo", on_update="drain"),
         "one_step_off": _preset(trigger=1, eta=1, admission="batch", order="fifo", on_update="drain"),
@@ -72,7 +79,7 @@ PRESETS: Mapping[str, Values] = MappingProxyType(
             window="B",
             on_update="interrupt",
             placement="shared",
-            transport="local",
+            transport=WITHIN_PROCESS,
         ),
     }
 )

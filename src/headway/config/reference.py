@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
 from inspect import cleandoc
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -25,7 +26,7 @@ from pydantic.fields import FieldInfo
 from headway.config.aliases import FIXED, RENAMED, USUAL
 from headway.config.presets import PRESETS
 from headway.config.schema import Config
-from headway.config.section import Section, never_or_every, shortest_spelling
+from headway.config.section import Section, never_or_every, sections_in, shortest_spelling, told_apart_by
 from headway.config.transports import TRANSPORTS, known_transport
 
 REQUIRED = "required"
@@ -75,6 +76,8 @@ class Part:
     """Dotted; empty for the whole configuration."""
     meaning: str
     keys: tuple[Key, ...]
+    chosen_by: str = ""
+    """The setting that makes this section the one that counts, where it is one of several alternatives."""
 
 
 def parts(section: type[Section] = Config, name: str = "", default: Section | None = None) -> Iterator[Part]:
@@ -84,18 +87,40 @@ def parts(section: type[Section] = Config, name: str = "", default: Section | No
     hold once it is given.
     """
     own: list[Key] = []
-    inner: list[tuple[type[Section], str, Section | None]] = []
+    inner: list[tuple[list[type[Section]], str, Any]] = []
     for field_name, field in section.model_fields.items():
         key = f"{name}.{field.alias or field_name}".lstrip(".")
-        sections = _sections(field.annotation)
+        sections = sections_in(field.annotation)
         value = _default(section, field_name) if default is None else getattr(default, field_name)
         if not (sections and isinstance(value, Section)):
             own.append(Key(key, _value(key, field), _spelled(value), _meaning(field.description)))
         suffix = "[]" if sections and _holds_a_list(field.annotation) else ""
-        inner += [(one, key + suffix, value if isinstance(value, Section) else None) for one in sections]
+        inner += [(sections, key + suffix, value)] if sections else []
     yield Part(name, _meaning(section.__doc__), tuple(own))
-    for one, where, given in inner:
-        yield from parts(one, where, given)
+    for alternatives, where, given in inner:
+        if len(alternatives) > 1:
+            yield from _alternatives(alternatives, where, given)
+        else:
+            yield from parts(alternatives[0], where, given if isinstance(given, Section) else None)
+
+
+def _alternatives(sections: Sequence[type[Section]], name: str, default: Section) -> Iterator[Part]:
+    """The key that chooses among sections of one base class, and then what each of them has beside it."""
+    choice, values = told_apart_by(sections)
+    base = sections[0].__base__
+    assert base is not None and issubclass(base, Section)
+    key = f"{name}.{choice}"
+    chosen = Key(
+        key,
+        _one_of(list(chain(*values))),
+        _spelled(getattr(default, choice)),
+        _meaning(base.model_fields[choice].description),
+    )
+    yield Part(name, _meaning(base.__doc__), (chosen,))
+    for section, names in zip(sections, values, strict=True):
+        [part] = parts(section, name)
+        own = tuple(one for one in part.keys if one.name != key)
+        yield Part(name, part.meaning, own, chosen_by=f"{choice}: {' or '.join(names)}")
 
 
 def keys() -> Iterator[Key]:
@@ -109,10 +134,12 @@ def page() -> str:
     lines = [INTRODUCTION]
     for part in parts():
         if part.name:
-            level = "##" if "." not in part.name else "###"
-            lines += [f"{level} `{part.name}`", part.meaning]
+            level = "####" if part.chosen_by else "###" if "." in part.name else "##"
+            lines += [f"{level} `{part.name}`{f' with `{part.chosen_by}`' * bool(part.chosen_by)}", part.meaning]
         rows = [[f"`{key.name}`", key.value, _default_cell(key), key.meaning] for key in part.keys]
         lines += [_table(("key", "value", "default", "meaning"), rows)] if rows else []
+        if any(key.value == _one_of(NAMES[known_transport]) for key in part.keys):
+            lines += [_table(("transport", "what carries the weights", "`cluster.backend`"), _transport_rows())]
     lines += [MODES, _table(("key", *(f"`{mode}`" for mode in PRESETS)), _preset_rows())]
     renamed = [[f"`{old}`", f"`{new}`"] for old, new in RENAMED.items()]
     fixed = [
@@ -159,12 +186,6 @@ here; an error names the new one."""
 USUAL_ELSEWHERE = "So it is with names that are usual in other systems, whose settings these are nearest to:"
 
 ONE_VALUE = "These keys of verl's are accepted, and change nothing:"
-
-
-def _sections(annotation: Any) -> list[type[Section]]:
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return [annotation]
-    return [section for argument in get_args(annotation) for section in _sections(argument)]
 
 
 def _holds_a_list(annotation: Any) -> bool:
@@ -279,6 +300,10 @@ def _linked(text: str) -> str:
 
 def _default_cell(key: Key) -> str:
     return REQUIRED if key.default == REQUIRED else f"`{key.default}`"
+
+
+def _transport_rows() -> list[list[str]]:
+    return [[f"`{name}`", facts.meaning, _one_of(facts.backends)] for name, facts in TRANSPORTS.items()]
 
 
 def _preset_rows() -> list[list[str]]:

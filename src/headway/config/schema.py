@@ -4,7 +4,7 @@
 
 Key names are the field's (verl and its fully-asynchronous recipe) wherever the field has one. Sections of the model are
 in `headway.config.model`, that of generation in `headway.config.rollout`, those of what is learned and how in
-`headway.config.learning`.
+`headway.config.learning`, those of the policy losses in `headway.config.losses`.
 """
 
 from __future__ import annotations
@@ -309,9 +309,8 @@ class ParamUpdateConfig(Section):
     """``synchronous``: the trainer waits until every replica has loaded. ``overlapped``: it waits for gather alone, and
     trains on while replicas receive and load, each at its own pace."""
     transport: Annotated[str, AfterValidator(known_transport)] = "auto"
-    """``broadcast`` uses a process group of its own, ``object_store`` Ray's, ``shared_memory`` is for one machine,
-    ``disk`` leaves safetensors files, ``local`` copies inside one process; ``auto`` is ``local`` where there is only
-    one, else ``broadcast``."""
+    """What carries the weights, one of those below. ``auto`` is the one within the process where there is only one
+    process, else the first that works with ``cluster.backend``."""
     encoding: Literal["full", "delta"] = "full"
     """``delta`` sends only what changed in the served dtype; the trainer then keeps a copy of it in host memory."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"

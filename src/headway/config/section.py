@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -86,3 +87,26 @@ class Section(BaseModel):
         if isinstance(value, bool) and {int, float} & types_in(cls.model_fields[info.field_name or ""].annotation):
             raise ValueError("expected a number")
         return value
+
+
+def sections_in(annotation: Any) -> list[type[Section]]:
+    """The sections that a value of this type may be, or be a list of."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    return [section for argument in get_args(annotation) for section in sections_in(argument)]
+
+
+def told_apart_by(sections: Sequence[type[Section]]) -> tuple[str, list[list[str]]]:
+    """The key that tells the alternatives of a union apart, and the values by which each alternative is chosen.
+
+    A key that takes more than a few names has examples of its values in their place (``file.py:function``).
+    """
+    for name in sections[0].model_fields:
+        fields = [section.model_fields[name] for section in sections if name in section.model_fields]
+        values = [
+            list(get_args(field.annotation)) if get_origin(field.annotation) is Literal else field.examples or []
+            for field in fields
+        ]
+        if len(fields) == len(sections) and all(values):
+            return name, values
+    raise AssertionError(f"{sections} are not told apart by a key of their own")

@@ -1,4 +1,4 @@
-"""What each transport of weights can do.
+"""What each transport of weights can do, needs and is for. No other file asks for a transport by its name.
 
 One line here and one file, ``weights/transports/<name>.py``, make a transport.
 """
@@ -8,34 +8,68 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
 class TransportFacts:
+    meaning: str
+    """What it does, for the configuration reference."""
     backends: tuple[str, ...]
     """Values of ``cluster.backend`` that it works with, on devices of their own."""
-    streamed: bool
-    """Both ends run at the same time. Otherwise the sender leaves everything where receivers find it."""
-    carries_delta: bool
-    """Whether ``param_update.encoding: delta`` saves anything."""
+    leaves: Literal["files", "memory", "objects"] | None = None
+    """Where the sender leaves a version for receivers: files in ``param_update.directory``, files in memory, or the
+    cluster's object store. None: both ends run at the same time."""
+    within_process: bool = False
+    """Both ends are in one process, as on shared devices."""
+    on_gpu: bool = False
+    """It carries buckets from GPU to GPU where both ends have them; otherwise through host memory."""
+    no_delta: str = ""
+    """Why ``param_update.encoding: delta`` saves nothing; empty where it does."""
+    keys: tuple[str, ...] = ()
+    """Settings of ``param_update`` that only such a transport looks at."""
+
+    @property
+    def streamed(self) -> bool:
+        """Whether both ends run at the same time."""
+        return self.leaves is None
+
+    @property
+    def carries_delta(self) -> bool:
+        return not self.no_delta
 
 
 TRANSPORTS: Mapping[str, TransportFacts] = MappingProxyType(
     {
-        "broadcast": TransportFacts(("ray",), streamed=True, carries_delta=True),
-        "local": TransportFacts(("inline",), streamed=True, carries_delta=False),
-        "object_store": TransportFacts(("ray",), streamed=False, carries_delta=True),
-        "shared_memory": TransportFacts(("ray", "inline"), streamed=False, carries_delta=True),
-        "disk": TransportFacts(("ray", "inline"), streamed=False, carries_delta=False),
+        "broadcast": TransportFacts("a process group of its own", ("ray",), on_gpu=True, keys=("backend",)),
+        "local": TransportFacts(
+            "copies inside one process",
+            ("inline",),
+            within_process=True,
+            no_delta="inside one process nothing has to be sent",
+        ),
+        "object_store": TransportFacts("Ray's object store", ("ray",), leaves="objects"),
+        "shared_memory": TransportFacts("memory that processes of one machine map", ("ray", "inline"), leaves="memory"),
+        "disk": TransportFacts(
+            "safetensors files, for whoever reads them",
+            ("ray", "inline"),
+            leaves="files",
+            no_delta="its files are whole versions",
+            keys=("directory",),
+        ),
     }
 )
+"""In the order in which ``auto`` looks for one that works."""
+
+WITHIN_PROCESS = next(name for name, facts in TRANSPORTS.items() if facts.within_process)
+"""The transport on shared devices."""
 
 
 def transport_of(transport: str, *, backend: str, shared: bool) -> str:
-    """``param_update.transport``, with ``auto`` resolved: ``local`` where there is only one process."""
+    """``param_update.transport``, with ``auto`` resolved: the first of the table that works there."""
     if transport != "auto":
         return transport
-    return "local" if shared or backend == "inline" else "broadcast"
+    return WITHIN_PROCESS if shared else next(name for name, facts in TRANSPORTS.items() if backend in facts.backends)
 
 
 def known_transport(name: str) -> str:

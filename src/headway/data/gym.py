@@ -12,7 +12,7 @@ from reasoning_gym.composite import DatasetSpec
 from reasoning_gym.factory import DATASETS
 from reasoning_gym.utils import extract_answer
 
-from headway.data.tasks import REASONING_GYM, Problem
+from headway.data.problems import REASONING_GYM, Problem
 from headway.errors import ConfigError, DataError, boundary
 
 

@@ -16,7 +16,8 @@ import xxhash
 from headway.data.files import Columns, Record, read_records
 from headway.data.hub import read_dataset
 from headway.data.mixing import SPLIT_KEY, Part, generator
-from headway.data.tasks import Problem, split_task
+from headway.data.problems import Problem
+from headway.data.tasks import split_task
 from headway.errors import ConfigError, DataError
 
 if TYPE_CHECKING:

@@ -12,43 +12,20 @@ import difflib
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, Protocol, TypeVar, overload
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar, overload
 
 from headway.algorithms.registry import Registry
+from headway.data.problems import REASONING_GYM, Problem, Task
 from headway.errors import ConfigError, UserCodeError, boundary, cut
 from headway.user_code import check_call, load_function, names_a_file
 
-REASONING_GYM = "reasoning_gym/"
 HELD_OUT_TRIES = 4
 """Problems that may be made for each held-out one, until enough distinct ones were found."""
 COLLISION_TRIES = 100
 """Training problems that may be tried in a row before the task counts as too small for its held-out set."""
 
 P = TypeVar("P")
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One problem: the ``prompt`` the model reads, a right ``answer``, and what else its verifier needs.
-
-    Some tasks of reasoning-gym give no answer, only a verifier: theirs is empty.
-    """
-
-    prompt: str
-    answer: str
-    extra: Mapping[str, Any] = field(default_factory=dict)
-
-
-class Task(Protocol):
-    """A source of problems. The problem of an index is a function of (seed, index) alone."""
-
-    name: str
-
-    def problem(self, index: int) -> Problem: ...
-
-    def score(self, response: str, answer: str, extra: Mapping[str, Any]) -> float:
-        """How right ``response`` is, 0 to 1."""
 
 
 TaskFactory = Callable[[Mapping[str, Any], int, int], Task]

@@ -25,7 +25,8 @@ from headway.config.schema import (
     OverlongBufferConfig,
     RunConfig,
 )
-from headway.data.tasks import REASONING_GYM, TASKS
+from headway.data.problems import REASONING_GYM
+from headway.data.tasks import TASKS
 from headway.errors import ConfigError, UserError
 from headway.reports.checkpoints import Checkpoints
 from headway.reports.exported import version_of

@@ -7,7 +7,17 @@
           └──────────────── an exception, anywhere ───────────────────────────────────────▶ FAILED
 
 A subclass says only what it does with its input; the loop, the states, concurrency, cancellation and the event that
-each transition emits are here, once. Timelines, idle time and "who waits for whom" derive from those events.
+each transition emits are here, once. Timelines, idle time and "who waits for whom" derive from those events. Most
+stages take from one channel and send to another, and so have only `process_data`:
+
+    class Even(Stage[int, int]):
+        waits_for_input = "Numbers"
+
+        async def process_data(self, number: int) -> AsyncGenerator[int, None]:
+            if number % 2 == 0:
+                yield number
+
+    stage = Even(emit, numbers, even_numbers)
 """
 
 from __future__ import annotations
@@ -17,7 +27,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import AbstractContextManager, aclosing, contextmanager, suppress
 from enum import StrEnum
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from headway.errors import StageFailed, boundary
 from headway.events import Emit, StageChanged
@@ -26,6 +36,25 @@ from headway.pipeline.signal import Gate
 
 In = TypeVar("In")
 Out = TypeVar("Out")
+Given = TypeVar("Given", covariant=True)
+Taken = TypeVar("Taken", contravariant=True)
+
+
+class Source(Protocol[Given]):
+    """What a stage takes its input from: a channel, or the queue's fetches."""
+
+    async def get(self) -> Given | None:
+        """The next item, or None when there will be none."""
+
+
+class Sink(Protocol[Taken]):
+    """What a stage sends its output to: a channel, or the message queue."""
+
+    async def send(self, item: Taken, /) -> bool:
+        """Hand an item on. False: the consumer closed."""
+
+    def close(self) -> None:
+        """Nothing more comes."""
 
 WaitingFor = Callable[[str], AbstractContextManager[None]]
 """Says whom a stage waits for, in words for the user, while the context is open."""
@@ -54,33 +83,47 @@ class Stage(ABC, Generic[In, Out]):
     waits_for_output: str | None = "its consumer"
     """None where handing on never waits: then it is no state of the stage's, and no event of each item."""
 
-    def __init__(self, emit: Emit, gate: Gate | None = None) -> None:
-        """``gate``: nothing is started while it is shut; without one, only `pause` and `resume` move it."""
+    def __init__(
+        self,
+        emit: Emit,
+        input: Source[In] | None = None,
+        output: Sink[Out] | None = None,
+        *,
+        gate: Gate | None = None,
+    ) -> None:
+        """``input``: None for a stage with a `get_input_data` of its own. ``output``: None where nothing comes out.
+        ``gate``: nothing is started while it is shut; without one, only `pause` and `resume` move it.
+        """
         self.name = type(self).__name__
         self.state = State.WAITING_INPUT
         self.active = 0
         self.inner_waits: list[str] = []
         """Whom `process_data` waits for right now, for the message when nothing moves any more."""
         self._emit = emit
+        self._input = input
+        self._output = output
         self._input_ended = False
         self._gate = gate if gate is not None else Gate()
         self._holds_item = False
         """Paused with an item in hand."""
 
-    @abstractmethod
     async def get_input_data(self) -> In | None:
         """The next input, or None when there will be none."""
+        assert self._input is not None, f"{self.name} was given no input, and does not say where it comes from"
+        return await self._input.get()
 
     @abstractmethod
     def process_data(self, item: In) -> AsyncGenerator[Out, None]:
         """Turn one input into any number of outputs; each is sent as soon as it is yielded."""
 
-    @abstractmethod
     async def send_output_data(self, output: Out) -> bool:
         """Hand an output on. False: the consumer closed, so the stage ends."""
+        return self._output is None or await self._output.send(output)
 
     def close_output(self) -> None:
         """Tell the consumer that nothing more comes. Called once, when the stage ends."""
+        if self._output is not None:
+            self._output.close()
 
     async def run(self) -> None:
         """Work until the input ends. Raises the stage's own failure; leaves no task behind."""

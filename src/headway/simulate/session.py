@@ -23,6 +23,7 @@ from headway.config.layers import nest
 from headway.config.placement import needs_logp, needs_reference
 from headway.config.presets import preset
 from headway.config.schema import Config
+from headway.config.transports import TRANSPORTS
 from headway.data.types import Column, Outcomes, Sample
 from headway.errors import ConfigError
 from headway.events import Observer
@@ -145,8 +146,9 @@ def _train_cost(profile: Profile, config: Config) -> TrainCost:
 
 
 def _update_costs(profile: Profile, config: Config) -> UpdateProfile:
-    """``local`` hands weights over inside one process: nothing is sent, received or registered."""
-    if config.param_update.transport != "local":
+    """What an update costs; inside one process nothing is sent, received or registered."""
+    facts = TRANSPORTS.get(config.param_update.transport)  # None for ``auto``: between processes
+    if facts is None or not facts.within_process:
         return profile.update
     free = PhaseProfile()
     return profile.update.model_copy(update={"send": free, "recv": free, "register_": free})

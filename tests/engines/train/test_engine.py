@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config
 
-from headway.config.learning import ActorConfig, AlgorithmConfig, OptimConfig, PolicyLossConfig
+from headway.config.learning import ActorConfig, AlgorithmConfig, OptimConfig
 from headway.config.model import ModelConfig
 from headway.config.schema import Config, RolloutConfig
 from headway.data.collate import Row
@@ -21,7 +21,7 @@ from headway.engines.train.fsdp.batch import collate
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.engines.train.fsdp.policy import check_plain_head
 from headway.engines.train.fsdp.reference import ReferenceEngine
-from headway.errors import ConfigError, ModelError
+from headway.errors import ModelError
 from headway.interfaces import StepContext
 from headway.models.loading import load_model
 from headway.progress import Progress, count_for
@@ -346,12 +346,17 @@ def test_an_empty_prompt_is_an_error() -> None:
         collate([dataclasses.replace(row, prompt_length=0)], CPU)
 
 
-def test_an_unknown_loss_is_an_error_before_training(model_path: ModelPath) -> None:
-    config = configured().model_copy(
-        update={"algorithm": AlgorithmConfig(policy_loss=PolicyLossConfig(loss_mode="ppo_clamp"))}
+def test_a_loss_of_ones_own_is_told_the_clip_range_and_its_own_keys(model_path: ModelPath, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def loss(inputs, params):\n"
+        "    told = params.own.strength + params.clip_low + 10 * params.clip_high\n"
+        "    return 0 * inputs.logprobs, {'told': 0 * inputs.logprobs.detach() + told}\n"
     )
-    with pytest.raises(ConfigError, match="ppo_clamp"):
-        engine(model_path(), config)
+    own = {"policy_loss": {"loss_mode": f"{tmp_path}/mine.py:loss", "strength": 3}}
+    config = configured(clip_ratio=0.25, clip_ratio_high=0.5)
+    config = config.model_copy(update={"algorithm": AlgorithmConfig.model_validate(own)})
+    report = engine(model_path(), config).train_step(random_rows(4), StepContext())
+    assert report.metrics["told"] == pytest.approx(3 + 0.25 + 5)
 
 
 def test_a_model_that_caps_its_logits_is_refused() -> None:

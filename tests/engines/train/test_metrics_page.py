@@ -15,6 +15,7 @@ import torch
 from headway.algorithms.corrections import Action, CorrectionParams, build_correction
 from headway.algorithms.losses import POLICY_LOSSES, LossInputs, PolicyLossParams
 from headway.config.learning import ActorConfig, AlgorithmConfig, RolloutCorrectionConfig
+from headway.config.losses import LOSSES
 from headway.config.schema import AsyncTrainingConfig, Config
 from headway.data.collate import Row
 from headway.engines.train.fsdp.critic import FsdpCritic
@@ -161,7 +162,7 @@ def of_losses() -> dict[str, float]:
     """By every registered loss; the metrics' values are of no interest here."""
     names: set[str] = set()
     for name in POLICY_LOSSES.names():
-        _, per_token = POLICY_LOSSES.get(name)(inputs(), PolicyLossParams())
+        _, per_token = POLICY_LOSSES.get(name)(inputs(), PolicyLossParams(LOSSES[name]()))
         names |= per_token.keys()
     return dict.fromkeys(names, 0.0)
 

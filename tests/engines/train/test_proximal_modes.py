@@ -20,6 +20,7 @@ import torch.distributed as dist
 from headway.algorithms.corrections import CORRECTIONS, CorrectionParams, log_linear_prox
 from headway.algorithms.losses import LossInputs, PolicyLossParams, ppo_clip
 from headway.config.learning import ActorConfig, AlgorithmConfig, OptimConfig, RolloutCorrectionConfig
+from headway.config.losses import PpoClip
 from headway.config.schema import AsyncTrainingConfig, Config, RolloutConfig
 from headway.data.collate import Row
 from headway.engines.train.fsdp.batch import collate
@@ -341,6 +342,6 @@ def test_as_pure_functions_the_modes_differ_by_rounding_alone(progress: float) -
         current = now.clone().requires_grad_()
         inputs = LossInputs(current, anchor, behaviour, advantages, mask)
         weights, _ = CORRECTIONS.get("truncate")(inputs, CorrectionParams(1.1))
-        loss = (weights * ppo_clip(inputs, PolicyLossParams())[0]).sum()
+        loss = (weights * ppo_clip(inputs, PolicyLossParams(PpoClip()))[0]).sum()
         results.append((loss.detach(), torch.autograd.grad(loss, current)[0]))
     torch.testing.assert_close(results[0], results[1], rtol=1e-9, atol=1e-9)

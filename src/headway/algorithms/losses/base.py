@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from headway.algorithms.registry import Registry
+from headway.config.losses import PolicyLossConfig
+
+Own = TypeVar("Own", bound=PolicyLossConfig, covariant=True)
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to ±this before ``exp``: e^20 squared still fits float32. Beyond it there is no gradient."""
@@ -38,37 +42,20 @@ class LossInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyLossParams:
-    """The parameters of all policy losses, each used by those that its documentation names."""
+class PolicyLossParams(Generic[Own]):
+    """What a policy loss is told: its own section of the configuration, and the clip range, which losses share."""
 
+    own: Own
+    """The loss's section, one of `headway.config.losses`: its parameters, all with values."""
     clip_low: float = 0.2
     """ε below: the ratio is clipped to [1 − clip_low, 1 + clip_high]. ``gmpo`` clips the log-ratio to
-    [−clip_low, clip_high]; for ``dppo_tv`` and ``dppo_kl`` they are the largest divergence down and up."""
+    [−clip_low, clip_high]; for ``dppo_tv`` and ``dppo_kl`` they are the largest divergence down and up. The off-policy
+    guard may have tightened both."""
     clip_high: float = 0.2
-    clip_ratio_c: float | None = None
-    """Largest ratio that counts: for ``dual_clip`` where the advantage is negative (default 3, must be above
-    1 + clip_high), for ``dppo_tv`` and ``dppo_kl`` as the weight's truncation (default 20)."""
-    tau_pos: float = 1.0
-    """``sapo``: temperature of the gate where the advantage is positive."""
-    tau_neg: float = 1.05
-    """``sapo``: temperature of the gate elsewhere. Larger fades sooner."""
-    rollout_is_threshold: float = 2.0
-    """``truncated_is``: largest π_θ/π_behav that counts in full."""
-    clip_cov_ratio: float = 0.0002
-    """``clip_cov``: share of the tokens that lose their gradient, at least one token."""
-    clip_cov_lb: float = 1.0
-    """``clip_cov``: those are drawn from the tokens whose covariance is above this …"""
-    clip_cov_ub: float = 5.0
-    """… and below this."""
-    kl_cov_ratio: float = 0.0002
-    """``kl_cov``: share of the tokens, those of the largest covariance, that get the penalty, at least one token."""
-    ppo_kl_coef: float = 1.0
-    """``kl_cov``: coefficient of the penalty."""
-    ignore_last: int = 0
-    """``t_ppo``: so many last tokens of an unfinished answer are left out."""
+    """ε above."""
 
 
-PolicyLoss = Callable[[LossInputs, PolicyLossParams], tuple[Tensor, dict[str, Tensor]]]
+PolicyLoss = Callable[[LossInputs, PolicyLossParams[Any]], tuple[Tensor, dict[str, Tensor]]]
 """Per-token losses [N, T], exactly 0 where masked, and named per-token metrics [N, T] without gradient."""
 
 POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss", "algorithm.policy_loss.loss_mode")

@@ -14,13 +14,14 @@ from headway.algorithms.losses.base import (
     cleaned_advantages,
     log_ratio,
 )
+from headway.config.losses import DualClip, PolicyLossConfig, TPpo
 from headway.errors import ConfigError
-
-DUAL_CLIP_C = 3.0
 
 
 @POLICY_LOSSES.register("ppo_clip")
-def ppo_clip(inputs: LossInputs, params: PolicyLossParams) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
+def ppo_clip(
+    inputs: LossInputs, params: PolicyLossParams[PolicyLossConfig]
+) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
     """−min(u·A, clip(u, 1 − clip_low, 1 + clip_high)·A) with u = π_θ/π_old.
 
     ``old_logprobs`` are the denominator, whichever policy they come from. ``clip_high`` > ``clip_low`` is clip-higher.
@@ -38,8 +39,8 @@ def ppo_clip(inputs: LossInputs, params: PolicyLossParams) -> tuple[Float[Tensor
 
 
 @POLICY_LOSSES.register("dual_clip")
-def dual_clip(inputs: LossInputs, params: PolicyLossParams) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
-    """`ppo_clip`, but where A < 0 at most −c·A: −max(min(u·A, clip(u)·A), c·A), c = ``clip_ratio_c`` (default 3).
+def dual_clip(inputs: LossInputs, params: PolicyLossParams[DualClip]) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
+    """`ppo_clip`, but where A < 0 at most −c·A: −max(min(u·A, clip(u)·A), c·A), c = ``clip_ratio_c``.
 
     Without it a token of a bad answer that has become much more likely (u ≫ 1) has an unbounded loss.
 
@@ -50,7 +51,7 @@ def dual_clip(inputs: LossInputs, params: PolicyLossParams) -> tuple[Float[Tenso
     Raises:
         ConfigError: c ≤ 1 + clip_high, so that it would cut inside the clip range.
     """
-    c = DUAL_CLIP_C if params.clip_ratio_c is None else params.clip_ratio_c
+    c = params.own.clip_ratio_c
     if c <= 1.0 + params.clip_high:
         raise ConfigError(f"clip_ratio_c={c:g} must be above 1 + clip_high = {1.0 + params.clip_high:g} (usual: 3)")
     losses_NT, metrics = ppo_clip(inputs, params)
@@ -61,7 +62,7 @@ def dual_clip(inputs: LossInputs, params: PolicyLossParams) -> tuple[Float[Tenso
 
 
 @POLICY_LOSSES.register("t_ppo")
-def t_ppo(inputs: LossInputs, params: PolicyLossParams) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
+def t_ppo(inputs: LossInputs, params: PolicyLossParams[TPpo]) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
     """`ppo_clip` on answers of which some are unfinished, without the last ``ignore_last`` tokens of those.
 
     The rest of truncated PPO is other parts' business: the advantages come from extended GAE, which takes V(s_l+1) =
@@ -74,14 +75,14 @@ def t_ppo(inputs: LossInputs, params: PolicyLossParams) -> tuple[Float[Tensor, "
     Source: truncated PPO, Fan et al. 2025, arXiv:2506.15050, section 3.
     """
     losses_NT, metrics = ppo_clip(inputs, params)
-    dropped_NT = _last_of_unfinished(inputs, params.ignore_last)
+    dropped_NT = _last_of_unfinished(inputs, params.own.ignore_last)
     losses_NT = losses_NT.masked_fill(dropped_NT, 0.0)
     metrics["clip_fraction"] = metrics["clip_fraction"].masked_fill(dropped_NT, 0.0)
     return losses_NT, metrics | {"window_dropped": dropped_NT.to(losses_NT.dtype)}
 
 
 def clipped_surrogate(
-    ratio_NT: Float[Tensor, "N T"], advantages_NT: Float[Tensor, "N T"], params: PolicyLossParams
+    ratio_NT: Float[Tensor, "N T"], advantages_NT: Float[Tensor, "N T"], params: PolicyLossParams[PolicyLossConfig]
 ) -> tuple[Float[Tensor, "N T"], Float[Tensor, "N T"]]:
     """−min(u·A, clip(u)·A), and 1 where the clipped term was the smaller one."""
     unclipped_NT = -ratio_NT * advantages_NT

@@ -23,10 +23,11 @@ from headway.algorithms.losses.base import (
     log_ratio,
 )
 from headway.algorithms.losses.clipped import clipped_surrogate
+from headway.config.losses import ClipCov, KlCov
 
 
 @POLICY_LOSSES.register("clip_cov")
-def clip_cov(inputs: LossInputs, params: PolicyLossParams) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
+def clip_cov(inputs: LossInputs, params: PolicyLossParams[ClipCov]) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
     """`ppo_clip`, and 0 at max(1, ⌊``clip_cov_ratio``·tokens⌋ tokens drawn from those of a high covariance.
 
     Drawn uniformly from the tokens that PPO did not clip and whose covariance is between ``clip_cov_lb`` and
@@ -41,8 +42,8 @@ def clip_cov(inputs: LossInputs, params: PolicyLossParams) -> tuple[Float[Tensor
     losses_NT, clipped_NT = clipped_surrogate(log_ratio_NT.exp(), cleaned_advantages(inputs, log_ratio_NT), params)
     covariance_NT = _covariance(inputs)
     candidates_NT = inputs.mask & (clipped_NT == 0)
-    candidates_NT &= (covariance_NT > params.clip_cov_lb) & (covariance_NT < params.clip_cov_ub)
-    drawn_NT = _draw(candidates_NT, _share(inputs.mask, params.clip_cov_ratio), seed_from=covariance_NT)
+    candidates_NT &= (covariance_NT > params.own.clip_cov_lb) & (covariance_NT < params.own.clip_cov_ub)
+    drawn_NT = _draw(candidates_NT, _share(inputs.mask, params.own.clip_cov_ratio), seed_from=covariance_NT)
     metrics = {
         "clip_fraction": clipped_NT,
         "cov_fraction": drawn_NT.to(clipped_NT.dtype),
@@ -52,7 +53,7 @@ def clip_cov(inputs: LossInputs, params: PolicyLossParams) -> tuple[Float[Tensor
 
 
 @POLICY_LOSSES.register("kl_cov")
-def kl_cov(inputs: LossInputs, params: PolicyLossParams) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
+def kl_cov(inputs: LossInputs, params: PolicyLossParams[KlCov]) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
     """−u·A, plus ``ppo_kl_coef``·|log u| at the max(1, ⌊``kl_cov_ratio``·tokens⌋) tokens of the largest covariance.
 
     u = π_θ/π_old is not clipped: the penalty alone keeps the policy near the old one.
@@ -63,11 +64,11 @@ def kl_cov(inputs: LossInputs, params: PolicyLossParams) -> tuple[Float[Tensor, 
     """
     log_ratio_NT = log_ratio(inputs.logprobs, inputs.old_logprobs, inputs.mask)
     losses_NT = -log_ratio_NT.exp() * cleaned_advantages(inputs, log_ratio_NT)
-    count = min(_share(inputs.mask, params.kl_cov_ratio), int(inputs.mask.sum()))
+    count = min(_share(inputs.mask, params.own.kl_cov_ratio), int(inputs.mask.sum()))
     ranked_NT = _covariance(inputs).masked_fill(~inputs.mask, -torch.inf)
     chosen_NT = torch.zeros_like(inputs.mask)
     chosen_NT.view(-1)[ranked_NT.flatten().topk(count).indices] = True
-    losses_NT = torch.where(chosen_NT, losses_NT + params.ppo_kl_coef * log_ratio_NT.abs(), losses_NT)
+    losses_NT = torch.where(chosen_NT, losses_NT + params.own.ppo_kl_coef * log_ratio_NT.abs(), losses_NT)
     return losses_NT, {"cov_fraction": chosen_NT.to(losses_NT.dtype), "approx_kl": approx_kl(log_ratio_NT)}
 
 

@@ -18,14 +18,14 @@ from headway.algorithms.losses.base import (
     cleaned_advantages,
     log_ratio,
 )
+from headway.config.losses import Cispo, DppoKl, DppoTv, Gpg, TruncatedIs
 
-DPPO_TRUNCATION = 20.0
 PROBABILITY_FLOOR = 1e-8
 """Added to 1 − π: float32 log-probs cannot tell a probability of 1 − 3e-8 from 1."""
 
 
 @POLICY_LOSSES.register("gpg")
-def gpg(inputs: LossInputs, params: PolicyLossParams) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
+def gpg(inputs: LossInputs, params: PolicyLossParams[Gpg]) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
     """−A·log π_θ: no ratio and no trust region. Right on policy; with stale data, biased.
 
     Aggregation: ``token-mean``.
@@ -40,7 +40,7 @@ def gpg(inputs: LossInputs, params: PolicyLossParams) -> tuple[Float[Tensor, "N 
 
 
 @POLICY_LOSSES.register("cispo")
-def cispo(inputs: LossInputs, params: PolicyLossParams) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
+def cispo(inputs: LossInputs, params: PolicyLossParams[Cispo]) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
     """−sg[clip(u, 1 − clip_low, 1 + clip_high)]·A·log π_θ with u = π_θ/π_old.
 
     The weight is clipped, not the update: every token keeps a gradient. A ``clip_low`` of 1 or more leaves the lower
@@ -59,7 +59,9 @@ def cispo(inputs: LossInputs, params: PolicyLossParams) -> tuple[Float[Tensor, "
 
 
 @POLICY_LOSSES.register("truncated_is")
-def truncated_is(inputs: LossInputs, params: PolicyLossParams) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
+def truncated_is(
+    inputs: LossInputs, params: PolicyLossParams[TruncatedIs]
+) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
     """−sg[min(π_θ/π_behav, ρ)]·A·log π_θ, ρ = ``rollout_is_threshold``: REINFORCE with truncated importance sampling.
 
     One ratio from what sampled to what is trained, so π_prox is not used, and a correction would count it twice.
@@ -72,17 +74,17 @@ def truncated_is(inputs: LossInputs, params: PolicyLossParams) -> tuple[Float[Te
     """
     log_ratio_NT = log_ratio(inputs.logprobs, inputs.behaviour_logprobs, inputs.mask)
     ratio_NT = log_ratio_NT.detach().exp()
-    weights_NT = ratio_NT.clamp(max=params.rollout_is_threshold)
+    weights_NT = ratio_NT.clamp(max=params.own.rollout_is_threshold)
     return _weighted(inputs, weights_NT, log_ratio_NT, clipped=weights_NT != ratio_NT)
 
 
 @POLICY_LOSSES.register("dppo_tv")
-def dppo_tv(inputs: LossInputs, params: PolicyLossParams) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
+def dppo_tv(inputs: LossInputs, params: PolicyLossParams[DppoTv]) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
     """−M·sg[min(u, c)]·A·log π_θ, M = 0 where the token's *probability* has already moved too far A's way.
 
     With A > 0 that is π_θ − π_old > ``clip_high``, otherwise π_old − π_θ > ``clip_low``: |π_θ − π_old| is the total
     variation between (this token, any other token) under both policies. A rare token may change its ratio a lot, a
-    common one only a little. c is ``clip_ratio_c`` (default 20).
+    common one only a little. c is ``clip_ratio_c``.
 
     Aggregation: ``token-mean``.
 
@@ -98,7 +100,7 @@ def dppo_tv(inputs: LossInputs, params: PolicyLossParams) -> tuple[Float[Tensor,
 
 
 @POLICY_LOSSES.register("dppo_kl")
-def dppo_kl(inputs: LossInputs, params: PolicyLossParams) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
+def dppo_kl(inputs: LossInputs, params: PolicyLossParams[DppoKl]) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
     """`dppo_tv` with the KL divergence of (this token, any other token), old from new, in place of the variation.
 
     p·log(p/q) + (1 − p)·log((1 − p)/(1 − q)) with p = π_old, q = π_θ, in nats; M = 0 where it is above ``clip_high``
@@ -127,9 +129,13 @@ def _probabilities(inputs: LossInputs) -> tuple[Float[Tensor, "N T"], Float[Tens
 
 
 def _divergence_masked(
-    inputs: LossInputs, params: PolicyLossParams, *, too_high: Bool[Tensor, "N T"], too_low: Bool[Tensor, "N T"]
+    inputs: LossInputs,
+    params: PolicyLossParams[DppoTv | DppoKl],
+    *,
+    too_high: Bool[Tensor, "N T"],
+    too_low: Bool[Tensor, "N T"],
 ) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
-    c = DPPO_TRUNCATION if params.clip_ratio_c is None else params.clip_ratio_c
+    c = params.own.clip_ratio_c
     log_ratio_NT = log_ratio(inputs.logprobs, inputs.old_logprobs, inputs.mask)
     ratio_NT = log_ratio_NT.detach().exp()
     dropped_NT = torch.where(cleaned_advantages(inputs, ratio_NT) > 0, too_high, too_low)

@@ -24,10 +24,11 @@ from headway.algorithms.losses.base import (
     sequence_mean,
 )
 from headway.algorithms.losses.clipped import clipped_surrogate
+from headway.config.losses import Gmpo, Gspo
 
 
 @POLICY_LOSSES.register("gspo")
-def gspo(inputs: LossInputs, params: PolicyLossParams) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
+def gspo(inputs: LossInputs, params: PolicyLossParams[Gspo]) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
     """−min(s·A, clip(s, 1 − clip_low, 1 + clip_high)·A), s the geometric mean of the answer's ratios π_θ/π_old.
 
     s_i = exp(1/|y_i| · Σ_t log u_t), and per token s_t = sg[s_i] · π_θ/sg[π_θ], where sg stops the gradient. |y_i|
@@ -48,7 +49,7 @@ def gspo(inputs: LossInputs, params: PolicyLossParams) -> tuple[Float[Tensor, "N
 
 
 @POLICY_LOSSES.register("gmpo")
-def gmpo(inputs: LossInputs, params: PolicyLossParams) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
+def gmpo(inputs: LossInputs, params: PolicyLossParams[Gmpo]) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
     """−R·A, R the geometric mean of the answer's ratios, each clipped before: R_i = exp(1/|y_i| · Σ_t c_t).
 
     c_t is log(π_θ/π_old), at most ``clip_high`` where A > 0 and at least −``clip_low`` where A < 0: the clip range is

@@ -14,10 +14,11 @@ from headway.algorithms.losses.base import (
     cleaned_advantages,
     log_ratio,
 )
+from headway.config.losses import Sapo
 
 
 @POLICY_LOSSES.register("sapo")
-def sapo(inputs: LossInputs, params: PolicyLossParams) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
+def sapo(inputs: LossInputs, params: PolicyLossParams[Sapo]) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
     """−(4/τ)·σ(τ·(u − 1))·A with u = π_θ/π_old, τ = ``tau_pos`` where A > 0 and ``tau_neg`` elsewhere.
 
     The gate's slope is 1 at u = 1 and fades on both sides: the gradient is that of PPO near the old policy, and never
@@ -32,7 +33,7 @@ def sapo(inputs: LossInputs, params: PolicyLossParams) -> tuple[Float[Tensor, "N
     """
     log_ratio_NT = log_ratio(inputs.logprobs, inputs.old_logprobs, inputs.mask)
     advantages_NT = cleaned_advantages(inputs, log_ratio_NT)
-    tau_NT = torch.full_like(advantages_NT, params.tau_neg).masked_fill(advantages_NT > 0, params.tau_pos)
+    tau_NT = torch.full_like(advantages_NT, params.own.tau_neg).masked_fill(advantages_NT > 0, params.own.tau_pos)
     gate_NT = torch.sigmoid(tau_NT * (log_ratio_NT.exp() - 1.0))
     slope_NT = (4.0 * gate_NT * (1.0 - gate_NT)).detach().masked_fill(~inputs.mask, 0.0)
     return -(4.0 / tau_NT) * gate_NT * advantages_NT, {"gate": slope_NT, "approx_kl": approx_kl(log_ratio_NT)}

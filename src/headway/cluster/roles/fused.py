@@ -11,6 +11,7 @@ from typing import Any
 from headway.cluster.hardware import Hardware
 from headway.cluster.roles.actor import ActorRole
 from headway.cluster.roles.rollout import RolloutRole
+from headway.config.transports import WITHIN_PROCESS
 from headway.weights.transports.links import Meeting, make_link
 
 WITHIN = "within"
@@ -32,7 +33,7 @@ class FusedRole:
     def connect_within(self, dtype: str, timeout_s: float) -> None:
         """Let the replica receive what this rank gathers."""
         receiver = self.rollout.name
-        link = make_link("local", Meeting(self.actor.layout(dtype), (receiver,), timeout_s))
+        link = make_link(WITHIN_PROCESS, Meeting(self.actor.layout(dtype), (receiver,), timeout_s))
         self.actor.open_link(WITHIN, link)
         self.rollout.open_link(link)
 

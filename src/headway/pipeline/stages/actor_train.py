@@ -101,11 +101,10 @@ class ActorTrain(Stage[Fetch | Resumed, Update]):
         follows: str = "groups from the message queue",
     ) -> None:
         """``to_critic``: to a critic with ranks of its own; ``follows``: where fetches come from, for the user."""
-        super().__init__(state.emit)
+        super().__init__(state.emit, output=output)
         self.waits_for_input = follows
         self._state = state
-        self._input = input
-        self._output = output
+        self._fetches = input
         self._trainer = trainer
         self._preparation = preparation
         self._settings = settings
@@ -135,7 +134,7 @@ class ActorTrain(Stage[Fetch | Resumed, Update]):
             resumed, self._to_publish = self._to_publish, None
             return resumed
         started = now()
-        fetch = await self._input.get()
+        fetch = await self._fetches.get()
         if fetch is not None and fetch.groups:
             numbers, waited = [group.number for group in fetch.groups], (started, now())
             self._emit(FetchTaken(time=now(), fetch=fetch.index, version=fetch.version, numbers=numbers, waited=waited))
@@ -173,13 +172,13 @@ class ActorTrain(Stage[Fetch | Resumed, Update]):
         return consumed % self._state.staleness.groups_per_version == 0 or groups < self._settings.fetch_size
 
     async def send_output_data(self, update: Update) -> bool:
-        if not await self._output.send(update):
+        if not await super().send_output_data(update):
             return False
         await update.until_released()
         return True
 
     def close_output(self) -> None:
-        self._output.close()
+        super().close_output()
         if self._to_critic is not None:
             self._to_critic.close()
 

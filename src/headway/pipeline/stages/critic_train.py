@@ -1,7 +1,8 @@
 """CriticTrain: trains the critic on each fetch beside the trainer, where the critic has ranks of its own.
 
 consumes        fetches with values and returns, from ActorTrain as soon as it has advantages
-waits for       ActorTrain
+waits for       ActorTrain; the critic's ranks
+is unblocked by ActorTrain, which hands a fetch on before its own steps
 produces        a critic that Values may ask about the next fetch
 """
 
@@ -20,18 +21,11 @@ class CriticTrain(Stage[Fetch, None]):
     waits_for_input = "ActorTrain"
 
     def __init__(self, emit: Emit, input: Channel[Fetch], critic: Critic) -> None:
-        super().__init__(emit)
-        self._input = input
+        super().__init__(emit, input)
         self._critic = critic
-
-    async def get_input_data(self) -> Fetch | None:
-        return await self._input.get()
 
     async def process_data(self, fetch: Fetch) -> AsyncGenerator[None, None]:
         with self._waiting_within("the critic's step"):
             await self._critic.train(fetch)
         return
         yield
-
-    async def send_output_data(self, nothing: None) -> bool:
-        return True

@@ -39,9 +39,8 @@ class Generate(Stage[Share, FinishedGroup]):
         halts: Halts,
         router: Router,
     ) -> None:
-        super().__init__(state.emit, halts.gate)
-        self._input = input
-        self._output = output
+        super().__init__(state.emit, output=output, gate=halts.gate)
+        self._waves = input
         self._fleet = fleet
         self._halts = halts
         self._router = router
@@ -49,7 +48,7 @@ class Generate(Stage[Share, FinishedGroup]):
 
     async def get_input_data(self) -> Share | None:
         if not self._shares:
-            if (wave := await self._input.get()) is None:
+            if (wave := await self._waves.get()) is None:
                 return None
             shares = self._router.assign(wave, self._halts.available)
             self._shares.extend((self._fleet[name], share) for name, share in shares)
@@ -60,9 +59,3 @@ class Generate(Stage[Share, FinishedGroup]):
         with self._waiting_within(replica.name):
             async for finished in self._fleet.generate(replica, requests):
                 yield finished
-
-    async def send_output_data(self, finished: FinishedGroup) -> bool:
-        return await self._output.send(finished)
-
-    def close_output(self) -> None:
-        self._output.close()

@@ -2,6 +2,7 @@
 
     consumes        fetches, each for one version of the trainer
     waits for       the role to serve that version, which it gets with every update
+    is unblocked by ParamUpdate, when the role has loaded; by the role's ranks, which answer
     produces        the same fetches, with a column of log-probs per trajectory
 
 It works on a version's next fetch while the trainer is busy with this one. On the trainer's own ranks this happens
@@ -29,10 +30,8 @@ class LogProb(Stage[Fetch, Fetch]):
     def __init__(
         self, state: RunState, input: FetchSource, output: Channel[Fetch], engine: ProximalEngine, fleet: Fleet
     ) -> None:
-        super().__init__(state.emit)
+        super().__init__(state.emit, input, output)
         self._state = state
-        self._input = input
-        self._output = output
         self._engine = engine
         self._fleet = fleet
 
@@ -40,9 +39,6 @@ class LogProb(Stage[Fetch, Fetch]):
     def waiting_for(self) -> str | None:
         waiting = super().waiting_for
         return "ActorTrain, to end the version" if waiting and self._state.took_version else waiting
-
-    async def get_input_data(self) -> Fetch | None:
-        return await self._input.get()
 
     async def process_data(self, fetch: Fetch) -> AsyncGenerator[Fetch, None]:
         if fetch.groups:
@@ -52,9 +48,3 @@ class LogProb(Stage[Fetch, Fetch]):
                 columns = await self._engine.proximal_logprobs(fetch.samples(), fetch.version)
             fetch.add(PROX_LOGPROBS, columns)
         yield fetch
-
-    async def send_output_data(self, fetch: Fetch) -> bool:
-        return await self._output.send(fetch)
-
-    def close_output(self) -> None:
-        self._output.close()

@@ -5,6 +5,7 @@
 
     consumes        updates from ActorTrain
     waits for       the transfer; a validation that still runs; in ``drain``, what is in flight
+    is unblocked by replicas that received and loaded, or are lost; by Validate, whose answers are there
     produces        validations that are due
 
 *Synchronous*: the transfer is one collective, and the trainer goes on when every receiver has loaded. *Overlapped*: the
@@ -140,10 +141,8 @@ class ParamUpdate(Stage[Update, Validation]):
         probe_tolerance: float,
     ) -> None:
         """``test_freq`` counts versions between two validations; -1: none is due here."""
-        super().__init__(state.emit)
+        super().__init__(state.emit, input, output)
         self._state = state
-        self._input = input
-        self._output = output
         self._fleet = fleet
         self._test_freq = test_freq
         self._validated = 0
@@ -164,9 +163,6 @@ class ParamUpdate(Stage[Update, Validation]):
         """``version`` will be published first, and its validation ordered if it is due: its result is not known."""
         self._validated = max(0, version - 1)
 
-    async def get_input_data(self) -> Update | None:
-        return await self._input.get()
-
     async def process_data(self, update: Update) -> AsyncGenerator[Validation, None]:
         started = now()
         published = await self._schedule.publish(update)
@@ -186,12 +182,6 @@ class ParamUpdate(Stage[Update, Validation]):
         )
         return
         yield
-
-    async def send_output_data(self, validation: Validation) -> bool:
-        return await self._output.send(validation)
-
-    def close_output(self) -> None:
-        self._output.close()
 
     async def _order_validation(self, replica: Replica, version: int) -> None:
         """Marked before the new version opens admission: no wave may slip in ahead of its version's validation."""

@@ -39,10 +39,9 @@ class PromptLoader(Stage[list[Prompt], Wave]):
         with_greedy: bool = False,
     ) -> None:
         """``with_greedy``: beside its ``n`` answers each group gets a greedy one, its baseline."""
-        super().__init__(state.emit)
+        super().__init__(state.emit, output=output)
         self._state = state
         self._source = source
-        self._output = output
         self._admission = admission
         self._n = n
         self._sampling = sampling
@@ -76,12 +75,6 @@ class PromptLoader(Stage[list[Prompt], Wave]):
             return [request]
         greedy = replace(self._sampling, temperature=0.0, top_p=1.0, top_k=0)
         return [request, replace(request, n=1, first=self._n, sampling=greedy)]
-
-    async def send_output_data(self, wave: Wave) -> bool:
-        return await self._output.send(wave)
-
-    def close_output(self) -> None:
-        self._output.close()
 
     def end(self) -> None:
         """Admit nothing further."""

@@ -1,7 +1,8 @@
 """RefLogProb: the frozen reference policy's log-probs, where the reference has ranks of its own.
 
     consumes        rewarded groups: all that wait, as one batch
-    waits for       the reference's ranks
+    waits for       Reward; the reference's ranks
+    is unblocked by Reward; by the reference's ranks, which answer for the whole batch
     produces        the same groups, with a column of log-probs per trajectory
 
 On the actor's own ranks the reference runs inside the fetch instead (`headway.pipeline.stages.actor_train`): two models
@@ -30,15 +31,14 @@ class RefLogProb(Stage[list[Group], Group]):
     def __init__(
         self, state: RunState, input: Channel[Group], output: Channel[Group] | MessageQueue, reference: LogProbEngine
     ) -> None:
-        super().__init__(state.emit)
-        self._input = input
-        self._output = output
+        super().__init__(state.emit, output=output)
+        self._groups = input
         self._reference = reference
 
     async def get_input_data(self) -> list[Group] | None:
-        if (first := await self._input.get()) is None:
+        if (first := await self._groups.get()) is None:
             return None
-        return [first, *self._input.take_waiting()]
+        return [first, *self._groups.take_waiting()]
 
     async def process_data(self, groups: list[Group]) -> AsyncGenerator[Group, None]:
         samples = [sample for group in groups for sample in group.samples()]
@@ -47,9 +47,3 @@ class RefLogProb(Stage[list[Group], Group]):
         add_column(groups, REF_LOGPROBS, columns)
         for group in groups:
             yield group
-
-    async def send_output_data(self, group: Group) -> bool:
-        return await self._output.send(group)
-
-    def close_output(self) -> None:
-        self._output.close()

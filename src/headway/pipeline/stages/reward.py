@@ -2,6 +2,7 @@
 
 consumes        groups from Rollout
 waits for       the reward's processes
+is unblocked by an answer of theirs, or the end of its time (``reward.timeout_s``, each retry anew)
 produces        rewarded groups
 """
 
@@ -50,19 +51,14 @@ class Reward(Stage[Group, Group]):
         """``n``: trajectories that are trained on. A further one is the group's baseline. ``equal``: who warns where
         nothing filters groups without variance; where something does, the stage warns of how much that takes out.
         """
-        super().__init__(state.emit)
+        super().__init__(state.emit, input, output)
         self._state = state
-        self._input = input
-        self._output = output
         self._reward = reward
         self._filter = group_filter
         self._shaping = shaping
         self._n = n
         self._equal = equal
         self._filtered = FilteredGroups(state.staleness.groups_per_version)
-
-    async def get_input_data(self) -> Group | None:
-        return await self._input.get()
 
     async def process_data(self, group: Group) -> AsyncGenerator[Group, None]:
         try:
@@ -97,9 +93,6 @@ class Reward(Stage[Group, Group]):
         return rewards[: self._n]
 
     async def send_output_data(self, group: Group) -> bool:
-        sent = await self._output.send(group)
+        sent = await super().send_output_data(group)
         self._state.rewarded(group.number)
         return sent
-
-    def close_output(self) -> None:
-        self._output.close()

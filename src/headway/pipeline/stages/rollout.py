@@ -2,6 +2,7 @@
 
 consumes        finished groups, or parts of split ones, from Generate
 waits for       the other parts of a split group
+is unblocked by Generate, with the last part; by whoever discards the group
 produces        groups, complete and unrewarded; a group that was aborted ends here as dropped
 """
 
@@ -26,19 +27,14 @@ class Rollout(Stage[FinishedGroup, Group]):
         self, state: RunState, input: Channel[FinishedGroup], output: Channel[Group], *, n: int, baselines: bool = False
     ) -> None:
         """``baselines``: to the ``n`` trajectories of a group belongs one more, which is not trained on."""
-        super().__init__(state.emit)
+        super().__init__(state.emit, input, output)
         self._state = state
-        self._input = input
-        self._output = output
         self._n = n
         self._expected = n + baselines
         self._parts: dict[int, list[FinishedGroup]] = {}
         """Of split groups, until all are there."""
         self._discarded = 0
         """Groups discarded when parts of such were last looked for."""
-
-    async def get_input_data(self) -> FinishedGroup | None:
-        return await self._input.get()
 
     async def process_data(self, finished: FinishedGroup) -> AsyncGenerator[Group, None]:
         self._report(finished)
@@ -54,12 +50,6 @@ class Rollout(Stage[FinishedGroup, Group]):
         elif sum(len(part.trajectories) for part in parts) == self._expected:
             del self._parts[number]
             yield joined(parts, self._state.ledger.prompt(number))
-
-    async def send_output_data(self, group: Group) -> bool:
-        return await self._output.send(group)
-
-    def close_output(self) -> None:
-        self._output.close()
 
     def _forget_parts_of_discarded(self) -> None:
         """A group may be lost with a replica that had the rest of it."""

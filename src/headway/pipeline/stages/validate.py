@@ -3,6 +3,7 @@
     consumes        validations that are due, and the last version's, which nobody orders: which one is the last
                     is known only when no more updates come
     waits for       its replica, which loads nothing newer until it is done; the scores of its answers
+    is unblocked by ParamUpdate; by the replica, or by another where it is lost; by the reward's processes
     produces        nothing but the event, in order of versions
 
 Outside the inequality: validation generates with first priority and trains nothing. Answers of one version are scored
@@ -55,9 +56,8 @@ class Validate(Stage[Validation, None]):
         n: int,
         sampling: SamplingParams,
     ) -> None:
-        super().__init__(state.emit)
+        super().__init__(state.emit, input)
         self._state = state
-        self._input = input
         self._fleet = fleet
         self._prompts = prompts
         self._reward = reward
@@ -74,7 +74,7 @@ class Validate(Stage[Validation, None]):
         self._input_ended_before = False
 
     async def get_input_data(self) -> Validation | None:
-        if (validation := await self._input.get()) is not None:
+        if (validation := await super().get_input_data()) is not None:
             self._open += 1
             return validation
         if self._input_ended_before:
@@ -162,9 +162,6 @@ class Validate(Stage[Validation, None]):
         # Nothing decodes for the validation any more: the replica may load again while scores come in.
         self._state.validation(replica.name, running=False)
         return [(answer, await score) for answer, score in zip(answers, scoring, strict=True)]
-
-    async def send_output_data(self, output: None) -> bool:
-        return True
 
     async def _score(self, finished: FinishedGroup) -> Score:
         prompt = self._prompts[finished.number]

@@ -2,6 +2,7 @@
 
 consumes        fetches
 waits for       the critic to be trained on all earlier ones
+is unblocked by CriticTrain; by the critic's ranks, which answer
 produces        the same fetches, with a column of values per trajectory
 """
 
@@ -21,23 +22,12 @@ class Values(Stage[Fetch, Fetch]):
 
     def __init__(self, emit: Emit, input: FetchSource, output: Channel[Fetch], critic: Critic, *, follows: str) -> None:
         """``follows``: where fetches come from, in words for the user."""
-        super().__init__(emit)
+        super().__init__(emit, input, output)
         self.waits_for_input = follows
-        self._input = input
-        self._output = output
         self._critic = critic
-
-    async def get_input_data(self) -> Fetch | None:
-        return await self._input.get()
 
     async def process_data(self, fetch: Fetch) -> AsyncGenerator[Fetch, None]:
         if fetch.groups:
             with self._waiting_within("the critic"):
                 await self._critic.add_values(fetch)
         yield fetch
-
-    async def send_output_data(self, fetch: Fetch) -> bool:
-        return await self._output.send(fetch)
-
-    def close_output(self) -> None:
-        self._output.close()

@@ -85,11 +85,7 @@ class Objective:
     def __init__(self, config: Config) -> None:
         actor: ActorConfig = config.actor
         self._loss = POLICY_LOSSES.get(config.algorithm.policy_loss.loss_mode)
-        self._params = PolicyLossParams(
-            clip_low=actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low,
-            clip_high=actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high,
-            **config.algorithm.policy_loss.given,
-        )
+        self._params = PolicyLossParams(config.algorithm.policy_loss, *actor.clip_range)
         self._actor = actor
         own = config.async_training.use_rollout_log_probs
         self._log_linear = actor.prox_logp_method == "loglinear" and not own

@@ -1,0 +1,33 @@
+"""What a procedural task is, for those who make tasks and for those who ask them. Imports nothing of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+REASONING_GYM = "reasoning_gym/"
+"""How names of reasoning-gym's datasets begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One problem: the ``prompt`` the model reads, a right ``answer``, and what else its verifier needs.
+
+    Some tasks of reasoning-gym give no answer, only a verifier: theirs is empty.
+    """
+
+    prompt: str
+    answer: str
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Task(Protocol):
+    """A source of problems. The problem of an index is a function of (seed, index) alone."""
+
+    name: str
+
+    def problem(self, index: int) -> Problem: ...
+
+    def score(self, response: str, answer: str, extra: Mapping[str, Any]) -> float:
+        """How right ``response`` is, 0 to 1."""
