@@ -28,8 +28,25 @@ LIMIT_MB = 55.0
 """Megabytes (10⁶ bytes) that all wheels may have together."""
 PLATFORMS = tuple(f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 24, 17, 12, 5)) + ("manylinux2014_x86_64",)
 IN_THE_IMAGE = frozenset(
-    "torch transformers numpy pyyaml safetensors tokenizers huggingface-hub regex tqdm packaging filelock fsspec jinja2 "
-    "networkx sympy mpmath setuptools".split()
+    [
+        "torch",
+        "transformers",
+        "numpy",
+        "pyyaml",
+        "safetensors",
+        "tokenizers",
+        "huggingface-hub",
+        "regex",
+        "tqdm",
+        "packaging",
+        "filelock",
+        "fsspec",
+        "jinja2",
+        "networkx",
+        "sympy",
+        "mpmath",
+        "setuptools",
+    ]
 )
 """torch, transformers and what these require."""
 NOT_IMPORTED: Mapping[str, str] = MappingProxyType(

@@ -75,7 +75,11 @@ def logprobs(setting: Setting) -> Passed:
 def sampled_rows(setting: Setting, folder: Path, dtype: str) -> list[Row]:
     core = _core(setting, on_device(folder, setting, getattr(torch, dtype)))
     asked = requests(
-        [3, 9, 24, 40], checked_shape(setting).vocabulary, n=4, tokens=24 if setting.small else 64, temperature=TEMPERATURE
+        [3, 9, 24, 40],
+        checked_shape(setting).vocabulary,
+        n=4,
+        tokens=24 if setting.small else 64,
+        temperature=TEMPERATURE,
     )
     return rows_of(finish(core, asked))
 

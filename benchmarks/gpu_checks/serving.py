@@ -84,7 +84,7 @@ async def _updated(
         sink.ended(weights.digests)
 
     context = checked_shape(setting).context
-    asked = requests([5, 30, 60], checked_shape(setting).vocabulary, n=2, tokens=context - 64)
+    asked = requests([5, 30, 60], checked_shape(setting).vocabulary, n=2, tokens=300 if setting.small else context - 64)
     more = {"receive": receive, "manifest": manifest, "dual_buffer": dual_buffer}
     async with _serving(setting, on_device(folder, setting), context, **more) as engine, asyncio.timeout(WAIT_S):
         answering = asyncio.create_task(_answers(engine, asked))
@@ -221,9 +221,7 @@ def _send(weights: Mapping[str, torch.Tensor], manifest: Manifest, sink: WeightS
 
 
 @asynccontextmanager
-async def _serving(
-    setting: Setting, model: PreTrainedModel, context: int, **more: Any
-) -> AsyncIterator[NativeEngine]:
+async def _serving(setting: Setting, model: PreTrainedModel, context: int, **more: Any) -> AsyncIterator[NativeEngine]:
     engine = NativeEngine(
         model,
         name="check",

@@ -1,7 +1,7 @@
 """Training: gradients and steps are those of the loss written out plainly in float64 on the CPU, on any ranks.
 
-    reference  Hugging Face's module, one row at a time, torch.optim.AdamW        (CPU, float64)
-    checked    FsdpEngine: padded micro-batches, chunked log-probs, FSDP2         (the device, float32 and bfloat16)
+reference  Hugging Face's module, one row at a time, torch.optim.AdamW        (CPU, float64)
+checked    FsdpEngine: padded micro-batches, chunked log-probs, FSDP2         (the device, float32 and bfloat16)
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def training(setting: Setting) -> Passed:
     lines, figures = [], {}
     with one_rank_group(setting):
         for dtype in ("float32", "bfloat16"):
-            limit = FLOAT32_TOLERANCE if dtype == "float32" else BFLOAT16_FACTOR * rounding(setting, folder, rows, expected)
+            limit = (
+                FLOAT32_TOLERANCE if dtype == "float32" else BFLOAT16_FACTOR * rounding(setting, folder, rows, expected)
+            )
             found = compare(engine_of(setting, folder, dtype), rows, expected, dtype, limit)
             lines.append(
                 f"{dtype}: gradient off by {found['gradient']:.2g} of its norm (limit {limit:.2g}), loss by "
@@ -88,7 +90,10 @@ def fsdp(setting: Setting) -> Passed:
         found = _in_processes(setting, folder, rows, world)
     backend = "NCCL" if setting.on_gpu else "Gloo"
     return Passed(
-        [f"{world} rank{'s' * (world > 1)}, {backend}: " + "; ".join(f"{what}: {said}" for what, said in found.items())],
+        [
+            f"{world} rank{'s' * (world > 1)}, {backend}: "
+            + "; ".join(f"{what}: {said}" for what, said in found.items())
+        ],
         {"ranks": world, **found},
     )
 

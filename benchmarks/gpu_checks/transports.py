@@ -84,7 +84,9 @@ def transports(setting: Setting) -> Passed:
     if setting.on_gpu:
         lines.append("back buffers and copies are page-locked")
     group_of_one(setting)
-    lines.append(f"a process group of its own over {'NCCL' if setting.on_gpu else 'Gloo'}, one rank: formed, used, left")
+    lines.append(
+        f"a process group of its own over {'NCCL' if setting.on_gpu else 'Gloo'}, one rank: formed, used, left"
+    )
     return Passed(lines, figures)
 
 
