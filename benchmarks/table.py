@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,16 @@ def report(name: str, title: str, rows: Sequence[dict[str, Any]], notes: Sequenc
     console.print(table)
     for note in notes:
         console.print(note)
+    console.print(f"written to {write(name, {'rows': list(rows), 'notes': list(notes)})}")
+
+
+def write(name: str, content: Mapping[str, Any]) -> Path:
+    """``build/bench/<name>.json``: ``content``, and what it was measured on."""
     OUT.mkdir(parents=True, exist_ok=True)
     path = OUT / f"{name}.json"
     hardware = {"cores": len(os.sched_getaffinity(0)), "machine": platform.machine(), "cpu": _cpu()}
-    path.write_text(
-        json.dumps({"name": name, "hardware": hardware, "rows": list(rows), "notes": list(notes)}, indent=2)
-    )
-    console.print(f"written to {path}")
+    path.write_text(json.dumps({"name": name, "hardware": hardware, **content}, indent=2), encoding="utf-8")
+    return path
 
 
 def _cpu() -> str:

@@ -1,0 +1,156 @@
+"""``python -m benchmarks.gpu``: what works on this machine's GPUs, and how fast, in eight minutes and without a network.
+
+    registry.CHECKS ─▶ a process each, one after the other ─▶ answers ─▶ one table, build/bench/gpu.json
+
+A check that fails, crashes or hangs never stops the next. The exit code is 0 when nothing failed, 1 when a check failed
+or could not be made in time, 2 when there is no GPU: then nothing is run or written. ``--device cpu --small`` runs the
+same checks without a GPU, as the tests do; their figures say nothing about speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_checks.process import answer_of, command
+from benchmarks.gpu_checks.registry import CHECKS
+from benchmarks.gpu_checks.setting import Setting
+
+MINUTES = 8.0
+LEAST_S = 5.0
+"""A check is not begun with less time than that."""
+NEEDED = [
+    "torch",
+    "transformers",
+    "numpy",
+    "safetensors",
+    "jaxtyping",
+    "math_verify",
+    "omegaconf",
+    "pebble",
+    "pydantic",
+    "rich",
+    "tensorboard",
+    "typer",
+    "xxhash",
+    "yaml",
+]
+NO_GPU = 2
+MARKS = {"passed": "green", "failed": "bold red", "skipped": "yellow", "not run": "bold red"}
+
+Answer = dict[str, Any]
+"""``name``, ``title``, ``outcome``, ``seconds``, ``lines`` and ``figures`` of one check."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="What works on this GPU.")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="default: %(default)s")
+    parser.add_argument("--small", action="store_true", help="the sizes of the CPU form")
+    parser.add_argument("--only", type=lambda text: text.split(","), help=f"of {','.join(CHECKS)}")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="for everything; default: %(default)g")
+    chosen = parser.parse_args(arguments)
+    if unknown := sorted(set(chosen.only or ()) - set(CHECKS)):
+        parser.error(f"--only: unknown {', '.join(unknown)}; known: {', '.join(CHECKS)}")
+    if problem := why_not(chosen.device):
+        print(f"benchmarks.gpu: {problem}. Nothing was run.", file=sys.stderr)
+        return NO_GPU
+    with tempfile.TemporaryDirectory(prefix="headway-gpu-") as scratch:
+        setting = Setting(chosen.device, Path(scratch), small=chosen.small)
+        names = [name for name in CHECKS if name in (chosen.only or CHECKS)]
+        answers = run(names, setting, chosen.minutes * 60)
+    return report(answers, setting)
+
+
+def why_not(device: str) -> str | None:
+    """Why nothing can be run here, and what to do; None if it can."""
+    if missing := [name for name in NEEDED if find_spec(name) is None]:
+        return (
+            f"this Python lacks {', '.join(missing)}; with a network: make setup; without: make wheelhouse "
+            "PYTHON_VERSION=3.12 on a machine that has one, which says how to go on"
+        )
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        return (
+            f"torch {torch.__version__} sees no GPU here (torch.cuda.is_available() is false). The same checks without "
+            "one: python -m benchmarks.gpu --device cpu --small"
+        )
+    return None
+
+
+def run(names: Sequence[str], setting: Setting, seconds: float) -> list[Answer]:
+    """Make the checks one after the other, each within its limit and all within ``seconds``."""
+    from benchmarks.table import OUT
+
+    logs = (OUT / "gpu").absolute()
+    logs.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + seconds
+    answers: list[Answer] = []
+    for number, name in enumerate(names, 1):
+        check, left = CHECKS[name], deadline - time.monotonic()
+        if left < LEAST_S:
+            said: Answer = {
+                "outcome": "not run",
+                "lines": [f"the {seconds:g} s for everything were over"],
+                "seconds": 0.0,
+            }
+        else:
+            print(f"[{number} of {len(names)}, {left:.0f} s left] {check.title}", file=sys.stderr, flush=True)
+            answer = setting.scratch / f"{name}.json"
+            said = answer_of(command(name, setting, answer), answer, logs / f"{name}.log", min(check.limit_s, left))
+        answers.append({"name": name, "title": check.title, "figures": {}, **said})
+        print(f"    {said['outcome']}, {said['seconds']:.0f} s", file=sys.stderr, flush=True)
+    return answers
+
+
+def report(answers: Sequence[Answer], setting: Setting) -> int:
+    """Show the table, write the file; the exit code."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from benchmarks.table import write
+
+    machine = described(setting)
+    table = Table(title=", ".join(str(value) for value in machine.values()), show_lines=True)
+    for heading, justify in (("check", "left"), ("", "left"), ("s", "right"), ("what was found", "left")):
+        table.add_column(heading, justify="right" if justify == "right" else "left", overflow="fold")
+    for one in answers:
+        outcome = Text(one["outcome"], style=MARKS[one["outcome"]])
+        table.add_row(Text(one["title"]), outcome, f"{one['seconds']:.0f}", Text("\n".join(one["lines"])))
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(table)
+    counts = {outcome: sum(one["outcome"] == outcome for one in answers) for outcome in MARKS}
+    name = "gpu" if setting.on_gpu else "gpu-cpu-form"
+    path = write(name, {"date": time.strftime("%Y-%m-%d"), "on": machine, "counts": counts, "checks": list(answers)})
+    console.print(", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count), highlight=False)
+    console.print(f"written to {path}; what each check printed is in {path.parent / 'gpu'}", highlight=False)
+    return 1 if counts["failed"] or counts["not run"] else 0
+
+
+def described(setting: Setting) -> Mapping[str, str]:
+    """The device and the libraries. Called when all checks are over: it takes memory on the device."""
+    import torch
+    import transformers
+
+    device = "CPU form, small" if setting.small else "CPU form"
+    if setting.on_gpu:
+        properties = torch.cuda.get_device_properties(0)
+        device = f"{torch.cuda.device_count()} × {properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+    version = ".".join(map(str, sys.version_info[:3]))
+    return {
+        "device": device,
+        "torch": f"torch {torch.__version__}",
+        "transformers": f"transformers {transformers.__version__}",
+        "python": f"Python {version}",
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

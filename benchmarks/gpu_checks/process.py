@@ -1,0 +1,76 @@
+"""A check in a process of its own: whatever becomes of it, there is an answer, and nothing of it is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_checks.setting import Setting
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT: Mapping[str, str] = {
+    "HF_HUB_OFFLINE": "1",
+    "MKL_CBWR": "AUTO,STRICT",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""As Headway's own processes have it, and never a look at the network."""
+LAST_CHARACTERS = 300
+"""Of a log, in an answer."""
+
+
+def command(name: str, setting: Setting, answer: Path) -> list[str]:
+    fields = {**asdict(setting), "scratch": str(setting.scratch)}
+    return [sys.executable, "-m", "benchmarks.gpu_checks", name, json.dumps(fields), str(answer)]
+
+
+def answer_of(command: Sequence[str], answer: Path, log: Path, limit_s: float) -> dict[str, Any]:
+    """Run ``command``, which writes ``answer``, for at most ``limit_s``; what it answered, or what became of it.
+
+    Its output, and that of all processes that it started, goes to ``log``; these end with it.
+    """
+    answer.unlink(missing_ok=True)
+    path = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    environment = {**ENVIRONMENT, **os.environ, "PYTHONPATH": path}
+    started = time.monotonic()
+    with log.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        process.wait(limit_s)
+        became = "" if process.returncode == 0 else f"its process {_ended(process.returncode)}"
+    except subprocess.TimeoutExpired:
+        became = f"it was not over after {limit_s:.0f} s"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if not became and answer.exists():
+        return dict(json.loads(answer.read_text(encoding="utf-8")))
+    became = became or "its process ended without an answer"
+    lines = [f"{became}; the last that it printed: {_last(log)}"]
+    return {"outcome": "failed", "lines": lines, "figures": {}, "seconds": time.monotonic() - started}
+
+
+def _ended(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was ended by signal {-code}"
+
+
+def _last(log: Path) -> str:
+    text = " ".join(log.read_text(encoding="utf-8", errors="replace").split())
+    return text[-LAST_CHARACTERS:] or "nothing"

@@ -1,0 +1,71 @@
+"""What a check is given, and how it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Where a check runs, and how large it is."""
+
+    device: str
+    """``cuda`` or ``cpu``."""
+    scratch: Path
+    """A folder for models and files that checks of one run share; what is in it may be reused."""
+    small: bool = False
+    """Sizes for the CPU form: seconds on two cores, and figures that say nothing about speed."""
+    ranks: int | None = None
+    """Processes of the checks that span several; default: a GPU each, or what the check takes on a CPU."""
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device == "cuda"
+
+    def wait(self) -> None:
+        """Return when the device has computed everything that it was given."""
+        if self.on_gpu:
+            import torch
+
+            torch.cuda.synchronize()
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """What a check found to be right."""
+
+    lines: list[str]
+    """For the table: a figure or a sentence each."""
+    figures: dict[str, Any] = field(default_factory=dict)
+    """For the JSON file."""
+
+
+class CheckFailed(Exception):
+    """Something is not as it has to be: what, by how much, and what was expected."""
+
+
+class Skipped(Exception):
+    """The check cannot be made here, and why."""
+
+
+def require(right: bool, message: str) -> None:
+    """Raise `CheckFailed` with ``message`` unless it is ``right``."""
+    if not right:
+        raise CheckFailed(message)
+
+
+@contextmanager
+def one_rank_group(setting: Setting) -> Iterator[None]:
+    """torch.distributed's default group of this process alone, as ``cluster.backend=inline`` makes it."""
+    import torch.distributed as dist
+
+    backend = "cpu:gloo,cuda:nccl" if setting.on_gpu else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

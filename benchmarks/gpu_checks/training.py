@@ -1,0 +1,328 @@
+"""Training: gradients and steps are those of the loss written out plainly in float64 on the CPU, on any ranks.
+
+reference  Hugging Face's module, one row at a time, torch.optim.AdamW        (CPU, float64)
+checked    FsdpEngine: padded micro-batches, chunked log-probs, FSDP2         (the device, float32 and bfloat16)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from benchmarks.gpu_checks.models import checked_shape, peaked_model
+from benchmarks.gpu_checks.setting import CheckFailed, Passed, Setting, one_rank_group, require
+from headway.config.learning import ActorConfig, FsdpConfig, OptimConfig
+from headway.config.model import ModelConfig
+from headway.config.schema import Config
+from headway.data.collate import Row
+from headway.engines.train.fsdp.engine import FsdpEngine
+from headway.interfaces import StepContext
+from headway.models.loading import load_model
+
+FLOAT32_TOLERANCE = 1e-3
+"""Of a gradient: ‖difference‖ ÷ ‖reference‖."""
+BFLOAT16_FACTOR = 1.5
+"""The same in bfloat16: so many times what Hugging Face's module makes of it in bfloat16 on the same device. Random
+weights with peaked distributions are at their worst there: about 0.3."""
+STEP_TOLERANCE = 0.02
+"""Of AdamW's first step: ‖difference‖ ÷ ‖step‖. It is the gradient's sign, which rounding turns where there is hardly
+any gradient."""
+LR = 1e-3
+MICRO_BATCH_TOKENS = 256
+"""So few that a mini-batch is several micro-batches."""
+BUCKET_BYTES = 65_536
+MEET_S = 60.0
+"""For all ranks to be there, and for any collective."""
+
+Weights = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """One mini-batch's loss, gradient and weights after one optimizer step."""
+
+    loss: float
+    gradient: Weights
+    before: Weights
+    after: Weights
+
+
+def training(setting: Setting) -> Passed:
+    """One mini-batch's gradient and optimizer step on the device against the CPU."""
+    folder, rows = peaked_model(setting), random_rows(setting)
+    expected = reference(folder, rows)
+    lines, figures = [], {}
+    with one_rank_group(setting):
+        for dtype in ("float32", "bfloat16"):
+            limit = (
+                FLOAT32_TOLERANCE if dtype == "float32" else BFLOAT16_FACTOR * rounding(setting, folder, rows, expected)
+            )
+            found = compare(engine_of(setting, folder, dtype), rows, expected, dtype, limit)
+            lines.append(
+                f"{dtype}: gradient off by {found['gradient']:.2g} of its norm (limit {limit:.2g}), loss by "
+                f"{found['loss']:.2g}"
+                + (f", AdamW's step by {found['step']:.2g} (limit {STEP_TOLERANCE:g})" if "step" in found else "")
+            )
+            figures[dtype] = found
+    return Passed(lines, figures)
+
+
+def fsdp(setting: Setting) -> Passed:
+    """The same on all GPUs, one rank each; the gathered weights, and a checkpoint there and back."""
+    world = setting.ranks or (torch.cuda.device_count() if setting.on_gpu else 1)
+    folder, rows = peaked_model(setting), random_rows(setting)
+    expected = reference(folder, rows)
+    torch.save(expected, setting.scratch / "reference.pt")
+    if world == 1:
+        with one_rank_group(setting):
+            found = on_each_rank(setting, folder, rows, expected)
+    else:
+        found = _in_processes(setting, folder, rows, world)
+    backend = "NCCL" if setting.on_gpu else "Gloo"
+    return Passed(
+        [
+            f"{world} rank{'s' * (world > 1)}, {backend}: "
+            + "; ".join(f"{what}: {said}" for what, said in found.items())
+        ],
+        {"ranks": world, **found},
+    )
+
+
+# ---------------------------------------------------------------------------------------- what is compared
+
+
+def compare(
+    engine: FsdpEngine,
+    share: Sequence[Row],
+    expected: Reference,
+    dtype: str = "float32",
+    limit: float = FLOAT32_TOLERANCE,
+) -> dict[str, float]:
+    """How far the engine's gradient, loss and step are from ``expected``. Collective. Raises `CheckFailed`."""
+    gradient: dict[str, torch.Tensor] = {}
+
+    def keep(*_: object) -> None:  # when all micro-batches are in, and before clipping or stepping changes anything
+        for name, parameter in engine._policy.lm.named_parameters():
+            assert parameter.grad is not None
+            gradient[name] = _full(parameter.grad)
+
+    engine._learner._optimizer.register_step_pre_hook(keep)
+    report = engine.train_step(share, StepContext())
+    require(not report.skipped, f"{dtype}: the step was skipped: loss {report.metrics['loss']}")
+    found = {
+        "gradient": distance(gradient, expected.gradient),
+        "loss": abs(report.metrics["loss"] - expected.loss),
+    }
+    require(
+        found["gradient"] <= limit,
+        f"{dtype}: the gradient is off by {found['gradient']:.2g} of its norm (limit {limit:.2g}), most at "
+        f"{worst(gradient, expected.gradient)}",
+    )
+    require(
+        found["loss"] <= limit * max(1.0, abs(expected.loss)),
+        f"{dtype}: the loss is {report.metrics['loss']:.6g}, on the CPU {expected.loss:.6g} (limit {limit:.2g})",
+    )
+    if dtype == "float32":
+        after = {name: _full(parameter) for name, parameter in engine._policy.lm.named_parameters()}
+        step = {name: after[name] - weights for name, weights in expected.before.items()}
+        right = {name: expected.after[name] - weights for name, weights in expected.before.items()}
+        found["step"] = distance(step, right)
+        require(
+            found["step"] <= STEP_TOLERANCE,
+            f"AdamW's step is off by {found['step']:.2g} of its norm (limit {STEP_TOLERANCE:g}), most at "
+            f"{worst(step, right)}",
+        )
+    return found
+
+
+def on_each_rank(setting: Setting, folder: Path, share: Sequence[Row], expected: Reference) -> dict[str, str]:
+    """What `fsdp` looks at, on one rank. Collective. Raises `CheckFailed`."""
+    scratch = setting.scratch
+    found = compare(engine_of(setting, folder, "float32"), share, expected)
+    said = {"gradient off by": f"{found['gradient']:.2g}"}
+    if setting.on_gpu:
+        found = compare(engine_of(setting, folder, "float32", offload=True), share, expected)
+        said["with shards in host memory by"] = f"{found['gradient']:.2g}"
+    engine = engine_of(setting, folder, "float32")
+    before = gathered(engine)
+    require(
+        all(torch.equal(before[name], weights.float()) for name, weights in expected.before.items()),
+        "the weights that were gathered from the ranks are not those of the model's folder",
+    )
+    said["gathered weights"] = "the model's, bit by bit"
+    engine.save(scratch / "checkpoint", {"step": 0})
+    engine.train_step(share, StepContext())
+    moved = distance(gathered(engine), before)
+    require(moved > 0, "a training step changed nothing")
+    extra = engine.load(scratch / "checkpoint")
+    require(extra == {"step": 0}, f"a checkpoint came back with {extra}, saved was {{'step': 0}}")
+    back = gathered(engine)
+    require(
+        all(torch.equal(back[name], weights) for name, weights in before.items()),
+        f"a checkpoint brought other weights back than were saved (off by {distance(back, before):.2g})",
+    )
+    said["checkpoint"] = "the same weights came back"
+    return said
+
+
+def gathered(engine: FsdpEngine) -> dict[str, torch.Tensor]:
+    """All weights, as they go to the replicas, on the host. Collective; other ranks' than zero's are unspecified."""
+    manifest = engine.manifest(torch.float32)
+    flat = torch.empty(manifest.nbytes, dtype=torch.uint8)
+    for offset, data in engine.gather(manifest, BUCKET_BYTES, everywhere=True):
+        flat[offset : offset + data.numel()].copy_(data)
+    return {s.name: flat[s.offset : s.end].view(torch.float32).view(s.shape) for s in manifest.slots}
+
+
+def distance(found: Weights, expected: Weights) -> float:
+    """‖found − expected‖ ÷ ‖expected‖ over all tensors."""
+    off = sum(float((found[name].double() - e.double()).square().sum()) for name, e in expected.items())
+    return float((off / sum(float(e.double().square().sum()) for e in expected.values())) ** 0.5)
+
+
+def worst(found: Weights, expected: Weights) -> str:
+    """The tensor that is furthest from what it should be, in its own norm."""
+    return max(expected, key=lambda name: distance({name: found[name]}, {name: expected[name] + 1e-30}))
+
+
+# ---------------------------------------------------------------------------------------- the two sides
+
+
+def engine_of(setting: Setting, folder: Path, dtype: str, *, offload: bool = False) -> FsdpEngine:
+    actor = ActorConfig(
+        ppo_max_token_len_per_gpu=MICRO_BATCH_TOKENS,
+        grad_clip=1e9,  # not clipped: the gradient itself is compared
+        optim=OptimConfig(lr=LR, weight_decay=0.0),
+        fsdp_config=FsdpConfig(param_offload=offload),
+    )
+    config = Config(actor=actor, model=ModelConfig(dtype=dtype))
+    device = torch.device(setting.device)
+    return FsdpEngine(model_path=str(folder), config=config, total_optimizer_steps=10**9, device=device)
+
+
+def random_rows(setting: Setting, count: int = 12) -> list[Row]:
+    """Rows of very different lengths, with masked tokens."""
+    noise = np.random.default_rng(0)
+    rows = []
+    for _ in range(count):
+        prompt, response = int(noise.integers(1, 20)), int(noise.integers(1, 60))
+        rows.append(
+            Row(
+                input_ids=noise.integers(0, checked_shape(setting).vocabulary, prompt + response).astype(np.int32),
+                prompt_length=prompt,
+                logprobs=np.zeros(response, np.float32),
+                versions=np.zeros(response, np.int32),
+                loss_mask=noise.random(response) < 0.8,
+                columns={"advantages": noise.standard_normal(response).astype(np.float32)},
+            )
+        )
+    return rows
+
+
+def reference(folder: Path, rows: list[Row]) -> Reference:
+    """By definition. Fills in the rows' behaviour log-probs: those of the model, a little off, so that ratios count."""
+    model = load_model(folder, dtype=torch.float64)
+    noise = np.random.default_rng(1)
+    for index, row in enumerate(rows):
+        behaviour = _logprobs(model, row).detach().numpy() + 0.05 * noise.standard_normal(len(row.logprobs))
+        rows[index] = replace(row, logprobs=behaviour.astype(np.float32))
+    loss, gradient = plain(model, rows)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    torch.optim.AdamW(model.parameters(), lr=LR, betas=OptimConfig().betas, weight_decay=0.0).step()
+    return Reference(loss, gradient, before, {name: p.detach() for name, p in model.named_parameters()})
+
+
+def rounding(setting: Setting, folder: Path, rows: Sequence[Row], expected: Reference) -> float:
+    """How far Hugging Face's module is from ``expected`` in bfloat16 on the device."""
+    _, gradient = plain(load_model(folder, dtype=torch.bfloat16).to(setting.device), rows)
+    return distance({name: g.cpu() for name, g in gradient.items()}, expected.gradient)
+
+
+def plain(model: PreTrainedModel, rows: Sequence[Row]) -> tuple[float, dict[str, torch.Tensor]]:
+    """The mini-batch's loss and gradient by definition, one row at a time; gradients stay in the model."""
+    tokens = sum(int(row.loss_mask.sum()) for row in rows)
+    loss = torch.zeros((), dtype=torch.float64, device=model.device)
+    for row in rows:
+        behaviour, advantages, mask = (
+            torch.from_numpy(a).to(model.device) for a in (row.logprobs, row.columns["advantages"], row.loss_mask)
+        )
+        ratio = (_logprobs(model, row) - behaviour).exp()
+        terms = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        loss = loss + terms[mask].sum() / tokens
+    loss.backward()
+    return float(loss.detach()), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def _logprobs(model: PreTrainedModel, row: Row) -> torch.Tensor:
+    """[T] of a row's response, in float64 or float32."""
+    ids = torch.from_numpy(row.input_ids.astype(np.int64)).to(model.device)
+    logits = model(ids[None]).logits[0, row.prompt_length - 1 : -1]
+    logits = logits if logits.dtype is torch.float64 else logits.float()
+    return logits.log_softmax(-1).gather(1, ids[row.prompt_length :, None]).squeeze(1)
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a sharded tensor, on the host. Collective, and so on the device even where shards are not."""
+    moved = tensor.detach().to(tensor.device_mesh.device_type)  # type: ignore[attr-defined]
+    return moved.full_tensor().cpu().clone()  # type: ignore[no-any-return,attr-defined]
+
+
+# ---------------------------------------------------------------------------------------- several ranks
+
+
+def _in_processes(setting: Setting, folder: Path, rows: Sequence[Row], world: int) -> dict[str, str]:
+    context = get_context("spawn")
+    store, answers = setting.scratch / "ranks", setting.scratch / "ranks.json"
+    store.unlink(missing_ok=True)
+    answers.unlink(missing_ok=True)
+    shares = [list(rows[rank::world]) for rank in range(world)]
+    ranks = [
+        context.Process(target=_rank, args=(setting, folder, shares[rank], rank, world, store, answers), daemon=True)
+        for rank in range(world)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    said = json.loads(answers.read_text()) if answers.exists() else {}
+    if "failed" in said:
+        raise CheckFailed(f"on {world} ranks: {said['failed']}")
+    codes = [process.exitcode for process in ranks]
+    require(codes == [0] * world and bool(said), f"ranks ended with exit codes {codes}; their output is in the log")
+    return dict(said)
+
+
+def _rank(
+    setting: Setting, folder: Path, share: Sequence[Row], rank: int, world: int, store: Path, answers: Path
+) -> None:
+    with _group(setting, rank, world, store):
+        expected = torch.load(setting.scratch / "reference.pt", weights_only=False)
+        try:
+            said = on_each_rank(setting, folder, share, expected)
+        except CheckFailed as failure:
+            said = {"failed": str(failure)}
+        if rank == 0:
+            answers.write_text(json.dumps(said))
+
+
+@contextmanager
+def _group(setting: Setting, rank: int, world: int, store: Path) -> Iterator[None]:
+    if setting.on_gpu:
+        torch.cuda.set_device(rank)
+    backend = "cpu:gloo,cuda:nccl" if setting.on_gpu else "gloo"
+    file = dist.FileStore(str(store), world)
+    dist.init_process_group(backend, store=file, rank=rank, world_size=world, timeout=timedelta(seconds=MEET_S))
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,251 @@
+"""Weights on their way: every transport, both ways in, whole versions and deltas, from a device and onto a device.
+
+    a model's weights ─▶ Stream or Staged ─▶ transport ─▶ BackBuffer or InPlace ─▶ another model's tensors: the same bits?
+    (on the device)      (pinned, on a GPU)               (pinned, on a GPU)       (on the device)
+
+Both ends are threads of one process here. The process group that ``broadcast`` is made of is looked at by itself, over
+NCCL with one rank; between two GPUs it is `broadcast`'s check.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from benchmarks.gpu_checks.models import manifest_of, on_device, peaked_model, windows
+from benchmarks.gpu_checks.setting import Passed, Setting, Skipped, require
+from headway.config.transports import TRANSPORTS
+from headway.engines.served.weights import ServedWeights
+from headway.weights.incoming import BackBuffer, InPlace
+from headway.weights.layout import Manifest, buckets, build_manifest
+from headway.weights.outgoing import Staged, Stream
+from headway.weights.protocols import Outgoing, Parcel, WeightReceiver, WeightSender, WeightSink
+from headway.weights.transports.broadcast import BroadcastLink, BroadcastReceiver, BroadcastSender
+from headway.weights.transports.group import StoreGroup, open_store
+from headway.weights.transports.links import Here, Meeting, make_link, open_receiver, open_sender
+
+HOST = "127.0.0.1"
+TIMEOUT_S = 30.0
+BUCKET = 65_536
+"""Bytes; the models' weights are many of them."""
+LARGE_BUCKET = 64 * 2**20
+RECEIVER = "receiver"
+PEER_LOADS_S = 60.0
+
+
+@dataclass(slots=True)
+class Ends:
+    """Both ends of a transport, and threads for the receiver's."""
+
+    sender: WeightSender
+    receiver: WeightReceiver
+    streamed: bool
+    pool: ThreadPoolExecutor
+
+    def carry(self, version: int, weights: Outgoing, into: BackBuffer | InPlace) -> None:
+        """Returns when ``into`` has ``version``, complete and checked."""
+        if self.streamed:
+            filling = self.pool.submit(self._fill, version, into, None)
+            self.sender.send(version, weights)
+            filling.result(TIMEOUT_S)
+        else:
+            self._fill(version, into, self.sender.send(version, weights))
+
+    def _fill(self, version: int, into: BackBuffer | InPlace, parcel: Parcel | None) -> None:
+        def receive(sink: WeightSink) -> None:
+            self.receiver.receive(version, sink, parcel)
+
+        into.fill(version, receive)
+
+
+def transports(setting: Setting) -> Passed:
+    """Each transport in each way that it can be used, onto the device that serves."""
+    folders = [peaked_model(setting, seed=seed) for seed in range(3)]
+    sources = [on_device(folder, setting, torch.bfloat16) for folder in folders]
+    served = on_device(folders[0], setting, torch.bfloat16)
+    manifest = manifest_of(served)
+    lines, figures = [], {}
+    for name, facts in TRANSPORTS.items():
+        with _meeting(name, setting, manifest) as ends:
+            started = time.perf_counter()
+            carried = carry_all(setting, ends, sources, served, manifest, delta=facts.carries_delta, name=name)
+            figures[name] = {"versions": carried, "seconds": time.perf_counter() - started}
+            lines.append(f"{name}: {carried} versions, bit by bit")
+    if setting.on_gpu:
+        lines.append("back buffers and copies are page-locked")
+    group_of_one(setting)
+    lines.append(
+        f"a process group of its own over {'NCCL' if setting.on_gpu else 'Gloo'}, one rank: formed, used, left"
+    )
+    return Passed(lines, figures)
+
+
+def carry_all(
+    setting: Setting,
+    ends: Ends,
+    sources: Sequence[PreTrainedModel],
+    served: PreTrainedModel,
+    manifest: Manifest,
+    *,
+    delta: bool,
+    name: str,
+) -> int:
+    """Version after version, streamed and from a copy, into a back buffer and in place. Returns how many."""
+    target = ServedWeights(served, "check").target(manifest)
+    pinned = setting.on_gpu
+    back = BackBuffer(manifest, pinned=pinned)
+    copy = Staged(manifest, BUCKET, with_delta=delta, pinned=pinned)
+    if pinned:
+        require(back._flat.is_pinned() and copy._copy.is_pinned(), "buffers for a GPU are not page-locked")
+
+    def through_back_buffer(version: int, weights: Outgoing) -> None:
+        ends.carry(version, weights, back)
+        for offset, data in back.windows(BUCKET):
+            target.write(offset, data)
+        back.clear()
+
+    def in_place(version: int, weights: Outgoing) -> None:
+        ends.carry(version, weights, InPlace(manifest, target, window=BUCKET, pinned=pinned))
+
+    def streamed(model: PreTrainedModel, version: int) -> Outgoing:
+        return Stream(manifest, windows(model, manifest, BUCKET))
+
+    def copied(model: PreTrainedModel, version: int) -> Outgoing:
+        copy.gather(version, windows(model, manifest, BUCKET))
+        return copy.outgoing(version, to=version - 1 if delta else None)
+
+    ways = [(streamed, through_back_buffer), (streamed, in_place), (copied, through_back_buffer)]
+    ways += [(copied, through_back_buffer)] if delta else []  # the second copy is a delta to the first
+    for version, (out, into) in enumerate(ways, 1):
+        source = sources[version % len(sources)]
+        into(version, out(source, version))
+        setting.wait()
+        wrong = different(source, served)
+        require(not wrong, f"{name}: version {version} ({out.__name__}, {into.__name__}) came with other bits: {wrong}")
+    return len(ways)
+
+
+def different(source: PreTrainedModel, served: PreTrainedModel) -> str:
+    """Names of the tensors that are not the same, bit by bit; "" for none."""
+    theirs = dict(source.named_parameters())
+    names = [name for name, p in served.named_parameters() if not torch.equal(p.cpu(), theirs[name].cpu())]
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else "".join(names)
+
+
+def group_of_one(setting: Setting) -> None:
+    """A group made from a store, of one rank: what NCCL asks for where there is one GPU only."""
+    store, port = open_store(HOST, TIMEOUT_S)
+    group = StoreGroup(
+        (HOST, port), prefix="one", members=("this",), rank=0, timeout_s=TIMEOUT_S, device=setting.device, host=HOST
+    )
+    sent = torch.arange(1024, device=setting.device)
+    group.broadcast(sent)
+    group.meet()
+    setting.wait()
+    group.close()
+    require(torch.equal(sent.cpu(), torch.arange(1024)), "a broadcast in a group of one rank changed what was sent")
+    del store
+
+
+@contextmanager
+def _meeting(name: str, setting: Setting, manifest: Manifest) -> Iterator[Ends]:
+    directory = setting.scratch / f"transport-{name}"
+    directory.mkdir(exist_ok=True)
+    store, port = open_store(HOST, TIMEOUT_S)
+    objects: dict[int, Any] = {}
+
+    def put(value: Any) -> int:
+        objects[len(objects)] = value
+        return len(objects) - 1
+
+    here = Here(HOST, put, lambda handles: [objects[handle] for handle in handles])
+    link = make_link(name, Meeting(manifest, (RECEIVER,), TIMEOUT_S, address=(HOST, port), directory=directory))
+    with ThreadPoolExecutor(2) as pool:
+        opening = pool.submit(open_receiver, link, RECEIVER, here)
+        sender = open_sender(link, here)
+        ends = Ends(sender, opening.result(TIMEOUT_S), TRANSPORTS[name].streamed, pool)
+        try:
+            yield ends
+        finally:
+            sender.close()
+            ends.receiver.close()
+    del store
+
+
+# ---------------------------------------------------------------------------------------- between two devices
+
+
+def broadcast(setting: Setting) -> Passed:
+    """``broadcast`` between two processes: over NCCL from one GPU to another; on a CPU over Gloo."""
+    if setting.on_gpu and (count := torch.cuda.device_count()) < 2:
+        raise Skipped(f"NCCL has a GPU for each process, and there is {count} here; two are needed")
+    nbytes = 2**20 if setting.small else 2**30
+    store, port = open_store(HOST, PEER_LOADS_S)
+    link = BroadcastLink((HOST, port), "this", ("peer",), PEER_LOADS_S, device=setting.device)
+    context = get_context("spawn")
+    ours, theirs = context.Pipe()
+    peer = context.Process(target=_peer, args=(link, nbytes, theirs), daemon=True)
+    peer.start()
+    theirs.close()
+    try:
+        sender = BroadcastSender(link, HOST)
+        seconds = [_send(sender, version, nbytes, setting) for version in (1, 2)]
+        received = ours.recv() if ours.poll(PEER_LOADS_S) else "nothing: it did not answer"
+        sender.close()
+    except EOFError:
+        received = "nothing: its process ended"
+    finally:
+        peer.join(TIMEOUT_S)
+        peer.kill()
+    del store
+    require(received == "the same bits", f"the other process received {received}")
+    rate = nbytes / seconds[-1] / 1e9
+    return Passed([f"2 processes, {nbytes / 2**20:.0f} MiB: {rate:.2f} GB/s"], {"gb_per_s": rate, "nbytes": nbytes})
+
+
+def payload(version: int, nbytes: int, device: str) -> torch.Tensor:
+    """The bytes of a version: the same at both ends."""
+    return (torch.arange(nbytes // 8, device=device) * 2_654_435_761 * version).view(torch.uint8)
+
+
+def _send(sender: BroadcastSender, version: int, nbytes: int, setting: Setting) -> float:
+    """Seconds, less what making digests took. The first version opens the connections."""
+    data = payload(version, nbytes, setting.device)
+    manifest = _flat_manifest(nbytes)
+    size = min(LARGE_BUCKET, nbytes // 4)
+    stream = Stream(manifest, ((start, data[start:stop]) for start, stop in buckets(nbytes, size)))
+    started = time.perf_counter()
+    sender.send(version, stream)
+    return time.perf_counter() - started - stream.gather_s
+
+
+def _peer(link: BroadcastLink, nbytes: int, pipe: Connection) -> None:
+    if link.device == "cuda":
+        torch.cuda.set_device(1)
+    receiver = BroadcastReceiver(link, 0, HOST)
+    buffer = BackBuffer(_flat_manifest(nbytes), pinned=link.device == "cuda")
+    answer = "the same bits"
+    try:
+        for version in (1, 2):
+            buffer.fill(version, partial(receiver.receive, version))
+            if not torch.equal(buffer._flat, payload(version, nbytes, "cpu")):
+                answer = f"other bytes than were sent as version {version}"
+            buffer.clear()
+    except Exception as error:
+        answer = f"{type(error).__name__}: {error}"
+    pipe.send(answer)
+    receiver.close()
+
+
+def _flat_manifest(nbytes: int) -> Manifest:
+    return build_manifest([("weights", (nbytes // 4,), torch.float32)])
