@@ -18,7 +18,7 @@ from headway.cluster.plan import ClusterPlan, WorkerSpec
 from headway.cluster.process import ProcessSettings
 from headway.cluster.processes import Family
 from headway.cluster.ray_messages import messages_in
-from headway.cluster.ray_signals import sigterm_kept
+from headway.cluster.ray_signals import sessions_of_their_own, sigterm_kept
 from headway.cluster.ray_worker import RayWorker
 from headway.cluster.resource_pool import ResourcePool
 from headway.config.schema import Config
@@ -68,7 +68,7 @@ class RayCluster:
             # Not in a thread of a pool: Ray's processes die with the very thread that started them.
             self._entered = True
             self._messages.enter_context(messages_in(self._run_dir / "logs" / "ray.log"))
-            with sigterm_kept():
+            with sigterm_kept(), sessions_of_their_own():
                 self._init()
         self._device = self._choose_device()
         return self._device

@@ -180,10 +180,14 @@ class RewardPool:
 
 @contextmanager
 def _interrupts_held_back() -> Iterator[None]:
-    """Threads and processes that are started within never hear of Ctrl-C, not even before they can ignore it."""
-    resource_tracker.ensure_running()  # whose start lets interrupts through again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    """Threads and processes that are started within hear of none of `worker.LEFT_TO_THE_DRIVER`.
+
+    A signal to the whole process group reaches workers also while they start, before they have left the group.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, worker.LEFT_TO_THE_DRIVER)
     try:
+        resource_tracker.ensure_running()  # whose start lets SIGINT and SIGTERM through again
+        signal.pthread_sigmask(signal.SIG_BLOCK, worker.LEFT_TO_THE_DRIVER)
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
