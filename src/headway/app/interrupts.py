@@ -18,7 +18,6 @@ from headway.events import Note
 from headway.pipeline.run import Pipeline
 from headway.reports.bundle import Reports
 
-
 SAME_S = 1.0
 """SIGTERM and SIGHUP that come again within so many seconds are one signal, which was sent in two ways."""
 
@@ -112,7 +111,7 @@ class Interrupts:
 
 @contextmanager
 def terminations_as_interrupts() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise `KeyboardInterrupt`, as Ctrl-C does, where no event loop handles them. In the main thread."""
+    """SIGTERM and SIGHUP raise `KeyboardInterrupt`, as Ctrl-C does, where no event loop runs. In the main thread."""
     repeats = Repeats()
 
     def interrupt(number: int, frame: object) -> None:

@@ -7,8 +7,8 @@
 
 Outside the inequality: validation generates with first priority and trains nothing. Answers of one version are scored
 while the next one's are being generated. Where nothing of the first validation can be scored, and it has many problems,
-the run ends, whatever was trained beside it: that does not depend on who is quicker. Where the first ones all time out it
-ends with those.
+the run ends, whatever was trained beside it: that does not depend on who is quicker. Where the first ones all time out,
+the run ends with those. Scores that do not come hold up no stop: the validation is left unfinished.
 """
 
 from __future__ import annotations
