@@ -182,11 +182,12 @@ async def pool_of(
     retries: int = 0,
     log_path: Path | None = None,
     params: Any = None,
+    on_timeout: Any = None,
 ) -> AsyncIterator[RewardPool]:
     spec = RewardSpec(
         (RewardPart.of(function, **(params or {})),), timeout_s, *((task.name, task.params) if task else ())
     )
-    pool = RewardPool(spec, workers=workers, retries=retries, log_path=log_path)
+    pool = RewardPool(spec, workers=workers, retries=retries, log_path=log_path, on_timeout=on_timeout)
     try:
         await pool.start()
         yield pool
@@ -270,7 +271,8 @@ async def test_a_failure_is_tried_again_within_the_budget(user_file: Path) -> No
 
 
 async def test_endless_and_dying_calls_fail_their_group_and_the_pool_goes_on(user_file: Path) -> None:
-    async with pool_of(f"{user_file}:moody", timeout_s=0.3) as pool:
+    timeouts: list[int] = []
+    async with pool_of(f"{user_file}:moody", timeout_s=0.3, on_timeout=timeouts.append) as pool:
         for response, reason in [
             ("loop", "timeout after 0.3 s"),
             ("backtrack", "timeout after 0.3 s"),
@@ -279,6 +281,7 @@ async def test_endless_and_dying_calls_fail_their_group_and_the_pool_goes_on(use
             with pytest.raises(ScoringFailed, match=reason):
                 await pool.score(prompt(), ["fine", response])
             assert (await pool.score(prompt(), ["fine"])).rewards.tolist() == [1.0]
+    assert timeouts == [1, 2]
 
 
 @pytest.mark.parametrize(("retries", "lost"), [(0, ["worker ended with SIGKILL"]), (1, [])])
@@ -387,6 +390,16 @@ async def test_what_workers_print_goes_to_the_log_only(user_file: Path, tmp_path
     assert capfd.readouterr() == ("", "")
 
 
+async def sessions_of(workers: list[int]) -> set[int]:
+    """Of the processes, as soon as all lead one of their own, or as they are after a while."""
+    for _ in range(200):
+        sessions = {os.getsid(pid) for pid in workers}
+        if sessions == set(workers):
+            break
+        await asyncio.sleep(0.05)
+    return sessions
+
+
 async def test_closing_leaves_no_process_and_fails_what_is_still_awaited(user_file: Path) -> None:
     pool = RewardPool(
         RewardSpec((RewardPart.of(f"{user_file}:moody"),), timeout_s=60), workers=2, retries=3, log_path=None
@@ -395,10 +408,12 @@ async def test_closing_leaves_no_process_and_fails_what_is_still_awaited(user_fi
     workers = list(pool._pool._pool_manager.worker_manager.workers)
     endless = [asyncio.create_task(pool.score(prompt(), ["loop"])) for _ in range(3)]
     await asyncio.sleep(0)
+    sessions = await sessions_of(workers)
     await pool.close()
     for result in await asyncio.gather(*endless, return_exceptions=True):
         assert isinstance(result, ScoringFailed)
     assert len(workers) == 2
+    assert sessions == set(workers), "no signal to this process's group, or of its terminal, reaches them"
     for pid in workers:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
@@ -408,15 +423,16 @@ async def test_closing_leaves_no_process_and_fails_what_is_still_awaited(user_fi
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads masks of signals from /proc")
-async def test_no_interrupt_reaches_a_worker_while_it_starts_now_or_later(user_file: Path) -> None:
+async def test_no_signal_to_the_group_reaches_a_worker_while_it_starts_now_or_later(user_file: Path) -> None:
     """Processes begin with the mask of the thread that starts them; later ones are started by the pool's threads."""
+    left_to_the_driver = sum(1 << (number - 1) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
 
     def holding_back() -> dict[int, bool]:
         masks = {}
         for task in Path("/proc/self/task").iterdir():
             status = (task / "status").read_text()
             (blocked,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigBlk"))
-            masks[int(task.name)] = bool(int(blocked, 16) & 1 << (signal.SIGINT - 1))
+            masks[int(task.name)] = int(blocked, 16) & left_to_the_driver == left_to_the_driver
         return masks
 
     before = holding_back()

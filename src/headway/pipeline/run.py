@@ -22,7 +22,7 @@ from pathlib import Path
 
 from headway.config.schema import Config
 from headway.errors import UpdateFailed, WorkerDied
-from headway.events import Observer, RunFinished, RunStarted
+from headway.events import Note, Observer, RunFinished, RunStarted
 from headway.interfaces import OnUpdate, RolloutEngine
 from headway.pipeline.concurrently import Tasks, concurrently, failing_as_one
 from headway.pipeline.parts import Parts
@@ -83,7 +83,7 @@ class Pipeline:
             self._emit_finished(Status.FAILED, f"{type(failure).__name__}: {failure}")
             raise
         status = Status.INTERRUPTED if self._state.stopping and not self._trained_all() else Status.COMPLETED
-        self._emit_finished(status, self.stop_reason)
+        self._emit_finished(status, self.stop_reason or self._why_unfinished())
         return status
 
     def join(self, replica: RolloutEngine) -> None:
@@ -98,6 +98,12 @@ class Pipeline:
     def request_stop(self) -> None:
         """Finish the current version, save, and return from `run`."""
         self._state.request_stop()
+        self._wiring.scoring.stop()
+
+    @property
+    def unfinished(self) -> bool:
+        """The run was stopped within a version, because the scores that the rest of it needs did not come."""
+        return self._state.unfinished
 
     def _begin(self) -> None:
         """Stand at the boundary of version 0, or at that of the checkpoint, which was told and saved before."""
@@ -119,6 +125,7 @@ class Pipeline:
         """Downstream decides when a run is over; then admission stops and upstream runs dry, or is interrupted."""
         wiring = self._wiring
         watchers = [tasks.start(watch()) for watch in (wiring.monitor.run, self._parts.watch) if watch]
+        watchers.append(tasks.start(wiring.scoring.watch(self._scores_given_up)))
         wiring.supervision.start(tasks)
         upstream = [tasks.start(stage.run(), name=stage.name) for stage in wiring.upstream]
         await concurrently(stage.run() for stage in wiring.downstream)
@@ -131,9 +138,25 @@ class Pipeline:
         await asyncio.wait(upstream)
         with suppress(WorkerDied, UpdateFailed):  # nothing more is needed from replicas
             await wiring.monitor.report()
-        await wiring.boundaries.save(self._state.version)
+        if not self.unfinished:
+            await wiring.boundaries.save(self._state.version)
         for watcher in watchers:
             watcher.cancel()
+
+    def _scores_given_up(self, count: int) -> None:
+        """A stop waits no longer for ``count`` scores; other groups take their places unless scoring is closed."""
+        scoring = self._wiring.scoring
+        text = f"the stop does not wait for {count} scores that did not come within {scoring.patience_s:.0f} s"
+        self._state.emit(Note(time=now(), level="warning", text=text))
+        if scoring.closed:
+            self._wiring.loader.end()
+            self._state.give_up_version()
+
+    def _why_unfinished(self) -> str | None:
+        if not self.unfinished:
+            return None
+        version = self._state.version
+        return f"version {version + 1} was begun and not finished: the scores of its other groups did not come"
 
     async def _interrupt(self, replica: Replica) -> None:
         try:

@@ -56,6 +56,7 @@ class Sink(Protocol[Taken]):
     def close(self) -> None:
         """Nothing more comes."""
 
+
 WaitingFor = Callable[[str], AbstractContextManager[None]]
 """Says whom a stage waits for, in words for the user, while the context is open."""
 

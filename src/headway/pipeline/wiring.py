@@ -35,6 +35,7 @@ from headway.pipeline.preparation import Preparation
 from headway.pipeline.prompts import Prompts
 from headway.pipeline.resume import DriverState
 from headway.pipeline.router import Router
+from headway.pipeline.scoring import Scoring
 from headway.pipeline.stage import Stage
 from headway.pipeline.stages.actor_train import ActorTrain, TrainSettings, Update
 from headway.pipeline.stages.critic_train import CriticTrain
@@ -61,6 +62,7 @@ class Wiring:
     state: RunState
     fleet: Fleet
     prompts: Prompts
+    scoring: Scoring
     supervision: Supervision
     monitor: Monitor
     boundaries: Boundaries
@@ -85,8 +87,14 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
     fleet = Fleet(parts.rollouts, parts.receivers, state, router, listeners=[halts], timeout_s=timeout_s)
     prompts = Prompts(parts.source)
     fetches = Fetches(state, config.groups_per_fetch, fill_first=config.async_training.fill_queue)
+    scoring = Scoring(parts.reward)
+
+    def stop(reason: str) -> None:
+        state.request_stop(reason)
+        scoring.stop()
+
     guard_settings = config.offpolicy.guard
-    guard = Guard(GuardSettings(guard_settings.min_ess, guard_settings.action), state, state.request_stop)
+    guard = Guard(GuardSettings(guard_settings.min_ess, guard_settings.action), state, stop)
     critic = _critic(config, parts, emit)
     lowers_eta = guard_settings.action == "lower_eta"
     driver = DriverState(state, prompts, fetches, guard, lowers_eta=lowers_eta, critic=critic)
@@ -110,7 +118,7 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
         loader,
         Generate(state, waves, finished, fleet, halts, router),
         Rollout(state, finished, unrewarded, n=config.rollout.n, baselines=parts.greedy_baseline),
-        *_scoring(config, parts, state, unrewarded),
+        *_rewarding(config, parts, state, scoring, unrewarded),
     ]
     columns, source = _columns(parts, state, fleet, fetches, critic)
     to_critic = None if critic is None or parts.critic_inside_fetch else Channel[Fetch]("fetches for the critic")
@@ -147,7 +155,7 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
         validations,
         fleet,
         parts.validation,
-        parts.reward,
+        scoring,
         n=config.rollout.val_n,
         sampling=_sampling(config, parts, config.rollout.val_temperature),
     )
@@ -157,6 +165,7 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
         state=state,
         fleet=fleet,
         prompts=prompts,
+        scoring=scoring,
         supervision=Supervision(
             state, fleet, parts.watch_replica, parts.replace_replica, config.cluster.max_replica_restarts
         ),
@@ -206,7 +215,9 @@ def _critic(config: Config, parts: Parts, emit: Emit) -> Critic | None:
     )
 
 
-def _scoring(config: Config, parts: Parts, state: RunState, unrewarded: Channel[Group]) -> list[AnyStage]:
+def _rewarding(
+    config: Config, parts: Parts, state: RunState, scoring: Scoring, unrewarded: Channel[Group]
+) -> list[AnyStage]:
     """The stages from a joined group to the queue: Reward, and RefLogProb where the reference has its own ranks."""
     equal = None
     if parts.group_filter is None:
@@ -214,8 +225,8 @@ def _scoring(config: Config, parts: Parts, state: RunState, unrewarded: Channel[
         equal = EqualRewards(config.groups_per_version, within_groups=within_groups)
 
     def reward(output: Channel[Group] | MessageQueue) -> Reward:
-        scorer, group_filter, shaping = parts.reward, parts.group_filter, parts.shaping
-        return Reward(state, unrewarded, output, scorer, group_filter, shaping, n=config.rollout.n, equal=equal)
+        group_filter, shaping = parts.group_filter, parts.shaping
+        return Reward(state, unrewarded, output, scoring, group_filter, shaping, n=config.rollout.n, equal=equal)
 
     if parts.reference is None or parts.reference_inside_fetch:
         return [reward(state.queue)]

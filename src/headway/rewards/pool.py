@@ -52,12 +52,17 @@ class RewardPool:
         workers: int,
         retries: int,
         log_path: Path | None,
+        on_timeout: Callable[[int], object] | None = None,
     ) -> None:
-        """What workers print goes to ``log_path`` (None: to this process's stderr)."""
+        """What workers print goes to ``log_path`` (None: to this process's stderr). ``on_timeout`` is called at each
+        try that took too long, with how many there were so far.
+        """
         self._spec = spec
         self._workers = workers
         self._retries = retries
         self._log_path = log_path
+        self._on_timeout = on_timeout
+        self._timeouts = 0
         self._pool: ProcessPool | None = None
         self._awaited: set[asyncio.Future[Any]] = set()
         self._retiring: set[asyncio.Task[None]] = set()
@@ -125,15 +130,21 @@ class RewardPool:
         try:
             return await self._run(worker.score, request, timeout_s=timeout_s * calls + GRACE_S)
         except TimeoutError as cause:
-            raise ScoringFailed(_timeout_reason(timeout_s)) from cause
+            raise self._timed_out() from cause
         except ProcessExpired as cause:
-            timed_out = cause.exitcode == -signal.SIGALRM
-            reason = _timeout_reason(timeout_s) if timed_out else f"worker ended with {_exit_text(cause.exitcode)}"
-            raise ScoringFailed(reason) from cause
+            if cause.exitcode == -signal.SIGALRM:
+                raise self._timed_out() from cause
+            raise ScoringFailed(f"worker ended with {_exit_text(cause.exitcode)}") from cause
         except BrokenProcessPool as cause:
             raise ScoringFailed("worker ended") from cause
         except OSError as cause:  # the reward has closed what its process prints to, or answers through
             raise ScoringFailed(f"worker: {said_by(cause)}") from cause
+
+    def _timed_out(self) -> ScoringFailed:
+        self._timeouts += 1
+        if self._on_timeout is not None:
+            self._on_timeout(self._timeouts)
+        return ScoringFailed(f"timeout after {self._spec.timeout_s:g} s")
 
     async def _run(self, function: Callable[..., R], *args: object, timeout_s: float | None = None) -> R:
         """Run ``function`` in a worker; cancelling this ends the worker."""
@@ -180,10 +191,14 @@ class RewardPool:
 
 @contextmanager
 def _interrupts_held_back() -> Iterator[None]:
-    """Threads and processes that are started within never hear of Ctrl-C, not even before they can ignore it."""
-    resource_tracker.ensure_running()  # whose start lets interrupts through again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    """Threads and processes that are started within hear of none of `worker.LEFT_TO_THE_DRIVER`.
+
+    A signal to the whole process group reaches workers also while they start, before they have left the group.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, worker.LEFT_TO_THE_DRIVER)
     try:
+        resource_tracker.ensure_running()  # whose start lets SIGINT and SIGTERM through again
+        signal.pthread_sigmask(signal.SIG_BLOCK, worker.LEFT_TO_THE_DRIVER)
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -192,10 +207,6 @@ def _interrupts_held_back() -> Iterator[None]:
 def _stop(pool: ProcessPool) -> None:
     pool.stop()  # type: ignore[no-untyped-call]
     pool.join()
-
-
-def _timeout_reason(timeout_s: float) -> str:
-    return f"timeout after {timeout_s:g} s"
 
 
 def _exit_text(exit_code: int) -> str:

@@ -20,6 +20,8 @@ from headway.rewards.request import RewardSpec, ScoreRequest
 from headway.rewards.scorers import Scorer, make_scorer
 
 PR_SET_PDEATHSIG = 1
+LEFT_TO_THE_DRIVER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+"""Signals of terminals and schedulers, which they send to all processes of a group. Only the driver decides on them."""
 MOST_FILES = 65536
 """More than a worker may have open."""
 STARTS_A_PROCESS = frozenset({"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"})
@@ -34,8 +36,7 @@ class _Process:
 
 def initialize(spec: RewardSpec, log_path: Path | None) -> None:
     """Run first in every worker. Never raises: what is wrong with the reward is told by `check` and `score`."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # held back while it started
+    _leave_signals_to_the_driver()
     _leave_no_children()
     die_with_parent()
     _redirect_output(log_path)
@@ -81,6 +82,20 @@ def _ready_scorer() -> Scorer:
     if isinstance(_Process.scorer, UserError):
         raise _Process.scorer
     return _Process.scorer
+
+
+def _leave_signals_to_the_driver() -> None:
+    """Lead a session of one's own, which no terminal and no signal to the driver's process group reaches.
+
+    What came for the group while this process started is forgotten. Afterwards SIGTERM is the pool's again, which ends
+    its workers with it.
+    """
+    if os.getpid() != os.getpgrp():
+        os.setsid()
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in LEFT_TO_THE_DRIVER}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_THE_DRIVER)  # held back while the process started
+    for number in LEFT_TO_THE_DRIVER - {signal.SIGINT}:
+        signal.signal(number, before[number])
 
 
 def _leave_no_children() -> None:
