@@ -185,3 +185,18 @@ def test_the_reward_is_waited_for_only_while_nothing_decodes() -> None:
     occupancy.stage_changed(stage(9.0, "Reward", "waiting_input", "Rollout"))
     assert occupancy.waited_for_reward((0.0, 10.0)) == pytest.approx(5.0)
     assert occupancy.trainer_waited((0.0, 10.0)) == pytest.approx(10.0)
+
+
+def test_a_replica_that_is_back_after_a_resume_has_nothing_to_tell_of_the_time_that_it_was_gone() -> None:
+    occupancy = Occupancy()
+    occupancy.declare({"a": 1, "b": 1})
+    occupancy.begin(0.0)
+    occupancy.replica_active(active("a", (0.0, 2.0), time=2.0))
+    occupancy.lose(ReplicaLost(time=2.0, replica="a", reason="died"))
+    occupancy.replica_active(active("b", (0.0, 8.0), time=8.0))
+    occupancy.sum_up(8.0)
+    occupancy.restart({"a": 1, "b": 1}, 9.0)
+    assert occupancy.reported_until() == 8.0
+    occupancy.replica_active(active("b", time=9.5))
+    assert occupancy.reported_until() == 9.0
+    assert occupancy.rollouter_idle((0.0, 9.0)) == pytest.approx(1 - (2 + 8) / 18)

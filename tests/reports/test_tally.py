@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.events import FetchTaken, GroupAdmitted, GroupRewarded, GroupSettled
-from headway.reports.tally import FATES, GroupTally, Whereabouts
+from headway.reports.tally import FATES, MOST_REASONS, OTHER_REASONS, GroupTally, Whereabouts
 
 
 def admitted(number: int) -> GroupAdmitted:
@@ -78,3 +78,12 @@ def test_a_group_moves_from_generating_to_the_queue_to_training() -> None:
     assert tally.whereabouts() == Whereabouts(1, 1, 1)
     tally.settle(settled(0, "trained"))
     assert tally.whereabouts() == Whereabouts(1, 1, 0)
+
+
+def test_reasons_that_quote_an_answer_are_counted_together_from_some_number_on() -> None:
+    tally = GroupTally()
+    for number in range(MOST_REASONS + 50):
+        tally.admit(admitted(number))
+        tally.settle(GroupSettled(time=0.0, number=number, fate="failed", reason=f"cannot read {number}"))
+    assert len(tally.reasons["failed"]) == MOST_REASONS + 1
+    assert tally.reasons["failed"][OTHER_REASONS] == 50

@@ -84,7 +84,7 @@ class Retention:
                     target=rmtree, args=(path,), kwargs={"ignore_errors": True}, name=f"removes {path.name}"
                 )
                 thread.start()
-                self._removing.append(thread)
+                self._removing = [*filter(Thread.is_alive, self._removing), thread]
 
     def close(self) -> None:
         """Wait until all are removed."""

@@ -66,19 +66,27 @@ class UpdateSums:
 
 
 class Evaluations:
-    """Results of validations, by version. Of many, every second one between the first and the last is forgotten."""
+    """Results of validations, by version: all of them or, of many, every second, fourth, … one, and the last."""
 
     def __init__(self) -> None:
         self.count = 0
         """All that there were."""
+        self._every = 1
+        self._last = 0
+        """The version of the last one."""
         self._kept: dict[int, ValidationFinished] = {}
 
     def add(self, event: ValidationFinished) -> None:
-        self.count += event.version not in self._kept
+        if event.version not in self._kept:
+            if (self.count - 1) % self._every:
+                del self._kept[self._last]  # it was there as the last one alone
+            self.count += 1
+            self._last = event.version
         self._kept[event.version] = event
         if len(self._kept) > MOST_EVALUATIONS:
-            *others, last = list(self)
-            self._kept = {kept.version: kept for kept in [*others[::2], last]}
+            self._every *= 2
+            events = list(self._kept.values())
+            self._kept = {one.version: one for one in [*events[:-1:2], events[-1]]}
 
     def __iter__(self) -> Iterator[ValidationFinished]:
         """The kept ones, in order of versions."""
