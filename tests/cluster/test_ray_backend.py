@@ -81,28 +81,6 @@ async def test_a_version_equals_one_process_bit_for_bit_and_a_killed_replica_end
     assert "SIGTERM received" not in err
 
 
-@pytest.mark.slow
-async def test_a_node_that_was_killed_leaves_no_process_though_nobody_stops_the_others(tmp_path: Path) -> None:
-    """Starts a Ray of its own, whose processes are given time to end by themselves."""
-    others = set(descendants(os.getpid()))
-    cluster = RayCluster(tiny_config("ray"), tmp_path)
-    await cluster.connect()
-    family = Family()
-    os.kill(raylet(), signal.SIGKILL)
-    await cluster.stop()
-    assert len(family) > len(others) + 1
-    assert set(family.left_after(0)) <= others
-
-
-def raylet() -> int:
-    """The process of Ray that its agents are children of."""
-    (pid,) = (pid for pid in descendants(os.getpid()) if Path(f"/proc/{pid}/exe").readlink().name == "raylet")
-    return pid
-
-
-# ---------------------------------------------------------------------------------------------- on a Ray that is there
-
-
 @mostly_slow(
     "sections",
     [
@@ -133,3 +111,22 @@ async def test_versions_arrive_whichever_way_they_take(
             assert again.nbytes < 0.01 * outcome.sent.nbytes
     finally:
         await workers.close()
+
+
+@pytest.mark.slow
+async def test_a_node_that_was_killed_leaves_no_process_though_nobody_stops_the_others(tmp_path: Path) -> None:
+    """Starts a Ray of its own, whose processes are given time to end by themselves."""
+    others = set(descendants(os.getpid()))
+    cluster = RayCluster(tiny_config("ray"), tmp_path)
+    await cluster.connect()
+    family = Family()
+    os.kill(raylet(), signal.SIGKILL)
+    await cluster.stop()
+    assert len(family) > len(others) + 1
+    assert set(family.left_after(0)) <= others
+
+
+def raylet() -> int:
+    """The process of Ray that its agents are children of."""
+    (pid,) = (pid for pid in descendants(os.getpid()) if Path(f"/proc/{pid}/exe").readlink().name == "raylet")
+    return pid
