@@ -1,7 +1,9 @@
 """What all tests share: one thread each, deterministic hypothesis, at most one Ray at a time, a limit of time."""
 
+import logging
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _finds_ray(item: pytest.Item) -> bool:
-    return item.path.parent.name == "integration" and "ray_here" in getattr(item, "fixturenames", ())
+    return "ray_here" in getattr(item, "fixturenames", ())
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -57,3 +59,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.xdist_group(group))
         if area in ONE_AT_A_TIME:
             item.add_marker(pytest.mark.timeout(THEIR_TIMEOUT_S))
+
+
+@pytest.fixture(scope="session")
+def ray_here(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whoever wants Ray in this process finds it running, and leaves it running: to start takes longer than a tiny job.
+
+    Its workers find the package and the tests' own roles where this process does. Tests with it come after all others.
+    """
+    import ray
+
+    from headway.cluster.processes import Family
+    from headway.cluster.ray_signals import sigterm_kept
+
+    with sigterm_kept(), pytest.MonkeyPatch.context() as patch:
+        root = request.config.rootpath
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(root / "src"), str(root)]))
+        context = ray.init(
+            address="local",
+            num_cpus=2,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=128 * 2**20,
+        )
+    family = Family(Path(context.address_info["session_dir"]).name)
+    assert len(family) > 1
+    yield
+    assert ray.is_initialized(), "who found Ray running left it running"
+    ray.shutdown()
+    assert family.end(orderly_s=10) == []

@@ -37,25 +37,3 @@ def workers_can_import_tests(request: pytest.FixtureRequest) -> Iterator[None]:
         root = request.config.rootpath
         patch.setenv("PYTHONPATH", os.pathsep.join([str(root / "src"), str(root)]))
         yield
-
-
-@pytest.fixture(scope="module")
-def ray_here(workers_can_import_tests: None) -> Iterator[None]:
-    """Clusters join this Ray, and leave it running."""
-    import ray
-
-    from headway.cluster.processes import Family
-
-    context = ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        object_store_memory=128 * 2**20,
-    )
-    family = Family(Path(context.address_info["session_dir"]).name)
-    assert len(family) > 1
-    yield
-    ray.shutdown()
-    assert family.end(orderly_s=10) == []

@@ -81,6 +81,38 @@ async def test_a_version_equals_one_process_bit_for_bit_and_a_killed_replica_end
     assert "SIGTERM received" not in err
 
 
+@mostly_slow(
+    "sections",
+    [
+        {"param_update": {"transport": "object_store", "encoding": "delta"}},
+        {"param_update": {"encoding": "delta"}},
+        {"param_update": {"transport": "disk"}, "trainer": {"n_gpus_per_node": 2}},
+        {"placement": {"kind": "shared"}, "trainer": {"n_gpus_per_node": 2}, "rollout": {"n_gpus_per_node": 2}},
+    ],
+    quick=[{"param_update": {"transport": "disk"}, "trainer": {"n_gpus_per_node": 2}}],
+    ids=str,
+)
+async def test_versions_arrive_whichever_way_they_take(
+    ray_here: None, tiny_model: str, tmp_path: Path, sections: dict[str, Any]
+) -> None:
+    """Small buckets, so that tensors are split; with two ranks each has half of every tensor."""
+    sections["rollout"] = {"param_update_preduce_bucket_size_mb": 0.01, **sections.get("rollout", {})}
+    config = tiny_config("ray", **sections)
+    workers = await start_backend(config, model_path=tiny_model, run_dir=tmp_path, total_optimizer_steps=4)
+    try:
+        outcome = await one_version(workers)
+        assert outcome.sent.checksum == outcome.received.checksum
+        assert outcome.probe_difference < 1e-5
+        again, received, served = await update(workers, 2)
+        assert again.checksum == received.checksum == outcome.sent.checksum, "nothing was trained in between"
+        assert np.array_equal(served, again.probe) or np.abs(served - again.probe).max() < 1e-5
+        if config.param_update.encoding == "delta":
+            assert again.changed == 0
+            assert again.nbytes < 0.01 * outcome.sent.nbytes
+    finally:
+        await workers.close()
+
+
 @pytest.mark.slow
 async def test_a_node_that_was_killed_is_named_and_leaves_neither_process_nor_folder_but_its_logs_to_the_run(
     tmp_path: Path,
@@ -114,38 +146,3 @@ def raylet() -> int:
     """The process of Ray that its agents are children of."""
     (pid,) = (pid for pid in descendants(os.getpid()) if Path(f"/proc/{pid}/exe").readlink().name == "raylet")
     return pid
-
-
-# ---------------------------------------------------------------------------------------------- on a Ray that is there
-
-
-@mostly_slow(
-    "sections",
-    [
-        {"param_update": {"transport": "object_store", "encoding": "delta"}},
-        {"param_update": {"encoding": "delta"}},
-        {"param_update": {"transport": "disk"}, "trainer": {"n_gpus_per_node": 2}},
-        {"placement": {"kind": "shared"}, "trainer": {"n_gpus_per_node": 2}, "rollout": {"n_gpus_per_node": 2}},
-    ],
-    quick=[{"param_update": {"transport": "disk"}, "trainer": {"n_gpus_per_node": 2}}],
-    ids=str,
-)
-async def test_versions_arrive_whichever_way_they_take(
-    ray_here: None, tiny_model: str, tmp_path: Path, sections: dict[str, Any]
-) -> None:
-    """Small buckets, so that tensors are split; with two ranks each has half of every tensor."""
-    sections["rollout"] = {"param_update_preduce_bucket_size_mb": 0.01, **sections.get("rollout", {})}
-    config = tiny_config("ray", **sections)
-    workers = await start_backend(config, model_path=tiny_model, run_dir=tmp_path, total_optimizer_steps=4)
-    try:
-        outcome = await one_version(workers)
-        assert outcome.sent.checksum == outcome.received.checksum
-        assert outcome.probe_difference < 1e-5
-        again, received, served = await update(workers, 2)
-        assert again.checksum == received.checksum == outcome.sent.checksum, "nothing was trained in between"
-        assert np.array_equal(served, again.probe) or np.abs(served - again.probe).max() < 1e-5
-        if config.param_update.encoding == "delta":
-            assert again.changed == 0
-            assert again.nbytes < 0.01 * outcome.sent.nbytes
-    finally:
-        await workers.close()
