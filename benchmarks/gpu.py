@@ -1,4 +1,4 @@
-"""``python -m benchmarks.gpu``: what works on this machine's GPUs, and how fast, in eight minutes and without a network.
+"""``python -m benchmarks.gpu``: what works on this machine's GPUs and how fast, in eight minutes, without a network.
 
     registry.CHECKS ─▶ a process each, one after the other ─▶ answers ─▶ one table, build/bench/gpu.json
 
@@ -25,22 +25,10 @@ from benchmarks.gpu_checks.setting import Setting
 MINUTES = 8.0
 LEAST_S = 5.0
 """A check is not begun with less time than that."""
-NEEDED = [
-    "torch",
-    "transformers",
-    "numpy",
-    "safetensors",
-    "jaxtyping",
-    "math_verify",
-    "omegaconf",
-    "pebble",
-    "pydantic",
-    "rich",
-    "tensorboard",
-    "typer",
-    "xxhash",
-    "yaml",
-]
+NEEDED = (
+    *("torch", "transformers", "numpy", "safetensors", "jaxtyping", "math_verify", "omegaconf", "pebble", "pydantic"),
+    *("rich", "tensorboard", "typer", "xxhash"),
+)
 NO_GPU = 2
 MARKS = {"passed": "green", "failed": "bold red", "skipped": "yellow", "not run": "bold red"}
 

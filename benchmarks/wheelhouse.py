@@ -1,6 +1,6 @@
 """``make wheelhouse``: what an image that has torch and transformers lacks for ``cluster.backend=inline``, as wheels.
 
-    pyproject.toml: dependencies ─▶ pip download, as constraints.txt pins them ─▶ what the wheels require ─▶ … ─▶ all there
+    pyproject.toml: dependencies ─▶ pip download, pinned by constraints.txt ─▶ what the wheels require ─▶ …
 
 The wheels are for Linux on x86-64 and for the Python version that is asked for, whichever runs this. A package is left
 out where the image has it anyway, or where the inline path does not import it.
@@ -26,27 +26,14 @@ from packaging.utils import canonicalize_name
 OUT = Path("build/wheelhouse")
 LIMIT_MB = 55.0
 """Megabytes (10⁶ bytes) that all wheels may have together."""
-PLATFORMS = tuple(f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 24, 17, 12, 5)) + ("manylinux2014_x86_64",)
+PLATFORMS = ("manylinux2014_x86_64", *(f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 24, 17, 12, 5)))
 IN_THE_IMAGE = frozenset(
-    [
+    {
         "torch",
+        *("filelock", "fsspec", "jinja2", "mpmath", "networkx", "setuptools", "sympy"),
         "transformers",
-        "numpy",
-        "pyyaml",
-        "safetensors",
-        "tokenizers",
-        "huggingface-hub",
-        "regex",
-        "tqdm",
-        "packaging",
-        "filelock",
-        "fsspec",
-        "jinja2",
-        "networkx",
-        "sympy",
-        "mpmath",
-        "setuptools",
-    ]
+        *("huggingface-hub", "numpy", "packaging", "pyyaml", "regex", "safetensors", "tokenizers", "tqdm"),
+    }
 )
 """torch, transformers and what these require."""
 NOT_IMPORTED: Mapping[str, str] = MappingProxyType(
@@ -147,7 +134,8 @@ def summary(wheels: Sequence[Path], folder: Path, python_version: str) -> str:
     if total > LIMIT_MB:
         raise WheelhouseError(f"{total:.1f} MB, more than {LIMIT_MB:g} MB; the largest: {listed}")
     return f"""\
-{len(sizes)} wheels for Python {python_version}, {total:.1f} MB (at most {LIMIT_MB:g}), in {folder}; the largest: {listed}
+{len(sizes)} wheels for Python {python_version}, {total:.1f} MB (at most {LIMIT_MB:g}), in {folder}
+the largest: {listed}
 
 With torch 2.11 or later and transformers 5.17 or later, in this folder, without a network:
     python -m pip install --no-index --no-deps --target /tmp/site {folder}/*.whl

@@ -74,13 +74,8 @@ def logprobs(setting: Setting) -> Passed:
 
 def sampled_rows(setting: Setting, folder: Path, dtype: str) -> list[Row]:
     core = _core(setting, on_device(folder, setting, getattr(torch, dtype)))
-    asked = requests(
-        [3, 9, 24, 40],
-        checked_shape(setting).vocabulary,
-        n=4,
-        tokens=24 if setting.small else 64,
-        temperature=TEMPERATURE,
-    )
+    vocabulary, tokens = checked_shape(setting).vocabulary, 24 if setting.small else 64
+    asked = requests([3, 9, 24, 40], vocabulary, n=4, tokens=tokens, temperature=TEMPERATURE)
     return rows_of(finish(core, asked))
 
 
@@ -110,8 +105,7 @@ def decoding(setting: Setting) -> Passed:
     # The longest crosses the first span of recorded steps, so that a second shape is recorded.
     asked = requests([3, 17, 60, 245], vocabulary, n=3, tokens=20 if setting.small else 96)
     eager = tokens_of(finish(_core(setting, model), asked))
-    recorder = CudaRecorder(model.device) if setting.on_gpu else RunsAgain()
-    core = _core(setting, model, recorder)
+    core = _core(setting, model, _recorder(setting))
     recorded = tokens_of(finish(core, asked))
     graphs = core._runner._graphs
     require(
@@ -122,7 +116,7 @@ def decoding(setting: Setting) -> Passed:
     again = tokens_of(finish(_core(setting, model), asked, interrupt_after=7))
     same(eager, again, "with contexts prefilled again after an interrupt", "decoded in one go")
     greedy = requests([3, 17, 60], vocabulary, tokens=20 if setting.small else 96, temperature=0.0)
-    mine = tokens_of(finish(_core(setting, model, recorder), greedy))
+    mine = tokens_of(finish(_core(setting, model, _recorder(setting)), greedy))
     same({(r.number, 0): generated(model, r) for r in greedy}, mine, "greedy", "by transformers.generate")
     count = sum(map(len, eager.values()))
     recordings = len(graphs) if graphs is not None else 0
@@ -143,8 +137,8 @@ def same(expected: Tokens, found: Tokens, this: str, other: str) -> None:
         at = differs[0] if differs else min(len(tokens), len(found[key]))
         require(
             tokens == found[key],
-            f"answer {key[1]} to prompt {key[0]} differs from token {at} of {len(tokens)} on: {found[key][at : at + 3]} "
-            f"{this}, {tokens[at : at + 3]} {other}",
+            f"answer {key[1]} to prompt {key[0]} differs from token {at} of {len(tokens)} on: "
+            f"{found[key][at : at + 3]} {this}, {tokens[at : at + 3]} {other}",
         )
 
 
@@ -192,6 +186,10 @@ def _core(setting: Setting, model: PreTrainedModel, recorder: Recorder | None = 
         clock=lambda: 0.0,
         temperature=TEMPERATURE,
     )
+
+
+def _recorder(setting: Setting) -> Recorder:
+    return CudaRecorder(torch.device("cuda")) if setting.on_gpu else RunsAgain()
 
 
 def _rms(values: NDArray[np.float32]) -> float:

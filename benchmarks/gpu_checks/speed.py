@@ -1,4 +1,4 @@
-"""How fast: a model of Qwen2.5-0.5B's shape with random weights, trained and decoded, beside what one would write first.
+"""How fast: a random model of Qwen2.5-0.5B's shape, trained and decoded, beside what one would write first.
 
     training    FsdpEngine, and a plain step: Hugging Face's module under autocast, whole logits, AdamW
     decoding    the native engine with and without CUDA graphs, and ``transformers.generate``
@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu_checks.models import HALF_BILLION, LIKE_HALF_BILLION, Shape, requests
@@ -89,8 +90,9 @@ def training_speed(setting: Setting) -> Passed:
     tokens = sum(len(row.input_ids) for row in rows)
     figures: dict[str, Any] = {"device": name, "peak_tflops": peak, "tokens": tokens, "micro_batch_tokens": budget}
     lines = []
-    for contender, make in contenders.items():
-        seconds, memory = measured(setting, make)
+    with one_rank_group(setting):
+        steps = {contender: measured(setting, make) for contender, make in contenders.items()}
+    for contender, (seconds, memory) in steps.items():
         tflops = training_flops(shape, rows) / seconds / 1e12
         mfu = None if peak is None else tflops / peak
         figures[contender] = {"tokens_per_s": tokens / seconds, "tflops": tflops, "mfu": mfu, "memory_gb": memory}
@@ -108,17 +110,16 @@ def measured(setting: Setting, make: Callable[[], Once]) -> tuple[float, float |
     _empty(setting)
     if setting.on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    with one_rank_group(setting):
-        once = make()
-        seconds = []
-        for _ in range(1 + STEPS):
-            started = time.perf_counter()
-            once()
-            setting.wait()
-            seconds.append(time.perf_counter() - started)
-        memory = torch.cuda.max_memory_allocated() / 1e9 if setting.on_gpu else None
-        del once
-        _empty(setting)
+    once = make()
+    seconds = []
+    for _ in range(1 + STEPS):
+        started = time.perf_counter()
+        once()
+        setting.wait()
+        seconds.append(time.perf_counter() - started)
+    memory = torch.cuda.max_memory_allocated() / 1e9 if setting.on_gpu else None
+    del once
+    _empty(setting)
     return median(seconds[1:]), memory
 
 
@@ -155,9 +156,7 @@ def _plain_step(setting: Setting, folder: Path, rows: Sequence[Row], budget: int
                 with torch.autocast(setting.device, torch.bfloat16) if setting.on_gpu else nullcontext():
                     logits = model(ids[part], use_cache=False).logits[:, prompt - 1 : -1]
                 targets = ids[part, prompt:]
-                logp = -torch.nn.functional.cross_entropy(
-                    logits.float().flatten(0, 1), targets.flatten(), reduction="none"
-                )
+                logp = -cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
                 ratio = (logp.view_as(targets) - behaviour[part]).exp()
                 terms = torch.minimum(ratio * advantages[part], ratio.clamp(0.8, 1.2) * advantages[part])
                 (-terms.sum() / advantages.numel()).backward()
@@ -237,9 +236,8 @@ def decoding_speed(setting: Setting) -> Passed:
 
 def _decoding_line(count: int, rates: dict[str, float]) -> str:
     others = ", ".join(f"{way} {rate:,.0f}" for way, rate in rates.items() if way != "native")
-    return (
-        f"{count:>3} sequences: {rates['native']:,.0f} tokens/s; {others} ({rates['native'] / rates['generate']:.1f}×)"
-    )
+    ratio = rates["native"] / rates["generate"]
+    return f"{count:>3} sequences: {rates['native']:,.0f} tokens/s ({ratio:.1f}× generate); {others}"
 
 
 Decode = Callable[[Sequence[int], int], dict[int, float]]

@@ -64,9 +64,9 @@ def training(setting: Setting) -> Passed:
     lines, figures = [], {}
     with one_rank_group(setting):
         for dtype in ("float32", "bfloat16"):
-            limit = (
-                FLOAT32_TOLERANCE if dtype == "float32" else BFLOAT16_FACTOR * rounding(setting, folder, rows, expected)
-            )
+            limit = FLOAT32_TOLERANCE
+            if dtype == "bfloat16":
+                limit = BFLOAT16_FACTOR * rounding(setting, folder, rows, expected)
             found = compare(engine_of(setting, folder, dtype), rows, expected, dtype, limit)
             lines.append(
                 f"{dtype}: gradient off by {found['gradient']:.2g} of its norm (limit {limit:.2g}), loss by "
@@ -273,8 +273,8 @@ def _logprobs(model: PreTrainedModel, row: Row) -> torch.Tensor:
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a sharded tensor, on the host. Collective, and so on the device even where shards are not."""
-    moved = tensor.detach().to(tensor.device_mesh.device_type)  # type: ignore[attr-defined]
-    return moved.full_tensor().cpu().clone()  # type: ignore[no-any-return,attr-defined]
+    moved = tensor.detach().to(tensor.device_mesh.device_type)
+    return moved.full_tensor().cpu().clone()
 
 
 # ---------------------------------------------------------------------------------------- several ranks

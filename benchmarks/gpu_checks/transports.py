@@ -1,6 +1,6 @@
 """Weights on their way: every transport, both ways in, whole versions and deltas, from a device and onto a device.
 
-    a model's weights ─▶ Stream or Staged ─▶ transport ─▶ BackBuffer or InPlace ─▶ another model's tensors: the same bits?
+    a model's weights ─▶ Stream or Staged ─▶ transport ─▶ BackBuffer or InPlace ─▶ another model's tensors
     (on the device)      (pinned, on a GPU)               (pinned, on a GPU)       (on the device)
 
 Both ends are threads of one process here. The process group that ``broadcast`` is made of is looked at by itself, over

@@ -1,0 +1,329 @@
+"""Every check of `python -m benchmarks.gpu` in its CPU form: passes as things are, and finds what is planted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu_checks import demo, engine, serving, speed, training, transports
+from benchmarks.gpu_checks.models import HALF_BILLION
+from benchmarks.gpu_checks.setting import CheckFailed, Passed, Setting
+from headway.config.transports import TRANSPORTS
+from headway.engines.rollout.native import runner
+from headway.engines.rollout.native.cache import SlotCache
+from headway.engines.rollout.native.core import EngineCore
+from headway.engines.rollout.native.graphs import Compute
+from headway.engines.served.memory import WeightMemory
+from headway.engines.train.fsdp import engine as fsdp_engine
+from headway.engines.train.fsdp import learner, policy
+from headway.engines.train.fsdp.engine import FsdpEngine
+from headway.interfaces import StepReport
+from headway.weights.buckets import Tensors
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
+    return Setting("cpu", tmp_path_factory.mktemp("gpu-checks"), small=True)
+
+
+# ---------------------------------------------------------------------------------------- as things are
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        engine.logprobs,
+        engine.decoding,
+        training.training,
+        training.fsdp,
+        transports.transports,
+        serving.update,
+        serving.sleep,
+        speed.training_speed,
+        speed.decoding_speed,
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_a_check_passes_in_its_cpu_form_and_says_what_it_found(
+    check: Callable[[Setting], Passed], setting: Setting
+) -> None:
+    passed = check(setting)
+    assert passed.lines
+    assert json.loads(json.dumps(passed.figures)) is not None
+
+
+def test_every_transport_is_checked(setting: Setting) -> None:
+    assert set(transports.transports(setting).figures) == set(TRANSPORTS)
+
+
+# ---------------------------------------------------------------------------------------- planted defects
+
+
+def trainer_forgets_the_temperature(patch: pytest.MonkeyPatch) -> None:
+    right = policy.chunked_logprobs
+    patch.setattr(policy, "chunked_logprobs", lambda *given: right(*given[:4], 1.0))
+
+
+def engine_serves_other_weights_in_bfloat16(patch: pytest.MonkeyPatch) -> None:
+    right = engine.on_device
+
+    def wrong(folder: Path, setting: Setting, dtype: torch.dtype = torch.float32) -> Any:
+        model = right(folder, setting, dtype)
+        if dtype is torch.bfloat16:
+            with torch.no_grad():
+                model.model.layers[0].mlp.down_proj.weight.mul_(0.5)
+        return model
+
+    patch.setattr(engine, "on_device", wrong)
+
+
+def graphs_are_not_replayed(patch: pytest.MonkeyPatch) -> None:
+    def record(self: object, compute: Compute) -> Compute:
+        compute()
+        return lambda: None
+
+    patch.setattr(engine.RunsAgain, "record", record)
+
+
+def graphs_are_right_once(patch: pytest.MonkeyPatch) -> None:
+    def record(self: object, compute: Compute) -> Compute:
+        replays = iter([compute])
+
+        def replay() -> None:
+            next(replays, lambda: None)()
+
+        return replay
+
+    patch.setattr(engine.RunsAgain, "record", record)
+
+
+def contexts_that_come_back_are_damaged(patch: pytest.MonkeyPatch) -> None:
+    right, filled = SlotCache.fill, dict[int, int]()
+
+    def wrong(self: SlotCache, rows: range, kv: torch.Tensor) -> None:
+        filled[id(self)] = filled.get(id(self), 0) + 1
+        right(self, rows, kv if filled[id(self)] <= 4 else 1.5 * kv)  # four prompts
+
+    patch.setattr(SlotCache, "fill", wrong)
+
+
+def greedy_takes_the_least_likely(patch: pytest.MonkeyPatch) -> None:
+    right = runner.sample
+    patch.setattr(runner, "sample", lambda logits, how, u: right(-logits if how.greedy is not None else logits, how, u))
+
+
+def predictors_are_off_by_one(patch: pytest.MonkeyPatch) -> None:
+    right = fsdp_engine.collate
+
+    def wrong(*given: Any) -> Any:
+        batch = right(*given)
+        object.__setattr__(batch, "predictors", batch.predictors.roll(1))
+        return batch
+
+    patch.setattr(fsdp_engine, "collate", wrong)
+
+
+def steps_are_twice_as_long(patch: pytest.MonkeyPatch) -> None:
+    right = learner.learning_rate
+    patch.setattr(learner, "learning_rate", lambda *given: 2 * right(*given))
+
+
+def gathering_leaves_bytes_out(patch: pytest.MonkeyPatch) -> None:
+    right = fsdp_engine.gather
+
+    def wrong(*given: Any, **more: Any) -> Any:
+        for offset, data in right(*given, **more):
+            data[-8:] = 0
+            yield offset, data
+
+    patch.setattr(fsdp_engine, "gather", wrong)
+
+
+def checkpoints_are_not_read(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(FsdpEngine, "load", lambda self, path: {"step": 0})
+
+
+def the_last_value_is_not_written(patch: pytest.MonkeyPatch) -> None:
+    right = Tensors.write
+    patch.setattr(Tensors, "write", lambda self, offset, data: right(self, offset, data[:-64]))
+
+
+def new_weights_are_not_loaded(patch: pytest.MonkeyPatch) -> None:
+    right = EngineCore.activate
+    patch.setattr(EngineCore, "activate", lambda self, version, load: right(self, version, lambda: None))
+
+
+def tokens_keep_the_old_version(patch: pytest.MonkeyPatch) -> None:
+    right = EngineCore.activate
+
+    def wrong(self: EngineCore, version: int, load: Callable[[], None]) -> float:
+        seconds = right(self, version, load)
+        self.version = 0
+        return seconds
+
+    patch.setattr(EngineCore, "activate", wrong)
+
+
+def sleep_keeps_the_cache(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SlotCache, "release", lambda self: None)
+
+
+def sleep_keeps_the_weights(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WeightMemory, "drop", lambda self: None)
+
+
+def other_weights_wake_up(patch: pytest.MonkeyPatch) -> None:
+    right = serving._send
+    patch.setattr(serving, "_send", lambda weights, *more: right({n: 0.5 * w for n, w in weights.items()}, *more))
+
+
+def losses_are_not_finite(patch: pytest.MonkeyPatch) -> None:
+    report = StepReport(skipped=True, metrics={"loss": float("nan")})
+    patch.setattr(FsdpEngine, "train_step", lambda *given: report)
+
+
+def answers_are_cut_short(patch: pytest.MonkeyPatch) -> None:
+    right = speed.requests
+    patch.setattr(speed, "requests", lambda *given, tokens: right(*given, tokens=tokens - 1))
+
+
+@pytest.mark.parametrize(
+    ("check", "plant", "said"),
+    [
+        (engine.logprobs, trainer_forgets_the_temperature, "engine and trainer differ: qwen3 float32"),
+        (engine.logprobs, engine_serves_other_weights_in_bfloat16, "engine and trainer differ: qwen3 bfloat16"),
+        (engine.decoding, graphs_are_not_replayed, "gave CUDA graphs up"),
+        (engine.decoding, graphs_are_right_once, "with CUDA graphs .*, .* without"),
+        (engine.decoding, contexts_that_come_back_are_damaged, "prefilled again after an interrupt"),
+        (engine.decoding, greedy_takes_the_least_likely, "greedy, .* by transformers.generate"),
+        (training.training, predictors_are_off_by_one, "float32: the gradient is off by"),
+        (training.training, steps_are_twice_as_long, "AdamW's step is off by 1 of its norm"),
+        (training.fsdp, gathering_leaves_bytes_out, "gathered from the ranks are not those of the model's folder"),
+        (training.fsdp, checkpoints_are_not_read, "brought other weights back"),
+        (transports.transports, the_last_value_is_not_written, "version 1 .* came with other bits"),
+        (serving.update, new_weights_are_not_loaded, "off that of its version's weights|cannot"),
+        (serving.update, tokens_keep_the_old_version, "tokens are of versions"),
+        (serving.sleep, sleep_keeps_the_cache, r"sleep freed \d+ MiB of"),
+        (serving.sleep, sleep_keeps_the_weights, r"sleep freed \d+ MiB of"),
+        (serving.sleep, other_weights_wake_up, "after waking up the probe is"),
+        (speed.training_speed, losses_are_not_finite, "a loss of nan"),
+        (speed.decoding_speed, answers_are_cut_short, "tokens, not"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_check_finds_what_is_planted_and_names_it(
+    check: Callable[[Setting], Passed], plant: Plant, said: str, setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(CheckFailed, match=said):
+        check(setting)
+
+
+# ---------------------------------------------------------------------------------------- the demo's verdict
+
+
+SUMMARY: dict[str, Any] = {
+    "status": "completed",
+    "reason": None,
+    "balanced": True,
+    "groups": {"trained": 16},
+    "skipped_steps": 0,
+    "optimizer_steps": 8,
+    "version": 2,
+    "param_update": {"count": 2},
+    "throughput": {"generated_tokens_per_s": 100.0},
+    "eval": [{"accuracy": 0.25}, {"accuracy": 0.5}],
+}
+
+
+def finished_run(directory: Path, **changes: Any) -> Path:
+    (directory / "model").mkdir(parents=True)
+    (directory / "model" / "model.safetensors").touch()
+    (directory / "summary.json").write_text(json.dumps({**SUMMARY, **changes}))
+    return directory
+
+
+def test_a_run_that_did_what_was_asked_for_passes(tmp_path: Path) -> None:
+    passed = demo.verdict(finished_run(tmp_path / "run"), 16, seconds=1.0)
+    assert "validation 0.25 → 0.50" in passed.lines[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"status": "failed", "reason": "a worker died"}, "'failed': a worker died"),
+        ({"balanced": False}, "does not balance"),
+        ({"groups": {"trained": 15}}, "15 groups were trained; 16"),
+        ({"skipped_steps": 1}, "1 optimizer steps were not finite"),
+        ({"param_update": {"count": 1}}, "1 updates of the weights for version 2"),
+    ],
+)
+def test_a_run_that_did_something_else_fails(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(CheckFailed, match=said):
+        demo.verdict(finished_run(tmp_path / "run", **changes), 16, seconds=1.0)
+
+
+def test_a_run_without_a_model_or_a_summary_fails(tmp_path: Path) -> None:
+    directory = finished_run(tmp_path / "run")
+    (directory / "model" / "model.safetensors").unlink()
+    with pytest.raises(CheckFailed, match="no exported model"):
+        demo.verdict(directory, 16, seconds=1.0)
+    with pytest.raises(CheckFailed, match="no summary"):
+        demo.verdict(tmp_path, 16, seconds=1.0)
+
+
+def test_a_run_that_does_not_start_fails_with_what_it_printed() -> None:
+    with pytest.raises(CheckFailed, match=r"exit code \d+: .*nonsense"):
+        demo.train(["nonsense.key=1"])
+
+
+# ---------------------------------------------------------------------------------------- figures
+
+
+def test_the_flops_of_a_step_are_six_for_each_weight_and_token_and_those_of_attention() -> None:
+    rows = speed.rows_of_length(HALF_BILLION, 1, 64)
+    weights = 493_961_216  # without norms and biases; the embedding is the head
+    head = 151_936 * 896
+    by_hand = 6.0 * ((weights - head) * 64 + head * 48) + 6.0 * 24 * 896 * 64**2
+    assert speed.training_flops(HALF_BILLION, rows) == pytest.approx(by_hand, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [("NVIDIA H100 80GB HBM3", 989.0), ("NVIDIA H100 PCIe", 756.0), ("NVIDIA A100-SXM4-40GB", 312.0), ("GTX 9", None)],
+)
+def test_the_peak_that_is_assumed_goes_by_the_devices_name(
+    name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    assert speed.peak_tflops(Setting("cuda", tmp_path)) == (peak, name)
+
+
+# ---------------------------------------------------------------------------------------- several processes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_ranks_and_two_processes_pass_and_what_is_planted_in_one_of_them_is_found(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over 5 s: starts eight processes, each of which imports torch."""
+    two = Setting("cpu", setting.scratch, small=True, ranks=2)
+    assert "2 ranks, Gloo" in training.fsdp(two).lines[0]
+    assert "2 processes" in transports.broadcast(setting).lines[0]
+    right_rows, right_payload = training.random_rows, transports.payload
+    expected = training.reference(training.peaked_model(setting), right_rows(setting))
+    monkeypatch.setattr(training, "reference", lambda folder, rows: expected)  # the rows below are others
+    monkeypatch.setattr(training, "random_rows", lambda setting: right_rows(setting)[1:])
+    with pytest.raises(CheckFailed, match="on 2 ranks: float32: the gradient is off"):
+        training.fsdp(two)
+    monkeypatch.setattr(transports, "payload", lambda version, *more: right_payload(version + 1, *more))
+    with pytest.raises(CheckFailed, match="received other bytes than were sent as version"):
+        transports.broadcast(setting)
