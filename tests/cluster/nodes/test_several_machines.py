@@ -109,11 +109,15 @@ def test_a_transport_that_does_not_reach_is_refused_at_the_start(three: Machines
 def test_a_machine_that_falls_silent_is_missed_soon_and_its_replica_replaced_on_another(three: Machines) -> None:
     """The last test: the machine stays silent. Half of the update's time-out would be longer than the whole test."""
     run = three.shared / "silent"
-    settings = ["rollout.n_gpus_per_node=2", "run.dir=/tmp/shared/silent", "rollout.total_rollout_steps=100000"]
+    settings = [
+        "rollout.n_gpus_per_node=2",
+        "run.dir=/tmp/shared/silent",
+        "rollout.total_rollout_steps=100000",
+        "param_update.timeout_s=1200",
+        "cluster.stall_timeout_s=1300",
+    ]
     output = three.scratch / "silent.txt"
-    driver = three["A"].start(
-        "headway", "train", "/tmp/shared/quick.yaml", *settings, "param_update.timeout_s=1200", output=output
-    )
+    driver = three["A"].start("headway", "train", "/tmp/shared/quick.yaml", *settings, output=output)
 
     def seen(*kinds: str) -> list[dict[str, Any]]:
         assert driver.poll() is None, output.read_text()
