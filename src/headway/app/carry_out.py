@@ -22,6 +22,7 @@ from headway.pipeline.run import Status
 from headway.reports.bundle import Reports
 from headway.reports.checkpoints import Checkpoints
 from headway.reports.events_file import look_through
+from headway.reports.run_directory import RunDirectory
 
 
 def carry_out(
@@ -44,7 +45,8 @@ def carry_out(
                     f"{directory.path}. Lower async_training.staleness_threshold or actor.optim.lr, add a correction "
                     "(docs/algorithms/corrections.md), or set offpolicy.guard.action to what goes on"
                 )
-            reports.report_end(directory.model, resumable=status is Status.INTERRUPTED)
+            resumable = status is Status.INTERRUPTED and bool(_saved(directory, config))
+            reports.report_end(directory.model, resumable=resumable)
     except (KeyboardInterrupt, asyncio.CancelledError):
         if _is_complete(reports) and _has_model(reports, config):
             note(reports, f"left at once; the run was complete, and its model is in {directory.model}")
@@ -73,9 +75,12 @@ def _is_complete(reports: Reports) -> bool:
 
 def _has_model(reports: Reports, config: Config) -> bool:
     """Whether the model that the newest checkpoint has was exported."""
-    directory = reports.directory
-    newest = Checkpoints(directory.checkpoints).complete(with_critic=needs_critic(config))[-1:]
-    return is_of_the_end(directory, newest)
+    return is_of_the_end(reports.directory, _saved(reports.directory, config)[-1:])
+
+
+def _saved(directory: RunDirectory, config: Config) -> list[int]:
+    """Versions of the complete checkpoints, the newest last."""
+    return Checkpoints(directory.checkpoints).complete(with_critic=needs_critic(config))
 
 
 def how_to_go_on(reports: Reports, config: Config, *, changed: bool = False, refused: int | None = None) -> str:

@@ -116,7 +116,8 @@ class RayCluster:
     async def stop(self) -> None:
         """Give the devices back, and leave Ray if it was entered here (which ends it if it was started here)."""
         if self._pool is not None:
-            self._pool.release()
+            if self._node is None or self._node.lost is None:  # else nobody is there to take them
+                self._pool.release()
             self._pool = None
         if self._entered:
             self._entered = False

@@ -223,6 +223,8 @@ class RayWorker:
         )
 
     async def kill(self) -> None:
+        if self._ray is not None and self._ray.lost is not None:
+            return  # nobody is there to kill it; it ends with Ray's other processes (`RayNode.leave`)
         self._killed = True
         ray.kill(self._actor, no_restart=True)
         if self._unreachable:
