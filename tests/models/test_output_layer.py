@@ -21,8 +21,8 @@ VALUES: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"logits_soft_cap": 5.0},
     "xlstm": {"output_logit_soft_cap": 5.0},
     "hyperclovax": {"logits_scaling": 3.0},
-    **dict.fromkeys(logits._DIVIDED, {"logits_scaling": 3.0}),
-    **dict.fromkeys(logits._MULTIPLIED, {"logit_scale": 0.3}),
+    **{family: {"logits_scaling": 3.0} for family in logits._DIVIDED},
+    **{family: {"logit_scale": 0.3} for family in logits._MULTIPLIED},
     **dict.fromkeys(logits._CAPPED, CAP),
 }
 NOT_BUILT_HERE = {"gemma3n", "gemma4", "gemma4_unified", "cohere_compass_text"}
@@ -56,17 +56,15 @@ def test_a_familys_rule_is_what_its_code_does(family: str) -> None:
 
 
 @pytest.mark.parametrize(("family", "rule"), [("gemma2", LogitRule()), ("granite", LogitRule(scale=3.0))])
-def test_a_rule_that_is_not_the_codes_is_refused(
-    family: str, rule: LogitRule, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rule_that_is_not_the_codes_is_refused(family: str, rule: LogitRule, monkeypatch: pytest.MonkeyPatch) -> None:
     model = on_meta(family, **VALUES[family])
     monkeypatch.setattr(output_layer, "logit_rule", lambda config: rule)
-    with pytest.raises(ModelError, match=f"somewhere: a '{family}' model .* makes its logits in another way"):
+    with pytest.raises(ModelError, match=rf"somewhere: a '{family}' model .* makes its logits in another way"):
         check_output_layer(model, "somewhere")
 
 
 def test_a_projection_before_the_output_layer_is_refused() -> None:
-    with pytest.raises(ModelError, match="'modernbert-decoder' model .* makes its logits in another way"):
+    with pytest.raises(ModelError, match=r"'modernbert-decoder' model .* makes its logits in another way"):
         check_output_layer(on_meta("modernbert-decoder"), "somewhere")
 
 

@@ -170,7 +170,7 @@ class RolloutReplica:
         return await self._paths.stage(self.name, version)
 
     async def activate(self, version: int) -> float:
-        return cast(float, await self._worker.call("engine.activate", version))
+        return cast(float, await self._worker.call("activate", version))
 
     async def probe(self) -> NDArray[np.float32] | None:
         return cast(NDArray[np.float32], await self._worker.call("engine.probe")) if self._verify else None
@@ -188,7 +188,7 @@ class RolloutReplica:
         await self._worker.call("sleep", keep_weights)
 
     async def wake(self) -> None:
-        await self._worker.call("engine.wake")
+        await self._worker.call("wake")
 
     async def died(self) -> NoReturn:
         """Wait until the replica's process ends, and raise `WorkerDied`."""

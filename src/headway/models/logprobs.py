@@ -17,13 +17,24 @@ from torch import Tensor
 
 from headway.models.logits import PLAIN, LogitRule
 
-CHUNK_ELEMENTS = 16_777_216
-"""Default size of a chunk's logits: 64 MiB in float32."""
+CPU_ELEMENTS = 16_777_216
+"""Logits of a chunk on a CPU: 64 MiB in float32. More is no faster there, see docs/benchmarks.md."""
+GPU_SHARE = 32
+"""A chunk's logits may take this part of a GPU's memory; about three such matrices are held at once."""
+MOST_TOKENS = 4096
+"""More tokens at once make no matrix product of a GPU faster."""
 
 
-def default_chunk_tokens(vocabulary: int) -> int:
-    """Tokens of a chunk for which [chunk × vocabulary] float32 stays near 64 MiB."""
-    return max(1, CHUNK_ELEMENTS // vocabulary)
+def default_chunk_tokens(vocabulary: int, device: torch.device) -> int:
+    """Tokens of a chunk whose [chunk × vocabulary] float32 logits suit the device.
+
+    It depends on the device's whole memory and not on what is free, so that equal devices compute equal chunks.
+    """
+    elements = CPU_ELEMENTS
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+        elements = max(elements, memory // GPU_SHARE // torch.float32.itemsize)
+    return max(1, min(MOST_TOKENS, elements // vocabulary))
 
 
 def chunked_logprobs(
@@ -37,18 +48,19 @@ def chunked_logprobs(
 ) -> tuple[Float[Tensor, "*tokens"], Float[Tensor, "*tokens"]]:
     """Log-prob (nats) of ``targets`` under softmax(logits / temperature), and its entropy.
 
-    The logits are hidden · weightᵀ + bias, under ``rule``. The product is computed in the inputs' dtype; ``rule``, softmax and sums in float32 (float64 for float64 inputs), which
-    is the dtype of the results. Both results have a gradient; that of the entropy costs nothing unless it is used.
+    The logits are hidden · weightᵀ + bias, under ``rule``. The product is computed in the inputs' dtype; ``rule``,
+    softmax and sums in float32 (float64 for float64 inputs), which is the dtype of the results. Both results have a
+    gradient; that of the entropy costs nothing unless it is used.
 
     Args:
         hidden: what the head reads at the position that predicts each target.
         temperature: positive; logits are divided by it.
-        chunk_tokens: tokens computed at once; the default keeps a chunk's logits near 64 MiB.
+        chunk_tokens: tokens computed at once; the default suits the device. The results do not depend on it.
         rule: the model's own scale and soft cap (`headway.models.logits.logit_rule`).
     """
     if temperature <= 0:
         raise ValueError(f"temperature is {temperature}; log-probs need a positive one")
-    chunk = chunk_tokens or default_chunk_tokens(weight.shape[0])
+    chunk = chunk_tokens or default_chunk_tokens(weight.shape[0], weight.device)
     logprobs_M, entropy_M = _ChunkedLogProbs.apply(  # type: ignore[no-untyped-call]
         hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.reshape(-1), temperature, rule, chunk
     )

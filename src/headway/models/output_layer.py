@@ -38,8 +38,9 @@ def apply_rule(output: Tensor, rule: LogitRule) -> Tensor:
 def check_output_layer(lm: PreTrainedModel, whose: str) -> LogitRule:
     """Make sure that log-probs can be computed from hidden states, and return the rule by which.
 
-    ``whose`` begins the message: the model's path, or the name of who holds it. ``lm`` is as it was afterwards, and may be on the meta device: then only what comes after the decoder is tried, and
-    a model whose code cannot be run in this way passes until it is loaded, unless it has weights there.
+    ``whose`` begins the message: the model's path, or the name of who holds it. ``lm`` is as it was afterwards, and may
+    be on the meta device: then only what comes after the decoder is tried, and a model whose code cannot be run in this
+    way passes until it is loaded, unless it has weights there.
 
     Raises:
         ModelError: the output layer is no linear layer, or logits differ from what the rule makes of its result.
@@ -60,8 +61,8 @@ _WAY_OUT = "its log-probs would be computed wrongly, so it cannot be trained; gi
 
 def _differs(lm: PreTrainedModel, whose: str) -> ModelError:
     return ModelError(
-        f"{whose}: {_family(lm)} makes its logits in another way than by its output layer, a factor and a soft cap that are "
-        f"known for this family; {_WAY_OUT}"
+        f"{whose}: {_family(lm)} makes its logits in another way than by its output layer, a factor and a soft cap "
+        f"that are known for this family; {_WAY_OUT}"
     )
 
 

@@ -56,9 +56,15 @@ class _Stopped:
 
 class Loading:
     def __init__(
-        self, state: RunState, fleet: Fleet, halts: Halts, waiting_for: WaitingFor, *, probe_tolerance: float
+        self,
+        state: RunState,
+        fleet: Fleet,
+        halts: Halts,
+        waiting_for: WaitingFor,
+        *,
+        probe_tolerance: Callable[[str], float],
     ) -> None:
-        """``probe_tolerance``: nats by which log-probs may differ, for rounding."""
+        """``probe_tolerance``: nats by which log-probs of the receiver of this name may differ, for rounding."""
         self.on_loaded: Callable[[Replica, int], Awaitable[None]]
         """Called for each replica that has loaded a version, before that is served."""
         self._state = state
@@ -159,10 +165,11 @@ class Loading:
             )
         differences = np.abs(served.astype(np.float64) - expected)
         largest = float(differences.max(initial=0.0))
-        if not largest <= self._probe_tolerance:  # also for what is not a number
+        tolerance = self._probe_tolerance(receiver.name)
+        if not largest <= tolerance:  # also for what is not a number
             raise UpdateFailed(
                 f"{who}: log-probs of the {differences.size} tokens of the probe differ from the trainer's by up to "
                 f"{largest:.3g} nats, {float(differences.mean()):.3g} on average; rounding explains at most "
-                f"{self._probe_tolerance:g}. The engine puts weights in the wrong place, or the models are not the same"
+                f"{tolerance:g}. The engine puts weights in the wrong place, or the models are not the same"
             )
         return largest

@@ -53,5 +53,5 @@ class Parts:
     """Starts a replica in the place of the one of this name; None where that cannot be."""
     receivers: Sequence[PolicyReceiver] = ()
     """Roles that hold a copy of the policy and generate nothing. They serve each version before its update is over."""
-    probe_tolerance: float = 1e-3
-    """Nats by which a receiver's log-probs may differ from the trainer's, in the dtype that it serves."""
+    probe_tolerance: Callable[[str], float] = lambda name: 1e-3
+    """Nats by which the log-probs of the receiver of this name may differ from the trainer's, for rounding."""

@@ -22,7 +22,7 @@ class FusedRole:
 
     def __init__(self, *, actor: dict[str, Any], rollout: dict[str, Any], name: str, **common: Any) -> None:
         self.actor = ActorRole(**actor, name=name, **common)
-        self.rollout = RolloutRole(**rollout, **common)
+        self.rollout = RolloutRole(**rollout, **common, shares_device=True)
 
     def hardware(self) -> Hardware:
         """What this process computes on."""

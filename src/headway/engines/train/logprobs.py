@@ -51,7 +51,7 @@ class LogProbCopy:
             takes_deltas: it keeps a second copy in host memory, which deltas are applied to.
 
         Raises:
-            ModelError: ``manifest`` is not of this model, or log-probs cannot be computed from what its output layer gives.
+            ModelError: ``manifest`` is not of this model, or has logits that are not supported.
         """
         model.eval()
         model.tie_weights()
@@ -63,7 +63,7 @@ class LogProbCopy:
         self._weights = ServedWeights(model, name)
         self._weights.check_layout(manifest)
         way_in = (Beside if takes_deltas else Over)(name, self._weights, manifest, window)
-        self._updates = Updates(name, way_in, receive)
+        self._updates = Updates(name, way_in, receive, self._weights.device)
         self._token_budget = token_budget
 
     def proximal_logprobs(self, rows: Sequence[Row], version: int) -> list[NDArray[np.float32]]:
