@@ -26,6 +26,7 @@ from headway.data.rows import by_source
 from headway.data.sources import DataBundle, Rows, build_sources, read_rows
 from headway.errors import ConfigError, DataError, ModelError, UserCodeError, WorkerDied, boundary
 from headway.models.folder import SAFETENSORS, SAFETENSORS_INDEX, check_folder, find_folder
+from headway.models.logits import is_known
 from headway.rewards.pool import RewardPool
 from headway.rewards.request import RewardSpec
 from headway.rewards.scorers import make_scorer
@@ -54,12 +55,15 @@ def check_inputs(config: Config) -> Rows:
     Raises:
         ConfigError: no such reward or task, or parameters that the task does not take.
         DataError: a data file is missing, or holds something else than it should.
-        ModelError: the folder of ``model.path`` is missing, or lacks a file, or has one that is damaged.
+        ModelError: the folder of ``model.path`` is missing, or lacks a file, or has one that is damaged; or its logits
+            are made in a way that is not supported.
         UserCodeError: the reward's file does not import, or its function needs what the rows lack.
     """
     go_offline_without_a_hub(config)
     if config.model.path is not None:
-        check_folder(config.model.path)
+        model_type = check_folder(config.model.path)
+        if model_type is not None and not is_known(model_type):
+            _check_unknown_family(config)
     rows = read_rows(config)
     _check_answers(config, rows)
     spec = replace(RewardSpec.of(config), columns=rows.columns, lacked=rows.lacked)
@@ -81,7 +85,8 @@ def check_model(config: Config, rows: Rows, *, when_too_long: str = LOWER) -> Da
         ConfigError: no such algorithm, more tokens than the model has positions, a bias for a token that it does not
             have, or a KV cache without room for one context.
         DataError: prompts that the tokenizer cannot render, or that are all too long.
-        ModelError: the folder is missing or incomplete, holds no causal language model, or weights of another one.
+        ModelError: the folder is missing or incomplete, holds no causal language model, or weights of another one; or
+            the model is of a kind that trainer or rollout engine cannot run.
         UserCodeError: an own loss, estimator or correction cannot be called as it will be.
     """
     from headway.engines.rollout.vllm.launch import check_installed
@@ -109,7 +114,8 @@ def check_model(config: Config, rows: Rows, *, when_too_long: str = LOWER) -> Da
         _check_positions(config, model_config, when_too_long)
         _check_vocabulary(config.model.path, model_config, tokenizer)
         _check_biases(config, model_config)
-        _check_weights(config, model_config)  # builds the model, as others may not even be able to with odd values
+        _check_engine(config, model_config)
+        _check_built(config, model_config)  # as others may not even be able to with odd values
         _check_kv_cache(config, model_config)
     return build_sources(config, tokenizer, rows)
 
@@ -236,26 +242,65 @@ def _check_kv_cache(config: Config, model_config: Any) -> None:
         )
 
 
-def _check_weights(config: Config, model_config: Any) -> None:
+def _check_unknown_family(config: Config) -> None:
+    """What only transformers can tell of a model, for the doctor, too: seconds, which the usual families do not cost.
+
+    Raises:
+        ModelError: no causal language model, or one whose logits or attention are not supported.
+    """
+    from headway.models.loading import load_config
+
+    path = config.model.path or ""
+    model_config = load_config(path, trust_remote_code=config.model.trust_remote_code)
+    with boundary(f"{path}: cannot build the model that config.json describes", ModelError):
+        _check_engine(config, model_config)
+        _checked_model(config, model_config)
+
+
+def _check_engine(config: Config, model_config: Any) -> None:
+    """Raises `ModelError` for kinds of attention that the native rollout engine does not have."""
+    if config.rollout.name != "native":
+        return
+    from headway.engines.rollout.native.windows import Windows
+
+    Windows.of(model_config, config.data.max_prompt_length + config.data.max_response_length)
+
+
+def _checked_model(config: Config, model_config: Any) -> Any:
+    """The model of ``config.json`` without memory for its weights; None where code of its own would have to run.
+
+    Raises `ModelError` when it has no layers, or makes its logits in a way that is not supported.
+    """
+    if config.model.trust_remote_code:
+        return None
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from headway.models.output_layer import check_output_layer
+
+    if getattr(model_config.get_text_config(), "num_hidden_layers", 1) < 1:
+        raise ModelError(f"{config.model.path}: config.json has no layers (num_hidden_layers); give a whole model")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config)
+    check_output_layer(model, config.model.path or "")
+    return model
+
+
+def _check_built(config: Config, model_config: Any) -> None:
     """The weights, as their files' headers have them, against the model of ``config.json``: names, shapes, dtypes.
 
     Left to loading where transformers converts names or shapes, and where the files are of another kind.
 
     Raises:
         ModelError: a tensor of another shape, one that the model or the file lacks, integers, or two tensors that
-            differ where ``config.json`` makes them one.
+            differ where ``config.json`` makes them one; and as `_checked_model`.
     """
+    model = _checked_model(config, model_config)
     folder = find_folder(config.model.path or "")
-    if folder is None or config.model.trust_remote_code:
+    if folder is None or model is None:
         return
-    import torch
-    from transformers import AutoModelForCausalLM
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    if getattr(model_config.get_text_config(), "num_hidden_layers", 1) < 1:
-        raise ModelError(f"{config.model.path}: config.json has no layers (num_hidden_layers); give a whole model")
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config)
     if get_model_conversion_mapping(model, add_legacy=False):
         return
     if found := list(_tensors_in_files(folder)):

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from headway.cli import cli
 from headway.config.model import MakeModelConfig
+from headway.errors import ModelError, RunError
 from headway.models.make import make_model
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "errors.md"
@@ -249,6 +250,7 @@ CASES = {
     "an unknown kind of model": model_says(dry=False, model_type="frobnicator"),
     "not a language model": model_says(dry=False, model_type="vit"),
     "an encoder": model_says(dry=False, model_type="bert"),
+    "logits that are made in another way": model_says(model_type="modernbert-decoder", architectures=None),
     "a quantised model": model_says(quantization_config={"quant_method": "gptq", "bits": 4}),
     "code of the model's own": model_says(
         dry=False, model_type="mine", auto_map={"AutoConfig": "configuration_mine.Mine"}
@@ -447,6 +449,32 @@ def test_a_wrong_input_ends_in_one_message_before_anything_starts(name: str, her
     assert "Traceback" not in done.stderr
     assert case.dry or done.stdout == ""
     assert {path: path.is_dir() for path in here.rglob("*") if "__pycache__" not in path.parts} == before
+
+
+@pytest.mark.parametrize("command", ["train", "doctor", "eval"])
+def test_a_model_that_cannot_be_trained_is_refused_alike_by_every_command_and_leaves_no_trace(
+    command: str, here: Path
+) -> None:
+    CASES["logits that are made in another way"].prepare(here)
+    before = set(here.rglob("*"))
+    arguments = {"eval": ["model", "train.jsonl"]}.get(command, ["recipe.yaml"])
+    done = CliRunner().invoke(cli, [command, *arguments])
+    assert done.exit_code == 2, done.stderr
+    assert _matches(BEFORE_THE_RUN["logits that are made in another way"].message, done.stderr, here), done.stderr
+    assert set(here.rglob("*")) == before
+
+
+@pytest.mark.parametrize("user", [True, False], ids=["the user's mistake", "another failure"])
+def test_a_start_that_is_refused_by_a_worker_leaves_the_directory_free(
+    user: bool, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: object, **__: object) -> None:
+        raise ModelError("not this model") if user else RunError("a worker broke")
+
+    monkeypatch.setattr("headway.cluster.backend.start_backend", refuse)
+    done = CliRunner().invoke(cli, ["train", "recipe.yaml"])
+    assert done.exit_code != 0 and "error: " in done.stderr, done.stderr
+    assert (here / "run").exists() != user
 
 
 @pytest.mark.parametrize("name", IN_THE_RUN)

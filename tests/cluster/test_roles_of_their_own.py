@@ -104,7 +104,7 @@ async def update(workers: Workers, version: int, cfg: Config) -> tuple[SendRepor
         await holder.activate(version)
         served = await holder.probe()
         assert served is not None and probe is not None
-        assert np.abs(served - probe).max() < workers.probe_tolerance
+        assert np.abs(served - probe).max() < workers.rounding.tolerance(holder.name)
         if holder in workers.receivers:
             np.testing.assert_allclose(served, probe, atol=1e-5)
     for replica in workers.rollouts:

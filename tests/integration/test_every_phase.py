@@ -46,7 +46,7 @@ PHASES = {
     "gather": Phase("actor-0", "gather_weights", ("mode=overlapped",)),
     "send": Phase("actor-0", "send_weights"),
     "recv": Phase("rollout-0", "stage_weights"),
-    "load": Phase("rollout-0", "engine.activate"),
+    "load": Phase("rollout-0", "activate"),
     "checkpoint": Phase("actor-0", "save"),
     "export": Phase("actor-0", "export"),
 }

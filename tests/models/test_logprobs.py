@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headway.models.logprobs import chunked_logprobs
+from headway.models.logits import LogitRule
+from headway.models.logprobs import chunked_logprobs, default_chunk_tokens
 
 
 def problem(tokens: int = 13, hidden: int = 5, vocabulary: int = 11, bias: bool = True) -> dict[str, Any]:
@@ -143,3 +145,33 @@ def test_tokens_times_vocabulary_is_never_held() -> None:
 def test_temperature_zero_is_an_error() -> None:
     with pytest.raises(ValueError, match="positive"):
         chunked_logprobs(**problem(), temperature=0.0)
+
+
+@pytest.mark.parametrize("rule", [LogitRule(), LogitRule(scale=0.5, cap=2.0)], ids=str)
+def test_the_size_of_a_chunk_changes_nothing(rule: LogitRule) -> None:
+    inputs = problem(tokens=37, hidden=16, vocabulary=50)
+    single = {k: v.detach().float().requires_grad_() for k, v in inputs.items() if k != "targets"}
+    whole = chunked_logprobs(**single, targets=inputs["targets"], chunk_tokens=37, rule=rule)
+    expected = gradients(whole, single)
+    for chunk in (1, 8, 36, 1000):
+        results = chunked_logprobs(**single, targets=inputs["targets"], chunk_tokens=chunk, rule=rule)
+        for ours, theirs in zip([*results, *gradients(results, single)], [*whole, *expected], strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_gradients_through_scale_and_cap_are_finite_differences() -> None:
+    inputs = problem(tokens=4, hidden=3, vocabulary=5)
+
+    def function(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        rule = LogitRule(scale=1.7, cap=1.3)
+        return chunked_logprobs(hidden, weight, bias, inputs["targets"], 0.7, chunk_tokens=3, rule=rule)
+
+    assert torch.autograd.gradcheck(function, (inputs["hidden"], inputs["weight"], inputs["bias"]))
+
+
+def test_a_chunk_suits_the_memory_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert default_chunk_tokens(152_000, torch.device("cpu")) == 110
+    for gib, tokens in ((80, 4096), (24, 1324), (1, 110)):
+        memory = SimpleNamespace(total_memory=gib * 2**30)
+        monkeypatch.setattr("torch.cuda.get_device_properties", lambda device, memory=memory: memory)
+        assert default_chunk_tokens(152_000, torch.device("cuda")) == tokens

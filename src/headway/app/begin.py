@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from contextlib import suppress
 from itertools import chain, count
@@ -11,6 +12,7 @@ from headway.app.carry_out import carry_out, set_math_environment
 from headway.config.loading import LoadedConfig
 from headway.config.schema import Config
 from headway.data.sources import Rows, build_sources
+from headway.errors import UserError
 from headway.preflight import check_inputs, check_model
 from headway.reports.bundle import Reports, open_reports
 from headway.reports.run_directory import Occupied, RunDirectory
@@ -25,7 +27,12 @@ def train(loaded: LoadedConfig) -> int:
     rows = check_inputs(config)  # this and the next before the run's directory: what is wrong here leaves no trace
     check_model(config, rows)
     reports = _open_reports(config)
-    return carry_out(loaded, rows, reports, lambda: _prepare_model(config, rows, reports))
+    try:
+        return carry_out(loaded, rows, reports, lambda: _prepare_model(config, rows, reports))
+    except UserError:
+        if not reports.began:  # the directory was empty before: left as it is, it would refuse the corrected command
+            shutil.rmtree(reports.directory.path, ignore_errors=True)
+        raise
 
 
 def _open_reports(config: Config) -> Reports:

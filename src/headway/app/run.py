@@ -114,7 +114,7 @@ class Run:
             watch_replica=workers.watch_replica,
             replace_replica=workers.replace_replica if workers.replaces else None,
             workers=workers.living,
-            probe_tolerance=workers.probe_tolerance,
+            probe_tolerance=workers.rounding.tolerance,
         )
         taken = None if self._start is None else await self._load(workers, self._start)
         checkpoints = Checkpoints(reports.directory.checkpoints)

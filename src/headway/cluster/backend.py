@@ -13,6 +13,7 @@ from headway.cluster.engines import RolloutReplica, TrainGroup, critic_of, refer
 from headway.cluster.hardware import Hardware
 from headway.cluster.proxy import proxy
 from headway.cluster.replacements import Replacements
+from headway.cluster.rounding import Rounding
 from headway.cluster.startup import Cluster, Startup
 from headway.cluster.worker_group import Worker
 from headway.config.placement import LOGP
@@ -23,9 +24,6 @@ from headway.interfaces import CriticEngine, LogProbEngine, PolicyReceiver, Prox
 from headway.pipeline.concurrently import concurrently
 from headway.progress import Living
 from headway.user_code import names_a_file, resolve_spec
-
-PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3}
-"""By dtype, in nats: well above what rounding makes of equal weights. The coarser side's counts."""
 
 
 @dataclass(slots=True)
@@ -48,8 +46,8 @@ class Workers:
     needed: Sequence[Worker]
     """Those without any of which the run cannot go on, for supervision."""
     cluster: Cluster
-    probe_tolerance: float
-    """Nats by which what a replica serves may differ from the trainer."""
+    rounding: Rounding
+    """Nats by which what each receiver serves may differ from the trainer."""
     hardware: Mapping[str, Hardware]
     """Worker → what it computes on."""
     replacements: Replacements | None
@@ -73,6 +71,7 @@ class Workers:
         """Start a replica in the place of ``lost``; it serves nothing before it has received a version."""
         assert self.replacements is not None, "ask `replaces` first"
         replica = await self.replacements.start(lost)
+        await self.rounding.measure([replica])
         self.rollouts.append(replica)
         return replica
 
@@ -133,7 +132,7 @@ async def start_backend(config: Config, *, model_path: str, run_dir: Path, total
             inside_fetch=started.inside_fetch,
             needed=started.needed,
             cluster=cluster,
-            probe_tolerance=max(PROBE_TOLERANCE[dtype] for dtype in started.dtypes),
+            rounding=started.rounding,
             hardware=started.hardware,
             replacements=started.replacements,
             undo=undo,

@@ -111,9 +111,10 @@ class RolloutReplica:
         self.slots = slots
         self._worker = worker
         self._engine = engine = proxy(worker, RolloutEngine, part="engine")
-        self.pause, self.resume, self.activate, self.stats = engine.pause, engine.resume, engine.activate, engine.stats
+        self.pause, self.resume, self.stats = engine.pause, engine.resume, engine.stats
         self.abort, self.abort_older_than, self.in_flight = engine.abort, engine.abort_older_than, engine.in_flight
-        self.wake = engine.wake
+        self._role = role = proxy(worker, RolloutRole)
+        self.activate, self.wake = role.activate, role.wake
         self.heartbeat = worker.heartbeat
         self.died = worker.lost  # a replica whose machine is silent is as good as dead; others go on without it
 
@@ -129,7 +130,7 @@ class RolloutReplica:
         return await self._engine.probe() if self._verify else None
 
     async def sleep(self, *, keep_weights: bool = True) -> None:
-        await proxy(self._worker, RolloutRole).sleep(keep_weights)
+        await self._role.sleep(keep_weights)
 
     async def close(self) -> None:
         """The worker is closed by whoever started it."""

@@ -25,13 +25,14 @@ from headway.cluster.roles.logp import LogpRole
 from headway.cluster.roles.lookout import Lookout
 from headway.cluster.roles.ref import RefRole
 from headway.cluster.roles.rollout import RolloutRole
+from headway.cluster.rounding import Rounding
 from headway.cluster.sight import SharedFiles, Sight
 from headway.cluster.worker_group import PartOf, Worker, WorkerGroup
 from headway.config.placement import CRITIC, REF, resolve_placement
 from headway.config.schema import Config
 from headway.config.transports import TRANSPORTS, transport_of
 from headway.errors import ConfigError
-from headway.interfaces import Capabilities, OnUpdate
+from headway.interfaces import Capabilities, OnUpdate, PolicyReceiver
 from headway.pipeline.concurrently import concurrently
 from headway.weights.layout import Manifest
 from headway.weights.transports.links import Address
@@ -91,8 +92,8 @@ class Started:
     inside_fetch: frozenset[str]
     """Roles that share the trainer's ranks: ``ref``, ``logp``, ``critic``."""
     paths: WeightPaths
-    dtypes: tuple[str, str]
-    """Of the served weights, and of the trainer's matrix products."""
+    rounding: Rounding
+    """What the receivers' probes may differ by, measured at version 0."""
     needed: tuple[Worker, ...]
     """Workers without any of which the run cannot go on."""
     hardware: dict[str, Hardware]
@@ -195,23 +196,35 @@ class Startup:
         if groups.logp is not None:
             await self._wait(f"{groups.logp.name} to be ready", _result(groups.logp.serve, manifests[computed]))
         alone = {rank.worker for rank in plan.rollout if rank.part is None}
+        receivers = tuple(
+            LogpReceiver(worker, paths, self._config.param_update.verify)
+            for worker in (groups.logp.workers if groups.logp is not None else ())
+        )
         return Started(
             actor=groups.actor,
             rollouts=tuple(rollouts),
             ref=groups.actor if REF in plan.inside_fetch else groups.ref,
             logp=groups.logp,
-            receivers=tuple(
-                LogpReceiver(worker, paths, self._config.param_update.verify)
-                for worker in (groups.logp.workers if groups.logp is not None else ())
-            ),
+            receivers=receivers,
             critic=groups.actor if CRITIC in plan.inside_fetch else groups.critic,
             inside_fetch=plan.inside_fetch,
             paths=paths,
-            dtypes=(dtype, computed),
+            rounding=await self._measured(groups.actor, [*rollouts, *receivers], (dtype, computed)),
             needed=tuple(worker for name, worker in workers.items() if name not in alone),
             hardware=dict(zip(workers, hardware, strict=True)),
             replacements=replacements,
         )
+
+    async def _measured(
+        self, actor: WorkerGroup, receivers: Sequence[PolicyReceiver], dtypes: tuple[str, str]
+    ) -> Rounding:
+        """What rounding makes of the weights that everybody opened. Raises `ModelError` where it is not rounding."""
+        if not self._config.param_update.verify:
+            return Rounding(dtypes, None)
+        expected = await self._wait("the trainer to compute the log-probs of the probe", _result(actor.probe))
+        rounding = Rounding(dtypes, expected)
+        await self._wait("receivers to compute the log-probs of the probe", rounding.measure(receivers))
+        return rounding
 
     async def _launch(self, stack: AsyncExitStack, plan: ClusterPlan) -> dict[str, Worker]:
         started: dict[str, Worker] = {}

@@ -36,15 +36,17 @@ LFS_POINTER = b"version https://git-lfs"
 GET_AGAIN = "copy or download it again"
 
 
-def check_folder(path: str) -> None:
-    """Look at what can be told without loading anything. A name on the hub passes: its files come later.
+def check_folder(path: str) -> str | None:
+    """Look at what can be told without loading anything, and return the ``model_type`` of ``config.json``.
+
+    None where only the model's own code can tell more, and for a name on the hub, whose files come later.
 
     Raises:
         ModelError: not a folder, an adapter, a quantised model; or a file that is missing, cut short or not readable.
     """
     folder = find_folder(path)
     if folder is None:
-        return
+        return None
     if not (folder / "config.json").exists():
         if (folder / ADAPTER).exists():
             raise _adapter(path, folder)
@@ -64,6 +66,7 @@ def check_folder(path: str) -> None:
     _check_weights(path, folder)
     if "auto_map" not in config and not any((folder / name).exists() for name in TOKENIZERS):
         raise ModelError(f"{path}: the folder has no tokenizer: expected tokenizer.json or its parts; copy them there")
+    return None if "auto_map" in config else str(config["model_type"])
 
 
 def find_folder(path: str | Path) -> Path | None:

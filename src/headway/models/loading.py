@@ -66,7 +66,7 @@ def load_model(
             _expanded(path),
             config=config,
             dtype=dtype,
-            attn_implementation=attn_implementation,
+            attn_implementation=attn_implementation or attention(config),
             trust_remote_code=trust_remote_code,
             ignore_mismatched_sizes=True,  # else it raises, and says neither which nor how
             output_loading_info=True,
@@ -105,8 +105,10 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
             "that if you trust the code"
         ) from error
     remote = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    reads_both_ways = getattr(config, "is_encoder_decoder", False) or (
-        getattr(config, "is_decoder", None) is False and config.model_type not in DECODERS_ALWAYS
+    reads_both_ways = (
+        getattr(config, "is_encoder_decoder", False)
+        or (getattr(config, "is_decoder", None) is False and config.model_type not in DECODERS_ALWAYS)
+        or getattr(config.get_text_config(), "use_bidirectional_attention", None) in (True, "all")
     )
     if (type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or reads_both_ways) and not remote:
         raise ModelError(
@@ -114,6 +116,15 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
             "Llama"
         )
     return config
+
+
+def attention(model_config: Any) -> str | None:
+    """The attention that a model needs of ``transformers``; None: whichever it chooses by itself.
+
+    A soft cap on the scores (Gemma 2, and Gemma 3 where its config has one) exists in its eager attention alone.
+    """
+    capped = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
+    return None if capped is None else "eager"
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

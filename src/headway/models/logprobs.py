@@ -15,13 +15,26 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-CHUNK_ELEMENTS = 16_777_216
-"""Default size of a chunk's logits: 64 MiB in float32."""
+from headway.models.logits import PLAIN, LogitRule
+
+CPU_ELEMENTS = 16_777_216
+"""Logits of a chunk on a CPU: 64 MiB in float32. More is no faster there, see docs/benchmarks.md."""
+GPU_SHARE = 32
+"""A chunk's logits may take this part of a GPU's memory; about three such matrices are held at once."""
+MOST_TOKENS = 4096
+"""More tokens at once make no matrix product of a GPU faster."""
 
 
-def default_chunk_tokens(vocabulary: int) -> int:
-    """Tokens of a chunk for which [chunk × vocabulary] float32 stays near 64 MiB."""
-    return max(1, CHUNK_ELEMENTS // vocabulary)
+def default_chunk_tokens(vocabulary: int, device: torch.device) -> int:
+    """Tokens of a chunk whose [chunk × vocabulary] float32 logits suit the device.
+
+    It depends on the device's whole memory and not on what is free, so that equal devices compute equal chunks.
+    """
+    elements = CPU_ELEMENTS
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+        elements = max(elements, memory // GPU_SHARE // torch.float32.itemsize)
+    return max(1, min(MOST_TOKENS, elements // vocabulary))
 
 
 def chunked_logprobs(
@@ -31,22 +44,25 @@ def chunked_logprobs(
     targets: Int[Tensor, "*tokens"],
     temperature: float = 1.0,
     chunk_tokens: int | None = None,
+    rule: LogitRule = PLAIN,
 ) -> tuple[Float[Tensor, "*tokens"], Float[Tensor, "*tokens"]]:
-    """Log-prob (nats) of ``targets`` under softmax((hidden · weightᵀ + bias) / temperature), and its entropy.
+    """Log-prob (nats) of ``targets`` under softmax(logits / temperature), and its entropy.
 
-    The product is computed in the inputs' dtype; softmax and sums in float32 (float64 for float64 inputs), which is the
-    dtype of the results. Both results have a gradient; that of the entropy costs nothing unless it is used.
+    The logits are hidden · weightᵀ + bias, under ``rule``. The product is computed in the inputs' dtype; ``rule``,
+    softmax and sums in float32 (float64 for float64 inputs), which is the dtype of the results. Both results have a
+    gradient; that of the entropy costs nothing unless it is used.
 
     Args:
         hidden: what the head reads at the position that predicts each target.
         temperature: positive; logits are divided by it.
-        chunk_tokens: tokens computed at once; the default keeps a chunk's logits near 64 MiB.
+        chunk_tokens: tokens computed at once; the default suits the device. The results do not depend on it.
+        rule: the model's own scale and soft cap (`headway.models.logits.logit_rule`).
     """
     if temperature <= 0:
         raise ValueError(f"temperature is {temperature}; log-probs need a positive one")
-    chunk = chunk_tokens or default_chunk_tokens(weight.shape[0])
+    chunk = chunk_tokens or default_chunk_tokens(weight.shape[0], weight.device)
     logprobs_M, entropy_M = _ChunkedLogProbs.apply(  # type: ignore[no-untyped-call]
-        hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.reshape(-1), 1.0 / temperature, chunk
+        hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.reshape(-1), temperature, rule, chunk
     )
     if targets.ndim == 1:  # no view of an output: FSDP2 hooks onto what a module returns, and warns of views
         return logprobs_M, entropy_M
@@ -57,15 +73,30 @@ def _accumulation_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _log_softmax(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, scale: float) -> Float[Tensor, "C V"]:
-    logits_CV = torch.nn.functional.linear(hidden_CH, weight_VH, bias_V).to(_accumulation_dtype(hidden_CH))
-    if scale != 1.0:
-        logits_CV = logits_CV * scale
-    return logits_CV.log_softmax(dim=-1)
+def _logits(
+    hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, rule: LogitRule, temperature: float
+) -> Float[Tensor, "C V"]:
+    """The model's logits, divided by the temperature. Only for functions that build no graph: it works in place."""
+    output_CV = torch.nn.functional.linear(hidden_CH, weight_VH, bias_V).to(_accumulation_dtype(hidden_CH))
+    if rule.cap is None:
+        factor = rule.scale / temperature
+        return output_CV if factor == 1.0 else output_CV.mul_(factor)
+    return output_CV.mul_(rule.scale / rule.cap).tanh_().mul_(rule.cap / temperature)
+
+
+def _slope(logits_CV: Tensor, rule: LogitRule, temperature: float) -> Float[Tensor, "C V"] | float:
+    """Derivative of `_logits` with respect to what the output layer gives: scale · (1 − tanh²) / temperature."""
+    factor = rule.scale / temperature
+    if rule.cap is None:
+        return factor
+    return (logits_CV * (temperature / rule.cap)).square_().neg_().add_(1.0).mul_(factor)
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
-    """With p = softmax(z) and entropy S = −Σ p·log p:  ∂log p_t/∂z = 1_t − p,  ∂S/∂z = −p·(log p + S)."""
+    """Log-prob of the target and entropy, whose backward pass computes each chunk's logits again.
+
+    With p = softmax(z) and entropy S = −Σ p·log p:  ∂log p_t/∂z = 1_t − p,  ∂S/∂z = −p·(log p + S).
+    """
 
     @staticmethod
     def forward(
@@ -74,7 +105,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
         weight_VH: Tensor,
         bias_V: Tensor | None,
         targets_M: Tensor,
-        scale: float,
+        temperature: float,
+        rule: LogitRule,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)  # an entropy that is only reported then costs no backward pass
@@ -83,12 +115,12 @@ class _ChunkedLogProbs(torch.autograd.Function):
         entropy_M = torch.empty_like(logprobs_M)
         for start in range(0, len(targets_M), chunk):
             part = slice(start, start + chunk)
-            logp_CV = _log_softmax(hidden_MH[part], weight_VH, bias_V, scale)
+            logp_CV = _logits(hidden_MH[part], weight_VH, bias_V, rule, temperature).log_softmax(dim=-1)
             logprobs_M[part] = logp_CV.gather(1, targets_M[part, None]).squeeze(1)
             # −inf logits (a masked vocabulary entry) have p = 0 and contribute nothing: 0·log 0 is 0
             entropy_M[part] = torch.special.entr(logp_CV.exp()).sum(dim=-1)
         ctx.save_for_backward(hidden_MH, weight_VH, bias_V, targets_M, entropy_M)
-        ctx.scale, ctx.chunk = scale, chunk
+        ctx.temperature, ctx.rule, ctx.chunk = temperature, rule, chunk
         return logprobs_M, entropy_M
 
     @staticmethod
@@ -101,7 +133,10 @@ class _ChunkedLogProbs(torch.autograd.Function):
         grad_bias_V = torch.zeros_like(bias_V, dtype=dtype) if ctx.needs_input_grad[2] else None
         for start in range(0, len(targets_M), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            logp_CV = _log_softmax(hidden_MH[part], weight_VH, bias_V, ctx.scale)
+            logits_CV = _logits(hidden_MH[part], weight_VH, bias_V, ctx.rule, ctx.temperature)
+            slope = _slope(logits_CV, ctx.rule, ctx.temperature)
+            logp_CV = logits_CV.log_softmax(dim=-1)
+            del logits_CV
             grad_CV = _grad_logits(
                 logp_CV,
                 targets_M[part],
@@ -109,7 +144,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 None if grad_entropy_M is None else grad_entropy_M[part],
                 entropy_M[part],
             )
-            grad_CV = grad_CV.mul_(ctx.scale)
+            grad_CV = grad_CV.mul_(slope)
             if grad_bias_V is not None:
                 grad_bias_V += grad_CV.sum(dim=0)
             grad_CV = grad_CV.to(hidden_MH.dtype)
@@ -121,6 +156,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
             grad_hidden_MH,
             None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype),
             None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype),
+            None,
             None,
             None,
             None,

@@ -60,10 +60,10 @@ class Loading:
         waiting_for: WaitingFor,
         on_loaded: Callable[[Replica, int], Awaitable[None]],
         *,
-        probe_tolerance: float,
+        probe_tolerance: Callable[[str], float],
     ) -> None:
         """``on_loaded``: called for each replica that has loaded a version, before that is served.
-        ``probe_tolerance``: nats by which log-probs may differ, for rounding.
+        ``probe_tolerance``: nats by which log-probs of the receiver of this name may differ, for rounding.
         """
         self._state = state
         self._fleet = fleet
@@ -164,10 +164,11 @@ class Loading:
             )
         differences = np.abs(served.astype(np.float64) - expected)
         largest = float(differences.max(initial=0.0))
-        if not largest <= self._probe_tolerance:  # also for what is not a number
+        tolerance = self._probe_tolerance(receiver.name)
+        if not largest <= tolerance:  # also for what is not a number
             raise UpdateFailed(
                 f"{who}: log-probs of the {differences.size} tokens of the probe differ from the trainer's by up to "
                 f"{largest:.3g} nats, {float(differences.mean()):.3g} on average; rounding explains at most "
-                f"{self._probe_tolerance:g}. The engine puts weights in the wrong place, or the models are not the same"
+                f"{tolerance:g}. The engine puts weights in the wrong place, or the models are not the same"
             )
         return largest

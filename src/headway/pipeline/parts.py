@@ -56,5 +56,5 @@ class Parts:
     """Roles that hold a copy of the policy and generate nothing. They serve each version before its update is over."""
     workers: Callable[[], Sequence[Living]] = tuple
     """Who is asked for a heartbeat when no event came for long."""
-    probe_tolerance: float = 1e-3
-    """Nats by which a receiver's log-probs may differ from the trainer's, in the dtype that it serves."""
+    probe_tolerance: Callable[[str], float] = lambda name: 1e-3
+    """Nats by which the log-probs of the receiver of this name may differ from the trainer's, for rounding."""

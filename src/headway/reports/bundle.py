@@ -133,6 +133,12 @@ class Reports:
             return self._events.told
 
     @property
+    def began(self) -> bool:
+        """Whether generation and training were ready and began; before that nothing of the run is worth keeping."""
+        with self._lock:
+            return self._metrics.started is not None
+
+    @property
     def ended(self) -> bool:
         """Whether the run said how it ended."""
         with self._lock:

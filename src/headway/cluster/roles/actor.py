@@ -141,7 +141,7 @@ class ActorRole(WithCritic):
                 sent.append(self._outbox.send(version, send, gather))
             except Exception as failure:  # after the last one: the other ranks gather for each
                 failures.append(failure)
-        probe = self._probe() if verify else None  # also after a failure: the other ranks compute it, too
+        probe = self.probe() if verify else None  # also after a failure: the other ranks compute it, too
         if failures:
             raise failures[0]
         return SentWeights(tuple(sent), probe)
@@ -150,12 +150,19 @@ class ActorRole(WithCritic):
     def gather_weights(self, version: int, verify: bool) -> GatherReport:
         """Gather on every rank, into rank zero's copies."""
         gathered = self._outbox.gather(version, self._engine.gather)
-        return replace(gathered, probe=self._probe()) if verify else gathered
+        return replace(gathered, probe=self.probe()) if verify else gathered
 
     @register(Dispatch.RANK_ZERO)
     async def send_gathered(self, version: int, send: Send) -> Sent:
         """Send a copy, on a thread of its own: the rank trains on."""
         return await self._outbox.send_gathered(version, send)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def probe(self) -> NDArray[np.float32]:
+        """The log-probs [N] of the probe's sequences under the weights as they are. Collective."""
+        from headway.models.probe import probe_rows, probe_vector
+
+        return probe_vector(self._engine.forward_logprobs(probe_rows(self._engine.vocabulary)))
 
     @register(Dispatch.RANK_ZERO)
     def compute_dtype(self) -> str:
@@ -185,9 +192,3 @@ class ActorRole(WithCritic):
     @property
     def _on_gpu(self) -> bool:
         return self._device.startswith("cuda")
-
-    def _probe(self) -> NDArray[np.float32]:
-        """The log-probs [N] of the probe's sequences under the weights as they are. Collective."""
-        from headway.models.probe import probe_rows, probe_vector
-
-        return probe_vector(self._engine.forward_logprobs(probe_rows(self._engine.vocabulary)))

@@ -23,7 +23,7 @@ class FusedRole:
 
     def __init__(self, *, actor: dict[str, Any], rollout: dict[str, Any], name: str, **common: Any) -> None:
         self.actor = ActorRole(**actor, name=name, **common)
-        self.rollout = RolloutRole(**rollout, **common)
+        self.rollout = RolloutRole(**rollout, **common, shares_device=True)
         self.lookout = self.actor.lookout
 
     def hardware(self) -> Hardware:

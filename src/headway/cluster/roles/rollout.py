@@ -21,8 +21,10 @@ from headway.weights.transports.links import Address, Link
 class RolloutRole(Role):
     """One replica. ``engine`` has a thread of its own; its coroutines are called by name (``engine.pause``)."""
 
-    def __init__(self, **common: Any) -> None:
+    def __init__(self, *, shares_device: bool = False, **common: Any) -> None:
+        """``shares_device``: a training rank of the same process computes on the device, too, in turns."""
         super().__init__(**common)
+        self._shares_device = shares_device
         self._offset = 0.0
         self._inbox = Inbox(self.name)
 
@@ -81,6 +83,28 @@ class RolloutRole(Role):
     async def sleep(self, keep_weights: bool) -> None:
         """The engine's."""
         await self.engine.sleep(keep_weights=keep_weights)
+
+    async def activate(self, version: int) -> float:
+        """The engine's."""
+        self._make_room()
+        return await self.engine.activate(version)
+
+    async def wake(self) -> None:
+        """The engine's."""
+        self._make_room()
+        await self.engine.wake()
+
+    def _make_room(self) -> None:
+        """Give back what a training rank of this process has cached on the device: the engine may be another process.
+
+        Called before the engine takes memory, when the rank has done its part.
+        """
+        if self._shares_device:
+            import torch
+
+            from headway.engines.served.memory import release_cached
+
+            release_cached(torch.device(self._device))
 
     async def monotonic(self) -> float:
         """This machine's clock, for the handshake."""

@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from headway.engines.served.stream import SideStream
 from headway.engines.served.weights import Contents, ServedWeights
 from headway.errors import RunError, UpdateFailed, boundary
 from headway.interfaces import ReceiveReport
@@ -122,11 +123,18 @@ class Updates:
     A shared pool may have fewer threads than there are replicas, and a transport waits for all of them.
     """
 
-    def __init__(self, name: str, way_in: WayIn, receive: Callable[[int, WeightSink], None]) -> None:
-        """``receive`` puts a version into a sink, blocking."""
+    def __init__(
+        self,
+        name: str,
+        way_in: WayIn,
+        receive: Callable[[int, WeightSink], None],
+        device: torch.device,
+    ) -> None:
+        """``receive`` puts a version into a sink, blocking; ``device`` is where the engine computes."""
         self._name = name
         self._way_in = way_in
         self._receive = receive
+        self._stream = SideStream(device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"headway-receive-{name}")
         self._busy = threading.Lock()
         self._doing = ""
@@ -137,13 +145,18 @@ class Updates:
         try:
             self._way_in.begin(version)
             with boundary(f"{self._name}, which is being closed, receiving version {version}", RunError):
-                filling = self._thread.submit(self._way_in.fill, version, partial(self._receive, version))
+                filling = self._thread.submit(self._fill, version)
         except BaseException:
             self._busy.release()
             raise
         # Tied to the work and not to whoever waits for it, who may be cancelled while the thread goes on.
         filling.add_done_callback(lambda _: self._busy.release())
         return filling
+
+    def _fill(self, version: int) -> ReceiveReport:
+        """Runs on the receiving thread: a stream is chosen for each thread by itself."""
+        with self._stream.working():
+            return self._way_in.fill(version, partial(self._receive, version))
 
     def load(self, version: int) -> None:
         """Make ``version`` what is served. Raises `UpdateFailed` if it is not there, or while another is received."""

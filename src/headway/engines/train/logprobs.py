@@ -19,9 +19,10 @@ from headway.engines.served.update import Beside, Over, Updates, outcome
 from headway.engines.served.weights import ServedWeights
 from headway.engines.train.fsdp.batch import split_by_budget
 from headway.engines.train.fsdp.forward import forward_rows
-from headway.engines.train.fsdp.policy import PolicyModule, check_plain_head
+from headway.engines.train.fsdp.policy import PolicyModule
 from headway.errors import RunError
 from headway.interfaces import ReceiveReport
+from headway.models.output_layer import check_output_layer
 from headway.models.probe import probe_rows, probe_vector
 from headway.weights.layout import Manifest
 from headway.weights.protocols import WeightSink
@@ -50,19 +51,19 @@ class LogProbCopy:
             takes_deltas: it keeps a second copy in host memory, which deltas are applied to.
 
         Raises:
-            ModelError: ``manifest`` is not of this model, or its head is not a plain one.
+            ModelError: ``manifest`` is not of this model, or has logits that are not supported.
         """
         model.eval()
         model.tie_weights()
         own_storages(model)
-        check_plain_head(model)
+        check_output_layer(model, name)
         self._name = name
         self._policy = PolicyModule(model, temperature)
         self._vocabulary = len(model.get_input_embeddings().weight)
         self._weights = ServedWeights(model, name)
         self._weights.check_layout(manifest)
         way_in = (Beside if takes_deltas else Over)(name, self._weights, manifest, window)
-        self._updates = Updates(name, way_in, receive)
+        self._updates = Updates(name, way_in, receive, self._weights.device)
         self._token_budget = token_budget
 
     def proximal_logprobs(self, rows: Sequence[Row], version: int) -> list[NDArray[np.float32]]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from headway.events import UpdateFinished, UpdateSuperseded
@@ -138,7 +138,7 @@ class ParamUpdate(Stage[Update, Validation]):
         overlapped: bool,
         test_freq: int,
         timeout_s: float,
-        probe_tolerance: float,
+        probe_tolerance: Callable[[str], float],
     ) -> None:
         """``test_freq`` counts versions between two validations; -1: none is due here."""
         super().__init__(state.emit, input, output)

@@ -148,7 +148,7 @@ class NativeEngine:
             self._core.weights.check_layout(manifest)
             whose = f"rollout engine {name}"
             way_in = (Beside if dual_buffer else Over)(whose, self._core.weights, manifest, consume_bucket_bytes)
-            self._updates = Updates(whose, way_in, receive)
+            self._updates = Updates(whose, way_in, receive, model.device)
 
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._unanswered: list[tuple[_Command, Any]] = []

@@ -40,6 +40,10 @@ Deliver = Callable[[Hashable, FinishedGroup | HeadwayError], None]
 """Hands a finished group, or the engine's end, to whoever submitted it."""
 
 
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+"""vLLM's tags of the memory that it gives up when it sleeps."""
+
+
 class Weights(StrEnum):
     """What vLLM's workers hold."""
 
@@ -93,7 +97,8 @@ class VllmCore:
         """vLLM is paused."""
         self._cleared = False
         """Paused, and all keys and values are gone."""
-        self._asleep = False
+        self._sleeping: list[str] = []
+        """What of its memory sleeps, by vLLM's tags: it wakes as a whole, or the weights first, when new ones come."""
         self._moved = asyncio.Event()
         """Set, and replaced, when the scheduler's mode may have changed."""
         self._weights = Weights.SERVED
@@ -101,6 +106,11 @@ class VllmCore:
         self._ended_for_good = asyncio.Event()
         """Set with it."""
         self.version = 0
+
+    @property
+    def _asleep(self) -> bool:
+        """It computes nothing before `wake`."""
+        return bool(self._sleeping)
 
     # ------------------------------------------------------------------------------------- commands
 
@@ -228,7 +238,7 @@ class VllmCore:
                 return
             await self._tell("sleep", self._llm.sleep(level=1 if keep_weights else 2, mode="keep"))
             self._activity.interrupted()
-            self._asleep = True
+            self._sleeping = [WEIGHTS, KV_CACHE]
             if not keep_weights:
                 self._weights = Weights.GONE
 
@@ -237,10 +247,10 @@ class VllmCore:
         self._check()
         async with self._alone():
             if self._asleep:
-                await self._tell("wake", self._llm.wake_up())
+                await self._tell("wake", self._llm.wake_up(list(self._sleeping)))
                 # Waking lets it go on.
                 await self._tell("pause", self._llm.pause_generation(mode="keep", clear_cache=True))
-                self._asleep, self._cleared = False, True
+                self._sleeping, self._cleared = [], True
 
     async def probe(self) -> NDArray[np.float32] | None:
         """Log-probs [8] of `headway.models.probe`'s sequences; None where a context is too short for them."""
@@ -385,8 +395,9 @@ class VllmCore:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         async def load() -> None:
-            if self._asleep:
-                await self._llm.wake_up(["weights"])
+            if WEIGHTS in self._sleeping:
+                await self._llm.wake_up([WEIGHTS])
+                self._sleeping.remove(WEIGHTS)  # once: vLLM takes memory for whatever it is told to wake
             await self._llm.start_weight_update()
             await self._llm.update_weights(WeightTransferUpdateRequest({"version": version}))
             await self._llm.finish_weight_update(str(version))

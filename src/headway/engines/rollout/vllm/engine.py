@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from headway.engines.rollout.inboxes import Inbox
@@ -144,7 +145,7 @@ class VllmEngine:
             check_manifest(manifest, self._settings.model_path)
             self._buffer = SharedBackBuffer(manifest)
             self._beside = _Beside(f"rollout engine {name}", self._buffer)
-            self._updates = Updates(f"rollout engine {name}", self._beside, receive)
+            self._updates = Updates(f"rollout engine {name}", self._beside, receive, torch.device("cpu"))
         self._core: VllmCore | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None

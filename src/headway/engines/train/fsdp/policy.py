@@ -22,6 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headway.engines.train.fsdp.batch import MicroBatch
 from headway.errors import ModelError
+from headway.models.logits import logit_rule
 from headway.models.logprobs import chunked_logprobs
 from headway.progress import Progress, progress_here
 
@@ -67,6 +68,7 @@ class PolicyModule(ShardedModule):
         super().__init__(lm.base_model)
         self.lm = lm
         self._temperature = temperature
+        self._rule = logit_rule(lm.config)
 
     def per_token(self, batch: MicroBatch) -> Float[Tensor, " M"]:
         """Log-probs (nats) of the response tokens."""
@@ -82,7 +84,7 @@ class PolicyModule(ShardedModule):
         # The response positions alone go through the head: prompts and padding never cost a row of logits.
         hidden_MH = hidden_NLH.flatten(0, 1).index_select(0, predictors)
         head = self.lm.get_output_embeddings()
-        return chunked_logprobs(hidden_MH, head.weight, head.bias, targets, self._temperature)
+        return chunked_logprobs(hidden_MH, head.weight, head.bias, targets, self._temperature, rule=self._rule)
 
 
 class ValueModule(ShardedModule):
@@ -127,23 +129,3 @@ def _count_layers(layers: Sequence[nn.Module], progress: Progress) -> None:
 
     for layer in layers:
         layer.register_forward_hook(forward)
-
-
-@torch.no_grad()
-def check_plain_head(lm: PreTrainedModel) -> None:
-    """Make sure that the LM's logits are its output embedding applied to its last hidden state, and nothing else.
-
-    Raises:
-        ModelError: the model scales, caps or projects logits; log-probs computed without that would be wrong.
-    """
-    head = lm.get_output_embeddings()
-    if not isinstance(head, nn.Linear):
-        raise ModelError(f"{type(lm).__name__}'s output head is not a linear layer; the fsdp engine needs one")
-    ids = torch.arange(2, device=head.weight.device).unsqueeze(0) % lm.config.get_text_config().vocab_size
-    expected = lm(input_ids=ids, use_cache=False).logits
-    actual = head(lm.base_model(input_ids=ids, use_cache=False).last_hidden_state)
-    if expected.shape != actual.shape or not torch.allclose(expected, actual, rtol=1e-6, atol=1e-6, equal_nan=True):
-        raise ModelError(
-            f"{type(lm).__name__} changes its logits after the output layer (by scaling, a soft cap or a projection); "
-            "the fsdp engine would train on wrong log-probs and does not support that"
-        )

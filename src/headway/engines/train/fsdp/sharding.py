@@ -20,8 +20,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from headway.config.schema import Config
 from headway.engines.train.fsdp.collectives import on_rank_zero
-from headway.engines.train.fsdp.policy import PolicyModule, ShardedModule, check_plain_head
-from headway.models.loading import compute_dtype, load_config, load_model
+from headway.engines.train.fsdp.policy import PolicyModule, ShardedModule
+from headway.models.loading import attention, compute_dtype, load_config, load_model
+from headway.models.output_layer import check_output_layer
 
 M = TypeVar("M", bound=ShardedModule)
 
@@ -64,7 +65,7 @@ def _load_on_rank_zero(model_path: str, trust_remote_code: bool) -> PreTrainedMo
 
     def load() -> PreTrainedModel:
         loaded = load_model(model_path, dtype=torch.float32, trust_remote_code=trust_remote_code)
-        check_plain_head(loaded)
+        check_output_layer(loaded, model_path)
         return loaded
 
     lm = on_rank_zero(load)
@@ -72,7 +73,10 @@ def _load_on_rank_zero(model_path: str, trust_remote_code: bool) -> PreTrainedMo
         model_config = load_config(model_path, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
             lm = AutoModelForCausalLM.from_config(
-                model_config, dtype=torch.float32, trust_remote_code=trust_remote_code
+                model_config,
+                dtype=torch.float32,
+                attn_implementation=attention(model_config),
+                trust_remote_code=trust_remote_code,
             )
         lm.to_empty(device="cpu")  # the system hands out pages on first touch: until then it costs no memory
         lm.tie_weights()

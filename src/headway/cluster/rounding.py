@@ -1,0 +1,67 @@
+"""How far the probe's log-probs may lie apart for rounding alone: measured while trainer and receiver are the same.
+
+    model folder ─┬▶ trainer  ─▶ probe ─┐
+                  └▶ receiver ─▶ probe ─┴▶ difference ─▶ × SAFETY, between the dtype's FLOOR and CEILING ─▶ tolerance
+
+Everybody opens the same folder, also in a run that is resumed (its checkpoint comes later) and in the place of a
+replica that was lost. So what the probes differ by before any update is what two implementations make of equal weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.errors import ModelError
+from headway.interfaces import PolicyReceiver
+from headway.pipeline.concurrently import concurrently
+
+SAFETY = 10.0
+"""A receiver's tolerance, as a multiple of what it was off at version 0: eight log-probs are a small sample, and
+weights change meanwhile."""
+FLOOR = {"float32": 1e-3, "bfloat16": 0.05}
+"""The least tolerance in nats, by the dtype of the coarser side: a model that begins with small logits rounds less than
+it will once it is sure of its answers."""
+CEILING = {"float32": 0.05, "bfloat16": 0.5}
+"""The largest tolerance, and the most that a receiver may be off at version 0, in nats. Rounding explains no more."""
+
+
+class Rounding:
+    """The tolerances of one run's receivers, by name."""
+
+    def __init__(self, dtypes: Iterable[str], expected: NDArray[np.float32] | None) -> None:
+        """``expected``: the trainer's probe [N] at version 0; None where nothing is to be verified."""
+        dtypes = tuple(dtypes)
+        self._floor = max(FLOOR[dtype] for dtype in dtypes)
+        self._ceiling = max(CEILING[dtype] for dtype in dtypes)
+        self._expected = expected
+        self._tolerances: dict[str, float] = {}
+
+    def tolerance(self, name: str) -> float:
+        """Nats by which the receiver ``name`` may differ from the trainer; `CEILING` where nothing was measured."""
+        return self._tolerances.get(name, self._ceiling)
+
+    async def measure(self, receivers: Iterable[PolicyReceiver]) -> None:
+        """Set the tolerance of each of ``receivers``, which hold version 0 and decode nothing.
+
+        Raises `ModelError` for one whose log-probs differ by more than rounding could explain.
+        """
+        if self._expected is not None:
+            await concurrently(self._measure(receiver, self._expected) for receiver in receivers)
+
+    async def _measure(self, receiver: PolicyReceiver, expected: NDArray[np.float32]) -> None:
+        served = await receiver.probe()
+        if served is None:
+            return
+        same = served.shape == expected.shape
+        off = float(np.abs(served.astype(np.float64) - expected).max(initial=0.0)) if same else float("inf")
+        if not off <= self._ceiling:  # also for what is not a number
+            raise ModelError(
+                f"{receiver.name} and the trainer compute different log-probs from the same model: those of the probe "
+                f"differ by up to {off:.3g} nats before any update, and rounding explains at most {self._ceiling:g}. "
+                "The rollout engine does not run this model as transformers does; try another rollout.name, or "
+                "model.dtype=float32 and rollout.dtype=float32. param_update.verify=false turns the check off"
+            )
+        self._tolerances[receiver.name] = min(self._ceiling, max(self._floor, SAFETY * off))

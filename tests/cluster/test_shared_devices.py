@@ -1,0 +1,35 @@
+"""Before an engine takes memory of a device that it shares, what the training rank has cached there is given back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headway.cluster.roles.rollout import RolloutRole
+
+
+class Engine:
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+
+    async def activate(self, version: int) -> float:
+        self._calls.append(f"activate {version}")
+        return 0.5
+
+    async def wake(self) -> None:
+        self._calls.append("wake")
+
+
+@pytest.mark.parametrize("shares", [True, False])
+async def test_the_trainers_cache_is_emptied_before_weights_are_loaded_and_before_the_engine_wakes(
+    shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: calls.append("empty"))
+    role: Any = object.__new__(RolloutRole)
+    role.engine, role._device, role._shares_device = Engine(calls), "cuda:0", shares
+    assert await role.activate(3) == 0.5
+    await role.wake()
+    empty = ["empty"] if shares else []
+    assert calls == [*empty, "activate 3", *empty, "wake"]

@@ -1,0 +1,73 @@
+"""A receiving thread works on a stream of its own where there are streams, and waits for it before anybody is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from headway.engines.served.stream import SideStream
+
+
+class Streams:
+    """Stands in for torch.cuda's streams, and notes what is asked of them in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, broken: bool = False) -> None:
+        self.calls: list[str] = []
+        self.broken = broken
+        monkeypatch.setattr("torch.cuda.Stream", self._make)
+        monkeypatch.setattr("torch.cuda.default_stream", lambda device: "default")
+        monkeypatch.setattr("torch.cuda.stream", self._use)
+
+    def _make(self, device: torch.device) -> Any:
+        self.calls.append(f"make on {device}")
+        streams = self
+
+        class Stream:
+            def wait_stream(self, other: str) -> None:
+                streams.calls.append(f"wait for {other}")
+
+            def synchronize(self) -> None:
+                streams.calls.append("host waits")
+                if streams.broken:
+                    raise RuntimeError("CUDA error")
+
+        return Stream()
+
+    @contextmanager
+    def _use(self, stream: Any) -> Iterator[None]:
+        self.calls.append("use")
+        yield
+        self.calls.append("leave")
+
+
+def test_work_begins_behind_the_default_stream_and_has_ended_when_the_block_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    streams = Streams(monkeypatch)
+    side = SideStream(torch.device("cuda:1"))
+    for _ in range(2):
+        with side.working():
+            streams.calls.append("receive")
+    once = ["wait for default", "use", "receive", "leave", "host waits"]
+    assert streams.calls == ["make on cuda:1", *once, *once]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_after_a_failure_the_host_waits_too_and_the_first_error_is_told(
+    broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = Streams(monkeypatch, broken=broken)
+    with pytest.raises(KeyError, match="lost"), SideStream(torch.device("cuda")).working():
+        raise KeyError("lost")
+    assert streams.calls[-1] == "host waits"
+
+
+def test_on_a_cpu_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = Streams(monkeypatch)
+    with SideStream(torch.device("cpu")).working():
+        pass
+    assert streams.calls == []
