@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 EXIT_INTERRUPTED = 130
-"""As shells have it for a program that Ctrl-C ended."""
+"""The exit code of an interrupted run, as shells have it for a program that Ctrl-C ended."""
 
 
 class HeadwayError(Exception):

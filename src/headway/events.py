@@ -1,4 +1,4 @@
-"""What happens in a run, as typed events. Metrics, timelines and the live view derive from these alone.
+"""Events: what happens in a run, typed. Metrics, timelines and the live view derive from these alone.
 
 ``time`` is the event loop's clock (seconds, monotonic; virtual under simulation). Worker processes on the same machine
 share that clock; their spans arrive as ``[start, end]`` pairs on it.
@@ -76,7 +76,7 @@ class RunStarted(Event):
     slots: dict[str, int]
     """Trajectories that each replica can decode at once."""
     on_update: str = ""
-    """What happens to trajectories in flight when new weights arrive: ``drain``, ``interrupt`` or ``keep``."""
+    """The policy for trajectories in flight when new weights arrive: ``drain``, ``interrupt`` or ``keep``."""
     stages: list[str] = field(default_factory=list)
     """The names of the run's stages, in the order in which data flows."""
 
@@ -96,9 +96,9 @@ class WorkerDescribed(Event):
     cores: int
     gpu: str | None
     threads: int
-    """Of torch."""
+    """Threads of torch."""
     pid: int | None = None
-    """Of its process, on ``host``. None in records that do not tell."""
+    """The id of the worker's process on ``host``. None in records that do not tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +127,7 @@ class GroupAdmitted(Event):
     discarded: int
     limit: int
     source: str = ""
-    """Of the prompt: a file, a dataset, or what its row says."""
+    """The source of the prompt: a file, a dataset, or what its row says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +146,7 @@ class TrajectoryFinished(Event):
     started: float
     finished: float
     baseline: bool = False
-    """It is not trained on: its reward is its group's baseline."""
+    """The trajectory is not trained on: its reward is its group's baseline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,8 +253,9 @@ class UpdatePhase(Event):
     seconds: float
     nbytes: int = 0
     probe_difference: float | None = None
-    """Of load: the largest difference (nats) between log-probs that ``where`` serves and the trainer's; None where
-    nobody looked. On shared devices a replica can tell only when it is awake again: then in a load event of its own."""
+    """In phase ``load``, the largest difference (nats) between log-probs that ``where`` serves and the trainer's; None
+    where nobody looked. On shared devices a replica can tell only when it is awake again: then in a load event of its
+    own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,7 +274,7 @@ class UpdateFinished(Event):
     validation_stall_s: float = 0.0
     """The part of ``trainer_stall_s`` in which the update waited for a validation before it paused the replicas."""
     full_nbytes: int | None = None
-    """Of the complete weights, where less could be sent; None where everything was."""
+    """Bytes of the complete weights, where less could be sent; None where everything was."""
     changed: float | None = None
     """Share of 16-bit units that differ from the version before; None where nobody looked."""
 
@@ -411,7 +412,7 @@ class RunResumed(Event):
     kind: ClassVar[str] = "run.resumed"
     version: int
     times: int
-    """How often the run was resumed, this time included."""
+    """The number of times that the run was resumed, this time included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,12 +46,12 @@ class PromptSource(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """Of one group's n responses, in order."""
+    """The scores of one group's n responses, in order."""
 
     rewards: NDArray[np.float32]
     """[n] Finite: Σ weight · value over the parts that apply."""
     parts: Mapping[str, list[float | None]] = field(default_factory=dict)
-    """By name, what each part gave, [n], before its weight. None: it does not apply to the response."""
+    """The values [n] that each part gave, by its name, before its weight. None: it does not apply to the response."""
 
 
 class RewardFn(Protocol):
@@ -70,7 +70,7 @@ class RewardFn(Protocol):
 
 
 class OnUpdate(StrEnum):
-    """What happens to trajectories in flight when new weights arrive."""
+    """The policy for trajectories in flight when new weights arrive."""
 
     DRAIN = "drain"
     """Let everything that was submitted finish; start nothing that is submitted later."""
@@ -87,7 +87,8 @@ class Priority(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are sampled: logits ▶ bias, ``min_tokens`` ▶ penalty ▶ temperature ▶ min-p ▶ top-k ▶ top-p.
+    """Settings by which tokens are sampled: logits ▶ bias, ``min_tokens`` ▶ penalty ▶ temperature ▶ min-p ▶ top-k ▶
+    top-p.
 
     vLLM's order. The log-prob of a token is that of the distribution at the end of it.
     """
@@ -96,7 +97,7 @@ class SamplingParams:
     temperature: float = 1.0
     """0 is greedy; log-probs are then those of temperature 1, and filters do not count."""
     top_p: float = 1.0
-    """Of the most likely tokens, those that reach this share together; 1 is off."""
+    """Only the most likely tokens that reach this share together; 1 is off."""
     top_k: int = 0
     """The most likely ones; 0 is off."""
     stop_token_ids: tuple[int, ...] = ()
@@ -108,7 +109,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token, what is added to its logit)."""
     min_tokens: int = 0
-    """Until then no stop token is sampled, and no stop string looked for."""
+    """Tokens before which no stop token is sampled, and no stop string looked for."""
     stop: tuple[str, ...] = ()
     """The answer ends with the token that completes one of these; its text has it."""
     seed: int | None = None
@@ -134,7 +135,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class FinishedGroup:
-    """What the engine gives back for one request."""
+    """The group, or part of one, that the engine gives back for one request."""
 
     number: int
     trajectories: tuple[Trajectory, ...]
@@ -170,14 +171,15 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an engine can do; a start is refused when the configuration asks for more."""
+    """The abilities of an engine; a start is refused when the configuration asks for more."""
 
     on_update: frozenset[OnUpdate]
     reproducible: bool
     """A sampled token depends on (seed, trajectory id, position, weights) alone: not on slots, order or replicas."""
     sleep: bool = False
     double_buffered: bool = True
-    """It receives weights while it decodes. False: `stage_weights` writes over what is served, and wants it paused."""
+    """The engine receives weights while it decodes. False: `stage_weights` writes over what is served, and wants it
+    paused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,17 +187,17 @@ class ReceiveReport:
     recv_s: float
     register_s: float
     nbytes: int
-    """That came: the weights', or fewer where only changes were sent."""
+    """Bytes that came: the weights', or fewer where only changes were sent."""
     checksum: int
 
 
 class PolicyReceiver(Protocol):
-    """Whoever holds a copy of the policy: a rollout replica, or a role that recomputes log-probs."""
+    """A holder of a copy of the policy: a rollout replica, or a role that recomputes log-probs."""
 
     name: str
 
     async def stage_weights(self, version: int) -> ReceiveReport:
-        """recv and register: ``version`` is there, complete and checksummed, and not served yet.
+        """Receive and register ``version``: it is there, complete and checksummed, and not served yet.
 
         The matching `TrainEngine.send_weights` must run at the same time. All-or-nothing: on an error nothing is
         staged and, with a second buffer, the old version is still served; without one nothing is served any more once
@@ -203,7 +205,7 @@ class PolicyReceiver(Protocol):
         """
 
     async def activate(self, version: int) -> float:
-        """load: serve the staged ``version`` from now on. Returns the seconds it took."""
+        """Load the staged ``version``: serve it from now on. Returns the seconds it took."""
 
     async def probe(self) -> NDArray[np.float32] | None:
         """The log-probs [N] of a few fixed sequences under what it serves; None where it cannot tell.
@@ -273,7 +275,7 @@ class RolloutEngine(PolicyReceiver, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """Where in the run an optimizer step stands."""
+    """The place of an optimizer step in the run."""
 
     version: int = 0
     """The trainer's. What it has made of itself since is not a version yet."""
@@ -295,7 +297,7 @@ class StepReport:
 class GatherReport:
     gather_s: float
     nbytes: int
-    """Of the complete weights, in the served dtype."""
+    """Bytes of the complete weights, in the served dtype."""
     changed: float | None = None
     """Share of 16-bit units that differ from the version before; None where nobody looked."""
     probe: NDArray[np.float32] | None = None
@@ -307,30 +309,31 @@ class SendReport:
     gather_s: float
     send_s: float
     nbytes: int
-    """That were sent: the weights', or fewer where only changes were."""
+    """Bytes that were sent: the weights', or fewer where only changes were."""
     checksum: int
-    """Of all weights, in order; equals every receiver's …"""
+    """Checksum of all weights, in order; equals that of every receiver not named in ``checksums``."""
     checksums: Mapping[str, int] = field(default_factory=dict)
-    """… but those named here, which hold the weights in another dtype."""
+    """Receiver → checksum, for those that hold the weights in another dtype."""
     full_nbytes: int | None = None
-    """Of the complete weights, in the served dtype; None: ``nbytes``."""
+    """Bytes of the complete weights, in the served dtype; None: as ``nbytes``."""
     changed: float | None = None
+    """As in `GatherReport`; None after `send_gathered`."""
     probe: NDArray[np.float32] | None = None
-    """Both as in `GatherReport`; None after `send_gathered`."""
+    """The log-probs [N] of the probe's sequences, as in `GatherReport`; None after `send_gathered`."""
 
 
 class LogProbEngine(Protocol):
     """A frozen or separately served copy of the policy that recomputes log-probs."""
 
     async def forward_logprobs(self, samples: Sequence[Sample]) -> list[Column]:
-        """For each sample its [T] float32 log-probs (nats, ``rollout.temperature`` applied)."""
+        """The [T] float32 log-probs of each sample (nats, ``rollout.temperature`` applied)."""
 
 
 class ProximalEngine(Protocol):
     """Computes log π_prox: under the policy as it was before the first optimizer step of a version."""
 
     async def proximal_logprobs(self, samples: Sequence[Sample], version: int) -> list[Column]:
-        """For each sample its [T] float32 log-probs under ``version`` (nats, ``rollout.temperature`` applied).
+        """The [T] float32 log-probs of each sample under ``version`` (nats, ``rollout.temperature`` applied).
 
         Raises `RunError` when it does not have just that version.
         """
@@ -354,7 +357,7 @@ class TrainEngine(LogProbEngine, ProximalEngine, Protocol):
         """
 
     async def send_weights(self, version: int, receivers: Sequence[str]) -> SendReport:
-        """gather and send, bucket by bucket, to the receivers named, whose `stage_weights` must run at the same time.
+        """Gather and send, bucket by bucket, to the receivers named, whose `stage_weights` must run at the same time.
 
         They are those of the last `reach`. Raises `UpdateFailed` when one of them does not answer or gives up.
         """
@@ -379,10 +382,10 @@ class OverlappingTrainEngine(TrainEngine, Protocol):
     """
 
     async def gather_weights(self, version: int) -> GatherReport:
-        """gather into the copy. The ranks are free again when this returns."""
+        """Gather into the copy. The ranks are free again when this returns."""
 
     async def send_gathered(self, version: int, receiver: str) -> SendReport:
-        """send the copy, which must hold ``version``, to one replica, whose `stage_weights` must run at the same time.
+        """Send the copy, which must hold ``version``, to one replica, whose `stage_weights` must run at the same time.
 
         Takes no time of the ranks, and may run for several receivers at once; ``gather_s`` of the report is 0.
         """
@@ -392,7 +395,7 @@ class CriticEngine(Protocol):
     """The critic's ranks, driven as one: V(s_t), an estimate of the rewards from token t on, before token t."""
 
     async def forward_values(self, samples: Sequence[Sample]) -> list[Column]:
-        """For each sample its [T] float32 values."""
+        """The [T] float32 values of each sample."""
 
     async def train_step(self, samples: Sequence[Sample]) -> StepReport:
         """One optimizer step towards the samples' ``returns``, from their ``values``."""

@@ -136,7 +136,7 @@ def _batches(
 
 
 def _solution(answer: str, give_up: GiveUpConfig | None, rng: random.Random) -> str:
-    """What the teacher shows: the answer, or, for a long one, sometimes that it gave up."""
+    """The solution that the teacher shows: the answer, or, for a long one, sometimes that it gave up."""
     if give_up is not None and len(answer) > give_up.above and rng.random() < give_up.rate:
         return give_up.answer
     return answer

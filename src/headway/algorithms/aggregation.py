@@ -1,4 +1,5 @@
-"""From per-token losses to one number, as weights: the loss is Σ weight · loss over all micro-batches and ranks.
+"""Aggregation of per-token losses to one number, by weights: the loss is Σ weight · loss over all micro-batches and
+ranks.
 
 The totals are those of the whole mini-batch, over all ranks, so the loss and its gradient do not depend on how the
 mini-batch was split. One row must be one whole answer for the modes that count answers.

@@ -1,4 +1,4 @@
-"""Which groups are worth training on. NumPy only: the pipeline asks, and the pipeline imports no torch."""
+"""A filter for groups that are worth training on. NumPy only: the pipeline asks, and the pipeline imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from numpy.typing import NDArray
 
 
 def has_variance(rewards: NDArray[np.floating]) -> bool:
-    """Whether a group's rewards [n] differ at all: without that every advantage is 0 and the group has no gradient.
+    """Tell whether a group's rewards [n] differ at all: without that every advantage is 0 and the group has no
+    gradient.
 
     The same comparison as `advantages.grpo`, so that a group that passes has a signal. A single answer has none.
 

@@ -1,4 +1,5 @@
-"""How far the policy that is trained has moved from the one that sampled: importance ratios w = π_θ/π_behav, as sums.
+"""Health: how far the policy that is trained has moved from the one that sampled. Importance ratios w = π_θ/π_behav, as
+sums.
 
 Sums add up over micro-batches and ranks; what `MAX_REDUCED` names is reduced by its maximum instead. `ratio_sums` and
 `health` are of all tokens, `lag_sums` and `lag_health` of each lag's own.
@@ -89,7 +90,7 @@ def lag_sums(
     lags: Int[Tensor, "N T"],
     per_token: Mapping[str, Float[Tensor, "N T"] | Bool[Tensor, "N T"]] | None = None,
 ) -> dict[str, Tensor]:
-    """What `ratio_sums` has, for each lag, with a histogram of log w, and Σ of each of ``per_token``; all float64.
+    """The sums of `ratio_sums` for each lag, with a histogram of log w, and Σ of each of ``per_token``; all float64.
 
     ``lag/count``, ``lag/ratio``, ``lag/ratio_squared``, ``lag/kl``, ``lag/ratio_max`` and ``lag/sum/<name>`` are
     [`LAG_BUCKETS`], ``lag/histogram`` is [`LAG_BUCKETS`, `HISTOGRAM_BINS`]. They add up over micro-batches and ranks as

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 def soft_overlong_penalty(
     lengths: NDArray[np.int64], *, max_length: int, buffer: int, factor: float = 1.0
 ) -> NDArray[np.float32]:
-    """What is added to each reward [n]: 0 up to max_length − buffer tokens, −factor at max_length, linear in between.
+    """The penalty that is added to each reward [n]: 0 up to max_length − buffer tokens, −factor at max_length, linear
+    in between.
 
     With L = max_length and c = buffer, −factor·clip((|y| − (L − c))/c, 0, 1).
 

@@ -36,7 +36,9 @@ def train(loaded: LoadedConfig) -> int:
 
 
 def _open_reports(config: Config) -> Reports:
-    """In ``run.dir``, or in a directory named by the time, which runs that begin in the same second do not share."""
+    """Open the reports in ``run.dir``, or in a directory named by the time, which runs that begin in the same second do
+    not share.
+    """
     if config.run.dir is not None:
         return open_reports(config, config.run.dir)
     name = f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -84,7 +84,7 @@ def _saved(directory: RunDirectory, config: Config) -> list[int]:
 
 
 def how_to_go_on(reports: Reports, config: Config, *, changed: bool = False, refused: int | None = None) -> str:
-    """For a run that ended early: the command that goes on with it. Empty where nothing was trained.
+    """The command that goes on with a run that ended early. Empty where nothing was trained.
 
     ``changed``: without another setting it would end in the same way again. ``refused``: the version from which it was
     to go on, and could not for what was given; empty while that is the newest, for the command is the one that failed.

@@ -100,7 +100,7 @@ def _newest(directory: RunDirectory, checkpoints: Checkpoints, record: Record, c
 
 
 def _data(config: Config, rows: Rows, model: Path) -> DataBundle:
-    """Of a run whose model was made in its directory."""
+    """The data of a run whose model was made in its directory."""
     from headway.models.loading import load_tokenizer
 
     if not model.is_dir():
@@ -127,7 +127,7 @@ def _relative_paths_explained(config: Config) -> Iterator[None]:
 
 
 def _paths(config: Config) -> list[str]:
-    """Of data, model and the user's own code, as they are spelled; names on the hub among them."""
+    """Paths of data, model and the user's own code, as they are spelled; names on the hub among them."""
     algorithm, task = config.algorithm, config.data.task
     functions = [
         *(one.function for one in config.reward.all),

@@ -67,7 +67,7 @@ class AnswersFile:
 
 
 def _rows(problem: Solved) -> Iterator[dict[str, Any]]:
-    """What is told of each answer."""
+    """The rows of the answers' file, one for each answer."""
     for answer in problem.answers:
         row = {
             "row": problem.row,

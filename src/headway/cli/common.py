@@ -1,4 +1,4 @@
-"""What the commands share: options, and errors that end as one message."""
+"""Parts that the commands share: options, and errors that end as one message."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headway.errors import EXIT_INTERRUPTED, HeadwayError
 EXIT_FAILED = 1
 
 A_TYPING_ERROR = 0.8
-"""How alike an unknown option and one that there is must be for that one to be meant, in [0, 1]."""
+"""Likeness, in [0, 1], of an unknown option to one that there is, from which on that one is meant."""
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
@@ -47,7 +47,7 @@ def errors_as_messages(debug: bool) -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """On stderr, or nowhere where that refuses: the exit code is the error's all the same."""
+    """Print on stderr, or nowhere where that refuses: the exit code is the error's all the same."""
     with suppress(OSError):
         typer.echo(text, err=True)
 
@@ -84,7 +84,7 @@ class TakesSettings(TyperCommand):
 
 
 def _as_a_setting(option: str, typed: Sequence[str]) -> str:
-    """What to say of ``--a.b=c`` or ``--a.b c`` where ``a.b=c`` is meant; empty where nothing is known to be."""
+    """The hint for ``--a.b=c`` or ``--a.b c`` where ``a.b=c`` is meant; empty where nothing is known to be."""
     from headway.config.messages import meant
 
     at = next((i for i, word in enumerate(typed) if word.startswith(option)), 0)

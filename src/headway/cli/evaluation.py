@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from headway.evaluation.settings import Job
 
 MOST_CHARACTERS = 300
-"""Of a prompt or a response in the table: the last ones, where a question is asked and an answer given."""
+"""Characters of a prompt or a response in the table: the last ones, where a question is asked and an answer given."""
 
 FEWEST_FOR_A_LINE = 10
 """Problems between two lines of progress."""
@@ -98,7 +98,9 @@ def evaluate(
 
 
 def _inputs(job: Job, model: str, recipe: Path | None) -> Iterator[Path]:
-    """What an evaluation reads, and every file that its settings name, those of the run or recipe beneath included."""
+    """The files that an evaluation reads, and every file that its settings name, those of the run or recipe beneath
+    included.
+    """
     from headway.config.layers import read_file
     from headway.reports.run_directory import RunDirectory
     from headway.user_code import names_a_file
@@ -122,7 +124,7 @@ def _inputs(job: Job, model: str, recipe: Path | None) -> Iterator[Path]:
 
 
 def _texts(values: Any) -> Iterator[str]:
-    """Those among ``values``, however deep."""
+    """The texts among ``values``, however deep."""
     match values:
         case str():
             yield values
@@ -250,7 +252,7 @@ def print_figures(
     ks: Sequence[int],
     threshold: float,
 ) -> None:
-    """What was measured, and how; then by source, where there are several."""
+    """Print what was measured, and how; then by source, where there are several."""
     from headway.evaluation.figures import by_source, figures
     from headway.reports import human
 

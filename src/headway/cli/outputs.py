@@ -35,7 +35,8 @@ def check_outputs(outputs: Mapping[str, Path | None], inputs: Iterable[Path] = (
 
 
 def check_writable(option: str, path: Path | None, inputs: Iterable[Path] = ()) -> None:
-    """Before minutes are spent on what could not be written. Leaves ``path`` as it is, there or not.
+    """Check that ``path`` can be written, before minutes are spent on what could not be. Leaves ``path`` as it is,
+    there or not.
 
     Raises `ConfigError` when it cannot be opened, and when it is one of the files ``inputs`` or a file that is in one
     of the folders among them already. Of a pipe or a device nothing is known before it is written to: a reader may take
@@ -62,7 +63,7 @@ def check_writable(option: str, path: Path | None, inputs: Iterable[Path] = ()) 
 
 
 def files_of_run(run: Path) -> tuple[Path, ...]:
-    """Its own files and folders, there or not, for `check_writable`. What else lies in its directory is the user's."""
+    """A run's own files and folders, there or not, for `check_writable`. The rest of its directory is the user's."""
     from headway.reports.run_directory import RunDirectory
 
     own = RunDirectory(run)

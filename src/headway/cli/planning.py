@@ -134,7 +134,7 @@ def _read_profile(path: Path) -> Profile:
 
 
 def _is_recipe(path: Path) -> bool:
-    """Whether the file's keys are those of a configuration for ``headway train``, more than those of a profile."""
+    """Tell whether the file's keys are those of a configuration for ``headway train``, more than those of a profile."""
     from headway.config.layers import DEFAULTS, read_file
     from headway.config.schema import Config
     from headway.simulate.profile import Profile

@@ -128,7 +128,7 @@ def print_resolved(loaded: LoadedConfig) -> None:
 
 
 def print_summary(loaded: LoadedConfig) -> None:
-    """What the settings amount to, as a table, and the notes."""
+    """Print what the settings amount to, as a table, and the notes."""
     from rich.console import Console
     from rich.table import Table
 
@@ -143,7 +143,7 @@ def print_summary(loaded: LoadedConfig) -> None:
 
 
 def summary(config: Config) -> dict[str, str]:
-    """What the settings amount to, line by line: the numbers that follow from them, and who runs where."""
+    """The summary of the settings, line by line: the numbers that follow from them, and who runs where."""
     from headway.config.placement import resolve_placement
     from headway.pipeline.staleness import admission_limit, lag_bound
 
@@ -169,7 +169,7 @@ def summary(config: Config) -> dict[str, str]:
 
 
 def checkpoints(config: Config) -> str:
-    """How often, and how many are kept."""
+    """The line on checkpoints: how often, and how many are kept."""
     freq, keep = config.trainer.save_freq, config.trainer.max_actor_ckpt_to_keep
     if freq < 0:
         return "at the end: before that, a run that is killed cannot be resumed (trainer.save_freq)"

@@ -1,4 +1,4 @@
-"""From samples to rows, and from rows to the micro-batches that an engine runs.
+"""Collation: from samples to rows, and from rows to the micro-batches that an engine runs.
 
 samples ─▶ split_by_tokens ─▶ one list per data-parallel rank      (driver: metadata only)
 samples ─▶ resolve ─▶ rows ─▶ token_budget_batches ─▶ collate      (worker: arrays)

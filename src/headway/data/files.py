@@ -17,17 +17,17 @@ Messages = list[dict[str, Any]]
 """A chat: ``{"role": …, "content": …}``, oldest first."""
 
 ANSWER_KEYS = ("reward_model.ground_truth", "answer")
-"""Where the ground truth is when nothing else is said: the first that a row has. The former is verl's."""
+"""Keys of the ground truth where nothing else is said: the first that a row has. The former is verl's."""
 
 
 ARCHIVES = (".gz", ".zip", ".bz2", ".xz", ".zst", ".tar", ".tgz")
 COMPRESSED = (b"\x1f\x8b", b"PK\x03\x04", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
-"""How such files begin, whatever their name."""
+"""The bytes with which compressed files begin, whatever their name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """How a source names what is needed."""
+    """The names that a source gives to what is needed."""
 
     prompt: str = "prompt"
     answer: str = "auto"
@@ -54,7 +54,7 @@ class Record:
 
 
 Row = tuple[str, Any]
-"""Where it is (``file, line 3``), and what is there."""
+"""A row: where it is (``file, line 3``), and what is there."""
 
 
 def read_records(path: str, *, prompt_key: str, answer_key: str = "auto", name: str | None = None) -> list[Record]:
@@ -123,7 +123,7 @@ def check_columns(present: Iterable[str], columns: Columns, where: str) -> None:
 
 
 def _within(row: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
-    """What there is, by dots, beside the first step of each of ``keys`` that is not."""
+    """The keys, with dots, that there are beside the first step of each of ``keys`` that is not."""
     found: list[str] = []
     for key in keys:
         value: Any = row

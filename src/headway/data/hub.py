@@ -75,7 +75,7 @@ def _load(dataset: str, split: str | None, default_split: str, subset: str | Non
 
 
 def _said(error: BaseException) -> str:
-    """In one line; also what was at the bottom of it, which a ``DatasetGenerationError`` does not say itself."""
+    """The error in one line, with what was at the bottom of it: a ``DatasetGenerationError`` does not say that."""
     root = error
     while root.__cause__ is not None:
         root = root.__cause__

@@ -1,4 +1,4 @@
-"""Which rows an epoch hands out, and in which order, where they come from several sources.
+"""Mixing of sources: which rows an epoch hands out, and in which order.
 
 parts ─▶ quotas ─▶ each part's draws of this epoch ─▶ one order of all N
 
@@ -36,7 +36,7 @@ class Part:
     name: str
     rows: int
     weight: Fraction | None = None
-    """Its share of an epoch, relative to the other parts'; None for all of them: every row once."""
+    """The part's share of an epoch, relative to the other parts'; None for all of them: every row once."""
 
 
 class Draws(NamedTuple):

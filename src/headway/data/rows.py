@@ -1,4 +1,5 @@
-"""What a run reads, before any tokenizer saw it: records of training and of validation, each with a row number.
+"""The rows that a run reads, before any tokenizer saw them: records of training and of validation, each with a row
+number.
 
 files, datasets ─▶ one source after the other ─┬─▶ training records   (and how they are mixed: `Part`)
 task            ─▶ problems, made on demand   ─┴─▶ held-out records
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from headway.config.schema import Config, DataConfig, SourceConfig
 
 TRAIN_SPLIT, VAL_SPLIT = "train", "test"
-"""Of a dataset, where its ``split`` is not given."""
+"""The splits of a dataset, where its ``split`` is not given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +37,11 @@ class Rows:
     val: Sequence[Record]
     val_rows: Sequence[int]
     parts: tuple[Part, ...]
-    """Of ``train``: its sources, one after the other."""
+    """The sources of ``train``, one after the other."""
     digest: str = ""
-    """Of the training prompts in their order; empty for a task, which its settings determine."""
+    """Digest of the training prompts in their order; empty for a task, which its settings determine."""
     val_parts: tuple[Part, ...] = ()
-    """Of ``val``, where it has sources of its own."""
+    """The sources of ``val``, where it has its own."""
 
     @property
     def columns(self) -> tuple[str, ...]:

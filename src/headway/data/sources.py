@@ -1,4 +1,4 @@
-"""Where prompts come from: records in a seeded order, tokenised a little ahead, with a cursor that can be saved.
+"""Sources of prompts: records in a seeded order, tokenised a little ahead, with a cursor that can be saved.
 
 files, datasets or task ─▶ records ─▶ PromptTokenizer ─▶ RowSource ─▶ admission        (training: epoch after epoch)
                                   └─▶ held-out records ─▶ list[Prompt]                 (validation: once, in order)
@@ -32,7 +32,7 @@ __all__ = ["Cursor", "DataBundle", "RowSource", "Rows", "build_sources", "read_r
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """What was handed out: ``position`` draws of ``epoch``'s order."""
+    """A place in the data, by what was handed out: ``position`` draws of ``epoch``'s order."""
 
     epoch: int = 0
     position: int = 0

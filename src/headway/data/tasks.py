@@ -190,7 +190,7 @@ class SequenceParams:
     mean_length: float = 8.0
     max_length: int = 32
     prompt_format: str | None = None
-    """With ``{sequence}`` where the characters go; default ``<task>:{sequence}=``."""
+    """The prompt, with ``{sequence}`` where the characters go; default ``<task>:{sequence}=``."""
 
     def __post_init__(self) -> None:
         if len(set(self.alphabet)) != len(self.alphabet) or len(self.alphabet) < 2:

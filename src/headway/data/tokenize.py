@@ -1,4 +1,4 @@
-"""From records to token ids: chat templates, then the tokenizer, then the length limit."""
+"""Tokenisation of records: chat templates, then the tokenizer, then the length limit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PromptTokenizer:
         self.max_length = max_length
 
     def __call__(self, records: Sequence[Record]) -> list[tuple[str, NDArray[np.int32]] | None]:
-        """For each record its text and token ids [P], or None where it has more than ``max_length`` tokens.
+        """The text and token ids [P] of each record, or None where it has more than ``max_length`` tokens.
 
         Raises:
             DataError: messages without a template to render them, a template that fails, or a prompt of no tokens.
@@ -86,5 +86,5 @@ class PromptTokenizer:
 
 
 def _named(record: Record) -> str:
-    """Its source, and the row where it is known."""
+    """A name for a record: its source, and the row where it is known."""
     return f"{record.source} ({record.where})" if record.where else record.source

@@ -25,7 +25,7 @@ Handle = Union[T, Any]  # noqa: UP007 - a generic alias needs this spelling on P
 
 
 class TrajectoryId(NamedTuple):
-    """Who a trajectory is: the ``attempt``-th run of ``row`` in ``epoch``, answer ``k``. Keys its randomness."""
+    """A trajectory's identity: the ``attempt``-th run of ``row`` in ``epoch``, answer ``k``. Keys its randomness."""
 
     epoch: int
     row: int
@@ -43,7 +43,7 @@ class Prompt:
     source: str
     """Name of the data source, for the reward and for per-source metrics."""
     text: str
-    """What the model reads, as text (after the chat template)."""
+    """The text that the model reads (after the chat template)."""
     token_ids: NDArray[np.int32]
     """[P]"""
     answer: Any = None
@@ -78,7 +78,7 @@ class ResponseTokens:
 
 @dataclass(frozen=True, slots=True)
 class GroupTokens:
-    """What is behind a group's handle: the shared prompt [P] and each trajectory's response."""
+    """The tokens behind a group's handle: the shared prompt [P] and each trajectory's response."""
 
     prompt_ids: NDArray[np.int32]
     responses: tuple[ResponseTokens, ...]
@@ -110,14 +110,14 @@ class Trajectory:
 
     @property
     def oldest_version(self) -> int | None:
-        """None for a trajectory without tokens: no weights have sampled any of it."""
+        """The oldest version of its tokens; None for a trajectory without tokens."""
         spans = self.version_spans
         return spans[0][1] if len(spans) == 1 else min((version for _, version in spans), default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseAt:
-    """Where one response's tokens are: ``responses[index]`` of the `GroupTokens` behind ``tokens``."""
+    """The place of one response's tokens: ``responses[index]`` of the `GroupTokens` behind ``tokens``."""
 
     tokens: Handle[GroupTokens]
     index: int
@@ -125,7 +125,7 @@ class ResponseAt:
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """What became of the trajectories of one fetch, in the order of its samples [S]."""
+    """The outcomes of the trajectories of one fetch, in the order of its samples [S]."""
 
     ids: tuple[TrajectoryId, ...]
     rewards: NDArray[np.float32]
@@ -144,7 +144,7 @@ class Group:
     number: int
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
-    """In order of k."""
+    """The group's trajectories, in order of k."""
     responses: tuple[ResponseAt, ...]
     """One per trajectory. All behind one handle, unless the group was split over replicas."""
     rewards: NDArray[np.float32] | None = None
@@ -152,10 +152,10 @@ class Group:
     baseline: float | None = None
     """The reward of the policy's greedy answer, where one was generated (ReMax)."""
     columns: dict[str, tuple[Column, ...]] = field(default_factory=dict)
-    """What was computed per token, by name: one [T] column per trajectory. See `Sample.columns`."""
+    """The numbers computed per token, by name: one [T] column per trajectory. See `Sample.columns`."""
 
     def samples(self, columns: Collection[str] = (), *, mask_cut_off: bool = False) -> list[Sample]:
-        """Its trajectories for a forward or training step, with those of ``columns`` that it has.
+        """The samples of the group for a forward or training step, with those of ``columns`` that it has.
 
         ``mask_cut_off``: answers that did not end by themselves are in no loss (overlong filtering).
         """
@@ -174,7 +174,7 @@ class Group:
 
     @property
     def oldest_version(self) -> int:
-        """Of the weights that sampled any of its tokens. Raises `RunError` for a group without tokens."""
+        """The oldest version that sampled any of the group's tokens. Raises `RunError` for a group without tokens."""
         versions = [oldest for t in self.trajectories if (oldest := t.oldest_version) is not None]
         if not versions:
             ends = ", ".join(t.finish_reason for t in self.trajectories)
@@ -199,7 +199,7 @@ class Sample:
 
     tokens: Handle[GroupTokens]
     k: int
-    """Which of the responses behind ``tokens``."""
+    """Index of the response among those behind ``tokens``."""
     prompt_length: int
     length: int
     columns: Mapping[str, Column] = field(default_factory=dict)
@@ -208,7 +208,7 @@ class Sample:
     finished: bool = True
     """False where the answer was cut off."""
     masked: bool = False
-    """None of its tokens counts in a loss."""
+    """The sample is in no loss: none of its tokens counts."""
 
     @property
     def total_length(self) -> int:

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from headway.config.schema import Config
 
 FROM_A_RECIPE = "lower the lengths, or take them from the recipe that the model is trained by: --config RECIPE"
-"""What to do about lengths that do not fit, where they are the defaults."""
+"""Advice on lengths that do not fit, where they are the defaults."""
 
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """What is asked, and with what it was read."""
+    """The problems that are asked, and the tokenizer and settings with which they were read."""
 
     prompts: tuple[Prompt, ...]
     left_out: Mapping[str, int]
@@ -94,7 +94,7 @@ async def solve(
 
 
 def _columns(prompts: Sequence[Prompt]) -> tuple[str, ...]:
-    """Those that a reward may ask for: every row has them."""
+    """The columns that a reward may ask for: every row has them."""
     return tuple(name for name in prompts[0].extra if all(name in prompt.extra for prompt in prompts))
 
 
@@ -147,7 +147,7 @@ async def _ask(
     solved: Callable[[Solved], None],
     tasks: Tasks,
 ) -> dict[int, Solved]:
-    """By number of the prompt; complete when all of ``tasks`` have ended."""
+    """The answers by number of the prompt; complete when all of ``tasks`` have ended."""
     requests = [GenerateRequest(i, prompt, n, sampling) for i, prompt in enumerate(prompts)]
     found: dict[int, Solved] = {}
     told = 0

@@ -1,4 +1,4 @@
-"""What an evaluation's answers amount to: accuracy, pass@k, lengths, each over problems, with its standard error."""
+"""Figures of an evaluation: accuracy, pass@k, lengths, each over problems, with its standard error."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Answer:
     tokens: int
     """End-of-sequence included."""
     cut_off: bool
-    """It reached the length limit."""
+    """The answer reached the length limit."""
     finish_reason: str
     reward: float
     """0 where it could not be scored."""
     parts: dict[str, float | None]
-    """What each part of the reward gave, before its weight."""
+    """The value that each part of the reward gave, by its name, before its weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ class Solved:
     row: int
     source: str
     prompt: str
-    """As the model read it, chat template included."""
+    """The prompt as the model read it, chat template included."""
     truth: object
     answers: tuple[Answer, ...]
     failure: str | None = None
-    """Why its answers could not be scored."""
+    """The reason why the problem's answers could not be scored; None where they were."""
 
     def correct(self, threshold: float) -> int:
         """Answers whose reward is at least ``threshold``. None of those that could not be scored."""
@@ -63,7 +63,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of the problems of one source, or of all."""
+    """The figures of the problems of one source, or of all."""
 
     problems: int
     answers: int
@@ -97,7 +97,7 @@ def usual_ks(n: int) -> tuple[int, ...]:
 
 
 def figures(solved: Sequence[Solved], ks: Iterable[int], threshold: float) -> Figures:
-    """Of at least one problem."""
+    """Compute the figures of at least one problem."""
     answers = [answer for problem in solved for answer in problem.answers]
     correct = [(len(problem.answers), problem.correct(threshold)) for problem in solved]
     return Figures(

@@ -1,4 +1,4 @@
-"""From MODEL, DATA and ``a.b=c`` to the configuration of an evaluation.
+"""Settings of an evaluation: from MODEL, DATA and ``a.b=c`` to its configuration.
 
 RUN's config.yaml, or --config, or nothing ─▶ what DATA means ─▶ a.b=c ─▶ less what only trains ─▶ doctor ─▶ Job
     (beneath)                                                   (on top)
@@ -52,7 +52,7 @@ OF_THE_ENGINE = (
 )
 """Settings of ``rollout`` that an evaluation takes from a run, too."""
 FILTERS = ("top_p", "top_k", "min_p", "repetition_penalty", "logit_bias", "min_tokens")
-"""Of sampling while training; validation has none of them."""
+"""Filters of sampling while training; validation has none of them."""
 MEANINGFUL = (
     "run.seed",
     "model.dtype",
@@ -62,9 +62,9 @@ MEANINGFUL = (
     *(f"rollout.{key}" for key in (*OF_THE_ENGINE, *FILTERS)),
     "cluster.device",
 )
-"""Settings that change an evaluation, …"""
+"""Settings, and sections of such, that change an evaluation, except `IDLE`."""
 IDLE = ("data.epochs", "data.shuffle", "data.prefetch", "reward.overlong_buffer")
-"""… except these, which are training's."""
+"""Settings within `MEANINGFUL` that belong to training alone."""
 NEVER_S = 1e9
 """Nothing watches an evaluation for a stall, so nothing is too long for that."""
 
@@ -77,12 +77,12 @@ class Job:
     held_out: bool
     """The configuration's held-out problems are asked; else all rows of ``data.train``."""
     data: str
-    """For people."""
+    """The data, in words for people."""
     notes: tuple[str, ...]
     by_default: bool
     """Neither a run nor ``--config`` says what is not given."""
     version: int | None = None
-    """Of the model, where a run exported it."""
+    """The version of the model, where a run exported it."""
     newer: int | None = None
     """The newest complete checkpoint of the run, where that is newer than its model."""
 
@@ -96,7 +96,7 @@ def settle(
     n: int | None = None,
     temperature: float | None = None,
 ) -> Job:
-    """What is to be evaluated, checked as far as settings can be without the model and the data.
+    """Settle what is to be evaluated, checked as far as settings can be without the model and the data.
 
     Raises:
         UserError: MODEL is a run's directory without a model.

@@ -32,16 +32,16 @@ class Audience:
 
 @dataclass(slots=True)
 class Attempt:
-    """Who answered what; whoever is missing is silent."""
+    """An attempt, and who answered what; whoever is missing is silent."""
 
     version: int
     audience: Audience
     timeout_s: float
     began: float = 0.0
-    """When sending began."""
+    """The time at which sending began."""
     sent: SendReport | UpdateFailed | None = None
     received: dict[str, ReceiveReport | UpdateFailed | Gone] = field(default_factory=dict)
-    """By receiver."""
+    """Answers by receiver."""
 
     @property
     def gone(self) -> list[Gone]:
@@ -59,7 +59,7 @@ class Attempt:
 
     @property
     def holding(self) -> dict[Receiver, ReceiveReport]:
-        """Who has the version, complete and equal to what was sent."""
+        """The receivers that have the version, complete and equal to what was sent."""
         if not isinstance(self.sent, SendReport):
             return {}
         answers = ((receiver, self.received.get(receiver.name)) for receiver in self.audience.receivers)
@@ -90,7 +90,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What follows from an attempt. Whoever holds the version (`Attempt.holding`) and is in none of these is done."""
+    """The consequences of an attempt. Whoever holds the version (`Attempt.holding`) and is in none of these is done."""
 
     lost: Sequence[Gone] = ()
     again: Sequence[Audience] = ()

@@ -1,4 +1,4 @@
-"""What lies between two stages: an ordered hand-over that either side may close.
+"""The channel between two stages: an ordered hand-over that either side may close.
 
 It has no capacity. Admission (`headway.pipeline.staleness`) bounds how many groups exist at all, so a channel can hold
 no more than that; a second bound here could only deadlock against the order of consumption.

@@ -25,7 +25,7 @@ def heard(future: asyncio.Future[T]) -> asyncio.Future[T]:
 
 
 class Tasks:
-    """What `failing_as_one` waits for: tasks that are running, in the order in which they were started."""
+    """The tasks that `failing_as_one` waits for: those that are running, in the order in which they were started."""
 
     def __init__(self) -> None:
         self._running: dict[asyncio.Task[Any], None] = {}
@@ -40,7 +40,9 @@ class Tasks:
         return task
 
     async def ended(self) -> None:
-        """Until all have. The first failure, or a cancellation of this wait, cancels the rest, and is raised then."""
+        """Wait until all tasks have ended. The first failure, or a cancellation of this wait, cancels the rest, and is
+        raised then.
+        """
         try:
             await self._over
         finally:

@@ -94,7 +94,7 @@ class Critic:
         return [sample for group in groups for sample in group.samples((VALUES, RETURNS), mask_cut_off=mask)]
 
     def state(self) -> dict[str, Any]:
-        """For the checkpoint, once it was trained on all that the trainer was."""
+        """The critic's part of a checkpoint, once it was trained on all that the trainer was."""
         return {"steps": self._steps, "skipped_in_row": self._skipped.state()}
 
     def restore(self, state: Mapping[str, Any], fetches: int) -> None:

@@ -26,7 +26,7 @@ class Fetch:
     index: int
     """Counts from 0."""
     version: int
-    """Of the trainer, when it trains on it."""
+    """The trainer's version when it trains on the fetch."""
     groups: list[Group]
 
     def samples(self, columns: Collection[str] = ()) -> list[Sample]:
@@ -46,7 +46,7 @@ def add_column(groups: Sequence[Group], name: str, columns: Iterable[Column]) ->
 
 
 def outcomes(groups: Sequence[Group]) -> Outcomes:
-    """What an advantage is computed from, beside tokens. Every group has its rewards."""
+    """The outcomes that advantages are computed from, beside tokens. Every group has its rewards."""
     trajectories = [t for group in groups for t in group.trajectories]
     baselines = [group.baseline for group in groups for _ in group.trajectories if group.baseline is not None]
     return Outcomes(

@@ -23,7 +23,7 @@ from headway.pipeline.state import RunState, now
 
 
 class FleetListener(Protocol):
-    """Whoever has to know which replicas serve; called in the same step in which that changes."""
+    """An object that has to know which replicas serve; called in the same step in which that changes."""
 
     def joined(self, replica: str) -> None:
         """``replica`` serves from now on. Also called for each one that is there at the start."""
@@ -60,17 +60,17 @@ class Fleet:
 
     @property
     def serving(self) -> list[Replica]:
-        """In the order in which they came."""
+        """The serving replicas, in the order in which they came."""
         return list(self._serving.values())
 
     @property
     def replicas(self) -> list[Replica]:
-        """Those that serve, and those that wait to."""
+        """The replicas that serve, and those that wait to."""
         return [*self._serving.values(), *self._joining.values()]
 
     @property
     def receivers(self) -> list[Receiver]:
-        """Who gets the next version."""
+        """The receivers of the next version."""
         return [*self.replicas, *self._others]
 
     def others_serve(self, version: int) -> bool:

@@ -19,15 +19,15 @@ from headway.pipeline.state import RunState, now
 
 ESS = "offpolicy/ess"
 TIGHTER = 0.5
-"""What one step of tightening leaves of the trust region …"""
+"""The share of the trust region that one step of tightening leaves."""
 TIGHTEST = 0.125
-"""… and what the last one leaves."""
+"""The share of the trust region that the last step of tightening leaves."""
 
 
 @dataclass(frozen=True, slots=True)
 class GuardSettings:
     min_ess: float | None
-    """None: nothing is guarded."""
+    """The smallest effective sample size; None: nothing is guarded."""
     action: str
     """``warn``, ``tighten``, ``lower_eta`` or ``stop``."""
 
@@ -43,16 +43,16 @@ class Guard:
         self._acted_at: int | None = None
         """The version at which it last did what it does once per version."""
         self._version: int | None = None
-        """Of the last step that was looked at …"""
+        """The version of the last step that was looked at."""
         self._was_low = False
-        """… and whether it has had a low one."""
+        """That version has had a step with a low effective sample size."""
 
     def state(self) -> dict[str, Any]:
-        """For the checkpoint. By how much less than η is admitted is `RunState`'s."""
+        """The guard's part of a checkpoint. The η that is admitted by is in that of `RunState`."""
         return {"clip_scale": self.clip_scale, "version": self._version, "was_low": self._was_low}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """What it warned of, or stopped for, is told anew."""
+        """Go on from `state`; a warning that was given before is given anew."""
         if self._settings.action == "tighten":
             self.clip_scale = state["clip_scale"]
         self._version, self._was_low = state["version"], state["was_low"]
@@ -83,7 +83,8 @@ class Guard:
                 )
 
     def _lower_or_recover(self, low: bool, version: int, ess: float, least: float) -> None:
-        """Once per version: at its first low step, or, behind a version that had none, at the next one's first step.
+        """Lower η, or let it recover, once per version: at its first low step, or, behind a version that had none, at
+        the next one's first step.
 
         The first step of a version is the one that is nearest to its data, and says nothing about the others.
         """

@@ -24,18 +24,18 @@ class Halt:
     """A replica that was told to stop."""
 
     by: list[str] = field(default_factory=list)
-    """For which reasons; the replica goes on when none is left."""
+    """Reasons for the halt; the replica goes on when none is left."""
     stopped: float | None = None
-    """When nothing decoded any more."""
+    """The time from which nothing decoded any more."""
     interrupted: int = 0
     validation_s: float = 0.0
-    """How long its validation was waited for."""
+    """Seconds for which the replica's validation was waited for."""
     check: Callable[[], Awaitable[object]] | None = None
     """Must pass before the replica goes on."""
 
 
 class Halts:
-    """Which replicas are halted; a `FleetListener`, so that it knows who serves."""
+    """The replicas that are halted; a `FleetListener`, so that it knows who serves."""
 
     def __init__(self, state: RunState, policy: OnUpdate) -> None:
         self.policy = policy
@@ -114,7 +114,7 @@ class Halts:
         return self._halts[replica.name].by != [why]
 
     def check_before_release(self, replica: Replica, check: Callable[[], Awaitable[object]]) -> None:
-        """Whatever lets ``replica`` go on runs ``check`` first; what that raises, it raises."""
+        """Have ``check`` run before ``replica`` goes on; what it raises, `release` raises."""
         self._halts[replica.name].check = check
 
     def _set_gate(self) -> None:

@@ -1,4 +1,4 @@
-"""From a version that was received to a version that is served.
+"""Loading: from a version that was received to a version that is served.
 
     second buffer      stage │ halt ▶ activate ▶ probe ▶ serve ▶ release          it stands for the swap alone
     none               halt ▶ stage ▶ activate ▶ probe ▶ serve ▶ release          it stands for the transfer, too
@@ -33,12 +33,12 @@ Probe = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What loading a version cost one replica."""
+    """The cost of loading a version for one replica."""
 
     validation_s: float
-    """Its validation was waited for."""
+    """Seconds for which its validation was waited for."""
     stall_s: float
-    """From the end of the pause to the end of resume: nothing decoded."""
+    """Seconds from the end of the pause to the end of resume, in which nothing decoded."""
     interrupted: int
 
 

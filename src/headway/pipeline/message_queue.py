@@ -1,4 +1,4 @@
-"""Where finished groups wait for the trainer.
+"""The queue in which finished groups wait for the trainer.
 
     Reward (or RefLogProb) ──put──▶ [ finished groups ] ──take(n) in order──▶ ActorTrain
 
@@ -26,7 +26,7 @@ class MessageQueue:
         self.name = "MessageQueue"
         self._staleness = staleness
         self._finished: dict[int, Group] = {}
-        """In order of completion."""
+        """Finished groups, in order of completion."""
         self._live: dict[int, int] = {}
         """Live groups, by number → the oldest version that any of its tokens can have."""
         self._admitted = 0

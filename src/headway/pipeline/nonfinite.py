@@ -14,7 +14,7 @@ class SkippedSteps:
         self._in_row = 0
 
     def state(self) -> int:
-        """For the checkpoint."""
+        """The count, for the checkpoint."""
         return self._in_row
 
     def restore(self, state: int) -> None:

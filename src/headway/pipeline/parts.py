@@ -1,4 +1,4 @@
-"""What a run is made of: everything behind a protocol, so that any of it can be simulated."""
+"""The parts that a run is made of: everything behind a protocol, so that any of it can be simulated."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ class Parts:
     reference_inside_fetch: bool = True
     """The reference shares the trainer's ranks."""
     proximal: ProximalEngine | None = None
-    """Who recomputes log π_prox; None where the engine's log-probs, or an approximation, are taken for it."""
+    """The engine that recomputes log π_prox; None where the engine's log-probs, or an approximation, are taken for
+    it."""
     proximal_inside_fetch: bool = True
-    """It shares the trainer's ranks. Else it is made of ``receivers``, all of them."""
+    """``proximal`` shares the trainer's ranks. Else it is made of ``receivers``, all of them."""
     critic: CriticEngine | None = None
     critic_inside_fetch: bool = True
     """The critic shares the trainer's ranks."""

@@ -1,4 +1,5 @@
-"""What is computed once per fetch, before its first optimizer step, and kept for all its mini-batches and epochs.
+"""Preparation of a fetch: what is computed once, before its first optimizer step, and kept for all its mini-batches and
+epochs.
 
     [reference] ▶ [π_prox] ▶ [critic's values]  on the trainer's own ranks, one after the other
                                     └──────────▶ advantages, returns

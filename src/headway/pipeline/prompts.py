@@ -23,7 +23,7 @@ class Prompts:
     def __init__(self, source: PromptSource) -> None:
         self._source = source
         self._origins: dict[Row, dict[str, Any]] = {}
-        """Where the source stood when it gave the prompt; of those that may not have met their end."""
+        """Where the source stood when it gave a prompt, for prompts that may not have met their end."""
 
     def next(self) -> Prompt | None:
         """The next one that was not handed out yet, or None when all epochs are over."""
@@ -38,7 +38,9 @@ class Prompts:
         return self._source.again(prompt)
 
     def state(self, unfinished: Iterable[Prompt]) -> dict[str, Any]:
-        """For the checkpoint: the source's cursor, and where ``unfinished`` came from. Forgets all others."""
+        """The prompts' part of a checkpoint: the source's cursor, and where ``unfinished`` came from. Forgets all
+        others.
+        """
         self._origins = {row: self._origins[row] for row in ((p.epoch, p.row) for p in unfinished)}
         origins = [[epoch, row, origin] for (epoch, row), origin in self._origins.items()]
         return {"source": self._source.state(), "origins": origins}

@@ -1,4 +1,4 @@
-"""Who holds a copy of the policy, as the pipeline calls them: no call to one that is gone stays open.
+"""Receivers, who hold a copy of the policy, as the pipeline calls them: no call to one that is gone stays open.
 
     it died                            ┐
     it did not answer in time          ├─▶ `Gone` from that call ─▶ Fleet.lose ─▶ leave: all its other open calls, too
@@ -49,9 +49,9 @@ class Receiver:
     def __init__(self, engine: PolicyReceiver, timeout_s: float) -> None:
         self.name = engine.name
         self.why: RunError | None = None
-        """Why it is gone."""
+        """The reason why the receiver is gone; None while it is there."""
         self.version = 0
-        """What it serves."""
+        """The version that the receiver serves."""
         self._receiver = engine
         self._timeout_s = timeout_s
         self._open: dict[asyncio.Timeout, None] = {}
@@ -62,7 +62,7 @@ class Receiver:
         return self.why is not None
 
     def leave(self, why: RunError) -> None:
-        """It is gone: calls under way, and later ones, raise `Gone`."""
+        """Note that the receiver is gone: calls under way, and later ones, raise `Gone`."""
         if self.why is None:
             self.why = why
             for call in self._open:

@@ -59,11 +59,11 @@ class DriverState:
         }
 
     def with_critic(self, taken: Taken) -> Taken:
-        """Once the critic has been trained on all that the trainer was, and saved."""
+        """Add the critic's state to ``taken``, once it was trained on all that the trainer was, and saved."""
         return taken if self.critic is None else {**taken, "critic": self.critic.state()}
 
     def restore(self, taken: Taken) -> None:
-        """Before anything runs. Emits the fates of the groups that were open.
+        """Put ``taken`` back, before anything runs. Emits the fates of the groups that were open.
 
         Raises `DataError` when the data are not those of the checkpoint.
         """

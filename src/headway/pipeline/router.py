@@ -1,4 +1,6 @@
-"""Which replica generates which group. A group stays on one, so that its prompt is prefilled once, or is split."""
+"""The router, which says which replica generates which group. A group stays on one, so that its prompt is prefilled
+once, or is split.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,7 @@ class Router:
             self._heap = sorted((load, self._places[name], name) for name, load in self._load.items())
 
     def _lightest(self, replicas: Collection[str], used: Collection[str]) -> str:
-        """Of ``replicas`` less ``used``, those that have a part of the group already."""
+        """The least loaded of ``replicas``, without ``used``, which have a part of the group already."""
         aside = []
         while True:
             load, _, name = self._heap[0]

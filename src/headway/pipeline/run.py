@@ -64,7 +64,7 @@ class Pipeline:
 
     @property
     def stop_reason(self) -> str | None:
-        """Why the run stopped itself; None where it did not."""
+        """The reason for which the run stopped itself; None where it did not."""
         return self._state.stop_reason
 
     async def run(self) -> Status:

@@ -221,7 +221,7 @@ class Stage(ABC, Generic[In, Out]):
         return True
 
     def _state_after_item(self) -> State:
-        """Of a stage that processes several items, one of which has just ended."""
+        """The state of a stage that processes several items, one of which has just ended."""
         if self.active:
             return State.PROCESSING
         if self._holds_item:

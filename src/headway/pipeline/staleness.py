@@ -1,4 +1,4 @@
-"""How far generation may run ahead of training: one inequality, its bound on lag, and who is admitted when.
+"""Staleness: how far generation may run ahead of training. One inequality, its bound on lag, and who is admitted when.
 
 A group may be admitted only while
 
@@ -48,7 +48,7 @@ class Staleness:
     loaded: dict[str, int]
     """Version that each serving replica has loaded."""
     max_lag: int | None = None
-    """What bounds lag where the order of consumption does not."""
+    """The largest lag, where the order of consumption does not bound it."""
     drops_overdue: bool = False
     """Groups older than ``max_lag`` are dropped; else the fetch waits for those that would become so."""
     admitted: int = 0
@@ -56,7 +56,8 @@ class Staleness:
     starts_at: int = 0
     """Nothing is admitted before every serving replica has loaded this version: that of a resumed run's checkpoint."""
     eta_now: Fraction = field(init=False)
-    """What is admitted by: η, or less (`lower`). The bound on lag stays that of η: groups were admitted by it."""
+    """The η that is admitted by: the configured one, or less (`lower`). The bound on lag stays that of η: groups were
+    admitted by it."""
     served_version: int = field(init=False)
     """The oldest version that a serving replica has loaded."""
     limit: int = field(init=False)
@@ -94,7 +95,7 @@ class Staleness:
 
     @property
     def room(self) -> int:
-        """How many groups the inequality and the run's total allow right now."""
+        """The number of groups that the inequality and the run's total allow right now."""
         if self.served_version < self.starts_at:
             return 0
         limit = self.limit if self.total is None else min(self.limit, self.total)
@@ -157,7 +158,7 @@ class Staleness:
 
 
 def wave_size(policy: Admission, *, room: int, unrewarded: int, validation_runs: bool, groups_per_version: int) -> int:
-    """How many groups to admit together now; 0 means wait.
+    """The number of groups to admit together now; 0 means wait.
 
     ``group`` admits one at a time as soon as there is room. ``batch`` admits one wave, at most B, and only when every
     admitted group has passed Reward and no validation runs that matters: so all of a wave starts together.

@@ -1,4 +1,4 @@
-"""What the stages share: the counters of admission, the ledger, and where the trainer stands.
+"""The state that the stages share: the counters of admission, the ledger, and where the trainer stands.
 
 Every change of a group's life goes through here, so that counters, ledger and events cannot disagree.
 """
@@ -45,9 +45,9 @@ class RunState:
     changed: Signal = field(default_factory=Signal)
     """Fires when anything changed that admission or an update may wait for."""
     stopping: bool = False
-    """The run ends at the next version boundary, since somebody asked for that …"""
+    """Somebody asked for the run to end at the next version boundary."""
     stop_reason: str | None = None
-    """… and why the run stops itself; None where it was asked to from outside."""
+    """The reason why the run stops itself; None where it was asked to from outside."""
     _unrewarded: set[int] = field(default_factory=set)
     _discarded_in_row: Ends = field(default_factory=Counter)
     """Fate and reason of all since the last group that passed Reward."""
@@ -96,7 +96,7 @@ class RunState:
         return staleness.total is not None and staleness.admitted - staleness.discarded >= staleness.total
 
     def state(self) -> dict[str, Any]:
-        """For the checkpoint, at a version boundary: no group is in a fetch."""
+        """The state's part of a checkpoint, at a version boundary: no group is in a fetch."""
         return {
             "version": self.version,
             "consumed": self.consumed,

@@ -31,8 +31,8 @@ from headway.pipeline.stage import WaitingFor
 from headway.pipeline.state import RunState, now
 
 SETTLE_S = 5.0
-"""Once a receiver is gone, the others have so long to notice it themselves. They are tried again after that, and should
-not be receiving then."""
+"""Seconds that the others have to notice it themselves once a receiver is gone. They are tried again after that, and
+should not be receiving then."""
 
 Send = Callable[[Sequence[str]], Coroutine[Any, Any, SendReport]]
 """Sends a version to the receivers named."""
@@ -43,7 +43,7 @@ class Delivered:
     """A version that arrived, and what is known of it."""
 
     receivers: list[Receiver] = field(default_factory=list)
-    """Who holds it now; whoever is not among them is gone."""
+    """The receivers that hold it now; whoever is not among them is gone."""
     gather_s: float = 0.0
     probe: NDArray[np.float32] | None = None
     full_nbytes: int | None = None

@@ -22,7 +22,7 @@ MOST_DIGITS = 1000
 """A number in exponent notation that would be longer is left as it is."""
 IN_MATH = re.compile(r"\\boxed|\\\(|\\\[|(?<!\\)\$.*(?<!\\)\$", re.DOTALL)
 EXTRACTION = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
-"""What is boxed is the answer, wherever it stands."""
+"""Extraction of answers: a boxed one counts, wherever it stands."""
 ANSWER_TAG = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 
 for _library in (grader, parser):
@@ -67,7 +67,7 @@ def _parse(text: str) -> list[Any]:
 
 
 def _in_math(text: str) -> str:
-    """math-verify finds LaTeX only within a math environment."""
+    """Put LaTeX into a math environment, for math-verify finds it nowhere else."""
     return text if not text or IN_MATH.search(text) else rf"\boxed{{{text}}}"
 
 

@@ -1,4 +1,4 @@
-"""What travels to a reward worker: which rewards it runs, and a group. Plain data that pickles."""
+"""Requests to a reward worker: which rewards it runs, and a group. Plain data that pickles."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RewardPart:
     function: str
     """A built-in reward or ``file.py:function`` (absolute path)."""
     name: str
-    """In metrics and messages."""
+    """The part's name in metrics and messages."""
     weight: float = 1.0
     params: Mapping[str, Any] = field(default_factory=dict)
 
@@ -31,11 +31,11 @@ class RewardPart:
 
 @dataclass(frozen=True, slots=True)
 class RewardSpec:
-    """What a worker scores with. Raises nothing; the worker finds out whether it exists."""
+    """The rewards that a worker scores with. Raises nothing; the worker finds out whether it exists."""
 
     parts: tuple[RewardPart, ...]
     timeout_s: float
-    """For one call of one function."""
+    """Seconds for one call of one function."""
     task_name: str | None = None
     task_params: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
@@ -70,7 +70,9 @@ class RewardSpec:
 
     @property
     def function(self) -> str:
-        """Its functions, as text for messages. With one in a file, `names_a_file` says so of the text, too."""
+        """The functions of the reward, as text for messages. With one in a file, `names_a_file` says so of the text,
+        too.
+        """
         return ", ".join(part.function for part in self.parts)
 
 

@@ -122,7 +122,7 @@ def killed_after(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def _attributed(name: str | None) -> Iterator[None]:
-    """Whatever goes wrong in the block as `ScoringFailed`, under the part's ``name``; the traceback is printed."""
+    """Raise what goes wrong in the block as `ScoringFailed`, under the part's ``name``; print the traceback."""
     where = f"{name}: " if name is not None else ""
     try:
         yield

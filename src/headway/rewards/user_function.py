@@ -1,4 +1,4 @@
-"""How a user's reward function is called. The rule is its signature. All arguments are passed by keyword; of those that
+"""Calling a user's reward function. The rule is its signature. All arguments are passed by keyword; of those that
 there are, a function gets the ones that it names, and with ``**kwargs`` all of them.
 
 | a parameter | makes it | which is given |
@@ -36,11 +36,11 @@ NEVER_GIVEN: Mapping[str, str] = {
     "completions_ids": "rewards read text, not token ids",
     "trainer_state": "rewards run beside the trainer and know nothing of its state",
 }
-"""What TRL's trainer gives and Headway does not, and why."""
+"""Arguments that TRL's trainer gives and Headway does not, and why."""
 
 
 class Dialect(Enum):
-    """Whose convention a function follows: the parameters that show it, what it is always given, whether per group."""
+    """The convention that a function follows: parameters that show it, what is always given, whether per group."""
 
     RESPONSE = (("response",), ("prompt", "response", "answer", "source", "extra"), False)
     RESPONSES = (("responses",), ("prompt", "responses", "answer", "source", "extra"), True)
@@ -101,7 +101,7 @@ class UserFunction:
 
     @property
     def may_not_apply(self) -> bool:
-        """Whether None is a value of its: the function does not apply to that response."""
+        """Whether the function may return None: it does not apply to that response."""
         return self.dialect is Dialect.TRL
 
     def check_columns(self, columns: Collection[str], lacked: Mapping[str, str] | None = None) -> None:

@@ -1,11 +1,11 @@
-"""When a simulated replica computed, how much of it, and in which steps."""
+"""The record of a simulated replica's work: when it computed, how much, and in which steps."""
 
 from __future__ import annotations
 
 from headway.events import DecodeSteps, PrefillSteps, Span, add_prefill
 
 ROUNDING = 1e-6
-"""Of a step."""
+"""The share of a step by which a count of steps may be off from a whole number, for rounding."""
 
 
 class Activity:
@@ -25,7 +25,7 @@ class Activity:
         self._prefilled: dict[int, PrefillSteps] = {}
 
     def computes(self, now: float, busy: bool) -> None:
-        """From ``now`` on the replica computes, or does not. Spans that touch are one."""
+        """Note that the replica computes, or stops computing, from ``now`` on. Spans that touch become one."""
         if busy == (self._since is not None):
             return
         if not busy:

@@ -1,4 +1,4 @@
-"""What to choose, and whether asynchrony helps at all: two answers read off a plan's rows.
+"""Advice from a plan: what to choose, and whether asynchrony helps at all. Two answers read off a plan's rows.
 
     synchronous   η = 0, a batch at a time      streaming   η = 0, groups as they come      asynchronous   η > 0
 
@@ -29,12 +29,12 @@ IMBALANCE_FROM = 0.15
 @dataclass(frozen=True, slots=True)
 class Advice:
     recommended: Row | None
-    """None when nothing was simulated."""
+    """The row to choose; None when nothing was simulated."""
     helps: bool | None
-    """Whether running ahead (η > 0) does; None when there was nothing to compare."""
+    """Running ahead (η > 0) makes a version quicker; None when there was nothing to compare."""
     sentence: str
     caveat: str | None = None
-    """How far the numbers can be trusted."""
+    """A sentence on how far the numbers can be trusted; None where there is nothing to say."""
 
 
 def advise(rows: Sequence[Row], assumptions: Sequence[str] = ()) -> Advice:
@@ -83,7 +83,7 @@ def _is_worth_it(row: Row, other: Row) -> bool:
 
 
 def _error(row: Row, other: Row) -> float:
-    """Of their ratio, relative: errors of two measurements add up as squares."""
+    """The relative error of the ratio of two rows' step times: errors of two measurements add up as squares."""
     return math.hypot(row.relative_error, other.relative_error)
 
 

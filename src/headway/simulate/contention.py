@@ -13,7 +13,9 @@ from headway.simulate.profile import ContentionProfile
 
 
 class Contention:
-    """Who computes. It changes between two moments only, so that work is a sum of stretches at constant speed."""
+    """The sides that compute at a moment. They change between two moments only, so that work is a sum of stretches at
+    constant speed.
+    """
 
     def __init__(self, profile: ContentionProfile) -> None:
         self._profile = profile

@@ -22,7 +22,8 @@ from headway.simulate.forecast import mean_length
 from headway.simulate.profile import ConstantLengths, EmpiricalLengths, LengthsProfile, LognormalLengths, Profile
 
 _POINTS, _GROUP_POINTS, _FARTHEST = 200, 80, 7.0
-"""Of numerical integrals over tokens and over what a group has in common; the standard deviations that they reach."""
+"""Points of numerical integrals over tokens, and over what a group has in common; the standard deviations that they
+reach."""
 
 
 class AnswerControls:
@@ -34,7 +35,7 @@ class AnswerControls:
         self._ahead = floor(eta * batch.groups_per_version)
         """Groups admitted before the first update: with those behind them that an update waits for, a block ends."""
         self._blocks: dict[int, tuple[int, int]] = {}
-        """Of those that are not complete: answers that ended, tokens of the longest."""
+        """Block → (answers that ended, tokens of the longest), for blocks that are not complete."""
         self._tokens = [0]
         self._longest = [0]
         self._expected: tuple[float, float] | None = None
@@ -61,7 +62,7 @@ class AnswerControls:
         self._longest.append(0)
 
     def of(self, first: int, count: int) -> list[Control]:
-        """Of ``count`` versions from ``first`` on."""
+        """The controls of ``count`` versions from ``first`` on."""
         if self._expected is None:
             return []
         tokens, longest = self._expected
@@ -105,5 +106,5 @@ def _mean_longest_lognormal(lengths: LognormalLengths, groups: int, answers: int
 
 
 def _grid(points: int) -> list[float]:
-    """Of standard normal values, evenly spaced."""
+    """A grid of evenly spaced standard normal values."""
     return [_FARTHEST * (2 * i + 1 - points) / points for i in range(points)]

@@ -32,19 +32,19 @@ it is enough, and taking the narrowest interval, cost the rest."""
 class Estimate:
     mean: float
     half_width: float
-    """Of the 95% confidence interval; infinite for fewer than two batches."""
+    """Half the width of the 95% confidence interval; infinite for fewer than two batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """What varies along with the times, by version, and what it is on average."""
+    """A control variate: a quantity that varies along with the times, by version, and what it is on average."""
 
     values: Sequence[float]
     expected: float
 
 
 def estimate(times: Sequence[float], controls: Sequence[Control] = (), *, multiple: int = 1) -> Estimate:
-    """Of the times of consecutive versions, at least one.
+    """Estimate the mean of the times of consecutive versions, at least one.
 
     ``multiple`` divides the size of a batch. ``controls``, the most useful first, have a value for each time; as many
     of them are used as make the interval narrowest.
@@ -78,7 +78,9 @@ def _adjusted(means: Sequence[float], controls: Sequence[tuple[Sequence[float], 
 
 
 def _batch_means(values: Sequence[float], multiple: int) -> list[float]:
-    """At most `MOST_BATCHES`, of equal size, of the last values: what is too little for another batch is left out."""
+    """Means of at most `MOST_BATCHES` batches of equal size, of the last values: what is too little for another batch
+    is left out.
+    """
     size = multiple * ceil(len(values) / (multiple * MOST_BATCHES))
     count = len(values) // size
     recent = values[len(values) - count * size :]

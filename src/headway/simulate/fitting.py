@@ -112,8 +112,9 @@ class _Prefills:
 
 
 def fit_prefill(merged: Iterable[PrefillSteps], decode: DecodeCost) -> Line:
-    """What it costs to prefill tokens: the seconds by which a step that prefilled some took longer than one in which as
-    many decoded."""
+    """Fit the cost of prefilling tokens: the seconds by which a step that prefilled some took longer than one in which
+    as many decoded.
+    """
     every = [
         _Prefills(steps, tokens / steps, seconds / steps, _decode_s(decode, active / steps, cached / steps))
         for steps, active, tokens, seconds, cached in merged
@@ -140,7 +141,7 @@ def _line_beside(prefills: Sequence[_Prefills]) -> Line:
 
 
 def without_outliers(measured: Iterable[T], cost: Callable[[T], float]) -> list[T]:
-    """Those that cost at most `OUTLIER` times the median."""
+    """The points that cost at most `OUTLIER` times the median."""
     items = list(measured)
     limit = OUTLIER * median(map(cost, items)) if items else 0.0
     return [item for item in items if cost(item) <= limit]
@@ -153,13 +154,13 @@ class Beside:
     share: float
     seconds: float
     size: float
-    """In tokens: the seconds depend on it, too."""
+    """The size of the work in tokens, on which its seconds depend, too."""
     weight: float
 
 
 def fit_slowdown(measured: Iterable[Beside]) -> float | None:
-    """How many times as long work takes while the other side computes: at least 1, and 1 if it drowns in noise. None
-    where the shares are too much alike to tell.
+    """Fit how many times as long work takes while the other side computes: at least 1, and 1 if it drowns in noise.
+    None where the shares are too much alike to tell.
 
     By weighted least squares of seconds on share and size together, since large work may well have other shares.
     """
@@ -182,7 +183,7 @@ def fit_slowdown(measured: Iterable[Beside]) -> float | None:
 
 
 def usual_mean(seconds: Iterable[float]) -> float:
-    """Without outliers; 0 if there is nothing."""
+    """The mean without outliers; 0 if there is nothing."""
     usual = without_outliers(seconds, lambda value: value)
     return fmean(usual) if usual else 0.0
 
@@ -201,7 +202,7 @@ def not_falling(values: Sequence[float], weights: Sequence[float]) -> list[float
 
 
 def few_knots(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """At most `MAX_KNOTS` of the points, between which the others lie on straight lines as nearly as can be."""
+    """Choose at most `MAX_KNOTS` of the points, between which the others lie on straight lines as nearly as can be."""
     x, y = np.array([count for count, _ in points], float), np.array([seconds for _, seconds in points])
     kept = sorted({0, len(points) - 1})
     while len(kept) < min(MAX_KNOTS, len(points)):
@@ -214,7 +215,7 @@ def few_knots(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def service_seconds(arrivals_and_ends: Iterable[tuple[float, float]], workers: int) -> list[float]:
-    """What each item took at one of ``workers`` servers that take items in order of arrival, waiting left out."""
+    """Seconds that each item took at one of ``workers`` servers, which take items in order, without waiting."""
     items = sorted(arrivals_and_ends, key=lambda item: item[1])
     return [
         end - max(arrival, items[index - workers][1] if index >= workers else arrival)
@@ -228,7 +229,7 @@ def rounded(value: float) -> float:
 
 
 def evenly(count: int, limit: int) -> list[int]:
-    """At most ``limit`` of the indices below ``count``, spread evenly."""
+    """Choose at most ``limit`` of the indices below ``count``, spread evenly."""
     return list(range(count)) if count <= limit else [index * count // limit for index in range(limit)]
 
 

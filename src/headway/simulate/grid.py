@@ -1,4 +1,4 @@
-"""Which settings a plan compares: presets × splits of the devices × η × trigger.
+"""The settings that a plan compares: presets × splits of the devices × η × trigger.
 
     own    each preset at its own η and trigger, over the splits          around   η and trigger varied at one split
     full   the whole product
@@ -24,7 +24,7 @@ from headway.simulate.profile import Profile
 ETAS = (Fraction(1, 4), Fraction(1, 2), Fraction(1))
 """Tried beside a preset's own where that is above 0."""
 TRAIN_SHARES = tuple(Fraction(*share) for share in ((1, 8), (1, 4), (3, 8), (1, 2), (5, 8), (3, 4), (7, 8)))
-"""Of the devices: where splits are looked for when there are more than a handful."""
+"""Shares of the devices at which splits are looked for when there are more than a handful."""
 
 
 class Split(NamedTuple):

@@ -1,4 +1,4 @@
-"""How many tokens a prompt or an answer has: draws that depend on who asks, never on when.
+"""Lengths of prompts and answers in tokens: draws that depend on who asks, never on when.
 
     (seed, epoch, row, attempt) ─mix─▶ the group's key ─▶ what its answers have in common
                                            └──── k ──mix─▶ the answer's own share
@@ -111,7 +111,7 @@ class _Recorded:
 
 
 def _recorded(profile: EmpiricalLengths, seed: int) -> Recorded:
-    """Which recorded group a group takes: the one of its number, over and over, or one that is drawn for it."""
+    """The recorded group that a group takes: the one of its number, over and over, or one that is drawn for it."""
     count = len(profile.groups)
     if profile.replay:
         return lambda id, number: number % count
@@ -123,7 +123,7 @@ def _group_key(seed: int, epoch: int, row: int, attempt: int) -> int:
 
 
 def _uniform(key: int, index: int) -> float:
-    """In (0, 1), never an end: the top 52 bits, in the middle of their bin."""
+    """A number in (0, 1), never an end: the top 52 bits, in the middle of their bin."""
     return ((_mix(key + index) >> 12) + 0.5) * 2.0**-52
 
 

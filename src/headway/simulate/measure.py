@@ -41,7 +41,7 @@ PRECISION = 0.02
 """Half-width of the 95% confidence interval over the mean at which a row is known."""
 FEWEST_VERSIONS, MOST_VERSIONS = 4, 30
 REPORTS_PER_VERSION = 4
-"""Of each replica's activity, roughly."""
+"""Reports of each replica's activity in the time of one version, roughly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class Measurement:
     step_s: float
     """Seconds per version, B trained groups, for answers that are as long as they are on average."""
     half_width: float
-    """Of the 95% confidence interval of ``step_s``, in seconds."""
+    """Half the width of the 95% confidence interval of ``step_s``, in seconds."""
     versions: int
     """Measured ones."""
     trainer_idle: float
@@ -104,7 +104,7 @@ class StepMeter:
         self._occupancy = Occupancy()
         self._steps = 0
         self._ends: list[float] = []
-        """When the last version of the fill ended, and each measured one."""
+        """Times at which the last version of the fill ended, and each measured one."""
         self._lags: list[int] = []
         self._lag_bound: int | None = None
         self._trajectories = 0
@@ -130,7 +130,7 @@ class StepMeter:
     def close(self) -> None: ...
 
     def measurement(self) -> Measurement | None:
-        """What is known; None before two versions were measured."""
+        """The measurement so far; None before two versions were measured."""
         times = self._times()
         if len(times) < 2:
             return None

@@ -1,4 +1,4 @@
-"""What work took beside the other side's, and what it would have taken alone.
+"""The cost of work beside the other side's, and what it would have been alone.
 
     cost of a step = cost alone · (1 + (slowdown − 1) · share of its time in which the other side computed)
 
@@ -28,12 +28,12 @@ class Overlap:
         for work in (*recording.training.steps, *recording.training.forwards):
             self._trainer.add((work.began, work.began + work.seconds))
         self.training = self._training_slowdown()
-        """How many times as long training takes while a replica computes; None if it cannot be told."""
+        """Factor by which training takes longer while a replica computes; None if it cannot be told."""
         self.generation = self._generation_slowdown()
         """The same for generation while the trainer computes."""
 
     def share(self) -> float:
-        """Of the time that replicas computed: in which the trainer did so, too."""
+        """The share of the time that replicas computed in which the trainer did so, too."""
         busy = [span for report in self._recording.activity for span in report.busy]
         return self._share_of(busy)
 
@@ -79,7 +79,7 @@ class Overlap:
         )
 
     def _generation_slowdown(self) -> float | None:
-        """From steps with the same number of active sequences, the one that most reports have."""
+        """Fit generation's slowdown to steps with one number of active sequences, the one that most reports have."""
         samples = list(self._samples())
         counts = Counter(sample.active for _, sample in samples)
         most = max(counts, key=lambda active: (counts[active], active), default=0)
@@ -96,7 +96,7 @@ class Overlap:
         return max(busy, default=0.0) / work.seconds if work.seconds > 0 else 0.0
 
     def _share_of(self, busy: Iterable[tuple[float, float]]) -> float:
-        """Of these spans: in which the trainer computed."""
+        """The share of these spans in which the trainer computed."""
         spans = list(busy)
         seconds = sum(end - start for start, end in spans)
         return sum(map(self._trainer.within, spans)) / seconds if seconds > 0 else 0.0

@@ -19,7 +19,8 @@ from headway.simulate.planner import Plan
 from headway.simulate.rows import Row
 
 LINES_SHOWN = 16
-"""Of the table, from the top; the recommended row, the baseline and each preset's best are shown in any case."""
+"""Lines of the table that are shown, from the top; the recommended row, the baseline and each preset's best are shown
+in any case."""
 NAMED = 2
 """Settings that were not simulated."""
 WIDEST = 100

@@ -43,15 +43,15 @@ class Measure(Protocol):
 @dataclass(frozen=True, slots=True)
 class Plan:
     profile: Profile
-    """With the number of devices that was planned for."""
+    """The job's profile, with the number of devices that was planned for."""
     rows: tuple[Row, ...]
     """Quickest first."""
     open: tuple[Setting, ...]
-    """Not simulated, as time was out; the most promising first."""
+    """Settings that were not simulated, as time was out; the most promising first."""
     skipped: tuple[Setting, ...]
-    """Not simulated, as they are expected to be slower than others."""
+    """Settings that were not simulated, as they are expected to be slower than others."""
     baseline: Row | None
-    """What ``speedup`` compares with: colocated synchronous training, or the quickest synchronous row."""
+    """The row that ``speedup`` compares with: colocated synchronous training, or the quickest synchronous row."""
     advice: Advice
     trajectories: int
     """Simulated ones, in all."""

@@ -20,11 +20,11 @@ Seconds = Annotated[float, Field(ge=0)]
 PositiveSeconds = Annotated[float, Field(gt=0)]
 
 SHARE_TOLERANCE = 1e-3
-"""By which two statements of one share may differ: they were rounded."""
+"""The difference that two statements of one share may have, since they were rounded."""
 
 
 class BatchProfile(Section):
-    """How much is trained. B is fixed here, so that every row of a plan does the same work per version."""
+    """The amount that is trained. B is fixed here, so that every row of a plan does the same work per version."""
 
     groups_per_version: Positive
     """B: groups (prompts) that one version trains on."""
@@ -54,7 +54,7 @@ class LognormalLengths(Section):
 
     kind: Literal["lognormal"]
     mean: float = Field(gt=0)
-    """Of the distribution before the cut, in tokens."""
+    """Mean of the distribution before the cut, in tokens."""
     sigma: float = Field(ge=0, le=4)
     """Standard deviation of the logarithm."""
     max: Positive
@@ -71,7 +71,7 @@ class EmpiricalLengths(Section):
     replay: bool = False
     """Group number i takes ``groups[i mod len(groups)]``, as recorded, instead of a drawn one."""
     filtered: list[NonNegative] | None = None
-    """Of answers: which of ``groups`` were filtered, by index. Whoever takes the lengths of one of them is filtered,
+    """Indices of those ``groups`` of answers that were filtered. Whoever takes the lengths of one of them is filtered,
     too: easy and hard prompts have answers of other lengths. Default: nobody knows."""
 
     @field_validator("filtered")
@@ -101,7 +101,7 @@ class RolloutProfile(Section):
     """One replica."""
 
     devices: Positive = 1
-    """That one replica occupies (its tensor-parallel degree)."""
+    """Devices that one replica occupies (its tensor-parallel degree)."""
     slots: Positive = 64
     """``rollout.max_concurrent``: trajectories that decode at once."""
     kv_tokens: Positive | None = None
@@ -152,15 +152,15 @@ class TrainProfile(Section):
     min_devices: Positive = 1
     """Fewer do not hold the model, its gradients and optimizer."""
     recompute_old_log_probs: Literal["never", "shared", "always"] = "never"
-    """Where one forward pass over each fetch precedes its first step (``use_rollout_log_probs: false``), instead of
-    taking the engine's own log-probs. ``shared``: only where training and generation share devices, as colocated
-    synchronous systems usually do."""
+    """The modes in which one forward pass over each fetch precedes its first step (``use_rollout_log_probs: false``),
+    instead of taking the engine's own log-probs. ``shared``: only where training and generation share devices, as
+    colocated synchronous systems usually do."""
     reference: bool = False
     """One more forward pass over each fetch, for the reference policy."""
     threads: NonNegative = 0
 
     def recomputes_old_log_probs(self, *, shared: bool) -> bool:
-        """Whether a row does, that shares its devices or not."""
+        """Whether a row recomputes them, by whether it shares its devices."""
         return self.recompute_old_log_probs == "always" or (shared and self.recompute_old_log_probs == "shared")
 
     @field_validator("points")
@@ -217,7 +217,7 @@ class ValidationProfile(Section):
 
 
 class ContentionProfile(Section):
-    """How many times longer a side's work takes while the other one computes: where training and generation have
+    """Factors by which a side's work takes longer while the other one computes: where training and generation have
     devices of their own, but cores or memory in common. All costs are those of a side that computes alone."""
 
     train: float = Field(1.0, ge=1)
@@ -227,16 +227,16 @@ class ContentionProfile(Section):
 
 
 class LatencyProfile(Section):
-    """What passes while nothing is computed: messages under way, and the driver's own work between two parts."""
+    """Seconds that pass while nothing is computed: messages under way, and the driver's own work between two parts."""
 
     group_s: Seconds = 0.0
     """A group's way to its replica and back, from admission to its first step and from its last token to the reward.
     It holds no slot."""
     fetch_s: Seconds = 0.0
-    """Of each fetch: advantages, the driver's work before, between and after its optimizer steps. A simulation counts
-    it as part of the fetch's first step."""
+    """Seconds of each fetch: advantages, the driver's work before, between and after its optimizer steps. A simulation
+    counts it as part of the fetch's first step."""
     update_s: Seconds = 0.0
-    """Of each parameter update, beside its phases: the trainer is held for so much longer, decoding is not."""
+    """Seconds of each parameter update beside its phases: the trainer is held for so much longer, decoding is not."""
 
 
 class Profile(Section):
@@ -257,7 +257,7 @@ class Profile(Section):
     latency: LatencyProfile = LatencyProfile()
     contention: ContentionProfile = ContentionProfile()
     assumptions: list[str] = Field(default_factory=list)
-    """What was not measured, and how uncertain it is; shown beside the plan."""
+    """Sentences on what was not measured, and how uncertain it is; shown beside the plan."""
     measured_on: str | None = None
     """The machine."""
 

@@ -1,4 +1,4 @@
-"""From a run to its profile: the costs that a plan needs, measured by the run itself.
+"""The profile of a run: the costs that a plan needs, measured by the run itself.
 
 RUN/config.yaml  ─▶ who did what, with which batch ─┐
 RUN/events.jsonl ─▶ Recording ─▶ fits ──────────────┴─▶ Profile, with what it had to assume
@@ -62,11 +62,12 @@ MAX_GROUPS = 4000
 """Recorded groups that a profile keeps."""
 MIN_VERSIONS = 2
 FORWARD_SHARE = 1 / 3
-"""Of a training step's seconds per token, where no forward pass was measured: the backward pass costs twice as much."""
+"""The share of a training step's seconds per token that a forward pass takes, where none was measured: the backward
+pass costs twice as much."""
 
 
 def profile_run(run: Path) -> Profile:
-    """What ``run``, the directory of a run, says about its job's costs.
+    """Derive the costs of a job from ``run``, the directory of a run.
 
     Raises:
         ConfigError: it holds no run, or one that ended too early to say anything; the message tells what is missing.
@@ -150,7 +151,7 @@ class _Profiling:
     # ------------------------------------------------------------------------------------------ lengths
 
     def _lengths(self, *, replay: bool) -> tuple[EmpiricalLengths, EmpiricalLengths]:
-        """Of prompts (one per group) and answers, group by group in order of admission."""
+        """Lengths of prompts (one per group) and answers, group by group in order of admission."""
         groups = self._recording.recorded_groups()
         kept = [groups[index] for index in evenly(len(groups), MAX_GROUPS)]
         if len(kept) < len(groups):
@@ -195,7 +196,7 @@ class _Profiling:
             self._assume("prefills hardly differed in size or in time: their cost is taken as proportional to tokens")
 
     def _threads(self, section: str, role: str, configured: int) -> int:
-        """Of torch in each of the role's workers."""
+        """Threads of torch in each of the role's workers."""
         described = [worker.threads for worker in self._recording.workers if worker.worker.startswith(f"{role}-")]
         if not described and not configured:
             self._assume(f"{section}.threads was 0: the threads that it was measured with are not on record")
@@ -287,7 +288,7 @@ class _Profiling:
         return ContentionProfile(train=rounded(overlap.training or 1.0), rollout=rounded(overlap.generation or 1.0))
 
     def _latency(self) -> LatencyProfile:
-        """What passes between the parts, usually: outliers left out, on average, as it adds up over a run."""
+        """Seconds that usually pass between the parts: outliers left out, on average, as it adds up over a run."""
         recording = self._recording
         deliveries = [group.delivery_s for group in recording.warm(recording.recorded_groups())]
         updates = recording.warm(recording.updates.updates.values())

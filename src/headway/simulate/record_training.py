@@ -1,4 +1,4 @@
-"""What a run's trainer did, fetch by fetch: its work, and what passed between.
+"""The record of a run's trainer, fetch by fetch: its work, and what passed between.
 
     FetchTaken ──▶ forward ──▶ step ──▶ step ──▶ gather, or the next FetchTaken's wait
           └─ gap ─┘      └ gap ┘  └ gap ┘  └ gap ┘           gaps: the driver's own work, the fetch's latency
@@ -27,7 +27,7 @@ class TrainerWork:
 class FetchRecord:
     began: float
     latency_s: float = 0.0
-    """In which the trainer neither computed nor waited for groups, devices or an update."""
+    """Seconds in which the trainer neither computed nor waited for groups, devices or an update."""
 
 
 @dataclass(slots=True)
@@ -36,18 +36,18 @@ class TrainingRecord:
 
     mini_batch: int
     tokens_of: Callable[[int], int]
-    """Of a group, by number: prompt and answer of every trajectory."""
+    """Tokens of a group, by its number: prompt and answer of every trajectory."""
     steps: list[TrainerWork] = field(default_factory=list)
     forwards: list[TrainerWork] = field(default_factory=list)
     fetches: list[FetchRecord] = field(default_factory=list)
-    """Those that ended."""
+    """Fetches that ended."""
     _numbers: list[int] = field(default_factory=list)
     _fetch: FetchRecord | None = None
     _reached: float = 0.0
     """Up to here the fetch's time is accounted for."""
     _steps_of_fetch: int = 0
     _step: TrainerBusy | None = None
-    """Until its `OptimizerStepped` tells that it was one."""
+    """A trainer's span that may be an optimizer step, until its `OptimizerStepped` tells that it was one."""
 
     def add(self, event: Event) -> None:
         match event:

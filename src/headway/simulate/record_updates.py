@@ -1,4 +1,4 @@
-"""What a run's parameter updates took, phase by phase, and what it took to hand shared devices over.
+"""The costs of a run's parameter updates, phase by phase, and what it took to hand shared devices over.
 
 gather ▶ send ║ recv ▶ register ─▶ pause: what is in flight drains ─▶ load ─▶ resume ─▶ finished
 └──────── transfer ─────────────┘  └ latency ┘     └ not a cost ┘             └ latency ┘
@@ -31,7 +31,7 @@ class UpdateRecord:
 
     began: float = 0.0
     transfer_s: float = 0.0
-    """From the begin of gather until every replica had received; known for synchronous updates."""
+    """Seconds from the begin of gather until every replica had received; known for synchronous updates."""
     phases: dict[str, float] = field(default_factory=dict)
     nbytes: int = 0
     halted_s: float = 0.0
@@ -56,8 +56,9 @@ class UpdateRecord:
         return max(loaded - stopped for stopped, loaded in self.loads.values())
 
     def latency_s(self, busy: BusyWithin, *, synchronous: bool) -> float | None:
-        """What passed beside the phases and until replicas stood still that had something to finish; None where other
-        updates were under way, or it is not known when replicas stood still."""
+        """Seconds that passed beside the phases and until replicas stood still that had something to finish; None where
+        other updates were under way, or it is not known when replicas stood still.
+        """
         if self.finished is None or self.superseded or not self.loads:
             return None
         name, (stopped, loaded) = max(self.loads.items(), key=lambda load: load[1][1])
@@ -75,16 +76,16 @@ class UpdatesRecord:
     versions: int = 0
     """Updates that finished."""
     warm_at: float = float("inf")
-    """When the first of them did."""
+    """The time at which the first update ended."""
     to_train_s: list[float] = field(default_factory=list)
-    """From when replicas stood still until the trainer had their devices."""
+    """Seconds from when replicas stood still until the trainer had their devices."""
     to_generate_s: list[float] = field(default_factory=list)
     _loaded: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Replica → the version that it loaded while it is still halted, and when."""
     _leased: float = 0.0
-    """When the trainer was given the devices that it has, or had last."""
+    """The time at which the trainer was given the devices that it has, or had last."""
     _stood: list[float] = field(default_factory=list)
-    """When the replicas stood still that went on since."""
+    """Times at which those replicas stood still that went on since."""
 
     def add(self, event: Event) -> None:
         match event:

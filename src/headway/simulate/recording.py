@@ -1,4 +1,4 @@
-"""What a run's events say about costs, in one pass over them.
+"""The costs that a run's events tell of, collected in one pass over them.
 
     GroupAdmitted, TrajectoryFinished, GroupRewarded, GroupSettled ─▶ groups
     ReplicaActivity ─▶ decode and prefill steps, busy spans
@@ -53,14 +53,14 @@ class GroupRecord:
 
     admitted: float = 0.0
     replica: str = ""
-    """That finished its last trajectory."""
+    """The replica that finished the group's last trajectory."""
     prompt_tokens: int = 0
     answer_tokens: dict[int, int] = field(default_factory=dict)
-    """k → tokens."""
+    """Tokens of each answer, by its k."""
     sampled: float = 0.0
-    """When its last token was."""
+    """The time at which the group's last token was sampled."""
     arrived: float = 0.0
-    """When the driver had its last answer."""
+    """The time at which the driver had the group's last answer."""
     rewarded: float | None = None
     fate: str | None = None
 
@@ -75,7 +75,7 @@ class GroupRecord:
 
     @property
     def delivery_s(self) -> float:
-        """From its last token until the driver had it."""
+        """Seconds from the group's last token until the driver had the group."""
         return self.arrived - self.sampled
 
 
@@ -92,7 +92,7 @@ class Recording:
         self.updates = UpdatesRecord()
         self._busy: defaultdict[str, IntervalUnion] = defaultdict(IntervalUnion)
         self._resumed: defaultdict[str, list[float]] = defaultdict(list)
-        """When each replica went on after a halt, in order."""
+        """Replica → times at which it went on after a halt, in order."""
 
     @property
     def versions(self) -> int:
@@ -127,17 +127,17 @@ class Recording:
                 self.updates.add(event)
 
     def warm(self, measured: Iterable[K]) -> list[K]:
-        """What began after the warm-up; everything if nothing did."""
+        """The groups that began after the warm-up; all of them if none did."""
         items = list(measured)
         return [item for item in items if item.began >= self.updates.warm_at] or items
 
     def recorded_groups(self) -> list[GroupRecord]:
-        """Those that were trained or filtered, in order of admission: their answers are as long as they would be."""
+        """Groups that were trained or filtered, in order of admission: their answers are as long as they would be."""
         return [group for _, group in sorted(self.groups.items()) if group.fate in KEPT_FATES and group.answer_tokens]
 
     @property
     def replicas(self) -> list[str]:
-        """That ever computed."""
+        """Names of the replicas that ever computed."""
         return list(self._busy)
 
     def busy_within(self, replica: str, window: Span) -> float:
@@ -145,7 +145,8 @@ class Recording:
         return self._busy[replica].within(window)
 
     def submissions_s(self) -> list[float]:
-        """For each time that an idle replica was given groups: from the first one's admission until it computed.
+        """Seconds, for each time that an idle replica was given groups, from the first one's admission until it
+        computed.
 
         A replica that was halted then takes none before it goes on: from that moment.
         """
@@ -179,8 +180,9 @@ def recording_of(events: Iterable[Event], *, mini_batch: int) -> Recording:
 
 
 def _until_busy(admissions: Sequence[float], resumed: Sequence[float], busy: Sequence[Span]) -> Iterator[float]:
-    """From the first admission of each gap between busy spans, or the last time in it that the replica went on, until
-    the gap's end. All in order of time."""
+    """Seconds from the first admission of each gap between busy spans, or the last time in it that the replica went on,
+    until the gap's end. All in order of time.
+    """
     for (_, idle_from), (start, _) in pairwise(busy):
         first = bisect_right(admissions, idle_from)
         if first < len(admissions) and admissions[first] < start:

@@ -29,7 +29,7 @@ from headway.simulate.work import GroupRun, Outbox, TrajectoryRun, prefill_token
 
 
 class Replica:
-    """What one replica decodes, and when. Runs on the loop that its commands are called from.
+    """The decoding of one replica in virtual time. Runs on the loop that its commands are called from.
 
     Prefill is serial and stops decoding; what starts together is prefilled together, the prompt of a group only once. A
     pause breaks a prefill off, and it starts over; an abort lets it go on while anything is in a slot. In the KV cache
@@ -60,18 +60,18 @@ class Replica:
         """Stopped by the pause that holds: they keep their slots."""
         self._cost = decode_cost(profile)
         self._slower = 1.0
-        """So many times longer than the profile says everything takes at present."""
+        """Factor by which everything takes longer, at present, than the profile says."""
         self._sharing = ProcessorSharing(self._cost, profile.kv_tokens)
         """All that is in a slot; it stands still while the replica prefills."""
         self._prefilling: list[TrajectoryRun] = []
-        """In their slots, but not in the cache before `_prefill_ends`."""
+        """Trajectories that are in their slots, but not in the cache before `_prefill_ends`."""
         self._prefill_tokens = 0
         self._prefill_began = 0.0
         self._prefill_ends = 0.0
         self._prefill_matters = False
         """The timer is set for the end of the prefill: something waits that could start then."""
         self._halted = False
-        """By a pause that cuts: nothing may start."""
+        """A pause that cuts holds: nothing may start."""
 
         self._settled = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -135,7 +135,7 @@ class Replica:
         return sum(run.tokens > 0 for run in cut)
 
     def free_cache(self) -> None:
-        """What a pause has cut is prefilled again, and so is every prompt that was kept."""
+        """Drop the cache: what a pause has cut is prefilled again, and so is every prompt that was kept."""
         for run in self._cut:
             run.cached = False
         for group in self._groups.values():
@@ -153,7 +153,7 @@ class Replica:
         self._go_on(now)
 
     def slow_down(self, factor: float) -> None:
-        """From now on everything takes ``factor`` times as long as the profile says."""
+        """Make everything take ``factor`` times as long as the profile says, from now on."""
         now = self._settle()
         if self._prefilling:
             self._prefill_ends = now + (self._prefill_ends - now) * factor / self._slower
@@ -343,5 +343,5 @@ class Replica:
 
 
 def _numbers(groups: Iterable[GroupRun]) -> list[int]:
-    """Once each: two parts of a split group may be on one replica."""
+    """Numbers of the groups, once each: two parts of a split group may be on one replica."""
     return list(dict.fromkeys(group.request.number for group in groups))

@@ -38,13 +38,13 @@ class SimulatedReward:
     async def close(self) -> None: ...
 
     def _uniform(self, prompt: Prompt) -> float:
-        """In [0, 1), keyed by the seed and the prompt's epoch, row and attempt."""
+        """A number in [0, 1), keyed by the seed and the prompt's epoch, row and attempt."""
         key = struct.pack("<4q", self._seed, prompt.epoch, prompt.row, prompt.attempt)
         digest = hashlib.blake2b(key, digest_size=4, person=b"reward").digest()
         return int.from_bytes(digest, "little") / 2**32
 
     def _shared(self, n: int, *, varied: bool) -> Scores:
-        """Of n answers. One array [n] for all groups: it cannot be written to."""
+        """The scores of n answers, as one array [n] for all groups: it cannot be written to."""
         if (scores := self._scores.get((n, varied))) is None:
             rewards = np.arange(n, dtype=np.float32) % 2 if varied else np.zeros(n, np.float32)
             rewards.setflags(write=False)

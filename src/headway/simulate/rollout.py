@@ -78,22 +78,22 @@ class SimulatedRollout:
         self._delivery_s = delivery_s
         self._resume_s = resume_s
         self._loaded = False
-        """Since the last `resume`."""
+        """A version was loaded since the last `resume`."""
         self._staged: int | None = None
         self._asleep = False
         self._whole = True
-        """It holds a complete version."""
+        """The engine holds a complete version."""
         self._busy_with: str | None = None
         """``load``, ``sleep`` or ``wake`` while it is under way."""
         self._died: BaseException | None = None
         self._outboxes: dict[Outbox, None] = {}
-        """Of the `generate` calls under way."""
+        """Outboxes of the `generate` calls under way."""
         self._calls: dict[asyncio.Future[Any], None] = {}
-        """What other calls under way wait for, but for the end of a drain."""
+        """Futures that other calls under way wait for, but for the end of a drain."""
 
     @property
     def version(self) -> int:
-        """Of the weights that sample."""
+        """The version of the weights that sample."""
         return self._replica.version
 
     # ---------------------------------------------------------------- groups
@@ -231,7 +231,7 @@ class SimulatedRollout:
     # ---------------------------------------------------------------- the end
 
     def die(self, error: BaseException) -> None:
-        """From now on every call raises ``error``, those under way included."""
+        """Make every call raise ``error`` from now on, those under way included."""
         if self._died is None:
             self._died = error
             self._replica.pause(OnUpdate.INTERRUPT)

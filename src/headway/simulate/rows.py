@@ -23,7 +23,7 @@ class Row:
     samples_per_s: float
     """Trained groups per second."""
     tail: float | None = None
-    """Of a synchronous row: of the slots that a batch could fill, the share that is empty while training waits."""
+    """Share of the slots that a batch could fill which is empty while training waits, in a synchronous row."""
     speedup: float | None = None
     """The baseline's step time over this one's; None without a baseline."""
 

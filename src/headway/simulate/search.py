@@ -1,4 +1,4 @@
-"""In which order settings are simulated, and which of them are not worth it, by what is known so far.
+"""The order in which settings are simulated, and which of them are not worth it, by what is known so far.
 
 nearest measured setting of the preset ─▶ its training, generation and rest, in seconds
                                                │ × how the forecast of each changes
@@ -55,11 +55,11 @@ class Guess:
         return self._scaled(setting, near) if elsewhere is None else self.measured[near].step_s * elsewhere
 
     def forecast(self, setting: Setting) -> float:
-        """What nothing but the profile says."""
+        """The forecast that needs nothing but the profile."""
         return self._of(setting).step_s(setting)
 
     def _ratio_elsewhere(self, setting: Setting, near: Setting) -> float | None:
-        """What the change of split from ``near`` to ``setting`` did for another preset of its kind."""
+        """The effect that the change of split from ``near`` to ``setting`` did for another preset of its kind."""
         if (setting.eta, setting.trigger) != (near.eta, near.trigger):
             return None
         for splits in self._by_split.values():
@@ -109,7 +109,7 @@ class Everything:
 
     @property
     def to_come(self) -> int:
-        """How many settings will be simulated still, roughly."""
+        """The number of settings that will be simulated still, roughly."""
         return sum(1 for _ in self._candidates())
 
     def measured(self, setting: Setting, measurement: Measurement) -> None:
@@ -127,7 +127,7 @@ class Everything:
 
 
 class Climb(Everything):
-    """Of each preset the best split, as if its step time had one minimum over them, and what varies it."""
+    """A search for the best split of each preset, as if its step time had one minimum over them, and what varies it."""
 
     def __init__(
         self,
@@ -199,8 +199,9 @@ class Climb(Everything):
         return min(known, key=self._step_s, default=None)
 
     def _neighbours(self, splits: Sequence[Setting], top: Setting, *, leads: bool) -> Iterator[Setting]:
-        """On either side of the best split the next one: a leader's in any case, others where it may be quicker. Behind
-        splits that may be as good as the best, the next one where it looks quicker."""
+        """The next splits on either side of the best one: a leader's in any case, others where it may be quicker.
+        Behind splits that may be as good as the best, the next one where it looks quicker.
+        """
         at = splits.index(top)
         for side in (splits[at + 1 :], splits[:at][::-1]):
             passed = list(takewhile(lambda each: self._may_be_as_good(each, top), side))

@@ -56,7 +56,7 @@ FOREVER_S = 1e7
 ACTIVITY_INTERVAL_S = 600.0
 """Seldom, since hundreds of replicas report; busy spans are exact all the same."""
 NOWHERE = Path("checkpoints")
-"""Where a simulated trainer would save; it writes nothing."""
+"""The folder in which a simulated trainer would save; it writes nothing."""
 
 
 class Simulation:
@@ -155,7 +155,7 @@ def _update_costs(profile: Profile, config: Config) -> UpdateProfile:
 
 
 def _contention(profile: Profile, config: Config) -> Contention | None:
-    """On shared devices only one side computes at a time."""
+    """The contention of a run; none on shared devices, where only one side computes at a time."""
     if config.placement.kind == "shared" or profile.contention == ContentionProfile():
         return None
     return Contention(profile.contention)
@@ -227,7 +227,7 @@ def config_for(
 
 
 def _job(profile: Profile, versions: int) -> dict[str, Any]:
-    """What is the same in every mode."""
+    """The values that are the same in every mode."""
     batch, validation = profile.batch, profile.validation
     if batch.n == 1 and profile.reward.filtered > 0:
         raise ConfigError(

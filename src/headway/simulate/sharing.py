@@ -33,7 +33,7 @@ class ProcessorSharing:
         self.sampled = 0.0
         """Tokens altogether; parts of a token count until their trajectory stops."""
         self.cost = cost
-        """Of what is decoded from now on."""
+        """The cost of what is decoded from now on."""
         self._limit = kv_tokens
         self._service = 0.0
         self._kv = 0.0
@@ -121,7 +121,7 @@ class ProcessorSharing:
         self._move(self._target, since, now)
 
     def complete(self, version: int) -> list[TrajectoryRun]:
-        """Those that have all their tokens leave."""
+        """Let the trajectories leave that have all their tokens."""
         ends, due = self._ends, self._service + ROUNDING
         completed = []
         while ends and ends[0][0] <= due:

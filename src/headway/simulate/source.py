@@ -59,7 +59,9 @@ class SimulatedSource:
 
     @property
     def _number(self) -> int:
-        """Of the group that the next prompt is for: what is given is admitted, in this order."""
+        """The number of the group that the next prompt is for: prompts are admitted in the order in which they are
+        given.
+        """
         return self._given + self._repeated
 
     def _with_fate(self, prompt: Prompt) -> Prompt:
@@ -69,7 +71,7 @@ class SimulatedSource:
 
 
 def held_out_prompts(count: int, lengths: LengthSampler) -> list[Prompt]:
-    """For validation."""
+    """The held-out prompts, for validation."""
     return [_prompt(HELD_OUT, row, lengths(TrajectoryId(HELD_OUT, row, 0, 0), row)) for row in range(count)]
 
 

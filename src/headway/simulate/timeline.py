@@ -14,7 +14,7 @@ from headway.simulate.profile import Profile
 from headway.simulate.session import Simulation
 
 VERSIONS_SHOWN = 6
-"""After the pipeline has filled."""
+"""Versions in the picture, after the pipeline has filled."""
 
 
 class Recorder:

@@ -65,7 +65,7 @@ class SimulatedTrainer:
         self._saved: tuple[Path, dict[str, Any]] | None = None
 
     def fetch_prepared(self) -> None:
-        """Its advantages were computed: the next step is the first one of a fetch."""
+        """Note that a fetch's advantages were computed: the next step is the first one of a fetch."""
         self._owed_s = self._fetch_s
 
     async def forward_logprobs(self, samples: Sequence[Sample]) -> list[Column]:
@@ -130,7 +130,7 @@ class SimulatedTrainer:
         return Heartbeat(self._doing or "", 0.0 if self._computes else math.inf)
 
     async def _work(self, doing: str, seconds: float) -> None:
-        """What engines that compute beside it slow down."""
+        """Work that engines which compute beside the trainer slow down."""
         if self._contention is None:
             await self._compute(doing, seconds)
         else:

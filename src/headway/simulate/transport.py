@@ -45,9 +45,9 @@ class SimulatedTransport:
         self._recv_s = phase_seconds(update.recv, update.nbytes)
         self._register_s = phase_seconds(update.register_, update.nbytes)
         self._calls: dict[Address, _Call] = {}
-        """What is offered: the calls that wait for a receiver."""
+        """Calls that wait for a receiver, by its address."""
         self._arrived: dict[Address, asyncio.Future[None]] = {}
-        """What is awaited: receivers whose transfer has not begun."""
+        """Receivers that wait for a transfer which has not begun."""
 
     async def send(self, version: int, receivers: Sequence[str]) -> float:
         """Meet all ``receivers`` and send to them. Returns the seconds of the send phase, without the waiting.

@@ -1,4 +1,4 @@
-"""What a simulated replica works on: groups and their trajectories, with the least that each has to remember."""
+"""The work of a simulated replica: groups and their trajectories, with the least that each has to remember."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headway.interfaces import FinishedGroup, GenerateRequest, Priority
 from headway.simulate.lengths import LengthSampler
 
 Outbox = asyncio.Queue[FinishedGroup | BaseException]
-"""Where one `generate` call waits for its groups."""
+"""The queue at which one `generate` call waits for its groups."""
 
 
 class GroupRun:
@@ -33,7 +33,7 @@ class GroupRun:
         self.request = request
         self.outbox = outbox
         self.serial = serial
-        """Its first trajectory's."""
+        """The serial number of the group's first trajectory."""
         self.training = request.priority is Priority.TRAINING
         self.prompt_length = len(request.prompt.token_ids)
         self.max_tokens = request.sampling.max_tokens
@@ -104,9 +104,9 @@ class TrajectoryRun:
         self.spans: list[list[int]] = []
         self.started: float | None = None
         self.cached = False
-        """Its context is in the KV cache."""
+        """The trajectory's context is in the KV cache."""
         self.segment = 0
-        """Which uninterrupted stretch in a slot it is in; 0 while it is in none."""
+        """Number of the uninterrupted stretch in a slot that the trajectory is in; 0 while it is in none."""
         self.joined = 0.0
         """The service at which that stretch began."""
 
@@ -121,8 +121,9 @@ class TrajectoryRun:
 
 
 def prefill_tokens(runs: Sequence[TrajectoryRun], version: int) -> int:
-    """What ``version`` has to prefill for ``runs`` to start. A group's prompt is prefilled once, and then kept for the
-    answers that start later under the same version."""
+    """Tokens that ``version`` has to prefill for ``runs`` to start. A group's prompt is prefilled once, and then kept
+    for the answers that start later under the same version.
+    """
     tokens = 0
     for run in runs:
         group = run.group

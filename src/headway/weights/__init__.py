@@ -1,1 +1,1 @@
-"""How weights travel from the trainer to every copy of the policy: buckets, the back buffer and the transports."""
+"""The way of weights from the trainer to every copy of the policy: buckets, the back buffer and the transports."""

@@ -1,4 +1,4 @@
-"""What changed between two versions of the same bytes, losslessly: bit patterns, whatever the dtype.
+"""Changes between two versions of the same bytes, losslessly: bit patterns, whatever the dtype.
 
 Bytes are compared as *units* of 16 bits, in blocks of 65,536 units. A bfloat16 element is one unit, a float32 element
 two; an odd last byte is a unit of its own, as if a zero followed. Numbers are little-endian, and there are no gaps:
@@ -25,7 +25,7 @@ import torch
 from headway.errors import UpdateFailed
 
 BLOCK_UNITS = 65_536
-"""As many as a uint16 tells apart."""
+"""Units of a block: as many as a uint16 tells apart."""
 
 _UNIT = np.dtype("<u2")
 _COUNT = np.dtype("<u4")
@@ -39,7 +39,7 @@ _SizeT = TypeVar("_SizeT", int, npt.NDArray[np.int64])
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What makes the new version of some bytes from the old one."""
+    """The changes that make the new version of some bytes from the old one."""
 
     payload: torch.Tensor | None
     """[m] uint8, on the CPU; None where it would not be smaller than the bytes themselves."""
@@ -112,7 +112,7 @@ class _Block:
             raise _malformed(f"the places in block {self.index} do not ascend within its {self.size} units")
 
     def places(self) -> _Places:
-        """Which units change, once that is checked."""
+        """The units that change, once they are checked."""
         return np.flatnonzero(self._bits()) if self._as_bits else self.where.astype(np.intp)
 
     @property

@@ -150,13 +150,13 @@ class _Arrival(ABC):
         self._manifest = manifest
         self._version = version
         self._due = 0
-        """The bucket that comes next, …"""
+        """Index of the bucket that comes next."""
         self._offset = 0
-        """… and where its bytes begin."""
+        """Offset at which the bytes of the next bucket begin."""
         self._sent: tuple[int, ...] | None = None
         """The sender's digests."""
         self.nbytes = 0
-        """That came."""
+        """Bytes that came."""
 
     def room(self, header: Header) -> torch.Tensor:
         self._expect(header)
@@ -187,7 +187,7 @@ class _Arrival(ABC):
 
     @abstractmethod
     def _room(self, header: Header) -> torch.Tensor:
-        """For a bucket that is due. [payload_nbytes] uint8."""
+        """Memory for a bucket that is due: [payload_nbytes] uint8."""
 
     @abstractmethod
     def _take(self, header: Header) -> None:
@@ -195,7 +195,7 @@ class _Arrival(ABC):
 
     @abstractmethod
     def _digests(self) -> tuple[int, ...]:
-        """Of each tensor's bytes, as they came."""
+        """Digests of each tensor's bytes, as they came."""
 
     def _expect(self, header: Header) -> None:
         if (header.index, header.offset) != (self._due, self._offset):

@@ -1,4 +1,5 @@
-"""Where each tensor lies in the flat bytes of a complete set of weights. Arithmetic alone: nothing here imports torch.
+"""The layout of weights: where each tensor lies in the flat bytes of a complete set. Arithmetic alone: nothing here
+imports torch.
 
     widest dtypes first, in the order given:   │ w0 │ w1 │ … │ wn │       no gaps; that of a safetensors file's data
     cut into buckets of any size:              │ bucket 0 │ bucket 1 │ … │  a tensor may lie across several
@@ -29,7 +30,7 @@ class TensorSlot:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    """As torch spells it, without the prefix: ``float32``, ``bfloat16``."""
+    """The dtype as torch spells it, without the prefix: ``float32``, ``bfloat16``."""
     offset: int
     nbytes: int
 

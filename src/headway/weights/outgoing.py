@@ -63,7 +63,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """What it took to make a complete copy."""
+    """The cost of making a complete copy."""
 
     seconds: float
     nbytes: int

@@ -1,4 +1,4 @@
-"""What travels between the trainer and those who hold a copy of the policy, and the two ends of a transport.
+"""The pieces that travel between the trainer and those who hold a copy of the policy, and the two ends of a transport.
 
     Outgoing ─▶ WeightSender ══ header, payload; header, payload; …; digests ══▶ WeightReceiver ─▶ WeightSink
 
@@ -24,15 +24,15 @@ class Header:
     index: int
     """Counts from 0, without gaps."""
     offset: int
-    """Of the bucket in the flat bytes of the weights."""
+    """Offset of the bucket in the flat bytes of the weights."""
     nbytes: int
-    """Of the bucket."""
+    """Bytes of the bucket."""
     payload_nbytes: int
-    """Of what travels: ``nbytes``, or less for a delta."""
+    """Bytes that travel: ``nbytes``, or less for a delta."""
     base: int = -1
     """The version that the payload is a delta to; -1: the payload is the bucket itself."""
     checksum: int = 0
-    """Of a delta's payload (xxh3, 64 bits); 0 for a whole bucket, which the digests cover."""
+    """Checksum of a delta's payload (xxh3, 64 bits); 0 for a whole bucket, which the digests cover."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +55,17 @@ class Outgoing(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """What a stored version's receivers have to know."""
+    """The facts that a stored version's receivers have to know."""
 
     version: int
     headers: tuple[Header, ...]
     contents: tuple[Any, ...]
-    """Where each payload is, in whatever way its transport says that: plain data, or handles."""
+    """The place of each payload, in whatever way its transport says that: plain data, or handles."""
     digests: tuple[int, ...]
 
 
 class WeightSink(Protocol):
-    """Where a receiver puts what arrives. Raises `UpdateFailed` that says which bucket is wrong, and how."""
+    """The end at which a receiver puts what arrives. Raises `UpdateFailed` that says which bucket is wrong, and how."""
 
     def room(self, header: Header) -> torch.Tensor:
         """[payload_nbytes] uint8: where the payload has to be written."""

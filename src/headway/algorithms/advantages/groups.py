@@ -14,16 +14,16 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Which trajectories belong together."""
+    """The groups of trajectories that belong together."""
 
     index: Int[Tensor, " S"]
-    """Of each trajectory's group, 0 … G − 1."""
+    """Index of each trajectory's group, 0 … G − 1."""
     sizes: Float[Tensor, " G"]
     """Trajectories of each group, float64."""
 
     @classmethod
     def of(cls, labels: Int[Tensor, " S"]) -> Groups:
-        """From any integers, equal within a group."""
+        """Make groups from any integers, equal within a group."""
         _, index_S, size_G = torch.unique(labels, return_inverse=True, return_counts=True)
         return cls(index_S, size_G.double())
 
@@ -42,7 +42,7 @@ class Groups:
         return (self.sum(self.centred(values).square()) / (self.sizes - 1).clamp(min=1)).sqrt()
 
     def all_equal(self, values: Float[Tensor, " S"]) -> Bool[Tensor, " S"]:
-        """For each trajectory, whether its whole group has one value.
+        """Tell for each trajectory whether its whole group has one value.
 
         By comparison, not by a computed deviation: the mean of equal values may be off by a rounding.
         """

@@ -1,4 +1,4 @@
-"""What an advantage estimator is given and what it returns.
+"""Inputs and results of an advantage estimator.
 
     AdvantageInputs ─▶ estimator ─▶ [S], [S, T] or Advantages ─▶ per_token ─▶ one [T] row per trajectory
 
@@ -33,7 +33,7 @@ class AdvantageInputs:
     rewards: Float[Tensor, " S"]
     """One per trajectory. Where an estimator wants rewards of tokens, it stands at the last token that counts."""
     groups: Int[Tensor, " S"]
-    """Which group each trajectory belongs to: any integers, equal within a group."""
+    """The group of each trajectory: any integers, equal within a group."""
     lengths: Int[Tensor, " S"]
     """Response tokens of each trajectory, holes included."""
     token_rewards: Float[Tensor, "S T"] | None = None
@@ -73,7 +73,7 @@ class AdvantageInputs:
         return int(self.lengths.max()) if self.lengths.numel() else 0
 
     def counts(self) -> Bool[Tensor, "S T"]:
-        """Which tokens count."""
+        """The tokens that count."""
         within_ST = torch.arange(self.width, device=self.lengths.device) < self.lengths[:, None]
         return within_ST if self.mask is None else within_ST & self.mask
 
@@ -141,11 +141,11 @@ class AdvantageInputs:
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """What an estimator with a critic returns. 0 at tokens that do not count."""
+    """The result of an estimator with a critic. 0 at tokens that do not count."""
 
     advantages: Float[Tensor, "S T"]
     returns: Float[Tensor, "S T"]
-    """What the critic should have said: the target of its loss. Never whitened."""
+    """The values that the critic should have said: the target of its loss. Never whitened."""
 
 
 AdvantageEstimator = Callable[..., Tensor | Advantages]
@@ -158,7 +158,7 @@ ADVANTAGES: Registry[AdvantageEstimator] = Registry("advantage estimator", "algo
 def per_token(
     advantages: Tensor | Advantages, lengths: Int[Tensor, " S"], mask: Bool[Tensor, "S T"] | None = None
 ) -> list[Float[Tensor, " T"]]:
-    """What an estimator returned as one [T] tensor for each trajectory, 0 in the holes of ``mask``.
+    """The result of an estimator as one [T] tensor for each trajectory, 0 in the holes of ``mask``.
 
     Raises:
         ValueError: neither [S] nor [S, T].

@@ -1,4 +1,4 @@
-"""For the best of several answers instead of their mean: two estimators that share a name in the literature only.
+"""Estimators for the best of several answers instead of their mean: two that share a name in the literature only.
 
 Shape suffixes: S trajectories of one fetch, G groups, N answers of the largest group.
 """

@@ -22,7 +22,7 @@ class Closed:
 
     counts: Bool[Tensor, "S T"]
     slots: Int[Tensor, "S T"]
-    """Where each token that counts has moved to."""
+    """The place to which each token that counts has moved."""
 
     @classmethod
     def over(cls, counts: Bool[Tensor, "S T"]) -> Closed:

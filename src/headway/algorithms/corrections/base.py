@@ -1,4 +1,4 @@
-"""What all corrections share: parameters, the callable's type, the registry. Shape suffixes as in `losses`."""
+"""Parts that all corrections share: parameters, the callable's type, the registry. Shape suffixes as in `losses`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headway.algorithms.losses import LossInputs
 from headway.algorithms.registry import Registry
 
 Level = Literal["token", "sequence", "geometric"]
-"""Of which ratio a bound speaks: each token's own; the product over the answer; its geometric mean over the answer."""
+"""The ratio that a bound is for: each token's own; the product over the answer; its geometric mean over the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,8 @@ class CorrectionParams:
     """Smallest one; ``None``: no bound."""
     level: Level = "token"
     veto: float | None = None
-    """Beside any other action: an answer with a token whose ratio is below this is rejected whole."""
+    """The bound of a veto, beside any other action: an answer with a token whose ratio is below this is rejected
+    whole."""
     delta: float | None = None
     """``off_policy_sequence_mask``: largest mean of log(π_behav/π_θ) of an answer, in nats per token."""
 

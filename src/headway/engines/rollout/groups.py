@@ -9,7 +9,9 @@ from headway.interfaces import GenerateRequest, Priority
 
 
 class Groups:
-    """In order of submission. Training groups go by their numbers, which parts of a split group share."""
+    """The groups of an engine, in order of submission. Training groups go by their numbers, which parts of a split
+    group share.
+    """
 
     def __init__(self) -> None:
         self._groups: list[GroupRun] = []
@@ -37,11 +39,11 @@ class Groups:
         return groups
 
     def remove(self, group: GroupRun) -> None:
-        """It is finished."""
+        """Forget a group that is finished."""
         self._groups.remove(group)
 
     def clear(self) -> None:
-        """None will be finished any more."""
+        """Forget all groups: none will be finished any more."""
         self._groups.clear()
 
     def owners(self) -> list[Hashable]:

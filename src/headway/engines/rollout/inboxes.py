@@ -1,4 +1,4 @@
-"""Where a `generate` call waits: groups come from another thread, each once, or the engine's end does."""
+"""Inboxes, at which `generate` calls wait: groups come from another thread, each once, or the engine's end does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headway.interfaces import FinishedGroup
 
 @dataclass(slots=True, eq=False)
 class Inbox:
-    """Of one `generate` call. Made and read on its event loop; whoever fills it goes through ``loop``."""
+    """The inbox of one `generate` call. Made and read on its event loop; whoever fills it goes through ``loop``."""
 
     loop: asyncio.AbstractEventLoop
     missing: int
@@ -20,7 +20,7 @@ class Inbox:
 
     @classmethod
     def of(cls, groups: int) -> Inbox:
-        """For so many groups, on the running loop."""
+        """Make an inbox for so many groups, on the running loop."""
         return cls(asyncio.get_running_loop(), groups)
 
     async def next(self) -> FinishedGroup:

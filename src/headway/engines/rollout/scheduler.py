@@ -1,4 +1,4 @@
-"""Who decodes next. Policy only: no tensor, no thread, no clock.
+"""The scheduler, which says who decodes next. Policy only: no tensor, no thread, no clock.
 
     RUNNING ──pause(drain)──▶ DRAINING ──nothing left──▶ PAUSED ──resume──▶ RUNNING
        └────pause(interrupt | keep)──────────────────────▶┘

@@ -23,7 +23,7 @@ from headway.interfaces import FinishedGroup, GenerateRequest, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a trajectory holds so far; all [T]."""
+    """The tokens of a trajectory so far, with what belongs to each; all [T]."""
 
     ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
@@ -53,13 +53,13 @@ class TrajectoryRun:
     serial: int
     """Order of submission."""
     key: int
-    """Of its uniforms."""
+    """The key of the trajectory's uniform numbers."""
     limit: int
     """Most tokens that it may have: ``max_tokens``, or what the context leaves."""
     written: Written = field(default_factory=Written.nothing)
     """Up to date only while it is not decoding."""
     started: float | None = None
-    """When its first token was sampled."""
+    """The time at which its first token was sampled."""
 
     @property
     def fresh(self) -> bool:
@@ -68,7 +68,7 @@ class TrajectoryRun:
 
     @property
     def length(self) -> int:
-        """Of its `context`."""
+        """The length of its `context`, in tokens."""
         return len(self.group.prompt_ids) + len(self.written.ids)
 
     @property
@@ -92,7 +92,7 @@ class GroupRun:
     prefilled: Prefilled | None = None
     """The prompt's, kept while some of the group's trajectories have yet to start."""
     oldest_version: int | None = None
-    """Of the weights that sampled its first token, whichever trajectory's that was."""
+    """The version that sampled the group's first token, whichever trajectory's that was."""
     _done: dict[int, tuple[Trajectory, ResponseTokens]] = field(default_factory=dict)
 
     @classmethod
@@ -134,7 +134,7 @@ class GroupRun:
 
     @property
     def ks(self) -> range:
-        """Of its trajectories."""
+        """The ks of its trajectories."""
         return range(self.request.first, self.request.first + self.request.n)
 
     def place(self, count: int, prefilled: Prefilled) -> None:
@@ -202,7 +202,7 @@ def check_sampling(params: SamplingParams, vocabulary: int) -> None:
 
 
 def not_finite(name: str, version: int) -> NonFinite:
-    """Of the logits, which then give no distribution to sample from."""
+    """The error for logits that are not finite, which give no distribution to sample from."""
     why = (
         "the weights have diverged (lower actor.optim.lr, or look at the gradient norm)"
         if version

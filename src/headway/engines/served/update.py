@@ -1,4 +1,4 @@
-"""How new weights come to be served: beside those that decode, or over them; one version at a time.
+"""Serving new weights: beside those that decode, or over them; one version at a time.
 
 decoding thread, paused      receiving thread            decoding thread, between two steps
 begin (only `Over`) ───────▶ fill ◀── a transport ─────▶ load
@@ -27,14 +27,16 @@ T = TypeVar("T")
 
 
 async def outcome(work: Future[T]) -> T:
-    """What ``work`` on a thread ends with. It goes on when who waits is cancelled; nobody has to hear of it then."""
+    """Wait for what ``work`` on a thread ends with. The work goes on when who waits is cancelled; nobody has to hear of
+    it then.
+    """
     waited = asyncio.wrap_future(work)
     waited.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio says that nobody heard
     return await asyncio.shield(waited)
 
 
 class WayIn(Protocol):
-    """Where new weights are received, and how they get from there to where they are served. Not thread-safe."""
+    """The memory that receives new weights, and the way from there to where they are served. Not thread-safe."""
 
     def begin(self, version: int) -> None:
         """Get ready for `fill`; raises `UpdateFailed`. Where that writes over what is served, nothing may decode."""
@@ -198,6 +200,6 @@ def not_staged(name: str, version: int, staged: int | None) -> UpdateFailed:
 
 
 def _wait_for(device: torch.device) -> None:
-    """Until the device has what was copied."""
+    """Wait until the device has what was copied."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -21,7 +21,7 @@ from headway.weights.layout import Manifest
 
 
 class Contents(StrEnum):
-    """What is in the served tensors."""
+    """The contents of the served tensors."""
 
     SERVED = "served"
     """One whole version, the one that tokens are stamped with."""
@@ -50,7 +50,7 @@ class ServedWeights:
         self._parameters = [parameter_name for parameter_name, _ in model.named_parameters()]
         self.contents = Contents.SERVED
         self.version = 0
-        """That is there, or of which there is a part."""
+        """The version that is there, whole or in part."""
 
     def check_layout(self, manifest: Manifest) -> None:
         """Raise `ModelError` unless ``manifest`` covers every parameter of the model once, in its own shape."""
@@ -70,14 +70,16 @@ class ServedWeights:
             )
 
     def target(self, manifest: Manifest) -> Tensors:
-        """What flat bytes in host memory are written into."""
+        """The tensors into which flat bytes in host memory are written."""
         if self.device.type == "cuda":
             return _ThroughDevice(manifest, self._tensors, self.device)
         return Tensors(manifest, self._tensors)
 
     @property
     def problem(self) -> str | None:
-        """Why nothing may be computed with what is there, and what to do; None while one whole version is served."""
+        """The reason why nothing may be computed with what is there, and what to do; None while one whole version is
+        served.
+        """
         match self.contents:
             case Contents.SERVED:
                 return None

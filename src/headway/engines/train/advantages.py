@@ -1,4 +1,4 @@
-"""From the rows and rewards of a fetch to the advantage estimators' tensors, and back.
+"""Advantages of a fetch: from its rows and rewards to the estimators' tensors, and back.
 
 rewards ─▶ [− kl_coef · KL(π_prox‖π_ref) per token] ─▶ estimator ─▶ advantages, and a critic's returns
 """
@@ -119,7 +119,7 @@ def _check_finite(name: str, arrays: Arrays, outcomes: Outcomes) -> None:
 
 
 def _named(estimator: Callable[..., Any], params: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of ``params`` that the estimator names."""
+    """The ``params`` that the estimator names."""
     names = signature(estimator).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in names):
         return dict(params)

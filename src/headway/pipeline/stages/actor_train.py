@@ -35,7 +35,7 @@ from headway.pipeline.stage import Stage
 from headway.pipeline.state import RunState, now
 
 COLUMNS = ("advantages", "ref_logprobs", "prox_logprobs")
-"""That the loss may read."""
+"""Columns that the loss may read."""
 
 
 @dataclass(slots=True)
@@ -120,7 +120,7 @@ class ActorTrain(Stage[Fetch | Resumed, Update]):
         self._to_publish: Resumed | None = None
 
     def counters(self) -> dict[str, Any]:
-        """For the checkpoint, at a version boundary."""
+        """The stage's part of a checkpoint, at a version boundary."""
         return {"steps": self._steps, "skipped_in_row": self._skipped.state()}
 
     def restore(self, state: Mapping[str, Any], version: int) -> None:
@@ -224,7 +224,7 @@ class ActorTrain(Stage[Fetch | Resumed, Update]):
         return report
 
     async def _drop_overdue(self, version: int) -> None:
-        """Of what is still being generated; what is queued is dropped when it would be taken."""
+        """Drop what is overdue and still being generated; what is queued is dropped when it would be taken."""
         oldest = self._state.staleness.oldest_trainable(version)
         if oldest is not None and self._state.trains_more:
             await self._fleet.drop_older_than(oldest)

@@ -50,7 +50,7 @@ class Published:
 
 
 class Schedule(ABC):
-    """How the weights of a version get to the receivers, and when the trainer may go on."""
+    """A schedule: how the weights of a version get to the receivers, and when the trainer may go on."""
 
     @abstractmethod
     async def publish(self, update: Update) -> Published:
@@ -193,5 +193,5 @@ class ParamUpdate(Stage[Update, Validation]):
                 await self.send_output_data(Validation(version, replica))
 
     def _is_due(self, version: int) -> bool:
-        """Also for the first one served after a version that was due and superseded."""
+        """Whether a validation is due; also for the first version served after one that was due and superseded."""
         return self._test_freq > 0 and version // self._test_freq > self._validated // self._test_freq

@@ -82,7 +82,9 @@ class PromptLoader(Stage[list[Prompt], Wave]):
         self._state.changed.changed()
 
     def _next(self, count: int) -> list[Prompt]:
-        """At most ``count``; none when the data gave out. What was lost comes first, as a further attempt."""
+        """The next prompts, at most ``count``; none when the data gave out. What was lost comes first, as a further
+        attempt.
+        """
         prompts: list[Prompt] = []
         while len(prompts) < count:
             if self._state.waiting_again:

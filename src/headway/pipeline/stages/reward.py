@@ -25,10 +25,10 @@ from headway.pipeline.stage import Stage
 from headway.pipeline.state import RunState, now
 
 Shaping = Callable[[NDArray[np.float32], NDArray[np.int64]], NDArray[np.float32]]
-"""From a group's rewards [n] and lengths [n] to the rewards that are trained on."""
+"""A function from a group's rewards [n] and lengths [n] to the rewards that are trained on."""
 
 GroupFilter = Callable[[NDArray[np.float32]], str | None]
-"""From a group's rewards [n]: why it should be filtered, or None to keep it."""
+"""A function from a group's rewards [n] to why it should be filtered, or None to keep it."""
 
 
 class Reward(Stage[Group, Group]):

@@ -32,7 +32,7 @@ class Rollout(Stage[FinishedGroup, Group]):
         self._n = n
         self._expected = n + baselines
         self._parts: dict[int, list[FinishedGroup]] = {}
-        """Of split groups, until all are there."""
+        """Parts of split groups, until all are there."""
         self._discarded = 0
         """Groups discarded when parts of such were last looked for."""
 

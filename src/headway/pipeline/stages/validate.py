@@ -68,7 +68,7 @@ class Validate(Stage[Validation, None]):
         self._newest: int | None = None
         """The newest version whose answers are there."""
         self._reported = asyncio.Event()
-        """Of the validation that came last."""
+        """Set once the validation that came last is reported."""
         self._reported.set()
         self._open = 0
         """Validations that came and have not been reported."""

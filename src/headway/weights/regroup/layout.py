@@ -37,7 +37,7 @@ class Interval(NamedTuple):
         return max(self.stop - self.start, Fraction(0))
 
     def overlap(self, other: Interval) -> Interval:
-        """What both have; of length 0 when that is nothing."""
+        """The span that both have; of length 0 when that is nothing."""
         return Interval(max(self.start, other.start), min(self.stop, other.stop))
 
 
@@ -53,7 +53,7 @@ class Part(NamedTuple):
         return self.layers.length * self.columns.length
 
     def overlap(self, other: Part) -> Part:
-        """What both have, itself a rectangle; of size 0 when that is nothing."""
+        """The part that both have, itself a rectangle; of size 0 when that is nothing."""
         return Part(self.layers.overlap(other.layers), self.columns.overlap(other.columns))
 
     def covers(self, other: Part) -> bool:

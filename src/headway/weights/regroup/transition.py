@@ -23,18 +23,18 @@ from headway.weights.regroup.placement import Groups, Placement, check, consecut
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one transition costs one rank; all amounts are fractions of the model's bytes."""
+    """The cost of one transition for one rank; all amounts are fractions of the model's bytes."""
 
     gathers_from: tuple[int, ...]
     """The all-gather's ranks, this one among them."""
     missing: Fraction
-    """Of the generation part, what the rank does not hold: no way of communicating can move less."""
+    """Share of the generation part that the rank does not hold: no way of communicating can move less."""
     received: Fraction
-    """What the all-gather brings from the other ranks: the volume of communication."""
+    """Bytes that the all-gather brings from the other ranks: the volume of communication."""
     peak: Fraction
     """The result of the all-gather: `received` more than the rank's own training part, which is one piece of it."""
     redundant: Fraction
-    """Of the training part, what the generation part lacks: kept as a second copy while generating."""
+    """Share of the training part that the generation part lacks: kept as a second copy while generating."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Transition:
 
     @cached_property
     def costs(self) -> tuple[Cost, ...]:
-        """What it costs each rank, by rank."""
+        """The cost of a transition for each rank, by rank."""
         group_of = {rank: group for group in self.gathers for rank in group}
         return tuple(self._cost(rank, group_of[rank]) for rank in range(len(self.before)))
 

@@ -28,7 +28,7 @@ HEADER = 8
 
 @dataclass(frozen=True, slots=True)
 class BroadcastLink:
-    """What every member of a broadcast group has to know to find the others."""
+    """The facts that every member of a broadcast group has to know to find the others."""
 
     address: Address
     sender: str
@@ -40,7 +40,7 @@ class BroadcastLink:
 
     @property
     def prefix(self) -> str:
-        """Of the store's keys: no other group of a run has the same."""
+        """Prefix of the store's keys: no other group of a run has the same."""
         return f"weights/{self.generation}/{'+'.join(self.receivers)}"
 
 

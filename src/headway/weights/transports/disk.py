@@ -24,7 +24,7 @@ from headway.weights.transports.object_store import contents
 KEPT = 2
 """Versions: the newest, and the one that receivers may still be reading."""
 LENGTH_BYTES = 8
-"""At the beginning of a safetensors file: how long its header is."""
+"""Bytes at the beginning of a safetensors file that tell how long its header is."""
 _DTYPES = {
     "float64": "F64",
     "float32": "F32",
@@ -172,7 +172,7 @@ class _File:
 
 
 def safetensors_header(manifest: Manifest, version: int) -> bytes:
-    """What stands before the data: its length in 8 bytes, then JSON, padded to a multiple of 8.
+    """The header that stands before the data: its length in 8 bytes, then JSON, padded to a multiple of 8.
 
     https://huggingface.co/docs/safetensors: each tensor's dtype, shape and place in the data, which has no gaps.
     Raises `UpdateFailed` for a dtype that the format does not have.

@@ -51,7 +51,7 @@ class StoreGroup:
         self._group = self._form(host)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """From rank 0 to all others, in place; returns when this rank's part is done."""
+        """Broadcast from rank 0 to all others, in place; returns when this rank's part is done."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         self._finish(self._alive().broadcast([tensor], options))

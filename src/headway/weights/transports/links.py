@@ -1,4 +1,4 @@
-"""How the two ends of a transport find each other.
+"""Links, by which the two ends of a transport find each other.
 
     driver: make_link(name, Meeting) ─▶ link ─▶ trainer: open_sender(link)      receivers: open_receiver(link, name)
 
@@ -24,26 +24,26 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Who meets for a transfer, and what there is to meet with. A transport takes what it needs."""
+    """The ends that meet for a transfer, and what there is to meet with. A transport takes what it needs."""
 
     manifest: Manifest
     receivers: tuple[str, ...]
     timeout_s: float
-    """For any wait of one end for another."""
+    """Seconds for any wait of one end for another."""
     sender: str = "trainer"
     address: Address | None = None
-    """Of a TCP store, which the sender's process hosts."""
+    """The address of a TCP store, which the sender's process hosts."""
     generation: int = 0
     """Counts the meetings of a run: a transport that failed, or whose members changed, meets anew."""
     device: str = "cpu"
     """``cpu`` or ``cuda``: where buckets lie at both ends, for a transport that can carry either."""
     directory: Path | None = None
-    """For files that the receivers can open, too."""
+    """A directory for files that the receivers can open, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What every end needs to open its own. Travels to other processes, except for ``local``'s."""
+    """The facts that every end needs to open its own. Travels to other processes, except for ``local``'s."""
 
     transport: str
     data: Any
@@ -52,14 +52,14 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """What an end has where it runs."""
+    """The means that an end has where it runs."""
 
     host: str | None = None
     """This machine's address for the others."""
     put: Callable[[Any], Any] = lambda value: value
     """Keep an object where other processes can get it; a handle of it."""
     fetch: Callable[[Sequence[Any]], list[Any]] = list
-    """What is behind handles. Raises, of whatever type, when that does not come in bounded time."""
+    """Fetches what is behind handles. Raises an error of any type when that does not come in bounded time."""
 
 
 def make_link(transport: str, meeting: Meeting) -> Link:
@@ -80,12 +80,12 @@ def open_receiver(link: Link, name: str, here: Here) -> WeightReceiver:
 
 
 def needs(transport: str, what: str) -> ConfigError:
-    """For a meeting without what a transport cannot do without."""
+    """The error for a meeting that lacks what a transport needs."""
     return ConfigError(f"the transport {transport!r} needs {what}; none was given")
 
 
 def place_of(name: str, receivers: Sequence[str]) -> int:
-    """Which of a link's receivers ``name`` is. Raises `UpdateFailed` for one that the link is not for."""
+    """The place of ``name`` among a link's receivers. Raises `UpdateFailed` for one that the link is not for."""
     if name not in receivers:
         raise UpdateFailed(
             f"{name} is not among those that this link reaches: {', '.join(receivers)}; it has to meet anew"

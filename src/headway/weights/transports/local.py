@@ -18,7 +18,7 @@ from headway.weights.protocols import Chunk, Outgoing, Parcel, WeightSink
 from headway.weights.transports.links import Here, Meeting, place_of
 
 End = tuple[int, ...]
-"""What is offered after the last bucket: the digests."""
+"""The digests, which are offered after the last bucket."""
 
 
 def make_link(meeting: Meeting) -> LocalExchange:
@@ -42,7 +42,7 @@ class _Update:
     pending: set[str]
     """Receivers that have not yet acknowledged what is on offer."""
     index: int = -1
-    """Of what is on offer; -1 before the first."""
+    """Index of what is on offer; -1 before the first."""
     offer: Chunk | End | None = None
     left: set[str] = field(default_factory=set)
     """Receivers that have acknowledged the end, or were told of the failure."""
@@ -50,7 +50,9 @@ class _Update:
 
 
 class LocalExchange:
-    """Where the sender and the named receivers of one process meet. Good for any number of updates, one at a time."""
+    """The exchange at which the sender and the named receivers of one process meet. Good for any number of updates, one
+    at a time.
+    """
 
     def __init__(self, receivers: Sequence[str], timeout_s: float) -> None:
         self.receivers = tuple(receivers)

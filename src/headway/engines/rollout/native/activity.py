@@ -1,4 +1,4 @@
-"""When the engine computed, and how much of it: the source of idle ratios, slot utilisation and step times."""
+"""The record of when the engine computed, and how much: the source of idle ratios, slot utilisation and step times."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headway.events import Span
 
 @dataclass(slots=True)
 class Step:
-    """What one step did; filled in while it runs."""
+    """The record of one step; filled in while it runs."""
 
     active: int = 0
     """Rows that were given a token."""

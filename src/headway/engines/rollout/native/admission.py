@@ -1,4 +1,4 @@
-"""Which of those that wait start in a step: as many as there are slots, memory and prefill budget for."""
+"""Admission to a step: of the trajectories that wait, as many as there are slots, memory and prefill budget for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from headway.engines.rollout.work import GroupRun, TrajectoryRun
 
 
 class Admission:
-    """Of one step. Called with those that wait, in order; the first that it refuses ends it."""
+    """The admission to one step. Called with those that wait, in order; the first that it refuses ends it."""
 
     def __init__(self, *, rows: int, longest: int, budget: int, fits: Callable[[int, int], bool]) -> None:
         """
@@ -25,7 +25,7 @@ class Admission:
         self._started = 0
         self._group: GroupRun | None = None
         self.positions = longest + 1
-        """That the longest row needs, with its next token."""
+        """Positions that the longest row needs, with its next token."""
 
     def __call__(self, run: TrajectoryRun) -> bool:
         """Whether ``run`` starts, too."""
@@ -42,5 +42,5 @@ class Admission:
         return True
 
     def _is_prefilled(self, run: TrajectoryRun) -> bool:
-        """Its context is its group's prompt, which is kept, or which the one before it brings."""
+        """Whether the context is its group's prompt, which is kept, or which the one before it brings."""
         return run.fresh and (run.group.prefilled is not None or run.group is self._group)

@@ -1,4 +1,4 @@
-"""How a step's tokens attend in the fused forward: decoding rows to the cache, contexts to themselves.
+"""Attention of a step's tokens in the fused forward: decoding rows to the cache, contexts to themselves.
 
 Shape suffixes: A decoding rows, B contexts, N tokens, H query heads, K key-value heads, D head_dim.
 """
@@ -17,7 +17,7 @@ from headway.engines.rollout.native.windows import Windows
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Of a model's attention."""
+    """The dimensions of a model's attention."""
 
     heads: int
     kv_heads: int
@@ -94,7 +94,7 @@ class PrefillAttention:
         return [stored[place] for place in self._places.tolist()]
 
     def _mask(self, layer: int, length: int) -> torch.Tensor | None:
-        """None where all that is before a token is in its window."""
+        """The mask of a window; None where all that is before a token is in its window."""
         windows = self._shape.windows
         if windows.size is None or not windows.layers[layer] or length <= windows.size:
             return None

@@ -260,7 +260,7 @@ class EngineCore:
         return before - active
 
     def _to_prefill(self, runs: Sequence[TrajectoryRun]) -> list[range]:
-        """Of the contexts that ``runs`` go on from, those that no prefill of before was kept for."""
+        """The contexts that ``runs`` go on from and that no prefill of before was kept for."""
         return [share for share in shared_contexts(runs) if self._kept(runs[share.start]) is None]
 
     def _kept(self, run: TrajectoryRun) -> Prefilled | None:
@@ -347,7 +347,7 @@ class EngineCore:
         return len(parked)
 
     def _settle(self) -> None:
-        """With nothing left to compute: close the busy span, and end a drain."""
+        """Close the busy span and end a drain, where nothing is left to compute."""
         if self.draining and not self._rows.active and not self._scheduler.queued:
             self._scheduler.drained()
         if not self.has_work:

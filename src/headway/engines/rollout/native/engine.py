@@ -57,7 +57,7 @@ from headway.weights.protocols import WeightSink
 T = TypeVar("T")
 
 CLOSE_TIMEOUT_S = 60.0
-"""For the decoding thread to finish the step it is in."""
+"""Seconds for the decoding thread to finish the step it is in."""
 
 
 def _always() -> bool:

@@ -1,4 +1,4 @@
-"""How the policy is run: the interface, and the path that takes a Hugging Face module exactly as it is.
+"""Running the policy: the interface, and the path that takes a Hugging Face module exactly as it is.
 
 `ModuleForward` works for any decoder whose attention goes through a `transformers` cache, and is the reference that the
 faster path (`fused`) is checked against.
@@ -34,7 +34,7 @@ class RowBlock:
 
     @classmethod
     def of(cls, rows: range, span: int, lengths: torch.Tensor, window: int | None, dtype: torch.dtype) -> RowBlock:
-        """For ``rows`` of those whose new token is at ``lengths`` [A]."""
+        """Select ``rows`` of those whose new token is at ``lengths`` [A]."""
         newest = lengths[rows.start : rows.stop, None]
         positions = torch.arange(span, device=lengths.device)
         zeros = torch.zeros(len(rows), span, dtype=dtype, device=lengths.device)

@@ -37,8 +37,8 @@ _FIXED_ROPE = frozenset({"default", "dynamic", "linear", "llama3", "longrope", "
 """
 
 _TOLERANCE = {torch.float32: 1e-4}
-"""Of logits, relative to the largest. In the 8 bits of bfloat16 the module itself is up to 2⁻⁶ from what its weights
-give in float32, and another order of the same operations differs from it by as much.
+"""The difference of logits that is allowed, relative to the largest. In the 8 bits of bfloat16 the module itself is up
+to 2⁻⁶ from what its weights give in float32, and another order of the same operations differs from it by as much.
 """
 
 Attend = Callable[[int, torch.Tensor], torch.Tensor]
@@ -93,7 +93,7 @@ def _largest_difference(
 
 @dataclass(slots=True)
 class _HeadNorms:
-    """Of queries and keys, by one product."""
+    """The norms of queries and keys, by one product."""
 
     query: torch.Tensor
     key: torch.Tensor

@@ -32,7 +32,7 @@ SPAN_STEP = 256
 MOST = 64
 """Recorded shapes that are kept, the ones used last."""
 TOLERANCE = 1e-2
-"""Of a replay's logits, relative to the largest: the same kernels in the same order."""
+"""The difference of a replay's logits that is allowed, relative to the largest: the same kernels in the same order."""
 
 Compute = Callable[[], None]
 
@@ -47,7 +47,7 @@ class Recorder(Protocol):
         """
 
     def reset(self) -> None:
-        """Whatever was recorded is not used any more."""
+        """Drop whatever was recorded."""
 
 
 def recorded_rows(rows: int) -> int:
@@ -59,7 +59,7 @@ class CudaRecorder:
     """Records CUDA graphs, of which one is replayed at a time: what they compute on the way shares a pool of memory."""
 
     _one_at_a_time = threading.Lock()
-    """Of all recorders of a process: CUDA lets one thread record."""
+    """The lock of all recorders of a process: CUDA lets one thread record."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

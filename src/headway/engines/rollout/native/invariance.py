@@ -1,4 +1,4 @@
-"""Whether a row's logits depend on the rows beside it: found out when the engine starts, on its own model.
+"""A test of whether a row's logits depend on the rows beside it: found out when the engine starts, on its own model.
 
     decode 34 rows together ─┐
     decode the first 1, 2, 3, … of them ─▶ the same bits? ─▶ the least number of rows from which on they always are

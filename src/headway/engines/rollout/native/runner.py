@@ -31,7 +31,7 @@ SPAN_STEP = 16
 BLOCK_ROWS = 8
 """Rows of the smallest block that attends on its own."""
 BLOCK_COST = 256
-"""What one more attention call costs, in row-positions: about 10 µs, measured on a CPU core."""
+"""The cost of one more attention call, in row-positions: about 10 µs, measured on a CPU core."""
 
 
 def blocks_of(spans: NDArray[np.int64]) -> list[tuple[int, int, int]]:
@@ -175,7 +175,7 @@ class Runner:
         return decoded, prefilled
 
     def decode(self, tokens: NDArray[np.int64], lengths: NDArray[np.int64], cache: SlotCache) -> torch.Tensor:
-        """As `step`, without contexts, and in another cache than the engine's own."""
+        """Decode as `step` does, without contexts, and in another cache than the engine's own."""
         logits, _ = self._forward.step(self._decoding(tokens, lengths, cache), (), self._least_rows)
         return logits[: len(tokens)]
 

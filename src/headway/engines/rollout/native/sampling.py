@@ -22,7 +22,9 @@ from headway.interfaces import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class BatchSampling:
-    """How each row of a batch is sampled; None where no row asks for it, so that the common case costs nothing."""
+    """The sampling options of each row of a batch; None where no row asks for it, so that the common case costs
+    nothing.
+    """
 
     temperature: torch.Tensor | None
     """[A, 1] float32; 1 for greedy rows, whose log-prob is the unscaled softmax's."""

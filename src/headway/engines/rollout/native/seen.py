@@ -1,4 +1,4 @@
-"""Which tokens each decoding row has already, in its prompt or its answer: what a repetition penalty is about."""
+"""The tokens that each decoding row has already, in its prompt or its answer: what a repetition penalty is about."""
 
 from __future__ import annotations
 

@@ -17,12 +17,12 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Of a model, for contexts of some length."""
+    """The attention windows of a model, for contexts of some length."""
 
     size: int | None
     """Tokens that a windowed layer attends to, the newest included; None: no layer's window is ever full."""
     layers: tuple[bool, ...]
-    """For each layer: it is windowed."""
+    """Whether each layer is windowed."""
 
     @classmethod
     def of(cls, config: PreTrainedConfig, max_context: int) -> Windows:

@@ -1,4 +1,4 @@
-"""When vLLM computed, and how much of it."""
+"""The record of when vLLM computed, and how much."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Activity(Counts):
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__(clock)
         self._since: float | None = None
-        """Where the open span starts, …"""
+        """The time at which the open span starts; None while nothing computes."""
         self._counted = 0.0
-        """… and up to where its slots are counted."""
+        """The time up to which the slots of the open span are counted."""
         self._last = 0.0
-        """When a step was heard of last, or computing began again."""
+        """The time at which a step was heard of last, or computing began again."""
         self._goes_on = False
         """There was a step since then."""
         self._running = 0
@@ -34,7 +34,7 @@ class Activity(Counts):
         """Trajectories that lost it to an interrupt, which vLLM has not told yet."""
 
     def running(self, trajectories: int, *, halted: bool = False) -> None:
-        """vLLM has so many from now on, which compute unless it is ``halted``."""
+        """Set how many trajectories vLLM has from now on; they compute unless it is ``halted``."""
         now = self._clock()
         self._count_slots(now)
         self._cut = min(self._cut, trajectories)  # it never tells of those that were aborted before they went on

@@ -27,7 +27,7 @@ class SharedBackBuffer(BackBuffer):
 
     @property
     def path(self) -> Path:
-        """Where other processes of this user find the memory until `close`."""
+        """The path at which other processes of this user find the memory until `close`."""
         return _path(self._file)
 
     def close(self) -> None:

@@ -1,4 +1,5 @@
-"""Who runs, what an update does to it, and what becomes of it: everything here happens on vLLM's event loop.
+"""The trajectories that vLLM runs, what an update does to them, and what becomes of them: everything here happens on
+vLLM's event loop.
 
     submit ─▶ Scheduler ─take, as slots are free─▶ a request of vLLM's ─▶ finished groups
                   ▲                                    │
@@ -45,7 +46,7 @@ WEIGHTS, KV_CACHE = "weights", "kv_cache"
 
 
 class Weights(StrEnum):
-    """What vLLM's workers hold."""
+    """The state of the weights that vLLM's workers hold."""
 
     SERVED = "served"
     """One whole version, the one that tokens are stamped with."""
@@ -89,7 +90,7 @@ class VllmCore:
         self._scheduler = Scheduler()
         self._groups = Groups()
         self._running: dict[str, TrajectoryRun] = {}
-        """What vLLM has, by request id."""
+        """The trajectories that vLLM has, by request id."""
         self._following: dict[str, asyncio.Task[None]] = {}
         self._turn = asyncio.Lock()
         """Held while vLLM is told to pause, to load or to go on."""
@@ -357,7 +358,7 @@ class VllmCore:
         self._settle()
 
     def _settle(self) -> None:
-        """With nothing left to run, end a drain; tell those who wait for that."""
+        """End a drain where nothing is left to run, and tell those who wait for that."""
         if self._scheduler.mode is Mode.DRAINING and not self._running and not self._scheduler.queued:
             self._scheduler.drained()
         self._moved.set()

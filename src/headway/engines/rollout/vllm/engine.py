@@ -53,7 +53,7 @@ from headway.weights.protocols import WeightSink
 T = TypeVar("T")
 
 CLOSE_TIMEOUT_S = 60.0
-"""For vLLM's processes to end."""
+"""Seconds for vLLM's processes to end."""
 
 
 class VllmEngine:
@@ -370,7 +370,7 @@ class _Beside:
 
 
 def _counting(activity: Activity) -> Callable[..., Any]:
-    """What vLLM calls behind each step."""
+    """The stat logger that vLLM calls behind each step."""
 
     class Counts:
         """vLLM's stat logger."""

@@ -1,4 +1,4 @@
-"""What vLLM's workers can do beside what is their own: vLLM mixes this class into its worker's.
+"""An extension of vLLM's workers: vLLM mixes this class into its worker's.
 
 Importing this registers the transfer backend, before vLLM makes one.
 """

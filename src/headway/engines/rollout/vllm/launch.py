@@ -17,24 +17,24 @@ from headway.weights.layout import Manifest
 
 PACKAGE = __name__.rpartition(".")[0]
 KV_CACHE_GIB = 1.0
-"""On a CPU, where vLLM would take nearly all memory."""
+"""GiB of the KV cache on a CPU, where vLLM would take nearly all memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class VllmSettings:
-    """What vLLM is started with."""
+    """The settings that vLLM is started with."""
 
     model_path: Path
     slots: int
     max_context: int
     dtype: str
-    """As torch spells it, without the prefix; ``auto``: the folder's."""
+    """The dtype as torch spells it, without the prefix; ``auto``: the folder's."""
     max_batched_tokens: int | None = None
-    """Of one step, prompts and answers together. None: vLLM's own."""
+    """Tokens of one step, prompts and answers together. None: vLLM's own."""
     kv_cache_gib: float | None = None
     """Memory for keys and values. None: `KV_CACHE_GIB` on a CPU, a share of the device elsewhere."""
     enforce_eager: bool = False
-    """Without CUDA graphs; on a CPU always."""
+    """Run without CUDA graphs; on a CPU that is always so."""
     trust_remote_code: bool = False
     sleep: bool = False
     """The device's memory is given back on demand; not on a CPU."""
@@ -52,7 +52,7 @@ def check_installed() -> None:
 
 
 def prepare_environment(on_cpu: bool) -> None:
-    """What vLLM reads from the environment when it is imported, and its processes when they start.
+    """Set what vLLM reads from the environment when it is imported, and its processes when they start.
 
     Nothing that the user has set is changed. On a CPU, without compilation: a first request for log-probs would else
     compile for half a minute; and without binding to cores, which are shared with the trainer.
@@ -113,7 +113,7 @@ def start(settings: VllmSettings, stat_logger: Callable[..., Any]) -> Any:
 
 
 def _batching(settings: VllmSettings, on_cpu: bool) -> dict[str, Any]:
-    """How much one step of vLLM's takes.
+    """The settings that bound one step of vLLM's.
 
     On a CPU a prompt is prefilled in one step, beside everything that decodes: vLLM turns a request's generator back
     for each step that takes only a part of its prompt, and a CPU's generator cannot be turned back.

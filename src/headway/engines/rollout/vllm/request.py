@@ -15,7 +15,7 @@ from headway.errors import RunError
 _FIRST_AND_LAST = 2**31
 """An interval between outputs that no answer reaches: vLLM then sends the first token, and everything at the end."""
 _SEED_BITS = 63
-"""vLLM's seeds are signed."""
+"""Bits of a seed: vLLM's seeds are signed."""
 
 
 def prompt_of(run: TrajectoryRun, version: int) -> Any:
@@ -87,6 +87,6 @@ def written_of(output: Any, replica: str) -> Written:
 
 
 def reason_of(output: Any) -> FinishReason | None:
-    """Why an answer ended; None for what vLLM calls anything else than stop, length or abort."""
+    """The reason for which an answer ended; None for what vLLM calls anything else than stop, length or abort."""
     reasons = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
     return reasons.get(output.outputs[0].finish_reason)

@@ -1,4 +1,5 @@
-"""How new weights reach vLLM's workers: a transfer backend of vLLM's own kind, over memory that both sides map.
+"""The transfer of new weights to vLLM's workers: a transfer backend of vLLM's own kind, over memory that both sides
+map.
 
     init ──map the buffer──▶ start ──▶ receive: read every tensor, load it, repack what is packed ──▶ finish
 
@@ -23,7 +24,7 @@ BACKEND = "headway_shared_memory"
 
 @dataclass
 class BufferInfo(WeightTransferInitInfo):
-    """Where the weights will be: a file, and what is where in it. Plain data, for it travels as such."""
+    """The place where the weights will be: a file, and what is where in it. Plain data, for it travels as such."""
 
     path: str
     nbytes: int
@@ -33,7 +34,7 @@ class BufferInfo(WeightTransferInitInfo):
 
 @dataclass
 class VersionInfo(WeightTransferUpdateInfo):
-    """What the buffer holds now."""
+    """The version that the buffer holds now."""
 
     version: int
 

@@ -1,4 +1,4 @@
-"""From rows to the tensors of a micro-batch.
+"""Micro-batches: from rows to tensors.
 
 Rows are padded on the right. With causal attention no real token can see padding, so there is no attention mask: the
 attention kernels take their fast causal path, and what is computed at padded positions is never read.
@@ -23,7 +23,7 @@ from headway.data.collate import Row, token_budget_batches
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What one forward pass reads."""
+    """The tensors that one forward pass reads."""
 
     input_ids: Int[Tensor, "N L"]
     predictors: Int[Tensor, " M"]

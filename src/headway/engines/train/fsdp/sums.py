@@ -20,7 +20,7 @@ MAXIMA = frozenset(HEALTH + name for name in health.MAX_REDUCED)
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Of the whole mini-batch, over all ranks."""
+    """The totals of a whole mini-batch, over all ranks."""
 
     tokens: float
     """Tokens that the loss counts."""
@@ -45,7 +45,7 @@ def merge(parts: Sequence[Sums]) -> Sums:
 
 
 def as_metrics(sums: Mapping[str, Tensor]) -> dict[str, float]:
-    """What is reported of reduced sums."""
+    """The metrics that reduced sums give."""
     metrics = {name: float(value) for name, value in sums.items() if not name.startswith(HEALTH)}
     of_health = {n.removeprefix(HEALTH): v for n, v in sums.items() if n.startswith(HEALTH)}
     if not of_health:

@@ -17,7 +17,9 @@ from headway.errors import RunError
 
 
 class VersionStart:
-    """Of one rank: copies in host memory are of its own shards. Restoring holds a second one while it lasts."""
+    """The weights of one rank at the start of a version; copies in host memory are of its own shards. Restoring holds a
+    second one while it lasts.
+    """
 
     def __init__(self, module: nn.Module, *, keeps_copy: bool) -> None:
         """Without ``keeps_copy`` a version is known until its first step."""
