@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 VERSIONS = 4
-"""Without a filter the share is that of as many groups as so many versions train."""
+"""Versions of whose groups the share is taken, without a filter."""
 USUAL, DEVIATIONS = 0.7, 2.6
 """Late in a run 70% of the groups may well have equal rewards. A share that is so many standard deviations above that
 is no accident of a small window: it occurs by chance once in 200 windows."""
@@ -26,8 +26,8 @@ SHOWN = 3
 FILTERED_FROM = 0.8
 """The share of groups without variance that is told: five groups are generated for each one that teaches something."""
 MUCH_WORSE, LONGER = 4, 8
-"""It is told again when 4 times fewer groups pass the filter, of 8 times as many: where few of few groups pass, it is
-soon chance that fewer do."""
+"""Factors from which on the warning is given again: when 4 times fewer groups pass the filter, of 8 times as many:
+where few of few groups pass, it is soon chance that fewer do."""
 WINDOW_VERSIONS, LEAST_WINDOW, LONGEST_WINDOW = 2, 128, 2**14
 """The share is that of as many groups as two versions train, at least of 128: where 70% are filtered, as is usual late
 in a run, 128 groups reach the limit by chance once in 200 times, and 64 once in 33. A window that grew for ever would
@@ -53,7 +53,7 @@ class EqualRewards:
         self._groups: deque[float | None] = deque()
         """The one reward of each of the last groups; None where its answers have different ones."""
         self._equal: Counter[float] = Counter()
-        """Of the groups among them without variance, by their reward."""
+        """Reward → groups without variance that had it."""
         self._range: tuple[float, float] | None = None
         """The lowest and highest reward that were seen."""
         self._warned = False
@@ -129,9 +129,9 @@ class FilteredGroups:
         self._groups: deque[tuple[str | None, float]] = deque()
         """(why it was filtered, mean reward) of the last ones since the last warning."""
         self._reasons: Counter[str] = Counter()
-        """Of those among them that were filtered."""
+        """Reasons for which groups were filtered, with their counts."""
         self._sum = 0.0
-        """Of their mean rewards."""
+        """Sum of the groups' mean rewards."""
         self._best: float | None = None
         """The highest mean reward of a window that was not filtered so far."""
         self._range: tuple[float, float] | None = None

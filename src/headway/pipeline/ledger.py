@@ -17,7 +17,7 @@ class Fate(StrEnum):
     DROPPED = "dropped"
     FAILED = "failed"
     IN_FLIGHT = "in_flight"
-    """Only at the end of a run: admitted, and the run ended first."""
+    """The fate of a group that was admitted, where the run ended first."""
 
 
 class Ledger:
@@ -43,7 +43,7 @@ class Ledger:
 
     @property
     def open_prompts(self) -> list[Prompt]:
-        """By number of their groups."""
+        """Prompts of open groups, by number."""
         return [prompt for _, prompt in sorted(self._open.items())]
 
     def settle(self, number: int, fate: Fate) -> None:
@@ -63,7 +63,7 @@ class Ledger:
         return {"admitted": self.admitted, **counts}
 
     def state(self) -> dict[str, Any]:
-        """For the checkpoint: counts, and which rows are open."""
+        """The ledger's part of a checkpoint: counts, and which rows are open."""
         return {
             "admitted": self.admitted,
             "fates": {fate.value: count for fate, count in sorted(self._fates.items())},

@@ -19,14 +19,14 @@ SHORTEST_S = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What workers said at ``time``, on the event clock. None: no answer within ``within_s``."""
+    """The workers' answers at ``time``, on the event clock. None: no answer within ``within_s``."""
 
     time: float
     within_s: float
     by_worker: dict[str, Heartbeat | None]
 
     def deadline(self, quiet_s: float, *, beyond_patience_s: float = 0.0) -> float:
-        """When they will have been quiet for too long, all of them; the event clock's.
+        """The time, on the event clock, at which all of the workers will have been quiet for too long.
 
         One may be quiet for ``quiet_s``; while it works with files, for ``beyond_patience_s`` more than its own
         patience where that is longer.

@@ -112,7 +112,7 @@ class Monitor:
 
 
 def describe(stage: Stage[Any, Any]) -> str:
-    """What a stage waits for, by its state or, while it processes, by what it said that it waits for."""
+    """Describe what a stage waits for, by its state or, while it processes, by what it said that it waits for."""
     if stage.waiting_for:
         return f"{stage.name} waits for {stage.waiting_for}"
     if stage.inner_waits:

@@ -1,4 +1,5 @@
-"""Why nothing is left to train on, and what to do about it: in one message, by what became of the groups.
+"""Messages that say why nothing is left to train on, and what to do about it: one for each end, by what became of the
+groups.
 
 Which advice helps depends on how they ended: a reward that fails has to be mended, one that is the same for all answers
 has to be made to differ.
@@ -15,12 +16,13 @@ from headway.pipeline.ledger import Fate
 DISCARDED_VERSIONS = 10
 """The run ends when as many groups as so many versions train were discarded in a row."""
 FAILED_AT_FIRST = 32
-"""It ends sooner when so many groups could not be scored, and none ever could. A reward that fails for four groups of
-five scores one of 32 with a probability of 1 − 0.8³² = 99.9%: that run goes on. B plays no part in that."""
+"""Groups after which a run ends sooner: when so many groups could not be scored, and none ever could. A reward that
+fails for four groups of five scores one of 32 with a probability of 1 − 0.8³² = 99.9%: that run goes on. B plays no
+part in that."""
 FAILED_AT_VALIDATION = 8
-"""It ends sooner still when the first validation has so many problems and none could be scored, whatever was trained
-meanwhile: by chance that happens to one run of 256 whose reward fails for every second problem. Where all failures are
-time-outs the first so many decide: the others would take as long again."""
+"""Problems from which on a run ends sooner still: when the first validation has so many problems and none could be
+scored, whatever was trained meanwhile: by chance that happens to one run of 256 whose reward fails for every second
+problem. Where all failures are time-outs the first so many decide: the others would take as long again."""
 SHOWN = 5
 """Different reasons that are counted."""
 WORTH_ADVICE = 0.1
@@ -29,11 +31,11 @@ WORTH_ADVICE = 0.1
 SEE_LOG = "What the reward raised and printed is in logs/reward.log in the run's directory"
 
 Ends = Counter[tuple[Fate, str]]
-"""How often groups ended with a fate, for a reason."""
+"""Counts of groups that ended with a fate, for a reason."""
 
 
 def all_discarded(ends: Ends) -> NothingToTrain:
-    """After `DISCARDED_VERSIONS` · B groups in a row."""
+    """The error after `DISCARDED_VERSIONS` · B groups in a row that were discarded."""
     reasons = _counted({f"{fate}: {why}": times for (fate, why), times in ends.items()})
     by_fate: Counter[Fate] = Counter()
     for (fate, _), times in ends.items():
@@ -59,7 +61,7 @@ def cannot_be_scored(what: str, reasons: list[str]) -> str:
 
 
 def timed_out(reason: str) -> bool:
-    """Whether a score failed because the reward took too long."""
+    """Tell whether a score failed because the reward took too long."""
     return "timeout after" in reason
 
 

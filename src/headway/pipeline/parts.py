@@ -56,6 +56,6 @@ class Parts:
     receivers: Sequence[PolicyReceiver] = ()
     """Roles that hold a copy of the policy and generate nothing. They serve each version before its update is over."""
     workers: Callable[[], Sequence[Living]] = tuple
-    """Who is asked for a heartbeat when no event came for long."""
+    """The workers that are asked for a heartbeat when no event came for long."""
     probe_tolerance: Callable[[str], float] = lambda name: 1e-3
     """Nats by which the log-probs of the receiver of this name may differ from the trainer's, for rounding."""

@@ -23,7 +23,7 @@ from headway.pipeline.state import now
 LEAST_PATIENCE_S = 5.0
 MOST_PATIENCE_S = 30.0
 MOST_MISSES = 2
-"""How often in a row the patience may run out before no score is waited for any more."""
+"""Number of times in a row that the patience may run out before no score is waited for any more."""
 INTERRUPTED = "interrupted"
 """Reason of groups whose scores were given up."""
 
@@ -38,12 +38,12 @@ class Scoring:
     def __init__(self, reward: RewardFn) -> None:
         self._reward = reward
         self._awaited: dict[asyncio.Task[Scores], None] = {}
-        """In the order in which they were asked for."""
+        """Scores that are awaited, in the order in which they were asked for."""
         self._given_up: set[asyncio.Task[Scores]] = set()
         self._longest_s: float | None = None
-        """How long the slowest score took that came; None before the first one."""
+        """Seconds that the slowest score took of those that came; None before the first one."""
         self._moved = 0.0
-        """When a score came last, or a wait for some began."""
+        """The time at which a score came last, or a wait for some began."""
         self._misses = 0
         self._stopping = False
         self._changed = Signal()
@@ -52,7 +52,7 @@ class Scoring:
 
     @property
     def patience_s(self) -> float:
-        """How long a stop waits without any score: longer than the slowest one took so far, within limits."""
+        """Seconds that a stop waits without any score: longer than the slowest one took so far, within limits."""
         return min(MOST_PATIENCE_S, LEAST_PATIENCE_S + (self._longest_s or 0.0))
 
     async def score(self, prompt: Prompt, responses: Sequence[str]) -> Scores:

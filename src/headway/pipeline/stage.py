@@ -41,14 +41,14 @@ Taken = TypeVar("Taken", contravariant=True)
 
 
 class Source(Protocol[Given]):
-    """What a stage takes its input from: a channel, or the queue's fetches."""
+    """The source of a stage's input: a channel, or the queue's fetches."""
 
     async def get(self) -> Given | None:
         """The next item, or None when there will be none."""
 
 
 class Sink(Protocol[Taken]):
-    """What a stage sends its output to: a channel, or the message queue."""
+    """The place to which a stage sends its output: a channel, or the message queue."""
 
     async def send(self, item: Taken, /) -> bool:
         """Hand an item on. False: the consumer closed."""
@@ -80,9 +80,10 @@ class Stage(ABC, Generic[In, Out]):
 
     concurrency: int | None = 1
     waits_for_input: str = "input"
-    """What the stage waits for when it has no input, in words for the user."""
+    """The thing that the stage waits for when it has no input, in words for the user."""
     waits_for_output: str | None = "its consumer"
-    """None where handing on never waits: then it is no state of the stage's, and no event of each item."""
+    """Its counterpart for output; None where handing on never waits: then it is no state of the stage's, and no event
+    of each item."""
 
     def __init__(
         self,

@@ -187,7 +187,9 @@ class RunState:
         self._end_early(number, Fate.DROPPED, reason)
 
     def give_up_version(self) -> None:
-        """After a stop, when no further group will be scored: train no more, unless what was scored is enough."""
+        """Give the version up after a stop, when no further group will be scored: train no more, unless what was scored
+        is enough.
+        """
         scored = len(self.ledger.open_numbers) - self.unrewarded - self.fetching
         missing = (self.staleness.total or 0) - self.taken
         if missing > scored:

@@ -1,1 +1,1 @@
-"""What a run tells: everything here is derived from `headway.events` and from nothing else."""
+"""Reports on a run: everything here is derived from `headway.events` and from nothing else."""

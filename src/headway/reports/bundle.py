@@ -55,7 +55,7 @@ class MetricsFile:
 
 @dataclass(slots=True)
 class RunClock:
-    """Of a resumed run: its start is at ``boundary``, and what happens on the way there at that very instant."""
+    """The clock of a resumed run: it starts at ``boundary``, and stands still on the way there."""
 
     boundary: float
     _ahead: float | None = None
@@ -140,7 +140,7 @@ class Reports:
 
     @property
     def ended(self) -> bool:
-        """Whether the run said how it ended."""
+        """Tell whether the run said how it ended."""
         with self._lock:
             return self._metrics.finished is not None
 

@@ -50,7 +50,7 @@ class Checkpoints:
                     rmtree(path, ignore_errors=True)
 
     def set_aside(self, version: int) -> list[Path]:
-        """It is no checkpoint any more; returns the folders that are left to remove."""
+        """Make a folder no checkpoint any more; returns the folders that are left to remove."""
         there = [path for path in (self.actor(version), self.critic(version)) if path.is_dir()]
         return [path.rename(path.with_name(f".{path.name}.old")) for path in there]
 

@@ -1,4 +1,4 @@
-"""What every view of a run on a console has in common, and the block that ends it."""
+"""Parts that every view of a run on a console has in common, and the block that ends it."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def stdout_console() -> Console:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Where a finished run's things lie."""
+    """The places where a finished run's things lie."""
 
     events: Path
     tensorboard: Path | None
@@ -128,7 +128,7 @@ def report_end(console: Console, summary: dict[str, Any], outcome: Outcome) -> N
 
 
 def _place(name: str, what: Text) -> Text:
-    """On one line however long it is, so that it can be copied."""
+    """A path on one line, however long it is, so that it can be copied."""
     return Text.assemble("  ", (f"{name:<13}", "bright_black"), what)
 
 

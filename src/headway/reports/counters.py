@@ -26,7 +26,7 @@ class Counter:
         return zip(self.times, self.values, strict=True)
 
     def thinned(self, resolution: float) -> Counter:
-        """Of each stretch of ``resolution`` seconds only the lowest, the highest and the last point."""
+        """The counter with the lowest, highest and last point of each stretch of ``resolution`` seconds alone."""
         kept: list[tuple[float, float]] = []
         stretch: list[tuple[float, float]] = []
         for point in self.points:
@@ -67,7 +67,7 @@ class Counters:
                 self._lags.append((event.time, max(event.lags)))
 
     def all(self) -> tuple[Counter, ...]:
-        """Those of which anything is known."""
+        """The counters of which anything is known."""
         generating = Counter("answers being generated", *self._generating(), limit=self.slots or None)
         found = (generating, _counter("groups in the queue", self._queue), _counter("largest lag trained", self._lags))
         return tuple(counter for counter in found if counter.times)
@@ -82,7 +82,7 @@ class Counters:
 
 
 def _counter(name: str, points: list[tuple[float, float]]) -> Counter:
-    """What changed last at an instant is what holds from then on."""
+    """Make a counter; what changed last at an instant is what holds from then on."""
     latest = dict(points)
     return Counter(name, tuple(latest), tuple(latest.values()))
 

@@ -95,7 +95,7 @@ class Trainer:
 
 
 def _update_claims(stage: StageLog, updates: Updates, drains: bool) -> list[list[LaneSpan]]:
-    """What the update was doing while the trainer waited for it, most telling first."""
+    """The update's phases while the trainer waited for it, most telling first."""
     waited = union(stage.when(WAITING_OUTPUT))
     validations = [_validation_wait(event, updates) for event in updates.finished if event.validation_stall_s > 0]
     phases = [span for spans in updates.phases().values() for span in spans]
@@ -110,7 +110,7 @@ def _update_claims(stage: StageLog, updates: Updates, drains: bool) -> list[list
 
 
 def _validation_wait(event: UpdateFinished, updates: Updates) -> LaneSpan:
-    """It comes right after the transfer, before any replica is halted."""
+    """The wait for a validation, which comes right after the transfer, before any replica is halted."""
     start = updates.transferred(event.version)
     start = event.time - event.trainer_stall_s if start is None else start
     return idle((start, start + event.validation_stall_s), VALIDATION_AWAITED)
@@ -138,7 +138,7 @@ class Replicas:
         self._halts[event.replica].append(event)
 
     def busy(self) -> list[Span]:
-        """When any of them prefilled or decoded, as a union."""
+        """Spans in which any of the replicas prefilled or decoded, as a union."""
         return union(span for spans in self._busy.values() for span in spans)
 
     def lane(self, replica: str, life: Span, shared: Sequence[list[LaneSpan]], updates: Updates) -> Lane:

@@ -14,10 +14,10 @@ from headway.reports.human import share
 BALANCED_BELOW = 0.10
 """Waits under this share of the wall time are not worth a change."""
 TURNS_ABOVE = 0.15
-"""Both sides wait for each other more than this: they do not overlap."""
+"""Share of waiting above which both sides wait for each other: they do not overlap."""
 SLOTS_EMPTY_BELOW = 0.5
 MOSTLY_FILTERED = 0.5
-"""From this share of filtered groups on the trainer waits for the filter more than for generation."""
+"""Share of filtered groups from which on the trainer waits for the filter more than for generation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,5 +175,5 @@ def _training(waited: float, shares: TimeShares) -> str:
 
 
 def _devices(shares: TimeShares) -> str:
-    """What advice about devices needs first."""
+    """The sentence that advice about devices needs first."""
     return " (now both share one process: cluster.backend=ray gives each its own)" if shares.one_process else ""

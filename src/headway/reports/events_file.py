@@ -29,7 +29,7 @@ from headway.events import Event, RunFinished, RunResumed, VersionReached
 
 FLUSH_EVERY_S = 1.0
 KEPT_BYTES = 64 * 2**20
-"""Of lines that a disk refuses: minutes of a large run."""
+"""Bytes that are kept of lines which a disk refuses: minutes of a large run."""
 AT_ONCE = (VersionReached, RunResumed)
 """Flushed when they happen: a checkpoint, and whoever reads the file after a kill, relies on them."""
 
@@ -56,7 +56,7 @@ class JsonLines:
         self._end: int | None = None
         """Bytes that it has; None until it was opened, and once it is given up."""
         self._waiting = bytearray()
-        """What follows them."""
+        """Bytes of the lines that follow those which are being written."""
         self._ended = False
         self._refused: str | None = None
         self._flushed = time.monotonic()
@@ -184,7 +184,7 @@ def _key(key: Any) -> Any:
 
 @dataclass(slots=True)
 class Record:
-    """What of a record survived, as ranges of lines, and how the run stands."""
+    """The lines of a record that survived, as ranges, and how the run stands."""
 
     lines: list[tuple[int, int]] = field(default_factory=list)
     """[from, to) by index, in order."""
@@ -196,7 +196,7 @@ class Record:
     """The status that the run ended with; None where it did not say."""
 
     def back_to(self, version: int, now: int) -> None:
-        """What stands between the boundary of ``version`` and the line ``now`` is undone."""
+        """Undo what stands between the boundary of ``version`` and the line ``now``."""
         end = self.boundaries[version] + 1
         self.lines = [(first, min(last, end)) for first, last in self.lines if first < end]
         self.boundaries = {reached: line for reached, line in self.boundaries.items() if line < end}
@@ -248,7 +248,7 @@ def read_events(path: Path, *, until: int | None = None) -> Iterator[Event]:
 
 
 def cut_off_half_line(path: Path) -> None:
-    """Whoever was killed while it wrote may have left a line without an end: what is appended must not continue it."""
+    """Cut off a line without an end, which a process that was killed may have left: nothing must continue it."""
     with path.open("rb+") as file:
         end = position = file.seek(0, 2)
         while position > 0:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 FILE = "headway.json"
-"""In the folder, beside what Hugging Face writes."""
+"""The file in the model's folder, beside what Hugging Face writes."""
 
 
 def write_version(model: Path, version: int) -> None:
@@ -14,7 +14,7 @@ def write_version(model: Path, version: int) -> None:
 
 
 def version_of(model: Path) -> int | None:
-    """None where the folder does not say, or is not there."""
+    """The version of an exported model; None where the folder does not say, or is not there."""
     try:
         version = json.loads((model / FILE).read_text(encoding="utf-8"))["version"]
     except (OSError, ValueError, KeyError, TypeError):

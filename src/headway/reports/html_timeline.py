@@ -19,7 +19,7 @@ from headway.reports.timeline import KEPT_DISCARDS, Timeline, idle_reasons
 
 REASONS_SHOWN = 12
 SCRIPTS = ("rows.js", "drawing.js", "hands.js")
-"""In the order in which the page runs them."""
+"""Scripts of the page, in the order in which it runs them."""
 
 
 def write_html(timeline: Timeline, path: Path, *, bottleneck: str | None = None) -> None:
@@ -64,7 +64,7 @@ def _status(timeline: Timeline) -> str:
 
 
 def _figures(timeline: Timeline) -> Iterator[str]:
-    """What a reader wants to know first, as entries of a definition list."""
+    """The figures that a reader wants to know first, as entries of a definition list."""
     figures, lag = timeline.summary, timeline.summary["lag"]
     evaluations = figures["eval"]
     trained = figures["groups"]["trained"]
@@ -125,7 +125,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: int) 
 
 
 def _remarks(timeline: Timeline, resolution: float) -> Iterator[str]:
-    """What a reader must know to read the page right."""
+    """Remarks that a reader must know to read the page right."""
     if timeline.simulated:
         yield (
             "This run was simulated from a profile of costs: nothing was generated or trained, all times are "

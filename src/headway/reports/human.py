@@ -8,7 +8,7 @@ from collections.abc import Sequence
 _BLOCKS = "▁▂▃▄▅▆▇█"
 UNKNOWN = "-"
 LARGE = 1e6
-"""From here on numbers are written with an exponent."""
+"""The number from which on numbers are written with an exponent."""
 
 
 def count(value: int) -> str:

@@ -120,7 +120,7 @@ class IntervalUnion:
 
     @property
     def spans(self) -> Sequence[Span]:
-        """Those that were not summed up."""
+        """The spans that were not summed up."""
         return list(zip(self._starts, self._ends, strict=True))
 
     def _until(self, instant: float) -> float:

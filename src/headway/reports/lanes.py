@@ -22,7 +22,7 @@ NOTHING_REPORTED = "nothing reported"
 
 
 class Kind(StrEnum):
-    """What a span shows."""
+    """The kind of thing that a span shows."""
 
     STEP = "step"
     """An optimizer step."""
@@ -83,7 +83,7 @@ class Lane:
     name: str
     spans: tuple[LaneSpan, ...] = ()
     annotates: bool = False
-    """It says something about the lane above it, and nothing about work."""
+    """The lane says something about the lane above it, and nothing about work."""
 
     def seconds(self, window: Span) -> float:
         """Seconds of ``window`` of which it tells anything."""
@@ -143,7 +143,7 @@ def joined(spans: Iterable[LaneSpan]) -> tuple[LaneSpan, ...]:
 
 
 def side_by_side(group: str, name: str, spans: Iterable[LaneSpan]) -> list[Lane]:
-    """As few lanes as it takes for spans that overlap, at least one: ``name``, ``name (2)``, …
+    """Make as few lanes as it takes for spans that overlap, at least one: ``name``, ``name (2)``, …
 
     Spans without length are left out.
     """

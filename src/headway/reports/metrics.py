@@ -1,4 +1,4 @@
-"""From events to figures: one row per version while the run goes on, one summary at its end.
+"""Metrics, from events to figures: one row per version while the run goes on, one summary at its end.
 
     events ─▶ GroupTally  (where every group is, its fate)          ─┐
            ─▶ Occupancy   (who was busy when)                        ├─▶ rows: metrics.jsonl, TensorBoard, the log
@@ -87,7 +87,7 @@ class Totals:
     trajectories: int = 0
     """Finished ones, whatever became of their groups."""
     partial: int = 0
-    """Of these, with tokens of more than one version."""
+    """Trajectories, of those, with tokens of more than one version."""
     max_partial_span: int = 0
     stale_trajectories: int = 0
     """Trained ones whose oldest token was sampled before the version that trained them."""
@@ -102,7 +102,7 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class ClosedRow:
-    """What a row had when it was closed; ``window`` is the time of which it will say how idle it was, if any."""
+    """A row as it was when it was closed; ``window`` is the time of which it will say how idle it was, if any."""
 
     values: dict[str, Any]
     window: Span | None = None
@@ -115,10 +115,10 @@ class RunMetrics:
         self.tally = GroupTally()
         self.occupancy = Occupancy()
         self.started: RunStarted | None = None
-        """Since when, and what holds since it was resumed last."""
+        """The start of the run, with what holds since it was resumed last."""
         self.finished: RunFinished | None = None
         self.resumed = 0
-        """How often the run was resumed."""
+        """Number of times that the run was resumed."""
         self.version = 0
         self.served: dict[str, int] = {}
         """Version that each replica has loaded."""
@@ -129,7 +129,7 @@ class RunMetrics:
         """Training or held-out → source → prompts that were too long."""
         self.warnings: list[str] = []
         self.workers: dict[str, WorkerDescribed] = {}
-        """By name."""
+        """Descriptions of the workers, by name."""
         self.totals = Totals()
         self.pace = Pace()
         self.updates = UpdateSums()
@@ -139,7 +139,7 @@ class RunMetrics:
         self.sinks = sinks
         self._rows: dict[int, VersionRow] = {}
         self._closed: deque[ClosedRow] = deque()
-        """Not handed out yet, in order."""
+        """Closed rows that were not handed out yet, in order."""
         self._closed_below = 0
         self._row_opened = 0.0
         self._rollouter_cut = 0.0
@@ -315,7 +315,7 @@ class RunMetrics:
         self._closed_below = max(self._closed_below, below or 0)
 
     def _hand_out_known(self) -> None:
-        """In order, and only when the trainer has told all about a row's time."""
+        """Hand closed rows out, in order, and only when the trainer has told all about a row's time."""
         known, before = self.occupancy.trainer_known_until, len(self._closed)
         while self._closed and ((window := self._closed[0].window) is None or window[1] <= known):
             self._hand_out(self._closed.popleft())
@@ -330,7 +330,7 @@ class RunMetrics:
             self.occupancy.sum_up(min(self._row_opened, self._rollouter_cut, self._last_step, known, *waiting))
 
     def _hand_out_all(self) -> None:
-        """What was under way has ended, or will never be told."""
+        """Hand out all closed rows: what was under way has ended, or will never be told."""
         while self._closed:
             self._hand_out(self._closed.popleft())
 
@@ -379,7 +379,7 @@ class RunMetrics:
 
     @property
     def window(self) -> Span | None:
-        """From the first admission to the last optimizer step so far."""
+        """The span from the first admission to the last optimizer step so far."""
         if self._first_admission is None or self._last_step is None or self._last_step <= self._first_admission:
             return None
         return self._first_admission, self._last_step

@@ -1,4 +1,4 @@
-"""Who was busy when: the trainer, each replica and each stage, as unions of intervals on the event clock.
+"""Occupancy: when the trainer, each replica and each stage were busy, as unions of intervals on the event clock.
 
     TrainerBusy ──────┐
     FetchTaken.waited ┤                            ┌─▶ idle ratios, slot utilization
@@ -35,7 +35,7 @@ from headway.reports.intervals import IntervalUnion, Spread, complement, interse
 
 TRAINER_STAGE = "ActorTrain"
 TRAINER_WORK = frozenset({"forward", "critic", "step", "gather"})
-"""What counts as the trainer's own work; saving a checkpoint does not."""
+"""The kinds of work that count as the trainer's own; saving a checkpoint does not."""
 
 
 @dataclass(slots=True)
@@ -103,7 +103,7 @@ class TrainerTime:
 
 @dataclass(slots=True)
 class StageView:
-    """What a stage is doing now."""
+    """The present state of a stage."""
 
     name: str
     state: str
@@ -319,7 +319,7 @@ class Occupancy:
         return length(intersection(intersection(all_idle, self._trainer_waits.spans), rewarding.spans))
 
     def stage_waits(self, window: Span) -> dict[str, dict[str, float]]:
-        """For each stage, seconds of ``window`` that it waited, by whom it waited for."""
+        """Seconds of ``window`` that each stage waited, by whom it waited for."""
         waits: dict[str, dict[str, float]] = defaultdict(dict)
         for (stage, other), union in sorted(self._stage_waits.items()):
             if (seconds := union.within(window)) > 0:

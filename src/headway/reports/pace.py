@@ -1,4 +1,5 @@
-"""How long a run will go on, by how fast it took groups lately: early versions say little about late ones.
+"""The pace of a run: how long it will go on, by how fast it took groups lately: early versions say little about late
+ones.
 
     ── begun ──┬── a fetch ──┬── a fetch ──┬ … ┬── a fetch ──┬── now
                └── the last two versions, 8 fetches at least ┘ └─ overdue: slower than that, by what is known
@@ -34,7 +35,7 @@ class Pace:
             marks.popleft()
 
     def seconds_left(self, now: float, total: int) -> float | None:
-        """Until ``total`` groups are taken and the last fetch is trained; None before the first fetch."""
+        """Seconds until ``total`` groups are taken and the last fetch is trained; None before the first fetch."""
         if len(self._marks) < 2:
             return None
         (begun, before), (_, last_but_one), (last, taken) = self._marks[0], self._marks[-2], self._marks[-1]

@@ -1,4 +1,5 @@
-"""What the page's script draws: lanes as lists of integers beside a table of strings, merged where there are too many.
+"""The data that the page's script draws: lanes as lists of integers beside a table of strings, merged where there are
+too many.
 
 lanes ─▶ merged(): at most ``most`` spans, totals kept ─▶ page_data(): microseconds since the run's first event
 """
@@ -16,7 +17,7 @@ from headway.reports.stage_lanes import GROUP as STAGES
 from headway.reports.timeline import MarkKind, Timeline
 
 MAX_SPANS = 100_000
-"""As many spans a page holds; more are merged, the shortest first."""
+"""Spans that a page holds; more are merged, the shortest first."""
 MAX_POINTS = 4_000
 """Points of a counter."""
 WORDS = {
@@ -159,7 +160,7 @@ def _told(span: LaneSpan) -> str:
 
 
 def busy_share(lane: Lane, timeline: Timeline) -> float | None:
-    """Of what the lane tells of the wall time that the figures refer to; of the whole run where nothing was trained."""
+    """The lane's share of the wall time that the figures refer to; of the whole run where nothing was trained."""
     window = timeline.measured or timeline.window
     if lane.group not in TIMED or lane.annotates or (told := lane.seconds(window)) <= 0:
         return None

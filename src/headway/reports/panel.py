@@ -17,7 +17,7 @@ TWO_COLUMNS_FROM = 110
 LABEL_WIDTH = 10
 OFTEN_IDLE = 0.3
 MANY_FILTERED = 4
-"""For one group that was trained."""
+"""Filtered groups for one that was trained, from which on they are worth a warning."""
 
 FIRST = ("actor/loss", "actor/grad_norm", "actor/entropy", "actor/clip_fraction")
 """Optimizer metrics that are shown before any other."""
@@ -123,7 +123,7 @@ def _lengths(row: dict[str, Any]) -> Text:
 
 
 def _optimizer(row: dict[str, Any], width: int) -> Text:
-    """As many of the trainer's own metrics as fit."""
+    """The line of the optimizer: as many of the trainer's own metrics as fit."""
     names = [name for name in row if name.startswith("actor/") and not name.endswith("_steps")]
     names.sort(key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
     if not names:
@@ -190,7 +190,7 @@ def _whereabouts(snapshot: Snapshot) -> Text:
 
 
 def _fates(counts: dict[str, int]) -> Text:
-    """What went wrong is named only where something did: the line has to fit."""
+    """The line of the groups' fates; what went wrong is named only where something did, for the line has to fit."""
     trained, filtered = counts["trained"], counts["filtered"]
     text = _pairs(("trained", human.count(trained))).append("  filtered ", QUIET)
     text.append(human.count(filtered), LOOK_HERE if filtered > MANY_FILTERED * trained else "")
@@ -201,7 +201,7 @@ def _fates(counts: dict[str, int]) -> Text:
 
 
 def _stages(snapshot: Snapshot) -> RenderableType:
-    """Who waits for whom, one line a stage."""
+    """The stages and whom they wait for, one line each."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style=QUIET, no_wrap=True)
     grid.add_column(no_wrap=True, overflow="ellipsis")

@@ -26,7 +26,7 @@ class Written:
 
 
 def places(run: Path, html: Path | None = None, trace: Path | None = None) -> Written:
-    """Where `report` writes, before it does. Raises `ConfigError` where ``run`` is no run's directory."""
+    """The files that `report` writes, before it does. Raises `ConfigError` where ``run`` is no run's directory."""
     _events_file(run)
     return Written(html or run / HTML_NAME, trace or run / TRACE_NAME)
 

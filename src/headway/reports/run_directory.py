@@ -27,11 +27,11 @@ from headway.errors import UserError
 ROOM = 64 * 2**10
 """Bytes; a summary has a few thousand."""
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""What a disk says that has no room left, for anybody or for this user."""
+"""Errors of a disk that has no room left, for anybody or for this user."""
 
 
 LEFTOVERS = frozenset({"run.lock", ".room", "tensorboard", "checkpoints", "logs"})
-"""What a start that failed may leave: no run, and in nobody's way."""
+"""Files that a start which failed may leave: they are no run, and in nobody's way."""
 
 
 class Occupied(UserError):

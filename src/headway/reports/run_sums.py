@@ -1,4 +1,4 @@
-"""What is kept of things that happen all through a run: sums, and of results a bounded number.
+"""Sums of what happens all through a run: sums alone are kept, and of results a bounded number.
 
 updates     ─▶ `UpdateSums`    over the run, and up to the last optimizer step
 validations ─▶ `Evaluations`   the first, the last, and of those between the more the newer they are

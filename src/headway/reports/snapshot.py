@@ -1,4 +1,4 @@
-"""What the live view shows, as plain values taken at one instant; drawing them is another matter."""
+"""A snapshot of what the live view shows, as plain values taken at one instant; drawing them is another matter."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class SnapshotTaker:
             self._rewards.append(row["reward/mean"])
 
     def take(self) -> Snapshot | None:
-        """None before the run has started."""
+        """Take a snapshot; None before the run has started."""
         metrics = self._metrics
         started = metrics.started
         if started is None:

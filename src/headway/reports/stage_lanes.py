@@ -1,4 +1,4 @@
-"""What each stage did, from its transitions: between two of them it was in the state that the first one named."""
+"""Lanes of the stages, from their transitions: between two of them it was in the state that the first one named."""
 
 from __future__ import annotations
 

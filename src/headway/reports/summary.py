@@ -63,7 +63,7 @@ def summary(metrics: RunMetrics) -> dict[str, Any]:
 
 
 def time_shares(metrics: RunMetrics) -> TimeShares | None:
-    """Where the wall time went; None before the first optimizer step.
+    """Shares of the wall time, by what it went to; None before the first optimizer step.
 
     Where the trainer waited for groups after the last step, in vain, the wall time includes that.
     """
@@ -118,7 +118,7 @@ def _seconds(window: Span | None) -> float:
 
 
 def _filtered(metrics: RunMetrics) -> dict[str, float | int | None]:
-    """Of the groups that were trained or filtered, over the run and lately."""
+    """The share of filtered groups among those trained or filtered, over the run and lately."""
     filtered, of = metrics.tally.recently_filtered()
     return {
         "share": metrics.tally.filtered_share(),

@@ -24,13 +24,13 @@ MOST_PROBLEMS = 100
 
 @dataclass(slots=True)
 class GroupRecord:
-    """What is known of one group between its admission and its fate."""
+    """The facts known of one group between its admission and its fate."""
 
     number: int
     source: str = ""
     rewards: list[float] | None = None
     parts: dict[str, list[float | None]] = field(default_factory=dict)
-    """By name, what each part of a reward of several gave."""
+    """Values that each part of a reward of several gave, by name."""
     trajectories: list[TrajectoryFinished] = field(default_factory=list)
     taken_at: int | None = None
     """The trainer's version when the group was taken into a fetch."""
@@ -68,9 +68,9 @@ class GroupTally:
         self.reasons: dict[str, Counter[str]] = defaultdict(Counter)
         self.problems: list[str] = []
         self.sources: set[str] = set()
-        """Of the prompts that were admitted."""
+        """Sources of the prompts that were admitted."""
         self._recent: deque[bool] = deque(maxlen=RECENT)
-        """Whether a filter took them out, of the groups that were trained or filtered last."""
+        """For each of the groups that were trained or filtered last, whether a filter took it out."""
         self._records: dict[int, GroupRecord] = {}
         self._lowest: int | None = None
         self._highest = -1
@@ -124,12 +124,12 @@ class GroupTally:
             self.problems.append(problem)
 
     def filtered_share(self) -> float | None:
-        """Of the groups that were trained or filtered; None when there are none."""
+        """Share of filtered groups among those trained or filtered; None when there are none."""
         scored = self.fates["trained"] + self.fates["filtered"]
         return self.fates["filtered"] / scored if scored else None
 
     def recently_filtered(self) -> tuple[int, int]:
-        """How many were filtered, of how many that ended so last: at most `RECENT`."""
+        """The number of filtered groups, and of those trained or filtered last: at most `RECENT`."""
         return sum(self._recent), len(self._recent)
 
     def whereabouts(self) -> Whereabouts:
@@ -142,7 +142,7 @@ class GroupTally:
         return {"admitted": self.admitted, **{fate: self.fates[fate] for fate in FATES}, IN_FLIGHT: len(self._records)}
 
     def balances(self, ledger: dict[str, int] | None) -> bool:
-        """Whether every number between the first and last admitted has one fate, and ``ledger`` says the same."""
+        """Tell whether every number between the first and last admitted has one fate, and ``ledger`` says the same."""
         counts = self.counts()
         settled = sum(counts[fate] for fate in FATES)
         numbers = 0 if self._lowest is None else self._highest - self._lowest + 1

@@ -16,7 +16,7 @@ from typing import Any
 from headway.errors import said_by
 
 _NUMBER = count()
-"""Of the files that this process has opened."""
+"""Numbers of the files that this process has opened."""
 
 
 class TensorBoardFile:

@@ -1,4 +1,5 @@
-"""Who did what when, and why nothing was done in between: a run, real or simulated, as lanes on one time axis.
+"""Timelines, which show who did what when, and why nothing was done in between: a run, real or simulated, as lanes on
+one time axis.
 
     StageChanged ───────────────────────────────────────────▶ Stages: one lane each
     TrainerBusy, FetchTaken, CheckpointSaved ───────────────▶ Trainer
@@ -58,7 +59,7 @@ KEPT_DISCARDS = 20_000
 
 
 class MarkKind(StrEnum):
-    """What happened at one instant."""
+    """The kind of thing that happened at one instant."""
 
     UPDATE = "update"
     """Every replica serves a new version."""
@@ -124,7 +125,7 @@ def build_timeline(events: Iterable[Event], *, simulated: bool = False) -> Timel
 
 
 def idle_reasons(timeline: Timeline) -> list[IdleReason]:
-    """What kept the trainer and the replicas from working, most time first; shares add up to the idle ratios."""
+    """Reasons why trainer and replicas did not work, most time first; shares add up to the idle ratios."""
     window = timeline.measured
     if window is None:
         return []

@@ -26,7 +26,7 @@ class Updates:
 
     finished: list[UpdateFinished] = field(default_factory=list)
     served: dict[str, list[tuple[float, int | None]]] = field(default_factory=dict)
-    """By replica: from when on it served which version; None from its loss on."""
+    """Replica → (time, version that it served from then on; None from its loss on)."""
     _phases: dict[str, dict[int, list[UpdatePhase]]] = field(default_factory=lambda: defaultdict(dict))
 
     def start(self, event: RunStarted) -> None:
@@ -49,14 +49,14 @@ class Updates:
             self.served[event.replica].append((event.time, None))
 
     def phases(self) -> dict[str, list[LaneSpan]]:
-        """By place, the phases of all its updates."""
+        """The phases of all updates, by the place where they happened."""
         return {
             where: [span for phases in versions.values() for span in _placed(phases)]
             for where, versions in self._phases.items()
         }
 
     def transferred(self, version: int) -> float | None:
-        """When the last replica had registered ``version``; None when nothing says so."""
+        """The time at which the last replica had registered ``version``; None when nothing says so."""
         ends = [
             event.time
             for versions in self._phases.values()

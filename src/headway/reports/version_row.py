@@ -44,7 +44,7 @@ class PhaseTimes:
         }
 
     def critical_path_s(self) -> float:
-        """How long the update took at least: send and recv run side by side, the others one after the other."""
+        """Seconds that the update took at least: send and recv run side by side, the others one after the other."""
         totals = self.totals()
         return totals["gather_s"] + max(totals["send_s"], totals["recv_s"]) + totals["register_s"] + totals["load_s"]
 
@@ -59,7 +59,7 @@ class VersionRow:
     version: int
     rewards: list[float] = field(default_factory=list)
     reward_parts: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """By name, what a part of the reward gave to answers that it applies to."""
+    """Values that a part of the reward gave to answers that it applies to, by its name."""
     source_rewards: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     source_groups: Counter[str] = field(default_factory=Counter)
     generated_rewards: list[float] = field(default_factory=list)
@@ -197,7 +197,7 @@ class VersionRow:
 
 
 def _sent(phases: PhaseTimes, update: UpdateFinished) -> dict[str, Any]:
-    """How much was sent, how much that saved, and how much had changed, as far as that is known."""
+    """Figures on how much was sent, how much that saved, and how much had changed, as far as they are known."""
     sent, full = phases.sent_nbytes, update.full_nbytes
     values = {
         "param_update/bytes": sent,

@@ -1,4 +1,5 @@
-"""Whether a response's final expression equals the ground truth, by math-verify: LaTeX, fractions, numbers, sets.
+"""A reward that tells whether a response's final expression equals the ground truth, by math-verify: LaTeX, fractions,
+numbers, sets.
 
 answer   ─▶ what follows its last ####, if any           ─▶ an expression, as in \\boxed{…}      ─┐
 response ─▶ after </think>; in its last <answer>, if any ─▶ its last boxed, else last expression ─┴▶ equal?

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from headway.data.types import Prompt
 
 START_TIMEOUT_S = 120.0
-"""For a worker to start and to load the reward; ``reward.timeout_s`` where that is longer."""
+"""Seconds for a worker to start and to load the reward; ``reward.timeout_s`` where that is longer."""
 STOP_TIMEOUT_S = 30.0
 GRACE_S = 1.0
-"""By how much the pool's limit on a group exceeds the sum of its calls' limits."""
+"""Seconds by which the pool's limit on a group exceeds the sum of its calls' limits."""
 
 R = TypeVar("R")
 
@@ -54,8 +54,8 @@ class RewardPool:
         log_path: Path | None,
         on_timeout: Callable[[int], object] | None = None,
     ) -> None:
-        """What workers print goes to ``log_path`` (None: to this process's stderr). ``on_timeout`` is called at each
-        try that took too long, with how many there were so far.
+        """Make a pool whose workers' output goes to ``log_path`` (None: to this process's stderr). ``on_timeout`` is
+        called at each try that took too long, with how many there were so far.
         """
         self._spec = spec
         self._workers = workers

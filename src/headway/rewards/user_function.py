@@ -96,12 +96,12 @@ class UserFunction:
 
     @property
     def whole_group(self) -> bool:
-        """Whether one call scores the group: `score_all` rather than `score_one`."""
+        """Tell whether one call scores the group: `score_all` rather than `score_one`."""
         return self.dialect.per_group or self._is_async
 
     @property
     def may_not_apply(self) -> bool:
-        """Whether the function may return None: it does not apply to that response."""
+        """Tell whether the function may return None: it does not apply to that response."""
         return self.dialect is Dialect.TRL
 
     def check_columns(self, columns: Collection[str], lacked: Mapping[str, str] | None = None) -> None:

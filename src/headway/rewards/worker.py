@@ -29,7 +29,7 @@ STARTS_A_PROCESS = frozenset({"os.fork", "os.forkpty", "os.posix_spawn", "os.sys
 
 
 class _Process:
-    """What this process scores with, or why it cannot; set once, by `initialize`."""
+    """The rewards that this process scores with, or why it cannot; set once, by `initialize`."""
 
     scorer: Scorer | UserError = ConfigError("the reward worker was not initialised")
 

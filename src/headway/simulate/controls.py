@@ -1,4 +1,5 @@
-"""What is known of a row's answers before it is simulated, and what they turn out to be: control variates of its times.
+"""Control variates: what is known of a row's answers before it is simulated, and what they turn out to be: control
+variates of its times.
 
     tokens    of all answers that end within a version: what keeps slots, and later the trainer, busy
     longest   of each block of B groups, in the version in which the block's last answer ends: what an update that lets

@@ -1,4 +1,4 @@
-"""What things cost in seconds: decoding under processor sharing, training, one phase of an update. Closed forms only.
+"""Costs in seconds: decoding under processor sharing, training, one phase of an update. Closed forms only.
 
 While the set of active sequences stays the same, a step gives each of ``active`` sequences one token, so the cache
 grows by ``active`` tokens a step, and step j (from 0) takes ``curve(active) + kv_token_s · (kv + active·j)``, with

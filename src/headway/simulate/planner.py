@@ -179,12 +179,14 @@ class _Budget:
         self._share_ends = self.elapsed + (self._budget_s - self.elapsed) / rows
 
     def out_of_time(self, versions: int) -> bool:
-        """Whether one more version than the measured ones would probably end too late, for the plan or for the row."""
+        """Tell whether one more version than the measured ones would probably end too late, for the plan or for the
+        row.
+        """
         ends = self._share_ends if versions >= ROUGHLY_KNOWN else self._budget_s
         return self._would_end_late(self._per_version, ends)
 
     def allows(self, setting: Setting) -> bool:
-        """Whether the shortest simulation of ``setting`` would probably end in time."""
+        """Tell whether the shortest simulation of ``setting`` would probably end in time."""
         shortest = fill_versions(setting.eta) + FEWEST_VERSIONS
         return not self._would_end_late(self._per_version * shortest, self._budget_s)
 

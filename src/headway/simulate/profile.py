@@ -160,7 +160,7 @@ class TrainProfile(Section):
     threads: NonNegative = 0
 
     def recomputes_old_log_probs(self, *, shared: bool) -> bool:
-        """Whether a row recomputes them, by whether it shares its devices."""
+        """Tell whether a row recomputes them, by whether it shares its devices."""
         return self.recompute_old_log_probs == "always" or (shared and self.recompute_old_log_probs == "shared")
 
     @field_validator("points")

@@ -146,7 +146,7 @@ def _train_cost(profile: Profile, config: Config) -> TrainCost:
 
 
 def _update_costs(profile: Profile, config: Config) -> UpdateProfile:
-    """What an update costs; inside one process nothing is sent, received or registered."""
+    """The costs of an update; inside one process nothing is sent, received or registered."""
     facts = TRANSPORTS.get(config.param_update.transport)  # None for ``auto``: between processes
     if facts is None or not facts.within_process:
         return profile.update

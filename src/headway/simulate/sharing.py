@@ -50,7 +50,7 @@ class ProcessorSharing:
     # ---------------------------------------------------------------- who decodes
 
     def fits(self, run: TrajectoryRun, beside: int, cached: int) -> bool:
-        """Whether ``run`` can join together with ``beside`` others of ``cached`` tokens, and a step then fits."""
+        """Tell whether ``run`` can join together with ``beside`` others of ``cached`` tokens, and a step then fits."""
         active = self.active + beside
         if self._limit is None or active == 0:
             return True

@@ -57,7 +57,7 @@ class SimulatedTrainer:
         self.name = "trainer"
         self._doing: str | None = None
         self._computes = False
-        """What it does takes time, and does not wait for anybody."""
+        """The trainer computes: its work takes time, and waits for nobody."""
         self._copy: int | None = None
         """The version that the copy in host memory holds; None while it is being written, or before."""
         self._sending = 0
@@ -126,7 +126,7 @@ class SimulatedTrainer:
     async def close(self) -> None: ...
 
     async def heartbeat(self) -> Heartbeat:
-        """What takes time moves all the while, as a simulated clock passes."""
+        """The trainer's heartbeat: work that takes time moves all the while, as a simulated clock passes."""
         return Heartbeat(self._doing or "", 0.0 if self._computes else math.inf)
 
     async def _work(self, doing: str, seconds: float) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def digest(data: torch.Tensor) -> int:
-    """xxh3 of ``data`` [n] uint8. What lies on a device is copied to the host first."""
+    """The xxh3 of ``data`` [n] uint8. What lies on a device is copied to the host first."""
     return xxhash.xxh3_64_intdigest(_bytes(data))
 
 

@@ -50,7 +50,7 @@ class Outgoing(Protocol):
 
     @property
     def digests(self) -> tuple[int, ...]:
-        """xxh3 (64 bits) of each tensor's bytes, in the layout's order; known when all chunks were drawn."""
+        """The xxh3 (64 bits) of each tensor's bytes, in the layout's order; known when all chunks were drawn."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What all policy losses share: their inputs, their parameters, their registry, and the safe log-ratio.
+"""Parts that all policy losses share: their inputs, their parameters, their registry, and the safe log-ratio.
 
 Shape suffixes: N sequences of a micro-batch (one row is one answer), T response tokens (padded), 1 a broadcast column.
 """
@@ -24,7 +24,7 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(slots=True)
 class LossInputs:
-    """What a policy loss may look at. Values at masked positions are never used and may be anything."""
+    """The inputs of a policy loss. Values at masked positions are never used and may be anything."""
 
     logprobs: Float[Tensor, "N T"]
     """log π_θ of the sampled tokens, in nats; the one input with a gradient (and ``entropy``)."""
@@ -38,12 +38,12 @@ class LossInputs:
     ref_logprobs: Float[Tensor, "N T"] | None = None
     entropy: Float[Tensor, "N T"] | None = None
     finished: Bool[Tensor, " N"] | None = None
-    """Whether each answer has ended; ``None``: all have. Only ``t_ppo`` asks."""
+    """Flags of the answers that have ended; ``None``: all have. Only ``t_ppo`` asks."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyLossParams(Generic[Own]):
-    """What a policy loss is told: its own section of the configuration, and the clip range, which losses share."""
+    """The parameters of a policy loss: its own section of the configuration, and the clip range, which losses share."""
 
     own: Own
     """The loss's section, one of `headway.config.losses`: its parameters, all with values."""
@@ -52,7 +52,7 @@ class PolicyLossParams(Generic[Own]):
     [−clip_low, clip_high]; for ``dppo_tv`` and ``dppo_kl`` they are the largest divergence down and up. The off-policy
     guard may have tightened both."""
     clip_high: float = 0.2
-    """ε above."""
+    """The ε above: see ``clip_low``."""
 
 
 PolicyLoss = Callable[[LossInputs, PolicyLossParams[Any]], tuple[Tensor, dict[str, Tensor]]]

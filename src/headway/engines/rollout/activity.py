@@ -1,4 +1,4 @@
-"""How much an engine computed between two reports; what a busy span is, each engine knows for itself."""
+"""The amount that an engine computed between two reports; what a busy span is, each engine knows for itself."""
 
 from __future__ import annotations
 

@@ -61,13 +61,13 @@ class Groups:
 
 
 def numbered(numbers: Sequence[int]) -> Callable[[GroupRun], bool]:
-    """Whether a group is one of these training groups."""
+    """Tell whether a group is one of these training groups."""
     wanted = frozenset(numbers)
     return lambda group: _trains(group) and group.request.number in wanted
 
 
 def owned_by(owner: Hashable) -> Callable[[GroupRun], bool]:
-    """Whether ``owner`` submitted a group."""
+    """Tell whether ``owner`` submitted a group."""
     return lambda group: group.owner == owner
 
 

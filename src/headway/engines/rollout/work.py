@@ -83,7 +83,7 @@ class GroupRun:
 
     request: GenerateRequest
     owner: Hashable
-    """Whoever submitted it; results and cancellation go by it."""
+    """The call that submitted the group; results and cancellation go by it."""
     prompt_ids: NDArray[np.int64]
     """[P]"""
     runs: list[TrajectoryRun] = field(default_factory=list)

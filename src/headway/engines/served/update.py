@@ -179,12 +179,12 @@ class Updates:
 
 
 def cannot_stage(name: str) -> RunError:
-    """For a rollout engine without `Updates`."""
+    """The error of a rollout engine without `Updates` that is asked to receive."""
     return RunError(f"rollout engine {name} was made without a weight transport; it cannot stage weights")
 
 
 def nothing_to_activate(name: str, version: int) -> UpdateFailed:
-    """For a rollout engine without `Updates`."""
+    """The error of a rollout engine without `Updates` that is asked to load."""
     return UpdateFailed(
         f"rollout engine {name} was told to activate version {version}, but nothing is staged: it was made without a "
         "weight transport"
@@ -192,7 +192,7 @@ def nothing_to_activate(name: str, version: int) -> UpdateFailed:
 
 
 def not_staged(name: str, version: int, staged: int | None) -> UpdateFailed:
-    """For whoever has ``staged``, or nothing, and is to load ``version``."""
+    """The error for a receiver that has ``staged``, or nothing, and is to load ``version``."""
     return UpdateFailed(
         f"{name} was told to activate version {version}, but "
         f"{'nothing' if staged is None else f'version {staged}'} is staged; call stage_weights({version}) first"

@@ -43,7 +43,7 @@ class LogProbCopy:
         token_budget: int,
         takes_deltas: bool = False,
     ) -> None:
-        """It serves version 0: ``model`` as it is, in the dtype that the trainer computes in.
+        """Serve version 0: ``model`` as it is, in the dtype that the trainer computes in.
 
         Args:
             receive: puts a version into a sink, blocking.
@@ -67,7 +67,7 @@ class LogProbCopy:
         self._token_budget = token_budget
 
     def proximal_logprobs(self, rows: Sequence[Row], version: int) -> list[NDArray[np.float32]]:
-        """For each row its [T] float32 log-probs (nats) under ``version``. Raises `RunError` when it serves another."""
+        """The [T] float32 log-probs of each row (nats) under ``version``. Raises `RunError` when it serves another."""
         self._weights.check("compute log-probs")
         if self._weights.version != version:
             raise RunError(

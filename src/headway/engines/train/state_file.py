@@ -24,7 +24,7 @@ def files_of(path: Path) -> dict[str, int]:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Of the checkpoint in the folder ``path``.
+    """Read the state of the checkpoint in the folder ``path``.
 
     Raises:
         ModelError: there is no complete checkpoint, the file is damaged, or another one is missing or cut off.

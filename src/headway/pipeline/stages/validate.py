@@ -134,7 +134,9 @@ class Validate(Stage[Validation, None]):
         )
 
     def _check_scored(self, scores: Sequence[Score], version: int, *, first: bool) -> None:
-        """Where all failed: raises `NothingToTrain` for many of the ``first`` validation, warns otherwise."""
+        """Look whether all problems failed: raises `NothingToTrain` for many of the ``first`` validation, warns
+        otherwise.
+        """
         reasons = [str(score) for score in scores if isinstance(score, ScoringFailed)]
         if not reasons or len(reasons) < len(scores):
             return

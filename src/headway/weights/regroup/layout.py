@@ -33,7 +33,7 @@ class Interval(NamedTuple):
 
     @property
     def length(self) -> Fraction:
-        """stop − start; 0 when nothing is left."""
+        """The length, stop − start; 0 when nothing is left."""
         return max(self.stop - self.start, Fraction(0))
 
     def overlap(self, other: Interval) -> Interval:
@@ -57,7 +57,7 @@ class Part(NamedTuple):
         return Part(self.layers.overlap(other.layers), self.columns.overlap(other.columns))
 
     def covers(self, other: Part) -> bool:
-        """Whether all of ``other`` is in this part."""
+        """Tell whether all of ``other`` is in this part."""
         return self.overlap(other).size == other.size
 
 
@@ -71,7 +71,7 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """pp × tp × dp devices: stages of the pipeline, shards of each tensor, replicas of the whole.
+    """A layout of pp × tp × dp devices: stages of the pipeline, shards of each tensor, replicas of the whole.
 
     Raises `ConfigError` for a degree below 1.
     """

@@ -19,7 +19,7 @@ from typing import Any
 Endpoint = tuple[str, int]
 """IP address and port."""
 DESCRIPTORS = Path("/proc/self/fd")
-"""Of this process, on Linux."""
+"""The folder of this process's file descriptors, on Linux."""
 _making = Lock()
 """Two devices that are made at once could not tell their listeners apart."""
 

@@ -45,7 +45,7 @@ class StoreGroup:
         self.device = torch.device(device)
         self._timeout = timedelta(seconds=timeout_s)
         self._listens: Endpoint | None = None
-        """Where the others connect to this rank (Gloo only), as far as that is known."""
+        """The endpoint at which the others connect to this rank (Gloo only), as far as it is known."""
         with boundary(f"{members[rank]} cannot reach the store at {address[0]}:{address[1]}", UpdateFailed):
             self._store = join_store(address, prefix, timeout_s)
         self._group = self._form(host)

@@ -55,7 +55,7 @@ class Here:
     """The means that an end has where it runs."""
 
     host: str | None = None
-    """This machine's address for the others."""
+    """The machine's address for the others."""
     put: Callable[[Any], Any] = lambda value: value
     """Keep an object where other processes can get it; a handle of it."""
     fetch: Callable[[Sequence[Any]], list[Any]] = list

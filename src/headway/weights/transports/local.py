@@ -190,7 +190,7 @@ class LocalSender:
         return None
 
     def close(self) -> None:
-        """Whoever still waits at any end fails at once."""
+        """Close the end: whoever still waits at any end fails at once."""
         self._exchange.close()
 
 
@@ -205,5 +205,5 @@ class LocalReceiver:
         self._exchange.receive(self._name, version, sink)
 
     def close(self) -> None:
-        """Whoever still waits at any end fails at once."""
+        """Close the end: whoever still waits at any end fails at once."""
         self._exchange.close()

@@ -28,7 +28,7 @@ class Admission:
         """Positions that the longest row needs, with its next token."""
 
     def __call__(self, run: TrajectoryRun) -> bool:
-        """Whether ``run`` starts, too."""
+        """Tell whether ``run`` starts, too."""
         length = run.length
         tokens = self._prefilled + (0 if self._is_prefilled(run) else length)
         if self._started and tokens > self._budget:
@@ -42,5 +42,5 @@ class Admission:
         return True
 
     def _is_prefilled(self, run: TrajectoryRun) -> bool:
-        """Whether the context is its group's prompt, which is kept, or which the one before it brings."""
+        """Tell whether the context is its group's prompt, which is kept, or which the one before it brings."""
         return run.fresh and (run.group.prefilled is not None or run.group is self._group)

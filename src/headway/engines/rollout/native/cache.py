@@ -91,7 +91,7 @@ class SlotCache:
         return cache
 
     def fits(self, rows: int, positions: int) -> bool:
-        """Whether there is memory for so many rows, the longest of ``positions``."""
+        """Tell whether there is memory for so many rows, the longest of ``positions``."""
         return rows * self._rounded(positions) <= self.tokens
 
     def reserve(self, rows: int, positions: int, lengths: NDArray[np.int64]) -> None:

@@ -17,7 +17,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """Whether there are kernels for packed weights here, and they would be faster."""
+    """Tell whether there are kernels for packed weights here, and they would be faster."""
     return (
         weight.device.type == "cpu"
         and weight.dtype in _DTYPES
@@ -30,7 +30,7 @@ def can_pack(weight: torch.Tensor) -> bool:
 
 
 class Projection:
-    """x ↦ x · Wᵀ (+ b), with W [out, in] and b [out] read anew after each `refresh`."""
+    """The map x ↦ x · Wᵀ (+ b), with W [out, in] and b [out] read anew after each `refresh`."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight, self._transposed, self._bias = weight, weight.t(), bias

@@ -101,7 +101,7 @@ class Runner:
             self._graphs = graphs.DecodeGraphs(forward, self.cache, recorder, self._window, self._dtype)
 
     def fits(self, rows: int, positions: int) -> bool:
-        """Whether the KV cache has memory for a step of so many rows, the longest of ``positions``."""
+        """Tell whether the KV cache has memory for a step of so many rows, the longest of ``positions``."""
         return self.cache.fits(max(rows, self._least_rows), positions)
 
     def _tokens_in(self, kv_cache_bytes: int, slots: int) -> int:

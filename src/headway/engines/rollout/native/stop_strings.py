@@ -14,7 +14,7 @@ def window(stop: Sequence[str]) -> int:
 
 
 def completed(tail: Sequence[int], stop: Sequence[str], decode: Callable[[Sequence[int]], str]) -> bool:
-    """Whether the last of ``tail``, an answer's last `window` tokens, completed one of ``stop``."""
+    """Tell whether the last of ``tail``, an answer's last `window` tokens, completed one of ``stop``."""
     now, before = decode(tail), decode(tail[:-1])
     old = len(before.rstrip("\N{REPLACEMENT CHARACTER}"))  # a character that was half there is new
     return any(text in now[max(0, old - len(text) + 1) :] for text in stop)

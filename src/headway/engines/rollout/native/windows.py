@@ -22,7 +22,7 @@ class Windows:
     size: int | None
     """Tokens that a windowed layer attends to, the newest included; None: no layer's window is ever full."""
     layers: tuple[bool, ...]
-    """Whether each layer is windowed."""
+    """Flags of the layers that are windowed."""
 
     @classmethod
     def of(cls, config: PreTrainedConfig, max_context: int) -> Windows:

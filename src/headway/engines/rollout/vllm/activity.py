@@ -9,7 +9,8 @@ from headway.engines.rollout.activity import Counts
 
 
 class Activity(Counts):
-    """vLLM steps for as long as it has a trajectory and is not paused; what a step did, it says behind each.
+    """The activity of vLLM, which steps for as long as it has a trajectory and is not paused; what a step did, it says
+    behind each.
 
     Prefilled tokens are those that a step computed beside one for each trajectory that goes on: of an interrupted
     trajectory's context all but the last, and nothing of what is found in the prefix cache.
@@ -54,7 +55,8 @@ class Activity(Counts):
         self._inside = 0
 
     def step(self, scheduler: Any, iteration: Any) -> None:
-        """vLLM made a step, or has something else to say: its ``SchedulerStats`` and ``IterationStats``, or None.
+        """Note that vLLM made a step, or has something else to say: its ``SchedulerStats`` and ``IterationStats``, or
+        None.
 
         A step takes from the one before to its own end on vLLM's clock, where some trajectory has tokens of both; else,
         and behind a halt, for which vLLM counts the halt, too, it ends now.

@@ -99,7 +99,8 @@ class VllmCore:
         self._cleared = False
         """Paused, and all keys and values are gone."""
         self._sleeping: list[str] = []
-        """What of its memory sleeps, by vLLM's tags: it wakes as a whole, or the weights first, when new ones come."""
+        """The parts of its memory that sleep, by vLLM's tags: it wakes as a whole, or the weights first, when new ones
+        come."""
         self._moved = asyncio.Event()
         """Set, and replaced, when the scheduler's mode may have changed."""
         self._weights = Weights.SERVED
@@ -110,7 +111,7 @@ class VllmCore:
 
     @property
     def _asleep(self) -> bool:
-        """It computes nothing before `wake`."""
+        """The engine is asleep: it computes nothing before `wake`."""
         return bool(self._sleeping)
 
     # ------------------------------------------------------------------------------------- commands
@@ -453,7 +454,7 @@ class VllmCore:
             self._settle()
 
     def _lost(self) -> None:
-        """vLLM's outputs have ended: by its death, unless this engine ended before."""
+        """The error for outputs of vLLM's that have ended: by its death, unless this engine ended before."""
         self._fail(WorkerDied(f"vLLM's processes of rollout engine {self._name} have ended; its own output says why"))
 
     def _check(self) -> None:

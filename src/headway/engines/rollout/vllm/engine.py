@@ -373,7 +373,7 @@ def _counting(activity: Activity) -> Callable[..., Any]:
     """The stat logger that vLLM calls behind each step."""
 
     class Counts:
-        """vLLM's stat logger."""
+        """A stat logger for vLLM."""
 
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...
 

@@ -1,4 +1,4 @@
-"""vLLM's settings, and its start."""
+"""Settings of vLLM, and its start."""
 
 from __future__ import annotations
 
@@ -130,14 +130,16 @@ def _batching(settings: VllmSettings, on_cpu: bool) -> dict[str, Any]:
 
 
 def is_cpu_build() -> bool:
-    """Whether the vLLM that is imported runs on a CPU."""
+    """Tell whether the vLLM that is imported runs on a CPU."""
     from vllm.platforms import current_platform  # type: ignore[import-not-found]
 
     return bool(current_platform.is_cpu())
 
 
 def is_roomy(llm: Any, slots: int) -> bool:
-    """Whether vLLM has memory for a whole context in each slot, and so preempts nobody. False where it does not say."""
+    """Tell whether vLLM has memory for a whole context in each slot, and so preempts nobody. False where it does not
+    say.
+    """
     contexts = getattr(llm.vllm_config.cache_config, "kv_cache_max_concurrency", None)
     return bool(contexts and contexts > slots)  # just as many do not fit: one block is never given away
 

@@ -27,7 +27,7 @@ class MicroBatch:
 
     input_ids: Int[Tensor, "N L"]
     predictors: Int[Tensor, " M"]
-    """For each response token, where in the flattened [N · L] its predecessor lies, whose hidden state predicts it."""
+    """Index in the flattened [N · L] of each response token's predecessor, whose hidden state predicts it."""
     targets: Int[Tensor, " M"]
     """The response tokens."""
     present: Bool[Tensor, "N T"]

@@ -85,7 +85,7 @@ def save_checkpoint(model: nn.Module, optimizer: Optimizer, path: Path, state: M
 
 
 def _no_room(folder: Path) -> str:
-    """What to say where the disk is full, now that torch has written to ``folder`` what there was room for.
+    """The message where the disk is full, now that torch has written to ``folder`` what there was room for.
 
     Torch itself says of a full disk no more than "enforce fail … unexpected pos 704 vs 598".
     """
@@ -101,7 +101,7 @@ def _no_room(folder: Path) -> str:
 
 
 def incomplete_part(folder: Path) -> str | None:
-    """What is wrong with the first file that the checkpoint's ``.metadata`` names and that is missing or too short.
+    """The fault of the first file that the checkpoint's ``.metadata`` names and that is missing or too short.
 
     None when all are whole. Raises whatever reading a damaged ``.metadata`` raises.
     """
@@ -119,7 +119,7 @@ def incomplete_part(folder: Path) -> str | None:
 
 
 def _causes(error: CheckpointException) -> str:
-    """What failed on which rank, in one line: without tracebacks, and without the advice that torch adds."""
+    """The failures and their ranks, in one line: without tracebacks, and without the advice that torch adds."""
     return "; ".join(
         f"rank {rank}: {type(cause).__name__}: {_first_sentence(str(cause))}"
         for rank, (cause, _) in sorted(error.failures.items())

@@ -41,7 +41,7 @@ class FsdpCritic:
         )
 
     def forward_values(self, rows: Sequence[Row]) -> list[NDArray[np.float32]]:
-        """For each of this rank's ``rows`` its [T] float32 values: V(s_t), before token t."""
+        """The [T] float32 values of each of this rank's ``rows``: V(s_t), before token t."""
         return forward_sharded(self._module, rows, self._token_budget, self._device)
 
     def train_step(self, rows: Sequence[Row]) -> StepReport:

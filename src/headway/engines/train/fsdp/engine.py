@@ -73,7 +73,7 @@ class FsdpEngine:
     # ------------------------------------------------------------------------------------------ compute
 
     def forward_logprobs(self, rows: Sequence[Row]) -> list[NDArray[np.float32]]:
-        """For each of this rank's ``rows`` its [T] float32 log-probs (nats, ``rollout.temperature`` applied)."""
+        """The [T] float32 log-probs of each of this rank's ``rows`` (nats, ``rollout.temperature`` applied)."""
         return forward_sharded(self._policy, rows, self._token_budget, self._device)
 
     def proximal_logprobs(self, rows: Sequence[Row], version: int) -> list[NDArray[np.float32]]:

@@ -40,7 +40,7 @@ Compute = Callable[[MicroBatch], torch.Tensor]
 def forward_rows(
     rows: Sequence[Row], batches: Sequence[Sequence[int]], compute: Compute, device: torch.device
 ) -> list[NDArray[np.float32]]:
-    """For each of ``rows`` its [T] float32 numbers, micro-batch by micro-batch. Collective where ``compute`` is."""
+    """The [T] float32 numbers of each of ``rows``, micro-batch by micro-batch. Collective where ``compute`` is."""
     results = [np.zeros(0, dtype=np.float32)] * len(rows)
     for done, indices in enumerate(batches, 1):
         values = compute(collate(rows_of(rows, indices), device)).float().cpu().numpy()
@@ -54,7 +54,7 @@ def forward_rows(
 def forward_sharded(
     module: ShardedModule, rows: Sequence[Row], token_budget: int, device: torch.device
 ) -> list[NDArray[np.float32]]:
-    """For each of this rank's ``rows`` its [T] float32 numbers, by ``module.per_token``. Collective."""
+    """The [T] float32 numbers of each of this rank's ``rows``, by ``module.per_token``. Collective."""
     try:
         return forward_rows(rows, micro_batches(rows, token_budget, device), module.per_token, device)
     finally:

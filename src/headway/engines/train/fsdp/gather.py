@@ -47,7 +47,7 @@ def gather(
 
 
 def _part(name: str, parameter: torch.Tensor) -> Part:
-    """This rank's own elements of a parameter, in row-major order of the whole."""
+    """The rank's own elements of a parameter, in row-major order of the whole."""
     assert isinstance(parameter, DTensor)
     (placement,) = parameter.placements
     if not (isinstance(placement, Shard) and placement.dim == 0):

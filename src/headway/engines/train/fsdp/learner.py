@@ -115,7 +115,7 @@ class Learner:
         self._optimizer.step()
 
     def _local_grads(self) -> list[torch.Tensor]:
-        """This rank's shards of the gradient. Every parameter is sharded over all ranks, so they are disjoint."""
+        """The rank's shards of the gradient. Every parameter is sharded over all ranks, so they are disjoint."""
         return [p.grad.to_local() for p in self.module.parameters() if isinstance(p.grad, DTensor)]
 
     def _local_grad_square(self) -> torch.Tensor:

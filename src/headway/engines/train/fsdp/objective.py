@@ -31,14 +31,14 @@ from headway.engines.train.fsdp.sums import HEALTH, Sums, Totals
 from headway.interfaces import StepContext
 
 BY_LAG = ("correction/rejected", "correction/truncated", "correction/weight")
-"""Of what losses and corrections report per token, what is reported by lag, too."""
+"""Metrics of losses and corrections that are reported by lag, too."""
 DEFAULT_BOUND = 2.0
-"""Of a correction without bounds of its own."""
+"""The bound of a correction without bounds of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossColumns:
-    """What the loss reads beside the policy's outputs. [N, T] float32, zero-padded."""
+    """The columns that the loss reads beside the policy's outputs. [N, T] float32, zero-padded."""
 
     logprobs: Float[Tensor, "N T"]
     """log π_behav."""
@@ -47,7 +47,7 @@ class LossColumns:
     advantages: Float[Tensor, "N T"]
     mask: Bool[Tensor, "N T"]
     versions: Int[Tensor, "N T"]
-    """That sampled each token."""
+    """The version that sampled each token."""
     ref_logprobs: Float[Tensor, "N T"] | None
     finished: Bool[Tensor, " N"]
     """False for answers that were cut off."""
@@ -99,7 +99,7 @@ class Objective:
 
     @property
     def needs_prox(self) -> bool:
-        """log π_prox is recomputed, and comes with each row."""
+        """Tell whether log π_prox is recomputed, and comes with each row."""
         return self._recomputed
 
     def __call__(
@@ -178,7 +178,7 @@ class Objective:
         of: Totals,
         context: StepContext,
     ) -> Sums:
-        """What metrics come from, beside the loss: means over tokens, and health over all tokens and by lag."""
+        """The sums that metrics come from: means over tokens, and health over all tokens and by lag."""
         mask_NT, current, behaviour = inputs.mask, inputs.logprobs, inputs.behaviour_logprobs
         ratio_NT = log_ratio(current, behaviour, mask_NT).exp()
         outside_NT = (ratio_NT < 1 - self._params.clip_low) | (ratio_NT > 1 + self._params.clip_high)

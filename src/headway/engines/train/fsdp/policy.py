@@ -28,7 +28,7 @@ from headway.progress import Progress, progress_here
 
 
 class ShardedModule(nn.Module):
-    """What FSDP shards: a Hugging Face decoder under a forward pass that ends in numbers per token."""
+    """The module that FSDP shards: a Hugging Face decoder under a forward pass that ends in numbers per token."""
 
     def __init__(self, decoder: nn.Module) -> None:
         """``decoder`` is the LM without its head, wherever in this module it lies."""

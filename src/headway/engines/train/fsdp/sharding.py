@@ -1,4 +1,4 @@
-"""From a model folder to a sharded policy; no rank but zero ever holds a full copy.
+"""Sharding: from a model folder to a sharded policy; no rank but zero ever holds a full copy.
 
     rank 0:  load ─▶ fully_shard ─▶ scatter each parameter ─┐
     others:  same modules, memory untouched ─▶ fully_shard ─┴▶ every rank holds its shard

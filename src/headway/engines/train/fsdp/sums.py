@@ -29,7 +29,7 @@ class Totals:
 
 
 def count(rows: Sequence[Row]) -> Totals:
-    """This rank's share of the totals."""
+    """The rank's share of the totals."""
     tokens = [int(row.loss_mask.sum()) for row in rows]
     return Totals(tokens=float(sum(tokens)), sequences=float(sum(n > 0 for n in tokens)))
 

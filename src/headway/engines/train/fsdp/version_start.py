@@ -22,7 +22,7 @@ class VersionStart:
     """
 
     def __init__(self, module: nn.Module, *, keeps_copy: bool) -> None:
-        """Without ``keeps_copy`` a version is known until its first step."""
+        """``keeps_copy``: without it a version is known only until its first step."""
         self._module = module
         self._keeps_copy = keeps_copy
         self._known: int | None = None
