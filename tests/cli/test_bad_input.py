@@ -250,7 +250,9 @@ CASES = {
     "an unknown kind of model": model_says(dry=False, model_type="frobnicator"),
     "not a language model": model_says(dry=False, model_type="vit"),
     "an encoder": model_says(dry=False, model_type="bert"),
-    "logits that are made in another way": model_says(model_type="modernbert-decoder", architectures=None),
+    "logits that are made in another way": model_says(
+        model_type="modernbert-decoder", bos_token_id=1, layer_types=["full_attention"], rope_parameters=None
+    ),
     "a quantised model": model_says(quantization_config={"quant_method": "gptq", "bits": 4}),
     "code of the model's own": model_says(
         dry=False, model_type="mine", auto_map={"AutoConfig": "configuration_mine.Mine"}

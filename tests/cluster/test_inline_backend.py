@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from headway.cluster.backend import start_backend
+from headway.cluster.rounding import FLOOR
 from headway.errors import ModelError
 from tests.cluster.one_version import one_version, tiny_config
 
@@ -63,6 +64,8 @@ async def test_where_a_replica_was_replaced_everybody_is_closed_at_the_end(tiny_
         assert workers.replaces
         replica = await workers.replace_replica("rollout-1")
         assert replica.name == "rollout-1+1"
+        measured = {receiver.name: workers.rounding.tolerance(receiver.name) for receiver in workers.rollouts}
+        assert measured == dict.fromkeys(["rollout-0", "rollout-1", "rollout-1+1"], FLOOR["float32"])
     finally:
         await workers.close()
     theirs = [t for t in set(threading.enumerate()) - before if "rollout" in t.name or "actor" in t.name]

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from headway.engines.served.stream import SideStream
+from headway.engines.served.update import Updates, outcome
+from headway.interfaces import ReceiveReport
 
 
 class Streams:
@@ -71,3 +73,22 @@ def test_on_a_cpu_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     with SideStream(torch.device("cpu")).working():
         pass
     assert streams.calls == []
+
+
+async def test_a_version_is_received_on_the_side_stream_of_the_engines_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = Streams(monkeypatch)
+
+    class Filled:
+        def begin(self, version: int) -> None:
+            streams.calls.append("begin")
+
+        def fill(self, version: int, receive: Any) -> ReceiveReport:
+            streams.calls.append("fill")
+            return ReceiveReport(recv_s=0.0, register_s=0.0, checksum=0, nbytes=0)
+
+        def load(self, version: int) -> None: ...
+
+    updates = Updates("replica", Filled(), lambda version, sink: None, torch.device("cuda:0"))
+    await outcome(updates.start(1))
+    updates.close()
+    assert streams.calls == ["begin", "make on cuda:0", "wait for default", "use", "fill", "leave", "host waits"]

@@ -24,6 +24,7 @@ VALUES: dict[str, dict[str, Any]] = {
     **{family: {"logits_scaling": 3.0} for family in logits._DIVIDED},
     **{family: {"logit_scale": 0.3} for family in logits._MULTIPLIED},
     **dict.fromkeys(logits._CAPPED, CAP),
+    "minicpm3": {"dim_model_base": 64},
 }
 NOT_BUILT_HERE = {"gemma3n", "gemma4", "gemma4_unified", "cohere_compass_text"}
 """Families whose default model reads images, too, or cannot be made of defaults; their text models are tried."""

@@ -20,6 +20,7 @@ class Noting:
 
     def __init__(self) -> None:
         self.model_config = SimpleNamespace(get_vocab_size=lambda: 40)
+        self.errored = False
         self.woken: list[list[str]] = []
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
