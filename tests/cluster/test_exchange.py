@@ -13,7 +13,7 @@ from headway.cluster.exchange import Exchange, ExchangeSettings, exchange_settin
 from headway.cluster.roles.outbox import Send, Sent, SentWeights
 from headway.cluster.worker_group import Worker, WorkerGroup
 from headway.config.schema import Config
-from headway.errors import ConfigError, UpdateFailed
+from headway.errors import ConfigError, UpdateFailed, WorkerDied
 from headway.interfaces import ReceiveReport, SendReport
 from headway.weights.layout import Manifest
 from headway.weights.protocols import Parcel
@@ -77,6 +77,8 @@ class NotedReceiver:
 
     async def call(self, method: str, *args: Any) -> Any:
         if method == "connect":
+            if isinstance(self.failure, WorkerDied):
+                raise self.failure
             return self.links.append(*args)
         assert method == "stage_weights"
         if self.failure is not None:
@@ -123,6 +125,14 @@ async def test_a_link_serves_as_long_as_its_members_are_the_same_and_nothing_fai
     generations = [link.data.generation for _, link in trainer.links]
     assert len(set(generations)) == 2, "no two groups meet under the same keys"
     assert trainer.links[-1][1].data.receivers == ("a",)
+
+
+async def test_a_receiver_that_dies_at_a_meeting_fails_the_meeting_and_not_the_run() -> None:
+    between, _, (_, b) = exchange(SETTINGS, TWO)
+    b.failure = WorkerDied("its process ended")
+    with pytest.raises(UpdateFailed, match="b died before it met the trainer: its process ended"):
+        await between.reach(["a", "b"])
+    await together(between, 1, ["a"])
 
 
 async def test_after_a_failure_everybody_meets_anew_and_all_bytes_are_sent() -> None:

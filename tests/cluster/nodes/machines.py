@@ -161,7 +161,10 @@ class Machines:
 
     def _ray(self, script: str) -> None:
         """Run a few lines of Python on A, connected to Ray. Once more where Ray, which is starting, did not answer."""
-        connect = f'import logging, ray\nray.init("{RAY}", logging_level=logging.ERROR, log_to_driver=False)\n'
+        options = (
+            'namespace="tests", logging_level=logging.ERROR, log_to_driver=False'  # names are those of a namespace
+        )
+        connect = f'import logging, ray\nray.init("{RAY}", {options})\n'
         for _ in range(2):
             ran = self["A"].run(sys.executable, "-c", connect + script)
             if ran.returncode == 0:

@@ -1,0 +1,140 @@
+"""A replica in the place of one that is gone: where it goes, how long that may take, and what it has to see."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from headway.cluster import address, resource_pool
+from headway.cluster.address import answers, stops_answering
+from headway.cluster.exchange import Exchange
+from headway.cluster.plan import WorkerSpec
+from headway.cluster.replacements import Replacements
+from headway.cluster.resource_pool import ResourcePool
+from headway.cluster.roles.rollout import RolloutRole
+from headway.cluster.sight import Sight
+from headway.cluster.worker_group import Worker
+from headway.errors import ModelError, StallError
+
+SPEC = WorkerSpec("rollout-1", RolloutRole, 1, 1, {})
+
+
+class Place:
+    """Notes what is asked of a cluster and of the workers on it, in order."""
+
+    def __init__(self, *, found: bool = True) -> None:
+        self.log: list[str] = []
+        self._found = asyncio.Event()
+        if found:
+            self._found.set()
+
+    async def find_place(self, spec: WorkerSpec) -> None:
+        self.log.append(f"find a place for {spec.name}")
+        await self._found.wait()
+
+    def launch(self, spec: WorkerSpec) -> Worker:
+        self.log.append(f"launch {spec.name}")
+        return self.worker(spec.name)
+
+    def worker(self, name: str) -> Worker:
+        def noted(what: str) -> Callable[..., Any]:
+            async def note(*args: Any) -> None:
+                self.log.append(f"{what} {name}")
+
+            return note
+
+        return cast(Worker, SimpleNamespace(name=name, up=noted("up"), kill=noted("kill"), call=noted("call")))
+
+
+class Seeing:
+    """A `Sight` that refuses when it is told to."""
+
+    def __init__(self, place: Place, failure: Exception | None = None) -> None:
+        self._place = place
+        self._failure = failure
+
+    async def check_replica(self, worker: Worker) -> None:
+        self._place.log.append(f"look from {worker.name}")
+        if self._failure is not None:
+            raise self._failure
+
+
+def replacements(place: Place, failure: Exception | None = None, timeout_s: float = 5.0) -> Replacements:
+    async def serve(group: Any) -> Any:
+        place.log.append(f"serve {group.name}")
+        return group.name
+
+    exchange = cast(Exchange, SimpleNamespace(add=lambda worker, dtype: None))
+    made = Replacements(place, cast(Sight, Seeing(place, failure)), serve, exchange, "float32", timeout_s=timeout_s)
+    made.know(SPEC, place.worker("rollout-1"))
+    return made
+
+
+async def test_a_place_is_found_before_anything_is_started_there() -> None:
+    place = Place()
+    assert cast(str, await replacements(place).start("rollout-1")) == "rollout-1+1"
+    assert place.log == [
+        "find a place for rollout-1",
+        "kill rollout-1",
+        "launch rollout-1+1",
+        "up rollout-1+1",
+        "look from rollout-1+1",
+        "call rollout-1+1",
+        "serve rollout-1+1",
+    ]
+
+
+async def test_where_no_machine_has_room_the_wait_is_bounded_and_says_so() -> None:
+    place = Place(found=False)
+    with pytest.raises(
+        StallError, match=r"rollout-1\+1, which is to replace .* = 0.05 s: the driver waited for its dev"
+    ):
+        await replacements(place, timeout_s=0.05).start("rollout-1")
+    assert place.log == ["find a place for rollout-1"]
+
+
+async def test_a_machine_without_the_model_gets_no_replica() -> None:
+    place = Place()
+    with pytest.raises(ModelError, match="no such folder"):
+        await replacements(place, ModelError("m: no such folder")).start("rollout-1")
+    assert place.log[-1] == "look from rollout-1+1"
+
+
+async def test_a_device_has_a_place_when_ray_answers_on_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First on a machine that Ray takes for alive, then on none, then on another one, which answers."""
+    server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+    alive = {"NodeManagerAddress": "127.0.0.1", "NodeManagerPort": server.sockets[0].getsockname()[1]}
+    looks = [{"NodeManagerAddress": "127.0.0.1", "NodeManagerPort": 9}, None, alive]
+    pool = ResourcePool(cast(Any, None), 0)
+    monkeypatch.setattr(resource_pool, "LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr(pool, "_node", lambda device: looks.pop(0))
+    await asyncio.wait_for(pool.find_place(1), 10)
+    assert looks == []
+    server.close()
+
+
+async def test_a_machine_is_given_up_after_several_failures_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    came = iter([True, False, False, False, True, False, False, False, False])
+    asked: list[bool] = []
+
+    async def says(host: str, port: int) -> bool:
+        asked.append(next(came))
+        return asked[-1]
+
+    monkeypatch.setattr(address, "ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr(address, "answers", says)
+    await stops_answering("10.0.0.2", 1)
+    assert len(asked) == 9
+
+
+async def test_a_port_at_which_nothing_listens_does_not_answer() -> None:
+    server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    assert await answers("127.0.0.1", port)
+    server.close()
+    await server.wait_closed()
+    assert not await answers("127.0.0.1", port)
