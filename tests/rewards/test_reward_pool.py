@@ -423,16 +423,16 @@ async def test_closing_leaves_no_process_and_fails_what_is_still_awaited(user_fi
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads masks of signals from /proc")
-async def test_no_signal_to_the_group_reaches_a_worker_while_it_starts_now_or_later(user_file: Path) -> None:
+async def test_no_signal_of_a_terminal_reaches_a_worker_while_it_starts_now_or_later(user_file: Path) -> None:
     """Processes begin with the mask of the thread that starts them; later ones are started by the pool's threads."""
-    left_to_the_driver = sum(1 << (number - 1) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+    of_a_terminal = sum(1 << (number - 1) for number in (signal.SIGINT, signal.SIGHUP))
 
     def holding_back() -> dict[int, bool]:
         masks = {}
         for task in Path("/proc/self/task").iterdir():
             status = (task / "status").read_text()
             (blocked,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigBlk"))
-            masks[int(task.name)] = int(blocked, 16) & left_to_the_driver == left_to_the_driver
+            masks[int(task.name)] = int(blocked, 16) & of_a_terminal == of_a_terminal
         return masks
 
     before = holding_back()

@@ -191,14 +191,14 @@ class RewardPool:
 
 @contextmanager
 def _interrupts_held_back() -> Iterator[None]:
-    """Threads and processes that are started within hear of none of `worker.LEFT_TO_THE_DRIVER`.
+    """Threads and processes that are started within never hear of a terminal, not even before they leave its session.
 
-    A signal to the whole process group reaches workers also while they start, before they have left the group.
+    SIGTERM is not held back: it is how the pool ends workers, also such that are just starting.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, worker.LEFT_TO_THE_DRIVER)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, worker.HELD_BACK)
     try:
-        resource_tracker.ensure_running()  # whose start lets SIGINT and SIGTERM through again
-        signal.pthread_sigmask(signal.SIG_BLOCK, worker.LEFT_TO_THE_DRIVER)
+        resource_tracker.ensure_running()  # whose start lets interrupts through again
+        signal.pthread_sigmask(signal.SIG_BLOCK, worker.HELD_BACK)
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -20,8 +20,8 @@ from headway.rewards.request import RewardSpec, ScoreRequest
 from headway.rewards.scorers import Scorer, make_scorer
 
 PR_SET_PDEATHSIG = 1
-LEFT_TO_THE_DRIVER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-"""Signals of terminals and schedulers, which they send to all processes of a group. Only the driver decides on them."""
+HELD_BACK = {signal.SIGINT, signal.SIGHUP}
+"""Signals of a terminal, of which workers do not hear while they start."""
 MOST_FILES = 65536
 """More than a worker may have open."""
 STARTS_A_PROCESS = frozenset({"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"})
@@ -87,15 +87,14 @@ def _ready_scorer() -> Scorer:
 def _leave_signals_to_the_driver() -> None:
     """Lead a session of one's own, which no terminal and no signal to the driver's process group reaches.
 
-    What came for the group while this process started is forgotten. Afterwards SIGTERM is the pool's again, which ends
-    its workers with it.
+    What a terminal sent while this process started is forgotten. A SIGTERM to the group would have ended it then, which
+    costs nothing: the driver leaves at that when the run starts, and another worker takes the place of this one later.
     """
     if os.getpid() != os.getpgrp():
         os.setsid()
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in LEFT_TO_THE_DRIVER}
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_THE_DRIVER)  # held back while the process started
-    for number in LEFT_TO_THE_DRIVER - {signal.SIGINT}:
-        signal.signal(number, before[number])
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in HELD_BACK}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)  # held back while the process started
+    signal.signal(signal.SIGHUP, before[signal.SIGHUP])
 
 
 def _leave_no_children() -> None:
