@@ -15,30 +15,30 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from headway.data.files import Record
-from headway.data.mixing import Mixture, Part, generator, quotas
+from headway.data.mixing import Mixture, SourceShare, generator, quotas
 from headway.data.sources import RowSource
 from headway.errors import DataError
 
 
-def parts_of(*rows_and_weights: tuple[int, int | str | None]) -> list[Part]:
+def parts_of(*rows_and_weights: tuple[int, int | str | None]) -> list[SourceShare]:
     return [
-        Part(f"part {i}", rows, None if weight is None else Fraction(weight))
+        SourceShare(f"part {i}", rows, None if weight is None else Fraction(weight))
         for i, (rows, weight) in enumerate(rows_and_weights)
     ]
 
 
 @st.composite
-def weighted_parts(draw: st.DrawFn) -> list[Part]:
+def weighted_parts(draw: st.DrawFn) -> list[SourceShare]:
     """Up to four parts, each with a place in an epoch."""
     sizes = draw(st.lists(st.integers(1, 12), min_size=1, max_size=4))
     weights = st.fractions(min_value=Fraction(1, 20), max_value=20, max_denominator=20)
-    parts = [Part(str(i), rows, draw(weights)) for i, rows in enumerate(sizes)]
+    parts = [SourceShare(str(i), rows, draw(weights)) for i, rows in enumerate(sizes)]
     total, whole = sum(sizes), sum(part.weight or 0 for part in parts)
     assume(all(total * (part.weight or 0) >= whole for part in parts))
     return parts
 
 
-def stream_of(part: int, mixture: Mixture, parts: Sequence[Part], epochs: int) -> list[list[int]]:
+def stream_of(part: int, mixture: Mixture, parts: Sequence[SourceShare], epochs: int) -> list[list[int]]:
     """The rows of one part that each epoch has, by an independent count of where the part's records lie."""
     start = sum(one.rows for one in parts[:part])
     return [
@@ -69,7 +69,7 @@ def test_an_epoch_has_as_many_draws_as_there_are_rows_shared_out_by_weight(parts
 
 @settings(deadline=None)
 @given(weighted_parts())
-def test_every_share_is_its_exact_one_rounded_up_or_down(parts: list[Part]) -> None:
+def test_every_share_is_its_exact_one_rounded_up_or_down(parts: list[SourceShare]) -> None:
     total, whole = sum(part.rows for part in parts), sum(part.weight for part in parts)
     shared = quotas(parts)
     assert sum(shared) == total
@@ -176,7 +176,7 @@ def test_unshuffled_sources_follow_each_other_or_are_spread_evenly_by_weight() -
 
 def test_one_source_without_weights_is_ordered_by_numpys_permutation_of_seed_and_epoch() -> None:
     expected = np.random.default_rng(np.random.SeedSequence(3, spawn_key=(1, 4))).permutation(10)
-    assert Mixture([Part("", 10)], seed=3, shuffle=True).epoch(4).indices.tolist() == expected.tolist()
+    assert Mixture([SourceShare("", 10)], seed=3, shuffle=True).epoch(4).indices.tolist() == expected.tolist()
     assert generator(3, 1, 4).permutation(10).tolist() == expected.tolist()
 
 
@@ -192,7 +192,9 @@ class CharacterTokenizer:
         return [(r.prompt, np.zeros(len(r.prompt), np.int32)) if len(r.prompt) <= 5 else None for r in records]
 
 
-def source_of(parts: Sequence[Part], too_long: frozenset[int] = frozenset(), seed: int = 0, **options) -> RowSource:
+def source_of(
+    parts: Sequence[SourceShare], too_long: frozenset[int] = frozenset(), seed: int = 0, **options
+) -> RowSource:
     rows = [(part.name, i) for part in parts for i in range(part.rows)]
     records = [Record("too long" if n in too_long else "ok", n, name) for n, (name, _) in enumerate(rows)]
     return RowSource(records, CharacterTokenizer(), seed=seed, parts=parts, **options)

@@ -13,7 +13,7 @@ from headway.events import ReplicaJoined, ReplicaLost, RunStarted, Span, StageCh
 from headway.reports.intervals import complement, length, union
 from headway.reports.lanes import NOTHING_REPORTED, Kind, Lane, LaneSpan, idle, lay_out, side_by_side
 from headway.reports.stage_lanes import StageLog, stage_lanes
-from headway.reports.update_lanes import Updates
+from headway.reports.update_lanes import UpdateLanes
 from tests.reports.scripted_run import ScriptedRun
 
 HORIZON = 24
@@ -130,7 +130,7 @@ def phase(time: float, name: str, seconds: float, where: str = "rollout-0", vers
 
 
 def placed(*phases: UpdatePhase) -> list[tuple[str, float, float]]:
-    updates = Updates()
+    updates = UpdateLanes()
     for event in phases:
         updates.phase(event)
     return [(s.label, s.start, s.end) for spans in updates.phases().values() for s in spans]
@@ -142,7 +142,7 @@ def test_phases_that_are_reported_together_follow_each_other_and_end_at_the_repo
 
 
 def test_sends_to_several_receivers_lie_side_by_side() -> None:
-    updates = Updates()
+    updates = UpdateLanes()
     for event in (phase(5, "gather", 1, "actor"), phase(8, "send", 3, "actor"), phase(9, "send", 4, "actor")):
         updates.phase(event)
     assert [lane.name for lane in updates.lanes()] == ["actor", "actor (2)"]
@@ -150,7 +150,7 @@ def test_sends_to_several_receivers_lie_side_by_side() -> None:
 
 
 def test_a_replica_serves_each_version_from_its_load_on_and_is_absent_before_it_joins_and_after_its_loss() -> None:
-    updates = Updates()
+    updates = UpdateLanes()
     slots = {"rollout-0": 8}
     updates.start(
         RunStarted(

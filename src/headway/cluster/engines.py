@@ -15,7 +15,7 @@ from headway.cluster.exchange import WeightPaths
 from headway.cluster.proxy import proxy
 from headway.cluster.roles.rollout import RolloutRole
 from headway.cluster.worker_group import Worker, WorkerGroup
-from headway.data.types import Column, Outcomes, Sample
+from headway.data.types import Column, ColumnName, Outcomes, Sample
 from headway.interfaces import (
     Capabilities,
     CriticEngine,
@@ -46,9 +46,11 @@ class TrainGroup:
     async def advantages(self, samples: Sequence[Sample], outcomes: Outcomes) -> dict[str, list[Column]]:
         """An `AdvantageFn`, on rank zero: a whole fetch is looked at, and nothing of it comes to the driver."""
         handle = await self._ranks.advantages(samples, outcomes)
-        columns = {"advantages": [Column(handle, index) for index in range(len(samples))]}
+        columns: dict[str, list[Column]] = {
+            ColumnName.ADVANTAGES: [Column(handle, index) for index in range(len(samples))]
+        }
         if self._with_returns:
-            columns["returns"] = [Column(handle, len(samples) + index) for index in range(len(samples))]
+            columns[ColumnName.RETURNS] = [Column(handle, len(samples) + index) for index in range(len(samples))]
         return columns
 
     async def reach(self, receivers: Sequence[str]) -> None:

@@ -23,7 +23,7 @@ from headway.config.schema import Config
 from headway.config.transports import TRANSPORTS, transport_of
 from headway.errors import ConfigError, UpdateFailed, WorkerDied
 from headway.interfaces import GatherReport, ReceiveReport, SendReport
-from headway.pipeline.concurrently import both, concurrently, heard
+from headway.pipeline.concurrently import both, concurrently, failure_ignored
 from headway.weights.layout import Manifest
 from headway.weights.protocols import Parcel
 from headway.weights.transports.links import Address, Link, Meeting, make_link
@@ -265,7 +265,7 @@ class Exchange:
                 published = self._published[dtype] = _Published(base, sending)
         assert published is not None
         # Whoever asked first may be left out before it is done: it is for the others, too.
-        sent: Sent = await asyncio.shield(heard(published.sending))
+        sent: Sent = await asyncio.shield(failure_ignored(published.sending))
         receiver.trusted = True
         # What was sent once counts once.
         return sent if first else replace(sent, report=replace(sent.report, send_s=0.0, nbytes=0))

@@ -12,7 +12,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from headway.errors import StallError
-from headway.pipeline.concurrently import heard
+from headway.pipeline.concurrently import failure_ignored
 from headway.pipeline.liveness import SHORTEST_S, ask
 from headway.pipeline.state import now
 from headway.progress import FILE_QUIET_S, FILE_RATE, Living
@@ -26,7 +26,7 @@ async def while_bytes_move(work: Coroutine[Any, Any, T], ranks: Sequence[Living]
     Raises:
         StallError: no rank made progress for as long as it may stand still. What they do then still goes on.
     """
-    task = heard(asyncio.ensure_future(work))
+    task = failure_ignored(asyncio.ensure_future(work))
     deadline = now() + FILE_QUIET_S
     try:
         while not task.done():

@@ -30,7 +30,7 @@ def generator(seed: int, *key: int) -> np.random.Generator:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SourceShare:
     """One source's share of the records, which lie one part after the other."""
 
     name: str
@@ -50,7 +50,7 @@ class Draws(NamedTuple):
     """[N], whether no earlier draw of any epoch had this row."""
 
 
-def quotas(parts: Sequence[Part]) -> list[int]:
+def quotas(parts: Sequence[SourceShare]) -> list[int]:
     """Draws of each part in one epoch; their sum is that of the rows.
 
     Raises:
@@ -85,7 +85,7 @@ class Mixture:
     and with weights are spread evenly over the epoch.
     """
 
-    def __init__(self, parts: Sequence[Part], *, seed: int, shuffle: bool) -> None:
+    def __init__(self, parts: Sequence[SourceShare], *, seed: int, shuffle: bool) -> None:
         """Raises `DataError` as `quotas` does."""
         self.parts = tuple(parts)
         self.quotas = quotas(parts)

@@ -1,7 +1,7 @@
 """The rows that a run reads, before any tokenizer saw them: records of training and of validation, each with a row
 number.
 
-files, datasets ─▶ one source after the other ─┬─▶ training records   (and how they are mixed: `Part`)
+files, datasets ─▶ one source after the other ─┬─▶ training records   (and how they are mixed: `SourceShare`)
 task            ─▶ problems, made on demand   ─┴─▶ held-out records
 """
 
@@ -16,7 +16,7 @@ import xxhash
 
 from headway.data.files import Columns, Record, read_records
 from headway.data.hub import read_dataset
-from headway.data.mixing import SPLIT_KEY, Part, generator
+from headway.data.mixing import SPLIT_KEY, SourceShare, generator
 from headway.data.problems import Problem
 from headway.data.tasks import split_task
 from headway.errors import ConfigError, DataError
@@ -36,11 +36,11 @@ class Rows:
     train_rows: Sequence[int]
     val: Sequence[Record]
     val_rows: Sequence[int]
-    parts: tuple[Part, ...]
+    parts: tuple[SourceShare, ...]
     """The sources of ``train``, one after the other."""
     digest: str = ""
     """Digest of the training prompts in their order; empty for a task, which its settings determine."""
-    val_parts: tuple[Part, ...] = ()
+    val_parts: tuple[SourceShare, ...] = ()
     """The sources of ``val``, where it has its own."""
 
     @property
@@ -75,7 +75,7 @@ class Rows:
         return lacking
 
 
-def by_source(records: Sequence[Record], parts: Sequence[Part]) -> Iterator[tuple[str, Sequence[Record]]]:
+def by_source(records: Sequence[Record], parts: Sequence[SourceShare]) -> Iterator[tuple[str, Sequence[Record]]]:
     """Each part's name and its own of ``records``, which lie one part after the other."""
     ends = list(accumulate(part.rows for part in parts))
     for part, end in zip(parts, ends, strict=True):
@@ -104,7 +104,7 @@ def _task_rows(data: DataConfig, seed: int) -> Rows:
     val, val_parts = _read_all(data.held_out_sources, data, VAL_SPLIT)
     if own:
         val = [_record(problem, task.name) for problem in split.val]
-    train, parts = _TaskRecords(split.train, task.name), (Part(task.name, task.size),)
+    train, parts = _TaskRecords(split.train, task.name), (SourceShare(task.name, task.size),)
     return Rows(train, range(task.size), val, _rows_after(task.size, val), parts, val_parts=val_parts)
 
 
@@ -141,11 +141,11 @@ def _digest(records: Sequence[Record]) -> str:
 
 def _read_all(
     sources: Sequence[SourceConfig], data: DataConfig, default_split: str
-) -> tuple[list[Record], tuple[Part, ...]]:
+) -> tuple[list[Record], tuple[SourceShare, ...]]:
     """All records, one source after the other, and each source's share."""
     read = [_read(source, data, default_split) for source in sources]
     parts = tuple(
-        Part(source.label, len(records), source.weight) for source, records in zip(sources, read, strict=True)
+        SourceShare(source.label, len(records), source.weight) for source, records in zip(sources, read, strict=True)
     )
     return list(chain.from_iterable(read)), parts
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.data.files import Record
-from headway.data.mixing import Mixture, Part
+from headway.data.mixing import Mixture, SourceShare
 from headway.data.rows import Rows, read_rows
 from headway.data.tokenize import PromptTokenizer
 from headway.data.types import Prompt
@@ -59,7 +59,7 @@ class RowSource:
         prefetch: int = 64,
         row_numbers: Sequence[int] | None = None,
         stride: int | None = None,
-        parts: Sequence[Part] | None = None,
+        parts: Sequence[SourceShare] | None = None,
         digest: str = "",
     ) -> None:
         """``row_numbers`` are the prompts' ``row``; default: the index in ``records``. ``stride`` is above all row
@@ -78,7 +78,7 @@ class RowSource:
         self._chunk = max(1, prefetch)
         self._row_numbers = row_numbers if row_numbers is not None else range(len(records))
         self._stride = stride if stride is not None else max(self._row_numbers) + 1
-        self._mixture = Mixture(parts or [Part("", len(records))], seed=seed, shuffle=shuffle)
+        self._mixture = Mixture(parts or [SourceShare("", len(records))], seed=seed, shuffle=shuffle)
         if self._mixture.rows != len(records):
             raise ValueError(f"the parts have {self._mixture.rows} rows, but there are {len(records)} records")
         sources = [[part.name, part.rows, n] for part, n in zip(self._mixture.parts, self._mixture.quotas, strict=True)]

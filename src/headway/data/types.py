@@ -24,6 +24,16 @@ Handle = Union[T, Any]  # noqa: UP007 - a generic alias needs this spelling on P
 """An opaque reference to a ``T`` that may live in another process."""
 
 
+class ColumnName(StrEnum):
+    """Names of the columns, which hold one number for each token of a trajectory."""
+
+    ADVANTAGES = "advantages"
+    RETURNS = "returns"
+    VALUES = "values"
+    REF_LOGPROBS = "ref_logprobs"
+    PROX_LOGPROBS = "prox_logprobs"
+
+
 class TrajectoryId(NamedTuple):
     """A trajectory's identity: the ``attempt``-th run of ``row`` in ``epoch``, answer ``k``. Keys its randomness."""
 

@@ -18,7 +18,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 
-def heard(future: asyncio.Future[T]) -> asyncio.Future[T]:
+def failure_ignored(future: asyncio.Future[T]) -> asyncio.Future[T]:
     """``future``, of whose failure nobody has to hear: who waits for it, shielded, may be cancelled meanwhile."""
     future.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio says that nobody heard
     return future

@@ -13,15 +13,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headway.data.types import Group, Sample
+from headway.data.types import ColumnName, Group, Sample
 from headway.events import CriticStepped, Emit
 from headway.interfaces import CriticEngine
 from headway.pipeline.fetches import Fetch
 from headway.pipeline.nonfinite import SkippedSteps
 from headway.pipeline.signal import Signal
 from headway.pipeline.state import now
-
-VALUES, RETURNS = "values", "returns"
 
 
 class Critic:
@@ -55,7 +53,7 @@ class Critic:
         """Set the ``values`` of the fetch, once the critic was trained on all before it."""
         await self._changed.until(lambda: self._trained == fetch.index)
         async with self._ranks:
-            fetch.add(VALUES, await self._engine.forward_values(fetch.samples()))
+            fetch.add(ColumnName.VALUES, await self._engine.forward_values(fetch.samples()))
 
     def hand(self, fetch: Fetch) -> None:
         """``fetch`` has its returns, and will be trained on."""
@@ -67,12 +65,7 @@ class Critic:
         for _ in range(self._epochs):
             for mini_batch in (groups[i : i + size] for i in range(0, len(groups), size)):
                 started = now()
-                rows = [
-                    sample
-                    for group in mini_batch
-                    for sample in group.samples((VALUES, RETURNS), mask_cut_off=self._mask_cut_off)
-                ]
-                report = await self._engine.train_step(rows)
+                report = await self._engine.train_step(self._samples(mini_batch))
                 self._emit(
                     CriticStepped(
                         time=now(),
@@ -91,7 +84,11 @@ class Critic:
 
     def _samples(self, groups: Sequence[Group]) -> list[Sample]:
         mask = self._mask_cut_off
-        return [sample for group in groups for sample in group.samples((VALUES, RETURNS), mask_cut_off=mask)]
+        return [
+            sample
+            for group in groups
+            for sample in group.samples((ColumnName.VALUES, ColumnName.RETURNS), mask_cut_off=mask)
+        ]
 
     def state(self) -> dict[str, Any]:
         """The critic's part of a checkpoint, once it was trained on all that the trainer was."""

@@ -13,11 +13,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+from headway.data.types import ColumnName
 from headway.interfaces import AdvantageFn, LogProbEngine, ProximalEngine
-from headway.pipeline.critic import VALUES, Critic
+from headway.pipeline.critic import Critic
 from headway.pipeline.fetches import Fetch, outcomes
-from headway.pipeline.stages.logprob import PROX_LOGPROBS
-from headway.pipeline.stages.ref_logprob import REF_LOGPROBS
 
 Busy = Callable[[str], AbstractContextManager[None]]
 """Says what the trainer's ranks compute, while it is open."""
@@ -36,13 +35,15 @@ class Preparation:
         """Set the fetch's columns, ``advantages`` at last."""
         if self.reference is not None:
             with busy("forward"):
-                fetch.add(REF_LOGPROBS, await self.reference.forward_logprobs(fetch.samples()))
+                fetch.add(ColumnName.REF_LOGPROBS, await self.reference.forward_logprobs(fetch.samples()))
         if self.proximal is not None:
             with busy("forward"):
-                fetch.add(PROX_LOGPROBS, await self.proximal.proximal_logprobs(fetch.samples(), fetch.version))
+                fetch.add(
+                    ColumnName.PROX_LOGPROBS, await self.proximal.proximal_logprobs(fetch.samples(), fetch.version)
+                )
         if self.critic is not None:
             with busy("critic"):
                 await self.critic.add_values(fetch)
-        samples = fetch.samples((REF_LOGPROBS, PROX_LOGPROBS, VALUES))
+        samples = fetch.samples((ColumnName.REF_LOGPROBS, ColumnName.PROX_LOGPROBS, ColumnName.VALUES))
         for name, columns in (await self.advantages(samples, outcomes(fetch.groups))).items():
             fetch.add(name, columns)

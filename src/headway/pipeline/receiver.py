@@ -29,7 +29,7 @@ from headway.interfaces import (
     ReceiveReport,
     RolloutEngine,
 )
-from headway.pipeline.concurrently import heard
+from headway.pipeline.concurrently import failure_ignored
 
 T = TypeVar("T")
 
@@ -93,7 +93,7 @@ class Receiver:
             raise Gone(self, self.why)
         task = asyncio.ensure_future(call)
         try:
-            return await self._while_here(asyncio.shield(heard(task)), within_s, what)
+            return await self._while_here(asyncio.shield(failure_ignored(task)), within_s, what)
         finally:
             task.cancel()
 

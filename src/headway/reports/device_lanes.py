@@ -25,7 +25,7 @@ from headway.reports.intervals import complement, intersection, union
 from headway.reports.lanes import Kind, Lane, LaneSpan, clipped, idle, lay_out
 from headway.reports.occupancy import TRAINER_WORK
 from headway.reports.stage_lanes import ENDED, PAUSED, PROCESSING, WAITING_INPUT, WAITING_OUTPUT, StageLog
-from headway.reports.update_lanes import Updates
+from headway.reports.update_lanes import UpdateLanes
 
 TRAINER, REPLICAS = "Trainer", "Replicas"
 TRAINER_KINDS = {"step": Kind.STEP, "forward": Kind.FORWARD, "critic": Kind.FORWARD, "gather": Kind.GATHER}
@@ -71,7 +71,7 @@ class Trainer:
         self,
         life: Span,
         stage: StageLog,
-        updates: Updates,
+        updates: UpdateLanes,
         *,
         leases: Iterable[LeaseChanged],
         scoring: Iterable[Span],
@@ -94,7 +94,7 @@ class Trainer:
         return Lane(TRAINER, "trainer", lay_out(self._work, claims, life))
 
 
-def _update_claims(stage: StageLog, updates: Updates, drains: bool) -> list[list[LaneSpan]]:
+def _update_claims(stage: StageLog, updates: UpdateLanes, drains: bool) -> list[list[LaneSpan]]:
     """The update's phases while the trainer waited for it, most telling first."""
     waited = union(stage.when(WAITING_OUTPUT))
     validations = [_validation_wait(event, updates) for event in updates.finished if event.validation_stall_s > 0]
@@ -109,7 +109,7 @@ def _update_claims(stage: StageLog, updates: Updates, drains: bool) -> list[list
     ]
 
 
-def _validation_wait(event: UpdateFinished, updates: Updates) -> LaneSpan:
+def _validation_wait(event: UpdateFinished, updates: UpdateLanes) -> LaneSpan:
     """The wait for a validation, which comes right after the transfer, before any replica is halted."""
     start = updates.transferred(event.version)
     start = event.time - event.trainer_stall_s if start is None else start
@@ -141,8 +141,8 @@ class Replicas:
         """Spans in which any of the replicas prefilled or decoded, as a union."""
         return union(span for spans in self._busy.values() for span in spans)
 
-    def lane(self, replica: str, life: Span, shared: Sequence[list[LaneSpan]], updates: Updates) -> Lane:
-        """``shared`` are the claims that hold for every replica, from `Admission`."""
+    def lane(self, replica: str, life: Span, shared: Sequence[list[LaneSpan]], updates: UpdateLanes) -> Lane:
+        """``shared`` are the claims that hold for every replica, from `AdmissionLanes`."""
         work = [LaneSpan(*span, Kind.DECODE, "decodes") for span in union(self._busy[replica])]
         halts = [_halt(event, updates) for event in self._halts[replica]]
         present = complement(updates.absent(replica, life), life)
@@ -150,7 +150,7 @@ class Replicas:
 
 
 @dataclass(slots=True)
-class Admission:
+class AdmissionLanes:
     """Knows when all groups of the run were admitted: from then on no room under the limit would help."""
 
     total: int | None = None
@@ -178,7 +178,7 @@ class Admission:
         ]
 
 
-def _halt(event: ReplicaHalted, updates: Updates) -> LaneSpan:
+def _halt(event: ReplicaHalted, updates: UpdateLanes) -> LaneSpan:
     reason = HALTED.get(event.reason, f"halted: {event.reason}")
     version = updates.loading(event.replica, event.span[0]) if event.reason == "load" else None
     label = reason if version is None else f"halted: loads v{version}"

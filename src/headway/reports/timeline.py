@@ -43,14 +43,14 @@ from headway.events import (
     ValidationFinished,
 )
 from headway.reports.counters import Counter, Counters
-from headway.reports.device_lanes import REPLICAS, TRAINER, Admission, Replicas, Trainer
+from headway.reports.device_lanes import REPLICAS, TRAINER, AdmissionLanes, Replicas, Trainer
 from headway.reports.human import score
 from headway.reports.intervals import complement, intersection
 from headway.reports.lanes import Kind, Lane, LaneSpan, side_by_side
 from headway.reports.metrics import RunMetrics
 from headway.reports.stage_lanes import PROCESSING, StageLog, stage_lanes
 from headway.reports.summary import summary
-from headway.reports.update_lanes import Updates
+from headway.reports.update_lanes import UpdateLanes
 
 RUN = "Run"
 LEASES = {"train": Kind.TRAIN_LEASE, "generate": Kind.GENERATE_LEASE}
@@ -150,8 +150,8 @@ class _Builder:
     stages: dict[str, StageLog] = field(default_factory=dict)
     trainer: Trainer = field(default_factory=Trainer)
     replicas: Replicas = field(default_factory=Replicas)
-    admission: Admission = field(default_factory=Admission)
-    updates: Updates = field(default_factory=Updates)
+    admission: AdmissionLanes = field(default_factory=AdmissionLanes)
+    updates: UpdateLanes = field(default_factory=UpdateLanes)
     counters: Counters = field(default_factory=Counters)
     leases: list[LeaseChanged] = field(default_factory=list)
     validations: list[LaneSpan] = field(default_factory=list)

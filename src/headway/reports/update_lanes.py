@@ -21,7 +21,7 @@ KINDS = {"gather": Kind.GATHER, "load": Kind.LOAD}
 
 
 @dataclass(slots=True)
-class Updates:
+class UpdateLanes:
     """Accumulates phases and what was served when."""
 
     finished: list[UpdateFinished] = field(default_factory=list)

@@ -148,7 +148,7 @@ def without_outliers(measured: Iterable[T], cost: Callable[[T], float]) -> list[
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class OverlapSample:
     """Work of one kind that took ``seconds``, in a ``share`` of which the other side computed."""
 
     share: float
@@ -158,7 +158,7 @@ class Beside:
     weight: float
 
 
-def fit_slowdown(measured: Iterable[Beside]) -> float | None:
+def fit_slowdown(measured: Iterable[OverlapSample]) -> float | None:
     """Fit how many times as long work takes while the other side computes: at least 1, and 1 if it drowns in noise.
     None where the shares are too much alike to tell.
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from headway.events import PrefillSteps, ReplicaActivity
 from headway.reports.intervals import IntervalUnion
-from headway.simulate.fitting import Beside, DecodeSample, fit_slowdown
+from headway.simulate.fitting import DecodeSample, OverlapSample, fit_slowdown
 from headway.simulate.record_training import TrainerWork
 from headway.simulate.recording import Recording
 
@@ -75,7 +75,7 @@ class Overlap:
     def _training_slowdown(self) -> float | None:
         steps = [step for step in self._recording.warm(self._recording.training.steps) if step.tokens]
         return fit_slowdown(
-            Beside(self._beside_generation(step), step.seconds, step.tokens, weight=1.0) for step in steps
+            OverlapSample(self._beside_generation(step), step.seconds, step.tokens, weight=1.0) for step in steps
         )
 
     def _generation_slowdown(self) -> float | None:
@@ -84,7 +84,7 @@ class Overlap:
         counts = Counter(sample.active for _, sample in samples)
         most = max(counts, key=lambda active: (counts[active], active), default=0)
         return fit_slowdown(
-            Beside(self._share_of(report.busy), sample.step_s, sample.cached, weight=sample.steps)
+            OverlapSample(self._share_of(report.busy), sample.step_s, sample.cached, weight=sample.steps)
             for report, sample in samples
             if sample.active == most
         )

@@ -28,7 +28,7 @@ from headway.simulate.sharing import ROUNDING, ProcessorSharing
 from headway.simulate.work import GroupRun, Outbox, TrajectoryRun, prefill_tokens
 
 
-class Replica:
+class DecodingReplica:
     """The decoding of one replica in virtual time. Runs on the loop that its commands are called from.
 
     Prefill is serial and stops decoding; what starts together is prefilled together, the prompt of a group only once. A

@@ -1,6 +1,6 @@
 """A replica that costs no computation: `RolloutEngine` over a cost model, on whatever clock the loop has.
 
-generate, abort, pause, resume ─▶ Replica      what decodes, and when
+generate, abort, pause, resume ─▶ DecodingReplica      what decodes, and when
 stage_weights ─▶ the transport's end           activate, sleep, wake: only while the replica stands still
 die ─▶ every call, those under way included
 """
@@ -25,7 +25,7 @@ from headway.interfaces import (
 from headway.simulate.contention import Contention
 from headway.simulate.lengths import LengthSampler
 from headway.simulate.profile import RolloutProfile
-from headway.simulate.replica import Replica
+from headway.simulate.replica import DecodingReplica
 from headway.simulate.work import Outbox
 
 T = TypeVar("T")
@@ -70,7 +70,7 @@ class SimulatedRollout:
     ) -> None:
         self.name = name
         self.slots = profile.slots
-        self._replica = Replica(name, profile, lengths, contention)
+        self._replica = DecodingReplica(name, profile, lengths, contention)
         self._receive = receive
         self._load_s = load_s
         self._sleep_s = sleep_s

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.data.types import Column, Outcomes, Sample
+from headway.data.types import Column, ColumnName, Outcomes, Sample
 
 _FOUR_BYTES = bytes(4)
 
@@ -19,4 +19,4 @@ def zero_ids(length: int) -> NDArray[np.int32]:
 
 async def zero_advantages(samples: Sequence[Sample], outcomes: Outcomes) -> dict[str, list[Column]]:
     """An `AdvantageFn`. Its columns lead nowhere: who computes nothing never looks at them."""
-    return {"advantages": [Column(None, index) for index in range(len(samples))]}
+    return {ColumnName.ADVANTAGES: [Column(None, index) for index in range(len(samples))]}

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from headway.cluster.roles.critic import WithCritic
 from headway.cluster.roles.outbox import Outbox, Send, Sent, SentWeights
 from headway.cluster.worker_group import Collect, Dispatch, register
-from headway.data.types import Outcomes, Sample
+from headway.data.types import ColumnName, Outcomes, Sample
 from headway.errors import RunError
 from headway.interfaces import GatherReport, StepContext, StepReport
 from headway.weights.layout import Manifest
@@ -125,7 +125,7 @@ class ActorRole(WithCritic):
     def advantages(self, samples: Sequence[Sample], outcomes: Outcomes) -> list[NDArray[np.float32]]:
         """Of each sample of a whole fetch, and then, where there is a critic, the returns of each."""
         columns = self._advantages(self._rows(samples), outcomes)
-        return [*columns["advantages"], *columns.get("returns", ())]
+        return [*columns[ColumnName.ADVANTAGES], *columns.get(ColumnName.RETURNS, ())]
 
     @register(Dispatch.SPLIT)
     def train_step(self, samples: Sequence[Sample], context: StepContext) -> StepReport:

@@ -10,7 +10,7 @@ from headway.interfaces import FinishedGroup
 
 
 @dataclass(slots=True, eq=False)
-class Inbox:
+class GroupInbox:
     """The inbox of one `generate` call. Made and read on its event loop; whoever fills it goes through ``loop``."""
 
     loop: asyncio.AbstractEventLoop
@@ -19,7 +19,7 @@ class Inbox:
     groups: asyncio.Queue[FinishedGroup | HeadwayError] = field(default_factory=asyncio.Queue)
 
     @classmethod
-    def of(cls, groups: int) -> Inbox:
+    def of(cls, groups: int) -> GroupInbox:
         """Make an inbox for so many groups, on the running loop."""
         return cls(asyncio.get_running_loop(), groups)
 

@@ -1,7 +1,7 @@
 """Serving new weights: beside those that decode, or over them; one version at a time.
 
 decoding thread, paused      receiving thread            decoding thread, between two steps
-begin (only `Over`) ───────▶ fill ◀── a transport ─────▶ load
+begin (`InPlaceIntake`) ───▶ fill ◀── a transport ─────▶ load
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ async def outcome(work: Future[T]) -> T:
     return await asyncio.shield(waited)
 
 
-class WayIn(Protocol):
+class Intake(Protocol):
     """The memory that receives new weights, and the way from there to where they are served. Not thread-safe."""
 
     def begin(self, version: int) -> None:
@@ -48,7 +48,7 @@ class WayIn(Protocol):
         """Make ``version`` what is served. Raises `UpdateFailed`, changing nothing, if it is not what came last."""
 
 
-class Beside:
+class BufferedIntake:
     """Into a back buffer, and from there into the served tensors: the old version is served on if anything is wrong."""
 
     def __init__(self, name: str, weights: ServedWeights, manifest: Manifest, window: int) -> None:
@@ -78,11 +78,11 @@ class Beside:
         self._weights.set(Contents.SERVED, version)
 
 
-class Over:
+class InPlaceIntake:
     """Straight into the served tensors, in which there is no whole version until all of it has come."""
 
     def __init__(self, name: str, weights: ServedWeights, manifest: Manifest, window: int) -> None:
-        """``window`` as for `Beside`."""
+        """``window`` as for `BufferedIntake`."""
         self._name = name
         self._weights = weights
         pinned = weights.device.type == "cuda"
@@ -120,7 +120,7 @@ class Over:
 
 
 class Updates:
-    """Receives and loads with one `WayIn`, never at the same time, and receives on a thread of its own.
+    """Receives and loads with one `Intake`, never at the same time, and receives on a thread of its own.
 
     A shared pool may have fewer threads than there are replicas, and a transport waits for all of them.
     """
@@ -128,13 +128,13 @@ class Updates:
     def __init__(
         self,
         name: str,
-        way_in: WayIn,
+        intake: Intake,
         receive: Callable[[int, WeightSink], None],
         device: torch.device,
     ) -> None:
         """``receive`` puts a version into a sink, blocking; ``device`` is where the engine computes."""
         self._name = name
-        self._way_in = way_in
+        self._way_in = intake
         self._receive = receive
         self._stream = SideStream(device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"headway-receive-{name}")

@@ -18,7 +18,7 @@ from headway.algorithms.advantages import ADVANTAGES, AdvantageInputs, Advantage
 from headway.algorithms.kl import kl_in_reward
 from headway.config.learning import AlgorithmConfig
 from headway.data.collate import Row
-from headway.data.types import Outcomes
+from headway.data.types import ColumnName, Outcomes
 from headway.errors import RunError
 
 Arrays = list[NDArray[np.float32]]
@@ -50,13 +50,15 @@ class FetchAdvantages:
         Raises `RunError`, naming a trajectory, for a reward, a value or an advantage that is not finite.
         """
         _check_finite("rewards", [np.atleast_1d(reward) for reward in outcomes.rewards], outcomes)
-        if "values" in rows[0].columns:
-            _check_finite("the critic's values", [row.columns["values"][row.loss_mask] for row in rows], outcomes)
+        if ColumnName.VALUES in rows[0].columns:
+            _check_finite(
+                "the critic's values", [row.columns[ColumnName.VALUES][row.loss_mask] for row in rows], outcomes
+            )
         inputs = self._penalised(_inputs(rows, outcomes), rows, outcomes)
         estimate = self._estimator(inputs, **self._params)
-        columns = {"advantages": _arrays(estimate, inputs)}
+        columns: dict[str, list[NDArray[np.float32]]] = {ColumnName.ADVANTAGES: _arrays(estimate, inputs)}
         if isinstance(estimate, Advantages):
-            columns["returns"] = _arrays(estimate.returns, inputs)
+            columns[ColumnName.RETURNS] = _arrays(estimate.returns, inputs)
         for name, arrays in columns.items():
             _check_finite(name, arrays, outcomes)
         return columns
@@ -64,13 +66,13 @@ class FetchAdvantages:
     def _penalised(self, inputs: AdvantageInputs, rows: Sequence[Row], outcomes: Outcomes) -> AdvantageInputs:
         if not self._algorithm.use_kl_in_reward:
             return inputs
-        for name in ("ref_logprobs", "prox_logprobs"):
+        for name in (ColumnName.REF_LOGPROBS, ColumnName.PROX_LOGPROBS):
             known = [row.columns.get(name, row.logprobs)[row.loss_mask] for row in rows]
             _check_finite(name, known, outcomes)
         rewards, _ = kl_in_reward(
             inputs.rewards_of_tokens(),
-            _padded(rows, inputs.width, lambda row: row.columns.get("prox_logprobs", row.logprobs)),
-            _padded(rows, inputs.width, lambda row: row.columns["ref_logprobs"]),
+            _padded(rows, inputs.width, lambda row: row.columns.get(ColumnName.PROX_LOGPROBS, row.logprobs)),
+            _padded(rows, inputs.width, lambda row: row.columns[ColumnName.REF_LOGPROBS]),
             inputs.counts(),
             coef=self._algorithm.kl_ctrl.kl_coef,
             kind=self._algorithm.kl_penalty,
@@ -82,13 +84,13 @@ def _inputs(rows: Sequence[Row], outcomes: Outcomes) -> AdvantageInputs:
     lengths = torch.tensor([len(row.logprobs) for row in rows])
     width = int(lengths.max())
     mask = _padded(rows, width, lambda row: row.loss_mask)
-    valued = all("values" in row.columns for row in rows)
+    valued = all(ColumnName.VALUES in row.columns for row in rows)
     return AdvantageInputs(
         rewards=torch.from_numpy(outcomes.rewards),
         groups=torch.from_numpy(outcomes.groups),
         lengths=lengths,
         mask=None if all(row.loss_mask.all() for row in rows) else mask,
-        values=_padded(rows, width, lambda row: row.columns["values"]) if valued else None,
+        values=_padded(rows, width, lambda row: row.columns[ColumnName.VALUES]) if valued else None,
         # Every answer was scored as it is, also one that was cut off: nothing comes after its last token.
         finished=None,
         baselines=torch.from_numpy(outcomes.baselines) if outcomes.baselines is not None else None,

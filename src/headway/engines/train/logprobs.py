@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from headway.data.collate import Row
 from headway.engines.served.memory import own_storages
-from headway.engines.served.update import Beside, Over, Updates, outcome
+from headway.engines.served.update import BufferedIntake, InPlaceIntake, Updates, outcome
 from headway.engines.served.weights import ServedWeights
 from headway.engines.train.fsdp.batch import split_by_budget
 from headway.engines.train.fsdp.forward import forward_rows
@@ -62,8 +62,8 @@ class LogProbCopy:
         self._vocabulary = len(model.get_input_embeddings().weight)
         self._weights = ServedWeights(model, name)
         self._weights.check_layout(manifest)
-        way_in = (Beside if takes_deltas else Over)(name, self._weights, manifest, window)
-        self._updates = Updates(name, way_in, receive, self._weights.device)
+        intake = (BufferedIntake if takes_deltas else InPlaceIntake)(name, self._weights, manifest, window)
+        self._updates = Updates(name, intake, receive, self._weights.device)
         self._token_budget = token_budget
 
     def proximal_logprobs(self, rows: Sequence[Row], version: int) -> list[NDArray[np.float32]]:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from headway.data.types import Group, Trajectory
+from headway.data.types import ColumnName, Group, Trajectory
 from headway.events import FetchTaken, OptimizerStepped, TrainerBusy
 from headway.interfaces import StepContext, StepReport, TrainEngine
 from headway.pipeline.boundaries import Boundaries
@@ -34,7 +34,7 @@ from headway.pipeline.preparation import Preparation
 from headway.pipeline.stage import Stage
 from headway.pipeline.state import RunState, now
 
-COLUMNS = ("advantages", "ref_logprobs", "prox_logprobs")
+COLUMNS = (ColumnName.ADVANTAGES, ColumnName.REF_LOGPROBS, ColumnName.PROX_LOGPROBS)
 """Columns that the loss may read."""
 
 

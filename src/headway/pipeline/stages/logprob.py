@@ -13,14 +13,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 
+from headway.data.types import ColumnName
 from headway.interfaces import ProximalEngine
 from headway.pipeline.channel import Channel
 from headway.pipeline.fetches import Fetch, FetchSource
 from headway.pipeline.fleet import Fleet
 from headway.pipeline.stage import Stage
 from headway.pipeline.state import RunState
-
-PROX_LOGPROBS = "prox_logprobs"
 
 
 class LogProb(Stage[Fetch, Fetch]):
@@ -46,5 +45,5 @@ class LogProb(Stage[Fetch, Fetch]):
                 await self._state.changed.until(lambda: self._fleet.others_serve(fetch.version))
             with self._waiting_within(f"log-probs under version {fetch.version}, of the ranks of logp"):
                 columns = await self._engine.proximal_logprobs(fetch.samples(), fetch.version)
-            fetch.add(PROX_LOGPROBS, columns)
+            fetch.add(ColumnName.PROX_LOGPROBS, columns)
         yield fetch

@@ -13,15 +13,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 
-from headway.data.types import Group
+from headway.data.types import ColumnName, Group
 from headway.interfaces import LogProbEngine
 from headway.pipeline.channel import Channel
 from headway.pipeline.fetches import add_column
 from headway.pipeline.message_queue import MessageQueue
 from headway.pipeline.stage import Stage
 from headway.pipeline.state import RunState
-
-REF_LOGPROBS = "ref_logprobs"
 
 
 class RefLogProb(Stage[list[Group], Group]):
@@ -44,6 +42,6 @@ class RefLogProb(Stage[list[Group], Group]):
         samples = [sample for group in groups for sample in group.samples()]
         with self._waiting_within("log-probs of the ranks of ref"):
             columns = await self._reference.forward_logprobs(samples)
-        add_column(groups, REF_LOGPROBS, columns)
+        add_column(groups, ColumnName.REF_LOGPROBS, columns)
         for group in groups:
             yield group

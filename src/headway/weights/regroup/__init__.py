@@ -9,7 +9,7 @@ Pure arithmetic: no tensors, no communication. The idea is the 3D-HybridEngine o
 section 5); `docs/regrouping.md` explains it with a drawing.
 """
 
-from headway.weights.regroup.layout import Coordinates, Interval, Layout, Part
+from headway.weights.regroup.layout import Coordinates, Interval, Layout, Rectangle
 from headway.weights.regroup.placement import Placement, consecutive, micro_data_groups, regrouped
 from headway.weights.regroup.table import table
 from headway.weights.regroup.transition import (
@@ -27,8 +27,8 @@ __all__ = [
     "Cost",
     "Interval",
     "Layout",
-    "Part",
     "Placement",
+    "Rectangle",
     "Transition",
     "consecutive",
     "gather_everything",

@@ -41,7 +41,7 @@ class Interval(NamedTuple):
         return Interval(max(self.start, other.start), min(self.stop, other.stop))
 
 
-class Part(NamedTuple):
+class Rectangle(NamedTuple):
     """A rectangle of the model: an interval of its layers × an interval of its columns."""
 
     layers: Interval
@@ -52,11 +52,11 @@ class Part(NamedTuple):
         """The share of the model's bytes, all layers and all columns being equally large."""
         return self.layers.length * self.columns.length
 
-    def overlap(self, other: Part) -> Part:
+    def overlap(self, other: Rectangle) -> Rectangle:
         """The part that both have, itself a rectangle; of size 0 when that is nothing."""
-        return Part(self.layers.overlap(other.layers), self.columns.overlap(other.columns))
+        return Rectangle(self.layers.overlap(other.layers), self.columns.overlap(other.columns))
 
-    def covers(self, other: Part) -> bool:
+    def covers(self, other: Rectangle) -> bool:
         """Tell whether all of ``other`` is in this part."""
         return self.overlap(other).size == other.size
 
@@ -109,6 +109,6 @@ class Layout:
         pp, dp = divmod(rest, self.dp)
         return Coordinates(pp=pp, dp=dp, tp=tp)
 
-    def part(self, place: Coordinates) -> Part:
+    def part(self, place: Coordinates) -> Rectangle:
         """The part of the model that the device at ``place`` holds; the same for every replica."""
-        return Part(Interval.piece(place.pp, self.pp), Interval.piece(place.tp, self.tp))
+        return Rectangle(Interval.piece(place.pp, self.pp), Interval.piece(place.tp, self.tp))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from headway.errors import ConfigError
-from headway.weights.regroup.layout import Coordinates, Layout, Part
+from headway.weights.regroup.layout import Coordinates, Layout, Rectangle
 
 Groups = tuple[tuple[int, ...], ...]
 """Groups of ranks, in the order of their lowest rank."""
@@ -31,7 +31,7 @@ class Placement:
     layout: Layout
     places: tuple[Coordinates, ...]
 
-    def part(self, rank: int) -> Part:
+    def part(self, rank: int) -> Rectangle:
         """The part of the model that ``rank`` holds."""
         return self.layout.part(self.places[rank])
 

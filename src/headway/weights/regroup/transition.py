@@ -17,7 +17,7 @@ from fractions import Fraction
 from functools import cached_property
 from types import MappingProxyType
 
-from headway.weights.regroup.layout import Interval, Layout, Part
+from headway.weights.regroup.layout import Interval, Layout, Rectangle
 from headway.weights.regroup.placement import Groups, Placement, check, consecutive, micro_data_groups, regrouped
 
 
@@ -44,7 +44,7 @@ class Transition:
     The training parts of a gather group are disjoint, and together they contain the generation part of each member.
     """
 
-    before: tuple[Part, ...]
+    before: tuple[Rectangle, ...]
     after: Placement
     gathers: Groups
 
@@ -75,7 +75,7 @@ def gather_everything(training: Layout, generation: Layout) -> Transition:
     check(training, generation)
     world = training.world
     whole = Interval.piece(0, 1)
-    before = tuple(Part(whole, Interval.piece(rank, world)) for rank in range(world))
+    before = tuple(Rectangle(whole, Interval.piece(rank, world)) for rank in range(world))
     return Transition(before, consecutive(generation), (tuple(range(world)),))
 
 
@@ -105,5 +105,5 @@ WAYS: Mapping[str, Callable[[Layout, Layout], Transition]] = MappingProxyType(
 """The three ways by name, the dearest first."""
 
 
-def _parts(placement: Placement) -> tuple[Part, ...]:
+def _parts(placement: Placement) -> tuple[Rectangle, ...]:
     return tuple(placement.part(rank) for rank in range(placement.layout.world))

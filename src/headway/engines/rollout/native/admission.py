@@ -1,4 +1,4 @@
-"""Admission to a step: of the trajectories that wait, as many as there are slots, memory and prefill budget for."""
+"""StepAdmission to a step: of the trajectories that wait, as many as there are slots, memory and prefill budget for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from headway.engines.rollout.work import GroupRun, TrajectoryRun
 
 
-class Admission:
+class StepAdmission:
     """The admission to one step. Called with those that wait, in order; the first that it refuses ends it."""
 
     def __init__(self, *, rows: int, longest: int, budget: int, fits: Callable[[int, int], bool]) -> None:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from headway.data.types import FinishReason
 from headway.engines.rollout.groups import Groups, numbered, owned_by
 from headway.engines.rollout.native.activity import Activity
-from headway.engines.rollout.native.admission import Admission
+from headway.engines.rollout.native.admission import StepAdmission
 from headway.engines.rollout.native.fused import best_forward
 from headway.engines.rollout.native.graphs import Recorder
 from headway.engines.rollout.native.prepare import prepare_model
@@ -214,7 +214,7 @@ class EngineCore:
         with self._activity.step() as step:
             step.preempted = self._preempt()
             decoding = self._rows.active
-            admission = Admission(
+            admission = StepAdmission(
                 rows=decoding, longest=self._longest, budget=self._max_batched_tokens, fits=self._runner.fits
             )
             starting = self._scheduler.take(self._rows.slots - decoding, admission)

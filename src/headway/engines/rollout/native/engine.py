@@ -28,10 +28,17 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from headway.engines.rollout.inboxes import Inbox
+from headway.engines.rollout.inboxes import GroupInbox
 from headway.engines.rollout.native.core import EngineCore, Finished
 from headway.engines.rollout.native.graphs import CudaRecorder
-from headway.engines.served.update import Beside, Over, Updates, cannot_stage, nothing_to_activate, outcome
+from headway.engines.served.update import (
+    BufferedIntake,
+    InPlaceIntake,
+    Updates,
+    cannot_stage,
+    nothing_to_activate,
+    outcome,
+)
 from headway.errors import (
     ConfigError,
     HeadwayError,
@@ -147,12 +154,14 @@ class NativeEngine:
         if receive is not None and manifest is not None:
             self._core.weights.check_layout(manifest)
             whose = f"rollout engine {name}"
-            way_in = (Beside if dual_buffer else Over)(whose, self._core.weights, manifest, consume_bucket_bytes)
-            self._updates = Updates(whose, way_in, receive, model.device)
+            intake = (BufferedIntake if dual_buffer else InPlaceIntake)(
+                whose, self._core.weights, manifest, consume_bucket_bytes
+            )
+            self._updates = Updates(whose, intake, receive, model.device)
 
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._unanswered: list[tuple[_Command, Any]] = []
-        self._inboxes: set[Inbox] = set()
+        self._inboxes: set[GroupInbox] = set()
         self._outgoing: defaultdict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = defaultdict(list)
         self._over = threading.Lock()
         """Held to post a command, and to declare that none will be read any more."""
@@ -169,7 +178,7 @@ class NativeEngine:
         Leaving the iterator early drops the groups that are left. Raises `DataError`, before anything is submitted,
         for a prompt that does not fit or parameters that make no sense.
         """
-        inbox = Inbox.of(len(requests))
+        inbox = GroupInbox.of(len(requests))
         try:
             await self._ask(lambda: self._submit(requests, inbox))
             while inbox.missing:
@@ -328,11 +337,11 @@ class NativeEngine:
         else:
             self._unanswered.append((command, result))
 
-    def _submit(self, requests: Sequence[GenerateRequest], inbox: Inbox) -> None:
+    def _submit(self, requests: Sequence[GenerateRequest], inbox: GroupInbox) -> None:
         self._core.submit(requests, inbox)
         self._inboxes.add(inbox)
 
-    def _forget(self, inbox: Inbox, missing: int) -> None:
+    def _forget(self, inbox: GroupInbox, missing: int) -> None:
         if missing:  # looking through all that waits is slow
             self._core.forget(inbox)
         self._inboxes.discard(inbox)
@@ -349,7 +358,7 @@ class NativeEngine:
 
     def _collect(self, finished: list[Finished]) -> None:
         for owner, group in finished:
-            assert isinstance(owner, Inbox)
+            assert isinstance(owner, GroupInbox)
             self._outgoing[owner.loop].append(partial(owner.groups.put_nowait, group))
 
     def _send(self) -> None:

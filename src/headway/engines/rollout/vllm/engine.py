@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headway.engines.rollout.inboxes import Inbox
+from headway.engines.rollout.inboxes import GroupInbox
 from headway.engines.rollout.vllm.activity import Activity
 from headway.engines.rollout.vllm.buffer import SharedBackBuffer
 from headway.engines.rollout.vllm.core import VllmCore
@@ -172,7 +172,7 @@ class VllmEngine:
         Leaving the iterator early drops the groups that are left. Raises `DataError`, before anything is submitted,
         for a prompt that does not fit or parameters that make no sense.
         """
-        inbox = Inbox.of(len(requests))
+        inbox = GroupInbox.of(len(requests))
         try:
             await self._ask(self._there.submit(requests, inbox))
             while inbox.missing:
@@ -339,7 +339,7 @@ class VllmEngine:
             llm.shutdown(timeout=CLOSE_TIMEOUT_S / 2)  # killed, they would leave shared memory behind
 
     def _deliver(self, owner: Hashable, group: FinishedGroup | HeadwayError) -> None:
-        assert isinstance(owner, Inbox)
+        assert isinstance(owner, GroupInbox)
         with contextlib.suppress(RuntimeError):  # that loop was closed: nobody there waits any more
             owner.loop.call_soon_threadsafe(owner.groups.put_nowait, group)
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.data.collate import Row, token_budget_batches
+from headway.data.types import ColumnName
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ def filler_row() -> Row:
         logprobs=nothing,
         versions=np.zeros(1, dtype=np.int32),
         loss_mask=np.zeros(1, dtype=np.bool_),
-        columns=dict.fromkeys(("advantages", "ref_logprobs", "prox_logprobs", "values", "returns"), nothing),
+        columns=dict.fromkeys(ColumnName, nothing),
     )
 
 

@@ -13,6 +13,7 @@ from headway.algorithms.aggregation import token_weights
 from headway.algorithms.values import value_loss
 from headway.config.schema import Config
 from headway.data.collate import Row
+from headway.data.types import ColumnName
 from headway.engines.train.fsdp.batch import collate, required_column, response_aligned
 from headway.engines.train.fsdp.forward import forward_sharded
 from headway.engines.train.fsdp.learner import Learner
@@ -73,7 +74,7 @@ class FsdpCritic:
         def floats(name: str) -> torch.Tensor:
             return response_aligned(rows, lambda row: required_column(row, name), np.float32, self._device)
 
-        old_NT, returns_NT = floats("values"), floats("returns")
+        old_NT, returns_NT = floats(ColumnName.VALUES), floats(ColumnName.RETURNS)
         mask_NT = response_aligned(rows, lambda row: row.loss_mask, np.bool_, self._device)
         values_NT = batch.unflatten(self._module(batch.input_ids, batch.predictors))
         losses_NT, per_token = value_loss(values_NT, old_NT, returns_NT, mask_NT, cliprange=self._cliprange)

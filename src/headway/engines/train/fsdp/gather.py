@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from headway.errors import ModelError
-from headway.weights.buckets import Shard as Part
+from headway.weights.buckets import Shard as OwnShard
 from headway.weights.buckets import pack
 from headway.weights.layout import ALIGNMENT, Manifest, buckets
 from headway.weights.outgoing import Window
@@ -46,7 +46,7 @@ def gather(
         yield start, bucket[: stop - start]
 
 
-def _part(name: str, parameter: torch.Tensor) -> Part:
+def _part(name: str, parameter: torch.Tensor) -> OwnShard:
     """The rank's own elements of a parameter, in row-major order of the whole."""
     assert isinstance(parameter, DTensor)
     (placement,) = parameter.placements
@@ -58,4 +58,4 @@ def _part(name: str, parameter: torch.Tensor) -> Part:
     # As torch.chunk divides: every rank but the last ones has this many rows.
     most = -(-rows // mesh.size())
     first = min(mesh.get_local_rank() * most, rows) * (parameter.numel() // max(1, rows))
-    return Part(first, local.reshape(-1))
+    return OwnShard(first, local.reshape(-1))

@@ -29,7 +29,7 @@ from headway.engines.train.fsdp.sums import Sums, Totals, as_metrics, count, mer
 from headway.interfaces import StepReport
 from headway.progress import advance
 
-Part = Callable[[Sequence[Row], Totals], tuple[torch.Tensor, Sums]]
+StepPart = Callable[[Sequence[Row], Totals], tuple[torch.Tensor, Sums]]
 """One micro-batch's part of the loss, to be added to the others', and of the sums."""
 
 
@@ -58,7 +58,7 @@ class Learner:
             module.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
         )
 
-    def step(self, rows: Sequence[Row], part: Part) -> StepReport:
+    def step(self, rows: Sequence[Row], part: StepPart) -> StepReport:
         """One optimizer step on a mini-batch of which ``rows`` are this rank's share.
 
         A loss or gradient that is not finite on any rank skips the step on all: weights and optimizer are unchanged.
@@ -90,7 +90,7 @@ class Learner:
         extra: dict[str, Any] = state["extra"]
         return extra
 
-    def _backward(self, rows: Sequence[Row], part: Part) -> dict[str, float]:
+    def _backward(self, rows: Sequence[Row], part: StepPart) -> dict[str, float]:
         """Leave the mini-batch's gradient in the parameters; returns the metrics, equal on all ranks."""
         mine = count(rows)
         totals = Totals(*reduce_numbers([mine.tokens, mine.sequences], dist.ReduceOp.SUM, self._device))

@@ -26,6 +26,7 @@ from headway.algorithms.losses import POLICY_LOSSES, LossInputs, PolicyLossParam
 from headway.config.learning import ActorConfig, CorrectionConfig, RolloutCorrectionConfig
 from headway.config.schema import Config
 from headway.data.collate import Row
+from headway.data.types import ColumnName
 from headway.engines.train.fsdp.batch import MicroBatch, required_column, response_aligned
 from headway.engines.train.fsdp.sums import HEALTH, Sums, Totals
 from headway.interfaces import StepContext
@@ -68,13 +69,15 @@ def collate_columns(
         logprobs=floats(lambda row: row.logprobs),
         prox_logprobs=floats(
             lambda row: (
-                required_column(row, "prox_logprobs") if with_prox else row.columns.get("prox_logprobs", row.logprobs)
+                required_column(row, ColumnName.PROX_LOGPROBS)
+                if with_prox
+                else row.columns.get(ColumnName.PROX_LOGPROBS, row.logprobs)
             )
         ),
-        advantages=floats(lambda row: required_column(row, "advantages")),
+        advantages=floats(lambda row: required_column(row, ColumnName.ADVANTAGES)),
         mask=response_aligned(rows, lambda row: row.loss_mask, np.bool_, device),
         versions=response_aligned(rows, lambda row: row.versions, np.int64, device),
-        ref_logprobs=floats(lambda row: required_column(row, "ref_logprobs")) if with_ref else None,
+        ref_logprobs=floats(lambda row: required_column(row, ColumnName.REF_LOGPROBS)) if with_ref else None,
         finished=torch.tensor([row.finished for row in rows], device=device),
     )
 
