@@ -26,7 +26,7 @@ class Inbox:
         receiver = open_receiver(link, self._name, here)
         if opening == self._openings:
             self._receiver = receiver
-        else:  # while this one waited for somebody who never came, all met anew
+        else:  # all met anew, while this one waited for somebody who never came
             receiver.close()
 
     async def connect(self, link: Link, here: Here) -> None:
@@ -35,7 +35,7 @@ class Inbox:
 
     @contextmanager
     def holding(self, version: int, parcel: Parcel | None) -> Iterator[None]:
-        """While it is open, ``parcel`` is what the sender left of ``version``, with a stored transport."""
+        """Hold, until the block ends, ``parcel``: what the sender left of ``version``, with a stored transport."""
         self._parcels[version] = parcel
         try:
             yield

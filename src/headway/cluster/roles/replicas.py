@@ -19,7 +19,7 @@ Receive = Callable[[int, WeightSink], None]
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """What a replica knows before its engine starts."""
+    """Facts that a replica knows before its engine starts."""
 
     config: Config
     model_path: str
@@ -27,9 +27,9 @@ class Replica:
     device: str
     decode: Callable[[Sequence[int]], str]
     dtype: str
-    """Of the served weights, as torch spells it without the prefix."""
+    """Dtype of the served weights, as torch spells it without the prefix."""
     receive: Receive | None
-    """None, as ``manifest``: its weights stay what they are."""
+    """Receives weights; None, as ``manifest``, where the replica's weights stay what they are."""
     manifest: Manifest | None
     clock: Callable[[], float]
 
@@ -86,7 +86,7 @@ async def start_vllm(replica: Replica) -> Any:
     )
     try:
         await engine.start()
-    except BaseException:  # nobody else knows of it
+    except BaseException:  # nobody else knows of the engine
         await engine.close()
         raise
     return engine
