@@ -19,7 +19,7 @@ WITHIN = "within"
 
 
 class FusedRole:
-    """Both roles: ``actor`` and ``rollout`` hold its own arguments and ``name``; ``common`` is for both."""
+    """Both roles: ``actor`` and ``rollout`` each hold their own arguments and ``name``; ``common`` is for both."""
 
     def __init__(self, *, actor: dict[str, Any], rollout: dict[str, Any], name: str, **common: Any) -> None:
         self.actor = ActorRole(**actor, name=name, **common)
