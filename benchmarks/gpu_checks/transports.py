@@ -32,7 +32,7 @@ from headway.weights.outgoing import Staged, Stream
 from headway.weights.protocols import Outgoing, Parcel, WeightReceiver, WeightSender, WeightSink
 from headway.weights.transports.broadcast import BroadcastLink, BroadcastReceiver, BroadcastSender
 from headway.weights.transports.group import StoreGroup, open_store
-from headway.weights.transports.links import Here, Meeting, make_link, open_receiver, open_sender
+from headway.weights.transports.links import EndContext, Meeting, make_link, open_receiver, open_sender
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 30.0
@@ -168,7 +168,7 @@ def _meeting(name: str, setting: Setting, manifest: Manifest) -> Iterator[Ends]:
         objects[len(objects)] = value
         return len(objects) - 1
 
-    here = Here(HOST, put, lambda handles: [objects[handle] for handle in handles])
+    here = EndContext(HOST, put, lambda handles: [objects[handle] for handle in handles])
     link = make_link(name, Meeting(manifest, (RECEIVER,), TIMEOUT_S, address=(HOST, port), directory=directory))
     with ThreadPoolExecutor(2) as pool:
         opening = pool.submit(open_receiver, link, RECEIVER, here)

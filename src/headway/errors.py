@@ -52,7 +52,7 @@ class RunError(HeadwayError, RuntimeError):
 
 
 class OutputRefused(RunError, OSError):
-    """What a command prints cannot be written: the disk behind its standard output is full, most often."""
+    """The failure to write what a command prints: the disk behind its standard output is full, most often."""
 
 
 class WorkerDied(RunError):
@@ -113,7 +113,7 @@ def boundary(doing: str, error: type[HeadwayError]) -> Iterator[None]:
 
 
 def said_by(cause: BaseException, most: int = 300) -> str:
-    """A foreign error in one line: its type, and what it says, of which at most ``most`` characters are kept.
+    """Foreign error in one line: its type, and what it says, of which at most ``most`` characters are kept.
 
     What UTF-8 has no bytes for is spelled out, so that the line can be printed and written anywhere.
     """
@@ -126,15 +126,15 @@ def said_by(cause: BaseException, most: int = 300) -> str:
 
 
 def shown(value: object, most: int = 80) -> str:
-    """A value as Python spells it, of which at most ``most`` characters are kept."""
+    """Value as Python spells it, of which at most ``most`` characters are kept."""
     return cut(repr(value), most)
 
 
 def cut(text: str, most: int = 80) -> str:
-    """``text``, where it is longer its beginning and an ellipsis: ``most`` characters."""
+    """Return ``text``, where it is longer its beginning and an ellipsis: ``most`` characters."""
     return text if len(text) <= most else f"{text[: most - 1].rstrip()}…"
 
 
 def writable(text: str) -> str:
-    """``text`` as UTF-8 can hold it: a lone surrogate is spelled as its escape."""
+    """Return ``text`` as UTF-8 can hold it: a lone surrogate is spelled as its escape."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -46,7 +46,7 @@ class Event:
         return {"kind": self.kind, **{name: getattr(self, name) for name in _field_names(event_type)}}
 
     def later(self, seconds: float) -> Self:
-        """The same event on a clock that is ahead by so much."""
+        """Return the same event on a clock that is ahead by so much."""
         return replace(self, **{name: _later(getattr(self, name), seconds) for name in self.on_clock})
 
 
@@ -115,7 +115,7 @@ class StageChanged(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupAdmitted(Event):
-    """``limit`` is ⌊(version + 1 + η)·B⌋ with ``version`` the oldest one served; admitted counts this group."""
+    """A group was admitted. ``limit`` is ⌊(version + 1 + η)·B⌋, ``version`` the oldest served; admitted counts it."""
 
     kind: ClassVar[str] = "group.admitted"
     number: int
@@ -132,7 +132,7 @@ class GroupAdmitted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryFinished(Event):
-    """``version_spans`` is ``[[start, version], …]``: tokens from ``start`` on were sampled under ``version``."""
+    """A trajectory's end. ``version_spans`` is ``[[start, version], …]``: from ``start`` on, ``version`` sampled."""
 
     kind: ClassVar[str] = "trajectory.finished"
     on_clock: ClassVar[tuple[str, ...]] = ("time", "started", "finished")
@@ -151,7 +151,7 @@ class TrajectoryFinished(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRewarded(Event):
-    """``parts`` has what each part of a reward of several gave, by name, before its weight; None: it does not apply."""
+    """Rewards of a group. ``parts``: what each of several gave, by name, before its weight; None: it does not apply."""
 
     kind: ClassVar[str] = "group.rewarded"
     number: int
@@ -225,9 +225,9 @@ class CriticStepped(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardActed(Event):
-    """The effective sample size ``ess`` of a step fell below ``min_ess``, or rose above it again, and ``did`` that.
+    """Action of the guard: the step's ``ess`` fell below ``min_ess``, or rose above it again, and it ``did`` that.
 
-    ``clip_scale`` and ``eta`` are what holds from now on.
+    ``clip_scale`` and ``eta`` hold from now on.
     """
 
     kind: ClassVar[str] = "guard.acted"
@@ -253,7 +253,7 @@ class UpdatePhase(Event):
     seconds: float
     nbytes: int = 0
     probe_difference: float | None = None
-    """In phase ``load``, the largest difference (nats) between log-probs that ``where`` serves and the trainer's; None
+    """Largest difference (nats), in phase ``load``, between log-probs that ``where`` serves and the trainer's; None
     where nobody looked. On shared devices a replica can tell only when it is awake again: then in a load event of its
     own."""
 
@@ -342,7 +342,7 @@ class LeaseChanged(Event):
     holder: str
     asked: float
     validation_s: float = 0.0
-    """The part of it in which the trainer waited for a validation."""
+    """Seconds of the hand-over in which the trainer waited for a validation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -380,7 +380,7 @@ class ValidationFinished(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptsLeftOut(Event):
-    """``count`` prompts of ``source`` had more than ``max_tokens`` tokens; ``part`` is ``training`` or ``held-out``."""
+    """Prompts of ``source`` with more than ``max_tokens`` tokens; ``part`` is ``training`` or ``held-out``."""
 
     kind: ClassVar[str] = "prompts.left_out"
     part: str
@@ -435,7 +435,7 @@ class Note(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFinished(Event):
-    """``status`` is ``completed``, ``interrupted`` or ``failed``; ``groups`` is the ledger's balance."""
+    """The run ended: ``status`` is ``completed``, ``interrupted`` or ``failed``; ``groups`` is the ledger's balance."""
 
     kind: ClassVar[str] = "run.finished"
     status: str
@@ -445,7 +445,7 @@ class RunFinished(Event):
 
 
 class Observer(Protocol):
-    """Watches a run. Called on the event loop's thread, in order; must return at once and never raise."""
+    """Observer of a run. Called on the event loop's thread, in order; must return at once and never raise."""
 
     def on_event(self, event: Event) -> None: ...
 

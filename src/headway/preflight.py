@@ -1,4 +1,4 @@
-"""What a run needs from outside, tried before a run's directory is made, a model warmed up or a worker started.
+"""Trying a run's outside needs before its directory is made, a model warmed up or a worker started.
 
 `check_inputs` ─▶ the rows to train on        the model's files, data, reward: no torch, so that ``--dry-run`` and the
                                               doctor can ask, too
@@ -34,23 +34,23 @@ from headway.user_code import check_call, load_function, names_a_file
 
 CONNECT_TIMEOUT_S = 10.0
 LOAD_TIMEOUT_S = 30.0
-"""For a process to start and to import the reward's file: long enough for torch and transformers, too."""
+"""Seconds for a process to start and to import the reward's file: long enough for torch and transformers, too."""
 LOWER = "lower the lengths"
 LOSS_PARAMETERS = ("inputs", "params")
-"""Of a policy loss, and of a correction."""
+"""Parameters of a policy loss, and of a correction."""
 ESTIMATOR_PARAMETERS = ("normalize_by_std", "gamma", "lam", "k")
-"""Which an advantage estimator gets by name, where it has them, after its inputs."""
+"""Parameters that an advantage estimator gets by name, where it has them, after its inputs."""
 INTEGERS = ("I", "U", "BOOL")
-"""How the dtypes begin that no weight of a model has."""
+"""First letters of dtypes that no weight of a model has."""
 NOT_READ = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"(^|\.)(attn|attention)\.(masked_)?bias$")
-"""Buffers that older checkpoints hold: constants, which the model makes itself."""
+"""Names of buffers that older checkpoints hold: constants, which the model makes itself."""
 ROWS_AT_ONCE = 4096
 NEEDS_ANSWERS = ("exact_match", "math_verify", "regex")
 """Built-in rewards that cannot score a row whose answer is null."""
 
 
 def check_inputs(config: Config) -> Rows:
-    """The run's rows, and the reward tried on their columns. A user's own reward is loaded in a process of its own.
+    """Return the run's rows, with the reward tried on their columns. A user's own reward is loaded in its own process.
 
     Raises:
         ConfigError: no such reward or task, or parameters that the task does not take.
@@ -77,9 +77,9 @@ def check_inputs(config: Config) -> Rows:
 def check_model(config: Config, rows: Rows, *, when_too_long: str = LOWER) -> DataBundle | None:
     """Open all of the model but its weights, and read the first prompts as it does: the prompts of ``rows``.
 
-    None where there is no model yet, only one to make.
+    Returns None where there is no model yet, only one to make.
 
-    ``when_too_long``: what the message says to do where the model has fewer positions than tokens may come.
+    ``when_too_long``: advice of the message where the model has fewer positions than tokens may come.
 
     Raises:
         ConfigError: no such algorithm, more tokens than the model has positions, a bias for a token that it does not
@@ -99,7 +99,7 @@ def check_model(config: Config, rows: Rows, *, when_too_long: str = LOWER) -> Da
     if config.cluster.address is not None:
         timeout_s = min(config.cluster.start_timeout_s, CONNECT_TIMEOUT_S)
         asyncio.run(check_listens(config.cluster.address, timeout_s))
-    else:  # here, where all workers will be
+    else:  # workers will all be here
         if config.rollout.name == "vllm":
             check_installed()
         _check_device(config)
@@ -115,16 +115,16 @@ def check_model(config: Config, rows: Rows, *, when_too_long: str = LOWER) -> Da
         _check_vocabulary(config.model.path, model_config, tokenizer)
         _check_biases(config, model_config)
         _check_engine(config, model_config)
-        _check_built(config, model_config)  # as others may not even be able to with odd values
+        _check_built(config, model_config)  # after the others: odd values may keep a model from being built
         _check_kv_cache(config, model_config)
     return build_sources(config, tokenizer, rows)
 
 
 def go_offline_without_a_hub(config: Config) -> None:
-    """Where the model or a dataset is named and the hub's host is not even known here, have libraries look at their
-    cache alone, here and in all workers: they would try again for half a minute each time.
+    """Have libraries look at their cache alone, here and in all workers, where the hub's host is not even known here
+    and a model or dataset is named: they would try again for half a minute each time.
 
-    Must come before their import: they read this once.
+    Must come before the libraries' import: they read this once.
     """
     datasets = any(source.dataset is not None for source in config.data.sources + config.data.val_sources)
     model = config.model.path is not None and find_folder(config.model.path) is None
@@ -147,7 +147,7 @@ async def _load_in_a_process(spec: RewardSpec) -> None:
             f"{spec.function} was not imported within {limit:g} s; see to it that the file imports quickly, or raise "
             "reward.timeout_s above the time that it needs"
         ) from None
-    except WorkerDied as cause:  # on its own it is only ever the user's code that ends it, or does not come back
+    except WorkerDied as cause:  # an end of that process, or its silence, is only ever the user's code's doing
         raise UserCodeError(
             f"{cause}; see to it that the file imports, quickly and without ending its process"
         ) from cause
@@ -163,7 +163,7 @@ def _check_device(config: Config) -> None:
 
 
 def _check_answers(config: Config, rows: Rows) -> None:
-    """Of files alone: a task's problems are made on demand, and have answers."""
+    """Check answers of files alone: a task's problems are made on demand, and have answers."""
     needing = [one.function for one in config.reward.all if one.function in NEEDS_ANSWERS]
     if not needing:
         return
@@ -178,7 +178,9 @@ def _check_answers(config: Config, rows: Rows) -> None:
 
 
 def _check_vocabulary(path: str, model_config: Any, tokenizer: Any) -> None:
-    """A token without a row in the embedding would end the run at its first prompt, or at a GPU's assertion."""
+    """Check for tokens without a row in the embedding: one would end the run at its first prompt, or by a GPU's
+    assertion.
+    """
     size = getattr(model_config.get_text_config(), "vocab_size", None)
     highest = max(tokenizer.get_vocab().values(), default=-1)
     if size is not None and highest >= size:
@@ -200,7 +202,7 @@ def _check_positions(config: Config, model_config: Any, way_out: str) -> None:
 
 
 def _check_own_functions(config: Config) -> None:
-    """Losses, estimators and corrections of the user's own: called only at the first step, once data have come."""
+    """Check losses, estimators and corrections of the user's own: they are called only at the first step, with data."""
     algorithm = config.algorithm
     for spec, positional, named in (
         (algorithm.policy_loss.loss_mode, LOSS_PARAMETERS, ()),
@@ -221,7 +223,7 @@ def _check_biases(config: Config, model_config: Any) -> None:
 
 
 def _check_kv_cache(config: Config, model_config: Any) -> None:
-    """Of one context, the least that an engine of any kind needs; how much more it does only the engine knows."""
+    """Check the KV cache for one context, the least that an engine needs; only the engine knows its true need."""
     gib, data = config.rollout.kv_cache_gib, config.data
     if gib is None or config.rollout.name != "native":
         return
@@ -243,7 +245,7 @@ def _check_kv_cache(config: Config, model_config: Any) -> None:
 
 
 def _check_unknown_family(config: Config) -> None:
-    """What only transformers can tell of a model, for the doctor, too: seconds, which the usual families do not cost.
+    """Check a model that only transformers can tell of, for the doctor, too: takes seconds, as usual families do not.
 
     Raises:
         ModelError: no causal language model, or one whose logits or attention are not supported.
@@ -258,7 +260,7 @@ def _check_unknown_family(config: Config) -> None:
 
 
 def _check_engine(config: Config, model_config: Any) -> None:
-    """Raises `ModelError` for kinds of attention that the native rollout engine does not have."""
+    """Check that the native rollout engine has the model's kind of attention; raise `ModelError` if not."""
     if config.rollout.name != "native":
         return
     from headway.engines.rollout.native.windows import Windows
@@ -267,9 +269,9 @@ def _check_engine(config: Config, model_config: Any) -> None:
 
 
 def _checked_model(config: Config, model_config: Any) -> Any:
-    """The model of ``config.json`` without memory for its weights; None where code of its own would have to run.
+    """Build the model of ``config.json`` without memory for its weights; None if it would have to run code of its own.
 
-    Raises `ModelError` when it has no layers, or makes its logits in a way that is not supported.
+    Raises `ModelError` when the model has no layers, or makes its logits in a way that is not supported.
     """
     if config.model.trust_remote_code:
         return None
@@ -287,9 +289,9 @@ def _checked_model(config: Config, model_config: Any) -> Any:
 
 
 def _check_built(config: Config, model_config: Any) -> None:
-    """The weights, as their files' headers have them, against the model of ``config.json``: names, shapes, dtypes.
+    """Check the weights in their files' headers against the model of ``config.json``: names, shapes, dtypes.
 
-    Left to loading where transformers converts names or shapes, and where the files are of another kind.
+    Models are left to loading where transformers converts names or shapes, and where the files are of another kind.
 
     Raises:
         ModelError: a tensor of another shape, one that the model or the file lacks, integers, or two tensors that
@@ -362,7 +364,7 @@ class _Stored:
 
 
 def _name_in_the_model(name: str, expected: Mapping[str, Any], prefix: str) -> str:
-    """Weights may have been saved without their head, so that the prefix of the rest is missing; or the reverse."""
+    """Find a weight's name in the model: weights may have been saved without the prefix of a head, or with it."""
     if name not in expected:
         for other in (f"{prefix}.{name}", name.removeprefix(f"{prefix}.")):
             if other in expected:
@@ -371,7 +373,7 @@ def _name_in_the_model(name: str, expected: Mapping[str, Any], prefix: str) -> s
 
 
 def _equal(one: _Stored, other: _Stored) -> bool:
-    """In pieces, so that two large embeddings are not in memory at once."""
+    """Compare two tensors in pieces, so that two large embeddings are not in memory at once."""
     from safetensors import safe_open
 
     with safe_open(one.file, framework="pt") as left, safe_open(other.file, framework="pt") as right:

@@ -1,4 +1,4 @@
-"""What a worker does, and when its work last moved: its answer when it is asked whether it is alive.
+"""Progress of a worker: what it does and when its work last moved, which is its answer when asked whether it is alive.
 
     engine ── advance("micro-batch 3 of 8") ──▶ Progress ── heartbeat() ──▶ Heartbeat ──▶ the driver
 
@@ -33,24 +33,24 @@ class Heartbeat:
     """A worker's answer. Durations are by its own clock, so that clocks of two machines need not agree."""
 
     doing: str
-    """For people: the calls that are open, how long they have been, and where they are; empty for an idle worker."""
+    """Words for people: the calls that are open, for how long, and where they are; empty for an idle worker."""
     quiet_s: float = math.inf
     """Seconds since the work that counts its progress moved, or began; infinite where there is none."""
     patience_s: float = 0.0
-    """Seconds for which it may be quiet, where what it does has a limit of its own: work with files."""
+    """Seconds for which the worker may be quiet, where its work has a limit of its own: work with files."""
 
 
 class Living(Protocol):
-    """Whoever answers for a worker, also while the worker computes."""
+    """Answerer for a worker, also while the worker computes."""
 
     name: str
 
     async def heartbeat(self) -> Heartbeat:
-        """At once, whatever it is doing. Raises `WorkerDied`."""
+        """Answer at once, whatever the worker is doing. Raises `WorkerDied`."""
 
 
 class Progress:
-    """One worker's. Written by the threads that work, read by one that does not."""
+    """Progress of one worker. Written by the threads that work, read by one that does not."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -61,13 +61,13 @@ class Progress:
         """Bytes in the files that are written or read; None: no files."""
 
     def advance(self, place: str = "") -> None:
-        """Something is done. ``place`` says what, and how much there is; without it the last one stands."""
+        """Count something as done. ``place`` says what, and how much there is; without it the last one stands."""
         self._moved = self._clock()
         self._place = place or self._place
 
     @contextmanager
     def working(self, work: str) -> Iterator[None]:
-        """While it is open, ``work`` is what counts its progress. One at a time."""
+        """Count progress by ``work`` until the block ends. One at a time."""
         self._work, self._place = work, ""
         self._began = self._moved = self._clock()
         try:
@@ -76,7 +76,7 @@ class Progress:
             self._work = None
 
     def heartbeat(self) -> Heartbeat:
-        """Of the work that is under way; idle where there is none."""
+        """The heartbeat of the work that is under way; idle where there is none."""
         work, place, moved = self._work, self._place, self._moved
         if work is None:
             return Heartbeat("")
@@ -88,7 +88,7 @@ class Progress:
 
     @contextmanager
     def reading(self, folder: Path) -> Iterator[None]:
-        """While it is open, the files in ``folder`` are read: patience is that for all of their bytes."""
+        """Count ``folder``'s files as being read until the block ends: patience is that for all of their bytes."""
         nbytes, _ = _sizes(folder)
         self._file_bytes = nbytes
         self.advance(f"reading {folder}, {_amount(nbytes)}")
@@ -99,7 +99,8 @@ class Progress:
 
     @contextmanager
     def writing(self, folder: Path) -> Iterator[None]:
-        """While it is open, files are written into ``folder``: it is progress when they grow, in size or on the disk.
+        """Count files as being written into ``folder`` until the block ends: it is progress that they grow, in size or
+        on disk.
 
         Another thread looks, so that libraries that write a file in one call are seen at work, and a file system that
         does not answer holds up nobody who asks.
@@ -135,7 +136,7 @@ def progress_here() -> Progress:
 
 
 def count_for(progress: Progress) -> None:
-    """This thread's work counts for ``progress`` from now on."""
+    """Count this thread's work for ``progress`` from now on."""
     _current.set(progress)
 
 
@@ -150,7 +151,7 @@ def _sizes(folder: Path) -> tuple[int, int]:
     safetensors gives a file its whole length before it writes: only the second number then says how far it is.
     """
     nbytes = on_disk = 0
-    with suppress(OSError):  # it is being made, or renamed
+    with suppress(OSError):  # the file is being made, or renamed
         for entry in os.scandir(folder):
             found = entry.stat()
             nbytes, on_disk = nbytes + found.st_size, on_disk + found.st_blocks * 512

@@ -15,13 +15,13 @@ from headway.errors import UserCodeError, boundary, said_by
 
 
 def names_a_file(spec: str) -> bool:
-    """Whether ``spec`` means a function in a file rather than a registered name."""
+    """Tell whether ``spec`` means a function in a file rather than a registered name."""
     path, colon, _ = spec.rpartition(":")
     return bool(colon) and path.endswith(".py")
 
 
 def resolve_spec(spec: str) -> str:
-    """``spec`` with its path made absolute, so that a process with another working directory finds the same file."""
+    """Make the path of ``spec`` absolute, so that a process with another working directory finds the same file."""
     path, _, name = spec.rpartition(":")
     return f"{Path(path).expanduser().resolve()}:{name}"
 
@@ -48,14 +48,14 @@ def load_function(spec: str) -> Callable[..., Any]:
 
 
 def check_call(spec: str, function: Callable[..., Any], positional: Sequence[str], named: Sequence[str] = ()) -> None:
-    """Whether ``function`` can be called with so many arguments, and those of ``named`` that it has a parameter for.
+    """Check that ``function`` can be called with so many arguments, and those of ``named`` that it has a parameter for.
 
     Raises:
-        UserCodeError: it cannot; the message names ``spec``, its parameters and those that are expected.
+        UserCodeError: the function cannot; the message names ``spec``, its parameters and those that are expected.
     """
     try:
         own = signature(function)
-    except (TypeError, ValueError):  # something built in: only calling it tells
+    except (TypeError, ValueError):  # a function that is built in tells only by being called
         return
     try:
         own.bind(*positional, **{name: None for name in named if name in own.parameters})
@@ -76,7 +76,7 @@ def _import_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(module_spec)
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    sys.modules[module_name] = module  # before running it: dataclasses and pickle look their module up by name
+    sys.modules[module_name] = module  # registered before the module runs: dataclasses and pickle look it up by name
     try:
         module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as cause:

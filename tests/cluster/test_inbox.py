@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from headway.cluster.roles import inbox
-from headway.cluster.roles.inbox import Inbox
-from headway.weights.transports.links import Here, Link
+from headway.cluster.roles.inbox import WeightInbox
+from headway.weights.transports.links import EndContext, Link
 
 
 class End:
@@ -29,7 +29,7 @@ async def test_a_meeting_that_hangs_holds_no_later_one_up_and_takes_no_place_whe
     ends: dict[str, End] = {}
     began, goes_on = threading.Event(), threading.Event()
 
-    def open_receiver(link: Link, name: str, here: Here) -> Any:
+    def open_receiver(link: Link, name: str, here: EndContext) -> Any:
         ends[link.transport] = End(link)
         if link.transport == "first":
             began.set()
@@ -37,10 +37,10 @@ async def test_a_meeting_that_hangs_holds_no_later_one_up_and_takes_no_place_whe
         return ends[link.transport]
 
     monkeypatch.setattr(inbox, "open_receiver", open_receiver)
-    box = Inbox("rollout-0")
-    first = asyncio.create_task(box.connect(Link("first", Path()), Here()))
+    box = WeightInbox("rollout-0")
+    first = asyncio.create_task(box.connect(Link("first", Path()), EndContext()))
     assert await asyncio.to_thread(began.wait, 10)
-    await asyncio.wait_for(box.connect(Link("second", Path()), Here()), 5)
+    await asyncio.wait_for(box.connect(Link("second", Path()), EndContext()), 5)
     goes_on.set()
     await first
     assert ends["first"].closed and not ends["second"].closed

@@ -22,7 +22,7 @@ from headway.weights.layout import Manifest, buckets
 from headway.weights.outgoing import Window
 from headway.weights.protocols import WeightReceiver, WeightSink
 from headway.weights.transports.group import open_store
-from headway.weights.transports.links import Here, Meeting, make_link, open_receiver
+from headway.weights.transports.links import EndContext, Meeting, make_link, open_receiver
 from tests.engines.rollout.serving import WAIT_S, Source, collect, serving
 from tests.engines.rollout.support import make_request
 from tests.engines.rollout.test_tearing import MODELS, UPDATES, Watching, assert_from_the_table
@@ -68,7 +68,7 @@ class Trainer:
         self._store, port = open_store("127.0.0.1", WAIT_S)
         meeting = Meeting(manifest, ("replica",), WAIT_S, address=("127.0.0.1", port), directory=directory)
         link = make_link(transport, meeting)
-        here = Here("127.0.0.1", fetch=list)
+        here = EndContext("127.0.0.1", fetch=list)
         with ThreadPoolExecutor(1) as pool:
             opening = pool.submit(open_receiver, link, "replica", here)
             self._outbox.open_link("all", link, here)

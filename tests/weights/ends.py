@@ -16,7 +16,7 @@ from headway.weights.incoming import BackBuffer, InPlace
 from headway.weights.layout import Manifest
 from headway.weights.protocols import Outgoing, Parcel, WeightReceiver, WeightSender
 from headway.weights.transports.group import open_store
-from headway.weights.transports.links import Here, Link, Meeting, make_link, open_receiver, open_sender
+from headway.weights.transports.links import EndContext, Link, Meeting, make_link, open_receiver, open_sender
 from tests.weights.versions import MANIFEST
 
 HOST = "127.0.0.1"
@@ -53,7 +53,7 @@ class Outcome:
 class Ends:
     """A sender and its receivers."""
 
-    def __init__(self, link: Link, names: Sequence[str], pool: ThreadPoolExecutor, here: Here) -> None:
+    def __init__(self, link: Link, names: Sequence[str], pool: ThreadPoolExecutor, here: EndContext) -> None:
         self.link = link
         self._pool = pool
         opening = {name: pool.submit(open_receiver, link, name, here) for name in names}
@@ -101,8 +101,8 @@ class Site:
         self._open: list[Ends] = []
 
     @property
-    def here(self) -> Here:
-        return Here(HOST, self.objects.put, self.objects.fetch)
+    def here(self) -> EndContext:
+        return EndContext(HOST, self.objects.put, self.objects.fetch)
 
     @cached_property
     def _addresses(self) -> tuple[Any, int]:
@@ -125,7 +125,7 @@ class Site:
         *names: str,
         timeout_s: float = 10.0,
         manifest: Manifest = MANIFEST,
-        here: Here | None = None,
+        here: EndContext | None = None,
     ) -> Ends:
         link = self.link(transport, *names, timeout_s=timeout_s, manifest=manifest)
         ends = Ends(link, names, self.pool, here or self.here)

@@ -24,11 +24,11 @@ from headway.weights.layout import build_manifest
 from headway.weights.protocols import Chunk, Outgoing, WeightSink
 from headway.weights.transports.broadcast import BroadcastLink
 from headway.weights.transports.group import StoreGroup, open_store
-from headway.weights.transports.links import Here, Link, open_receiver, open_sender
+from headway.weights.transports.links import EndContext, Link, open_receiver, open_sender
 from tests.weights.ends import HOST, Site
 from tests.weights.versions import MANIFEST, GivesUp, assert_same, stream, weights
 
-HERE = Here(HOST)
+HERE = EndContext(HOST)
 
 
 def process(target: Callable[..., None], *args: Any) -> BaseProcess:

@@ -13,7 +13,7 @@ from headway.interfaces import ReceiveReport
 from headway.weights.incoming import BackBuffer, Receive
 from headway.weights.layout import build_manifest
 from headway.weights.protocols import Chunk, Outgoing
-from headway.weights.transports.links import Here, open_receiver
+from headway.weights.transports.links import EndContext, open_receiver
 from tests.weights.ends import Site
 from tests.weights.versions import MANIFEST, GivesUp, assert_same, stream, weights
 
@@ -142,4 +142,4 @@ def test_a_second_version_sent_while_one_is_still_on_its_way_is_refused_and_the_
 def test_a_receiver_that_the_meeting_is_not_for_is_told_so(site: Site) -> None:
     link = site.link("local", "a")
     with pytest.raises(UpdateFailed, match="b is not among those that this link reaches: a; it has to meet anew"):
-        open_receiver(link, "b", Here())
+        open_receiver(link, "b", EndContext())

@@ -7,7 +7,7 @@ import pytest
 
 from headway.errors import UpdateFailed
 from headway.weights.incoming import BackBuffer
-from headway.weights.transports.links import Here, open_receiver, open_sender
+from headway.weights.transports.links import EndContext, open_receiver, open_sender
 from tests.weights.ends import Site
 from tests.weights.versions import MANIFEST, assert_same, stream, weights
 
@@ -35,7 +35,7 @@ class Unreachable:
 
 def test_a_store_that_takes_nothing_more_fails_the_send_and_the_next_one_works(site: Site) -> None:
     store = Unreachable(site, after=2)
-    ends = site.meet("object_store", "a", here=Here(put=store.put, fetch=store.fetch))
+    ends = site.meet("object_store", "a", here=EndContext(put=store.put, fetch=store.fetch))
     back = BackBuffer(MANIFEST)
     outcome = ends.update(1, stream(1), {"a": back})
     with pytest.raises(UpdateFailed, match="the object store did not take bucket 2: TimeoutError: no answer"):
@@ -50,7 +50,7 @@ def test_a_store_that_gives_nothing_fails_the_receiver_that_asked_and_it_can_ask
     store = Unreachable(site, after=1)
     link = site.link("object_store", "a", "b")
     parcel = open_sender(link, site.here).send(1, stream(1))
-    cut_off, fine = open_receiver(link, "a", Here(fetch=store.fetch)), open_receiver(link, "b", site.here)
+    cut_off, fine = open_receiver(link, "a", EndContext(fetch=store.fetch)), open_receiver(link, "b", site.here)
     back, other = BackBuffer(MANIFEST), BackBuffer(MANIFEST)
     with pytest.raises(UpdateFailed, match="version 1: a cannot get bucket 1 from the store: TimeoutError: no answer"):
         back.fill(1, lambda sink: cut_off.receive(1, sink, parcel))
@@ -62,7 +62,7 @@ def test_a_store_that_gives_nothing_fails_the_receiver_that_asked_and_it_can_ask
 
 
 def test_an_object_of_another_length_is_no_bucket(site: Site) -> None:
-    ends = site.meet("object_store", "a", here=Here(put=site.objects.put, fetch=lambda handles: [b"short"]))
+    ends = site.meet("object_store", "a", here=EndContext(put=site.objects.put, fetch=lambda handles: [b"short"]))
     outcome = ends.update(1, stream(1), {"a": BackBuffer(MANIFEST)})
     with pytest.raises(UpdateFailed, match="bucket 0 has 5 bytes in the object store, 512 were announced"):
         raise outcome.errors["a"]

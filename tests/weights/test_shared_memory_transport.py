@@ -11,7 +11,7 @@ import pytest
 from headway.errors import UpdateFailed
 from headway.weights.incoming import BackBuffer
 from headway.weights.protocols import Parcel
-from headway.weights.transports.links import Here, Link, open_receiver, open_sender
+from headway.weights.transports.links import EndContext, Link, open_receiver, open_sender
 from tests.weights.ends import Site
 from tests.weights.versions import MANIFEST, GivesUp, assert_same, stream, weights
 
@@ -88,7 +88,7 @@ def test_a_receiver_on_another_machine_is_told_which_transports_go_further(site:
 def test_two_senders_of_one_meeting_do_not_touch_each_others_files(site: Site) -> None:
     ends = site.meet("shared_memory", "a")
     first = ends.sender.send(1, stream(1))
-    again = open_sender(ends.link, Here())
+    again = open_sender(ends.link, EndContext())
     assert again.send(2, stream(2)) is not None
     back = BackBuffer(MANIFEST)
     ends.fill("a", 1, back, first).result(20)
@@ -100,7 +100,7 @@ def test_a_receiver_lets_go_of_what_earlier_senders_have_removed(site: Site) -> 
     ends = site.meet("shared_memory", "a")
     assert not ends.update(1, stream(1), {"a": BackBuffer(MANIFEST)}).errors
     ends.sender.close()
-    ends.sender = open_sender(ends.link, Here())
+    ends.sender = open_sender(ends.link, EndContext())
     assert not ends.update(2, stream(2), {"a": BackBuffer(MANIFEST)}).errors
     mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(site.directory) in line]
     assert mapped and not any("(deleted)" in line for line in mapped)
@@ -108,7 +108,7 @@ def test_a_receiver_lets_go_of_what_earlier_senders_have_removed(site: Site) -> 
 
 def _receive(link: Link, parcel: Parcel) -> None:
     back = BackBuffer(MANIFEST)
-    receiver = open_receiver(link, "a", Here())
+    receiver = open_receiver(link, "a", EndContext())
     back.fill(1, lambda sink: receiver.receive(1, sink, parcel))
     assert_same(dict(back.items()), weights(1))
 

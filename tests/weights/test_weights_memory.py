@@ -17,7 +17,7 @@ from headway.weights.buckets import Shard, Tensors, pack
 from headway.weights.incoming import BackBuffer, InPlace
 from headway.weights.layout import buckets, build_manifest
 from headway.weights.outgoing import Staged, Stream, Window
-from headway.weights.transports.links import Here, Meeting, make_link, open_receiver, open_sender
+from headway.weights.transports.links import EndContext, Meeting, make_link, open_receiver, open_sender
 from tests.weights.versions import hand_over
 
 MIB = 2**20
@@ -174,7 +174,7 @@ def test_stored_transports_keep_one_copy_outside_the_process_and_receivers_none(
         kept.append(value)
         return len(kept) - 1
 
-    here = Here(put=put, fetch=lambda handles: [kept[handle] for handle in handles])
+    here = EndContext(put=put, fetch=lambda handles: [kept[handle] for handle in handles])
     link = make_link(transport, Meeting(MANIFEST, ("a",), 10, directory=tmp_path))
     sending, receiving = open_sender(link, here), open_receiver(link, "a", here)
     outgoing = _staged()

@@ -1,4 +1,4 @@
-"""``headway train``: a run that begins, with the user's model or with one that is made."""
+"""``headway train``: beginning a run, with the user's model or with one that is made."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def train(loaded: LoadedConfig) -> int:
     config = loaded.config
     set_math_environment(config)
     if config.run.dir is not None:
-        RunDirectory(config.run.dir).check_free()  # as its `create` does, which comes after much that takes longer
-    rows = check_inputs(config)  # this and the next before the run's directory: what is wrong here leaves no trace
+        RunDirectory(config.run.dir).check_free()  # the check of `create`, which comes after much that takes longer
+    rows = check_inputs(config)  # this and the next come before the run's directory: an error leaves no trace
     check_model(config, rows)
     reports = _open_reports(config)
     try:

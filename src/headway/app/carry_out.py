@@ -1,4 +1,4 @@
-"""One run from its open reports to its exit code, whatever happens on the way."""
+"""Carrying out one run from its open reports to its exit code, whatever happens on the way."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def carry_out(
         with terminations_as_interrupts():
             run = Run(config, rows, prepare(), reports, start)
             status = asyncio.run(run.run())
-            if run.stop_reason is not None:  # before the reports are closed, in which the run is then a failed one
+            if run.stop_reason is not None:  # raised before the reports close: the run is then a failed one in them
                 raise StoppedByGuard(
                     f"{run.stop_reason}. The run ended after that version: its model and a checkpoint are in "
                     f"{directory.path}. Lower async_training.staleness_threshold or actor.optim.lr, add a correction "
@@ -74,7 +74,7 @@ def _is_complete(reports: Reports) -> bool:
 
 
 def _has_model(reports: Reports, config: Config) -> bool:
-    """Whether the model that the newest checkpoint has was exported."""
+    """Tell whether the model that the newest checkpoint has was exported."""
     return is_of_the_end(reports.directory, _saved(reports.directory, config)[-1:])
 
 
@@ -86,8 +86,9 @@ def _saved(directory: RunDirectory, config: Config) -> list[int]:
 def how_to_go_on(reports: Reports, config: Config, *, changed: bool = False, refused: int | None = None) -> str:
     """The command that goes on with a run that ended early. Empty where nothing was trained.
 
-    ``changed``: without another setting it would end in the same way again. ``refused``: the version from which it was
-    to go on, and could not for what was given; empty while that is the newest, for the command is the one that failed.
+    ``changed``: without another setting the run would end in the same way again. ``refused``: the version from which it
+    was to go on, and could not for what was given; empty while that is the newest, for the command is the one that
+    failed.
     """
     directory = reports.directory
     try:
@@ -112,7 +113,7 @@ def when_saved(config: Config) -> str:
 
 
 def set_math_environment(config: Config) -> None:
-    """Must come before torch is imported: the math libraries read these once."""
+    """Set variables that the math libraries read once: must come before torch is imported."""
     inline = config.cluster.backend == "inline"
     threads = config.trainer.threads if inline and config.trainer.threads else available_cores()
     for variable, value in math_environment(threads).items():
@@ -120,7 +121,7 @@ def set_math_environment(config: Config) -> None:
 
 
 def _fail(reports: Reports, failure: Exception) -> None:
-    """Say that the run failed; of one whose training had ended in order, only what could not be done afterwards."""
+    """Say that the run failed; if its training had ended in order, only what could not be done afterwards."""
     reason = f"{type(failure).__name__}: {failure}"
     if not reports.ended or isinstance(failure, StoppedByGuard):
         _end(reports, Status.FAILED, reason)

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP: what they ask of a run, before, while and after it trains.
+"""Interrupts of a run, before, while and after it trains: Ctrl-C, SIGTERM and SIGHUP.
 
 `timeout` sends its signal twice, to the process and to its group; a terminal that closes sends SIGHUP by its shell, and
 again when that has ended. Neither means a second time: see `Repeats`.
@@ -19,7 +19,7 @@ from headway.pipeline.run import Pipeline
 from headway.reports.bundle import Reports
 
 SAME_S = 1.0
-"""SIGTERM and SIGHUP that come again within so many seconds are one signal, which was sent in two ways."""
+"""Seconds within which SIGTERM and SIGHUP that come again are one signal, which was sent in two ways."""
 
 
 def note(reports: Reports, text: str) -> None:
@@ -27,7 +27,7 @@ def note(reports: Reports, text: str) -> None:
 
 
 def _signals() -> tuple[signal.Signals, ...]:
-    """What interrupts a run. SIGHUP that is ignored stays so: the run was started with ``nohup``."""
+    """Signals that interrupt a run. SIGHUP that is ignored stays so: the run was started with ``nohup``."""
     if not _in_the_main_thread():
         return ()
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
@@ -39,10 +39,10 @@ class Repeats:
 
     def __init__(self) -> None:
         self._counted: dict[int, float] = {}
-        """By number: when it was counted last, on the monotonic clock."""
+        """Signal number → when it was counted last, on the monotonic clock."""
 
     def is_one(self, number: int) -> bool:
-        """Whether this signal is the same as one of less than `SAME_S` ago. Ctrl-C never is: a user presses twice."""
+        """Tell whether this signal is the echo of one less than `SAME_S` ago. Ctrl-C never is: a user presses twice."""
         now = time.monotonic()
         if number != signal.SIGINT and now - self._counted.get(number, -SAME_S) < SAME_S:
             return True
@@ -62,9 +62,9 @@ class Interrupts:
         self._reports = reports
         self._pipeline: Pipeline | None = None
         self._task: asyncio.Task[Any] | None = None
-        """None once it leaves."""
+        """The run's task; None once it leaves."""
         self._told = False
-        """Of the workers' end, once: whoever sends signals may send many."""
+        """True once the workers' end was told: whoever sends signals may send many."""
         self._before: dict[int, Any] = {}
         """The signals' handlers outside."""
         self._repeats = Repeats()
@@ -78,12 +78,12 @@ class Interrupts:
 
     def __exit__(self, *_: object) -> None:
         for number, before in self._before.items():
-            asyncio.get_running_loop().remove_signal_handler(number)  # which would leave SIGTERM to the system
+            asyncio.get_running_loop().remove_signal_handler(number)  # this call leaves SIGTERM to the system
             signal.signal(number, before)
 
     @contextmanager
     def asking(self, pipeline: Pipeline) -> Iterator[None]:
-        """The first interrupt within is ``pipeline``'s."""
+        """Let the first interrupt until the block ends ask ``pipeline``."""
         self._pipeline = pipeline
         try:
             yield
@@ -111,7 +111,7 @@ class Interrupts:
 
 @contextmanager
 def terminations_as_interrupts() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise `KeyboardInterrupt`, as Ctrl-C does, where no event loop runs. In the main thread."""
+    """Let SIGTERM and SIGHUP raise `KeyboardInterrupt`, as Ctrl-C does, outside of event loops. In the main thread."""
     repeats = Repeats()
 
     def interrupt(number: int, frame: object) -> None:

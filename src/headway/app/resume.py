@@ -1,4 +1,4 @@
-"""``headway train --resume``: a run that goes on from its newest checkpoint, in its own directory."""
+"""``headway train --resume``: going on with a run from its newest checkpoint, in its own directory."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def resume(path: Path, before: Config, loaded: LoadedConfig) -> int:
 
 
 def _newest(directory: RunDirectory, checkpoints: Checkpoints, record: Record, config: Config) -> int:
-    """The version to resume: the newest complete checkpoint of which the record tells."""
+    """The version to resume: that of the newest complete checkpoint of which the record tells."""
     newest = checkpoints.newest(record.boundaries, with_critic=needs_critic(config))
     if newest is not None:
         return newest
@@ -110,7 +110,7 @@ def _data(config: Config, rows: Rows, model: Path) -> DataBundle:
 
 @contextmanager
 def _relative_paths_explained(config: Config) -> Iterator[None]:
-    """To an error over a relative path that is not here: from where such paths count."""
+    """Explain, to an error over a relative path that is not here, from where such paths count."""
     try:
         yield
     except UserError as error:

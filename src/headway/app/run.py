@@ -1,4 +1,4 @@
-"""From a model to a better one: data, reward, workers, the pipeline, the exported model."""
+"""Running: from a model to a better one, by data, reward, workers, the pipeline, the exported model."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a resumed run goes on."""
+    """Start of a resumed run."""
 
     version: int
-    """Of the checkpoint."""
+    """Version of the checkpoint."""
 
 
 class Run:
-    """From a model to a better one. Opens what the pipeline needs, and closes it in the reverse order."""
+    """One run: from a model to a better one. Opens what the pipeline needs, and closes it in the reverse order."""
 
     def __init__(
         self, config: Config, rows: Rows, model_path: str, reports: Reports, start: Start | None = None
@@ -54,7 +54,7 @@ class Run:
         self._reports = reports
         self._start = start
         self.stop_reason: str | None = None
-        """Why the run stopped itself."""
+        """Reason why the run stopped itself."""
 
     async def run(self) -> Status:
         with Interrupts(self._reports) as interrupts:
@@ -65,7 +65,7 @@ class Run:
                     interrupts.leave_undisturbed()
 
     async def _open_and_run(self, stack: AsyncExitStack, interrupts: Interrupts) -> Status:
-        """What has to be closed is left on ``stack``."""
+        """Open everything and run. What has to be closed is left on ``stack``."""
         from headway.cluster.backend import start_backend
         from headway.models.loading import load_tokenizer, stop_token_ids
 
@@ -123,7 +123,7 @@ class Run:
         try:
             with interrupts.asking(pipeline):
                 status = await pipeline.run()
-        finally:  # only now are they met
+        finally:  # training meets prompts that are left out only as it reads
             self._report_left_out("training", data.left_out_by_source["train"])
         self.stop_reason = pipeline.stop_reason
         reports.phase("exporting the model")
@@ -158,7 +158,7 @@ class Run:
             )
 
     async def _load(self, workers: Workers, start: Start) -> Taken:
-        """The checkpoint into trainer and critic; returns the driver's part of it."""
+        """Load the checkpoint into trainer and critic; return the driver's part of it."""
         self._reports.phase("loading the checkpoint", f"version {start.version}")
         checkpoints = Checkpoints(self._reports.directory.checkpoints)
         taken = await workers.train.load(checkpoints.actor(start.version))
@@ -168,7 +168,7 @@ class Run:
 
 
 def is_of_the_end(directory: RunDirectory, newest: Sequence[int]) -> bool:
-    """Whether the model's folder is there and of the newest checkpoint's version, not of an earlier end of the run.
+    """Tell whether the model's folder is there and of the newest checkpoint's version, not of an earlier end.
 
     ``newest``: that version, or nothing. A folder that does not tell its version is of the last end: an export replaces
     the whole folder before it writes that down.
@@ -178,7 +178,7 @@ def is_of_the_end(directory: RunDirectory, newest: Sequence[int]) -> bool:
 
 
 def _optimizer_steps(config: Config, rows: int) -> int:
-    """Length of the learning-rate schedule."""
+    """Optimizer steps of the learning-rate schedule."""
     groups = config.rollout.total_rollout_steps or rows * (config.data.epochs or 1)
     return ceil(groups / config.actor.ppo_mini_batch_size) * config.actor.ppo_epochs
 

@@ -64,7 +64,7 @@ def main() -> None:
             cli()
         finally:
             sys.stdout.flush()
-    except OutputRefused as refused:  # outside of a command, like --version, or by the last flush
+    except OutputRefused as refused:  # raised outside of a command, like --version, or by the last flush
         say(f"error: {refused}")
         sys.exit(refused.exit_code)
     except BrokenPipeError:
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def _open_what_is_closed() -> None:
-    """Stdin is empty and stdout and stderr are lost where they were closed (``>&-``), here and for child processes.
+    """Replace stdin (empty) and stdout and stderr (lost) that were closed (``>&-``), here and for child processes.
 
     Otherwise Python has None in their place, and the next file that is opened gets their number: what a library or a
     child process prints would be written into it.

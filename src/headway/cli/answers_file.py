@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 
 
 class AnswersFile:
-    """JSON lines, one for each answer; a problem's are on disk when the next problem's come.
+    """File of JSON lines, one for each answer; a problem's are on disk when the next problem's come.
 
     A disk that refuses is told of once. The file then ends with the last problem of which it has all answers.
     """
 
     def __init__(self, path: Path, tell: Callable[[str], None]) -> None:
-        """``path`` is replaced when this is entered, and not before."""
+        """``path`` is replaced when the file is entered, and not before."""
         self._path, self._tell = path, tell
         self._problems = self._size = 0
-        """Written, the latter in bytes."""
+        """Problems, and bytes, that were written."""
         self.whole = True
-        """The disk has not refused yet."""
+        """True while the disk has not refused."""
 
     def __enter__(self) -> AnswersFile:
-        """Raises `RunError` when the file cannot be opened."""
+        """Open the file. Raises `RunError` when that cannot be."""
         with writing("--output", self._path):
             self._file = self._path.open("wb")
         return self
@@ -45,7 +45,7 @@ class AnswersFile:
         if not self.whole:
             return
         lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in _rows(problem))
-        text = lines.encode("utf-8", "backslashreplace")  # which is how JSON spells a lone surrogate, too
+        text = lines.encode("utf-8", "backslashreplace")  # the spelling of JSON for a lone surrogate, too
         try:
             self._file.write(text)
             self._file.flush()
@@ -57,7 +57,7 @@ class AnswersFile:
     def _give_up(self, cause: OSError) -> None:
         self.whole = False
         with suppress(OSError):
-            self._file.close()  # before it is cut: this tries once more to write what was refused
+            self._file.close()  # closed before the file is cut: this tries once more to write what was refused
         with suppress(OSError):
             os.truncate(self._path, self._size)
         self._tell(

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from headway.evaluation.settings import Job
 
 MOST_CHARACTERS = 300
-"""Characters of a prompt or a response in the table: the last ones, where a question is asked and an answer given."""
+"""Most characters of a prompt or response in the table: the last ones, where questions are asked and answers given."""
 
 FEWEST_FOR_A_LINE = 10
-"""Problems between two lines of progress."""
+"""Fewest problems between two lines of progress."""
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="A Hugging Face folder or name on the hub, or a run's directory.")
@@ -91,14 +91,14 @@ def evaluate(
         print_figures(console, job, questions.left_out, solved, ks, threshold)
         if samples:
             print_samples(console, solved, samples)
-        if not whole:  # which was said when it happened
+        if not whole:  # the refusal was told when it happened
             raise typer.Exit(EXIT_FAILED)
         if output is not None:
             typer.echo(f"answers: {output}")
 
 
 def _inputs(job: Job, model: str, recipe: Path | None) -> Iterator[Path]:
-    """The files that an evaluation reads, and every file that its settings name, those of the run or recipe beneath
+    """Files that an evaluation reads, and every file that its settings name, those of the run or recipe beneath
     included.
     """
     from headway.config.layers import read_file
@@ -118,13 +118,13 @@ def _inputs(job: Job, model: str, recipe: Path | None) -> Iterator[Path]:
     folders |= {source.dataset for source in job.config.data.held_out_sources}
     for text in _texts(settings):
         path = Path(os.path.expanduser(text.rpartition(":")[0] if names_a_file(text) else text))  # noqa: PTH111
-        with suppress(OSError):  # too long for a path
+        with suppress(OSError):  # a text may be too long for a path
             if text in folders or path.is_file():
                 yield path
 
 
 def _texts(values: Any) -> Iterator[str]:
-    """The texts among ``values``, however deep."""
+    """Texts among ``values``, however deep."""
     match values:
         case str():
             yield values
@@ -173,7 +173,7 @@ def _solve(job: Job, limit: int | None, output: Path | None) -> tuple[Questions,
     with ExitStack() as files, _progress(console, len(questions.prompts)) as progress:
 
         def ready() -> None:
-            if file is not None:  # not before: what fails to load leaves the answers of another time as they are
+            if file is not None:  # opened last: what fails to load leaves the answers of another time as they are
                 files.enter_context(file)
             progress.start()
 
@@ -192,7 +192,7 @@ def _solve(job: Job, limit: int | None, output: Path | None) -> tuple[Questions,
 class Tenths:
     """Progress as plain lines, where no terminal is attached: the start, each tenth of the problems, and the end.
 
-    Never for fewer than `FEWEST_FOR_A_LINE` problems in between.
+    Lines come at least `FEWEST_FOR_A_LINE` problems apart.
     """
 
     def __init__(self, console: Console, total: int) -> None:
@@ -209,7 +209,7 @@ class Tenths:
 
 
 class Bar:
-    """Progress as a bar, which is gone at the end."""
+    """Progress as a bar, which is removed at the end."""
 
     def __init__(self, progress: Progress, total: int) -> None:
         self._progress, self._total = progress, total
@@ -342,7 +342,7 @@ def print_samples(console: Console, solved: Sequence[Solved], count: int) -> Non
 
 
 def _spread(solved: Sequence[Solved], count: int) -> list[Solved]:
-    """``count`` of them at even distances, the first among them; all where there are fewer."""
+    """Choose ``count`` items at even distances, the first among them; all where there are fewer."""
     shown = min(count, len(solved))
     return [solved[i * len(solved) // shown] for i in range(shown)]
 

@@ -1,4 +1,4 @@
-"""Files that a command writes: found to be writable before any work, and never what it reads."""
+"""Checks of files that a command writes: they can be written, before any work, and are none that it reads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headway.errors import ConfigError, HeadwayError, RunError
 
 @contextmanager
 def writing(option: str, path: Path, error: type[HeadwayError] = RunError) -> Iterator[None]:
-    """``error`` for whatever refuses to write ``path``, which ``option`` gave."""
+    """Raise ``error`` for whatever refuses to write ``path``, which ``option`` gave."""
     try:
         yield
     except OSError as cause:
@@ -22,7 +22,7 @@ def writing(option: str, path: Path, error: type[HeadwayError] = RunError) -> It
 
 
 def check_outputs(outputs: Mapping[str, Path | None], inputs: Iterable[Path] = ()) -> None:
-    """`check_writable` of each option's file, and that no two are one. Raises `ConfigError`."""
+    """Check each option's file by `check_writable`, and that no two are one. Raises `ConfigError`."""
     taken: dict[object, tuple[str, Path]] = {}
     among = list(inputs)
     for option, path in outputs.items():
@@ -72,21 +72,21 @@ def files_of_run(run: Path) -> tuple[Path, ...]:
 
 
 def _is_of(path: Path, one: Path) -> bool:
-    """Whether the file ``path`` is the file ``one``, or lies in the folder ``one``, by whatever names and links."""
+    """Tell whether the file ``path`` is the file ``one``, or lies in the folder ``one``, by any names and links."""
     if (there := _identity(one)) is None:
         return False
     if not one.is_dir():
         return _identity(path) == there
-    # Of a link, where it lies and where it leads: the hub's folders hold links, and links lead into folders.
+    # For a link: where it lies and where it leads. The hub's folders hold links, and links lead into folders.
     if any(_identity(folder) == there for way in (path.absolute(), path.resolve()) for folder in way.parents):
         return True
     return any(_identity(path) == _identity(child) for child in one.iterdir())
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Equal for two names of one file; None where there is none."""
+    """Identity of a file, equal for two names of one; None where there is none."""
     try:
         found = path.stat()
-    except (OSError, ValueError):  # also for what can be no path: too long, or with a zero byte
+    except (OSError, ValueError):  # raised also for what can be no path: too long, or with a zero byte
         return None
     return found.st_dev, found.st_ino

@@ -1,4 +1,4 @@
-"""``headway plan``, ``profile`` and ``report``: what a job costs, what to choose for it, where a run's time went."""
+"""``headway plan``, ``profile`` and ``report``: a job's cost, what to choose for it, where a run's time went."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _profile(path: Path | None, run: Path | None) -> Profile:
 
 
 def _read_profile(path: Path) -> Profile:
-    """Raises `ConfigError`: as `load_profile`; in other words for what is no profile at all, but a recipe or a run."""
+    """Read a profile. Raises `ConfigError` as `load_profile`; in other words for what is a recipe or a run."""
     from headway.simulate.load import load_profile
 
     try:
@@ -148,7 +148,7 @@ def _is_recipe(path: Path) -> bool:
 
 
 def _progress() -> Progress | None:
-    """One line that changes, on a terminal; nothing elsewhere."""
+    """Progress as one line that changes, on a terminal; nothing elsewhere."""
     from rich.console import Console
 
     console = Console(stderr=True, highlight=False)

@@ -1,4 +1,4 @@
-"""Standard output that says, in one message, that it cannot be written: a full disk behind ``> FILE``, most often.
+"""Standard output that says in one message that it cannot be written: for a full disk behind ``> FILE``, most often.
 
 Whatever prints raises `OutputRefused` there, which ends a command as every error does. A pipe whose reader left is
 nobody's mistake: it raises `BrokenPipeError` as usual, and the command ends without a word.
@@ -17,7 +17,7 @@ from headway.errors import OutputRefused
 
 class Stdout(io.TextIOWrapper):
     def __init__(self, before: io.TextIOWrapper) -> None:
-        """In the place of ``before``. What the encoding lacks is printed as a question mark."""
+        """Take the place of ``before``. What the encoding lacks is printed as a question mark."""
         super().__init__(
             before.buffer,
             encoding=before.encoding,
@@ -26,7 +26,7 @@ class Stdout(io.TextIOWrapper):
             write_through=before.write_through,
         )
         self._before = before
-        """Held, since it closes the file with it when it goes."""
+        """Kept, since ``before`` closes the file when it is collected"""
 
     def write(self, text: str) -> int:
         if isinstance(text, str) and not text:  # click's probe, which takes any exception for "not a text file"
@@ -52,7 +52,7 @@ class Stdout(io.TextIOWrapper):
             ) from cause
 
     def _go_nowhere(self) -> None:
-        """What is still held goes nowhere, or the interpreter, which flushes it last, would fail over it."""
+        """Send what is still held nowhere, or the interpreter, which flushes it last, would fail over it."""
         with suppress(OSError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             try:
@@ -62,6 +62,6 @@ class Stdout(io.TextIOWrapper):
 
 
 def replace_stdout() -> None:
-    """From now on standard output is a `Stdout`."""
+    """Make standard output a `Stdout` from now on."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout = Stdout(sys.stdout)

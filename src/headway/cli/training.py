@@ -1,4 +1,4 @@
-"""``headway train`` and ``headway doctor``: settings, checked, and what is done with them."""
+"""``headway train`` and ``headway doctor``: checking settings, and training with them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _resume(run: Path, overrides: list[str], dry_run: bool) -> None:
     if files := [override for override in overrides if "=" not in override]:
         raise ConfigError(f"--resume RUN takes the settings that RUN was begun with; drop {files[0]}, or give a.b=c")
     directory = RunDirectory.existing(run)
-    # The run wrote its file itself: what has no effect any more by a change is no mistake of the user's.
+    # The run wrote its file itself: a setting without effect after a change is no mistake of the user's.
     loaded = load(directory.config, overrides)
     loaded = replace(loaded, user_keys=frozenset(read_overrides(overrides).values))
     loaded = replace(loaded, notes=[*diagnose(loaded), *notes_on_this_machine(loaded.config)])
@@ -99,7 +99,7 @@ def doctor(config: ConfigFile, overrides: Overrides = None, debug: Debug = False
 
 
 def load_checked(path: Path, overrides: list[str]) -> LoadedConfig:
-    """The configuration as the doctor passed it, with the doctor's notes. Raises `ConfigError` for anything wrong."""
+    """Return the configuration as the doctor passed it, with its notes. Raises `ConfigError` for anything wrong."""
     from headway.config.doctor import diagnose
     from headway.config.loading import load
 
@@ -117,7 +117,7 @@ def notes_on_this_machine(config: Config) -> list[str]:
 
 
 def print_resolved(loaded: LoadedConfig) -> None:
-    """The configuration as a file that loads again: YAML, then the summary and the notes as comments."""
+    """Print the configuration as a file that loads again: YAML, then the summary and the notes as comments."""
     from headway.config.loading import dump
 
     typer.echo(dump(loaded.config))

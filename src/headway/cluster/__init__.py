@@ -1,1 +1,1 @@
-"""Where the roles live: on Ray, one actor per rank, or all in this process. The pipeline sees the same engines."""
+"""The cluster where roles live: on Ray, one actor per rank, or all in this process. Engines are the same on both."""

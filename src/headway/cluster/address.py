@@ -1,4 +1,4 @@
-"""Whether anything answers at an address. Imports no Ray: what is wrong is found before anything waits for that."""
+"""Asking whether anything answers at an address. Imports no Ray: a wrong one is found before anything waits for it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import asyncio
 from headway.errors import ConfigError
 
 ANSWER_S = 3.0
-"""For a machine to accept a connection."""
+"""Seconds for a machine to accept a connection."""
 ASK_AGAIN_S = 2.0
-"""Between two attempts to connect."""
+"""Seconds between two attempts to connect."""
 ATTEMPTS = 4
-"""In a row that fail before a machine is given up: after 8 s where it refuses, after 20 s where it is silent."""
+"""Failures in a row until a machine is given up: after 8 s where it refuses, after 20 s where it is silent."""
 
 
 async def check_listens(address: str, timeout_s: float) -> bool:
     """Fail at once where nothing listens at ``address``; whether it is Ray that does, only Ray can tell.
 
-    False: it names no port, as ``auto``, and is Ray's to resolve.
+    Returns False for an address that names no port, as ``auto``, and is Ray's to resolve.
 
     Raises:
         ConfigError: nothing accepts a connection there within ``timeout_s`` seconds.
@@ -28,7 +28,7 @@ async def check_listens(address: str, timeout_s: float) -> bool:
     try:
         async with asyncio.timeout(timeout_s):
             _, writer = await asyncio.open_connection(host.removeprefix("[").removesuffix("]"), int(port))
-    except (OSError, OverflowError, UnicodeError) as error:  # the latter two: of a port and a host that cannot be
+    except (OSError, OverflowError, UnicodeError) as error:  # the latter two: of a bad port and a bad host
         why = str(error) or f"no answer within {timeout_s:g} s"
         raise ConfigError(
             f"cluster.address={address}: nothing answers there ({why}). Start Ray with `ray start --head`, give its "
@@ -39,7 +39,7 @@ async def check_listens(address: str, timeout_s: float) -> bool:
 
 
 async def answers(host: str, port: int) -> bool:
-    """Whether something at ``host`` accepts a connection within ``ANSWER_S`` seconds."""
+    """Tell whether something at ``host`` accepts a connection within ``ANSWER_S`` seconds."""
     try:
         async with asyncio.timeout(ANSWER_S):
             _, writer = await asyncio.open_connection(host, port)

@@ -32,39 +32,39 @@ class Workers:
 
     train: TrainGroup
     rollouts: list[RolloutReplica]
-    """Those that were there at the start, and those that replaced some of them."""
+    """The replicas that were there at the start, and those that replaced some of them."""
     ref: LogProbEngine | None
-    """The reference policy, where the algorithm asks for one."""
+    """The reference policy; None where the algorithm asks for none."""
     proximal: ProximalEngine | None
-    """Who recomputes log π_prox, where anybody does."""
+    """The engine that recomputes log π_prox; None where none does."""
     critic: CriticEngine | None
-    """Where the algorithm asks for one."""
+    """The critic; None where the algorithm asks for none."""
     receivers: Sequence[PolicyReceiver]
-    """Who holds a copy of the policy and generates nothing."""
+    """Workers that hold a copy of the policy and generate nothing."""
     inside_fetch: frozenset[str]
-    """Of ``ref``, ``logp`` and ``critic`` those that share the trainer's ranks."""
+    """Roles that share the trainer's ranks, of ``ref``, ``logp`` and ``critic``."""
     needed: Sequence[Worker]
-    """Those without any of which the run cannot go on, for supervision."""
+    """Workers without any of which the run cannot go on, for supervision."""
     cluster: Cluster
     rounding: Rounding
     """Nats by which what each receiver serves may differ from the trainer."""
     hardware: Mapping[str, Hardware]
-    """Worker → what it computes on."""
+    """Name of a worker → the hardware that it computes on."""
     replacements: Replacements | None
     undo: AsyncExitStack
 
     async def watch(self) -> NoReturn:
-        """Wait until the cluster or any worker ends that is needed, also while nobody calls it; raise `WorkerDied`."""
+        """Wait until the cluster or a needed worker ends, also while nobody calls it; raise `WorkerDied`."""
         await concurrently([self.cluster.died(), *(worker.died() for worker in self.needed)])
         raise AssertionError("unreachable: died() never returns")
 
     def living(self) -> list[Living]:
-        """Every worker once, for heartbeats; also those that replaced others. Fused replicas are their rank's."""
+        """Every worker once, for heartbeats; also replacements of others. A fused replica counts as its rank."""
         return [*self.needed, *(self.rollouts if self.replaces else ())]
 
     @property
     def replaces(self) -> bool:
-        """Whether a replica that is gone can be replaced."""
+        """Tell whether a replica that is gone can be replaced."""
         return self.replacements is not None
 
     async def replace_replica(self, lost: str) -> RolloutEngine:
@@ -108,7 +108,7 @@ async def start_backend(config: Config, *, model_path: str, run_dir: Path, total
         try:
             async with asyncio.timeout(timeout_s):
                 started = await startup.run(stack)
-        except StallError:  # a TimeoutError that knows more
+        except StallError:  # a TimeoutError that knows more than the next
             raise
         except TimeoutError:
             raise StallError(
@@ -143,7 +143,7 @@ async def start_backend(config: Config, *, model_path: str, run_dir: Path, total
 
 
 def _for_any_directory(model_path: str) -> str:
-    """A folder's absolute path: the workers of a cluster that was joined run in another directory than this process.
+    """Make a folder's path absolute: workers of a cluster that was joined run in another directory than this process.
 
     Anything else, such as a model's name on the hub, stays as it is.
     """
@@ -168,7 +168,7 @@ def _with_absolute_files(config: Config) -> Config:
 
 
 def _weights_bytes(config: Config, model_path: str) -> int:
-    """What a version takes in the object store; 0 where versions go another way, or the model is not a folder here."""
+    """Bytes of a version in the object store; 0 where versions go another way, or the model is not a folder here."""
     shared = config.placement.kind == "shared"
     transport = transport_of(config.param_update.transport, backend=config.cluster.backend, shared=shared)
     if TRANSPORTS[transport].leaves != "objects":

@@ -69,7 +69,7 @@ class TrainGroup:
         await self._engine.export(path)
 
     async def close(self) -> None:
-        """The workers are closed by whoever started them."""
+        """Do nothing: the workers are closed by whoever started them."""
 
 
 def reference_of(ranks: WorkerGroup) -> LogProbEngine:
@@ -118,7 +118,7 @@ class RolloutReplica:
         self._role = role = proxy(worker, RolloutRole)
         self.activate, self.wake = role.activate, role.wake
         self.heartbeat = worker.heartbeat
-        self.died = worker.lost  # a replica whose machine is silent is as good as dead; others go on without it
+        self.died = worker.lost  # a replica on a silent machine is as good as dead; others go on without it
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[FinishedGroup, None]:
         async with aclosing(self._worker.stream("generate", list(requests))) as finished:
@@ -135,7 +135,7 @@ class RolloutReplica:
         await self._role.sleep(keep_weights)
 
     async def close(self) -> None:
-        """The worker is closed by whoever started it."""
+        """Do nothing: the worker is closed by whoever started it."""
 
 
 async def clock_offset(worker: Worker, exchanges: int = 3) -> float:

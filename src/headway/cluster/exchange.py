@@ -1,6 +1,6 @@
 """The driver's view of a transfer: who is connected to whom, what each receiver holds, and where a version lies.
 
-    reach(names)             links that are missing, broken or made for others are made anew, both ends at once
+    reach(names)             makes missing or broken links, or those made for others, anew, both ends side by side
     send / gather            asked of the trainer's ranks
     stage(name)              asked of a receiver, with the sender's parcel where the transport stores
 
@@ -30,7 +30,7 @@ from headway.weights.transports.links import Address, Link, Meeting, make_link
 
 
 class WeightPaths(Protocol):
-    """How weights get from the trainer's ranks to receivers."""
+    """The ways of weights from the trainer's ranks to receivers."""
 
     async def reach(self, names: Sequence[str]) -> None:
         """See `TrainEngine.reach`."""
@@ -52,14 +52,14 @@ class WeightPaths(Protocol):
 class ExchangeSettings:
     transport: str
     streamed: bool
-    """Both ends run at the same time."""
+    """True where both ends run at the same time."""
     apart: bool
-    """Each receiver by itself, from a copy."""
+    """True where each receiver gets weights by itself, from a copy."""
     with_delta: bool
     verify: bool
-    """With each version come the trainer's answers to the probe."""
+    """True where the trainer's answers to the probe come with each version."""
     timeout_s: float
-    """For one end to wait for another. Shorter than the update's: who caused a failure must be known before that."""
+    """Seconds for one end to wait for another. Shorter than the update's: who failed must be known before that."""
     address: Address | None
     device: str
     directory: Path | None
@@ -71,7 +71,7 @@ def transport_timeout(config: Config) -> float:
 
 
 def exchange_settings(config: Config, address: Address | None, device: str, directory: Path | None) -> ExchangeSettings:
-    """What ``param_update.*`` asks for; ``address`` is the trainer's store's, ``device`` what workers compute on."""
+    """The settings that ``param_update.*`` asks for; ``address``: the trainer's store; ``device``: that of workers."""
     update = config.param_update
     transport = transport_of(update.transport, backend=config.cluster.backend, shared=False)
     apart = update.schedule == "overlapped"
@@ -96,12 +96,12 @@ class _Receiver:
     worker: Worker
     dtype: str
     key: str | None = None
-    """Of the link that it is connected to."""
+    """Key of the link that the receiver is connected to."""
     holds: int | None = None
     trusted: bool = True
-    """What was stored before is as good for it as for others."""
+    """True while a stored version may be used for the receiver as for others."""
     parcel: asyncio.Future[Parcel | None] | None = None
-    """Of the transfer that is under way."""
+    """The parcel of the transfer that is under way."""
 
 
 @dataclass(slots=True)
@@ -127,7 +127,7 @@ class _Published:
 
 
 class Exchange:
-    """Between the trainer's ranks and every receiver, by transports that reach other processes (and ``local``)."""
+    """Transfers from the trainer's ranks to every receiver, by transports to other processes (and ``local``)."""
 
     def __init__(self, actor: WorkerGroup, settings: ExchangeSettings, manifests: Mapping[str, Manifest]) -> None:
         """``manifests``: the layout of each served dtype."""
@@ -137,13 +137,13 @@ class Exchange:
         self._receivers: dict[str, _Receiver] = {}
         self._connections: dict[str, _Connection] = {}
         self._published: dict[str, _Published] = {}
-        """By dtype: a stored version is sent once for all receivers."""
+        """Published versions by dtype: a stored version is sent once for all receivers."""
         self._turns: dict[str, asyncio.Lock] = {}
-        """Key → who opens a link, or sends by one that several share."""
+        """Key → lock of whoever opens a link, or sends by one that several share."""
         self._generation = 0
 
     def add(self, worker: Worker, dtype: str) -> None:
-        """A receiver that may be reached from now on, with weights in ``dtype``."""
+        """Add a receiver that may be reached from now on, with weights in ``dtype``."""
         self._receivers[worker.name] = _Receiver(worker, dtype)
 
     # ------------------------------------------------------------------------------------------ meeting
@@ -156,7 +156,7 @@ class Exchange:
         await concurrently(self._connect(key, members) for key, members in self._by_key(names).items())
 
     def _by_key(self, names: Sequence[str]) -> dict[str, list[str]]:
-        """A group of its own for each receiver that a stream goes to alone; else one for all of a dtype."""
+        """Group receivers by key: one for each receiver that a stream goes to alone; else one for all of a dtype."""
         found: dict[str, list[str]] = {}
         for name in names:
             dtype = self._receivers[name].dtype
@@ -172,15 +172,15 @@ class Exchange:
                     await self._meet(key, names)
             elif connection is None:
                 await self._meet(key, names)
-            else:  # where it lies does not depend on who receives
+            else:  # a stored version's place does not depend on who receives
                 new = [self._receivers[name] for name in names if self._receivers[name].key != key]
                 await self._open_receivers(key, connection.link, new)
 
     async def _meet(self, key: str, names: Sequence[str]) -> None:
-        """All ends of a new link, at once: those of some transports wait for each other."""
+        """Open all ends of a new link side by side: those of some transports wait for each other."""
         self._generation += 1
         link = self._link(names)
-        self._connections[key] = connection = _Connection(link, list(names), broken=True)  # until everybody is there
+        self._connections[key] = connection = _Connection(link, list(names), broken=True)  # until all have met
         receivers = [self._receivers[name] for name in names]
         await both(self._open_sender(key, link), self._open_receivers(key, link, receivers))
         connection.broken = False
@@ -196,7 +196,7 @@ class Exchange:
     async def _open_receiver(self, receiver: _Receiver, link: Link) -> None:
         try:
             await receiver.worker.call("connect", link)
-        except WorkerDied as death:  # the others are met without it
+        except WorkerDied as death:  # the others are met without a receiver that failed
             raise UpdateFailed(f"{receiver.worker.name} died before it met the trainer: {death}") from death
 
     def _turn(self, key: str) -> asyncio.Lock:
@@ -259,19 +259,19 @@ class Exchange:
             first = published is None or published.failed or not receiver.trusted or published.is_of_no_use_to(receiver)
             if first:
                 if published is not None:
-                    await asyncio.wait([published.sending])  # one at a time
+                    await asyncio.wait([published.sending])  # one sending at a time
                 base = self._base([receiver.worker.name]) if published is None else None
                 sending = self._actor.send_gathered(version, Send(dtype, dtype, base))
                 published = self._published[dtype] = _Published(base, sending)
         assert published is not None
-        # Whoever asked first may be left out before it is done: it is for the others, too.
+        # Shielded: whoever asked first may be left out before it is done, and the others need it, too.
         sent: Sent = await asyncio.shield(failure_ignored(published.sending))
         receiver.trusted = True
-        # What was sent once counts once.
+        # A sending for several receivers counts once.
         return sent if first else replace(sent, report=replace(sent.report, send_s=0.0, nbytes=0))
 
     def _base(self, names: Sequence[str]) -> int | None:
-        """The version that all of them hold."""
+        """The version that all of ``receivers`` hold."""
         held = {self._receivers[name].holds for name in names}
         return held.pop() if self._settings.with_delta and len(held) == 1 else None
 
@@ -283,7 +283,7 @@ class Exchange:
 
     @contextmanager
     def _failing(self, names: Sequence[str]) -> Iterator[None]:
-        """What a failed sending means for those it was for."""
+        """Note the failure of a sending for all receivers that it was for."""
         try:
             yield
         except BaseException as failure:
@@ -292,7 +292,7 @@ class Exchange:
                 self._distrust(receiver)
                 if receiver.parcel is not None and not receiver.parcel.done():
                     receiver.parcel.set_exception(UpdateFailed(f"{name} got nothing: sending failed: {failure}"))
-                    receiver.parcel.exception()  # nobody may be waiting for it
+                    receiver.parcel.exception()  # retrieved here: nobody may be waiting for it
             raise
 
     # ------------------------------------------------------------------------------------------ receiving
@@ -311,7 +311,7 @@ class Exchange:
         return report
 
     def _distrust(self, receiver: _Receiver) -> None:
-        """What it gets next comes whole, and by a new link where the ends depend on each other."""
+        """Send a receiver the next version whole, and by a new link where the ends depend on each other."""
         receiver.holds, receiver.trusted = None, False
         if self._settings.streamed:
             for connection in self._connections.values():
@@ -331,7 +331,7 @@ class WithinProcesses:
         self._verify = verify
 
     async def reach(self, names: Sequence[str]) -> None:
-        """They are where they are."""
+        """Do nothing: every receiver shares a process with its sender."""
 
     async def send(self, version: int, names: Sequence[str]) -> SendReport:
         sends = [Send(self._dtype, WITHIN, None)]
@@ -352,7 +352,7 @@ class WithinProcesses:
 
 
 def _together(reports: Mapping[tuple[str, ...], SendReport]) -> SendReport:
-    """Of all dtypes: times and bytes add up, and each receiver has its own dtype's checksum."""
+    """Join the reports of all dtypes: times and bytes add up, and each receiver has its own dtype's checksum."""
     first = next(iter(reports.values()))
     return SendReport(
         gather_s=sum(report.gather_s for report in reports.values()),

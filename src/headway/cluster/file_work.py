@@ -1,6 +1,6 @@
-"""The limit of work with files: checkpoints that are saved or loaded, a model that is exported.
+"""Limiting work with files by its progress: checkpoints that are saved or loaded, a model that is exported.
 
-It follows the bytes and not the clock: the work may take as long as it likes while bytes move. Nothing may stand still
+The limit follows bytes and not the clock: work may take as long as it likes while bytes move. Nothing may stand still
 for longer than two minutes and what a disk of 20 MB/s takes for the bytes so far (`progress.FILE_QUIET_S`,
 `progress.FILE_RATE`), which may all have to leave the system's cache before the next one moves.
 """
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 async def while_bytes_move(work: Coroutine[Any, Any, T], ranks: Sequence[Living], what: str) -> T:
-    """The result of ``work``, which ``ranks`` do with files. ``what``: in words, with the path.
+    """Return the result of ``work``, which ``ranks`` do with files. ``what``: the work in words, with the path.
 
     Raises:
         StallError: no rank made progress for as long as it may stand still. What they do then still goes on.

@@ -1,4 +1,4 @@
-"""What a worker computes on, for the record."""
+"""The hardware that a worker computes on, for the record."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ CPU_INFO = Path("/proc/cpuinfo")
 class Hardware:
     host: str
     cpu: str
-    """Its model, as it calls itself."""
+    """The CPU's model, as it calls itself."""
     cores: int
-    """That the process may use, logical ones."""
+    """Logical cores that the process may use."""
     gpu: str | None
-    """The model of the one that the worker has."""
+    """The model of the worker's GPU; None where it has none."""
     threads: int
-    """Of torch."""
+    """Threads of torch."""
     pid: int
-    """Of its process, on ``host``."""
+    """Id of the worker's process, on ``host``."""
 
 
 def hardware_here(device: str) -> Hardware:
-    """Of the calling process, whose worker has ``device`` (as torch names it). Call it after threads were set."""
+    """Describe this process's hardware. ``device``: its worker's, as torch names it. Call it after threads were set."""
     import torch
 
     gpu = torch.cuda.get_device_name(device) if device.startswith("cuda") else None
@@ -40,7 +40,7 @@ def available_cores() -> int:
 
 
 def cpu_model(info: Path = CPU_INFO) -> str:
-    """``info`` is Linux's; elsewhere, and where it has no model, the platform's own word for the processor."""
+    """The CPU's model from ``info``, which is Linux's; else the platform's own word for the processor."""
     try:
         lines = info.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -35,7 +35,7 @@ class InlineWorker:
         self._host = RoleHost(role, spec.name)
 
     async def up(self) -> None:
-        """At once."""
+        """Return at once: the worker is this process."""
 
     async def call(self, method: str, *args: Any) -> Any:
         return await self._host.call(method, *args)
@@ -50,12 +50,12 @@ class InlineWorker:
         return self._host.heartbeat()
 
     async def died(self) -> NoReturn:
-        """Never: there is no process that could end alone."""
+        """Wait for ever: there is no process that could end alone."""
         await asyncio.Event().wait()
         raise AssertionError("unreachable")
 
     async def lost(self) -> NoReturn:
-        """Never."""
+        """Wait for ever: no worker is lost alone."""
         await self.died()
 
     async def kill(self) -> None:
@@ -76,7 +76,7 @@ class InlineCluster:
         self._made_group = False
 
     async def connect(self) -> str:
-        """The device that torch sees here. Raises `ConfigError` when ``cuda`` is asked for and there is none."""
+        """Return the device that torch sees here. Raises `ConfigError` when ``cuda`` is asked for and there is none."""
         import torch
 
         asked, there = self._config.cluster.device, torch.cuda.is_available()
@@ -106,13 +106,13 @@ class InlineCluster:
             os.environ.setdefault(variable, value)
 
     async def find_place(self, spec: WorkerSpec) -> None:
-        """This process has a place for everything."""
+        """Return at once: this process has a place for everything."""
 
     def launch(self, spec: WorkerSpec) -> InlineWorker:
         return InlineWorker(spec, self._device, self._threads)
 
     async def died(self) -> NoReturn:
-        """Never: the cluster is this process."""
+        """Wait for ever: the cluster is this process."""
         await asyncio.Event().wait()
         raise AssertionError("unreachable")
 
@@ -125,7 +125,7 @@ class InlineCluster:
             dist.destroy_process_group()
 
     def _make_group(self) -> None:
-        """torch.distributed's default group, which FSDP's device mesh builds on; one that is there is left alone."""
+        """Make torch.distributed's default group, which FSDP's device mesh builds on, unless there is one."""
         import torch.distributed as dist
 
         if not dist.is_initialized():

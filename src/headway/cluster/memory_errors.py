@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from headway.errors import HeadwayError, RunError, said_by
 
 SAID = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
-"""In what a `RuntimeError` says: of torch's allocator for the CPU, of CUDA's runtime (``CUDA error: out of memory``),
+"""Texts of a `RuntimeError` about memory: of torch's CPU allocator, of CUDA's runtime (``CUDA error: out of memory``),
 and of its libraries (``CUBLAS_STATUS_ALLOC_FAILED``)."""
 ADVICE = (
     "Training needs less with a lower actor.ppo_max_token_len_per_gpu, generation with a lower rollout.max_concurrent, "
@@ -22,10 +22,10 @@ ADVICE = (
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that memory could not be had."""
+    """Tell whether ``error`` says that memory could not be had."""
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
-    torch = sys.modules.get("torch")  # where it was never imported, nothing of it was raised
+    torch = sys.modules.get("torch")  # if torch was never imported, none of its errors was raised
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in SAID)
@@ -33,9 +33,9 @@ def ran_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def memory_errors_told(who: str, doing: str) -> Iterator[None]:
-    """Turn such an error into a `RunError` that says who ran out of memory, doing what, and what needs less of it.
+    """Turn an error of memory into a `RunError` that says who ran out of it, doing what, and what needs less of it.
 
-    One that was told already, as of an engine that it ended, is told with what needs less.
+    One that was told already, such as that of an engine that it ended, is told with what needs less.
     """
     try:
         yield

@@ -19,14 +19,14 @@ PREFIX = "headway-run-"
 
 @contextmanager
 def directory_in_memory(parent: Path) -> Iterator[Path]:
-    """A directory in ``parent`` until the block ends. Those of runs that were killed are removed first."""
+    """Make a directory in ``parent`` until the block ends. Those of runs that were killed are removed first."""
     remove_abandoned(parent)
     made = Path(mkdtemp(prefix=f".{PREFIX}", dir=parent))
     lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
     path = made
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        path = made.rename(made.with_name(made.name.removeprefix(".")))  # locked already when others can find it
+        path = made.rename(made.with_name(made.name.removeprefix(".")))  # locked before others can find it
         yield path
     finally:
         rmtree(path, ignore_errors=True)

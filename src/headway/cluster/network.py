@@ -1,4 +1,4 @@
-"""By which network card this machine is reached under an address, for libraries that choose one themselves.
+"""The network card by which this machine is reached under an address, for libraries that choose one themselves.
 
 Gloo takes the address that the host's name resolves to, which on many machines is 127.0.0.1: ranks on two machines then
 wait for each other at the wrong place. Groups of torch.distributed's own read the card's name from the environment.
@@ -15,9 +15,9 @@ from pathlib import Path
 
 INTERFACES_V6 = Path("/proc/net/if_inet6")
 _SIOCGIFADDR = 0x8915
-"""Linux: the IPv4 address of a card."""
+"""Linux's request for the IPv4 address of a card."""
 _ADDRESS = slice(20, 24)
-"""Its place in the kernel's answer (struct ifreq)."""
+"""Place of the address in the kernel's answer (struct ifreq)."""
 
 
 def network_environment(host: str, given: Mapping[str, str]) -> dict[str, str]:
@@ -28,12 +28,12 @@ def network_environment(host: str, given: Mapping[str, str]) -> dict[str, str]:
     """
     if is_loopback(host) or (card := card_of(host)) is None:
         return {}
-    wanted = {"GLOO_SOCKET_IFNAME": card, "NCCL_SOCKET_IFNAME": f"={card}"}  # = : NCCL takes more for a prefix
+    wanted = {"GLOO_SOCKET_IFNAME": card, "NCCL_SOCKET_IFNAME": f"={card}"}  # "=": the exact name, not a prefix
     return {name: value for name, value in wanted.items() if name not in given}
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine itself is reached under ``host``; a name, which is no address, says nothing."""
+    """Tell whether only this machine itself is reached under ``host``; a name, which is no address, says nothing."""
     try:
         return ip_address(host).is_loopback
     except ValueError:

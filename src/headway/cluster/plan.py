@@ -1,4 +1,4 @@
-"""Which workers a run has, before any of them is started: names, roles, devices, threads.
+"""The workers of a run, before any of them is started: names, roles, devices, threads.
 
 A worker is a process and has one role, or, on a device that actor and rollout share, both of them (`FusedRole`).
 """
@@ -26,7 +26,7 @@ class WorkerSpec:
     name: str
     role: type[Any]
     device: int
-    """Index in the placement."""
+    """Index of the device in the placement."""
     threads: int
     arguments: dict[str, Any]
 
@@ -48,13 +48,13 @@ class ClusterPlan:
     actor: tuple[Rank, ...]
     rollout: tuple[Rank, ...]
     ref: tuple[Rank, ...]
-    """Empty when the run has no reference, or it shares the trainer's ranks. So for the next two."""
+    """Ranks of the reference; empty without one, or where it shares the trainer's ranks."""
     logp: tuple[Rank, ...]
     critic: tuple[Rank, ...]
     inside_fetch: frozenset[str]
     """Roles that share the trainer's ranks: ``ref``, ``logp``, ``critic``."""
     shared: bool
-    """Each replica is on a device, and in the process, of a training rank."""
+    """True where each replica is on a device, and in the process, of a training rank."""
 
 
 def plan_cluster(
@@ -89,7 +89,7 @@ def plan_cluster(
         name = f"{ACTOR}-{rank}"
         if shared and device in generate:
             parts = {"actor": actor(rank), "rollout": {"name": f"{ROLLOUT}-{generate.index(device)}"}}
-            # They take turns, so each may have all that the process has.
+            # Roles of one process take turns, so each may have all of its threads.
             threads = max(train_threads, rollout_threads)
             workers.append(WorkerSpec(name, FusedRole, device, threads, {**common, **parts}))
         else:

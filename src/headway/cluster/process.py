@@ -1,4 +1,4 @@
-"""What a worker process sets up before anything heavy is imported."""
+"""Setting up a worker process before anything heavy is imported."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class ProcessSettings:
-    """Of one worker process."""
+    """The settings of one worker process."""
 
     name: str
     """``<role>-<rank>``: the worker's name in messages and the stem of its log file."""
     threads: int
-    """Of torch, OpenMP and MKL."""
+    """Threads of torch, OpenMP and MKL."""
     log_file: Path
 
     def environment(self) -> dict[str, str]:
@@ -26,7 +26,7 @@ class ProcessSettings:
 
 
 def math_environment(threads: int) -> dict[str, str]:
-    """``MKL_CBWR`` makes a row of a matrix product independent of the number of rows beside it.
+    """Variables for libraries. ``MKL_CBWR``: a row of a matrix product is independent of the number of rows beside it.
 
     ``OMP_WAIT_POLICY``: threads that wait sleep instead of spinning. Spinning takes cores from whoever else computes,
     this run's other processes first: on two busy cores it made a step of two threads 2.6 times slower.
@@ -41,14 +41,14 @@ def math_environment(threads: int) -> dict[str, str]:
 
 
 def set_up_process(settings: ProcessSettings) -> None:
-    """Environment, log file and signals of a worker process. Runs before torch is imported."""
+    """Set up environment, log file and signals of a worker process. Runs before torch is imported."""
     os.environ.update(settings.environment())
     redirect_output(settings.log_file)
     leave_interrupts_to_the_driver()
 
 
 def redirect_output(log_file: Path) -> None:
-    """Everything that this process writes, native libraries included, goes to ``log_file`` from now on."""
+    """Send everything that this process writes, native libraries included, to ``log_file`` from now on."""
     log_file.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -62,7 +62,7 @@ def redirect_output(log_file: Path) -> None:
 
 
 def leave_interrupts_to_the_driver() -> None:
-    """Ctrl-C reaches every process of the terminal; only the driver decides what it means."""
+    """Ignore Ctrl-C, which reaches every process of the terminal: only the driver decides what it means."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     else:

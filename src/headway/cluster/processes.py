@@ -1,4 +1,4 @@
-"""Processes that this one started, watched by descriptors: a number that was given to somebody else is never hit."""
+"""Processes that this one started, watched by descriptors: a process id that was given to another is never hit."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 
 CAN_WATCH = hasattr(os, "pidfd_open")
-"""On Linux. Elsewhere families are empty."""
+"""True on Linux. Elsewhere families are empty."""
 ORDERLY_S = 5.0
-"""For a process to end by itself."""
+"""Seconds for a process to end by itself."""
 TERMINATED_S = 2.0
-"""To end after a signal."""
+"""Seconds for a process to end after a signal."""
 
 
 def descendants(*pids: int) -> list[int]:
@@ -40,7 +40,7 @@ def named(programs: Collection[str], title: str) -> dict[str, int]:
     """Process ids by program, of ``programs`` that this process has started with ``title`` in their command lines."""
     found = {}
     for pid in descendants(os.getpid()):
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the process has ended
             if (program := Path(f"/proc/{pid}/exe").readlink().name) in programs and title in _command_line(pid):
                 found[program] = pid
     return found
@@ -54,23 +54,23 @@ class Watched:
         self._descriptor: int | None = None
         self._ended = False
         if CAN_WATCH:
-            with suppress(OSError):  # it has ended, or this system lets nobody watch
+            with suppress(OSError):  # the process has ended, or this system lets nobody watch
                 self._descriptor = os.pidfd_open(pid)
 
     @property
     def can_be_watched(self) -> bool:
-        """False also once nothing is watched any more."""
+        """True where this system can watch the process, until it is watched no more."""
         return self._descriptor is not None
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process is known to have ended, also while its parent has not looked yet."""
+        """Tell whether the process is known to have ended, also while its parent has not looked yet."""
         if self._descriptor is not None:
             self._ended = bool(select.select([self._descriptor], [], [], 0)[0])
         return self._ended
 
     async def ended(self) -> None:
-        """Wait until the process has ended; at once where processes cannot be watched. Nothing is watched any more."""
+        """Wait until the process has ended; return at once if it cannot be watched. It is watched no more then."""
         if self._descriptor is None:
             return
         loop, end = asyncio.get_running_loop(), asyncio.Event()
@@ -90,14 +90,14 @@ class Family:
     def __init__(self, title: str = "") -> None:
         self._title = title
         self._descriptors: dict[int, int] = {}
-        """By process id; a descriptor becomes readable when its process has ended."""
+        """Descriptors by process id; one becomes readable when its process has ended."""
         self.update()
 
     def __len__(self) -> int:
         return len(self._descriptors)
 
     def update(self) -> None:
-        """Note those that are there now, too. The earlier ones stay, also where the process between has ended."""
+        """Add processes that have come since. The earlier ones stay, also where the process between has ended."""
         if not CAN_WATCH:
             return
         opened: dict[int, int] = {}
@@ -105,8 +105,8 @@ class Family:
             try:
                 opened[pid] = os.pidfd_open(pid)
             except OSError:
-                continue  # it has ended
-        confirmed = self._find()  # a number may have changed hands between looking and opening
+                continue  # the process has ended
+        confirmed = self._find()  # a process id may have changed hands between looking and opening
         for pid, descriptor in opened.items():
             if pid in confirmed:
                 self._close(pid)
@@ -115,7 +115,7 @@ class Family:
                 os.close(descriptor)
 
     def left_after(self, seconds: float) -> list[int]:
-        """Those that have not ended within so long. The others are forgotten."""
+        """Return the processes that have not ended within ``seconds``. The others are forgotten."""
         deadline = time.monotonic() + seconds
         pids = {descriptor: pid for pid, descriptor in self._descriptors.items()}
         ends = select.poll()
@@ -133,7 +133,7 @@ class Family:
     def end(self, orderly_s: float = ORDERLY_S, terminated_s: float = TERMINATED_S) -> list[int]:
         """Wait ``orderly_s`` for all to end by themselves, then end the stragglers. Blocks.
 
-        Returns those that no signal ended within ``terminated_s``; nothing is watched any more.
+        Returns the processes that no signal ended within ``terminated_s``; nothing is watched any more.
         """
         left = self.left_after(orderly_s)
         for number in (signal.SIGTERM, signal.SIGKILL):

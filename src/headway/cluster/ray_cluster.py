@@ -25,12 +25,12 @@ from headway.config.schema import Config
 from headway.errors import ConfigError, RunError, boundary
 
 WORKER_BYTES = 128 * 2**20
-"""A process takes at least so much of its own, whatever its model: torch and Ray."""
+"""Least bytes that a process takes of its own, whatever its model: torch and Ray."""
 MIN_OBJECT_STORE = 256 * 2**20
 VERSIONS_STORED = 3
-"""The one that is being sent, the one before, which the driver still holds, and room to breathe."""
+"""Versions in the object store: the one being sent, the one before, which the driver still holds, and one to spare."""
 RESERVING_SHARE = ANSWERING_SHARE = 0.95
-"""Of the time that the start has left: what is lacking must be said before the start as a whole runs out of time."""
+"""Shares of the time left to start, so that what is lacking is said before the start as a whole runs out of time."""
 
 
 class RayCluster:
@@ -39,18 +39,18 @@ class RayCluster:
     separate_processes = True
 
     def __init__(self, config: Config, run_dir: Path, weights_bytes: int = 0) -> None:
-        """``weights_bytes``: of one version, where versions go through the object store."""
+        """``weights_bytes``: bytes of one version, where versions go through the object store."""
         self._config = config
         self._run_dir = run_dir
         self._weights_bytes = weights_bytes
         self._entered = False
         self._messages = ExitStack()
-        """Until it is closed, what Ray reports goes to a log of the run."""
+        """Redirection of what Ray reports to a log of the run, until it is closed."""
         self._node: RayNode | None = None
         """The Ray that was started here; None where it was joined."""
         self._launched: list[RayWorker] = []
         self._deadline: float | None = None
-        """On the event loop's clock: when the whole start has to be over."""
+        """Time on the event loop's clock by which the whole start has to be over."""
         self._pool: ResourcePool | None = None
         self._device = "cpu"
 
@@ -107,7 +107,7 @@ class RayCluster:
         return worker
 
     async def died(self) -> NoReturn:
-        """Wait until the Ray that was started here is lost, and raise `WorkerDied`. Never where it was joined."""
+        """Wait until the Ray that was started here is lost, and raise `WorkerDied`; for ever where Ray was joined."""
         if self._node is not None:
             await self._node.died()
         await asyncio.Event().wait()
@@ -116,12 +116,12 @@ class RayCluster:
     async def stop(self) -> None:
         """Give the devices back, and leave Ray if it was entered here (which ends it if it was started here)."""
         if self._pool is not None:
-            if self._node is None or self._node.lost is None:  # else nobody is there to take them
+            if self._node is None or self._node.lost is None:  # otherwise no Ray is there to take the devices
                 self._pool.release()
             self._pool = None
         if self._entered:
             self._entered = False
-            # One call of a thread: a cancellation meanwhile cuts nothing short.
+            # One call of one thread: a cancellation meanwhile cuts nothing short.
             await asyncio.to_thread(self._leave)
 
     def _leave(self) -> None:
@@ -131,7 +131,7 @@ class RayCluster:
             if node is None:
                 ray.shutdown()
                 return
-            if any(worker.pid is None for worker in self._launched):  # one did not start
+            if any(worker.pid is None for worker in self._launched):  # one process did not start
                 node.keep_logs()
             node.leave()
         finally:
@@ -168,7 +168,7 @@ class RayCluster:
             )
 
     def _check_enough_memory(self, plan: ClusterPlan) -> None:
-        """Processes on the CPU are bounded by nothing else, and a machine out of memory answers nobody."""
+        """Fail where memory is too little: nothing else bounds processes on the CPU, and a full machine is silent."""
         there = _resource("memory")
         if self._config.cluster.address is None and len(plan.workers) * WORKER_BYTES > there:
             raise ConfigError(
@@ -236,7 +236,7 @@ async def check_answers(address: str, timeout_s: float) -> None:
 
 
 def object_store_bytes(config: Config) -> int:
-    """Room for the tokens, log-probs, versions and loss columns of everything that may be in flight, twice over."""
+    """Bytes of room for the tokens, log-probs, versions and loss columns of all that may be in flight, twice over."""
     bytes_per_token = 4 + 4 + 4 + 1 + 2 * 4
     group = config.rollout.n * (config.data.max_prompt_length + config.data.max_response_length) * bytes_per_token
     groups = (1 + config.async_training.staleness_threshold) * config.groups_per_version + config.groups_per_fetch

@@ -1,4 +1,4 @@
-"""What Ray reports of its cluster, such as a worker that died, into a log of the run instead of onto the terminal.
+"""Redirection of what Ray reports of its cluster, as a worker's death, from the terminal to a log of the run.
 
 Ray has no setting for that: a driver prints what its raylet reports on stdout, in colours, whatever ``log_to_driver``
 says. So the function that prints is another one while a run is connected; where this version of Ray has no such
@@ -16,7 +16,7 @@ from typing import Any
 import ray._private.worker as printing
 
 PRINTS = "print_to_stdstream"
-"""Called as ``(data, ignore_prefix)``, in a thread of Ray's; ``data["lines"]``: what is to be printed."""
+"""Name of Ray's printing function: ``(data, ignore_prefix)``, in a thread of Ray's; ``data["lines"]`` is printed."""
 
 
 @contextmanager

@@ -19,11 +19,11 @@ from headway.cluster.processes import Family, Watched, named
 from headway.errors import RunError, WorkerDied
 
 LATEST = "session_latest"
-"""A link beside the sessions' folders to the one that was started last."""
+"""Name of a link, beside the sessions' folders, to the one that was started last."""
 TELLING = ("raylet.out", "raylet.err", "gcs_server.out", "gcs_server.err")
 """Logs that say why Ray's own processes, or workers, ended."""
 MOST_BYTES = 4 * 2**20
-"""Kept of the end of each log."""
+"""Bytes that are kept of the end of each log."""
 
 
 class RayNode:
@@ -40,7 +40,7 @@ class RayNode:
 
     @property
     def lost(self) -> str | None:
-        """What to tell the user when a process of Ray ended without which no worker lives; None while all do."""
+        """Message to the user when a process of Ray ended without which no worker lives; None while all do."""
         for name, process in self._servers.items():
             if process.has_ended:
                 return (
@@ -64,7 +64,7 @@ class RayNode:
         raise WorkerDied(self.lost or "Ray on this machine ended")
 
     def keep_logs(self) -> None:
-        """Something went wrong that Ray's logs may explain: they are copied before their folder goes."""
+        """Copy Ray's logs before their folder goes: they may explain what went wrong."""
         self._keeps_logs = True
 
     def leave(self) -> None:

@@ -1,4 +1,4 @@
-"""Signals stay with the driver, which ends a run in order at them: `ray.init` takes SIGTERM away twice, and puts Ray's
+"""Keeping signals with the driver, which ends a run in order: `ray.init` takes SIGTERM away twice, and puts Ray's
 processes where signals to the driver's group end them.
 
 Ray's Python sets a handler that ends the process at once. Its core sets one beneath Python's, which prints a stack
@@ -22,14 +22,14 @@ import ray._private.services as starting
 import ray._private.utils as taking
 
 TAKES = "set_sigterm_handler"
-"""Called as ``(handler)`` at the beginning of `ray.init`."""
+"""Name of the function that `ray.init` calls at its beginning, as ``(handler)``."""
 STARTS = "ConsolePopen"
-"""A `subprocess.Popen`, with which each of Ray's processes on this machine is started."""
+"""Name of a `subprocess.Popen` with which each of Ray's processes on this machine is started."""
 
 
 @contextmanager
 def sigterm_kept() -> Iterator[None]:
-    """Inside, Ray may start; the handler of SIGTERM before is that within and after. In the main thread."""
+    """Keep SIGTERM's handler, in and after the block, in which Ray may start. In the main thread."""
     before = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is not threading.main_thread() or before is None:
         yield
@@ -43,7 +43,7 @@ def sigterm_kept() -> Iterator[None]:
         if takes is not None:
             setattr(taking, TAKES, takes)
         signal.signal(signal.SIGTERM, before)  # above all for the system, which would call the core's handler
-        signal.siginterrupt(signal.SIGTERM, False)  # as an event loop has it
+        signal.siginterrupt(signal.SIGTERM, False)  # the same as an event loop's
 
 
 @contextmanager

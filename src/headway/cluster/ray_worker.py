@@ -31,16 +31,16 @@ from headway.pipeline.concurrently import concurrently
 from headway.progress import Heartbeat
 
 MAX_CALLS = 100_000
-"""At once, on one actor: every admitted group is a call that waits for its tokens, and a pause must get through."""
+"""Most calls at once on one actor: every admitted group is one that waits for its tokens; a pause must get through."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _VANISHED = "Worker unexpectedly exits with a connection error"
-"""What Ray says of a process of which only a closed connection is left: one that SIGKILL ended, or a crash."""
+"""Ray's text on a process of which only a closed connection is left: one that SIGKILL ended, or a crash."""
 END_TIMEOUT_S = 10.0
-"""For a killed process to be gone."""
+"""Seconds for a killed process to be gone."""
 
 
 class WorkerActor:
-    """Runs in the worker's process. The process is set up before the role's own modules are imported."""
+    """The actor that runs in the worker's process, which is set up before the role's own modules are imported."""
 
     def __init__(self, settings: ProcessSettings, spec: WorkerSpec, device: str) -> None:
         set_up_process(settings)
@@ -61,7 +61,7 @@ class WorkerActor:
         self._place = place(host)
 
     async def process(self) -> tuple[int, str, str]:
-        """Process id, node, and the node for messages; the first call that is answered: the worker is up then."""
+        """Process id, node, and the node for messages. First call that is answered: the worker is up then."""
         self._loop = asyncio.get_running_loop()
         return os.getpid(), _node(), self._place
 
@@ -69,25 +69,25 @@ class WorkerActor:
         return await self._host.call(method, *args)
 
     async def keep(self, method: str, *args: Any) -> tuple[None, Any]:
-        """Two results: one that says it is done, and the one that is kept."""
+        """Run the method and return two results: one that says it is done, and the one that is kept."""
         return None, await self._host.call(method, *args)
 
     async def stream(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
-        """Each pair as two objects, so that the second can stay unread."""
+        """Yield each pair as two objects, so that the second can stay unread."""
         async for metadata, payload in self._host.stream(method, *args):
             yield metadata
             yield payload
 
     async def heartbeat(self) -> Heartbeat:
-        """Answered on the event loop's thread, while the role's thread computes."""
+        """Describe the role on the event loop's thread, while the role's own thread computes."""
         return self._host.heartbeat()
 
     async def forever(self) -> None:
-        """Never returns: the call fails when the process ends."""
+        """Wait for ever: the call fails when the process ends."""
         await asyncio.Event().wait()
 
     def _fetch(self, handles: Sequence[Handle[Any]]) -> list[Any]:
-        """Called on the role's thread, so the event loop is free to bring all the objects side by side."""
+        """Bring all objects side by side. Called on the role's thread, so that the event loop is free for it."""
         missing = self._recent.missing(handles)
         self._recent.add(missing, self._bring(missing), largest=len(handles))
         return self._recent.get(handles)
@@ -110,7 +110,7 @@ class WorkerActor:
 
 
 class Recent:
-    """What was fetched last, with its references: a fetch of groups is asked for by several calls, one after the other.
+    """Objects that were fetched last, with references: a fetch of groups is asked for by several calls in turn.
 
     Besides saving the way, a reference that is kept is not given back and borrowed again: an object for which that
     happened was, once in a while, never delivered.
@@ -118,19 +118,21 @@ class Recent:
 
     def __init__(self) -> None:
         self._objects: dict[Handle[Any], Any] = {}
-        """In order of use."""
+        """Objects in order of use."""
         self._largest = 0
 
     def missing(self, handles: Sequence[Handle[Any]]) -> list[Handle[Any]]:
         return [handle for handle in dict.fromkeys(handles) if handle not in self._objects]
 
     def add(self, handles: Sequence[Handle[Any]], objects: Sequence[Any], *, largest: int) -> None:
-        """Keep these too; ``largest``: handles of the whole call. Twice as many as the largest call had are kept."""
+        """Keep these objects, too: up to twice as many as the largest call had; ``largest``: handles of this whole
+        call.
+        """
         self._objects.update(zip(handles, objects, strict=True))
         self._largest = max(self._largest, largest)
 
     def get(self, handles: Sequence[Handle[Any]]) -> list[Any]:
-        """All of them are here. The oldest others may be forgotten."""
+        """Return the objects of ``handles``, all of which are here. The oldest others may be forgotten."""
         objects = [self._objects[handle] for handle in handles]
         for handle in handles:
             self._objects[handle] = self._objects.pop(handle)
@@ -156,15 +158,15 @@ class RayWorker:
         self._killed = False
         self.log_file = settings.log_file
         self.pid: int | None = None
-        """Of the process, once it is up."""
+        """Id of the process, once it is up."""
         self._process: Watched | None = None
-        """Where it runs on this machine."""
+        """The process, where it runs on this machine."""
         self._elsewhere: str | None = None
-        """The machine that it runs on, where that is another one."""
+        """The machine that the process runs on, where that is another one."""
         self._node: dict[str, Any] | None = None
-        """The same, as `ray.nodes` describes it."""
+        """The other machine as `ray.nodes` describes it."""
         self._unreachable = False
-        """That machine does not answer any more."""
+        """True once the other machine does not answer any more."""
         actor = ray.remote(WorkerActor).options(max_concurrency=MAX_CALLS, max_restarts=0, **options)
         self._actor: Any = actor.remote(settings, spec, device)
 
@@ -194,7 +196,7 @@ class RayWorker:
                 async for metadata in objects:
                     yield await metadata, await anext(objects)
             except (asyncio.CancelledError, GeneratorExit):
-                ray.cancel(objects)  # dropping it here would not end it there
+                ray.cancel(objects)  # dropping the stream here would not end it there
                 raise
 
     async def heartbeat(self) -> Heartbeat:
@@ -244,21 +246,21 @@ class RayWorker:
 
     @property
     def _log(self) -> str:
-        """Where its log is, as seen from here: on the worker's machine, unless both see the run's directory."""
+        """Place of the worker's log as seen from here: on its machine, unless both see the run's directory."""
         if self._elsewhere is None or self.log_file.exists():
             return str(self.log_file)
         return f"{self.log_file} on {self._elsewhere}"
 
     @contextmanager
     def _failures(self, doing: str) -> Iterator[None]:
-        """Ray's errors as Headway's: a role's own error passes as it was raised there."""
+        """Turn Ray's errors into Headway's: a role's own error passes as it was raised there."""
         try:
             yield
         except RayError as error:
             raise self._told(doing, error) from error
 
     def _told(self, doing: str, error: RayError) -> HeadwayError:
-        """What to raise for Ray's ``error``. Where Ray itself is lost, that is why workers end, or fail over others."""
+        """Choose the error to raise for Ray's ``error``. A lost Ray comes first: workers end, or fail, for that."""
         ray_here = None if self._killed else self._ray
         if ray_here is not None and (lost := ray_here.lost) is not None:
             return WorkerDied(f"worker {self.name} died during {doing!r}: {lost}")
@@ -290,7 +292,7 @@ def _described(node: str) -> dict[str, Any] | None:
 
 
 def why_it_died(error: RayError) -> str:
-    """What to tell the user of a process that ended. If somebody else killed it, Ray only lists what may have been."""
+    """Tell the user why a process ended. If somebody else killed it, Ray only lists what may have been."""
     ray_says = str(error)
     if isinstance(error, OutOfMemoryError):
         return (
@@ -306,6 +308,6 @@ def why_it_died(error: RayError) -> str:
 
 
 def _first_lines(text: str, limit: int = 300) -> str:
-    """A Ray message without its colours and its list of ids."""
+    """The first lines of a Ray message, without its colours and its list of ids."""
     lines = [_COLOUR.sub("", line).strip() for line in text.splitlines() if line.strip() and not line.startswith("\t")]
     return " ".join(lines)[:limit]

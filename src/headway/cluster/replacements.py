@@ -3,8 +3,8 @@
     find a place ─▶ kill what is left ─▶ launch ─▶ up ─▶ sees the files ─▶ build ─▶ may be reached for weights ─▶ serve
                                                                                                 ─▶ `Pipeline.join`
 
-It has the model that the run began with, and serves nothing before it has received a version. Where its machine is
-gone, its device is one of another machine, as soon as there is room for it.
+A replacement has the model that the run began with, and serves nothing before it has received a version. Where the
+machine is gone, its device is one of another machine, as soon as there is room for it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from headway.errors import StallError
 
 
 class Places(Protocol):
-    """What replacing asks of a `Cluster`, which says more."""
+    """The part of a `Cluster` that replacing needs; see there."""
 
     async def find_place(self, spec: WorkerSpec) -> None: ...
 
@@ -45,7 +45,7 @@ class _Place:
 
 
 class Replacements:
-    """Of one run."""
+    """The replacements of one run's replicas."""
 
     def __init__(
         self,
@@ -71,15 +71,15 @@ class Replacements:
         self._places: dict[str, _Place] = {}
 
     def ends_with(self, stack: AsyncExitStack) -> None:
-        """Whoever is started here is killed when ``stack`` closes."""
+        """Have ``stack`` kill, when it closes, whoever is started here."""
         stack.push_async_exit(self._stack)
 
     def know(self, spec: WorkerSpec, worker: Worker) -> None:
-        """``worker``, a replica, may have to be replaced."""
+        """Note ``worker``, a replica that may have to be replaced."""
         self._places[spec.name] = _Place(spec, worker)
 
     async def start(self, lost: str) -> RolloutReplica:
-        """A replica in the place of ``lost``, under a name of its own. Raises `StallError` when it does not come up."""
+        """Start a replica in the place of ``lost``, under its own name. Raises `StallError` if it does not come up."""
         place = self._places[lost]
         place.restarts += 1
         first = place.spec.name.partition("+")[0]
@@ -89,7 +89,7 @@ class Replacements:
             async with asyncio.timeout(self._timeout_s) as limit:
                 await self._cluster.find_place(place.spec)
                 waiting_for = "it to start"
-                await place.worker.kill()  # one that was fenced off may still be there, and hold the device
+                await place.worker.kill()  # a replica that was fenced off may still be there, and hold the device
                 place.worker = worker = self._cluster.launch(spec)
                 self._stack.push_async_callback(worker.kill)
                 replica = await self._start(worker)

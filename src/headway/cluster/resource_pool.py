@@ -21,7 +21,7 @@ CPU_SHARE = 0.01
 """CPUs that a worker asks Ray for. Threads are set by Headway; a whole CPU per worker would leave a small machine
 waiting for ever."""
 LOOK_AGAIN_S = 0.5
-"""Between two looks at where Ray has a device: it tells nobody when it moves one."""
+"""Seconds between two looks at where Ray has a device: it tells nobody when it moves one."""
 
 
 class ResourcePool:
@@ -40,7 +40,7 @@ class ResourcePool:
         try:
             reserved = await asyncio.to_thread(group.wait, timeout_s)
         except BaseException:
-            remove_placement_group(group)  # or it would take the devices as soon as they are free
+            remove_placement_group(group)  # otherwise it would take the devices as soon as they are free
             raise
         if not reserved:
             remove_placement_group(group)

@@ -23,20 +23,20 @@ from headway.progress import Heartbeat, Progress, count_for
 
 
 class RoleHost:
-    """``role`` is any object; nothing of it runs on the event loop's thread except its coroutines."""
+    """Host of a role, which is any object: nothing of it runs on the event loop's thread except its coroutines."""
 
     def __init__(self, role: Any, name: str) -> None:
         self._role = role
         self._name = name
         self._progress = Progress()
-        """Of the role's thread: what a rank computes. An engine tells of its own in `RolloutEngine.stats`."""
+        """Progress of the role's thread: what a rank computes. An engine tells of its own in `RolloutEngine.stats`."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=count_for, initargs=(self._progress,))
         self._open: dict[object, tuple[str, float]] = {}
-        """Calls of coroutines: the method, and when it was called."""
+        """Calls of coroutines that are open: the method, and when it was called."""
         self._closing = False
 
     async def call(self, method: str, *args: Any) -> Any:
-        """The role's method (``name``, or ``part.name`` of one of its parts), awaited or run on the role's thread.
+        """Call the role's method (``name``, or ``part.name`` of a part): await it, or run it on the role's thread.
 
         Raises what the method raises, and `RunError` where its memory was not enough.
         """
@@ -50,17 +50,17 @@ class RoleHost:
             )
 
     async def stream(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
-        """What the role's asynchronous generator yields. Raises as `call` does."""
+        """Yield what the role's asynchronous generator yields. Raises as `call` does."""
         with memory_errors_told(self._name, method), self._call(method):
             async with aclosing(attrgetter(method)(self._role)(*args)) as items:
                 async for item in items:
                     yield item
 
     def heartbeat(self) -> Heartbeat:
-        """What the role does, told while it does it; call it on the event loop's thread."""
+        """Describe what the role does, while it does it; call this on the event loop's thread."""
         beat = self._progress.heartbeat()
         counts = Counter(method for method, _ in self._open.values())
-        first = dict(reversed(self._open.values()))  # the oldest of each method counts
+        first = dict(reversed(self._open.values()))  # the oldest call of each method counts
         now = time.monotonic()
         calls = [f"{n} × {method} for {now - first[method]:.0f} s" for method, n in counts.items()]
         return replace(beat, doing="; ".join(filter(None, [beat.doing, *calls])))

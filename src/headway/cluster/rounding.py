@@ -1,4 +1,4 @@
-"""How far the probe's log-probs may lie apart for rounding alone: measured while trainer and receiver are the same.
+"""Measuring how far the probe's log-probs may lie apart for rounding alone: while trainer and receiver are the same.
 
     model folder ─┬▶ trainer  ─▶ probe ─┐
                   └▶ receiver ─▶ probe ─┴▶ difference ─▶ × SAFETY, between the dtype's FLOOR and CEILING ─▶ tolerance
@@ -19,13 +19,13 @@ from headway.interfaces import PolicyReceiver
 from headway.pipeline.concurrently import concurrently
 
 SAFETY = 10.0
-"""A receiver's tolerance, as a multiple of what it was off at version 0: eight log-probs are a small sample, and
+"""Tolerance of a receiver as a multiple of its difference at version 0: eight log-probs are a small sample, and
 weights change meanwhile."""
 FLOOR = {"float32": 1e-3, "bfloat16": 0.05}
-"""The least tolerance in nats, by the dtype of the coarser side: a model that begins with small logits rounds less than
+"""Least tolerance in nats, by the dtype of the coarser side: a model that begins with small logits rounds less than
 it will once it is sure of its answers."""
 CEILING = {"float32": 0.05, "bfloat16": 0.5}
-"""The largest tolerance, and the most that a receiver may be off at version 0, in nats. Rounding explains no more."""
+"""Largest tolerance, and most that a receiver may be off at version 0, in nats. Rounding explains no more."""
 
 
 class Rounding:
@@ -46,7 +46,7 @@ class Rounding:
     async def measure(self, receivers: Iterable[PolicyReceiver]) -> None:
         """Set the tolerance of each of ``receivers``, which hold version 0 and decode nothing.
 
-        Raises `ModelError` for one whose log-probs differ by more than rounding could explain.
+        Raises `ModelError` for a receiver whose log-probs differ by more than rounding could explain.
         """
         if self._expected is not None:
             await concurrently(self._measure(receiver, self._expected) for receiver in receivers)
@@ -57,7 +57,7 @@ class Rounding:
             return
         same = served.shape == expected.shape
         off = float(np.abs(served.astype(np.float64) - expected).max(initial=0.0)) if same else float("inf")
-        if not off <= self._ceiling:  # also for what is not a number
+        if not off <= self._ceiling:  # holds also for NaN
             raise ModelError(
                 f"{receiver.name} and the trainer compute different log-probs from the same model: those of the probe "
                 f"differ by up to {off:.3g} nats before any update, and rounding explains at most {self._ceiling:g}. "

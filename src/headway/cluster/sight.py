@@ -1,4 +1,4 @@
-"""Whether the machines of a run see the files that it lives on, asked before any model is loaded.
+"""Asking whether the machines of a run see the files that it lives on, before any model is loaded.
 
     the run's directory    the driver and the training ranks leave a mark each ─▶ both read the other's
     the model's folder     every worker describes it                           ─▶ equal to the driver's
@@ -25,7 +25,7 @@ from headway.errors import ConfigError, ModelError, RunError
 from headway.pipeline.concurrently import concurrently
 
 ELSEWHERE = "param_update.transport to broadcast or object_store"
-"""Transports that need no file."""
+"""Settings for transports that need no file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +34,14 @@ class SharedFiles:
 
     run_dir: Path
     model_path: str
-    """A folder, or a model's name on the hub, which each machine finds for itself."""
+    """The model's folder, or its name on the hub, which each machine finds for itself."""
     transport: str
     directory: Path | None
-    """Where the transport leaves versions; None where it needs no files."""
+    """Directory where the transport leaves versions; None where it needs no files."""
 
 
 class Sight:
-    """Of one run, whose workers are up."""
+    """The sight of one run's files, whose workers are up."""
 
     def __init__(self, files: SharedFiles, driver: Lookout) -> None:
         self._files = files
@@ -63,7 +63,7 @@ class Sight:
         await self._check_directory([worker for name, worker in workers.items() if name in receivers])
 
     async def check_replica(self, worker: Worker) -> None:
-        """Look from one that came later. Raises as `check`."""
+        """Look from a worker that came later. Raises as `check`."""
         await self._check_model([worker])
         await self._check_directory([worker])
 
@@ -103,7 +103,7 @@ class Sight:
         found: list[dict[str, str] | None] = await _ask(workers, "model_files", path)
         here = f"the driver, on {await self._driver.place()}, has it"
         todo = "Copy the folder to the same path there, or give a path on a file system that these machines share"
-        if Path(path).is_relative_to(self._files.run_dir.absolute()):  # the driver made it there
+        if Path(path).is_relative_to(self._files.run_dir.absolute()):  # the driver made the directory there
             todo = (
                 "Set run.dir to a path on a file system that these machines share, or copy the folder to a path that "
                 "all of them have, and give that as model.path"
@@ -118,7 +118,7 @@ class Sight:
                 )
 
     async def _check_directory(self, receivers: Sequence[Worker]) -> None:
-        """Whether receivers can reach what the sender leaves."""
+        """Check that receivers can reach what the sender leaves."""
         directory = self._files.directory
         if directory is None or self._sender is None:
             return
@@ -152,7 +152,7 @@ class Sight:
     async def _marked(
         self, by: Lookout | Worker, directory: Path, *, make_directory: bool = False
     ) -> AsyncIterator[tuple[Path, str, str | None]]:
-        """A mark in ``directory`` until the block ends: its file, its text, and why it could not be left, or None."""
+        """Leave a mark in ``directory`` until the block ends: file, text, and why it could not be left, or None."""
         text = uuid4().hex
         mark = directory / f".seen-{text[:12]}"
         if isinstance(by, Lookout):
@@ -166,12 +166,12 @@ class Sight:
 
 
 async def _ask(workers: Sequence[Worker], method: str, *args: Any) -> list[Any]:
-    """Each worker's answer to a question to its `Lookout`."""
+    """Ask each worker's `Lookout` a question. Returns the answers."""
     return await concurrently(worker.call(f"lookout.{method}", *args) for worker in workers)
 
 
 async def _named(workers: Sequence[Worker]) -> str:
-    """The workers, each with its machine: ``actor-0 and actor-1 on a (10.0.0.2), rollout-0 on b (10.0.0.3)``."""
+    """Name the workers, each with its machine: ``actor-0 and actor-1 on a (10.0.0.2), rollout-0 on b (10.0.0.3)``."""
     by_place: dict[str, list[str]] = {}
     for worker, place in zip(workers, await _ask(workers, "place"), strict=True):
         by_place.setdefault(place, []).append(worker.name)
@@ -179,7 +179,7 @@ async def _named(workers: Sequence[Worker]) -> str:
 
 
 def _different(expected: Mapping[str, str], found: Mapping[str, str]) -> str | None:
-    """How two folders' files differ, by the first one that does; None where they do not."""
+    """Tell how two folders' files differ, by the first one that does; None where they do not."""
     for name in sorted({*expected, *found}):
         if name not in found:
             return f"{name} is missing"

@@ -1,4 +1,4 @@
-"""From a configuration to running engines, step by step, the same on every backend.
+"""Starting, from a configuration to running engines, step by step, the same on every backend.
 
 connect ─▶ plan ─▶ reserve ─▶ launch all ─▶ up ─▶ see the same files ─▶ build (models load side by side)
         ─▶ meet for weights ─▶ serve
@@ -47,14 +47,14 @@ class Cluster(Protocol):
     """A place where workers run."""
 
     separate_processes: bool
-    """Whether ranks are processes, which meet at a store and may be on several machines."""
+    """True where ranks are processes, which meet at a store and may be on several machines."""
 
     @property
     def machines(self) -> int: ...
 
     @property
     def address(self) -> str:
-        """The driver's machine, for the others."""
+        """Address of the driver's machine, for the others."""
 
     async def connect(self) -> str:
         """Reach the cluster; nothing is reserved yet. Returns the device that workers use: ``cpu`` or ``cuda``."""
@@ -77,7 +77,7 @@ class Cluster(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """What a start has brought up."""
+    """The engines and workers that a start has brought up."""
 
     actor: WorkerGroup
     rollouts: tuple[RolloutReplica, ...]
@@ -86,20 +86,20 @@ class Started:
     logp: WorkerGroup | None
     """The ranks that recompute log π_prox. None where the trainer does, or nobody."""
     receivers: tuple[LogpReceiver, ...]
-    """Of the weights, beside replicas."""
+    """Receivers of the weights, beside replicas."""
     critic: WorkerGroup | None
     """The critic's ranks: its own, or the trainer's. None without a critic."""
     inside_fetch: frozenset[str]
     """Roles that share the trainer's ranks: ``ref``, ``logp``, ``critic``."""
     paths: WeightPaths
     rounding: Rounding
-    """What the receivers' probes may differ by, measured at version 0."""
+    """Tolerances of the receivers' probes, measured at version 0."""
     needed: tuple[Worker, ...]
     """Workers without any of which the run cannot go on."""
     hardware: dict[str, Hardware]
-    """Worker → what it computes on."""
+    """Name of a worker → the hardware that it computes on."""
     replacements: Replacements | None
-    """None where a replica cannot be replaced: it shares its process with a training rank."""
+    """The replacements; None where a replica cannot be replaced: it shares its process with a training rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class _Groups:
 
 
 class Startup:
-    """One start. `waiting_for` says, at any moment, who has not answered yet."""
+    """One start. `waiting_for` says, at any moment, which workers have not answered yet."""
 
     def __init__(
         self, config: Config, cluster: Cluster, *, model_path: str, total_optimizer_steps: int, run_dir: Path
@@ -145,7 +145,7 @@ class Startup:
             machines=self._cluster.machines,
         )
         await self._wait("devices to be free", self._cluster.reserve(plan))
-        directory = self._directory(stack)  # before the workers: it is removed when they have ended
+        directory = self._directory(stack)  # made before the workers: it is removed when they have ended
         workers = await self._launch(stack, plan)
         groups = _group(plan, workers)
         store, sight = None, None
@@ -176,7 +176,7 @@ class Startup:
             exchange = Exchange(groups.actor, exchange_settings(self._config, store, device, directory), manifests)
             for worker, of in holders.values():
                 exchange.add(worker, of)
-            # Not only at the first update: what cannot meet has to be known before anything is generated.
+            # Meet now and not at the first update: ends that cannot must be known before anything is generated.
             await self._wait(
                 f"{', '.join(holders)} to meet {groups.actor.name} for weights", exchange.reach([*holders])
             )
@@ -218,7 +218,7 @@ class Startup:
     async def _measured(
         self, actor: WorkerGroup, receivers: Sequence[PolicyReceiver], dtypes: tuple[str, str]
     ) -> Rounding:
-        """What rounding makes of the weights that everybody opened. Raises `ModelError` where it is not rounding."""
+        """Measure the rounding of the weights that everybody opened. Raises `ModelError` for more than rounding."""
         if not self._config.param_update.verify:
             return Rounding(dtypes, None)
         expected = await self._wait("the trainer to compute the log-probs of the probe", _result(actor.probe))
@@ -230,7 +230,7 @@ class Startup:
         started: dict[str, Worker] = {}
 
         async def kill_all() -> None:
-            """All of them, also where one does not die."""
+            """Kill all workers, also where one does not die."""
             ends = await asyncio.gather(*(worker.kill() for worker in started.values()), return_exceptions=True)
             for end in ends:
                 if isinstance(end, BaseException):
@@ -259,9 +259,9 @@ class Startup:
         )
 
     def _directory(self, stack: AsyncExitStack) -> Path | None:
-        """Where a transport that uses files leaves them; gone at the end where that is memory.
+        """Directory where a transport that uses files leaves them; gone at the end where that is memory.
 
-        What runs that were killed have left in this machine's memory goes first, whatever this one uses.
+        Directories that killed runs have left in this machine's memory go first, whatever this one uses.
         """
         remove_abandoned(Path(SHARED_MEMORY))
         update, shared = self._config.param_update, self._config.placement.kind == "shared"
@@ -332,5 +332,5 @@ def _group(plan: ClusterPlan, workers: dict[str, Worker]) -> _Groups:
 
 
 async def _result(method: Callable[..., Awaitable[T]], *args: Any) -> T:
-    """The call as a coroutine that begins when it is awaited."""
+    """Make a coroutine of the call, which begins when it is awaited."""
     return await method(*args)

@@ -29,25 +29,25 @@ _REGISTRATION = "__headway_registration__"
 
 
 class Dispatch(StrEnum):
-    """Who gets which arguments."""
+    """The spread of a call's arguments over the ranks."""
 
     ONE_TO_ALL = "one_to_all"
-    """Every rank gets the same ones."""
+    """Every rank gets the same arguments."""
     RANK_ZERO = "rank_zero"
-    """Only rank zero is called."""
+    """Rank zero alone is called."""
     SPLIT = "split"
     """The first argument, a list of samples, is divided over the ranks by token count."""
 
 
 class Collect(StrEnum):
-    """What the caller gets back."""
+    """The result that the caller gets back."""
 
     RANK_ZERO = "rank_zero"
     """Rank zero's result: the ranks agree, or only rank zero's counts."""
     HANDLE = "handle"
-    """Rank zero's result stays where it is; a handle of it. For ``RANK_ZERO``."""
+    """A handle of rank zero's result, which stays where it is. For ``RANK_ZERO``."""
     COLUMNS = "columns"
-    """Each rank's list of arrays stays where it is; one `Column` per sample, in the samples' order. For ``SPLIT``."""
+    """One `Column` per sample, in the samples' order; each rank's list of arrays stays where it is. For ``SPLIT``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Registration:
 def register(dispatch: Dispatch, collect: Collect = Collect.RANK_ZERO, *, files: str | None = None) -> Callable[[F], F]:
     """Make a role's method callable through its `WorkerGroup`. The method may be a coroutine function.
 
-    ``files`` says in words what a method does with files, of which it gets the path: it then ends when their bytes no
+    ``files`` says in words what a method does with files, of which it gets the path: the method then ends when bytes no
     longer move (see `file_work.while_bytes_move`).
     """
     if collect is Collect.COLUMNS and dispatch is not Dispatch.SPLIT:
@@ -82,7 +82,7 @@ def registered(role: type) -> dict[str, Registration]:
 
 
 class Worker(Protocol):
-    """One rank, wherever it runs. Raises `WorkerDied` when its process ends, and what the role raised otherwise."""
+    """A worker, wherever it runs. Raises `WorkerDied` when its process ends, and otherwise what the role raised."""
 
     name: str
 
@@ -90,22 +90,22 @@ class Worker(Protocol):
         """Wait until the worker is there to be called."""
 
     async def call(self, method: str, *args: Any) -> Any:
-        """The method's result, brought here."""
+        """Call the method and bring its result here."""
 
     async def keep(self, method: str, *args: Any) -> Handle[Any]:
         """Run the method to its end and return a handle of its result, which is not brought here."""
 
     def stream(self, method: str, *args: Any) -> AsyncGenerator[tuple[Any, Handle[Any]], None]:
-        """For a method that is an asynchronous generator of pairs: the first as it is, the second as a handle."""
+        """Yield pairs of a method that is an asynchronous generator: the first as it is, the second as a handle."""
 
     async def heartbeat(self) -> Heartbeat:
-        """What the worker does, answered at once, also while a call of it computes."""
+        """Describe what the worker does, at once, also while a call of it computes."""
 
     async def died(self) -> NoReturn:
         """Wait until the worker's process ends, and raise `WorkerDied`."""
 
     async def lost(self) -> NoReturn:
-        """As `died`, and also when the worker's machine does not answer any more, which others may notice later."""
+        """Wait as `died`, and also for the worker's machine to answer no more, which others may notice later."""
 
     async def kill(self) -> None:
         """End the worker whatever it is doing, and return when it is gone. Pending calls fail."""
@@ -132,7 +132,7 @@ class PartOf:
         return self._worker.stream(f"{self._part}.{method}", *args)
 
     async def heartbeat(self) -> Heartbeat:
-        """The whole worker's."""
+        """The heartbeat of the whole worker."""
         return await self._worker.heartbeat()
 
     async def died(self) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Which settings belong to which algorithm: what others would ignore is said to have no effect. Imports no torch."""
+"""Settings by algorithm: those that the chosen one would ignore are said to have no effect. Imports no torch."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def idle_loss_keys(config: Config) -> Iterator[Idle]:
 def idle_correction_keys(config: Config) -> Iterator[Idle]:
     correction = config.algorithm.rollout_correction
     if config.async_training.use_rollout_log_probs:
-        # One of them compares with the current policy, whatever stands for the proximal one.
+        # One of these corrections compares with the current policy, whatever stands for the proximal one.
         idle = () if _looks_at_the_policy(correction.name) else CORRECTION_KEYS
         if not all(_looks_at_the_policy(one.name) for one in correction.also):
             idle = (*idle, "also")
@@ -83,12 +83,12 @@ def idle_correction_keys(config: Config) -> Iterator[Idle]:
 
 
 def _looks_at_the_policy(name: str | None) -> bool:
-    """A correction that compares π_behav with the current policy, or may."""
+    """Tell whether a correction compares π_behav with the current policy, or may."""
     return name == SEQUENCE_MASK or (name is not None and names_a_file(name))
 
 
 def idle_role_keys(config: Config) -> Iterator[Idle]:
-    """Of roles that are there only when the algorithm asks for them, and of what is done about off-policy data."""
+    """Idle keys of roles that only some algorithms ask for, and of what is done about off-policy data."""
     asked = config.async_training.use_rollout_log_probs
     own_estimator = names_a_file(config.algorithm.adv_estimator)
     if asked:
@@ -129,7 +129,7 @@ def idle_role_keys(config: Config) -> Iterator[Idle]:
 
 
 def algorithm_problems(config: Config) -> Iterator[str]:
-    """What cannot be trained with."""
+    """Problems of an algorithm that cannot be trained with."""
     algorithm, n = config.algorithm, config.rollout.n
     loss, actor = algorithm.policy_loss, config.actor
     if isinstance(loss, TPpo) and not loss.ignore_last:

@@ -54,7 +54,7 @@ RENAMED: Mapping[str, str] = {
     "trainer.total_epochs": "data.epochs",
     "trainer.total_training_steps": "rollout.total_rollout_steps",
 }
-"""Where a key of verl's is found here; only for suggestions."""
+"""verl's keys → the same setting here; only for suggestions."""
 
 USUAL: Mapping[str, tuple[str, ...]] = {
     "base_model": ("model.path",),
@@ -105,16 +105,16 @@ USUAL: Mapping[str, tuple[str, ...]] = {
     "warmup_steps": ("actor.optim.lr_warmup_steps",),
     "weight_decay": ("actor.optim.weight_decay",),
 }
-"""Names of settings in other systems (TRL, OpenRLHF, AReaL, prime-rl), and what is nearest here; for suggestions."""
+"""Names of settings in other systems (TRL, OpenRLHF, AReaL, prime-rl) → the nearest here; for suggestions."""
 
 
 def canonical_key(key: str) -> str:
-    """``+actor_rollout_ref.rollout.n`` is ``rollout.n``."""
+    """Spell a key without the recipe's prefixes: ``+actor_rollout_ref.rollout.n`` is ``rollout.n``."""
     return key.removeprefix("+").removeprefix(IGNORED_PREFIX)
 
 
 def translate(values: Mapping[str, Any]) -> dict[str, Any]:
-    """One flat layer in Headway's own keys.
+    """Translate one flat layer into Headway's own keys.
 
     Raises:
         ConfigError: a key that Headway accepts at one value has another; two spellings of one setting disagree.
@@ -149,7 +149,7 @@ def _asks_for_pipeline(value: Any) -> bool:
 
 
 def resolve_ahead_steps(user: Mapping[str, Any]) -> dict[str, Any]:
-    """What the user wrote, with ``trainer.generate_ahead_steps`` said as η.
+    """Return the user's values, with ``trainer.generate_ahead_steps`` said as η.
 
     Raises:
         ConfigError: both are given, or the steps are not a whole number of at least 1.
@@ -167,7 +167,7 @@ def resolve_ahead_steps(user: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resolve_partial_rollout(user: Mapping[str, Any]) -> dict[str, Any]:
-    """What the user wrote, with ``on_update`` as ``partial_rollout`` implies it.
+    """Return the user's values, with ``on_update`` as ``partial_rollout`` implies it.
 
     Raises:
         ConfigError: the user wrote both, and they contradict each other.

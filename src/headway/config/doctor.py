@@ -1,4 +1,4 @@
-"""Whether settings make sense together: what cannot work or has no effect is refused, all at once, with the reason."""
+"""The doctor of settings: what cannot work together or has no effect is refused, all at once, with the reason."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def _sampling(config: Config) -> Iterator[str]:
 
 
 def _corrects_the_sampler(config: Config) -> bool:
-    """Whether what a token is weighed by has the probability in it that it was sampled with."""
+    """Tell whether the weight of a token has the probability in it that the token was sampled with."""
     if config.algorithm.policy_loss.weighs_behaviour:
         return True
     weighs = any(

@@ -1,4 +1,4 @@
-"""Layers: what one file, or the command line, says. A layer is flat, ``{"rollout.n": 8}``, and knows where it is from.
+"""Layers: settings of one file, or of the command line. A layer is flat, ``{"rollout.n": 8}``, and knows its origin.
 
 defaults' files ─▶ the file ─▶ the command line        each later layer lies on the earlier ones
 """
@@ -27,27 +27,27 @@ _SURPRISING = re.compile(r"[-+]?(0[0-7_]+|[0-9_]+(:[0-9_.]+)+)")
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """``values`` by dotted key. An empty mapping is a value too: it makes the section with its defaults.
+    """A layer of settings: ``values`` by dotted key. An empty mapping is a value, too: a section with its defaults.
 
-    ``origin`` says where they are written, as in "in demo.yaml" or "on the command line".
+    ``origin`` says where the values are written, as in "in demo.yaml" or "on the command line".
     """
 
     origin: str
     values: Mapping[str, Any]
     file: Path | None = None
-    """The one that it was read from."""
+    """The file that the layer was read from."""
 
     def without(self, *sections: str) -> Layer:
         """The layer less these keys and all below them."""
         return Layer(self.origin, {key: v for key, v in self.values.items() if not lies_in(key, *sections)})
 
     def gives(self, *sections: str) -> bool:
-        """Whether any of these keys, or a key below them, has a value other than null."""
+        """Tell whether any of these keys, or a key below them, has a value other than null."""
         return any(value is not None and lies_in(key, *sections) for key, value in self.values.items())
 
 
 def lies_in(key: str, *sections: str) -> bool:
-    """Whether ``key`` is one of ``sections`` or a key below it."""
+    """Tell whether ``key`` is one of ``sections`` or a key below it."""
     return any(key == section or key.startswith(f"{section}.") for section in sections)
 
 
@@ -80,13 +80,13 @@ def read_overrides(overrides: Sequence[str]) -> Layer:
 
 
 def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Two flat mappings as one: ``above`` replaces keys, sections that it sets to a value, and values it looks into."""
+    """Join two flat mappings: ``above`` replaces keys, sections that it sets to a value, and values it looks into."""
     kept = {key: value for key, value in below.items() if not any(_replaces(new, key, above[new]) for new in above)}
     return kept | {key: value for key, value in above.items() if value != {} or not _has_below(kept, key)}
 
 
 def flatten(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """``{"rollout": {"n": 8}}`` as ``("rollout.n", 8)``. Lists and empty mappings are values."""
+    """Flatten ``{"rollout": {"n": 8}}`` to ``("rollout.n", 8)``. Lists and empty mappings are values."""
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from flatten(value, f"{prefix}{name}.")
@@ -95,7 +95,7 @@ def flatten(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def nest(values: Mapping[str, Any]) -> dict[str, Any]:
-    """``{"rollout.n": 8}`` as ``{"rollout": {"n": 8}}``."""
+    """Nest ``{"rollout.n": 8}`` as ``{"rollout": {"n": 8}}``."""
     tree: dict[str, Any] = {}
     for key, value in values.items():
         *sections, name = key.split(".")
@@ -108,7 +108,7 @@ def nest(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resolve_references(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A nested mapping with every ``${a.b}`` replaced by the value that the layers give ``a.b``.
+    """Return a nested mapping with every ``${a.b}`` replaced by the value that the layers give ``a.b``.
 
     Raises:
         ConfigError: a reference names a key that no layer gives.
@@ -145,9 +145,9 @@ def _read(path: Path, including: tuple[Path, ...]) -> Iterator[Layer]:
 
 
 def _parse_file(path: Path, including: tuple[Path, ...] = ()) -> dict[Any, Any]:
-    """``including``: the files whose ``defaults`` led here."""
+    """Parse a file. ``including``: the files whose ``defaults`` led to it."""
     try:
-        if stat.S_ISCHR(path.stat().st_mode) or stat.S_ISBLK(path.stat().st_mode):  # it may never end
+        if stat.S_ISCHR(path.stat().st_mode) or stat.S_ISBLK(path.stat().st_mode):  # reading a device may never end
             raise ConfigError(f"{path}: a device, not a file; give a YAML file, like recipes/demo.yaml")
         text = path.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -191,11 +191,11 @@ def _parse_override(override: str) -> dict[str, Any]:
 
 
 def _check_numbers(root: yaml.Node | None, where: Callable[[int], str]) -> None:
-    """Refuse numbers that would be read as others. ``where``: how a message about a line begins."""
+    """Refuse numbers that YAML would read as others. ``where``: how a message about a line begins."""
     nodes, seen = [root], set[int]()
     while nodes:
         node = nodes.pop()
-        if id(node) in seen:  # an anchor may lead back to itself
+        if id(node) in seen:  # an anchor may lead back to its own node
             continue
         seen.add(id(node))
         match node:
@@ -216,7 +216,7 @@ def _replaces(new: str, old: str, value: Any) -> bool:
 
 
 def _excludes(one: str, one_value: Any, other: str, other_value: Any) -> bool:
-    """Whether one layer cannot have both: a key twice, or a value and keys below it."""
+    """Tell whether one layer cannot have both: a key twice, or a value and keys below it."""
     below = one.startswith(f"{other}.") and other_value != {}
     above = other.startswith(f"{one}.") and one_value != {}
     return one == other or below or above

@@ -1,4 +1,4 @@
-"""The sections of what is learned and how: the policy's losses, the critic, the reference, the estimators."""
+"""The sections of learning: the policy's losses, the critic, the reference, the estimators."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class OptimConfig(Section):
     lr_warmup_steps: NonNegative = 0
     """Optimizer steps of linear warm-up."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
-    """After warm-up; ``linear`` and ``cosine`` fall to ``min_lr_ratio`` at the last optimizer step."""
+    """Course of the learning rate after warm-up; ``linear`` and ``cosine`` fall to ``min_lr_ratio`` at the last
+    optimizer step."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     """Share of ``lr`` that is left at the last optimizer step."""
     weight_decay: float = Field(0.0, ge=0)
@@ -28,7 +29,7 @@ class OptimConfig(Section):
 
 
 class FsdpConfig(Section):
-    """How the policy is sharded."""
+    """Sharding of the policy."""
 
     param_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory between uses (FSDP2's CPUOffloadPolicy)."""
@@ -49,9 +50,9 @@ class ActorConfig(Section):
     clip_ratio: float = Field(0.2, gt=0)
     """ε, where ``clip_ratio_low`` and ``clip_ratio_high`` are not given: ratios count in 1 ± ε."""
     clip_ratio_low: float | None = Field(None, gt=0)
-    """ε below; default ``clip_ratio``."""
+    """ε below 1; default ``clip_ratio``."""
     clip_ratio_high: float | None = Field(None, gt=0)
-    """ε above (clip-higher); default ``clip_ratio``."""
+    """ε above 1 (clip-higher); default ``clip_ratio``."""
     loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = (
         "token-mean"
     )
@@ -66,11 +67,11 @@ class ActorConfig(Section):
     kl_loss_coef: float = Field(0.001, ge=0)
     """Coefficient of the KL term in the loss."""
     kl_loss_type: Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"] = "k3"
-    """The estimator. With ``+`` its value, and the unbiased gradient (docs/algorithms/kl.md)."""
+    """The KL estimator of the loss. With ``+`` its value, and the unbiased gradient (docs/algorithms/kl.md)."""
     use_bias_correction_kl: bool = False
     """Weigh the estimator by π_θ/π_behav: its value and gradient are then unbiased on stale data, too."""
     prox_logp_method: Literal["recompute", "loglinear"] = "recompute"
-    """Where log π_prox comes from with ``async_training.use_rollout_log_probs: false``: a forward pass, or log-linear
+    """Source of log π_prox with ``async_training.use_rollout_log_probs: false``: a forward pass, or log-linear
     interpolation between the versions of the tokens and the current policy."""
     grad_clip: float = Field(1.0, gt=0)
     """Maximum norm of the gradient."""
@@ -79,7 +80,7 @@ class ActorConfig(Section):
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """ε below and above."""
+        """The ranges ε below and above 1."""
         low, high = self.clip_ratio_low, self.clip_ratio_high
         return self.clip_ratio if low is None else low, self.clip_ratio if high is None else high
 
@@ -88,36 +89,36 @@ class RefConfig(Section):
     """The reference policy, where the algorithm asks for one."""
 
     nnodes: NonNegative = 0
-    """Machines of its own; 0 puts it on the trainer's ranks, inside each fetch."""
+    """Machines of the reference; 0 puts it on the trainer's ranks, inside each fetch."""
     n_gpus_per_node: Positive = 1
-    """Devices on each of its machines (on CPUs: processes)."""
+    """Devices on each of the reference's machines (on CPUs: processes)."""
 
 
 class LogpConfig(Section):
     """The role that recomputes log π_prox (``async_training.use_rollout_log_probs: false``)."""
 
     nnodes: NonNegative = 0
-    """Machines of its own: each rank has a copy of the policy, and gets every update. 0 puts it on the trainer's ranks,
-    inside each fetch."""
+    """Machines of this role: each rank has a copy of the policy, and gets every update. 0 puts it on the trainer's
+    ranks, inside each fetch."""
     n_gpus_per_node: Positive = 1
-    """Devices on each of its machines (on CPUs: processes)."""
+    """Devices on each of this role's machines (on CPUs: processes)."""
 
 
 class CriticConfig(Section):
     """The critic, where the advantage estimator asks for one. It begins as a copy of the initial model."""
 
     enable: bool | None = None
-    """null: with ``gae``. true: for an estimator of your own that looks at values."""
+    """Use a critic. null: with ``gae``. true: for an estimator of your own that looks at values."""
     nnodes: NonNegative = 0
-    """Machines of its own; 0 puts it on the trainer's ranks, inside each fetch."""
+    """Machines of the critic; 0 puts it on the trainer's ranks, inside each fetch."""
     n_gpus_per_node: Positive = 1
-    """Devices on each of its machines (on CPUs: processes)."""
+    """Devices on each of the critic's machines (on CPUs: processes)."""
     ppo_epochs: Positive = 1
-    """Passes over each fetch; its mini-batches are the actor's."""
+    """The critic's passes over each fetch; mini-batches are the actor's."""
     cliprange_value: float | None = Field(0.5, gt=0)
-    """Values are trained at most so far from what they were at the fetch's start; null: as far as it takes."""
+    """Largest change that values are trained to from what they were at the fetch's start; null: no limit."""
     grad_clip: float = Field(1.0, gt=0)
-    """Maximum norm of the gradient."""
+    """Maximum norm of the critic's gradient."""
     optim: OptimConfig = OptimConfig(lr=1e-5)
 
 
@@ -129,7 +130,7 @@ class FilterGroupsConfig(Section):
 
 
 class CorrectionConfig(Section):
-    """A correction."""
+    """A correction of off-policy data."""
 
     name: str | None = None
     """``truncate``, ``mask`` (IcePop), ``reject``, ``veto``, ``off_policy_sequence_mask``, or ``file.py:function``.
@@ -137,30 +138,30 @@ class CorrectionConfig(Section):
     bound: float | None = Field(None, gt=0)
     """Largest π_prox/π_behav that counts (in full, for ``truncate``). 2 where neither bound is given."""
     lower: float | None = Field(None, gt=0)
-    """Smallest one."""
+    """Smallest π_prox/π_behav that counts."""
     level: Literal["token", "sequence", "geometric"] = "token"
-    """Of which ratio the bounds speak: each token's, the answer's product, or its geometric mean."""
+    """The ratio that the bounds speak of: each token's, the answer's product, or its geometric mean."""
     veto: float | None = Field(None, gt=0)
-    """Beside any other action: an answer with a token whose ratio is below this is rejected whole."""
+    """Smallest ratio of a token: an answer with one below this is rejected whole, beside any other action."""
     delta: float | None = Field(None, gt=0)
     """``off_policy_sequence_mask``: largest mean of log(π_behav/π_θ) of a bad answer, in nats per token."""
 
 
 class RolloutCorrectionConfig(CorrectionConfig):
-    """What to do with w = π_prox/π_behav where the two differ (``async_training.use_rollout_log_probs: false``)."""
+    """Correction by w = π_prox/π_behav where the two differ (``async_training.use_rollout_log_probs: false``)."""
 
     also: tuple[CorrectionConfig, ...] = ()
-    """Further ones, whose weights are multiplied with its own: a rejection by the geometric mean, say, beside
+    """Further corrections, whose weights are multiplied with this one's: a rejection by the geometric mean, say, beside
     ``truncate``."""
 
     @property
     def all(self) -> tuple[CorrectionConfig, ...]:
-        """Those that are named."""
+        """The corrections that are named."""
         return tuple(one for one in (self, *self.also) if one.name is not None)
 
 
 class KlCtrlConfig(Section):
-    """Of ``use_kl_in_reward``."""
+    """The KL penalty of ``use_kl_in_reward``."""
 
     kl_coef: float = Field(0.001, ge=0)
     """Coefficient of the penalty in the reward."""
@@ -183,25 +184,27 @@ class AlgorithmConfig(Section):
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
     overlong_filtering: bool = False
-    """Answers that were cut off are in no loss (DAPO). Their rewards still count in their groups."""
+    """Leave answers that were cut off out of every loss (DAPO). Their rewards still count in their groups."""
     use_kl_in_reward: bool = False
     """Take ``kl_ctrl.kl_coef`` · KL(π_prox‖π_ref) off each token's reward; brings the reference policy in."""
     kl_penalty: Literal["k1", "k2", "k3", "abs"] = "k1"
-    """The estimator in the reward (docs/algorithms/kl.md)."""
+    """The KL estimator in the reward (docs/algorithms/kl.md)."""
     kl_ctrl: KlCtrlConfig = KlCtrlConfig()
 
 
 class GuardConfig(Section):
-    """What is done when the effective sample size of an optimizer step falls below ``min_ess``."""
+    """Action on an effective sample size of an optimizer step below ``min_ess``."""
 
     min_ess: float | None = Field(None, gt=0, lt=1)
-    """(Σw)²/(N·Σw²) with w = π_θ/π_behav over the step's N tokens; 1 is on policy. null: nothing is guarded."""
+    """Least effective sample size, (Σw)²/(N·Σw²) with w = π_θ/π_behav over the step's N tokens; 1 is on policy. null:
+    off."""
     action: Literal["warn", "tighten", "lower_eta", "stop"] = "warn"
-    """``warn`` says so once per version. ``tighten`` halves the clip range, down to an eighth. ``lower_eta`` admits
-    half as far ahead; both come back when the size does. ``stop`` ends the run after the version, with a checkpoint."""
+    """Action of the guard. ``warn`` says so once per version. ``tighten`` halves the clip range, down to an eighth.
+    ``lower_eta`` admits half as far ahead; both come back when the size does. ``stop`` ends the run after the version,
+    with a checkpoint."""
 
 
 class OffpolicyConfig(Section):
-    """What is done about data that is too far off policy (docs/algorithms/health.md)."""
+    """Handling of data that is too far off policy (docs/algorithms/health.md)."""
 
     guard: GuardConfig = GuardConfig()

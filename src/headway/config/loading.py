@@ -1,4 +1,4 @@
-"""From files and arguments to a checked configuration.
+"""Loading: from files and arguments to a checked configuration.
 
 preset of ``mode`` ─▶ defaults' files ─▶ the file ─▶ ``a.b=c`` arguments ─▶ schema ─▶ LoadedConfig
     (beneath)                                        (on top)
@@ -25,11 +25,11 @@ from headway.errors import ConfigError
 
 LOSS_MODE = "algorithm.policy_loss.loss_mode"
 _REFERENCE = re.compile(r"(\\*)\$\{")
-"""Where a reference begins, with the backslashes before it: an odd number of them makes it text."""
+"""Matches where a reference begins, with the backslashes before it: an odd number of them makes it text."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Sections as blocks, lists on one line."""
+    """YAML writer: sections as blocks, lists on one line."""
 
 
 _Dumper.add_representer(
@@ -39,23 +39,23 @@ _Dumper.add_representer(
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
-    """A configuration and what is known about how it came to be."""
+    """A configuration, and where its values came from."""
 
     config: Config
     user_keys: frozenset[str] = frozenset()
     """Dotted keys to which the user gave a value, in a file or on the command line; all others are the mode's and the
     schema's. A null takes a value back: it counts as not given."""
     notes: list[str] = field(default_factory=list)
-    """What was decided on the way and is worth a line."""
+    """Decisions on the way that are worth a line."""
     usual_keys: frozenset[str] = frozenset()
-    """Those of ``user_keys`` to which a file gives what the mode or the schema says anyway: a run's own file is full
+    """Keys of ``user_keys`` to which a file gives what the mode or the schema says anyway: a run's own file is full
     of them."""
 
 
 def load(path: Path | None, overrides: Sequence[str] = ()) -> LoadedConfig:
     """Read ``path`` and ``overrides``, put the mode's preset beneath them, and check keys, types and ranges.
 
-    Whether the settings make sense together is the doctor's question.
+    The doctor, not this, asks whether the settings make sense together.
 
     Raises:
         ConfigError: in one message, everything that is wrong with the keys and their values.
@@ -82,7 +82,7 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> LoadedConfig:
 def dump(config: Config) -> str:
     """The resolved configuration as YAML that loads back to an equal one.
 
-    What the mode or the schema says anyway is left out where it has no effect or is null: what is shown is what counts.
+    A setting that the mode or schema has anyway is left out where it has no effect or is null: what is shown counts.
     """
     idle = without_effect(config)
     beneath = _flat_values(mode_config(config.mode))
@@ -98,7 +98,7 @@ def dump(config: Config) -> str:
 
 
 def _without_references(value: Any) -> Any:
-    """``value`` as it is written: each ``${`` in it is text, which reading would take for a reference."""
+    """Escape each ``${`` in ``value``, which is text, and which reading would take for a reference."""
     match value:
         case str():
             return _REFERENCE.sub(lambda found: f"{found[1] * 2}\\${{", value)
@@ -110,7 +110,7 @@ def _without_references(value: Any) -> Any:
 
 
 def mode_config(mode: str) -> Config:
-    """What ``mode`` is without a word from the user. Raises `ConfigError` for an unknown mode."""
+    """The configuration of ``mode`` without a word from the user. Raises `ConfigError` for an unknown mode."""
     return Config.model_validate(nest({**preset(mode), "mode": mode}))
 
 
@@ -120,7 +120,7 @@ def _flat_values(config: Config) -> dict[str, Any]:
 
 
 def _replace_whole_choices(layers: Sequence[Layer]) -> tuple[list[Layer], list[str]]:
-    """Where a later layer brings its own model, data, task, reward or loss, what earlier ones say of theirs goes."""
+    """Drop earlier layers' settings of a model, data, task, reward or loss that a later layer replaces."""
     kept: list[Layer] = []
     notes: list[str] = []
     for layer in layers:
@@ -180,13 +180,13 @@ def _drop_other_reward(layers: Sequence[Layer], function: str) -> list[Layer]:
 
 
 def _drop_other_loss(layers: Sequence[Layer], mode: str) -> list[Layer]:
-    """The layers less the keys of a loss that one of them names, unless it is this one."""
+    """The layers less the keys of a loss that one of them names, unless that loss is the given one."""
     before = [layer.values[LOSS_MODE] for layer in layers if layer.gives(LOSS_MODE)]
     return list(layers) if before[-1:] in ([], [mode]) else [layer.without("algorithm.policy_loss") for layer in layers]
 
 
 def _origins(layers: Sequence[Layer]) -> dict[str, str]:
-    """Where each key was written last; what was written last comes first."""
+    """The place where each key was written last; what was written last comes first."""
     origins: dict[str, str] = {}
     for layer in reversed(layers):
         for key in layer.values:

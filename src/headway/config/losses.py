@@ -1,4 +1,4 @@
-"""The policy losses' sections: what each loss can be told, with its defaults. ``loss_mode`` chooses one.
+"""The policy losses' sections: the settings of each loss, with defaults. ``loss_mode`` chooses one.
 
 A section is what its function in `headway.algorithms.losses` takes as ``params.own``: a parameter is a field here and
 is read there. Facts that other settings depend on, such as whether the loss clips, are class variables.
@@ -26,14 +26,14 @@ class PolicyLossConfig(Section):
     """The loss: a name (docs/algorithms), or ``file.py:function``."""
 
     clips: ClassVar[bool] = True
-    """Whether the loss looks at ``actor.clip_ratio``, ``clip_ratio_low`` and ``clip_ratio_high``."""
+    """True where the loss looks at ``actor.clip_ratio``, ``clip_ratio_low`` and ``clip_ratio_high``."""
     weighs_behaviour: ClassVar[bool] = False
-    """Whether the loss weighs by π_θ/π_behav itself: it then needs no π_prox, and no correction."""
+    """True where the loss weighs by π_θ/π_behav itself: then there is no need of π_prox, or of a correction."""
 
     @model_validator(mode="before")
     @classmethod
     def _null_is_not_given(cls, values: Any) -> Any:
-        """A null takes back what a file below gave."""
+        """Drop a null, which takes back what a file below gave."""
         return {k: v for k, v in values.items() if v is not None} if isinstance(values, Mapping) else values
 
 
@@ -56,7 +56,7 @@ class TPpo(PolicyLossConfig):
 
     loss_mode: Literal["t_ppo"] = "t_ppo"
     ignore_last: NonNegative = 0
-    """So many last tokens of an unfinished answer are left out; the doctor asks for at least 1."""
+    """Last tokens of an unfinished answer that are left out; the doctor asks for at least 1."""
 
 
 class Gspo(PolicyLossConfig):
@@ -161,7 +161,7 @@ class OwnLoss(PolicyLossConfig):
 
 
 def _loss_of(value: Any) -> Any:
-    """The tag of a section that is given as a mapping, or is built already."""
+    """The tag of a loss's section that is given as a mapping, or is built already."""
     if not isinstance(value, Mapping):
         mode = getattr(value, "loss_mode", None)
     elif (mode := value.get("loss_mode")) is None:

@@ -1,4 +1,4 @@
-"""Whether this machine is one for the run that is asked of it: told before workers start, as none of it is an error."""
+"""Advice on whether this machine suits the run: given before workers start, as none of it is an error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NVIDIA, AMD = Path("/proc/driver/nvidia/gpus"), Path("/dev/kfd")
 
 
 def machine_notes(config: Config, *, cores: int, gpus: int | None) -> Iterator[str]:
-    """What to know of a run on this machine with ``cores``, and ``gpus`` where their number is known.
+    """Notes on a run on this machine with ``cores``, and ``gpus`` where their number is known.
 
     Says nothing of a run that joins a cluster elsewhere, or is one process.
     """
@@ -35,7 +35,7 @@ def machine_notes(config: Config, *, cores: int, gpus: int | None) -> Iterator[s
 
 
 def gpus_here() -> int | None:
-    """GPUs that a process here may use, as far as that is known without loading torch; None where it is not."""
+    """GPUs that a process here may use, as far as can be told without loading torch; None where it cannot."""
     if AMD.exists():
         return None
     try:

@@ -18,17 +18,17 @@ from headway.config.section import Section, sections_in, told_apart_by
 from headway.errors import shown
 
 SIMILARITY = 0.75
-"""How alike two keys must be for one to be suggested instead of the other, in [0, 1]."""
+"""Likeness of two keys, in [0, 1], from which on one is suggested instead of the other."""
 NEARLY_EQUAL = 0.9
-"""The same for two whole keys that end in the same name: then the others of that name are not suggested."""
+"""Likeness of two whole keys that end in the same name, from which on other keys of that name are not suggested."""
 
 _MISSING = object()
 _NO_ALTERNATIVE = ("union_tag_not_found", "union_tag_invalid")
-"""The value lacks the key that says which alternative of a union it is, or names none that there is."""
+"""Error types of a union's value that lacks the key that chooses an alternative, or names none that there is."""
 
 
 def explain(error: ValidationError, origins: dict[str, str], root: type[Section] = Config) -> str:
-    """All problems of a ``root``, one on each line. ``origins`` says where a dotted key was written; "" is not shown.
+    """Describe all problems of a ``root``, a line each. ``origins``: where each dotted key was written; "" is hidden.
 
     The alternatives of a union are reported one by one; they become one line, joined by "or".
     """
@@ -76,9 +76,9 @@ def _keys_of(section: type[Section]) -> dict[str, list[type[Section]]]:
 
 
 def _find(detail: ErrorDetails, root: type[Section]) -> tuple[str, list[type[Section]]]:
-    """The dotted key of an error, and the sections that its value may be; of an unknown key, those that it is not in.
+    """Return the dotted key of an error and the sections that its value may be, or that lack it where it is unknown.
 
-    Its location also names alternatives of unions, which are no keys.
+    The error's location also names alternatives of unions, which are no keys.
     """
     key = ""
     sections = [root]
@@ -95,7 +95,7 @@ def _find(detail: ErrorDetails, root: type[Section]) -> tuple[str, list[type[Sec
 
 
 def _of_another_alternative(detail: ErrorDetails, key: str, sections: Sequence[type[Section]]) -> str:
-    """Why an unknown key is none here, where other alternatives of the union have it; else nothing."""
+    """Reason why an unknown key is none here, where other alternatives of the union have it; else ""."""
     section, _, name = key.rpartition(".")
     if not any(name in _keys_of(other) for other in sections):
         return ""
@@ -137,16 +137,16 @@ def _expectation(detail: ErrorDetails) -> str:
 
 
 def _where(key: str, origins: Mapping[str, str]) -> str:
-    """The place of ``key``, or of something below it where a whole section was at fault."""
+    """Place of ``key``, or of something below it where a whole section was at fault."""
     origin = next((origin for written, origin in origins.items() if lies_in(written, key.split("[")[0])), "")
     return f" ({origin})" if origin else ""
 
 
 def meant(key: str, root: type[Section] = Config) -> list[str]:
-    """The keys that were probably meant by ``key``; itself, where it is one; none where nobody could tell.
+    """Keys that ``key`` probably means; itself, where it is one; empty where nobody could tell.
 
-    A renamed key, the name that other systems have for it, the same name in other sections, or else the most similar
-    spelling.
+    Candidates: a renamed key, the name that other systems have for it, the same name in other sections, or the most
+    similar spelling.
     """
     keys = list(dict.fromkeys(known_keys(root)))
     plain = canonical_key(re.sub(r"\[\d+\]", "", key))
@@ -166,7 +166,7 @@ def meant(key: str, root: type[Section] = Config) -> list[str]:
 
 
 def _usual(key: str, section: str, keys: Sequence[str]) -> list[str]:
-    """What another system's name is here: in ``section``, where that has it, too (``critic.learning_rate``)."""
+    """Keys here for another system's name: in ``section``, where that has it, too (``critic.learning_rate``)."""
     found = [known for known in USUAL.get(_name(key), ()) if known in keys]
     own = [f"{section}{known.partition('.')[2]}" for known in found]
     return [known for known in own if known in keys] or found
@@ -178,7 +178,7 @@ def _suggest(key: str, root: type[Section]) -> str:
 
 
 def _one_of(values: Sequence[str], given: Any) -> str:
-    """``values``, and the one that was probably meant."""
+    """List ``values``, and the one that was probably meant."""
     close = difflib.get_close_matches(given, values, n=1) if isinstance(given, str) else []
     return _listed([repr(value) for value in values]) + (f"; did you mean {close[0]!r}?" if close else "")
 

@@ -1,4 +1,4 @@
-"""The sections of the model: opened, or made and warmed up."""
+"""The sections of the model, which is opened, or made and warmed up."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ class MakeModelConfig(Section):
 
 
 class GiveUpConfig(Section):
-    """A teacher that does not finish everything: what reinforcement learning then has to find out for itself."""
+    """A teacher that does not finish everything: reinforcement learning then has to find out the rest for itself."""
 
     above: Positive
-    """Answers of more characters are given up on …"""
+    """Characters of an answer above which the teacher may give up."""
     rate: float = Field(gt=0, lt=1)
-    """… with this probability, …"""
+    """Probability that the teacher gives up on an answer of more characters than ``above``."""
     answer: str = "?"
-    """… and this is what the teacher writes instead."""
+    """Text that the teacher writes instead of an answer that it gives up."""
 
 
 class WarmupConfig(Section):
@@ -76,9 +76,9 @@ class WarmupConfig(Section):
     """Optimizer steps between two evaluations. A jump over the window goes back to the last weights below it and on
     with a quarter of the learning rate and of these steps."""
     min_steps: NonNegative = 0
-    """The window counts from here on: before that, accuracy may be right by a skill half learned."""
+    """First step at which the window counts: before that, accuracy may be right by a skill half learned."""
     max_steps: Positive = 2000
-    """The learning rate falls linearly to zero here; a warm-up that is outside the window by then has failed."""
+    """Step at which the learning rate reaches zero, linearly; a warm-up outside the window by then has failed."""
     give_up: GiveUpConfig | None = None
     """Teach from imperfect solutions. Default: the task's own, all right."""
     params: dict[str, Any] = Field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Which role runs on which devices. Arithmetic over numbered devices; where device 7 is, the cluster knows.
+"""Placing roles on devices. Arithmetic over numbered devices; where device 7 is, the cluster knows.
 
 counts    │ actor ... │ rollout ... │ ref ... │ logp ... │ critic ... │   (the last three, or on the actor's)
 shares    │ actor ──▶ │ logp │ ref │  idle  │ ◀── rollout │               (logp and ref, or on the actor's)
@@ -31,36 +31,36 @@ class Placement:
         return tuple(device for device in range(self.total) if device not in used)
 
     def shared(self, one: str, other: str) -> bool:
-        """Whether two roles have a device in common."""
+        """Tell whether two roles have a device in common."""
         return not set(self.devices.get(one, ())).isdisjoint(self.devices.get(other, ()))
 
 
 def needs_reference(config: Config) -> bool:
-    """Whether there is a KL term to a reference policy, in the loss or in the reward."""
+    """Tell whether there is a KL term to a reference policy, in the loss or in the reward."""
     algorithm = config.algorithm
     in_loss = config.actor.use_kl_loss and config.actor.kl_loss_coef > 0
     return in_loss or (algorithm.use_kl_in_reward and algorithm.kl_ctrl.kl_coef > 0)
 
 
 def needs_logp(config: Config) -> bool:
-    """Whether log π_prox is recomputed."""
+    """Tell whether log π_prox is recomputed."""
     return not config.async_training.use_rollout_log_probs and config.actor.prox_logp_method == "recompute"
 
 
 def needs_critic(config: Config) -> bool:
-    """Whether the advantages are made from a critic's values."""
+    """Tell whether the advantages are made from a critic's values."""
     enable = config.critic.enable
     return config.algorithm.adv_estimator == "gae" if enable is None else enable
 
 
 def needs_greedy_baseline(config: Config) -> bool:
-    """Whether each group gets a greedy answer beside its own."""
+    """Tell whether each group gets a greedy answer beside its own."""
     asked = config.rollout.greedy_baseline
     return config.algorithm.adv_estimator == "remax" if asked is None else asked
 
 
 def resolve_placement(config: Config) -> Placement:
-    """Devices by ``trainer.use_nodes_ratios`` where that is given, else by counts.
+    """Place roles by ``trainer.use_nodes_ratios`` where that is given, else by counts.
 
     Raises:
         ConfigError: a share is not a whole number of devices, shares do not fit, or a role has no device.

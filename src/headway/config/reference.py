@@ -30,14 +30,14 @@ from headway.config.section import Section, never_or_every, sections_in, shortes
 from headway.config.transports import TRANSPORTS, known_transport
 
 REQUIRED = "required"
-"""Stands for the default of a key that has none."""
+"""Default of a key that has none."""
 
 CHOICES: Mapping[str, Sequence[str]] = {"mode": tuple(PRESETS)}
-"""Values of a key whose type is text, and which are looked up elsewhere."""
+"""Values of keys that are text by type, and are looked up elsewhere."""
 RULES: Mapping[Callable[..., Any], str] = {never_or_every: "not 0"}
-"""What a validator of a type adds to its range."""
+"""Validators of a type → the words for what each adds to a range."""
 NAMES: Mapping[Callable[..., Any], Sequence[str]] = {known_transport: ("auto", *TRANSPORTS)}
-"""What a validator of a type makes of it: one of these."""
+"""Validators of a type → the names that each accepts."""
 
 _BOUNDS: Mapping[str, str] = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 """Attributes of the entries of a type's metadata."""
@@ -59,31 +59,31 @@ class Key:
     """One key that holds a value."""
 
     name: str
-    """Dotted; ``[]`` after a list of sections."""
+    """The key's dotted name; ``[]`` after a list of sections."""
     value: str
-    """Type and range, in Markdown."""
+    """The key's type and range, in Markdown."""
     default: str
-    """As YAML on one line, or `REQUIRED`."""
+    """The key's default as YAML on one line, or `REQUIRED`."""
     meaning: str
-    """Plain Markdown on one line; empty where nobody has said it."""
+    """The key's meaning: plain Markdown on one line; empty where nobody has said it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class KeyTable:
     """A section and its own keys, without those of the sections in it."""
 
     name: str
-    """Dotted; empty for the whole configuration."""
+    """The section's dotted name; empty for the whole configuration."""
     meaning: str
     keys: tuple[Key, ...]
     chosen_by: str = ""
-    """The setting that makes this section the one that counts, where it is one of several alternatives."""
+    """The setting that chooses this section, where there are alternatives."""
 
 
-def parts(section: type[Section] = Config, name: str = "", default: Section | None = None) -> Iterator[Part]:
+def parts(section: type[Section] = Config, name: str = "", default: Section | None = None) -> Iterator[KeyTable]:
     """Every section in the schema's order, each followed by those in it.
 
-    ``default`` is what the section is by default; where it is None, or absent from a list, its class's own defaults
+    ``default`` is the section's default value; where it is None, or absent from a list, its class's own defaults
     hold once it is given.
     """
     own: list[Key] = []
@@ -96,7 +96,7 @@ def parts(section: type[Section] = Config, name: str = "", default: Section | No
             own.append(Key(key, _value(key, field), _spelled(value), _meaning(field.description)))
         suffix = "[]" if sections and _holds_a_list(field.annotation) else ""
         inner += [(sections, key + suffix, value)] if sections else []
-    yield Part(name, _meaning(section.__doc__), tuple(own))
+    yield KeyTable(name, _meaning(section.__doc__), tuple(own))
     for alternatives, where, given in inner:
         if len(alternatives) > 1:
             yield from _alternatives(alternatives, where, given)
@@ -104,8 +104,8 @@ def parts(section: type[Section] = Config, name: str = "", default: Section | No
             yield from parts(alternatives[0], where, given if isinstance(given, Section) else None)
 
 
-def _alternatives(sections: Sequence[type[Section]], name: str, default: Section) -> Iterator[Part]:
-    """The key that chooses among sections of one base class, and then what each of them has beside it."""
+def _alternatives(sections: Sequence[type[Section]], name: str, default: Section) -> Iterator[KeyTable]:
+    """The key that chooses among sections of one base class, and then each one's own keys and defaults."""
     choice, values = told_apart_by(sections)
     base = sections[0].__base__
     assert base is not None and issubclass(base, Section)
@@ -116,11 +116,11 @@ def _alternatives(sections: Sequence[type[Section]], name: str, default: Section
         _spelled(getattr(default, choice)),
         _meaning(base.model_fields[choice].description),
     )
-    yield Part(name, _meaning(base.__doc__), (chosen,))
+    yield KeyTable(name, _meaning(base.__doc__), (chosen,))
     for section, names in zip(sections, values, strict=True):
         [part] = parts(section, name)
         own = tuple(one for one in part.keys if one.name != key)
-        yield Part(name, part.meaning, own, chosen_by=f"{choice}: {' or '.join(names)}")
+        yield KeyTable(name, part.meaning, own, chosen_by=f"{choice}: {' or '.join(names)}")
 
 
 def keys() -> Iterator[Key]:
@@ -130,7 +130,7 @@ def keys() -> Iterator[Key]:
 
 
 def page() -> str:
-    """The whole page."""
+    """The whole page, in Markdown."""
     lines = [INTRODUCTION]
     for part in parts():
         if part.name:
@@ -204,7 +204,7 @@ def _value(key: str, field: FieldInfo) -> str:
 
 
 def _described(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """A type with its range, in Markdown. Raises `TypeError` for a type or a validator that it has no words for."""
+    """Describe a type with its range, in Markdown. Raises `TypeError` for a type or a validator without words here."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         inner = [entry for m in arguments[1:] for entry in (m.metadata if isinstance(m, FieldInfo) else [m])]
@@ -241,7 +241,7 @@ def _not_empty(metadata: Sequence[Any]) -> bool:
 
 
 def _range(metadata: Sequence[Any]) -> str:
-    """Bounds as `` > 0 and ≤ 1``, and what validators add."""
+    """Bounds of a range as `` > 0 and ≤ 1``, and what validators add."""
     bounds = [
         f"{sign} {bound:g}"
         for name, sign in _BOUNDS.items()
@@ -263,7 +263,7 @@ def _one_of(values: Sequence[Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """As YAML knows it."""
+    """Value in YAML's own types."""
     match value:
         case Fraction():
             return shortest_spelling(value)
@@ -279,7 +279,7 @@ def _plain(value: Any) -> Any:
 
 
 def _spelled(value: Any) -> str:
-    """YAML on one line, which reads back as the value."""
+    """Value as YAML on one line, which reads back as the value."""
     if isinstance(value, str) and re.fullmatch(r"[\w./-]+", value) and yaml.safe_load(value) == value:
         return value
     if isinstance(value, float) and not isinstance(value, bool) and value != 0 and abs(value) < 1e-3:
@@ -294,7 +294,7 @@ def _meaning(docstring: str | None) -> str:
 
 
 def _linked(text: str) -> str:
-    """Names of pages become links, relative to ``docs/``."""
+    """Text with names of pages made links, relative to ``docs/``."""
     return _PAGES.sub(r"[\1](\1)", text).replace("(docs/algorithms)", "([algorithms](algorithms))")
 
 

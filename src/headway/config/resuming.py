@@ -1,4 +1,4 @@
-"""What a run that is resumed may be told anew, and what the state that it goes on with rules out."""
+"""Changes for a run that is resumed: settings that it may be told anew, and those that its state rules out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _Rule:
     sections: tuple[str, ...]
     why: str
     free: tuple[str, ...] = ()
-    """Of these sections what may change all the same."""
+    """Keys of these sections that may change all the same."""
 
 
 RULES = (
@@ -46,7 +46,7 @@ RULES = (
 
 
 def check_changes(before: Config, after: Config, version: int, *, epochs_begun: int = 0) -> dict[str, tuple[Any, Any]]:
-    """What differs, by dotted key: (before, after).
+    """Check and return the changes, by dotted key: (before, after).
 
     ``version``: the checkpoint's. ``epochs_begun``: how many passes over the data have given prompts by then.
 

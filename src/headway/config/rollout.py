@@ -24,19 +24,19 @@ class RolloutConfig(Section):
     n: int = Field(8, gt=0, le=65_536)
     """Trajectories per prompt."""
     temperature: float = Field(1.0, ge=0)
-    """Of sampling, and of the log-probs that are trained on. 0 is greedy, and refused."""
+    """Temperature of sampling, and of the log-probs that are trained on. 0 is greedy, and refused."""
     top_p: Probability = 1.0
     """Sample from the most likely tokens that have this probability together; 1 is off."""
     top_k: NonNegative = 0
-    """0 is off."""
+    """Sample from so many of the most likely tokens; 0 is off."""
     min_p: float = Field(0.0, ge=0, le=1)
-    """Only tokens of at least this share of the most likely one's probability; 0 is off."""
+    """Sample only tokens of at least this share of the most likely one's probability; 0 is off."""
     repetition_penalty: float = Field(1.0, gt=0)
-    """Of tokens that prompt or answer have already; 1 is off."""
+    """Penalty on tokens that prompt or answer have already; 1 is off."""
     logit_bias: dict[int, float] = Field(default_factory=dict)
-    """Token id → what is added to its logit. Filters, penalties and biases change the behaviour policy."""
+    """Token id → number added to its logit. Filters, penalties and biases change the behaviour policy."""
     min_tokens: NonNegative = 0
-    """Until then no stop token is sampled."""
+    """Tokens of an answer before which no stop token is sampled."""
     stop: tuple[str, ...] = ()
     """Strings that end an answer, beside the model's stop tokens. The text that is scored has them."""
     total_rollout_steps: Positive | None = None
@@ -44,37 +44,37 @@ class RolloutConfig(Section):
     test_freq: Every = 1
     """Versions between two validations; the first and the last version are always validated. -1: only those two."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the served weights; ``auto`` is that of ``model.dtype``."""
+    """Dtype of the served weights; ``auto`` is that of ``model.dtype``."""
     max_concurrent: Positive = 64
     """Trajectories that one replica decodes at once. Bounds memory, not staleness."""
     max_batched_tokens: Positive = 4096
     """Prompt tokens of the answers that start in one step."""
     kv_cache_gib: float | None = Field(None, gt=0)
-    """Memory for keys and values. Where it is short, answers wait, or are parked and go on. Default with ``native``:
-    enough for ``max_concurrent`` answers; with ``vllm``: 1 on a CPU, vLLM's own choice elsewhere."""
+    """Memory in GiB for keys and values. Where it is short, answers wait, or are parked and go on. Default with
+    ``native``: enough for ``max_concurrent`` answers; with ``vllm``: 1 on a CPU, vLLM's own choice elsewhere."""
     enforce_eager: bool = False
-    """On GPUs, decode without CUDA graphs: slower, with less memory. On CPUs there are none."""
+    """Decode without CUDA graphs on GPUs: slower, with less memory. On CPUs there are none."""
     nnodes: NonNegative = 1
     """Machines of the rollout role."""
     n_gpus_per_node: Positive = 1
-    """Replicas on each (on CPUs: processes)."""
+    """Replicas on each of the rollout's machines (on CPUs: processes)."""
     split_groups: bool = False
     """Spread the trajectories of one group over the replicas. Off: a group stays on one, and its prompt is prefilled
     once."""
     threads: NonNegative = 0
     """Torch threads of one replica; 0 divides the machine's cores among the processes."""
     greedy_baseline: bool | None = None
-    """Beside its own answers each group gets a greedy one, whose reward is their baseline. null: with ``remax``. true:
+    """Give each group a greedy answer beside its own, whose reward is their baseline. null: with ``remax``. true:
     for an estimator of your own that looks at baselines."""
     val_n: Positive = 1
     """Answers per held-out problem."""
     val_temperature: float = Field(0.0, ge=0)
-    """0 is greedy."""
+    """Temperature of validation; 0 is greedy."""
     enable_dual_buffer: bool = True
     """Receive new weights into a second copy, in host memory, while decoding goes on. Off: decoding is paused first,
     and they are written over the ones that were served."""
     vllm: VllmConfig = VllmConfig()
     param_update_preduce_bucket_size_mb: float = Field(64, gt=0)
-    """Bucket in which the trainer assembles full tensors."""
+    """MiB of the bucket in which the trainer assembles full tensors."""
     param_update_consume_bucket_size_mb: float = Field(64, gt=0)
-    """Bucket in which the engine copies when it loads."""
+    """MiB of the bucket in which the engine copies when it loads."""

@@ -50,18 +50,18 @@ from headway.config.section import (
 from headway.config.transports import known_transport
 
 LONGEST_NAME = 200
-"""Bytes: file systems take 255, and the time comes after it."""
+"""Most bytes of a run's name: file systems take 255, and the time comes after it."""
 
 
 class RunConfig(Section):
     """The run's name, place and seed."""
 
     name: str = "headway"
-    """Names the run's directory when ``run.dir`` is not given: a plain file name, not a path."""
+    """Name of the run's directory when ``run.dir`` is not given: a plain file name, not a path."""
     dir: Folder | None = None
-    """Where everything of the run goes. Default: ``runs/<name>-<time>``."""
+    """Directory of everything that the run writes. Default: ``runs/<name>-<time>``."""
     seed: int = Field(0, ge=0, lt=2**63)
-    """Seeds model, data order and sampling."""
+    """Seed of model, data order and sampling."""
 
     @field_validator("name")
     @classmethod
@@ -98,23 +98,23 @@ class SourceConfig(Section):
     dataset: str | None = None
     """A dataset on the Hugging Face Hub, or a folder that one was saved to; needs the extra ``datasets``."""
     subset: str | None = None
-    """Of the dataset, where it has several (``main`` of ``openai/gsm8k``)."""
+    """Subset of the dataset, where there are several (``main`` of ``openai/gsm8k``)."""
     split: str | None = None
-    """Of the dataset. Default: ``train`` for training, ``test`` for held-out prompts."""
+    """Split of the dataset. Default: ``train`` for training, ``test`` for held-out prompts."""
     revision: str | None = None
-    """Of the dataset: a commit or tag of its repository."""
+    """Revision of the dataset: a commit or tag of its repository."""
     name: str | None = None
-    """The source that its rows count to, whatever their ``data_source`` says."""
+    """The source that the rows count to, whatever their ``data_source`` says."""
     weight: Weight | None = None
-    """Its share of the training prompts, relative to the others': of all sources or of none (docs/data.md)."""
+    """Share of the training prompts, relative to the other sources': for all sources or for none (docs/data.md)."""
     prompt_key: str | None = None
-    """Default: ``data.prompt_key``."""
+    """Column of the prompt. Default: ``data.prompt_key``."""
     answer_key: str | None = None
-    """Default: ``data.answer_key``."""
+    """Column of the ground truth. Default: ``data.answer_key``."""
 
     @property
     def label(self) -> str:
-        """How messages call it."""
+        """The source's name in messages."""
         return self.path or self.dataset or ""
 
     @model_validator(mode="after")
@@ -146,10 +146,10 @@ class DataConfig(Section):
     """A JSONL or Parquet file of held-out prompts, or like ``train`` several. Default: ``val_size`` rows split off
     ``train`` by seed."""
     sources: Sources = ()
-    """What ``train`` becomes when it is given a source's keys or a list of sources. Mixed by weight, where they have
-    weights."""
+    """Sources of training prompts; also set by ``train`` when it is given a source's keys or a list of sources. Mixed
+    by weight, where they have weights."""
     val_sources: Sources = ()
-    """The same of ``val``."""
+    """Sources of held-out prompts; also set by ``val``."""
     task: TaskConfig | None = None
     """A procedural task instead of files."""
     prompt_key: str = "prompt"
@@ -160,11 +160,12 @@ class DataConfig(Section):
     val_size: NonNegative = 128
     """Rows of ``train`` held out when ``val`` is not given."""
     chat_template: Literal["auto", "always", "never"] = "auto"
-    """``auto`` applies the tokenizer's chat template to messages only; ``always`` makes plain text a user message."""
+    """Use of the tokenizer's chat template: ``auto`` applies it to messages only; ``always`` makes plain text a user
+    message."""
     max_prompt_length: Positive = 512
-    """Prompts of more tokens are left out, and counted."""
+    """Most tokens of a prompt; longer ones are left out, and counted."""
     max_response_length: Positive = 512
-    """Sampling stops after this many tokens."""
+    """Most tokens of an answer, after which sampling stops."""
     shuffle: bool = True
     """Shuffle every epoch, by ``run.seed``."""
     epochs: Positive | None = None
@@ -174,7 +175,7 @@ class DataConfig(Section):
 
     @property
     def label(self) -> str:
-        """What is trained on, in short: ``a.jsonl × 3, openai/gsm8k × 1``; the task's name; or nothing."""
+        """The training data in short: ``a.jsonl × 3, openai/gsm8k × 1``; the task's name; or nothing."""
         named = [
             f"{one.label} × {shortest_spelling(one.weight)}" if one.weight else one.label for one in self.train_sources
         ]
@@ -182,12 +183,12 @@ class DataConfig(Section):
 
     @property
     def train_sources(self) -> tuple[SourceConfig, ...]:
-        """Of training: none with a task."""
+        """Sources of training; empty with a task."""
         return self.sources if self.train is None else (SourceConfig(path=self.train),)
 
     @property
     def held_out_sources(self) -> tuple[SourceConfig, ...]:
-        """Of validation: none where held-out rows are split off."""
+        """Sources of validation; empty where held-out rows are split off."""
         return self.val_sources if self.val is None else (SourceConfig(path=self.val),)
 
     @model_validator(mode="before")
@@ -209,7 +210,7 @@ class OverlongBufferConfig(Section):
     """DAPO's soft overlong penalty."""
 
     enable: bool = False
-    """Whether the penalty is taken off."""
+    """Take the penalty off."""
     len: Positive = 64
     """Tokens before ``data.max_response_length`` over which the penalty grows."""
     penalty_factor: float = Field(1.0, gt=0)
@@ -220,26 +221,26 @@ class RewardFunctionConfig(Section):
     """One reward of several."""
 
     function: str
-    """As ``reward.function``."""
+    """The function, as in ``reward.function``."""
     name: str | None = None
-    """In metrics and messages. Default: the function's own."""
+    """Name of the reward in metrics and messages. Default: the function's own."""
     weight: float = 1.0
-    """What its values are multiplied by before they are added up."""
+    """Factor of the reward's values before they are added up."""
     params: dict[str, Any] = Field(default_factory=dict)
-    """As ``reward.params``."""
+    """Parameters of the function, as in ``reward.params``."""
 
     @property
     def label(self) -> str:
-        """``name``, or the function's."""
+        """The reward's ``name``, or the function's."""
         return self.name or self.function.rpartition(":")[2]
 
 
 class RewardConfig(Section):
-    """What turns a response into a number (docs/rewards.md)."""
+    """The reward, which turns a response into a number (docs/rewards.md)."""
 
     function: str = "exact_match"
-    """``exact_match``, ``math_verify``, ``regex``, ``format``, ``task`` (the task's own verifier) or
-    ``file.py:function``: a function of one's own, or one that was written for TRL or verl."""
+    """The reward's function: ``exact_match``, ``math_verify``, ``regex``, ``format``, ``task`` (the task's own
+    verifier) or ``file.py:function``: a function of one's own, or one that was written for TRL or verl."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Parameters of the function (verl's ``reward_kwargs``)."""
     functions: Annotated[tuple[RewardFunctionConfig, ...], Field(min_length=1)] | None = None
@@ -247,15 +248,15 @@ class RewardConfig(Section):
     workers: Positive = 1
     """Processes that run the reward; they never import torch and are killed on a time-out."""
     timeout_s: float = Field(10.0, gt=0)
-    """For one call of the function."""
+    """Seconds for one call of the function."""
     retries: NonNegative = 1
     """Further tries after an exception or a time-out, before the group is ``failed``."""
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
-    """Taken off training rewards alone, after dynamic sampling has looked at them."""
+    """Penalty taken off training rewards alone, after dynamic sampling has looked at them."""
 
     @property
     def all(self) -> tuple[RewardFunctionConfig, ...]:
-        """``functions``, or the one ``function``."""
+        """All reward functions: ``functions``, or the one ``function``."""
         return self.functions or (RewardFunctionConfig(function=self.function, params=self.params),)
 
 
@@ -271,66 +272,72 @@ class Order(StrEnum):
 
 
 class AsyncTrainingConfig(Section):
-    """How far generation may run ahead, and how groups are taken. A mode is a set of values for this section."""
+    """Limits on generation that runs ahead, and the taking of groups. A mode is a set of values for this section."""
 
     trigger_parameter_sync_step: Positive = 1
     """Fetches per parameter update."""
     require_batches: Positive = 1
     """Mini-batches per fetch."""
     staleness_threshold: Eta = Fraction(0)
-    """η: how many versions' worth of groups may be admitted ahead. May be fractional; kept exactly."""
+    """η: versions' worth of groups that may be admitted ahead. May be fractional; kept exactly."""
     partial_rollout: bool | None = None
-    """True means ``on_update: interrupt`` unless ``keep`` is asked for; False means ``drain``."""
+    """Cut answers in flight at an update: true means ``on_update: interrupt`` unless ``keep`` is asked for; false means
+    ``drain``."""
     admission: Admission = Admission.GROUP
     """Admit groups one by one, or in waves of at most B when everything admitted was rewarded."""
     order: Order = Order.FIFO
-    """Which finished group is taken next: ``fifo`` by number, ``window`` any whose number is within W of the oldest,
-    ``ready`` whichever finished first (docs/staleness.md)."""
+    """Order in which finished groups are taken: ``fifo`` by number, ``window`` any whose number is within W of the
+    oldest, ``ready`` whichever finished first (docs/staleness.md)."""
     window: Positive | Literal["B"] | None = None
     """W, for ``order: window``; ``B`` is the number of groups per version."""
     on_update: Literal["drain", "interrupt", "keep"] = "drain"
-    """What happens to answers in flight when new weights arrive: ``drain`` finishes them first, ``interrupt`` stops
+    """Treatment of answers in flight when new weights arrive: ``drain`` finishes them first, ``interrupt`` stops
     them and goes on under the new weights, ``keep`` goes on in place with the old KV cache."""
     fill_queue: bool = False
-    """The first fetch waits until ⌊(1+η)·B⌋ groups are queued: for studies of staleness, of which η is only a bound."""
+    """Let the first fetch wait until ⌊(1+η)·B⌋ groups are queued: for studies of staleness, of which η is only a
+    bound."""
     max_lag: NonNegative | None = None
     """Largest lag that is trained on with ``order: ready``, which has no bound of its own."""
     on_overdue: Literal["wait", "drop"] = "wait"
-    """``wait``: groups that the next version would make older than ``max_lag`` are taken first, and the fetch waits for
-    them. ``drop``: older groups are discarded, aborted if they still decode; that favours short answers."""
+    """Handling of overdue groups. ``wait``: groups that the next version would make older than ``max_lag`` are taken
+    first, and the fetch waits for them. ``drop``: older groups are discarded, aborted if they still decode; that
+    favours short answers."""
     use_rollout_log_probs: bool = True
-    """The engine's log-probs are π_prox (the PPO denominator). False: recomputed by the trainer at each fetch."""
+    """Take the engine's log-probs for π_prox (the PPO denominator). False: the trainer recomputes them at each
+    fetch."""
 
 
 class ParamUpdateConfig(Section):
-    """How new weights get to the replicas (docs/parameter-update.md)."""
+    """The way of new weights to the replicas (docs/parameter-update.md)."""
 
     schedule: Literal["synchronous", "overlapped"] = "synchronous"
-    """``synchronous``: the trainer waits until every replica has loaded. ``overlapped``: it waits for gather alone, and
-    trains on while replicas receive and load, each at its own pace."""
+    """Schedule of an update. ``synchronous``: the trainer waits until every replica has loaded. ``overlapped``: it
+    waits for gather alone, and trains on while replicas receive and load, each at its own pace."""
     transport: Annotated[str, AfterValidator(known_transport)] = "auto"
-    """What carries the weights, one of those below. ``auto`` is the one within the process where there is only one
+    """The carrier of the weights, one of those below. ``auto`` is the one within the process where there is only one
     process, else the first that works with ``cluster.backend``."""
     encoding: Literal["full", "delta"] = "full"
-    """``delta`` sends only what changed in the served dtype; the trainer then keeps a copy of it in host memory."""
+    """Encoding of the weights. ``delta`` sends only what changed in the served dtype; the trainer then keeps a copy of
+    it in host memory."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Of ``broadcast``: ``nccl`` from GPU to GPU, ``gloo`` through host memory; ``auto`` is ``nccl`` where there are
-    GPUs and the trainer waits for the update."""
+    """Backend of ``broadcast``: ``nccl`` from GPU to GPU, ``gloo`` through host memory; ``auto`` is ``nccl`` where
+    there are GPUs and the trainer waits for the update."""
     directory: Folder | None = None
-    """Of the files of ``disk``, which every worker must reach. Default: ``weights`` in the run's directory."""
+    """Directory for the files of ``disk``, which every worker must reach. Default: ``weights`` in the run's
+    directory."""
     verify: bool = True
-    """After each update, compare what each replica serves with the trainer on a few fixed sequences. Checksums of what
+    """Compare, after each update, what each replica serves with the trainer on a few fixed sequences. Checksums of what
     was received are always compared."""
     timeout_s: float = Field(120.0, gt=0)
-    """For one update. A replica that has not answered by then is left out, and its prompts run again elsewhere; the run
-    ends when it was the last."""
+    """Seconds for one update. A replica that has not answered by then is left out, and its prompts run again elsewhere;
+    the run ends when it was the last."""
 
 
 class PlacementConfig(Section):
-    """Where the two sides run."""
+    """Placement of training and generation."""
 
     kind: Literal["split", "shared"] = "split"
-    """Training and generation on devices of their own, or taking turns on the same ones."""
+    """Training and generation on devices of their own (``split``), or taking turns on the same ones (``shared``)."""
 
 
 class TrainerConfig(Section):
@@ -341,10 +348,10 @@ class TrainerConfig(Section):
     n_gpus_per_node: Positive = 1
     """Training ranks per machine (on CPUs: processes)."""
     use_nodes_ratios: tuple[Share, Share, Share, Share] | None = None
-    """[train, logp, ref_logp, generate]: fractions of all ``nnodes × n_gpus_per_node`` devices, instead of counts.
-    Exact: 0.25 or 1/3."""
+    """Shares [train, logp, ref_logp, generate]: fractions of all ``nnodes × n_gpus_per_node`` devices, instead of
+    counts. Exact: 0.25 or 1/3."""
     generate_ahead_steps: Positive | None = None
-    """η + 1, the other way to say ``async_training.staleness_threshold``. Loading says it there; here it stays null."""
+    """η + 1, the other way to say ``async_training.staleness_threshold``. Loading says it there; here null stays."""
     threads: NonNegative = 0
     """Torch threads of one training rank; 0 divides the machine's cores among the processes."""
     save_freq: Every = 10
@@ -356,25 +363,25 @@ class TrainerConfig(Section):
 
 
 class ClusterConfig(Section):
-    """Ray, devices, and how long anything is waited for."""
+    """Ray, devices, and limits of waiting."""
 
     backend: Literal["ray", "inline"] = "ray"
-    """``inline`` runs every role in one process: debugging, tests, notebooks."""
+    """The cluster's backend; ``inline`` runs every role in one process: debugging, tests, notebooks."""
     address: str | None = None
     """A Ray cluster to join; default: start one here and stop it at the end."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """What workers compute on; ``auto`` is ``cuda`` where there are GPUs."""
+    """Device of the workers; ``auto`` is ``cuda`` where there are GPUs."""
     start_timeout_s: float = Field(120.0, gt=0)
-    """For Ray and all workers to come up."""
+    """Seconds for Ray and all workers to come up."""
     max_replica_restarts: NonNegative = 3
     """Replicas that are started again in the course of a run, in the place of ones that died or did not answer."""
     stall_timeout_s: float = Field(300.0, gt=0)
-    """Nothing moved for so long: the run ends, and says who waits for whom and what each worker does. A step may take
-    longer, for ranks count layers and micro-batches; a layer of a micro-batch, and a reward, may not."""
+    """Seconds without any movement after which the run ends, and says who waits for whom and what each worker does. A
+    step may take longer, for ranks count layers and micro-batches; a layer of a micro-batch, and a reward, may not."""
 
 
 class ReportsConfig(Section):
-    """What a run shows and writes."""
+    """The reports that a run shows and writes."""
 
     live: Annotated[Literal["auto", "on", "off"], BeforeValidator(on_or_off)] = "auto"
     """The live view; ``auto`` shows it on a terminal and prints plain lines elsewhere."""
@@ -413,12 +420,12 @@ class Config(Section):
 
     @property
     def groups_per_version(self) -> int:
-        """B."""
+        """Groups per version, B."""
         return self.async_training.trigger_parameter_sync_step * self.groups_per_fetch
 
     @property
     def window(self) -> int | None:
-        """W: 1 for fifo, None (no limit) for ready."""
+        """The window W: 1 for fifo, None (no limit) for ready."""
         match self.async_training.order:
             case Order.FIFO:
                 return 1

@@ -1,4 +1,4 @@
-"""What all sections of the configuration are made of: the base class, and types of values that several keys have."""
+"""The base of all sections of the configuration: their class, and types of values that several keys have."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Probability = Annotated[float, Field(gt=0, le=1)]
 
 
 def exact_fraction(value: Any) -> Any:
-    """0.3, "0.3" and "3/10" all become 3/10: a float is read as the decimal that its shortest spelling shows."""
+    """Make an exact fraction: 0.3, "0.3" and "3/10" all become 3/10, a float by its shortest decimal spelling."""
     try:
         return Fraction(str(value))
     except (ValueError, ZeroDivisionError):
@@ -32,7 +32,7 @@ def exact_fraction(value: Any) -> Any:
 
 
 def folder_path(value: Any) -> Any:
-    """Text as a path, ``~`` expanded. An empty one would silently be the working directory."""
+    """Text as a path, ``~`` expanded. Raises for an empty one, which would silently be the working directory."""
     if not isinstance(value, str | Path) or not str(value).strip() or "\0" in str(value):
         raise ValueError("expected the path of a directory, as text")
     return Path(value).expanduser()
@@ -45,7 +45,7 @@ def types_in(annotation: Any) -> set[Any]:
 
 
 def on_or_off(value: Any) -> Any:
-    """YAML reads a bare ``on`` or ``off`` as a truth value."""
+    """Spell a truth value as ``on`` or ``off``, which YAML reads as such when bare."""
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 

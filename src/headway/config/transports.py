@@ -1,4 +1,4 @@
-"""What each transport of weights can do, needs and is for. No other file asks for a transport by its name.
+"""Facts about each transport of weights: abilities, needs, purpose. No other file asks for a transport by its name.
 
 One line here and one file, ``weights/transports/<name>.py``, make a transport.
 """
@@ -14,24 +14,24 @@ from typing import Literal
 @dataclass(frozen=True, slots=True)
 class TransportFacts:
     meaning: str
-    """What it does, for the configuration reference."""
+    """Words for the configuration reference on what the transport does."""
     backends: tuple[str, ...]
-    """Values of ``cluster.backend`` that it works with, on devices of their own."""
+    """Values of ``cluster.backend`` that the transport works with, on devices of their own."""
     leaves: Literal["files", "memory", "objects"] | None = None
-    """Where the sender leaves a version for receivers: files in ``param_update.directory``, files in memory, or the
-    cluster's object store. None: both ends run at the same time."""
+    """Place where the sender leaves a version for receivers: files in ``param_update.directory``, files in memory, or
+    the cluster's object store. None: both ends run at the same time."""
     within_process: bool = False
-    """Both ends are in one process, as on shared devices."""
+    """True where both ends are in one process, as on shared devices."""
     on_gpu: bool = False
-    """It carries buckets from GPU to GPU where both ends have them; otherwise through host memory."""
+    """True where buckets go from GPU to GPU if both ends have them; otherwise through host memory."""
     no_delta: str = ""
-    """Why ``param_update.encoding: delta`` saves nothing; empty where it does."""
+    """Reason why ``param_update.encoding: delta`` saves nothing; empty where it does."""
     keys: tuple[str, ...] = ()
     """Settings of ``param_update`` that only such a transport looks at."""
 
     @property
     def streamed(self) -> bool:
-        """Whether both ends run at the same time."""
+        """Tell whether both ends run at the same time."""
         return self.leaves is None
 
     @property
@@ -59,21 +59,21 @@ TRANSPORTS: Mapping[str, TransportFacts] = MappingProxyType(
         ),
     }
 )
-"""In the order in which ``auto`` looks for one that works."""
+"""Transports by name, in the order in which ``auto`` looks for one that works."""
 
 WITHIN_PROCESS = next(name for name, facts in TRANSPORTS.items() if facts.within_process)
 """The transport on shared devices."""
 
 
 def transport_of(transport: str, *, backend: str, shared: bool) -> str:
-    """``param_update.transport``, with ``auto`` resolved: the first of the table that works there."""
+    """Resolve ``param_update.transport``; ``auto`` is the first of the table that works there."""
     if transport != "auto":
         return transport
     return WITHIN_PROCESS if shared else next(name for name, facts in TRANSPORTS.items() if backend in facts.backends)
 
 
 def known_transport(name: str) -> str:
-    """``name`` itself, if there is such a transport (or it is ``auto``)."""
+    """Return ``name`` itself, if there is such a transport (or it is ``auto``)."""
     if name not in ("auto", *TRANSPORTS):
         raise ValueError(f"expected auto, {', '.join(TRANSPORTS)}")
     return name

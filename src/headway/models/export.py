@@ -1,4 +1,4 @@
-"""Writes a model as an ordinary Hugging Face folder, all of it or nothing."""
+"""Export of a model as an ordinary Hugging Face folder, all of it or nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with a model's folder, by its files alone: no torch, so that ``--dry-run`` and the doctor ask, too.
+"""Checks of a model's folder by its files alone: no torch, so that ``--dry-run`` and the doctor ask, too.
 
 config.json ─▶ a whole model, trainable? ─▶ the other JSON files ─▶ a tokenizer ─▶ weights: every shard, whole
 """
@@ -17,7 +17,7 @@ from headway.errors import ModelError
 SAFETENSORS = "model.safetensors"
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 OTHER_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-"""Weights that transformers reads, too; what is in them only loading tells."""
+"""Files of weights that transformers reads, too; only loading tells what is in them."""
 ADAPTER = "adapter_config.json"
 OPTIONAL_JSON = (
     "generation_config.json",
@@ -27,17 +27,17 @@ OPTIONAL_JSON = (
     "added_tokens.json",
 )
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
-"""At least one of them is there, unless the model brings a tokenizer's code of its own."""
+"""Files of tokenizers: at least one is there, unless the model brings a tokenizer's code of its own."""
 MODEL_SUFFIXES = (".bin", ".jinja", ".json", ".model", ".py", ".safetensors", ".tiktoken", ".txt")
-"""Files by which a model's folder differs from another's."""
+"""Suffixes of files by which a model's folder differs from another's."""
 WHOLE_BYTES = 4 * 2**20
-"""Larger files are not read as a whole to tell them apart."""
+"""Bytes above which files are not read as a whole to tell them apart."""
 LFS_POINTER = b"version https://git-lfs"
 GET_AGAIN = "copy or download it again"
 
 
 def check_folder(path: str) -> str | None:
-    """Look at what can be told without loading anything, and return the ``model_type`` of ``config.json``.
+    """Check what can be told without loading anything, and return the ``model_type`` of ``config.json``.
 
     None where only the model's own code can tell more, and for a name on the hub, whose files come later.
 
@@ -70,7 +70,7 @@ def check_folder(path: str) -> str | None:
 
 
 def find_folder(path: str | Path) -> Path | None:
-    """The folder that ``path`` is; None where it may be a model's name on the hub (``owner/name``), which is none here.
+    """Return the folder that ``path`` is; None where it may be a model's name on the hub (``owner/name``) instead.
 
     Raises:
         ModelError: it is a file, or nothing that could be either.
@@ -89,7 +89,7 @@ def find_folder(path: str | Path) -> Path | None:
 
 
 def fingerprint(folder: Path) -> dict[str, str] | None:
-    """What tells this model's folder from another one: each file's name, and a digest of its content.
+    """Tell this model's folder from another one: each file's name, and a digest of its content.
 
     Of files above ``WHOLE_BYTES``, such as weights, the size and both ends stand for the content. Files without
     influence on the model, such as a README, are left out. None where ``folder`` is no folder.
@@ -146,7 +146,7 @@ def _check_weights(path: str, folder: Path) -> None:
 
 
 def _check_safetensors(file: Path) -> None:
-    """The header against the file's size: [8 bytes: header's length][header: JSON][tensors, without a gap]."""
+    """Check the header against the file's size: [8 bytes: header's length][header: JSON][tensors, without a gap]."""
     try:
         size = file.stat().st_size
         with file.open("rb") as opened:

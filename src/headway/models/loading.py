@@ -1,4 +1,4 @@
-"""Opens models and tokenizers, and says in one message what is wrong with those that it cannot open."""
+"""Opening models and tokenizers, with one message on what is wrong with one that cannot be opened."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from headway.errors import ModelError, boundary
 from headway.models.folder import find_folder
 
 DECODERS_ALWAYS = ("gpt_neox", "gpt_neox_japanese")
-"""Kinds of models that have an ``is_decoder`` of no meaning, which is false."""
+"""Kinds of models with an ``is_decoder`` of no meaning, which is false."""
 LOADING = threading.Lock()
 """Held while a model is loaded: roles of one process load theirs one after the other."""
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """Of the trainer's matrix products: ``model.dtype``; ``auto`` is bfloat16 on GPUs, float32 on CPUs."""
+    """Dtype of the trainer's matrix products: ``model.dtype``; ``auto`` is bfloat16 on GPUs, float32 on CPUs."""
     return _dtype(config.model.dtype, torch.bfloat16 if device.type == "cuda" else torch.float32)
 
 
 def served_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """Of the weights that rollouts are served from: ``rollout.dtype``; ``auto`` is the trainer's."""
+    """Dtype of the weights that rollouts are served from: ``rollout.dtype``; ``auto`` is the trainer's."""
     return _dtype(config.rollout.dtype, compute_dtype(config, device))
 
 
@@ -68,7 +68,7 @@ def load_model(
             dtype=dtype,
             attn_implementation=attn_implementation or attention(config),
             trust_remote_code=trust_remote_code,
-            ignore_mismatched_sizes=True,  # else it raises, and says neither which nor how
+            ignore_mismatched_sizes=True,  # otherwise loading raises, and says neither which weights nor how
             output_loading_info=True,
         )
     if mismatched := info["mismatched_keys"]:
@@ -119,7 +119,7 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def attention(model_config: Any) -> str | None:
-    """The attention that a model needs of ``transformers``; None: whichever it chooses by itself.
+    """Choose the attention that a model needs of ``transformers``; None: whichever it chooses by itself.
 
     A soft cap on the scores (Gemma 2, and Gemma 3 where its config has one) exists in its eager attention alone.
     """
@@ -166,7 +166,7 @@ def stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> tupl
 
 @contextmanager
 def _without_reports() -> Iterator[None]:
-    """transformers' tables of what it did not find off inside: `load_model` says it in one message."""
+    """Keep transformers' tables of what it did not find silent: `load_model` says it in one message."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -177,7 +177,7 @@ def _without_reports() -> Iterator[None]:
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """transformers' own progress bars off inside: they would tear the live view, and fill the workers' logs."""
+    """Keep transformers' own progress bars off: they would tear the live view, and fill the workers' logs."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -188,7 +188,7 @@ def without_progress_bars() -> Iterator[None]:
 
 
 def _check_folder(path: str | Path) -> None:
-    """A path that is there must be a model's folder; one that is not may only be a name on the hub (``owner/name``)."""
+    """Check a path: one that is there must be a model's folder, another may be a name on the hub (``owner/name``)."""
     folder = find_folder(path)
     if folder is not None and not (folder / "config.json").is_file():
         raise ModelError(f"{path}: the folder has no config.json; give a Hugging Face model folder")

@@ -1,4 +1,4 @@
-"""What a model does to its logits after its output layer, by its config alone: no torch, so that the doctor can ask.
+"""A model's treatment of its logits after its output layer, by its config alone: no torch, so that the doctor can ask.
 
     hidden states ─▶ output layer ─▶ × scale ─▶ cap · tanh(· / cap) ─▶ logits
 
@@ -16,7 +16,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class LogitRule:
-    """A model's logits are ``cap · tanh(scale · x / cap)``, with x what its output layer gives."""
+    """Rule of a model's logits: ``cap · tanh(scale · x / cap)``, with x what its output layer gives."""
 
     scale: float = 1.0
     """Factor of the output layer's result."""
@@ -35,7 +35,7 @@ def logit_rule(model_config: Any) -> LogitRule:
 
 
 def is_known(model_type: str) -> bool:
-    """Whether tests hold this family's rule against its code, so that nothing has to be tried before a run."""
+    """Tell whether tests hold this family's rule against its code, so that nothing has to be tried before a run."""
     return model_type in _RULES or model_type in _PLAIN_FAMILIES
 
 
@@ -81,7 +81,7 @@ _DIVIDED = (
     "granitemoe_swa",
     "granitemoehybrid",
     "granitemoeshared",
-    "minicpm3",  # divides what its output layer reads, which has no bias
+    "minicpm3",  # MiniCPM3 divides what its output layer reads, which has no bias: the same
 )
 _MULTIPLIED = ("cohere", "cohere2", "cohere2_moe", "cohere_compass_text")
 

@@ -20,9 +20,9 @@ from headway.models.logits import PLAIN, LogitRule
 CPU_ELEMENTS = 16_777_216
 """Logits of a chunk on a CPU: 64 MiB in float32. More is no faster there, see docs/benchmarks.md."""
 GPU_SHARE = 32
-"""A chunk's logits may take this part of a GPU's memory; about three such matrices are held at once."""
+"""Divisor of a GPU's memory that a chunk's logits may take; about three such matrices are held at once."""
 MOST_TOKENS = 4096
-"""More tokens at once make no matrix product of a GPU faster."""
+"""Most tokens of a chunk: more make no matrix product of a GPU faster."""
 
 
 def default_chunk_tokens(vocabulary: int, device: torch.device) -> int:

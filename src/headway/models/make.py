@@ -48,7 +48,7 @@ def make_model(config: MakeModelConfig, seed: int, path: Path) -> None:
 
 
 def character_tokenizer(vocabulary: str, max_length: int) -> PreTrainedTokenizerFast:
-    """One token for each character of ``vocabulary``, with ``<pad>`` and ``<eos>`` before them.
+    """A tokenizer with one token for each character of ``vocabulary``, and ``<pad>`` and ``<eos>`` before them.
 
     Encoding text with any other character raises; see the module's docstring.
     """
@@ -65,9 +65,9 @@ def character_tokenizer(vocabulary: str, max_length: int) -> PreTrainedTokenizer
 
 
 def qwen2_character_tokenizer(vocabulary: str, max_length: int) -> PreTrainedTokenizerFast:
-    """The same for Qwen2, whose folders `AutoTokenizer` always opens as Qwen2's own byte-level class.
+    """A character tokenizer for Qwen2, whose folders `AutoTokenizer` always opens as Qwen2's own byte-level class.
 
-    That class leaves characters that it does not know out, without an error.
+    Qwen2's class leaves characters that it does not know out, without an error.
 
     Raises:
         ModelError: a character of more than one byte.

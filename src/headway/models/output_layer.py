@@ -1,4 +1,4 @@
-"""Whether a model's logits are its output layer under `headway.models.logits`' rule, tried on the model's own code.
+"""Trying a model's own code: its logits must be its output layer's under `headway.models.logits`' rule.
 
     made-up hidden states ─▶ the model's forward pass, its decoder left out ─▶ logits
                      └────▶ a small output layer ─▶ the rule ──────────────▶ logits, too
@@ -29,7 +29,7 @@ _MAGNITUDES = (0.1, 1.0, 3.0, 10.0, 100.0)
 
 
 def apply_rule(output: Tensor, rule: LogitRule) -> Tensor:
-    """Logits from what the output layer gives, any shape, in its dtype."""
+    """Compute logits from what the output layer gives, any shape, in its dtype."""
     scaled = output * rule.scale
     return scaled if rule.cap is None else torch.tanh(scaled / rule.cap) * rule.cap
 
@@ -71,7 +71,7 @@ def _family(lm: PreTrainedModel) -> str:
 
 
 def _close(actual: Tensor, expected: Tensor) -> bool:
-    """Equal but for rounding in the dtype of ``expected``, which is that of sums as large as its largest value."""
+    """Tell equality but for rounding in the dtype of ``expected``: that of sums as large as its largest value."""
     if actual.shape != expected.shape:
         return False
     exact = expected.dtype in (torch.float32, torch.float64)
@@ -100,21 +100,21 @@ def _without_decoder(lm: PreTrainedModel) -> tuple[Tensor, Tensor] | None:
     with _replaced(lm, small, _States(last_hidden_state=hidden_SH.unsqueeze(0))) as calls:
         try:
             logits = lm(input_ids=torch.zeros(1, len(_MAGNITUDES), dtype=torch.int64), use_cache=False).logits
-        except Exception:  # the model's own code, of any family: it may want what only a decoder gives
+        except Exception:  # the model's own code, of any family, may want what only a decoder gives
             return None
-    if not calls or not isinstance(logits, Tensor):  # it calls a part of its decoder, as OPT does
+    if not calls or not isinstance(logits, Tensor):  # the model calls a part of its decoder, as OPT does
         return None
     return logits, small(hidden_SH).unsqueeze(0)
 
 
 def _has_other_weights(lm: PreTrainedModel) -> bool:
-    """Whether something with weights lies between the decoder and the output layer, or behind it."""
+    """Tell whether something with weights lies between the decoder and the output layer, or behind it."""
     known = {id(p) for part in (lm.base_model, lm.get_output_embeddings()) for p in part.parameters()}
     return any(id(p) not in known for p in lm.parameters())
 
 
 class _States(BaseModelOutputWithPast):
-    """A decoder's output of which only hidden states are there: anything else that a family asks for is None."""
+    """A decoder's output with hidden states alone: anything else that a family asks for is None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):

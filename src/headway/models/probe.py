@@ -23,11 +23,11 @@ PROBE_SCORED = 2
 """Tokens of each sequence whose log-probs are compared: its response."""
 
 _GOLDEN = 0x9E3779B97F4A7C15
-"""2⁶⁴ divided by the golden ratio: the multiples of it, modulo 2⁶⁴, are spread evenly however many there are."""
+"""2⁶⁴ divided by the golden ratio: multiples of it, modulo 2⁶⁴, are spread evenly however many there are."""
 
 
 def probe_sequences(vocab_size: int) -> NDArray[np.int64]:
-    """[4, 6] token ids below ``vocab_size``: the same for the same size, everywhere."""
+    """Token ids [4, 6] below ``vocab_size``: the same for the same size, everywhere."""
     count = PROBE_SEQUENCES * (PROBE_PREFILL + PROBE_SCORED)
     ids = [((k * _GOLDEN) % 2**64 * vocab_size) >> 64 for k in range(1, count + 1)]
     return np.array(ids, np.int64).reshape(PROBE_SEQUENCES, -1)
@@ -49,5 +49,5 @@ def probe_rows(vocab_size: int) -> list[Row]:
 
 
 def probe_vector(responses: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
-    """[8] from the [2] log-probs of each of `probe_rows`, in order: what a replica's ``probe`` returns."""
+    """The probe [8] from the [2] log-probs of each of `probe_rows`, in order: what a replica's ``probe`` returns."""
     return np.concatenate(responses).astype(np.float32)

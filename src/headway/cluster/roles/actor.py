@@ -53,7 +53,7 @@ class ActorRole(WithCritic):
         """Host the store at which ranks and receivers meet. Returns its address."""
         from headway.weights.transports.group import open_store
 
-        # Held: the store lives as long as this object.
+        # Kept, for the store lives as long as this object.
         self._store, port = open_store(self._host, self._config.cluster.start_timeout_s)
         return self._host, port
 
@@ -85,14 +85,14 @@ class ActorRole(WithCritic):
 
     @register(Dispatch.RANK_ZERO)
     def layout(self, dtype: str) -> Manifest:
-        """Of the weights, as receivers that hold them in ``dtype`` will get them."""
+        """The layout of the weights, as receivers that hold them in ``dtype`` will get them."""
         import torch
 
         return self._engine.manifest(getattr(torch, dtype))
 
     @register(Dispatch.ONE_TO_ALL)
     def open_route(self, dtype: str) -> None:
-        """Weights will go to receivers that hold them in ``dtype``."""
+        """Prepare for sending weights to receivers that hold them in ``dtype``."""
         self._outbox.open_route(dtype, self.layout(dtype), makes_copy=self._rank == 0, pinned=self._on_gpu)
 
     @register(Dispatch.RANK_ZERO)
@@ -104,7 +104,7 @@ class ActorRole(WithCritic):
         await self._outbox.connect(key, link, self._here())
 
     def open_link(self, key: str, link: Link) -> None:
-        """The same at once, for a link within this process."""
+        """Connect as `connect` does, at once, for a link within this process."""
         self._outbox.open_link(key, link, self._here())
 
     @register(Dispatch.SPLIT, Collect.COLUMNS)
@@ -123,7 +123,7 @@ class ActorRole(WithCritic):
 
     @register(Dispatch.RANK_ZERO, Collect.HANDLE)
     def advantages(self, samples: Sequence[Sample], outcomes: Outcomes) -> list[NDArray[np.float32]]:
-        """Of each sample of a whole fetch, and then, where there is a critic, the returns of each."""
+        """Advantages of each sample of a whole fetch, and then, where there is a critic, the returns of each."""
         columns = self._advantages(self._rows(samples), outcomes)
         return [*columns[ColumnName.ADVANTAGES], *columns.get(ColumnName.RETURNS, ())]
 
@@ -139,7 +139,7 @@ class ActorRole(WithCritic):
         for send in sends:
             try:
                 sent.append(self._outbox.send(version, send, gather))
-            except Exception as failure:  # after the last one: the other ranks gather for each
+            except Exception as failure:  # raised after the last one: the other ranks gather for each
                 failures.append(failure)
         probe = self.probe() if verify else None  # also after a failure: the other ranks compute it, too
         if failures:
@@ -166,7 +166,7 @@ class ActorRole(WithCritic):
 
     @register(Dispatch.RANK_ZERO)
     def compute_dtype(self) -> str:
-        """Of its matrix products, as torch spells it without the prefix."""
+        """Dtype of the model's matrix products, as torch spells it without the prefix."""
         import torch
 
         from headway.models.loading import compute_dtype
@@ -186,7 +186,7 @@ class ActorRole(WithCritic):
         self._engine.export(path)
 
     def close(self) -> None:
-        """Leave the groups that carry weights, and what they left in files."""
+        """Leave the groups that carry weights, and remove what they left in files."""
         self._outbox.close()
 
     @property

@@ -1,4 +1,4 @@
-"""The critic: on ranks of its own, or on the trainer's."""
+"""The critic's role: on ranks of its own, or on the trainer's."""
 
 from __future__ import annotations
 

@@ -15,11 +15,11 @@ from headway.config.transports import WITHIN_PROCESS
 from headway.weights.transports.links import Meeting, make_link
 
 WITHIN = "within"
-"""Key of the link between the two."""
+"""Key of the link between actor and replica."""
 
 
 class FusedRole:
-    """``actor`` and ``rollout`` hold each role's own arguments, its ``name`` among them; ``common`` is for both."""
+    """Both roles: ``actor`` and ``rollout`` each hold their own arguments and ``name``; ``common`` is for both."""
 
     def __init__(self, *, actor: dict[str, Any], rollout: dict[str, Any], name: str, **common: Any) -> None:
         self.actor = ActorRole(**actor, name=name, **common)
@@ -27,7 +27,7 @@ class FusedRole:
         self.lookout = self.actor.lookout
 
     def hardware(self) -> Hardware:
-        """What this process computes on."""
+        """The hardware that this process computes on."""
         return self.actor.hardware()
 
     def connect_within(self, dtype: str, timeout_s: float) -> None:
@@ -38,7 +38,7 @@ class FusedRole:
         self.rollout.open_link(link)
 
     async def close(self) -> None:
-        """The engine first: it computes with what the rank shares with it."""
+        """Close the engine first: it computes with what the rank shares with it."""
         try:
             await self.rollout.close()
         finally:

@@ -8,17 +8,17 @@ from contextlib import contextmanager
 
 from headway.errors import UpdateFailed
 from headway.weights.protocols import Parcel, WeightReceiver, WeightSink
-from headway.weights.transports.links import Here, Link, open_receiver
+from headway.weights.transports.links import EndContext, Link, open_receiver
 
 
-class Inbox:
+class WeightInbox:
     def __init__(self, name: str) -> None:
         self._name = name
         self._receiver: WeightReceiver | None = None
         self._openings = 0
         self._parcels: dict[int, Parcel | None] = {}
 
-    def open(self, link: Link, here: Here) -> None:
+    def open(self, link: Link, here: EndContext) -> None:
         """Open this end of ``link``, in the place of the last one. May wait for sender and receivers."""
         self.close()
         self._openings += 1
@@ -26,16 +26,16 @@ class Inbox:
         receiver = open_receiver(link, self._name, here)
         if opening == self._openings:
             self._receiver = receiver
-        else:  # while this one waited for somebody who never came, all met anew
+        else:  # all met anew, while this one waited for somebody who never came
             receiver.close()
 
-    async def connect(self, link: Link, here: Here) -> None:
+    async def connect(self, link: Link, here: EndContext) -> None:
         """`open` on a thread of its own: a meeting to which one does not come must not keep the next one waiting."""
         await asyncio.to_thread(self.open, link, here)
 
     @contextmanager
     def holding(self, version: int, parcel: Parcel | None) -> Iterator[None]:
-        """While it is open, ``parcel`` is what the sender left of ``version``, with a stored transport."""
+        """Hold, until the block ends, ``parcel``: what the sender left of ``version``, with a stored transport."""
         self._parcels[version] = parcel
         try:
             yield

@@ -1,4 +1,4 @@
-"""Recomputes log π_prox, where that has ranks of its own: each holds a copy of the policy and gets every update."""
+"""Recomputing log π_prox on ranks of their own: each holds a copy of the policy and gets every update."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.cluster.roles.inbox import Inbox
+from headway.cluster.roles.inbox import WeightInbox
 from headway.cluster.roles.role import Role
 from headway.cluster.worker_group import Collect, Dispatch, register
 from headway.data.types import Sample
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 class LogpRole(Role):
-    """One rank. Ranks know nothing of each other: samples are divided over them."""
+    """One rank that recomputes log-probs. Ranks know nothing of each other: samples are divided over them."""
 
     def __init__(self, *, rank: int, world_size: int, **common: Any) -> None:
         super().__init__(**common)
-        self._inbox = Inbox(self.name)
+        self._inbox = WeightInbox(self.name)
 
     @register(Dispatch.ONE_TO_ALL)
     def build(self, store: Address | None) -> None:
@@ -43,7 +43,7 @@ class LogpRole(Role):
 
     @register(Dispatch.RANK_ZERO)
     def served_dtype(self) -> str:
-        """Of the weights that it wants to get, as torch spells it without the prefix."""
+        """Dtype of the weights that the rank wants to get, as torch spells it without the prefix."""
         return str(self._model.dtype).removeprefix("torch.")
 
     async def connect(self, link: Link) -> None:
@@ -71,7 +71,7 @@ class LogpRole(Role):
         return self._copy.proximal_logprobs(self._rows(samples), version)
 
     async def stage_weights(self, version: int, parcel: Parcel | None) -> ReceiveReport:
-        """``parcel`` is what the sender left, with a stored transport."""
+        """Stage a version. ``parcel``: what the sender left, with a stored transport."""
         with self._inbox.holding(version, parcel):
             return await self._copy.stage_weights(version)
 

@@ -1,4 +1,4 @@
-"""What a process sees of files that processes on other machines must see, too.
+"""Looking at files that processes on several machines must see.
 
 A mark is a small file with a text that nobody else would write: who reads that text sees the very directory in which
 it was left, not one of the same path on another machine.
@@ -14,7 +14,7 @@ from headway.models.folder import fingerprint
 
 
 class Lookout:
-    """Every role has one, and so has the driver. Looks in a thread, so that a worker that computes answers, too."""
+    """A process's look at files: every role and the driver have one. A thread looks, also while a worker computes."""
 
     def __init__(self, host: str) -> None:
         """``host``: this machine's address for the others."""
@@ -29,7 +29,7 @@ class Lookout:
         return await asyncio.to_thread(_write, mark, text, make_directory)
 
     async def sees_mark(self, mark: Path, text: str) -> bool:
-        """Whether the file ``mark`` is here, and holds ``text``."""
+        """Tell whether the file ``mark`` is here, and holds ``text``."""
         return await asyncio.to_thread(_holds, mark, text)
 
     async def remove_mark(self, mark: Path) -> None:
@@ -42,7 +42,7 @@ class Lookout:
 
 
 def place(host: str) -> str:
-    """This machine for messages: its own name, and its address ``host``."""
+    """Name this machine for messages: its own name, and its address ``host``."""
     return f"{socket.gethostname()} ({host})"
 
 

@@ -25,54 +25,54 @@ from headway.interfaces import GatherReport, SendReport
 from headway.progress import advance
 from headway.weights.layout import Manifest, bucket_bytes
 from headway.weights.protocols import Chunk, Outgoing, Parcel, WeightSender
-from headway.weights.transports.links import Here, Link, open_sender
+from headway.weights.transports.links import EndContext, Link, open_sender
 
 if TYPE_CHECKING:
     from headway.weights.outgoing import Staged, Window
 
 Gather = Callable[[Manifest, int], "Iterator[Window]"]
-"""The weights in a layout, bucket by bucket. Collective over the ranks."""
+"""Gathers the weights in a layout, bucket by bucket. Collective over the ranks."""
 
 MOST_SENDS = 64
-"""At once, beside training."""
+"""Most sends at once, beside training."""
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """To whom a version goes: everybody at the other end of ``key``'s link."""
+    """Request to send a version to everybody at the other end of ``key``'s link."""
 
     dtype: str
     key: str
     base: int | None
-    """The version that all of them are known to hold; None: all bytes are sent."""
+    """The version that all receivers are known to hold; None: all bytes are sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
     report: SendReport
     parcel: Parcel | None
-    """For receivers of a stored transport."""
+    """The parcel for receivers of a stored transport."""
 
 
 @dataclass(frozen=True, slots=True)
 class SentWeights:
-    """One version, to all that it was for."""
+    """Report on one version, sent to all that it was for."""
 
     sent: tuple[Sent | None, ...]
-    """One per `Send`."""
+    """Results, one per `Send`."""
     probe: NDArray[np.float32] | None
-    """As in `GatherReport`."""
+    """Answers to the probe, as in `GatherReport`."""
 
 
 @dataclass(slots=True)
 class _Route:
     manifest: Manifest
     staged: Staged | None
-    """Only where a complete copy is made, and on the rank that makes it."""
+    """The complete copy; only where one is made, and on the rank that makes it."""
 
 
 class Outbox:
-    """Of one rank. Ranks without a sender take part in gathering and send nothing."""
+    """The outbox of one rank. Ranks without a sender take part in gathering and send nothing."""
 
     def __init__(self, config: Config, *, sends: bool) -> None:
         """``sends``: this rank always has somebody to send to."""
@@ -85,7 +85,7 @@ class Outbox:
         self._beside_training = ThreadPoolExecutor(MOST_SENDS, thread_name_prefix="headway-send")
 
     def open_route(self, dtype: str, manifest: Manifest, *, makes_copy: bool, pinned: bool) -> None:
-        """Weights will go to receivers that hold them in ``dtype``."""
+        """Prepare for sending weights to receivers that hold them in ``dtype``."""
         from headway.weights.outgoing import Staged
 
         staged = None
@@ -93,18 +93,18 @@ class Outbox:
             staged = Staged(manifest, self._bucket_bytes, with_delta=self._with_delta, pinned=pinned)
         self._routes[dtype] = _Route(manifest, staged)
 
-    async def connect(self, key: str, link: Link, here: Here) -> None:
-        """`open_link`, on another thread than the caller's."""
+    async def connect(self, key: str, link: Link, here: EndContext) -> None:
+        """Connect by `open_link`, on another thread than the caller's."""
         await asyncio.get_running_loop().run_in_executor(self._beside_training, self.open_link, key, link, here)
 
-    def open_link(self, key: str, link: Link, here: Here) -> None:
+    def open_link(self, key: str, link: Link, here: EndContext) -> None:
         """Open the sender's end of ``link``, in the place of the last one under ``key``."""
         if (old := self._senders.pop(key, None)) is not None:
             old.close()
         self._senders[key] = open_sender(link, here)
 
     def send(self, version: int, send: Send, gather: Gather) -> Sent | None:
-        """gather and send. None on a rank that has nobody to send to.
+        """Gather and send. Returns None on a rank that has nobody to send to.
 
         Gathering goes on to its end whatever happens to sending: the other ranks take part in it.
         """
@@ -129,12 +129,12 @@ class Outbox:
             return replace(sent, report=report)
         stream = Stream(route.manifest, windows)
         sent = self._send(version, send, stream, route.manifest)
-        # It was gathered between two buckets that were sent.
+        # Gathering took place between two buckets that were sent: its time is taken off.
         report = replace(sent.report, gather_s=stream.gather_s, send_s=sent.report.send_s - stream.gather_s)
         return replace(sent, report=report)
 
     def gather(self, version: int, gather: Gather) -> GatherReport:
-        """gather into the copies."""
+        """Gather into the copies."""
         seconds, nbytes, changed = 0.0, 0, None
         for route in self._routes.values():
             windows = gather(route.manifest, self._bucket_bytes)

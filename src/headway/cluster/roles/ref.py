@@ -1,4 +1,4 @@
-"""The reference policy, where it has ranks of its own."""
+"""The reference policy's role, where it has ranks of its own."""
 
 from __future__ import annotations
 

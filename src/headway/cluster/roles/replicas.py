@@ -18,8 +18,8 @@ Receive = Callable[[int, WeightSink], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Replica:
-    """What a replica knows before its engine starts."""
+class ReplicaSpec:
+    """Facts that a replica knows before its engine starts."""
 
     config: Config
     model_path: str
@@ -27,9 +27,9 @@ class Replica:
     device: str
     decode: Callable[[Sequence[int]], str]
     dtype: str
-    """Of the served weights, as torch spells it without the prefix."""
+    """Dtype of the served weights, as torch spells it without the prefix."""
     receive: Receive | None
-    """None, as ``manifest``: its weights stay what they are."""
+    """Receives weights; None, as ``manifest``, where the replica's weights stay what they are."""
     manifest: Manifest | None
     clock: Callable[[], float]
 
@@ -52,7 +52,7 @@ class Replica:
         }
 
 
-async def start_native(replica: Replica) -> Any:
+async def start_native(replica: ReplicaSpec) -> Any:
     import torch
 
     from headway.engines.rollout.native.engine import NativeEngine
@@ -71,7 +71,7 @@ async def start_native(replica: Replica) -> Any:
     )
 
 
-async def start_vllm(replica: Replica) -> Any:
+async def start_vllm(replica: ReplicaSpec) -> Any:
     from headway.engines.rollout.vllm import VllmEngine
 
     config = replica.config
@@ -86,7 +86,7 @@ async def start_vllm(replica: Replica) -> Any:
     )
     try:
         await engine.start()
-    except BaseException:  # nobody else knows of it
+    except BaseException:  # nobody else knows of the engine
         await engine.close()
         raise
     return engine
@@ -95,7 +95,7 @@ async def start_vllm(replica: Replica) -> Any:
 ENGINES = {"native": start_native, "vllm": start_vllm}
 
 
-async def start_engine(replica: Replica) -> Any:
+async def start_engine(replica: ReplicaSpec) -> Any:
     """The engine that ``rollout.name`` asks for, running. Raises `ConfigError` for one that nobody knows."""
     name = replica.config.rollout.name
     if name not in ENGINES:

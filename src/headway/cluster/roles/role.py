@@ -1,4 +1,4 @@
-"""What all roles have in common."""
+"""The base of all roles."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from headway.cluster.roles.lookout import Lookout
 from headway.config.schema import Config
 from headway.data.collate import Row, resolve
 from headway.data.types import Handle, Sample
-from headway.weights.transports.links import Address, Here
+from headway.weights.transports.links import Address, EndContext
 
 RANKS_WAIT_S = 7 * 86_400.0
 """Seconds for which a rank waits in a collective: longer than any step, and than rank zero's longest work with files.
-It is not what ends a run. A peer whose process ends breaks the connection, and the driver ends the others; one that no
-longer computes is seen by its heartbeats. This is left for ranks whose driver is gone and which nobody ended."""
+No run is ended by this: a peer whose process ends breaks the connection, and the driver ends the others; one that no
+longer computes is seen by its heartbeats. The limit is for ranks whose driver is gone and which nobody ended."""
 
 
 class Role:
-    """What all roles have.
+    """The base of all roles.
 
     ``put`` keeps an object where others can get it, ``fetch`` brings what is behind handles; ``host`` is this machine's
     address for others.
@@ -49,7 +49,7 @@ class Role:
         self.lookout = Lookout(host)
 
     def hardware(self) -> Hardware:
-        """What this rank computes on; ask once it is built."""
+        """The hardware that this rank computes on; ask once it is built."""
         return hardware_here(self._device)
 
     def _rows(self, samples: Sequence[Sample]) -> list[Row]:
@@ -65,7 +65,7 @@ class Role:
         torch.set_num_threads(self._threads)
 
     def _join_ranks(self, store: Address | None, role: str, rank: int, world_size: int) -> None:
-        """torch.distributed's default group, of this role's ranks. Without a store the process has a group already."""
+        """Make torch.distributed's default group, of this role's ranks; without a store the process has one already."""
         if store is None:
             return
         import torch.distributed as dist
@@ -80,8 +80,8 @@ class Role:
             timeout=timedelta(seconds=RANKS_WAIT_S),
         )
 
-    def _here(self) -> Here:
-        return Here(self._host, self._put, self._fetch)
+    def _here(self) -> EndContext:
+        return EndContext(self._host, self._put, self._fetch)
 
     def close(self) -> None:
         """Release what outlives the process or the role."""

@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from headway.cluster.roles.inbox import Inbox
-from headway.cluster.roles.replicas import Replica, start_engine, text_of
+from headway.cluster.roles.inbox import WeightInbox
+from headway.cluster.roles.replicas import ReplicaSpec, start_engine, text_of
 from headway.cluster.roles.role import Role
 from headway.cluster.worker_group import Dispatch, register
 from headway.data.types import GroupTokens
@@ -26,7 +26,7 @@ class RolloutRole(Role):
         super().__init__(**common)
         self._shares_device = shares_device
         self._offset = 0.0
-        self._inbox = Inbox(self.name)
+        self._inbox = WeightInbox(self.name)
 
     @register(Dispatch.RANK_ZERO)
     def build(self, store: Address | None) -> None:
@@ -41,7 +41,7 @@ class RolloutRole(Role):
 
     @register(Dispatch.RANK_ZERO)
     def served_dtype(self) -> str:
-        """Of the weights that it wants to get, as torch spells it without the prefix."""
+        """Dtype of the weights that the replica wants to get, as torch spells it without the prefix."""
         return self._dtype
 
     @register(Dispatch.RANK_ZERO)
@@ -50,7 +50,7 @@ class RolloutRole(Role):
         await self._inbox.connect(link, self._here())
 
     def open_link(self, link: Link) -> None:
-        """The same at once, for a link within this process."""
+        """Connect as `connect` does, at once, for a link within this process."""
         self._inbox.open(link, self._here())
 
     @register(Dispatch.RANK_ZERO)
@@ -60,7 +60,7 @@ class RolloutRole(Role):
         ``clock_offset`` brings this machine's monotonic clock to the driver's.
         """
         self._offset = clock_offset
-        replica = Replica(
+        replica = ReplicaSpec(
             config=self._config,
             model_path=self._model_path,
             name=self.name,
@@ -76,21 +76,21 @@ class RolloutRole(Role):
         return capabilities
 
     async def stage_weights(self, version: int, parcel: Parcel | None) -> ReceiveReport:
-        """The engine's; ``parcel`` is what the sender left, with a stored transport."""
+        """Stage weights in the engine; ``parcel``: what the sender left, with a stored transport."""
         with self._inbox.holding(version, parcel):
             return await self.engine.stage_weights(version)
 
     async def sleep(self, keep_weights: bool) -> None:
-        """The engine's."""
+        """Let the engine sleep."""
         await self.engine.sleep(keep_weights=keep_weights)
 
     async def activate(self, version: int) -> float:
-        """The engine's."""
+        """Let the engine activate a staged version."""
         self._make_room()
         return await self.engine.activate(version)
 
     async def wake(self) -> None:
-        """The engine's."""
+        """Wake the engine."""
         self._make_room()
         await self.engine.wake()
 
@@ -107,17 +107,17 @@ class RolloutRole(Role):
             release_cached(torch.device(self._device))
 
     async def monotonic(self) -> float:
-        """This machine's clock, for the handshake."""
+        """Read this machine's clock, for the handshake."""
         return time.monotonic()
 
     def clock(self) -> float:
-        """The driver's clock."""
+        """Read the driver's clock."""
         return time.monotonic() + self._offset
 
     async def generate(
         self, requests: Sequence[GenerateRequest]
     ) -> AsyncGenerator[tuple[FinishedGroup, GroupTokens], None]:
-        """Metadata and tokens apart, so that the driver can take the one and pass the other on."""
+        """Yield metadata and tokens apart, so that the driver can take the one and pass the other on."""
         async for group in self.engine.generate(requests):
             yield replace(group, tokens=None), group.tokens
 

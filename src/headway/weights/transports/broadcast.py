@@ -20,7 +20,7 @@ import torch
 from headway.errors import UpdateFailed
 from headway.weights.protocols import Chunk, Header, Outgoing, Parcel, WeightSink
 from headway.weights.transports.group import StoreGroup
-from headway.weights.transports.links import Address, Here, Meeting, needs, place_of
+from headway.weights.transports.links import Address, EndContext, Meeting, needs, place_of
 
 HEADER = 8
 """Integers: version, kind, then a bucket's `Header`, or the number of digests."""
@@ -52,11 +52,11 @@ def make_link(meeting: Meeting) -> BroadcastLink:
     )
 
 
-def open_sender(link: BroadcastLink, here: Here) -> BroadcastSender:
+def open_sender(link: BroadcastLink, here: EndContext) -> BroadcastSender:
     return BroadcastSender(link, here.host)
 
 
-def open_receiver(link: BroadcastLink, name: str, here: Here) -> BroadcastReceiver:
+def open_receiver(link: BroadcastLink, name: str, here: EndContext) -> BroadcastReceiver:
     return BroadcastReceiver(link, place_of(name, link.receivers), here.host)
 
 

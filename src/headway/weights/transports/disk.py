@@ -18,7 +18,7 @@ from pathlib import Path
 from headway.errors import UpdateFailed
 from headway.weights.layout import Manifest
 from headway.weights.protocols import Header, Outgoing, Parcel, WeightSink
-from headway.weights.transports.links import Here, Meeting, needs
+from headway.weights.transports.links import EndContext, Meeting, needs
 from headway.weights.transports.object_store import contents
 
 KEPT = 2
@@ -54,11 +54,11 @@ def make_link(meeting: Meeting) -> DiskLink:
     return DiskLink(meeting.directory / "-".join(dtypes), meeting.manifest)
 
 
-def open_sender(link: DiskLink, here: Here) -> DiskSender:
+def open_sender(link: DiskLink, here: EndContext) -> DiskSender:
     return DiskSender(link)
 
 
-def open_receiver(link: DiskLink, name: str, here: Here) -> DiskReceiver:
+def open_receiver(link: DiskLink, name: str, here: EndContext) -> DiskReceiver:
     return DiskReceiver(name)
 
 

@@ -51,7 +51,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Here:
+class EndContext:
     """The means that an end has where it runs."""
 
     host: str | None = None
@@ -67,13 +67,13 @@ def make_link(transport: str, meeting: Meeting) -> Link:
     return Link(transport, _module(transport).make_link(meeting))
 
 
-def open_sender(link: Link, here: Here) -> WeightSender:
+def open_sender(link: Link, here: EndContext) -> WeightSender:
     """The trainer's end. With ``broadcast`` this blocks until all receivers have opened theirs."""
     sender: WeightSender = _module(link.transport).open_sender(link.data, here)
     return sender
 
 
-def open_receiver(link: Link, name: str, here: Here) -> WeightReceiver:
+def open_receiver(link: Link, name: str, here: EndContext) -> WeightReceiver:
     """The end of the receiver called ``name``. With ``broadcast`` this blocks until all ends are open."""
     receiver: WeightReceiver = _module(link.transport).open_receiver(link.data, name, here)
     return receiver

@@ -15,7 +15,7 @@ from threading import Condition
 
 from headway.errors import UpdateFailed
 from headway.weights.protocols import Chunk, Outgoing, Parcel, WeightSink
-from headway.weights.transports.links import Here, Meeting, place_of
+from headway.weights.transports.links import EndContext, Meeting, place_of
 
 End = tuple[int, ...]
 """The digests, which are offered after the last bucket."""
@@ -25,11 +25,11 @@ def make_link(meeting: Meeting) -> LocalExchange:
     return LocalExchange(meeting.receivers, meeting.timeout_s)
 
 
-def open_sender(link: LocalExchange, here: Here) -> LocalSender:
+def open_sender(link: LocalExchange, here: EndContext) -> LocalSender:
     return LocalSender(link)
 
 
-def open_receiver(link: LocalExchange, name: str, here: Here) -> LocalReceiver:
+def open_receiver(link: LocalExchange, name: str, here: EndContext) -> LocalReceiver:
     place_of(name, link.receivers)
     return LocalReceiver(link, name)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from headway.errors import UpdateFailed, boundary
 from headway.weights.protocols import Header, Outgoing, Parcel, WeightSink
-from headway.weights.transports.links import Here, Meeting
+from headway.weights.transports.links import EndContext, Meeting
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +21,11 @@ def make_link(meeting: Meeting) -> ObjectStoreLink:
     return ObjectStoreLink()
 
 
-def open_sender(link: ObjectStoreLink, here: Here) -> ObjectStoreSender:
+def open_sender(link: ObjectStoreLink, here: EndContext) -> ObjectStoreSender:
     return ObjectStoreSender(here)
 
 
-def open_receiver(link: ObjectStoreLink, name: str, here: Here) -> ObjectStoreReceiver:
+def open_receiver(link: ObjectStoreLink, name: str, here: EndContext) -> ObjectStoreReceiver:
     return ObjectStoreReceiver(here, name)
 
 
@@ -35,7 +35,7 @@ class ObjectStoreSender:
     Memory: in the store, one set of weights for each version whose parcel is still held; here, one bucket.
     """
 
-    def __init__(self, here: Here) -> None:
+    def __init__(self, here: EndContext) -> None:
         self._here = here
 
     def send(self, version: int, weights: Outgoing) -> Parcel:
@@ -56,7 +56,7 @@ class ObjectStoreSender:
 class ObjectStoreReceiver:
     """A receiver's end. See `WeightReceiver`."""
 
-    def __init__(self, here: Here, name: str) -> None:
+    def __init__(self, here: EndContext, name: str) -> None:
         self._here = here
         self._name = name
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from headway.errors import UpdateFailed
 from headway.weights.protocols import Outgoing, Parcel, WeightSink
-from headway.weights.transports.links import Here, Meeting, needs
+from headway.weights.transports.links import EndContext, Meeting, needs
 from headway.weights.transports.object_store import contents
 
 
@@ -33,11 +33,11 @@ def make_link(meeting: Meeting) -> SharedMemoryLink:
     return SharedMemoryLink(meeting.directory, meeting.manifest.nbytes)
 
 
-def open_sender(link: SharedMemoryLink, here: Here) -> SharedMemorySender:
+def open_sender(link: SharedMemoryLink, here: EndContext) -> SharedMemorySender:
     return SharedMemorySender(link)
 
 
-def open_receiver(link: SharedMemoryLink, name: str, here: Here) -> SharedMemoryReceiver:
+def open_receiver(link: SharedMemoryLink, name: str, here: EndContext) -> SharedMemoryReceiver:
     return SharedMemoryReceiver(name)
 
 
