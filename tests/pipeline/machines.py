@@ -256,7 +256,7 @@ def left_unfinished(run: Run) -> set[int]:
     """Versions whose validation was given up, because a stop waited in vain for its scores, or did not begin then."""
     left = {int(text.split()[1]) for event in run.of(Note) if "was not validated" in (text := event.text)}
     assert not left or run.stopped_at is not None
-    return left | {run.version} if run.pipeline._scoring.closed else left
+    return left | {run.version} if run.pipeline._wiring.scoring.closed else left
 
 
 def due(loads: Sequence[int], every: int) -> list[int]:

@@ -119,11 +119,11 @@ async def _start_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> R
     import torch
 
     from headway.cluster.inline import InlineCluster
-    from headway.cluster.roles.replicas import Replica, start_engine, text_of
+    from headway.cluster.roles.replicas import ReplicaSpec, start_engine, text_of
     from headway.models.loading import served_dtype
 
     device = await InlineCluster(config).connect()
-    replica = Replica(
+    replica = ReplicaSpec(
         config=config,
         model_path=str(config.model.path),
         name="eval",
