@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import gc
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -33,7 +32,7 @@ LEAST_FREED = 0.9
 """Of the weights and the KV cache, as the device counts its memory, in sleep. Allocators round."""
 SLEEPER = Shape("sleeper", 32_000, 1024, 8, heads=16, kv_heads=8, intermediate=4096, context=2048)
 """About 170 M parameters."""
-SMALL_SLEEPER = Shape("small-sleeper", 900, 128, 16, heads=8, kv_heads=8, intermediate=448, context=128)
+SMALL_SLEEPER = Shape("small-sleeper", 900, 128, 8, heads=8, kv_heads=8, intermediate=448, context=256)
 """No matrix of it is so large that the engine keeps a second copy on a CPU."""
 SLOTS = 16
 
@@ -183,7 +182,6 @@ async def _slept(setting: Setting, keep: bool) -> dict[str, float]:
 
 def free_bytes(setting: Setting) -> int:
     """Memory that nobody has, by the device's own count; on a CPU, relative to what this process has."""
-    gc.collect()
     if setting.on_gpu:
         torch.cuda.synchronize()
         return torch.cuda.mem_get_info()[0]
