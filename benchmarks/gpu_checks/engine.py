@@ -25,10 +25,10 @@ TEMPERATURE = 0.8
 FLOAT32_TOLERANCE = 1e-3
 """Nats, for any token: sums of a few thousand float32 terms in another order."""
 BFLOAT16_FACTOR = 2.0
-"""Both sides round in bfloat16. Engine and trainer may differ by so many times what rounding alone makes of the
+"""Limit in bfloat16, where both sides round: so many times what rounding alone makes of the
 trainer's own log-probs, measured on the same tokens against its float32."""
 MOST_STEPS = 10_000
-"""Of an engine that never comes to an end."""
+"""Limit of an engine that never comes to an end."""
 
 Tokens = Mapping[tuple[int, int], list[int]]
 """(request, answer) → token ids."""
@@ -96,7 +96,7 @@ def trainer_logprobs(setting: Setting, folder: Path, dtype: str, rows: Sequence[
 
 
 def decoding(setting: Setting) -> Passed:
-    """The same tokens decoded step by step, from recorded steps, with contexts that are prefilled again half-way.
+    """Compare tokens decoded step by step, from recorded steps, and with contexts that are prefilled again half-way.
 
     Greedy ones are those of ``transformers.generate``, too. In float64: each way sums in another order, and what that
     does to a float32 turns one of some thousand sampled tokens. The log-probs' check has recorded steps in the others.
