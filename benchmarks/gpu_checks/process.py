@@ -23,9 +23,9 @@ ENVIRONMENT: Mapping[str, str] = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "TOKENIZERS_PARALLELISM": "false",
 }
-"""As Headway's own processes have it, and never a look at the network."""
+"""Variables of a check's process: those of Headway's own, and never a look at the network."""
 LAST_CHARACTERS = 300
-"""Of a log, in an answer."""
+"""The most that an answer quotes of a log."""
 
 
 def command(name: str, setting: Setting, answer: Path) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import gc
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -28,12 +27,12 @@ TOLERANCE = 2e-3
 """Nats, in float32."""
 BUCKET = 65_536
 WAIT_S = 60.0
-"""For a version to be received, or an answer to be written."""
+"""Limit for a version to be received, and for an answer to be written."""
 LEAST_FREED = 0.9
-"""Of the weights and the KV cache, as the device counts its memory, in sleep. Allocators round."""
+"""Least share of weights and KV cache that sleep frees, as the device counts its memory. Allocators round."""
 SLEEPER = Shape("sleeper", 32_000, 1024, 8, heads=16, kv_heads=8, intermediate=4096, context=2048)
 """About 170 M parameters."""
-SMALL_SLEEPER = Shape("small-sleeper", 900, 128, 16, heads=8, kv_heads=8, intermediate=448, context=128)
+SMALL_SLEEPER = Shape("small-sleeper", 900, 128, 8, heads=8, kv_heads=8, intermediate=448, context=256)
 """No matrix of it is so large that the engine keeps a second copy on a CPU."""
 SLOTS = 16
 
@@ -183,7 +182,6 @@ async def _slept(setting: Setting, keep: bool) -> dict[str, float]:
 
 def free_bytes(setting: Setting) -> int:
     """Memory that nobody has, by the device's own count; on a CPU, relative to what this process has."""
-    gc.collect()
     if setting.on_gpu:
         torch.cuda.synchronize()
         return torch.cuda.mem_get_info()[0]
@@ -192,7 +190,7 @@ def free_bytes(setting: Setting) -> int:
 
 
 def _kv_bytes(shape: Shape) -> int:
-    """Of the engine's cache, in float32."""
+    """Size of the engine's cache, in float32."""
     head_dim = shape.hidden // shape.heads
     return SLOTS * shape.context * shape.layers * 2 * shape.kv_heads * head_dim * 4
 

@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Where a check runs, and how large it is."""
+    """A check's device, size and folder."""
 
     device: str
     """``cuda`` or ``cpu``."""
@@ -39,9 +39,9 @@ class Passed:
     """What a check found to be right."""
 
     lines: list[str]
-    """For the table: a figure or a sentence each."""
+    """The table's lines: a figure or a sentence each."""
     figures: dict[str, Any] = field(default_factory=dict)
-    """For the JSON file."""
+    """The JSON file's figures."""
 
 
 class CheckFailed(Exception):

@@ -48,7 +48,7 @@ PEAKS = {
 """Teraflops per second of dense bfloat16 products, as the maker states them, by a part of the device's name; the first
 that fits counts."""
 STEPS = 3
-"""That are measured, after one that is not."""
+"""Training steps that are measured, after one that is not."""
 CONCURRENT = (1, 4, 16, 64, 256)
 PROMPT = 128
 TOKENS = 128

@@ -30,19 +30,19 @@ from headway.interfaces import StepContext
 from headway.models.loading import load_model
 
 FLOAT32_TOLERANCE = 1e-3
-"""Of a gradient: ‖difference‖ ÷ ‖reference‖."""
+"""Limit of a gradient's ‖difference‖ ÷ ‖reference‖ in float32."""
 BFLOAT16_FACTOR = 1.5
-"""The same in bfloat16: so many times what Hugging Face's module makes of it in bfloat16 on the same device. Random
+"""Limit of it in bfloat16: so many times what Hugging Face's module has there on the same device. Random
 weights with peaked distributions are at their worst there: about 0.3."""
 STEP_TOLERANCE = 0.02
-"""Of AdamW's first step: ‖difference‖ ÷ ‖step‖. It is the gradient's sign, which rounding turns where there is hardly
-any gradient."""
+"""Limit of ‖difference‖ ÷ ‖step‖ of AdamW's first step. The step is the gradient's sign, which rounding turns where
+there is hardly any gradient."""
 LR = 1e-3
 MICRO_BATCH_TOKENS = 256
-"""So few that a mini-batch is several micro-batches."""
+"""Token budget so small that a mini-batch is several micro-batches."""
 BUCKET_BYTES = 65_536
 MEET_S = 60.0
-"""For all ranks to be there, and for any collective."""
+"""Limit for all ranks to be there, and for any collective."""
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -78,7 +78,7 @@ def training(setting: Setting) -> Passed:
 
 
 def fsdp(setting: Setting) -> Passed:
-    """The same on all GPUs, one rank each; the gathered weights, and a checkpoint there and back."""
+    """Gradient and step of one mini-batch on all GPUs, a rank each; gathered weights; a checkpoint there and back."""
     world = setting.ranks or (torch.cuda.device_count() if setting.on_gpu else 1)
     folder, rows = peaked_model(setting), random_rows(setting)
     expected = reference(folder, rows)
@@ -230,7 +230,7 @@ def random_rows(setting: Setting, count: int = 12) -> list[Row]:
 
 
 def reference(folder: Path, rows: list[Row]) -> Reference:
-    """By definition. Fills in the rows' behaviour log-probs: those of the model, a little off, so that ratios count."""
+    """The step by definition. Fills in the rows' behaviour log-probs: the model's, a little off, for ratios to vary."""
     model = load_model(folder, dtype=torch.float64)
     noise = np.random.default_rng(1)
     for index, row in enumerate(rows):

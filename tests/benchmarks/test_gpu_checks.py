@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -105,11 +106,11 @@ def graphs_are_right_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def contexts_that_come_back_are_damaged(patch: pytest.MonkeyPatch) -> None:
-    right, filled = SlotCache.fill, dict[int, int]()
+    right, filled = SlotCache.fill, WeakKeyDictionary[SlotCache, int]()
 
     def wrong(self: SlotCache, rows: range, kv: torch.Tensor) -> None:
-        filled[id(self)] = filled.get(id(self), 0) + 1
-        right(self, rows, kv if filled[id(self)] <= 4 else 1.5 * kv)  # four prompts
+        filled[self] = filled.get(self, 0) + 1
+        right(self, rows, kv if filled[self] <= 4 else 1.5 * kv)  # four prompts
 
     patch.setattr(SlotCache, "fill", wrong)
 
