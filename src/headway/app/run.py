@@ -26,7 +26,7 @@ from headway.reports.bundle import Reports
 from headway.reports.checkpoints import Checkpoints, Retention
 from headway.reports.exported import version_of, write_version
 from headway.reports.run_directory import RunDirectory
-from headway.rewards.pool import RewardPool
+from headway.rewards.pool import HOPELESS, RewardPool
 from headway.rewards.request import RewardSpec
 
 if TYPE_CHECKING:
@@ -139,8 +139,8 @@ class Run:
         return status
 
     def _report_timeout(self, count: int) -> None:
-        """Warn of the reward's first time-out, its tenth, its hundredth: each costs a worker as long as the limit."""
-        if count != 10 ** (len(str(count)) - 1):
+        """Warn of the reward's first time-outs, and of its tenth, hundredth and so on."""
+        if count > HOPELESS and count != 10 ** (len(str(count)) - 1):
             return
         reward = self._config.reward
         names = ", ".join(one.function for one in reward.all)

@@ -79,7 +79,12 @@ class Watched:
             await end.wait()
         finally:
             loop.remove_reader(self._descriptor)
-            self._ended = self.has_ended
+        self._ended = True
+        self.close()
+
+    def close(self) -> None:
+        """Watch nothing any more. What is known by then stays known."""
+        if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 

@@ -74,6 +74,8 @@ class RayNode:
         """
         if self.lost:
             self._keeps_logs = True
+        for process in self._servers.values():
+            process.close()
         self._family.update()
         try:
             ray.shutdown()
