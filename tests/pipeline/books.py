@@ -33,6 +33,7 @@ from headway.events import (
     UpdatePhase,
 )
 from headway.pipeline.run import Status
+from headway.pipeline.scoring import LEAST_PATIENCE_S
 from tests.pipeline.fakes import prompt, seeded_lengths
 from tests.pipeline.scenario import Run, Scenario
 
@@ -304,6 +305,10 @@ class Books:
         elif event.reason == "overdue":
             assert self.rules.drops and self.rules.max_lag is not None
             assert self.version - self._oldest(event.number) > self.rules.max_lag
+        elif event.reason == "interrupted":
+            stopped_at = self.run.stopped_at
+            assert stopped_at is not None and event.time >= stopped_at + LEAST_PATIENCE_S
+            return  # nobody waited for its scores
         else:
             assert event.reason is not None and event.reason.endswith((" died", " was fenced off"))
             return  # through no fault of its own

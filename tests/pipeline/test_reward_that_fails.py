@@ -51,6 +51,37 @@ def test_it_does_so_although_training_prompts_can_be_scored_whatever_was_trained
         assert run.groups["trained"] > 0
 
 
+SLOW = "timeout after 10 s"
+
+
+def test_a_first_validation_that_only_times_out_ends_with_its_first_problems():
+    """Each of the others would take as long again."""
+    reward = FakeReward(lambda _: fails(SLOW), seconds=lambda prompt: 20.0 * (prompt.row + 1))
+    run = Scenario("on_policy", problems=500, reward=reward).run()
+    assert isinstance(run.error, NothingToTrain)
+    assert str(run.error).startswith(
+        f"the reward failed for all of the first 8 of 500 held-out problems at version 0 (8× {SLOW}). "
+    )
+    assert "Raise reward.timeout_s" in str(run.error)
+    assert run.ended < 20.0 * 9
+
+
+@pytest.mark.parametrize("other", [[1.0, 1.0], BOOM])
+def test_one_score_or_failure_of_another_kind_lets_the_whole_first_validation_decide(other: list[float] | str):
+    def rewards(prompt: Prompt) -> list[float]:
+        if not held_out(prompt):
+            return [0.0, 1.0]
+        if prompt.row:
+            return list(fails(SLOW))
+        return list(fails(other)) if isinstance(other, str) else other
+
+    run = Scenario("on_policy", problems=20, reward=FakeReward(rewards)).run()
+    if other == BOOM:
+        assert str(run.error).startswith("the reward failed for all of the 20 held-out problems at version 0")
+    else:
+        assert [event.failed for event in run.assert_completed().of(ValidationFinished)] == [19] * 7
+
+
 def test_one_held_out_answer_that_can_be_scored_is_enough_to_go_on():
     reward = FakeReward(lambda prompt: fails(BOOM) if held_out(prompt) and prompt.row else [0.0, 1.0])
     run = Scenario("on_policy", problems=8, reward=reward).run().assert_completed()

@@ -93,7 +93,7 @@ class Fetches:
             self._fill_first = False
         groups = await state.take(self._size)
         if not state.trains_more:
-            return None  # a stop was asked for meanwhile, and this fetch abandoned
+            return None  # a stop was asked for meanwhile, and this fetch, or the rest of the version, abandoned
         # With a number of groups as the run's length every fetch is full; a short one means that the data gave out.
         self._ended = len(groups) < self._size
         if not groups and state.taken % state.staleness.groups_per_version == 0:

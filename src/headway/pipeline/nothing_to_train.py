@@ -19,7 +19,8 @@ FAILED_AT_FIRST = 32
 five scores one of 32 with a probability of 1 − 0.8³² = 99.9%: that run goes on. B plays no part in that."""
 FAILED_AT_VALIDATION = 8
 """It ends sooner still when the first validation has so many problems and none could be scored, whatever was trained
-meanwhile: by chance that happens to one run of 256 whose reward fails for every second problem."""
+meanwhile: by chance that happens to one run of 256 whose reward fails for every second problem. Where all failures are
+time-outs the first so many decide: the others would take as long again."""
 SHOWN = 5
 """Different reasons that are counted."""
 WORTH_ADVICE = 0.1
@@ -57,6 +58,11 @@ def cannot_be_scored(what: str, reasons: list[str]) -> str:
     return f"the reward failed for all of {what} ({_counted(Counter(reasons))}). {_advice(Fate.FAILED, reasons)}"
 
 
+def timed_out(reason: str) -> bool:
+    """Whether a score failed because the reward took too long."""
+    return "timeout after" in reason
+
+
 def _counted(times: dict[str, int]) -> str:
     shown = Counter(times).most_common(SHOWN)
     text = "; ".join(f"{count}× {why}" for why, count in shown)
@@ -67,9 +73,7 @@ def _counted(times: dict[str, int]) -> str:
 def _advice(fate: Fate, reasons: Iterable[str]) -> str:
     match fate:
         case Fate.FAILED:
-            slow = (
-                ". Raise reward.timeout_s, or make it faster" if any("timeout after" in why for why in reasons) else ""
-            )
+            slow = ". Raise reward.timeout_s, or make it faster" if any(map(timed_out, reasons)) else ""
             return f"{SEE_LOG}; headway eval shows it at single answers{slow}"
         case Fate.FILTERED:
             return (

@@ -25,7 +25,7 @@ from headway.config.algorithm import GROUP_RELATIVE
 from headway.config.schema import Config
 from headway.data.types import Group
 from headway.errors import RunError, UpdateFailed, WorkerDied, boundary
-from headway.events import CheckpointSaved, Emit, Observer, RunFinished, RunStarted, VersionReached, fan_out
+from headway.events import CheckpointSaved, Emit, Note, Observer, RunFinished, RunStarted, VersionReached, fan_out
 from headway.interfaces import (
     FinishedGroup,
     OnUpdate,
@@ -50,6 +50,7 @@ from headway.pipeline.prompts import Prompts
 from headway.pipeline.receiver import Gone, Replica
 from headway.pipeline.resume import DriverState, Taken
 from headway.pipeline.router import Router
+from headway.pipeline.scoring import Scoring
 from headway.pipeline.stage import Stage
 from headway.pipeline.stages.actor_train import ActorTrain, TrainSettings, Update
 from headway.pipeline.stages.critic_train import CriticTrain
@@ -124,6 +125,7 @@ class Pipeline:
         self._saved_version: int | None = None
         self._critic = self._make_critic()
         self._prompts = Prompts(parts.source)
+        self._scoring = Scoring(parts.reward)
         guard = config.offpolicy.guard
         self._guard = Guard(GuardSettings(guard.min_ess, guard.action), self._state, self.request_stop)
         self._fetches = Fetches(self._state, config.groups_per_fetch, fill_first=settings.fill_queue)
@@ -151,7 +153,7 @@ class Pipeline:
             self._emit_finished(Status.FAILED, f"{type(failure).__name__}: {failure}")
             raise
         status = Status.INTERRUPTED if self._stopping and not self._trained_all() else Status.COMPLETED
-        self._emit_finished(status, self.stop_reason)
+        self._emit_finished(status, self.stop_reason or self._why_unfinished())
         return status
 
     def _trained_all(self) -> bool:
@@ -175,6 +177,12 @@ class Pipeline:
         self._stopping = True
         self.stop_reason = self.stop_reason or reason
         self._state.request_stop()
+        self._scoring.stop()
+
+    @property
+    def unfinished(self) -> bool:
+        """The run was stopped within a version, because the scores that the rest of it needs did not come."""
+        return self._state.unfinished
 
     # ------------------------------------------------------------------------------------------ wiring
 
@@ -208,7 +216,7 @@ class Pipeline:
             self._loader,
             generate,
             Rollout(state, finished, unrewarded, n=n, baselines=parts.greedy_baseline),
-            Reward(state, unrewarded, rewarded, parts.reward, parts.group_filter, parts.shaping, n=n, equal=equal),
+            Reward(state, unrewarded, rewarded, self._scoring, parts.group_filter, parts.shaping, n=n, equal=equal),
         ]
         if parts.reference is not None and isinstance(rewarded, Channel):
             self._upstream.append(RefLogProb(state, rewarded, state.queue, parts.reference))
@@ -244,7 +252,7 @@ class Pipeline:
                 self._validations,
                 fleet,
                 parts.validation,
-                parts.reward,
+                self._scoring,
                 n=config.rollout.val_n,
                 sampling=self._sampling(config.rollout.val_temperature),
             ),
@@ -353,6 +361,7 @@ class Pipeline:
     async def _run_to_the_end(self, tasks: Tasks) -> None:
         """Downstream decides when a run is over; then admission stops and upstream runs dry, or is interrupted."""
         watchers = [tasks.start(watch()) for watch in (self._monitor.run, self._parts.watch) if watch]
+        watchers.append(tasks.start(self._scoring.watch(self._scores_given_up)))
         self._supervision.start(tasks)
         upstream = [tasks.start(stage.run(), name=stage.name) for stage in self._upstream]
         await concurrently(stage.run() for stage in self._downstream)
@@ -365,9 +374,24 @@ class Pipeline:
         await asyncio.wait(upstream)
         with suppress(WorkerDied, UpdateFailed):  # nothing more is needed from replicas
             await self._monitor.report()
-        await self._checkpoint(self._state.version)
+        if not self.unfinished:
+            await self._checkpoint(self._state.version)
         for watcher in watchers:
             watcher.cancel()
+
+    def _scores_given_up(self, count: int) -> None:
+        """A stop waits no longer for ``count`` scores; other groups take their places unless scoring is closed."""
+        text = f"the stop does not wait for {count} scores that did not come within {self._scoring.patience_s:.0f} s"
+        self._emit(Note(time=now(), level="warning", text=text))
+        if self._scoring.closed:
+            self._loader.end()
+            self._state.give_up_version()
+
+    def _why_unfinished(self) -> str | None:
+        if not self.unfinished:
+            return None
+        version = self._state.version
+        return f"version {version + 1} was begun and not finished: the scores of its other groups did not come"
 
     async def _interrupt(self, replica: Replica) -> None:
         try:

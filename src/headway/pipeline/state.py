@@ -36,6 +36,8 @@ class RunState:
     """Groups that were taken into fetches which have not ended."""
     data_ended: bool = False
     """The data gave out within a version; the version that it left short counts all the same."""
+    gave_up: bool = False
+    """A stop does not wait for the rest of the version that was begun: the scores that it needs do not come."""
     waiting_again: deque[Prompt] = field(default_factory=deque)
     """Prompts whose group was lost with its replica; they are admitted again, before any new one."""
     validating: set[str] = field(default_factory=set)
@@ -73,10 +75,15 @@ class RunState:
         return len(self._unrewarded)
 
     @property
+    def unfinished(self) -> bool:
+        """Groups of a version were trained of which others never came: the trainer stands between two versions."""
+        return self.gave_up and not self.at_boundary
+
+    @property
     def trains_more(self) -> bool:
-        """False once all groups of the run are consumed."""
+        """False once all groups of the run are consumed, or the rest is given up."""
         total = self.staleness.total
-        return not self.data_ended and (total is None or self.consumed < total)
+        return not self.data_ended and not self.gave_up and (total is None or self.consumed < total)
 
     @property
     def all_admitted(self) -> bool:
@@ -170,6 +177,19 @@ class RunState:
         if self.ledger.is_open(number):
             self.waiting_again.append(self.ledger.prompt(number))
             self._end_early(number, Fate.DROPPED, reason)
+
+    def drop_unscored(self, number: int, reason: str) -> None:
+        """A group ends because nobody waits for its scores, which says nothing of the reward."""
+        self._end_early(number, Fate.DROPPED, reason)
+
+    def give_up_version(self) -> None:
+        """After a stop, when no further group will be scored: train no more, unless what was scored is enough."""
+        scored = len(self.ledger.open_numbers) - self.unrewarded - self.fetching
+        missing = (self.staleness.total or 0) - self.taken
+        if missing > scored:
+            self.gave_up = True
+            self.queue.abandon()
+            self._wake()
 
     async def take(self, count: int) -> list[Group]:
         """The next groups to train on, as `MessageQueue.take`; what has become too old is dropped on the way."""

@@ -1,7 +1,7 @@
 """Reward: scores each group; those without a gradient are filtered, those that cannot be scored have failed.
 
 consumes        groups from Rollout
-waits for       the reward's processes
+waits for       the reward's processes; after a stop only as long as scores come
 produces        rewarded groups
 """
 
@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from headway.data.types import Group
 from headway.errors import ScoringFailed
 from headway.events import GroupRewarded, Note
-from headway.interfaces import RewardFn
 from headway.pipeline.channel import Channel
 from headway.pipeline.equal_rewards import EqualRewards, FilteredGroups
 from headway.pipeline.ledger import Fate
 from headway.pipeline.message_queue import MessageQueue
+from headway.pipeline.scoring import GivenUp, Scoring
 from headway.pipeline.stage import Stage
 from headway.pipeline.state import RunState, now
 
@@ -39,7 +39,7 @@ class Reward(Stage[Group, Group]):
         state: RunState,
         input: Channel[Group],
         output: Channel[Group] | MessageQueue,
-        reward: RewardFn,
+        reward: Scoring,
         group_filter: GroupFilter | None,
         shaping: Shaping | None = None,
         *,
@@ -66,6 +66,9 @@ class Reward(Stage[Group, Group]):
     async def process_data(self, group: Group) -> AsyncGenerator[Group, None]:
         try:
             scores = await self._reward.score(group.prompt, [t.text for t in group.trajectories])
+        except GivenUp as given_up:
+            self._state.drop_unscored(group.number, str(given_up))
+            return
         except ScoringFailed as failure:
             self._state.discard(group.number, Fate.FAILED, str(failure))
             return

@@ -7,7 +7,8 @@
 
 Outside the inequality: validation generates with first priority and trains nothing. Answers of one version are scored
 while the next one's are being generated. Where nothing of the first validation can be scored, and it has many problems,
-the run ends, whatever was trained beside it: that does not depend on who is quicker.
+the run ends, whatever was trained beside it: that does not depend on who is quicker. Where the first ones all time out,
+the run ends with those. Scores that do not come hold up no stop: the validation is left unfinished.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from functools import partial
 from headway.data.types import Prompt, Trajectory
 from headway.errors import ScoringFailed
 from headway.events import Note, ValidationFinished
-from headway.interfaces import FinishedGroup, GenerateRequest, Priority, RewardFn, SamplingParams
+from headway.interfaces import FinishedGroup, GenerateRequest, Priority, SamplingParams
 from headway.pipeline.channel import Channel
 from headway.pipeline.concurrently import Tasks, failing_as_one
 from headway.pipeline.fleet import Fleet
-from headway.pipeline.nothing_to_train import FAILED_AT_VALIDATION, cannot_be_scored, never_scored
+from headway.pipeline.nothing_to_train import FAILED_AT_VALIDATION, cannot_be_scored, never_scored, timed_out
 from headway.pipeline.receiver import Gone, Replica
+from headway.pipeline.scoring import GivenUp, Scoring
 from headway.pipeline.signal import Signal
 from headway.pipeline.stage import Stage
 from headway.pipeline.state import RunState, now
@@ -50,7 +52,7 @@ class Validate(Stage[Validation, None]):
         input: Channel[Validation],
         fleet: Fleet,
         prompts: Sequence[Prompt],
-        reward: RewardFn,
+        reward: Scoring,
         *,
         n: int,
         sampling: SamplingParams,
@@ -82,7 +84,7 @@ class Validate(Stage[Validation, None]):
         self._input_ended_before = True
         with self._waiting_within("the validations before the last one"):
             await self._finished.until(lambda: self._open == 0)
-        if not self._prompts or self._newest == self._state.version:
+        if not self._prompts or self._newest == self._state.version or self._reward.closed:
             return None
         replica = self._fleet.validator
         self._state.validation(replica.name, running=True)
@@ -94,6 +96,9 @@ class Validate(Stage[Validation, None]):
         reported = self._reported
         try:
             await self._validate(validation, before)
+        except GivenUp:
+            text = f"version {validation.version} was not validated: the run ends, and the scores did not come"
+            self._emit(Note(time=now(), level="info", text=text))
         finally:
             reported.set()
             self._open -= 1
@@ -102,8 +107,8 @@ class Validate(Stage[Validation, None]):
         yield
 
     async def _validate(self, validation: Validation, before: asyncio.Event) -> None:
-        started, replica = now(), validation.replica
-        while (answers := await failing_as_one(partial(self._answers_of, replica))) is None:
+        started, replica, first = now(), validation.replica, validation.version == 0
+        while (answers := await failing_as_one(partial(self._answers_of, replica, first))) is None:
             replica = self._fleet.validator
             self._state.validation(replica.name, running=True)
         trajectories = [t for finished, _ in answers for t in finished.trajectories]
@@ -114,7 +119,7 @@ class Validate(Stage[Validation, None]):
         }
         await before.wait()
         version = _version_of(trajectories, validation.version)
-        self._check_scored(scores, version, first=validation.version == 0)
+        self._check_scored(scores, version, first=first)
         self._emit(
             ValidationFinished(
                 time=now(),
@@ -139,7 +144,9 @@ class Validate(Stage[Validation, None]):
         text = cannot_be_scored(problems, reasons)
         self._emit(Note(time=now(), level="warning", text=text))
 
-    async def _answers_of(self, replica: Replica, tasks: Tasks) -> list[tuple[FinishedGroup, Score]] | None:
+    async def _answers_of(
+        self, replica: Replica, first: bool, tasks: Tasks
+    ) -> list[tuple[FinishedGroup, Score]] | None:
         """Answers to all problems and their scores; None when ``replica`` was lost over it and others go on."""
         requests = [
             GenerateRequest(i, prompt, self._n, self._sampling, Priority.VALIDATION)
@@ -147,16 +154,20 @@ class Validate(Stage[Validation, None]):
         ]
         answers: list[FinishedGroup] = []
         scoring: list[asyncio.Task[Score]] = []
+        timeouts = Timeouts() if first else None
         try:
             with self._waiting_within(replica.name):
                 async for finished in replica.generate(requests):
                     answers.append(finished)
-                    scoring.append(tasks.start(self._score(finished)))
+                    scoring.append(tasks.start(self._score(finished, timeouts)))
         except Gone as gone:
             for task in scoring:
                 task.cancel()
             await self._fleet.lose(gone)
             return None
+        except asyncio.CancelledError:  # a score was given up, or failed for good, while others are still generated
+            self._state.validation(replica.name, running=False)
+            raise
         trajectories = [t for answer in answers for t in answer.trajectories]
         self._newest = _version_of(trajectories, self._state.staleness.loaded[replica.name])
         # Nothing decodes for the validation any more: the replica may load again while scores come in.
@@ -166,13 +177,38 @@ class Validate(Stage[Validation, None]):
     async def send_output_data(self, output: None) -> bool:
         return True
 
-    async def _score(self, finished: FinishedGroup) -> Score:
+    async def _score(self, finished: FinishedGroup, timeouts: Timeouts | None) -> Score:
         prompt = self._prompts[finished.number]
+        score: Score
         try:
             scores = await self._reward.score(prompt, [t.text for t in finished.trajectories])
+            score = float(scores.rewards.mean())
+        except GivenUp:
+            raise
         except ScoringFailed as failure:
-            return failure
-        return float(scores.rewards.mean())
+            score = failure
+        if timeouts is not None:
+            timeouts.look(score, len(self._prompts))
+        return score
+
+
+class Timeouts:
+    """Looks whether the first validation is hopeless: whatever has been scored so far took too long."""
+
+    def __init__(self) -> None:
+        self._reasons: list[str] = []
+        self._only = True
+
+    def look(self, score: Score, problems: int) -> None:
+        """A problem of so many ``problems`` was scored. Raises `NothingToTrain` when the first ones all timed out."""
+        self._only &= isinstance(score, ScoringFailed) and timed_out(str(score))
+        if not self._only:
+            return
+        self._reasons.append(str(score))
+        count = len(self._reasons)
+        if count == FAILED_AT_VALIDATION:
+            which = f"the {count}" if count == problems else f"the first {count} of {problems}"
+            raise never_scored(f"{which} held-out problems at version 0", self._reasons)
 
 
 def _accuracy(scores: Sequence[Score]) -> float:

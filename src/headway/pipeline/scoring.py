@@ -1,0 +1,105 @@
+"""Scores for the stages, and a stop that no reward holds up.
+
+    Reward, Validate ──▶ Scoring ──▶ the run's reward
+                            │
+                            └ after a stop, whenever nothing was scored for `patience_s`: what is awaited is given up;
+                              at the second time in a row, or where no score ever came, all scoring is
+
+A version that was begun is finished with the scores that come. User code that hangs is ended by its time-out alone,
+which may be minutes away, and what takes the place of its group may hang as well: a stop waits for neither.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from headway.data.types import Prompt
+from headway.errors import ScoringFailed
+from headway.interfaces import RewardFn, Scores
+from headway.pipeline.signal import Signal
+from headway.pipeline.state import now
+
+LEAST_PATIENCE_S = 5.0
+MOST_PATIENCE_S = 30.0
+MOST_MISSES = 2
+"""How often in a row the patience may run out before no score is waited for any more."""
+INTERRUPTED = "interrupted"
+"""Reason of groups whose scores were given up."""
+
+
+class GivenUp(ScoringFailed):
+    """Nobody waits for this score any more: the run was asked to stop, and its scores do not come."""
+
+
+class Scoring:
+    """The run's reward, as stages call it."""
+
+    def __init__(self, reward: RewardFn) -> None:
+        self._reward = reward
+        self._awaited: dict[asyncio.Task[Scores], None] = {}
+        """In the order in which they were asked for."""
+        self._given_up: set[asyncio.Task[Scores]] = set()
+        self._longest_s: float | None = None
+        """How long the slowest score took that came; None before the first one."""
+        self._moved = 0.0
+        """When a score came last, or a wait for some began."""
+        self._misses = 0
+        self._stopping = False
+        self._changed = Signal()
+        self.closed = False
+        """No score is waited for any more."""
+
+    @property
+    def patience_s(self) -> float:
+        """How long a stop waits without any score: longer than the slowest one took so far, within limits."""
+        return min(MOST_PATIENCE_S, LEAST_PATIENCE_S + (self._longest_s or 0.0))
+
+    async def score(self, prompt: Prompt, responses: Sequence[str]) -> Scores:
+        """The scores that the reward gives. Raises what it raises, and `GivenUp` where a stop does not wait for it."""
+        if self.closed:
+            raise GivenUp(INTERRUPTED)
+        started = now()
+        if not self._awaited:
+            self._moved = started
+        task = asyncio.get_running_loop().create_task(self._reward.score(prompt, responses))
+        self._awaited[task] = None
+        self._changed.changed()
+        try:
+            scores = await task
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if task in self._given_up and not (caller is not None and caller.cancelling()):
+                raise GivenUp(INTERRUPTED) from None
+            raise
+        finally:
+            del self._awaited[task]
+            self._given_up.discard(task)
+        self._moved, self._misses = now(), 0
+        self._longest_s = max(self._longest_s or 0.0, self._moved - started)
+        return scores
+
+    def stop(self) -> None:
+        """Wait for scores only as long as some come, from now on."""
+        if not self._stopping:
+            self._stopping, self._moved = True, now()
+            self._changed.changed()
+
+    async def watch(self, on_given_up: Callable[[int], object]) -> None:
+        """Wait for a `stop`, and see to it that it waits for no score in vain. Ends when scoring is closed.
+
+        ``on_given_up`` is called with the number of scores that were awaited, each time that some are given up.
+        """
+        await self._changed.until(lambda: self._stopping)
+        while not self.closed:
+            await self._changed.until(lambda: bool(self._awaited))
+            if (left := self._moved + self.patience_s - now()) > 0:
+                await asyncio.sleep(left)
+                continue
+            self._misses += 1
+            self.closed = self._misses >= MOST_MISSES or self._longest_s is None
+            self._given_up.update(self._awaited)
+            for task in self._awaited:
+                task.cancel()
+            self._moved = now()
+            on_given_up(len(self._awaited))
