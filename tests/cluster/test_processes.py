@@ -84,9 +84,15 @@ async def test_a_watched_process_has_ended_when_it_has(until_told: subprocess.Po
     end = asyncio.create_task(watched.ended())
     await asyncio.sleep(0)
     assert not end.done()
+    end.cancel()
+    await asyncio.wait([end])
+    assert watched.can_be_watched, "who waits no longer does not end the watch"
+    assert not watched.has_ended
+    end = asyncio.create_task(watched.ended())
     assert process.stdin is not None
     process.stdin.close()
     await end
+    assert watched.has_ended
     assert process.poll() == 0, "it had ended already"
     await watched.ended()  # at once
     await Watched(process.pid).ended()

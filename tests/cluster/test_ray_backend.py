@@ -110,15 +110,32 @@ async def test_versions_arrive_whichever_way_they_take(
         await workers.close()
 
 
-async def test_a_node_that_was_killed_leaves_no_process_though_nobody_stops_the_others(tmp_path: Path) -> None:
+async def test_a_node_that_was_killed_is_named_and_leaves_neither_process_nor_folder_but_its_logs_to_the_run(
+    tmp_path: Path,
+) -> None:
+    """Starts a Ray of its own, which takes its time: one that is shared cannot be killed."""
     others = set(descendants(os.getpid()))
     cluster = RayCluster(tiny_config("ray"), tmp_path)
     await cluster.connect()
-    family = Family()
-    os.kill(raylet(), signal.SIGKILL)
+    family, session = Family(), Path(ray._private.worker._global_node.get_session_dir_path())  # type: ignore[attr-defined]
+    for pid in set(descendants(os.getpid())) - others:
+        assert os.getsid(pid) != os.getsid(0), "a signal to this process's group ends none of them"
+    pid = raylet()
+    dead = asyncio.create_task(cluster.died())
+    await asyncio.sleep(0)
+    assert not dead.done()
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(WorkerDied, match=rf"Ray's raylet on this machine \(pid {pid}\) ended, and the run's workers"):
+        await asyncio.wait_for(dead, 20)
     await cluster.stop()
     assert len(family) > len(others) + 1
     assert set(family.left_after(0)) <= others
+    assert session not in beside(session)
+    assert (tmp_path / "logs" / "ray" / "raylet.out").stat().st_size > 0
+
+
+def beside(session: Path) -> list[Path]:
+    return list(session.parent.iterdir())
 
 
 def raylet() -> int:

@@ -80,6 +80,10 @@ class PlannedCluster:
         self.launched.append(spec)
         return PlannedWorker(spec.name, self)
 
+    async def died(self) -> NoReturn:
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
     async def stop(self) -> None:
         self.log.append("stopped")
 

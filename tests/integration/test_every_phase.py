@@ -191,7 +191,7 @@ def test_a_full_disk_at_the_export_is_one_message_and_the_run_that_goes_on_expor
 # ---------------------------------------------------------------------------------------- damaged files
 
 
-def test_a_model_folder_that_breaks_while_the_run_trains_fails_the_run_at_its_export(
+def test_a_model_folder_that_breaks_while_the_run_trains_is_told_at_the_export_of_a_complete_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own, run_dir = make_job(tmp_path), tmp_path / "run"
@@ -201,8 +201,9 @@ def test_a_model_folder_that_breaks_while_the_run_trains_fails_the_run_at_its_ex
     message, how = done.stderr.splitlines()
     model = tmp_path / "model"
     assert message.startswith(f"error: could not export the model to {run_dir / 'model'}: {model}: cannot open the tok")
+    assert how.startswith("Training is complete, and what is missing is made by going on. ")
     assert f"headway train --resume {run_dir}" in how
-    assert summary(run_dir)["status"] == "failed"
+    assert summary(run_dir)["status"] == "completed"
 
 
 def test_a_damaged_checkpoint_is_one_line_that_does_not_send_to_that_checkpoint_again(
@@ -311,6 +312,18 @@ def check_end_by_death(done: Done, run_dir: Path, victim: str, *, saved: bool) -
     assert saved == (f"headway train --resume {run_dir}" in how), done.stderr
 
 
+def check_missing_export(done: Done, run_dir: Path, why: str) -> None:
+    """The run is complete, its exit code and message say that the model is missing, and how to get it."""
+    assert done.exit_code == 1, done.stderr
+    message, how = done.stderr.splitlines()
+    assert message.startswith(f"error: could not export the model to {run_dir / 'model'}: {why}")
+    assert how.startswith("Training is complete, and what is missing is made by going on. The newest checkpoint is ")
+    assert f"headway train --resume {run_dir}" in how
+    told = summary(run_dir)
+    assert (told["status"], told["balanced"]) == ("completed", True)
+    assert told["reason"].startswith("RunError: could not export the model to ")
+
+
 @pytest.mark.parametrize("victim", ["actor-0", "rollout-0"])
 @pytest.mark.parametrize("name", PHASES)
 def test_a_worker_that_dies_in_any_phase_ends_the_run_with_its_name_unless_nobody_needs_it_any_more(
@@ -326,8 +339,10 @@ def test_a_worker_that_dies_in_any_phase_ends_the_run_with_its_name_unless_nobod
         told = summary(run_dir)
         assert (told["status"], told["balanced"]) == ("completed", True)
         assert (run_dir / "model" / "model.safetensors").is_file()
+    elif name == "export":
+        check_missing_export(done, run_dir, f"worker {victim} died: ")
     else:
-        saved = name in ("training", "export")
+        saved = name == "training"
         if (name, victim) == ("checkpoint", "rollout-0"):  # the trainer may be quicker than the news of the death
             saved = any((run_dir / "checkpoints").glob("version_*"))
         check_end_by_death(done, run_dir, victim, saved=saved)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -182,11 +183,12 @@ async def pool_of(
     retries: int = 0,
     log_path: Path | None = None,
     params: Any = None,
+    on_timeout: Any = None,
 ) -> AsyncIterator[RewardPool]:
     spec = RewardSpec(
         (RewardPart.of(function, **(params or {})),), timeout_s, *((task.name, task.params) if task else ())
     )
-    pool = RewardPool(spec, workers=workers, retries=retries, log_path=log_path)
+    pool = RewardPool(spec, workers=workers, retries=retries, log_path=log_path, on_timeout=on_timeout)
     try:
         await pool.start()
         yield pool
@@ -270,7 +272,8 @@ async def test_a_failure_is_tried_again_within_the_budget(user_file: Path) -> No
 
 
 async def test_endless_and_dying_calls_fail_their_group_and_the_pool_goes_on(user_file: Path) -> None:
-    async with pool_of(f"{user_file}:moody", timeout_s=0.3) as pool:
+    timeouts: list[int] = []
+    async with pool_of(f"{user_file}:moody", timeout_s=0.3, on_timeout=timeouts.append) as pool:
         for response, reason in [
             ("loop", "timeout after 0.3 s"),
             ("backtrack", "timeout after 0.3 s"),
@@ -279,6 +282,24 @@ async def test_endless_and_dying_calls_fail_their_group_and_the_pool_goes_on(use
             with pytest.raises(ScoringFailed, match=reason):
                 await pool.score(prompt(), ["fine", response])
             assert (await pool.score(prompt(), ["fine"])).rewards.tolist() == [1.0]
+    assert timeouts == [1, 2]
+
+
+async def test_a_reward_that_only_times_out_is_not_tried_on_everything_that_waits(
+    user_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "HOPELESS", 2)
+    timeouts: list[int] = []
+    async with pool_of(f"{user_file}:moody", timeout_s=0.3, retries=1, on_timeout=timeouts.append) as pool:
+        waiting = (pool.score(prompt(), ["loop"]) for _ in range(100))
+        ends = Counter(str(end) for end in await asyncio.gather(*waiting, return_exceptions=True))
+        assert ends == {"timeout after 0.3 s": 1, "not tried, for all before had timeout after 0.3 s": 99}
+        assert 2 <= len(timeouts) < 10
+        assert (await pool.score(prompt(), ["fine"])).rewards.tolist() == [1.0]
+        before = len(timeouts)
+        with pytest.raises(ScoringFailed, match=r"^timeout after 0.3 s"):
+            await pool.score(prompt(), ["loop"])
+        assert len(timeouts) == before + 2, "it has worked once, so that it is tried again"
 
 
 @pytest.mark.parametrize(("retries", "lost"), [(0, ["worker ended with SIGKILL"]), (1, [])])
@@ -387,6 +408,16 @@ async def test_what_workers_print_goes_to_the_log_only(user_file: Path, tmp_path
     assert capfd.readouterr() == ("", "")
 
 
+async def sessions_of(workers: list[int]) -> set[int]:
+    """Of the processes, as soon as all lead one of their own, or as they are after a while."""
+    for _ in range(200):
+        sessions = {os.getsid(pid) for pid in workers}
+        if sessions == set(workers):
+            break
+        await asyncio.sleep(0.05)
+    return sessions
+
+
 async def test_closing_leaves_no_process_and_fails_what_is_still_awaited(user_file: Path) -> None:
     pool = RewardPool(
         RewardSpec((RewardPart.of(f"{user_file}:moody"),), timeout_s=60), workers=2, retries=3, log_path=None
@@ -395,10 +426,12 @@ async def test_closing_leaves_no_process_and_fails_what_is_still_awaited(user_fi
     workers = list(pool._pool._pool_manager.worker_manager.workers)
     endless = [asyncio.create_task(pool.score(prompt(), ["loop"])) for _ in range(3)]
     await asyncio.sleep(0)
+    sessions = await sessions_of(workers)
     await pool.close()
     for result in await asyncio.gather(*endless, return_exceptions=True):
         assert isinstance(result, ScoringFailed)
     assert len(workers) == 2
+    assert sessions == set(workers), "no signal to this process's group, or of its terminal, reaches them"
     for pid in workers:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
@@ -408,15 +441,16 @@ async def test_closing_leaves_no_process_and_fails_what_is_still_awaited(user_fi
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads masks of signals from /proc")
-async def test_no_interrupt_reaches_a_worker_while_it_starts_now_or_later(user_file: Path) -> None:
+async def test_no_signal_of_a_terminal_reaches_a_worker_while_it_starts_now_or_later(user_file: Path) -> None:
     """Processes begin with the mask of the thread that starts them; later ones are started by the pool's threads."""
+    of_a_terminal = sum(1 << (number - 1) for number in (signal.SIGINT, signal.SIGHUP))
 
     def holding_back() -> dict[int, bool]:
         masks = {}
         for task in Path("/proc/self/task").iterdir():
             status = (task / "status").read_text()
             (blocked,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigBlk"))
-            masks[int(task.name)] = bool(int(blocked, 16) & 1 << (signal.SIGINT - 1))
+            masks[int(task.name)] = int(blocked, 16) & of_a_terminal == of_a_terminal
         return masks
 
     before = holding_back()

@@ -22,6 +22,7 @@ from headway.pipeline.run import Status
 from headway.reports.bundle import Reports
 from headway.reports.checkpoints import Checkpoints
 from headway.reports.events_file import look_through
+from headway.reports.run_directory import RunDirectory
 
 
 def carry_out(
@@ -44,25 +45,42 @@ def carry_out(
                     f"{directory.path}. Lower async_training.staleness_threshold or actor.optim.lr, add a correction "
                     "(docs/algorithms/corrections.md), or set offpolicy.guard.action to what goes on"
                 )
-            reports.report_end(directory.model, resumable=status is Status.INTERRUPTED)
+            resumable = status is Status.INTERRUPTED and bool(_saved(directory, config))
+            reports.report_end(directory.model, resumable=resumable)
     except (KeyboardInterrupt, asyncio.CancelledError):
-        newest = Checkpoints(directory.checkpoints).complete(with_critic=needs_critic(config))[-1:]
-        if reports.summary()["status"] == Status.COMPLETED and is_of_the_end(directory, newest):
+        if _is_complete(reports) and _has_model(reports, config):
             note(reports, f"left at once; the run was complete, and its model is in {directory.model}")
         else:
             note(reports, f"left at once; nothing more was saved. {how_to_go_on(reports, config)}".rstrip())
             _end(reports, Status.INTERRUPTED, "left at once")
         return EXIT_INTERRUPTED
     except Exception as failure:
-        _end(reports, Status.FAILED, f"{type(failure).__name__}: {failure}")
+        _fail(reports, failure)
         changed = isinstance(failure, NothingToTrain | StoppedByGuard)
         refused = start.version if start is not None and isinstance(failure, UserError) else None
-        if how := how_to_go_on(reports, config, changed=changed, refused=refused):
-            failure.add_note(how)
+        if _is_complete(reports) and _has_model(reports, config):
+            failure.add_note(f"The run is complete, and its model is in {directory.model}")
+        elif how := how_to_go_on(reports, config, changed=changed, refused=refused):
+            trained = "Training is complete, and what is missing is made by going on. " if _is_complete(reports) else ""
+            failure.add_note(f"{trained}{how}")
         raise
     finally:
         reports.close()
     return 0 if status is Status.COMPLETED else EXIT_INTERRUPTED
+
+
+def _is_complete(reports: Reports) -> bool:
+    return bool(reports.summary()["status"] == Status.COMPLETED)
+
+
+def _has_model(reports: Reports, config: Config) -> bool:
+    """Whether the model that the newest checkpoint has was exported."""
+    return is_of_the_end(reports.directory, _saved(reports.directory, config)[-1:])
+
+
+def _saved(directory: RunDirectory, config: Config) -> list[int]:
+    """Versions of the complete checkpoints, the newest last."""
+    return Checkpoints(directory.checkpoints).complete(with_critic=needs_critic(config))
 
 
 def how_to_go_on(reports: Reports, config: Config, *, changed: bool = False, refused: int | None = None) -> str:
@@ -101,9 +119,24 @@ def set_math_environment(config: Config) -> None:
         os.environ.setdefault(variable, value)
 
 
+def _fail(reports: Reports, failure: Exception) -> None:
+    """Say that the run failed; of one whose training had ended in order, only what could not be done afterwards."""
+    reason = f"{type(failure).__name__}: {failure}"
+    if not reports.ended or isinstance(failure, StoppedByGuard):
+        _end(reports, Status.FAILED, reason)
+        return
+    trained = Status(reports.summary()["status"])
+    if trained is not Status.FAILED:
+        _say_end(reports, trained, reason)
+
+
 def _end(reports: Reports, status: Status, reason: str) -> None:
     """Say how the run ended where nobody said so yet, or it ended worse than was said: something failed afterwards."""
     if reports.ended and reports.summary()["status"] in (status, Status.FAILED):
         return
+    _say_end(reports, status, reason)
+
+
+def _say_end(reports: Reports, status: Status, reason: str) -> None:
     version, groups = reports.version, reports.groups
     reports.emit(RunFinished(time=time.monotonic(), status=status.value, reason=reason, version=version, groups=groups))

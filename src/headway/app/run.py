@@ -16,8 +16,8 @@ from headway.app.interrupts import Interrupts
 from headway.config.placement import CRITIC, LOGP, REF, needs_critic, needs_greedy_baseline
 from headway.config.schema import Config
 from headway.data.sources import Rows, build_sources
-from headway.errors import RunError, UserError, boundary
-from headway.events import PromptsLeftOut, WorkerDescribed
+from headway.errors import HeadwayError, RunError, boundary
+from headway.events import Note, PromptsLeftOut, WorkerDescribed
 from headway.pipeline.parts import Parts
 from headway.pipeline.resume import Taken
 from headway.pipeline.run import Pipeline, Status
@@ -26,7 +26,7 @@ from headway.reports.bundle import Reports
 from headway.reports.checkpoints import Checkpoints, Retention
 from headway.reports.exported import version_of, write_version
 from headway.reports.run_directory import RunDirectory
-from headway.rewards.pool import RewardPool
+from headway.rewards.pool import HOPELESS, RewardPool
 from headway.rewards.request import RewardSpec
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ class Run:
             workers=config.reward.workers,
             retries=config.reward.retries,
             log_path=reports.directory.logs / "reward.log",
+            on_timeout=self._report_timeout,
         )
         stack.push_async_callback(reward.close)
         await reward.start()
@@ -129,11 +130,24 @@ class Run:
         with boundary(exporting, RunError):
             try:
                 await workers.train.export(reports.directory.model)
-            except UserError as cause:  # the model's folder was whole when the run began
+            except HeadwayError as cause:  # a worker that ended, or the user's folder, which was whole at the start
                 raise RunError(f"{exporting}: {cause}") from cause
-            for newest in checkpoints.complete(with_critic=needs_critic(config))[-1:]:
-                write_version(reports.directory.model, newest)
+            if not pipeline.unfinished:
+                for newest in checkpoints.complete(with_critic=needs_critic(config))[-1:]:
+                    write_version(reports.directory.model, newest)
         return status
+
+    def _report_timeout(self, count: int) -> None:
+        """Warn of the reward's first time-outs, and of its tenth, hundredth and so on."""
+        if count > HOPELESS and count != 10 ** (len(str(count)) - 1):
+            return
+        reward = self._config.reward
+        names = ", ".join(one.function for one in reward.all)
+        text = (
+            f"the reward {names} took longer than reward.timeout_s={reward.timeout_s:g} s and was ended, "
+            f"{'for the first time' if count == 1 else f'{count} times so far'}; what it printed is in logs/reward.log"
+        )
+        self._reports.emit(Note(time=time.monotonic(), level="warning", text=text))
 
     def _report_left_out(self, part: str, by_source: Mapping[str, int]) -> None:
         limit = self._config.data.max_prompt_length

@@ -44,6 +44,7 @@ class Workers:
     """Of ``ref``, ``logp`` and ``critic`` those that share the trainer's ranks."""
     needed: Sequence[Worker]
     """Those without any of which the run cannot go on, for supervision."""
+    cluster: Cluster
     probe_tolerance: float
     """Nats by which what a replica serves may differ from the trainer."""
     hardware: Mapping[str, Hardware]
@@ -52,8 +53,8 @@ class Workers:
     undo: AsyncExitStack
 
     async def watch(self) -> NoReturn:
-        """Wait until any worker ends that is needed, also while nobody calls it, and raise `WorkerDied`."""
-        await concurrently(worker.died() for worker in self.needed)
+        """Wait until the cluster or any worker ends that is needed, also while nobody calls it; raise `WorkerDied`."""
+        await concurrently([self.cluster.died(), *(worker.died() for worker in self.needed)])
         raise AssertionError("unreachable: died() never returns")
 
     @property
@@ -120,6 +121,7 @@ async def start_backend(config: Config, *, model_path: str, run_dir: Path, total
             receivers=started.receivers,
             inside_fetch=started.inside_fetch,
             needed=started.needed,
+            cluster=cluster,
             probe_tolerance=max(PROBE_TOLERANCE[dtype] for dtype in started.dtypes),
             hardware=started.hardware,
             replacements=started.replacements,

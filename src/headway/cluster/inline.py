@@ -99,6 +99,11 @@ class InlineCluster:
     def launch(self, spec: WorkerSpec) -> InlineWorker:
         return InlineWorker(spec, self._device, self._threads)
 
+    async def died(self) -> NoReturn:
+        """Never: the cluster is this process."""
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
     async def stop(self) -> None:
         """Leave torch.distributed as it was found."""
         if self._made_group:

@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -35,27 +36,57 @@ def descendants(*pids: int) -> list[int]:
     return found
 
 
+def named(programs: Collection[str], title: str) -> dict[str, int]:
+    """Process ids by program, of ``programs`` that this process has started with ``title`` in their command lines."""
+    found = {}
+    for pid in descendants(os.getpid()):
+        with suppress(OSError):  # it has ended
+            if (program := Path(f"/proc/{pid}/exe").readlink().name) in programs and title in _command_line(pid):
+                found[program] = pid
+    return found
+
+
 class Watched:
     """One process of this machine, whoever started it."""
 
     def __init__(self, pid: int) -> None:
+        self.pid = pid
         self._descriptor: int | None = None
+        self._ended = False
         if CAN_WATCH:
             with suppress(OSError):  # it has ended, or this system lets nobody watch
                 self._descriptor = os.pidfd_open(pid)
 
+    @property
+    def can_be_watched(self) -> bool:
+        """False also once nothing is watched any more."""
+        return self._descriptor is not None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process is known to have ended, also while its parent has not looked yet."""
+        if self._descriptor is not None:
+            self._ended = bool(select.select([self._descriptor], [], [], 0)[0])
+        return self._ended
+
     async def ended(self) -> None:
-        """Wait until the process has ended; at once where processes cannot be watched. Nothing is watched any more."""
+        """Wait until the process has ended; at once where it cannot be watched. Then nothing is watched any more."""
         if self._descriptor is None:
             return
-        descriptor, self._descriptor = self._descriptor, None
         loop, end = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(descriptor, end.set)
+        loop.add_reader(self._descriptor, end.set)
         try:
             await end.wait()
         finally:
-            loop.remove_reader(descriptor)
-            os.close(descriptor)
+            loop.remove_reader(self._descriptor)
+        self._ended = True
+        self.close()
+
+    def close(self) -> None:
+        """Watch nothing any more. What is known by then stays known."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
 class Family:

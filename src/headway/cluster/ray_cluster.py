@@ -8,7 +8,7 @@ import os
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 
@@ -16,9 +16,9 @@ from headway.cluster.address import check_listens
 from headway.cluster.hardware import available_cores
 from headway.cluster.plan import ClusterPlan, WorkerSpec
 from headway.cluster.process import ProcessSettings
-from headway.cluster.processes import Family
 from headway.cluster.ray_messages import messages_in
-from headway.cluster.ray_signals import sigterm_kept
+from headway.cluster.ray_node import RayNode
+from headway.cluster.ray_signals import sessions_of_their_own, sigterm_kept
 from headway.cluster.ray_worker import RayWorker
 from headway.cluster.resource_pool import ResourcePool
 from headway.config.schema import Config
@@ -46,8 +46,9 @@ class RayCluster:
         self._entered = False
         self._messages = ExitStack()
         """Until it is closed, what Ray reports goes to a log of the run."""
-        self._processes: Family | None = None
-        """Of the Ray that was started here; None where it was joined."""
+        self._node: RayNode | None = None
+        """The Ray that was started here; None where it was joined."""
+        self._launched: list[RayWorker] = []
         self._deadline: float | None = None
         """On the event loop's clock: when the whole start has to be over."""
         self._pool: ResourcePool | None = None
@@ -68,7 +69,7 @@ class RayCluster:
             # Not in a thread of a pool: Ray's processes die with the very thread that started them.
             self._entered = True
             self._messages.enter_context(messages_in(self._run_dir / "logs" / "ray.log"))
-            with sigterm_kept():
+            with sigterm_kept(), sessions_of_their_own():
                 self._init()
         self._device = self._choose_device()
         return self._device
@@ -90,12 +91,23 @@ class RayCluster:
             raise RunError("workers can be launched only after devices were reserved for them")
         log_file = (self._run_dir / "logs" / f"{spec.name}.log").absolute()
         settings = ProcessSettings(spec.name, spec.threads, log_file)
-        return RayWorker(settings, spec, self._device, self._pool.options(self._devices.index(spec.device)))
+        options = self._pool.options(self._devices.index(spec.device))
+        worker = RayWorker(settings, spec, self._device, options, self._node)
+        self._launched.append(worker)
+        return worker
+
+    async def died(self) -> NoReturn:
+        """Wait until the Ray that was started here is lost, and raise `WorkerDied`. Never where it was joined."""
+        if self._node is not None:
+            await self._node.died()
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
 
     async def stop(self) -> None:
         """Give the devices back, and leave Ray if it was entered here (which ends it if it was started here)."""
         if self._pool is not None:
-            self._pool.release()
+            if self._node is None or self._node.lost is None:  # else nobody is there to take them
+                self._pool.release()
             self._pool = None
         if self._entered:
             self._entered = False
@@ -103,16 +115,17 @@ class RayCluster:
             await asyncio.to_thread(self._leave)
 
     def _leave(self) -> None:
-        """Leave Ray. When it was started here, returns when none of its processes is left: some outlive the node."""
-        processes, self._processes = self._processes, None
-        if processes is not None:
-            processes.update()
+        """Leave Ray. When it was started here, returns when nothing of it is left."""
+        node, self._node = self._node, None
         try:
-            ray.shutdown()
+            if node is None:
+                ray.shutdown()
+                return
+            if any(worker.pid is None for worker in self._launched):  # one did not start
+                node.keep_logs()
+            node.leave()
         finally:
             self._messages.close()
-            if processes is not None and (left := processes.end()):
-                raise RunError(f"processes of Ray are still there after they were killed: {left}")
 
     def _init(self) -> None:
         # Ray's processes inherit both: no reports to its makers, and devices hidden from no worker that asked for none.
@@ -132,8 +145,7 @@ class RayCluster:
                 logging_level=logging.ERROR,
                 object_store_memory=object_store_bytes(self._config) + VERSIONS_STORED * self._weights_bytes,
             )
-        # The name of Ray's session stands in the command line of all that this process started for it.
-        self._processes = Family(Path(context.address_info["session_dir"]).name)
+        self._node = RayNode(Path(context.address_info["session_dir"]), self._run_dir.absolute() / "logs" / "ray")
 
     def _check_enough_gpus(self, plan: ClusterPlan) -> None:
         """Fail at once on a machine that cannot get more of them; a cluster that was joined may still grow."""

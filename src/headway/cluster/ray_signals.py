@@ -1,8 +1,13 @@
-"""SIGTERM stays with the driver, which ends a run in order at it, though `ray.init` takes the signal away twice.
+"""Signals stay with the driver, which ends a run in order at them: `ray.init` takes SIGTERM away twice, and puts Ray's
+processes where signals to the driver's group end them.
 
 Ray's Python sets a handler that ends the process at once. Its core sets one beneath Python's, which prints a stack
 trace, goes on to Python's, and aborts the process three seconds later, in the middle of closing. No setting keeps Ray
 from either.
+
+`timeout`, Slurm and closing terminals signal all processes of a group. Ray's would end at that before the driver has
+finished its version, so they begin sessions of their own, and workers with them. A driver that is killed still takes
+them along: the kernel ends what Ray has started with the thread that started it.
 """
 
 from __future__ import annotations
@@ -11,11 +16,15 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
+import ray._private.services as starting
 import ray._private.utils as taking
 
 TAKES = "set_sigterm_handler"
 """Called as ``(handler)`` at the beginning of `ray.init`."""
+STARTS = "ConsolePopen"
+"""A `subprocess.Popen`, with which each of Ray's processes on this machine is started."""
 
 
 @contextmanager
@@ -35,3 +44,17 @@ def sigterm_kept() -> Iterator[None]:
             setattr(taking, TAKES, takes)
         signal.signal(signal.SIGTERM, before)  # above all for the system, which would call the core's handler
         signal.siginterrupt(signal.SIGTERM, False)  # as an event loop has it
+
+
+@contextmanager
+def sessions_of_their_own() -> Iterator[None]:
+    """Let the processes that Ray starts within lead sessions, which no signal to this process's group reaches."""
+    starts = getattr(starting, STARTS, None)
+    if starts is None:
+        yield
+        return
+    setattr(starting, STARTS, partial(starts, start_new_session=True))
+    try:
+        yield
+    finally:
+        setattr(starting, STARTS, starts)

@@ -20,6 +20,7 @@ from headway.cluster.exchange import transport_timeout
 from headway.cluster.plan import WorkerSpec
 from headway.cluster.process import ProcessSettings, set_up_process
 from headway.cluster.processes import Watched
+from headway.cluster.ray_node import RayNode
 from headway.cluster.role_host import RoleHost
 from headway.data.types import Handle
 from headway.errors import HeadwayError, RunError, StallError, WorkerDied
@@ -129,8 +130,18 @@ class Recent:
 class RayWorker:
     """A `Worker` behind a Ray actor."""
 
-    def __init__(self, settings: ProcessSettings, spec: WorkerSpec, device: str, options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        settings: ProcessSettings,
+        spec: WorkerSpec,
+        device: str,
+        options: dict[str, Any],
+        ray_here: RayNode | None = None,
+    ) -> None:
+        """``ray_here``: the Ray that this process has started, where it has."""
         self.name = spec.name
+        self._ray = ray_here
+        self._killed = False
         self.log_file = settings.log_file
         self.pid: int | None = None
         """Of the process, once it is up."""
@@ -171,6 +182,9 @@ class RayWorker:
         raise WorkerDied(f"worker {self.name} stopped")
 
     async def kill(self) -> None:
+        if self._ray is not None and self._ray.lost is not None:
+            return  # nobody is there to kill it; it ends with Ray's other processes (`RayNode.leave`)
+        self._killed = True
         ray.kill(self._actor, no_restart=True)
         try:
             async with asyncio.timeout(END_TIMEOUT_S):
@@ -190,21 +204,30 @@ class RayWorker:
         """Ray's errors as Headway's: a role's own error passes as it was raised there."""
         try:
             yield
-        except RayTaskError as error:
+        except RayError as error:
+            raise self._told(doing, error) from error
+
+    def _told(self, doing: str, error: RayError) -> HeadwayError:
+        """What to raise for Ray's ``error``. Where Ray itself is lost, that is why workers end, or fail over others."""
+        ray_here = None if self._killed else self._ray
+        if ray_here is not None and (lost := ray_here.lost) is not None:
+            return WorkerDied(f"worker {self.name} died during {doing!r}: {lost}")
+        if isinstance(error, RayTaskError):
             cause = error.cause
             if isinstance(cause, HeadwayError):
-                raise cause from error
-            raise RunError(
+                return cause
+            return RunError(
                 f"worker {self.name} failed in {doing!r}: {type(cause).__name__}: {cause}. Its log: {self.log_file}"
-            ) from error
-        except (RayActorError, OutOfMemoryError) as error:
+            )
+        if isinstance(error, RayActorError | OutOfMemoryError):
+            if ray_here is not None:
+                ray_here.keep_logs()
             process = "its process" if self.pid is None else f"its process (pid {self.pid})"
-            raise WorkerDied(
+            return WorkerDied(
                 f"worker {self.name} died: {process} ended during {doing!r}. Its log: {self.log_file}. "
                 f"{why_it_died(error)}"
-            ) from error
-        except RayError as error:
-            raise RunError(f"worker {self.name}, {doing!r}: {type(error).__name__}: {error}") from error
+            )
+        return RunError(f"worker {self.name}, {doing!r}: {type(error).__name__}: {error}")
 
 
 def _node() -> str:

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from headway.cluster.engines import LogpReceiver, RolloutReplica, clock_offset
 from headway.cluster.exchange import Exchange, WeightPaths, WithinProcesses, exchange_settings, transport_timeout
@@ -56,6 +56,9 @@ class Cluster(Protocol):
 
     def launch(self, spec: WorkerSpec) -> Worker:
         """Begin to start one worker; `Worker.up` waits for it."""
+
+    async def died(self) -> NoReturn:
+        """Wait until the cluster itself is lost, and raise `WorkerDied`, which names the cause."""
 
     async def stop(self) -> None:
         """Give everything back, also after a failed `connect`. The workers were killed before."""

@@ -35,8 +35,14 @@ START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
 GRACE_S = 1.0
 """By how much the pool's limit on a group exceeds the sum of its calls' limits."""
+HOPELESS = 8
+"""Time-outs before any answer after which what waits is not tried any more: it would take as long for each of them."""
 
 R = TypeVar("R")
+
+
+class _NoFurtherTry(ScoringFailed):
+    """The reward has done nothing but time out so far."""
 
 
 class RewardPool:
@@ -52,12 +58,24 @@ class RewardPool:
         workers: int,
         retries: int,
         log_path: Path | None,
+        on_timeout: Callable[[int], object] | None = None,
     ) -> None:
-        """What workers print goes to ``log_path`` (None: to this process's stderr)."""
+        """What workers print goes to ``log_path`` (None: to this process's stderr). ``on_timeout`` is called at each
+        try that took too long, with how many there were so far.
+        """
         self._spec = spec
         self._workers = workers
         self._retries = retries
         self._log_path = log_path
+        self._on_timeout = on_timeout
+        self._timeouts = 0
+        self._began: float | None = None
+        """When the first group was to be scored, on the event loop's clock."""
+        self._answered = False
+        """Some try ended otherwise than by a time-out."""
+        self._not_tried: set[asyncio.Future[Any]] = set()
+        self._left_calls = False
+        """The pool may hold calls whose results nobody awaits any more."""
         self._pool: ProcessPool | None = None
         self._awaited: set[asyncio.Future[Any]] = set()
         self._retiring: set[asyncio.Task[None]] = set()
@@ -89,6 +107,9 @@ class RewardPool:
         Raises `ScoringFailed` with a short reason when every try failed: ``exception: ValueError: …``,
         ``timeout after 10 s``, ``returned nan for response 3, …``, ``worker ended with exit code 1``. Where there are
         several parts, the name of the one that failed comes first, if its worker lived to tell.
+
+        Where the first `HOPELESS` tries of all, and every group's chance of a second one, end in time-outs, all groups
+        that wait then fail without being tried.
         """
         if not responses:
             return Scores(np.zeros(0, np.float32), {part.name: [] for part in self._spec.parts})
@@ -103,6 +124,8 @@ class RewardPool:
         for tries_left in range(self._retries, -1, -1):
             try:
                 return await self._try(request)
+            except _NoFurtherTry:
+                raise
             except ScoringFailed:
                 if not tries_left:
                     raise
@@ -122,18 +145,48 @@ class RewardPool:
     async def _try(self, request: ScoreRequest) -> Scores:
         timeout_s = self._spec.timeout_s
         calls = len(request.responses) * len(self._spec.parts)
+        if self._began is None:
+            self._began = asyncio.get_running_loop().time()
         try:
-            return await self._run(worker.score, request, timeout_s=timeout_s * calls + GRACE_S)
+            scores = await self._run(worker.score, request, timeout_s=timeout_s * calls + GRACE_S)
+            self._answered = True
+            return scores
         except TimeoutError as cause:
-            raise ScoringFailed(_timeout_reason(timeout_s)) from cause
+            raise self._timed_out() from cause
         except ProcessExpired as cause:
-            timed_out = cause.exitcode == -signal.SIGALRM
-            reason = _timeout_reason(timeout_s) if timed_out else f"worker ended with {_exit_text(cause.exitcode)}"
-            raise ScoringFailed(reason) from cause
+            if cause.exitcode == -signal.SIGALRM:
+                raise self._timed_out() from cause
+            self._answered = True
+            raise ScoringFailed(f"worker ended with {_exit_text(cause.exitcode)}") from cause
         except BrokenProcessPool as cause:
             raise ScoringFailed("worker ended") from cause
         except OSError as cause:  # the reward has closed what its process prints to, or answers through
             raise ScoringFailed(f"worker: {said_by(cause)}") from cause
+        except ScoringFailed as failure:
+            self._answered |= not isinstance(failure, _NoFurtherTry)
+            raise
+
+    def _timed_out(self) -> ScoringFailed:
+        self._timeouts += 1
+        if self._on_timeout is not None:
+            self._on_timeout(self._timeouts)
+        if not self._is_hopeless():
+            return ScoringFailed(self._timeout_reason)
+        self._not_tried.update(self._awaited)
+        for result in self._awaited:
+            result.cancel()
+        self._left_calls = True
+        return _NoFurtherTry(self._timeout_reason)
+
+    def _is_hopeless(self) -> bool:
+        """Whether nothing but time-outs came, in the time of all tries of a group: a service may have to wake up."""
+        took = asyncio.get_running_loop().time() - (self._began or 0.0)
+        tries = 1 + self._retries
+        return not self._answered and self._timeouts >= HOPELESS and took >= tries * self._spec.timeout_s
+
+    @property
+    def _timeout_reason(self) -> str:
+        return f"timeout after {self._spec.timeout_s:g} s"
 
     async def _run(self, function: Callable[..., R], *args: object, timeout_s: float | None = None) -> R:
         """Run ``function`` in a worker; cancelling this ends the worker."""
@@ -141,6 +194,8 @@ class RewardPool:
             raise ScoringFailed("the reward pool is closed")
         if self._pool is not None and not self._pool.active:
             self._retire()  # pebble gives a pool up when it cannot tell whose work a dead worker had
+        if self._left_calls and not self._awaited:
+            self._retire()  # pebble begins each call that waits and was cancelled, and ends a worker over it
         if self._pool is None:
             self._pool = self._new_pool()
         with _interrupts_held_back():  # the first call starts the processes, and the threads that start others
@@ -151,10 +206,14 @@ class RewardPool:
         except asyncio.CancelledError:
             caller = asyncio.current_task()
             if caller is not None and caller.cancelling():
+                self._left_calls = True
                 raise
+            if result in self._not_tried:
+                raise _NoFurtherTry(f"not tried, for all before had {self._timeout_reason}") from None
             raise ScoringFailed("the reward pool was closed") from None  # by `close`, not by the caller
         finally:
             self._awaited.discard(result)
+            self._not_tried.discard(result)
 
     def _new_pool(self) -> ProcessPool:
         if self._log_path is not None:
@@ -173,6 +232,7 @@ class RewardPool:
             self._retiring.add(stopping)
             stopping.add_done_callback(self._retiring.discard)
             self._pool = None
+            self._left_calls = False
 
     def _see_log(self) -> str:
         return f"; see {self._log_path}" if self._log_path is not None else ""
@@ -180,10 +240,14 @@ class RewardPool:
 
 @contextmanager
 def _interrupts_held_back() -> Iterator[None]:
-    """Threads and processes that are started within never hear of Ctrl-C, not even before they can ignore it."""
-    resource_tracker.ensure_running()  # whose start lets interrupts through again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    """Threads and processes that are started within never hear of a terminal, not even before they leave its session.
+
+    SIGTERM is not held back: it is how the pool ends workers, also such that are just starting.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, worker.HELD_BACK)
     try:
+        resource_tracker.ensure_running()  # whose start lets interrupts through again
+        signal.pthread_sigmask(signal.SIG_BLOCK, worker.HELD_BACK)
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -192,10 +256,6 @@ def _interrupts_held_back() -> Iterator[None]:
 def _stop(pool: ProcessPool) -> None:
     pool.stop()  # type: ignore[no-untyped-call]
     pool.join()
-
-
-def _timeout_reason(timeout_s: float) -> str:
-    return f"timeout after {timeout_s:g} s"
 
 
 def _exit_text(exit_code: int) -> str:

@@ -20,6 +20,8 @@ from headway.rewards.request import RewardSpec, ScoreRequest
 from headway.rewards.scorers import Scorer, make_scorer
 
 PR_SET_PDEATHSIG = 1
+HELD_BACK = {signal.SIGINT, signal.SIGHUP}
+"""Signals of a terminal, of which workers do not hear while they start."""
 MOST_FILES = 65536
 """More than a worker may have open."""
 STARTS_A_PROCESS = frozenset({"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"})
@@ -34,8 +36,7 @@ class _Process:
 
 def initialize(spec: RewardSpec, log_path: Path | None) -> None:
     """Run first in every worker. Never raises: what is wrong with the reward is told by `check` and `score`."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # held back while it started
+    _leave_signals_to_the_driver()
     _leave_no_children()
     die_with_parent()
     _redirect_output(log_path)
@@ -81,6 +82,19 @@ def _ready_scorer() -> Scorer:
     if isinstance(_Process.scorer, UserError):
         raise _Process.scorer
     return _Process.scorer
+
+
+def _leave_signals_to_the_driver() -> None:
+    """Lead a session of one's own, which no terminal and no signal to the driver's process group reaches.
+
+    What a terminal sent while this process started is forgotten. A SIGTERM to the group would have ended it then, which
+    costs nothing: the driver leaves at that when the run starts, and another worker takes the place of this one later.
+    """
+    if os.getpid() != os.getpgrp():
+        os.setsid()
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in HELD_BACK}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)  # held back while the process started
+    signal.signal(signal.SIGHUP, before[signal.SIGHUP])
 
 
 def _leave_no_children() -> None:
