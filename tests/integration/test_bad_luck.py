@@ -67,7 +67,10 @@ def interrupts(listener: Listener) -> Interrupts:
     return Interrupts(cast(Reports, listener))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
 async def test_before_the_pipeline_one_signal_leaves_at_once(number: signal.Signals) -> None:
     listener = Listener()
 
@@ -81,8 +84,11 @@ async def test_before_the_pipeline_one_signal_leaves_at_once(number: signal.Sign
     assert listener.heard == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-async def test_the_pipeline_is_asked_first_and_left_at_the_second_signal(number: signal.Signals) -> None:
+@pytest.mark.parametrize("number", SIGNALS)
+async def test_the_pipeline_is_asked_first_and_left_at_the_second_signal(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headway.app.interrupts.SAME_S", 0.01)
     listener = Listener()
 
     async def run() -> None:
@@ -96,6 +102,27 @@ async def test_the_pipeline_is_asked_first_and_left_at_the_second_signal(number:
 
     with pytest.raises(asyncio.CancelledError):
         await asyncio.create_task(run())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+async def test_a_signal_that_is_sent_in_two_ways_counts_once(number: signal.Signals) -> None:
+    """As `timeout` sends it, to the process and to its group, and a terminal that closes."""
+    listener = Listener()
+    with interrupts(listener) as handling, handling.asking(cast(Pipeline, listener)):
+        await signalled(number, number)
+        assert [text for text in listener.heard if text == "request_stop"] == ["request_stop"]
+        await asyncio.sleep(0)  # a cancellation would be raised here
+
+
+async def test_a_hangup_that_was_ignored_when_the_run_began_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with terminations_as_interrupts(), interrupts(listener := Listener()):
+            await signalled(signal.SIGHUP)
+        assert listener.heard == []
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 async def test_closing_is_disturbed_by_no_further_signal() -> None:
@@ -124,11 +151,16 @@ async def test_a_run_that_is_over_closes_undisturbed() -> None:
     assert listener.heard == ["ending the workers, which takes a few seconds"]
 
 
-def test_sigterm_is_an_interrupt_where_no_event_loop_runs_and_itself_again_afterwards() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with terminations_as_interrupts(), pytest.raises(KeyboardInterrupt):
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert signal.getsignal(signal.SIGTERM) is before
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_termination_is_an_interrupt_where_no_event_loop_runs_and_itself_again_afterwards(
+    number: signal.Signals,
+) -> None:
+    before = signal.getsignal(number)
+    with terminations_as_interrupts():
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)  # the same, sent in another way
+    assert signal.getsignal(number) is before
 
 
 def test_sigterm_is_an_interrupt_after_the_event_loop_too() -> None:
@@ -184,7 +216,7 @@ def test_one_signal_while_the_model_is_exported_leaves_all_of_it_or_nothing(
     assert [path.name for path in run_dir.iterdir() if "model" in path.name] == []
 
 
-def test_an_export_that_fails_after_an_interrupt_makes_a_failed_run(
+def test_an_export_that_fails_after_an_interrupt_is_told_and_the_run_stays_an_interrupted_one(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextmanager
@@ -201,7 +233,7 @@ def test_an_export_that_fails_after_an_interrupt_makes_a_failed_run(
     with pytest.raises(RunError, match="could not export the model"):
         train(load_checked(recipe, overrides))
     told = summary(tmp_path / "run")
-    assert (told["status"], told["balanced"]) == ("failed", True)
+    assert (told["status"], told["balanced"]) == ("interrupted", True)
     assert told["reason"].startswith("RunError: could not export the model")
 
 
@@ -230,7 +262,9 @@ def test_a_run_whose_stdout_is_closed_trains_quietly(recipe: Path, tmp_path: Pat
     assert summary(run_dir)["status"] == "completed"
 
 
-def test_sigterm_while_workers_start_ends_the_run_and_leaves_no_process(recipe: Path, tmp_path: Path) -> None:
+def test_sigterm_to_the_group_while_workers_start_ends_the_run_and_leaves_no_process(
+    recipe: Path, tmp_path: Path
+) -> None:
     run_dir = tmp_path / "run"
     process = start("-m", "headway", *inline(recipe, run_dir))
     deadline = time.monotonic() + 90
@@ -239,7 +273,7 @@ def test_sigterm_while_workers_start_ends_the_run_and_leaves_no_process(recipe: 
         assert time.monotonic() < deadline
         time.sleep(0.05)
     started = descendants(process.pid)
-    process.send_signal(signal.SIGTERM)
+    os.killpg(process.pid, signal.SIGTERM)
     code, output = finish(process)
     assert code == 130, output
     assert "Traceback" not in output

@@ -1,4 +1,8 @@
-"""Ctrl-C and SIGTERM: what they ask of a run, before, while and after it trains."""
+"""Ctrl-C, SIGTERM and SIGHUP: what they ask of a run, before, while and after it trains.
+
+`timeout` sends its signal twice, to the process and to its group; a terminal that closes sends SIGHUP by its shell, and
+again when that has ended. Neither means a second time: see `Repeats`.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +18,40 @@ from headway.events import Note
 from headway.pipeline.run import Pipeline
 from headway.reports.bundle import Reports
 
+SAME_S = 1.0
+"""SIGTERM and SIGHUP that come again within so many seconds are one signal, which was sent in two ways."""
+
 
 def note(reports: Reports, text: str) -> None:
     reports.emit(Note(time=time.monotonic(), level="info", text=text))
 
 
+def _signals() -> tuple[signal.Signals, ...]:
+    """What interrupts a run. SIGHUP that is ignored stays so: the run was started with ``nohup``."""
+    if not _in_the_main_thread():
+        return ()
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return (signal.SIGINT, signal.SIGTERM) if ignored else (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Repeats:
+    """Tells a signal from the echo of one that was counted."""
+
+    def __init__(self) -> None:
+        self._counted: dict[int, float] = {}
+        """By number: when it was counted last, on the monotonic clock."""
+
+    def is_one(self, number: int) -> bool:
+        """Whether this signal is the same as one of less than `SAME_S` ago. Ctrl-C never is: a user presses twice."""
+        now = time.monotonic()
+        if number != signal.SIGINT and now - self._counted.get(number, -SAME_S) < SAME_S:
+            return True
+        self._counted[number] = now
+        return False
+
+
 class Interrupts:
-    """Ctrl-C and SIGTERM, as long as there is anything to close.
+    """Ctrl-C, SIGTERM and SIGHUP, as long as there is anything to close.
 
     While the pipeline runs the first one asks it to finish its version; any other leaves at once. What is open is then
     closed, which takes a few seconds; nothing disturbs that, so that no process is left behind. In another thread than
@@ -36,12 +67,13 @@ class Interrupts:
         """Of the workers' end, once: whoever sends signals may send many."""
         self._before: dict[int, Any] = {}
         """The signals' handlers outside."""
+        self._repeats = Repeats()
 
     def __enter__(self) -> Interrupts:
         self._task, loop = asyncio.current_task(), asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM) if _in_the_main_thread() else ():
+        for number in _signals():
             self._before[number] = signal.getsignal(number)
-            loop.add_signal_handler(number, self._on_signal)
+            loop.add_signal_handler(number, self._on_signal, number)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -61,7 +93,9 @@ class Interrupts:
     def leave_undisturbed(self) -> None:
         self._task = None
 
-    def _on_signal(self) -> None:
+    def _on_signal(self, number: int) -> None:
+        if self._repeats.is_one(number):
+            return
         if self._task is None:
             if not self._told:
                 note(self._reports, "ending the workers, which takes a few seconds")
@@ -77,15 +111,19 @@ class Interrupts:
 
 @contextmanager
 def terminations_as_interrupts() -> Iterator[None]:
-    """SIGTERM raises `KeyboardInterrupt`, as Ctrl-C does, where no event loop handles it. In the main thread."""
-    if not _in_the_main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """SIGTERM and SIGHUP raise `KeyboardInterrupt`, as Ctrl-C does, where no event loop runs. In the main thread."""
+    repeats = Repeats()
+
+    def interrupt(number: int, frame: object) -> None:
+        if not repeats.is_one(number):
+            raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in _signals() if number != signal.SIGINT}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _in_the_main_thread() -> bool:
