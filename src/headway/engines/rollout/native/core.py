@@ -3,14 +3,15 @@
     submit ─▶ Scheduler ─take─▶ Rows ◀─▶ Runner (prefill, decode, sample) ─▶ finished groups
                   ▲ put_back (an interrupt, or no memory)
 
-One step gives every active row exactly one token: rows that were decoding run one position; rows that just started take
-theirs from their prefill. Which rows run in a step depends on what was submitted and on the steps made so far, never on
-the time. Commands run between two steps.
+A step is schedule ▶ run ▶ postprocess, and gives every active row exactly one token: rows that were decoding run one
+position; rows that just started take theirs from their prefill. Which rows run in a step depends on what was submitted
+and on the steps made so far, never on the time. Commands run between two steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel
 
 from headway.data.types import FinishReason
 from headway.engines.rollout.groups import Groups, numbered, owned_by
-from headway.engines.rollout.native.activity import Activity
+from headway.engines.rollout.native.activity import Activity, Step
 from headway.engines.rollout.native.admission import StepAdmission
 from headway.engines.rollout.native.fused import best_forward
 from headway.engines.rollout.native.graphs import Recorder
@@ -37,6 +38,20 @@ from headway.models.probe import PROBE_PREFILL, probe_sequences
 
 Finished = tuple[Hashable, FinishedGroup]
 """A finished group and its owner."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """The work of one step."""
+
+    decoding: int
+    """Rows that go on."""
+    starting: list[TrajectoryRun]
+    """Trajectories that get the rows behind those."""
+    missing: list[range]
+    """Contexts that have to be prefilled, each as the places in ``starting`` of those that go on from it."""
+    positions: int
+    """Positions that the longest row needs, with its next token."""
 
 
 class EngineCore:
@@ -212,34 +227,50 @@ class EngineCore:
         """Start what fits, sample one token for every active row, and return the groups that this finished."""
         self.weights.check("decode")
         with self._activity.step() as step:
-            step.preempted = self._preempt()
-            decoding = self._rows.active
-            admission = StepAdmission(
-                rows=decoding, longest=self._longest, budget=self._max_batched_tokens, fits=self._runner.fits
-            )
-            starting = self._scheduler.take(self._rows.slots - decoding, admission)
-            missing = self._to_prefill(starting)
-            contexts = [starting[share.start].context for share in missing]
-            step.prefilled = sum(map(len, contexts))
-            tokens, lengths = self._rows.tokens[:decoding], self._rows.lengths[:decoding]
-            decoded, prefilled = self._runner.step(tokens, lengths, contexts)
-            lengths += 1
-            logits = [decoded] if decoding else []
-            if starting:
-                self._runner.cache.reserve(decoding + len(starting), admission.positions, lengths)
-                logits.append(torch.stack(self._start(starting, dict(zip(missing, prefilled, strict=True)))))
-            step.active = self._rows.active
-            step.cached = self._rows.cached
-            self._sample(logits[0] if len(logits) == 1 else torch.cat(logits))
-            now = self._clock()
-            for run in starting:
-                run.started = now if run.started is None else run.started
-                if run.group.oldest_version is None:
-                    run.group.oldest_version = self.version
-            ended = [(self._remove(row), reason) for row, reason in self._ended()]
-            finished = [group for run, reason in ended for group in self._finish(run, reason, now)]
+            scheduled = self._schedule(step)
+            logits = self._run(scheduled, step)
+            finished = self._postprocess(scheduled.starting, logits)
         self._settle()
         return finished
+
+    def _schedule(self, step: Step) -> Scheduled:
+        """Choose the rows that go on and the trajectories that start, as memory and the prefill's budget allow."""
+        step.preempted = self._preempt()
+        decoding = self._rows.active
+        admission = StepAdmission(
+            rows=decoding, longest=self._longest, budget=self._max_batched_tokens, fits=self._runner.fits
+        )
+        starting = self._scheduler.take(self._rows.slots - decoding, admission)
+        return Scheduled(decoding, starting, self._to_prefill(starting), admission.positions)
+
+    def _run(self, scheduled: Scheduled, step: Step) -> torch.Tensor:
+        """One forward pass over decoding rows and contexts. Returns the logits [A, V] of all rows, those that start
+        last.
+        """
+        decoding, starting = scheduled.decoding, scheduled.starting
+        contexts = [starting[share.start].context for share in scheduled.missing]
+        step.prefilled = sum(map(len, contexts))
+        tokens, lengths = self._rows.tokens[:decoding], self._rows.lengths[:decoding]
+        decoded, prefilled = self._runner.step(tokens, lengths, contexts)
+        lengths += 1
+        logits = [decoded] if decoding else []
+        if starting:
+            self._runner.cache.reserve(decoding + len(starting), scheduled.positions, lengths)
+            logits.append(torch.stack(self._start(starting, dict(zip(scheduled.missing, prefilled, strict=True)))))
+        step.active = self._rows.active
+        step.cached = self._rows.cached
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def _postprocess(self, starting: Sequence[TrajectoryRun], logits: torch.Tensor) -> list[Finished]:
+        """Sample a token for every row, and take out the rows that it ends."""
+        self._sample(logits)
+        now = self._clock()
+        for run in starting:
+            run.started = now if run.started is None else run.started
+            if run.group.oldest_version is None:
+                run.group.oldest_version = self.version
+        ended = [(self._remove(row), reason) for row, reason in self._ended()]
+        return [group for run, reason in ended for group in self._finish(run, reason, now)]
 
     @property
     def _longest(self) -> int:
