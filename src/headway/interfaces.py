@@ -27,7 +27,13 @@ from headway.events import DecodeSteps, PrefillSteps, Span
 
 
 class PromptSource(Protocol):
-    """Yields prompts in a seeded order, epoch after epoch, and can say and restore where it stands."""
+    """Yields prompts in a seeded order, epoch after epoch, and can say and restore where it stands.
+
+    first, cursor = source.next(), source.state()
+    second = source.next()
+    source.restore(cursor)
+    assert source.next() == second
+    """
 
     def next(self) -> Prompt | None:
         """The next prompt, or None when all epochs are over (never None if epochs are unlimited)."""
@@ -55,7 +61,12 @@ class Scores:
 
 
 class RewardFn(Protocol):
-    """Scores responses in processes of its own."""
+    """Scores responses in processes of its own.
+
+    scores = await reward.score(prompt, ["4", "5"])
+    scores.rewards                      # array([1., 0.], dtype=float32)
+    await reward.close()
+    """
 
     async def score(self, prompt: Prompt, responses: Sequence[str]) -> Scores:
         """The rewards of the responses, and what each part of them gave.
@@ -192,7 +203,13 @@ class ReceiveReport:
 
 
 class PolicyReceiver(Protocol):
-    """A holder of a copy of the policy: a rollout replica, or a role that recomputes log-probs."""
+    """A holder of a copy of the policy: a rollout replica, or a role that recomputes log-probs.
+
+    report, sent = await both(receiver.stage_weights(3), trainer.send_weights(3, [receiver.name]))
+    assert report.checksum == sent.checksum     # version 3 is there, and version 2 is still served
+    await receiver.activate(3)                  # version 3 is served
+    served = await receiver.probe()             # log-probs to compare with the trainer's
+    """
 
     name: str
 
@@ -216,6 +233,12 @@ class PolicyReceiver(Protocol):
 
 class RolloutEngine(PolicyReceiver, Protocol):
     """One replica. Tokens in, tokens out.
+
+        async for group in engine.generate([GenerateRequest(0, prompt, n=8, sampling=sampling)]):
+            ...                                     # each group when its last answer is done
+        await engine.pause(OnUpdate.INTERRUPT)      # nothing decodes; tokens so far stay
+        await engine.activate(3)
+        await engine.resume()                       # what was cut goes on under version 3
 
     Contract: each sampled token carries its log-prob under the distribution that it was sampled from and the version
     of the weights that sampled it; randomness is keyed by (run seed, trajectory id, position), never by arrival order;
@@ -341,6 +364,12 @@ class ProximalEngine(Protocol):
 
 class TrainEngine(LogProbEngine, ProximalEngine, Protocol):
     """The trainer's ranks, driven as one.
+
+        for mini_batch in mini_batches:
+            await trainer.train_step(mini_batch, StepContext(version=2))
+        await trainer.reach(["rollout-0"])
+        await trainer.send_weights(3, ["rollout-0"])        # while rollout-0 stages version 3
+        await trainer.save(path, driver_state)
 
     For log-probs of a version as it was, it must be asked before the version's first step; it then keeps what it needs
     to be asked again.
