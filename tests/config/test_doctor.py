@@ -74,7 +74,7 @@ def test_what_passed_once_passes_again_from_its_dump(
         ),
         (("mode=colocate_sync", "rollout.enable_dual_buffer=false"), "so they are written in place"),
         (("param_update.directory=weights",), "only param_update.transport=disk looks at it"),
-        (("param_update.transport=disk", "param_update.backend=gloo"), "only param_update.transport=broadcast has"),
+        (("param_update.transport=disk", "param_update.backend=gloo"), "transport=broadcast looks at it"),
         # what cannot progress, or contradicts itself
         (("mode=overlapped", "async_training.staleness_threshold=0"), "overlapped with η=0: nothing may be admitted"),
         (("mode=overlapped", "placement.kind=shared"), "take turns on shared devices, so nothing overlaps"),
