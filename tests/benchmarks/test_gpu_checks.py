@@ -69,7 +69,7 @@ def test_every_transport_is_checked(setting: Setting) -> None:
 
 def trainer_forgets_the_temperature(patch: pytest.MonkeyPatch) -> None:
     right = policy.chunked_logprobs
-    patch.setattr(policy, "chunked_logprobs", lambda *given: right(*given[:4], 1.0))
+    patch.setattr(policy, "chunked_logprobs", lambda *given, **named: right(*given[:4], 1.0, **named))
 
 
 def engine_serves_other_weights_in_bfloat16(patch: pytest.MonkeyPatch) -> None:

@@ -257,9 +257,9 @@ class RayWorker:
         try:
             yield
         except RayError as error:
-            raise self._told(doing, error) from error
+            raise self._translated(doing, error) from error
 
-    def _told(self, doing: str, error: RayError) -> HeadwayError:
+    def _translated(self, doing: str, error: RayError) -> HeadwayError:
         """Choose the error to raise for Ray's ``error``. A lost Ray comes first: workers end, or fail, for that."""
         ray_here = None if self._killed else self._ray
         if ray_here is not None and (lost := ray_here.lost) is not None:

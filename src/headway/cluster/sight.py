@@ -21,6 +21,7 @@ from uuid import uuid4
 from headway.cluster.plan import ClusterPlan
 from headway.cluster.roles.lookout import Lookout
 from headway.cluster.worker_group import Worker
+from headway.config.transports import TRANSPORTS
 from headway.errors import ConfigError, ModelError, RunError
 from headway.pipeline.concurrently import concurrently
 
@@ -122,7 +123,8 @@ class Sight:
         directory = self._files.directory
         if directory is None or self._sender is None:
             return
-        in_memory = self._files.transport == "shared_memory"
+        transport = f"param_update.transport={self._files.transport}"
+        in_memory = TRANSPORTS[self._files.transport].leaves == "memory"
         async with self._marked(self._sender, directory, make_directory=not in_memory) as (mark, text, why):
             if why is not None:
                 blind: list[Worker] = [self._sender]
@@ -135,16 +137,16 @@ class Sight:
         if in_memory:
             everybody = [self._sender, *(worker for worker in blind if worker is not self._sender)]
             raise ConfigError(
-                "param_update.transport=shared_memory works within one machine, and this run is on several: the "
+                f"{transport} works within one machine, and this run is on several: the "
                 f"driver on {await self._driver.place()}, {await _named(everybody)}. Set {ELSEWHERE}"
             )
         if why is not None:
             raise ConfigError(
-                f"param_update.transport=disk: {sender} cannot write to {directory}: {why}. Set param_update.directory "
+                f"{transport}: {sender} cannot write to {directory}: {why}. Set param_update.directory "
                 "to a place that all workers can write and read"
             )
         raise ConfigError(
-            f"param_update.transport=disk: what {sender} writes to {directory} is not there for {await _named(blind)}. "
+            f"{transport}: what {sender} writes to {directory} is not there for {await _named(blind)}. "
             f"Set param_update.directory to a path on a file system that these machines share, or {ELSEWHERE}"
         )
 
