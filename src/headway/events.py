@@ -11,6 +11,9 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any, ClassVar, Protocol, Self
 
+WAITS_FOR_GROUPS = "groups from the message queue"
+"""What a stage that takes fetches says that it waits for (`StageChanged.waiting_for`); reports look for it."""
+
 Span = tuple[float, float]
 
 DecodeSteps = tuple[int, float, int]

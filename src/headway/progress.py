@@ -49,6 +49,14 @@ class Living(Protocol):
         """Answer at once, whatever the worker is doing. Raises `WorkerDied`."""
 
 
+@dataclass(slots=True)
+class Files:
+    """Files that are being written or read."""
+
+    nbytes: int
+    """Bytes in them, as far as that is known."""
+
+
 class Progress:
     """Progress of one worker. Written by the threads that work, read by one that does not."""
 
@@ -57,8 +65,8 @@ class Progress:
         self._work: str | None = None
         self._place = ""
         self._began = self._moved = clock()
-        self._file_bytes: int | None = None
-        """Bytes in the files that are written or read; None: no files."""
+        self._files: Files | None = None
+        """The files that are written or read; None: no files."""
 
     def advance(self, place: str = "") -> None:
         """Count something as done. ``place`` says what, and how much there is; without it the last one stands."""
@@ -80,22 +88,23 @@ class Progress:
         work, place, moved = self._work, self._place, self._moved
         if work is None:
             return Heartbeat("")
-        now, file_bytes = self._clock(), self._file_bytes
+        now, files = self._clock(), self._files
         where = f" ({place})" if place else ""
         doing = f"{work} for {now - self._began:.0f} s{where}, no progress for {now - moved:.0f} s"
-        patience_s = 0.0 if file_bytes is None else FILE_QUIET_S + file_bytes / FILE_RATE
+        patience_s = 0.0 if files is None else FILE_QUIET_S + files.nbytes / FILE_RATE
         return Heartbeat(doing, now - moved, patience_s)
 
     @contextmanager
     def reading(self, folder: Path) -> Iterator[None]:
         """Count ``folder``'s files as being read until the block ends: patience is that for all of their bytes."""
         nbytes, _ = _sizes(folder)
-        self._file_bytes = nbytes
+        self._files = Files(nbytes)
         self.advance(f"reading {folder}, {_amount(nbytes)}")
         try:
             yield
         finally:
-            self._file_bytes = None
+            self._files = None
+            self.advance()
 
     @contextmanager
     def writing(self, folder: Path) -> Iterator[None]:
@@ -105,24 +114,25 @@ class Progress:
         Another thread looks, so that libraries that write a file in one call are seen at work, and a file system that
         does not answer holds up nobody who asks.
         """
-        closed = Event()
-        looking = Thread(target=self._look, args=(folder, closed), name="headway-file-growth", daemon=True)
-        self._file_bytes = 0
+        closed, files = Event(), Files(0)
+        looking = Thread(target=self._look, args=(folder, files, closed), name="headway-file-growth", daemon=True)
+        self._files = files
         self.advance(f"writing {folder}")
         looking.start()
         try:
             yield
         finally:
             closed.set()
-            self._file_bytes = None
+            self._files = None
             self.advance()
 
-    def _look(self, folder: Path, closed: Event) -> None:
+    def _look(self, folder: Path, files: Files, closed: Event) -> None:
+        """Keep ``files`` up to date until ``closed``; what is noted of them after that is seen by nobody."""
         seen = _sizes(folder)
         while not closed.wait(LOOK_S):
             sizes = _sizes(folder)
             if sizes != seen and not closed.is_set():
-                seen, self._file_bytes = sizes, sizes[0]
+                seen, files.nbytes = sizes, sizes[0]
                 nbytes, on_disk = sizes
                 self.advance(f"writing {folder}, {_amount(min(on_disk, nbytes))} of {_amount(nbytes)} on the disk")
 

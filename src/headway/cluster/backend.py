@@ -70,9 +70,8 @@ class Workers:
     async def replace_replica(self, lost: str) -> RolloutEngine:
         """Start a replica in the place of ``lost``; it serves nothing before it has received a version."""
         assert self.replacements is not None, "ask `replaces` first"
-        replica = await self.replacements.start(lost)
-        await self.rounding.measure([replica])
-        self.rollouts.append(replica)
+        replica = await self.replacements.start(lost, self.rounding.measure)
+        self.rollouts[:] = [*(one for one in self.rollouts if one.name != lost), replica]
         return replica
 
     async def watch_replica(self, replica: RolloutEngine) -> NoReturn:

@@ -66,7 +66,9 @@ class Watched:
     def has_ended(self) -> bool:
         """Tell whether the process is known to have ended, also while its parent has not looked yet."""
         if self._descriptor is not None:
-            self._ended = bool(select.select([self._descriptor], [], [], 0)[0])
+            end = select.poll()  # not select, which refuses descriptors from 1024 on
+            end.register(self._descriptor, select.POLLIN)
+            self._ended = bool(end.poll(0))
         return self._ended
 
     async def ended(self) -> None:

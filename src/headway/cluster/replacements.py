@@ -10,8 +10,8 @@ machine is gone, its device is one of another machine, as soon as there is room 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -21,7 +21,7 @@ from headway.cluster.plan import WorkerSpec
 from headway.cluster.roles.rollout import RolloutRole
 from headway.cluster.sight import Sight
 from headway.cluster.worker_group import Worker, WorkerGroup
-from headway.errors import StallError
+from headway.errors import HeadwayError, StallError
 
 
 class Places(Protocol):
@@ -31,6 +31,9 @@ class Places(Protocol):
 
     def launch(self, spec: WorkerSpec) -> Worker: ...
 
+
+Measure = Callable[[Sequence[RolloutReplica]], Awaitable[object]]
+"""Measures how far the probes of new replicas are from the trainer's."""
 
 Serve = Callable[[WorkerGroup], Awaitable[RolloutReplica]]
 
@@ -78,12 +81,16 @@ class Replacements:
         """Note ``worker``, a replica that may have to be replaced."""
         self._places[spec.name] = _Place(spec, worker)
 
-    async def start(self, lost: str) -> RolloutReplica:
-        """Start a replica in the place of ``lost``, under its own name. Raises `StallError` if it does not come up."""
+    async def start(self, lost: str, measure: Measure | None = None) -> RolloutReplica:
+        """Start a replica in the place of ``lost``, under its own name; ``measure`` is its last step.
+
+        Raises `StallError` if it is not up in time, and what ``measure`` raises. It is killed then.
+        """
         place = self._places[lost]
         place.restarts += 1
         first = place.spec.name.partition("+")[0]
         spec = replace(place.spec, name=f"{first}+{place.restarts}")
+        worker: Worker | None = None
         waiting_for = "its device to be on a machine that is alive; no other may have room for it"
         try:
             async with asyncio.timeout(self._timeout_s) as limit:
@@ -93,13 +100,20 @@ class Replacements:
                 place.worker = worker = self._cluster.launch(spec)
                 self._stack.push_async_callback(worker.kill)
                 replica = await self._start(worker)
+                if measure is not None:
+                    waiting_for = "it to compute the log-probs of the probe"
+                    await measure([replica])
         except TimeoutError:
+            await _end(worker)
             if not limit.expired():
                 raise
             raise StallError(
                 f"{spec.name}, which is to replace {lost}, was not up within cluster.start_timeout_s = "
                 f"{self._timeout_s:g} s: the driver waited for {waiting_for}"
             ) from None
+        except HeadwayError:
+            await _end(worker)
+            raise
         self._places[spec.name] = _Place(spec, worker, place.restarts)
         return replica
 
@@ -111,3 +125,10 @@ class Replacements:
         await group.build(None)
         self._exchange.add(worker, self._dtype)
         return await self._serve(group)
+
+
+async def _end(worker: Worker | None) -> None:
+    """Kill ``worker``, if there is one: it did not come up, and would hold its device to the end of the run."""
+    if worker is not None:
+        with suppress(HeadwayError):
+            await worker.kill()

@@ -199,10 +199,6 @@ class DataBundle:
     val_left_out_by_source: Mapping[str, int]
 
     @property
-    def val_left_out(self) -> int:
-        return sum(self.val_left_out_by_source.values())
-
-    @property
     def left_out(self) -> dict[str, int]:
         """Prompts too long for ``data.max_prompt_length``: of training's, those met so far."""
         return {part: sum(counts.values()) for part, counts in self.left_out_by_source.items()}

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headway.errors import WorkerDied
+from headway.errors import HeadwayError, WorkerDied
 from headway.pipeline.concurrently import concurrently
 from headway.pipeline.state import now
 from headway.progress import Heartbeat, Living
@@ -61,3 +61,5 @@ async def _ask(worker: Living, within_s: float) -> Heartbeat | None:
         return None
     except WorkerDied:
         return Heartbeat("its process has ended")
+    except HeadwayError as failure:  # the monitor's question must not end the run: who needs the worker will be told
+        return Heartbeat(f"it cannot be asked: {failure}")

@@ -16,7 +16,7 @@ from typing import Any
 from headway.config.algorithm import GROUP_RELATIVE
 from headway.config.schema import Config
 from headway.data.types import Group
-from headway.events import Emit, Observer, fan_out
+from headway.events import WAITS_FOR_GROUPS, Emit, Observer, fan_out
 from headway.interfaces import FinishedGroup, OnUpdate, SamplingParams
 from headway.pipeline.boundaries import Boundaries
 from headway.pipeline.channel import Channel
@@ -120,7 +120,7 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
         Rollout(state, finished, unrewarded, n=config.rollout.n, baselines=parts.greedy_baseline),
         *_rewarding(config, parts, state, scoring, unrewarded),
     ]
-    columns, source = _columns(parts, state, fleet, fetches, critic)
+    columns, source, follows = _columns(parts, state, fleet, fetches, critic)
     to_critic = None if critic is None or parts.critic_inside_fetch else Channel[Fetch]("fetches for the critic")
     shared = config.placement.kind == "shared"
     actor = ActorTrain(
@@ -136,7 +136,7 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
         boundaries=boundaries,
         critic=critic,
         to_critic=to_critic,
-        follows=columns[-1].name if columns else "groups from the message queue",
+        follows=follows,
     )
     update = ParamUpdate(
         state,
@@ -236,20 +236,20 @@ def _rewarding(
 
 def _columns(
     parts: Parts, state: RunState, fleet: Fleet, fetches: Fetches, critic: Critic | None
-) -> tuple[list[AnyStage], FetchSource]:
-    """The stages that add columns to fetches on ranks of their own, and where ActorTrain takes its fetches from."""
+) -> tuple[list[AnyStage], FetchSource, str]:
+    """The stages that add columns on ranks of their own; where ActorTrain takes fetches from; that one's name."""
     stages: list[AnyStage] = []
     source: FetchSource = fetches
+    follows = WAITS_FOR_GROUPS
     if parts.proximal is not None and not parts.proximal_inside_fetch:
         proximal: Channel[Fetch] = Channel("proximal")
         stages.append(LogProb(state, source, proximal, parts.proximal, fleet))
-        source = proximal
+        source, follows = proximal, stages[-1].name
     if critic is not None and not parts.critic_inside_fetch:
         valued: Channel[Fetch] = Channel("valued")
-        follows = stages[-1].name if stages else "groups from the message queue"
         stages.append(Values(state.emit, source, valued, critic, follows=follows))
-        source = valued
-    return stages, source
+        source, follows = valued, stages[-1].name
+    return stages, source, follows
 
 
 def _preparation(parts: Parts, critic: Critic | None) -> Preparation:

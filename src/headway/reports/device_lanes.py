@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from headway.events import (
+    WAITS_FOR_GROUPS,
     CheckpointSaved,
     FetchTaken,
     GroupAdmitted,
@@ -29,7 +30,7 @@ from headway.reports.update_lanes import UpdateLanes
 
 TRAINER, REPLICAS = "Trainer", "Replicas"
 TRAINER_KINDS = {"step": Kind.STEP, "forward": Kind.FORWARD, "critic": Kind.FORWARD, "gather": Kind.GATHER}
-GROUPS_AWAITED = "waits for groups from the message queue"
+GROUPS_AWAITED = f"waits for {WAITS_FOR_GROUPS}"
 SCORES_AWAITED = "waits for groups: rewards are being computed, and nothing decodes"
 UPDATE_AWAITED = "waits for the parameter update"
 DRAIN_AWAITED = "waits for the parameter update: answers in flight finish first"

@@ -133,7 +133,8 @@ class RunMetrics:
         self.totals = Totals()
         self.pace = Pace()
         self.updates = UpdateSums()
-        """UpdateLanes that finished after the first admission: what was published before it cost the run nothing."""
+        """Sums of the updates that finished after the first admission: what was published before it cost the run
+        nothing."""
         self.lease_validation_s = 0.0
         """Time in which the trainer waited for validations before it got shared devices."""
         self.sinks = sinks

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from headway.events import Span, ValidationFinished
+from headway.events import WAITS_FOR_GROUPS, Span, ValidationFinished
 from headway.reports.diagnosis import TimeShares, bottleneck
 from headway.reports.metrics import RunMetrics
 from headway.reports.version_row import histogram, partial_values
 
-WAITS_FOR_GROUPS = "groups from the message queue"
-"""Whom a stage waits for that takes fetches."""
 NOTHING_TRAINED = "Nothing was trained, so there is no bottleneck to name."
 
 

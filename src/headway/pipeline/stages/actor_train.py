@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headway.data.types import ColumnName, Group, Trajectory
-from headway.events import FetchTaken, OptimizerStepped, TrainerBusy
+from headway.events import WAITS_FOR_GROUPS, FetchTaken, OptimizerStepped, TrainerBusy
 from headway.interfaces import StepContext, StepReport, TrainEngine
 from headway.pipeline.boundaries import Boundaries
 from headway.pipeline.channel import Channel
@@ -98,7 +98,7 @@ class ActorTrain(Stage[Fetch | Resumed, Update]):
         boundaries: Boundaries,
         critic: Critic | None = None,
         to_critic: Channel[Fetch] | None = None,
-        follows: str = "groups from the message queue",
+        follows: str = WAITS_FOR_GROUPS,
     ) -> None:
         """``to_critic``: to a critic with ranks of its own; ``follows``: where fetches come from, for the user."""
         super().__init__(state.emit, output=output)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 
 from headway.data.types import ColumnName
+from headway.events import WAITS_FOR_GROUPS
 from headway.interfaces import ProximalEngine
 from headway.pipeline.channel import Channel
 from headway.pipeline.fetches import Fetch, FetchSource
@@ -23,7 +24,7 @@ from headway.pipeline.state import RunState
 
 
 class LogProb(Stage[Fetch, Fetch]):
-    waits_for_input = "groups from the message queue"
+    waits_for_input = WAITS_FOR_GROUPS
     waits_for_output = "ActorTrain"
 
     def __init__(

@@ -68,7 +68,11 @@ def _duplicate(descriptor: int) -> Iterator[socket.socket | None]:
     found = None
     with suppress(OSError):
         if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-            found = socket.socket(fileno=os.dup(descriptor))
+            duplicate = os.dup(descriptor)
+            try:
+                found = socket.socket(fileno=duplicate)
+            except OSError:
+                os.close(duplicate)
     if found is None:
         yield None
         return

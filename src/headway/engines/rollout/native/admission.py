@@ -1,4 +1,4 @@
-"""StepAdmission to a step: of the trajectories that wait, as many as there are slots, memory and prefill budget for."""
+"""Admission to a step: of the trajectories that wait, as many as there are slots, memory and prefill budget for."""
 
 from __future__ import annotations
 
