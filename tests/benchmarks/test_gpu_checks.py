@@ -55,6 +55,7 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
 def test_a_check_passes_in_its_cpu_form_and_says_what_it_found(
     check: Callable[[Setting], Passed], setting: Setting
 ) -> None:
+    """Some checks train or decode a small model for seconds."""
     passed = check(setting)
     assert passed.lines
     assert json.loads(json.dumps(passed.figures)) is not None

@@ -56,6 +56,7 @@ def test_a_child_that_outlives_its_parent_and_ignores_sigterm_is_ended(
 def test_only_what_has_the_title_and_what_is_below_it_belongs_to_a_family(
     stubborn: tuple[subprocess.Popen[str], int],
 ) -> None:
+    """Starts a family of processes, and waits for their orderly end."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stranger:
         assert len(Family(TITLE)) == 2
         assert Family(TITLE).end(orderly_s=0, terminated_s=5) == []

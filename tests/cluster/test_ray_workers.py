@@ -225,6 +225,7 @@ async def test_devices_that_are_given_up_on_are_not_taken_later(ray_here: None) 
 
 
 async def test_a_start_that_fails_leaves_no_worker_behind(ray_here: None, tmp_path: Path) -> None:
+    """Starts workers of its own on Ray, each of which imports torch."""
     missing = str(tmp_path / "missing" / "model")
     with pytest.raises(ModelError, match="no such folder"):
         await start_backend(tiny_config("ray"), model_path=missing, run_dir=tmp_path, total_optimizer_steps=4)

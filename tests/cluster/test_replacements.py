@@ -101,7 +101,7 @@ async def test_a_machine_without_the_model_gets_no_replica() -> None:
     place = Place()
     with pytest.raises(ModelError, match="no such folder"):
         await replacements(place, ModelError("m: no such folder")).start("rollout-1")
-    assert place.log[-1] == "look from rollout-1+1"
+    assert place.log[-2:] == ["look from rollout-1+1", "kill rollout-1+1"], "it would hold its device"
 
 
 async def test_a_device_has_a_place_when_ray_answers_on_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -211,6 +211,7 @@ def test_a_model_folder_that_breaks_while_the_run_trains_is_told_at_the_export_o
 def test_a_damaged_checkpoint_is_one_line_that_does_not_send_to_that_checkpoint_again(
     recipe: Path, tmp_path: Path
 ) -> None:
+    """Makes a whole run, and resumes it."""
     run_dir = tmp_path / "run"
     headway_train(recipe, run_dir, "cluster.backend=inline", "rollout.total_rollout_steps=8")
     newest = run_dir / "checkpoints" / "version_2"

@@ -18,6 +18,7 @@ OFF_POLICY = ("actor.ppo_epochs=2", "actor.optim.lr=0.1", "offpolicy.guard.min_e
 
 @mostly_slow("versions", [1, 3], quick=[3], ids=["in the last version", "before"])
 def test_a_run_that_its_guard_stops_has_failed_and_goes_on_without_the_guard(tmp_path: Path, versions: int) -> None:
+    """Makes two whole runs, the second of which resumes the first."""
     recipe, path = make_job(tmp_path), tmp_path / "a run"
     directory = RunDirectory(path)
     done = run_here(

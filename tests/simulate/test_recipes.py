@@ -75,6 +75,7 @@ def test_the_fitted_profile_is_what_the_calibration_writes(tmp_path: Path) -> No
 
 
 def test_the_fitted_profile_repeats_the_published_training_and_comes_close_to_the_steps() -> None:
+    """Simulates several versions of a large job."""
     for devices, fitted in calibrate.simulated(Assumptions(), calibrate.shipped(), versions=2).items():
         published = PUBLISHED[devices]
         assert fitted.update == pytest.approx(published.update, rel=0.05)

@@ -200,6 +200,7 @@ def test_the_gradient_is_that_of_the_loss_written_out_plainly(
 def test_the_gradient_does_not_depend_on_how_the_mini_batch_is_split(
     one_rank: None, run_ranks: RunRanks, model_path: ModelPath
 ) -> None:
+    """Trains on several ranks, whose start takes seconds."""
     path, rows = model_path(), valued_rows(11)
     expected, metrics = gradient(path, configured(ONE_MICRO_BATCH), [rows])
     assert_close(expected, plain_gradient(path, rows)[0])
@@ -359,6 +360,7 @@ def skip_on_two_ranks(path: str, rows: list[Row]) -> dict[str, Any]:
 def test_a_return_that_is_not_finite_on_one_rank_skips_the_step_on_all(
     one_rank: None, run_ranks: RunRanks, model_path: ModelPath
 ) -> None:
+    """Trains on several ranks, whose start takes seconds."""
     path, rows = model_path(), valued_rows(7)
     first, second = run_ranks(2, skip_on_two_ranks, (path, rows))
     assert first["skipped"] and second["skipped"]
