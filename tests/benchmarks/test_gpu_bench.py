@@ -42,6 +42,7 @@ def answered(tmp_path: Path, code: str, limit_s: float = 20.0) -> dict[str, Any]
 
 
 def test_what_a_check_answers_is_its_answer(tmp_path: Path) -> None:
+    """Starts a process for a check, which imports torch."""
     assert answered(tmp_path, f"answer.write_text({json.dumps(GOOD)!r})") == GOOD
 
 

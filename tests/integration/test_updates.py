@@ -62,6 +62,7 @@ def test_a_run_balances_whichever_way_its_weights_take(
 
 
 def test_versions_on_disk_are_safetensors_files_that_hold_the_trained_model(recipe: Path, tmp_path: Path) -> None:
+    """Makes a whole run."""
     run_dir, weights = tmp_path / "run", tmp_path / "weights"
     train(recipe, run_dir, "param_update.transport=disk", f"param_update.directory={weights}", "cluster.backend=inline")
     newest = max((weights / "float32").iterdir(), key=lambda path: int(path.stem.removeprefix("version_")))

@@ -216,6 +216,7 @@ async def test_exact_match_compares_with_the_answer() -> None:
 
 
 async def test_a_tasks_own_verifier_scores() -> None:
+    """Starts workers that import the tasks of another library."""
     config = TaskConfig(name="reasoning_gym/countdown", size=10, val_size=1)
     problem = make_task(config.name, config.params, seed=0, problems=10).problem(3)
     async with pool_of("task", task=config) as pool:
@@ -272,6 +273,7 @@ async def test_a_failure_is_tried_again_within_the_budget(user_file: Path) -> No
 
 
 async def test_endless_and_dying_calls_fail_their_group_and_the_pool_goes_on(user_file: Path) -> None:
+    """Waits for time-outs, and for workers that start in the place of dead ones."""
     timeouts: list[int] = []
     async with pool_of(f"{user_file}:moody", timeout_s=0.3, on_timeout=timeouts.append) as pool:
         for response, reason in [
@@ -288,6 +290,7 @@ async def test_endless_and_dying_calls_fail_their_group_and_the_pool_goes_on(use
 async def test_a_reward_that_only_times_out_is_not_tried_on_everything_that_waits(
     user_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Waits for several time-outs, after each of which a worker starts anew."""
     monkeypatch.setattr(pool_module, "HOPELESS", 2)
     timeouts: list[int] = []
     async with pool_of(f"{user_file}:moody", timeout_s=0.3, retries=1, on_timeout=timeouts.append) as pool:

@@ -111,6 +111,7 @@ def host_send_and_die(told: Connection) -> None:
 
 
 def test_two_processes_receive_the_same_bytes_and_the_default_group_is_untouched(site: Site) -> None:
+    """Starts two processes that import torch."""
     link = site.link("broadcast", "a", "b", timeout_s=60)
     pipes = [mp.get_context("spawn").Pipe(duplex=False) for _ in range(2)]
     processes = [

@@ -114,6 +114,7 @@ def _receive(link: Link, parcel: Parcel) -> None:
 
 
 def test_another_process_reads_what_was_sent_here(site: Site) -> None:
+    """Starts a process that imports torch."""
     ends = site.meet("shared_memory", "a")
     parcel = ends.sender.send(1, stream(1))
     process = mp.get_context("spawn").Process(target=_receive, args=(ends.link, parcel), daemon=True)

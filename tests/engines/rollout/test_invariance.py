@@ -39,6 +39,7 @@ PACKED = {"hidden_size": 384, "intermediate_size": 400}
     ("family", "sizes"), [*((family, {}) for family in FAMILIES), ("llama", PACKED)], ids=[*FAMILIES, "packed"]
 )
 def test_slots_order_and_company_change_no_bit(family: str, sizes: dict[str, int]) -> None:
+    """Decodes the same requests in many arrangements."""
     model = make_model(family, **sizes)
     reference = make_core(model, slots=64)
     if not reference._runner.invariant:

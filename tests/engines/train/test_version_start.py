@@ -87,6 +87,7 @@ def test_every_fetch_of_a_version_gets_the_log_probs_of_its_start_and_training_d
 
 
 def test_so_it_is_on_two_ranks_which_hold_half_of_every_tensor(run_ranks: RunRanks, model_path: ModelPath) -> None:
+    """Trains on two ranks, whose start takes seconds."""
     asked = run_ranks(2, two_versions, (model_path("llama", False), True))
     unasked = run_ranks(2, two_versions, (model_path("llama", False), False))
     for mine, twin in zip(asked, unasked, strict=True):
