@@ -45,7 +45,7 @@ class Guard:
         self._version: int | None = None
         """The version of the last step that was looked at."""
         self._was_low = False
-        """That version has had a step with a low effective sample size."""
+        """True once the version that was looked at last has had a step with a low effective sample size."""
 
     def state(self) -> dict[str, Any]:
         """The guard's part of a checkpoint. The η that is admitted by is in that of `RunState`."""

@@ -23,7 +23,7 @@ class Prompts:
     def __init__(self, source: PromptSource) -> None:
         self._source = source
         self._origins: dict[Row, dict[str, Any]] = {}
-        """Where the source stood when it gave a prompt, for prompts that may not have met their end."""
+        """Cursors of the source from before it gave each prompt, for prompts that may not have met their end."""
 
     def next(self) -> Prompt | None:
         """The next one that was not handed out yet, or None when all epochs are over."""
