@@ -51,6 +51,7 @@ kills = st.lists(st.integers(4, 20), min_size=1, max_size=4)
 
 @a_share_and_all
 def test_whatever_is_killed_when_nothing_is_lost_and_nothing_trained_twice(share: float):
+    """Takes long in its full share: each drawn case is run whole and killed up to four times."""
     undone = resumed_at = 0
 
     def check(drawn: tuple[Case, list[float]]) -> None:

@@ -59,6 +59,7 @@ def train(three: Machines, *settings: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_ranks_on_two_machines_train_and_save_in_a_directory_that_both_see(three: Machines) -> None:
+    """Takes long: a whole run, with workers started on two machines, each importing torch on two shared cores."""
     ran = train(three, "trainer.n_gpus_per_node=2", "run.dir=/tmp/shared/both", "trainer.save_freq=1")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     run = three.shared / "both"
@@ -70,6 +71,7 @@ def test_ranks_on_two_machines_train_and_save_in_a_directory_that_both_see(three
 
 
 def test_a_directory_that_the_ranks_do_not_share_is_refused_before_anything_is_trained(three: Machines) -> None:
+    """Takes long: the workers of two machines must start before they can look at the directory."""
     ran = train(three, "trainer.n_gpus_per_node=2", "run.dir=/tmp/alone")
     assert ran.returncode == 2, ran.stdout + ran.stderr
     assert "run.dir=/tmp/alone is not one directory for all that write to it" in ran.stderr
@@ -79,6 +81,7 @@ def test_a_directory_that_the_ranks_do_not_share_is_refused_before_anything_is_t
 
 
 def test_a_model_that_only_the_driver_has_is_refused_with_who_lacks_it(three: Machines) -> None:
+    """Takes long: the workers of two machines must start before they can look for the model."""
     three["A"].run("cp", "-r", "/tmp/shared/model", "/tmp/mine")
     ran = train(three, "trainer.n_gpus_per_node=2", "model.path=/tmp/mine", "run.dir=/tmp/shared/mine")
     assert ran.returncode == 2, ran.stdout + ran.stderr
@@ -95,6 +98,7 @@ def test_a_model_that_only_the_driver_has_is_refused_with_who_lacks_it(three: Ma
     ],
 )
 def test_a_transport_that_does_not_reach_is_refused_at_the_start(three: Machines, transport: str, said: str) -> None:
+    """Takes long: the workers of two machines must start before they can try to meet."""
     ran = train(
         three,
         "rollout.n_gpus_per_node=2",
