@@ -49,7 +49,7 @@ class Native:
         import torch
 
         from headway.engines.rollout.native import NativeEngine
-        from headway.models.loading import load_model
+        from headway.models.pretrained import load_model
 
         self._loop = asyncio.new_event_loop()
         self._engine = NativeEngine(

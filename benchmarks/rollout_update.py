@@ -129,7 +129,7 @@ def _in_a_process(
 async def _updates(kind: str, path: Path, rounds: int) -> list[dict[str, Any]]:
     import torch
 
-    from headway.models.loading import load_model
+    from headway.models.pretrained import load_model
     from headway.weights.buckets import Shard, pack
     from headway.weights.layout import buckets, build_manifest
     from headway.weights.outgoing import Stream
@@ -175,7 +175,7 @@ async def _native(path: Path, **settings: Any) -> Any:
     import torch
 
     from headway.engines.rollout.native import NativeEngine
-    from headway.models.loading import load_model
+    from headway.models.pretrained import load_model
 
     return NativeEngine(load_model(path, dtype=torch.float32), **settings)
 

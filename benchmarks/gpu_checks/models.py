@@ -15,7 +15,7 @@ from benchmarks.gpu_checks.setting import Setting
 from headway.data.collate import Row
 from headway.data.types import Prompt
 from headway.interfaces import FinishedGroup, GenerateRequest, SamplingParams
-from headway.models.loading import load_model
+from headway.models.pretrained import load_model
 from headway.weights.buckets import Shard, pack
 from headway.weights.layout import Manifest, buckets, build_manifest
 from headway.weights.outgoing import Window

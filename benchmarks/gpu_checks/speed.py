@@ -32,7 +32,7 @@ from headway.data.collate import Row
 from headway.engines.rollout.native import NativeEngine
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.interfaces import StepContext
-from headway.models.loading import load_model
+from headway.models.pretrained import load_model
 
 PEAKS = {
     "B200": 2250.0,

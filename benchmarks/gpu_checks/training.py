@@ -27,7 +27,7 @@ from headway.config.schema import Config
 from headway.data.collate import Row
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.interfaces import StepContext
-from headway.models.loading import load_model
+from headway.models.pretrained import load_model
 
 FLOAT32_TOLERANCE = 1e-3
 """Limit of a gradient's ‖difference‖ ÷ ‖reference‖ in float32."""

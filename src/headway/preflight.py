@@ -105,7 +105,7 @@ def check_model(config: Config, rows: Rows, *, when_too_long: str = LOWER) -> Da
         _check_device(config)
     if config.model.path is None:
         return None
-    from headway.models.loading import load_config, load_tokenizer
+    from headway.models.pretrained import load_config, load_tokenizer
 
     trust_remote_code = config.model.trust_remote_code
     model_config = load_config(config.model.path, trust_remote_code=trust_remote_code)
@@ -230,7 +230,7 @@ def _check_kv_cache(config: Config, model_config: Any) -> None:
     import torch
 
     from headway.engines.rollout.native.cache import KvGeometry
-    from headway.models.loading import served_dtype
+    from headway.models.pretrained import served_dtype
 
     geometry, on_cpu = KvGeometry.of(model_config.get_text_config()), config.cluster.device == "cpu"
     on_cpu = on_cpu or (config.cluster.address is None and not torch.cuda.is_available())
@@ -250,7 +250,7 @@ def _check_unknown_family(config: Config) -> None:
     Raises:
         ModelError: no causal language model, or one whose logits or attention are not supported.
     """
-    from headway.models.loading import load_config
+    from headway.models.pretrained import load_config
 
     path = config.model.path or ""
     model_config = load_config(path, trust_remote_code=config.model.trust_remote_code)

@@ -18,8 +18,8 @@ from headway.config.model import MakeModelConfig
 from headway.config.placement import resolve_placement
 from headway.data.files import read_records
 from headway.data.tasks import make_task, split_task
-from headway.models.loading import load_tokenizer
 from headway.models.make import make_model
+from headway.models.pretrained import load_tokenizer
 from headway.rewards.request import RewardPart, RewardSpec, ScoreRequest
 from headway.rewards.scorers import make_scorer
 from tests.cli.test_commands import run

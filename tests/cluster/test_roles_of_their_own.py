@@ -33,7 +33,7 @@ from headway.engines.train.advantages import FetchAdvantages
 from headway.engines.train.fsdp.critic import FsdpCritic
 from headway.errors import ConfigError, RunError, WorkerDied
 from headway.interfaces import OnUpdate, ReceiveReport, SendReport, StepContext, StepReport
-from headway.models.loading import load_model
+from headway.models.pretrained import load_model
 from tests.cluster.one_version import generate, tiny_config
 
 Arrays = list[NDArray[np.float32]]

@@ -14,9 +14,9 @@ from headway.data.collate import Row
 from headway.engines.rollout.native.forward import ModuleForward
 from headway.engines.train.fsdp.batch import collate
 from headway.engines.train.fsdp.policy import PolicyModule
-from headway.models.loading import attention
 from headway.models.logits import LogitRule, logit_rule
 from headway.models.output_layer import check_output_layer
+from headway.models.pretrained import attention
 from headway.models.probe import probe_rows, probe_vector
 from tests.engines.rollout.support import CONTEXT, VOCABULARY, finish, make_core, make_request
 

@@ -16,8 +16,8 @@ from headway.config.model import MakeModelConfig
 from headway.config.schema import Config
 from headway.errors import ModelError
 from headway.models.export import export, replaced_when_complete
-from headway.models.loading import compute_dtype, load_model, load_tokenizer
 from headway.models.make import make_model
+from headway.models.pretrained import compute_dtype, load_model, load_tokenizer
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from headway.errors import ScoringFailed, StageFailed
 from headway.events import StageChanged
 from headway.pipeline import stages
 from headway.pipeline.channel import Channel
+from headway.pipeline.signal import Gate
 from headway.pipeline.stage import Stage, State
 from headway.simulate.clock import run_virtual
 from tests.pipeline.fakes import Recorder
@@ -26,8 +27,10 @@ class Doubling(Stage[int, int]):
 
     waits_for_input = "the test"
 
-    def __init__(self, recorder: Recorder, work: Work | None = None, concurrency: int | None = 1) -> None:
-        super().__init__(recorder.on_event)
+    def __init__(
+        self, recorder: Recorder, work: Work | None = None, concurrency: int | None = 1, gate: Gate | None = None
+    ) -> None:
+        super().__init__(recorder.on_event, gate=gate)
         self.input: Channel[int] = Channel("input")
         self.output: Channel[int] = Channel("output")
         self.closed = 0
@@ -285,16 +288,17 @@ def test_a_paused_stage_starts_nothing_and_loses_nothing(concurrency: int | None
         await asyncio.sleep(1)
 
     async def main() -> list[int]:
-        stage = Doubling(recorder, work, concurrency)
+        gate = Gate()
+        stage = Doubling(recorder, work, concurrency, gate)
         running = asyncio.ensure_future(stage.run())
         await stage.input.send(1)
         await asyncio.sleep(0.5)
-        stage.pause()
+        gate.set(False)
         await stage.feed(2)
         await asyncio.sleep(4)
         assert stage.state is State.PAUSED
         assert stage.waiting_for == "resume"
-        stage.resume()
+        gate.set(True)
         await running
         return await stage.outputs()
 
@@ -306,13 +310,14 @@ def test_a_pause_without_an_item_in_hand_is_waiting_for_input():
     recorder = Recorder()
 
     async def main() -> None:
-        stage = Doubling(recorder, takes, None)
+        gate = Gate()
+        stage = Doubling(recorder, takes, None, gate)
         running = asyncio.ensure_future(stage.run())
         await stage.input.send(2)
         await asyncio.sleep(1)
-        stage.pause()
+        gate.set(False)
         await asyncio.sleep(3)
-        stage.resume()
+        gate.set(True)
         assert stage.state is State.WAITING_INPUT
         await stage.feed()
         await running
@@ -323,8 +328,9 @@ def test_a_pause_without_an_item_in_hand_is_waiting_for_input():
 
 def test_an_input_that_ends_while_the_stage_is_paused_ends_the_stage():
     async def main() -> None:
-        stage = Doubling(Recorder())
-        stage.pause()
+        gate = Gate()
+        gate.set(False)
+        stage = Doubling(Recorder(), gate=gate)
         await stage.feed()
         await stage.run()
 

@@ -67,7 +67,7 @@ class Run:
     async def _open_and_run(self, stack: AsyncExitStack, interrupts: Interrupts) -> Status:
         """Open everything and run. What has to be closed is left on ``stack``."""
         from headway.cluster.backend import start_backend
-        from headway.models.loading import load_tokenizer, stop_token_ids
+        from headway.models.pretrained import load_tokenizer, stop_token_ids
 
         config, reports = self._config, self._reports
         reports.phase("starting workers")

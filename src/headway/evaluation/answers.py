@@ -47,7 +47,7 @@ def read_questions(job: Job, limit: int | None) -> Questions:
     Raises:
         UserError: as `headway.preflight.check_inputs` and `check_model` do; also where nothing is left to ask.
     """
-    from headway.models.loading import load_tokenizer
+    from headway.models.pretrained import load_tokenizer
     from headway.preflight import LOWER, check_inputs, check_model
 
     config = job.config
@@ -77,7 +77,7 @@ async def solve(
         UserError: a reward or a model that does not load.
         WorkerDied: the reward's processes, or the engine's, ended.
     """
-    from headway.models.loading import stop_token_ids
+    from headway.models.pretrained import stop_token_ids
 
     spec = replace(RewardSpec.of(config), columns=_columns(questions.prompts))
     async with AsyncExitStack() as stack:
@@ -120,7 +120,7 @@ async def _start_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> R
 
     from headway.cluster.inline import InlineCluster
     from headway.cluster.roles.replicas import ReplicaSpec, start_engine, text_of
-    from headway.models.loading import served_dtype
+    from headway.models.pretrained import served_dtype
 
     device = await InlineCluster(config).connect()
     replica = ReplicaSpec(

@@ -11,7 +11,7 @@ from shutil import rmtree
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from headway.models.loading import without_progress_bars
+from headway.models.pretrained import without_progress_bars
 from headway.progress import progress_here
 
 

@@ -3,7 +3,7 @@
     get_input_data ──▶ process_data ──▶ send_output_data
                                                                None from get
     WAITING_INPUT ◀──▶ PROCESSING ◀──▶ WAITING_OUTPUT ··· ─────────────────────▶ DRAINING ──▶ STOPPED
-          │ pause()/resume(): PAUSED between two items
+          │ its gate is shut: PAUSED between two items
           └──────────────── an exception, anywhere ───────────────────────────────────────▶ FAILED
 
 A subclass says only what it does with its input; the loop, the states, concurrency, cancellation and the event that
@@ -94,7 +94,7 @@ class Stage(ABC, Generic[In, Out]):
         gate: Gate | None = None,
     ) -> None:
         """``input``: None for a stage with a `get_input_data` of its own. ``output``: None where nothing comes out.
-        ``gate``: nothing is started while it is shut; without one, only `pause` and `resume` move it.
+        ``gate``: nothing is started while it is shut; what is in processing goes on.
         """
         self.name = type(self).__name__
         self.state = State.WAITING_INPUT
@@ -144,13 +144,6 @@ class Stage(ABC, Generic[In, Out]):
             raise
         finally:
             self.close_output()
-
-    def pause(self) -> None:
-        """Start nothing further; what is in processing goes on."""
-        self._gate.set(False)
-
-    def resume(self) -> None:
-        self._gate.set(True)
 
     @property
     def waiting_for(self) -> str | None:

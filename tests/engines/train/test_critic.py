@@ -21,7 +21,7 @@ from headway.engines.train.fsdp.critic import FsdpCritic
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.errors import ModelError
 from headway.interfaces import StepContext
-from headway.models.loading import load_model
+from headway.models.pretrained import load_model
 from tests.engines.train.rows import random_rows, with_columns, without_column
 
 ModelPath = Callable[..., str]

@@ -22,7 +22,7 @@ from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.engines.train.fsdp.reference import ReferenceEngine
 from headway.errors import ModelError
 from headway.interfaces import StepContext
-from headway.models.loading import load_model
+from headway.models.pretrained import load_model
 from headway.progress import Progress, count_for
 from headway.weights.buckets import view
 from tests.engines.train.rows import plain_loss, random_rows, response_logprobs, with_columns, without_column

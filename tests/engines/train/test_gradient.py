@@ -16,7 +16,7 @@ from headway.config.schema import Config, RolloutConfig
 from headway.data.collate import Row
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.interfaces import StepContext
-from headway.models.loading import load_model
+from headway.models.pretrained import load_model
 from tests.engines.train.rows import plain_loss, random_rows
 
 EVERYTHING = {

@@ -17,7 +17,7 @@ from headway.config.schema import AsyncTrainingConfig, Config, RolloutConfig
 from headway.data.collate import Row
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.interfaces import StepContext, StepReport
-from headway.models.loading import load_model
+from headway.models.pretrained import load_model
 from tests.engines.train.rows import random_rows, response_logprobs, with_columns
 
 ModelPath = Callable[..., str]

@@ -20,7 +20,7 @@ from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.engines.train.logprobs import LogProbCopy
 from headway.errors import ModelError, RunError, UpdateFailed
 from headway.interfaces import StepContext
-from headway.models.loading import load_model
+from headway.models.pretrained import load_model
 from headway.models.probe import probe_rows, probe_vector
 from headway.weights.outgoing import Staged, Stream
 from headway.weights.protocols import Outgoing, WeightSink

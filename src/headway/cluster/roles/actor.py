@@ -169,7 +169,7 @@ class ActorRole(WithCritic):
         """Dtype of the model's matrix products, as torch spells it without the prefix."""
         import torch
 
-        from headway.models.loading import compute_dtype
+        from headway.models.pretrained import compute_dtype
 
         return str(compute_dtype(self._config, torch.device(self._device))).removeprefix("torch.")
 

@@ -34,7 +34,7 @@ class LogpRole(Role):
         """Load the model, in the dtype that the trainer computes in. Meets nobody at ``store``."""
         import torch
 
-        from headway.models.loading import compute_dtype, load_model
+        from headway.models.pretrained import compute_dtype, load_model
 
         self._set_threads()
         dtype = compute_dtype(self._config, torch.device(self._device))

@@ -56,7 +56,7 @@ async def start_native(replica: ReplicaSpec) -> Any:
     import torch
 
     from headway.engines.rollout.native.engine import NativeEngine
-    from headway.models.loading import load_model
+    from headway.models.pretrained import load_model
 
     config = replica.config
     dtype, remote = getattr(torch, replica.dtype), config.model.trust_remote_code

@@ -33,7 +33,7 @@ class RolloutRole(Role):
         """Load the tokenizer. A replica is one rank, and meets nobody at ``store``."""
         import torch
 
-        from headway.models.loading import load_tokenizer, served_dtype
+        from headway.models.pretrained import load_tokenizer, served_dtype
 
         self._set_threads()
         self._dtype = str(served_dtype(self._config, torch.device(self._device))).removeprefix("torch.")

@@ -30,13 +30,13 @@ from headway.pipeline.channel import Channel
 from headway.pipeline.concurrently import concurrently
 from headway.pipeline.fleet import Fleet
 from headway.pipeline.halts import Halts
-from headway.pipeline.loading import Load, Loading, Probe
 from headway.pipeline.receiver import Receiver, Replica
 from headway.pipeline.stage import Stage
 from headway.pipeline.stages.actor_train import Update
 from headway.pipeline.stages.validate import Validation
 from headway.pipeline.state import RunState, now
 from headway.pipeline.transfer import Delivered, Transfer
+from headway.pipeline.weight_loading import Load, Loading, Probe
 
 
 @dataclass(frozen=True, slots=True)

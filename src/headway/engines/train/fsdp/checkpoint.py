@@ -77,9 +77,14 @@ def save_checkpoint(model: nn.Module, optimizer: Optimizer, path: Path, state: M
     try:
         with progress_here().writing(temporary):
             save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=temporary)
-    except CheckpointException as error:
-        why = _no_room(temporary) or _causes(error)
-        rmtree(temporary, ignore_errors=True)
+    except CheckpointException as error:  # raised on every rank: torch gathers who failed
+
+        def give_up() -> str:
+            why = _no_room(temporary)
+            rmtree(temporary, ignore_errors=True)
+            return why
+
+        why = from_rank_zero(give_up) or _causes(error)
         raise RunError(f"could not write the checkpoint {path}: {why}") from error
     on_rank_zero(partial(told, finish))
 

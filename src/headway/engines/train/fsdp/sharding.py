@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from headway.config.schema import Config
 from headway.engines.train.fsdp.collectives import on_rank_zero
 from headway.engines.train.fsdp.policy import PolicyModule, ShardedModule
-from headway.models.loading import attention, compute_dtype, load_config, load_model
 from headway.models.output_layer import check_output_layer
+from headway.models.pretrained import attention, compute_dtype, load_config, load_model
 
 M = TypeVar("M", bound=ShardedModule)
 
