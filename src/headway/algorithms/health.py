@@ -124,7 +124,9 @@ def lag_sums(
     sums = dict(zip(columns, torch.stack(list(columns.values())) @ indicator_MB, strict=True))
     no_ratio_B = ratio_M.new_zeros(LAG_BUCKETS)
     sums["lag/ratio_max"] = no_ratio_B.scatter_reduce(0, bucket_M, ratio_M, "amax")
-    cells_M = bucket_M * HISTOGRAM_BINS + _bin(log_ratio_M)
+    place_M = torch.asinh(log_ratio_M / HISTOGRAM_SCALE) / _BIN_WIDTH
+    bin_M = place_M.round().long().clamp(-_HALF, _HALF) + _HALF
+    cells_M = bucket_M * HISTOGRAM_BINS + bin_M
     counts = torch.bincount(cells_M, minlength=LAG_BUCKETS * HISTOGRAM_BINS).double()
     return sums | {"lag/histogram": counts.view(LAG_BUCKETS, HISTOGRAM_BINS)}
 
@@ -165,8 +167,3 @@ def ratio_quantiles(histogram: Float[Tensor, " bins"], quantiles: Sequence[float
     bins = torch.searchsorted(cumulative, wanted.clamp(min=0.5)).clamp(max=HISTOGRAM_BINS - 1)
     centres = torch.sinh((bins - _HALF).double() * _BIN_WIDTH) * HISTOGRAM_SCALE
     return [float(w) for w in centres.exp()]
-
-
-def _bin(log_ratio_M: Float[Tensor, " M"]) -> Int[Tensor, " M"]:
-    place_M = torch.asinh(log_ratio_M / HISTOGRAM_SCALE) / _BIN_WIDTH
-    return place_M.round().long().clamp(-_HALF, _HALF) + _HALF

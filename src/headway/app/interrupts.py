@@ -28,7 +28,7 @@ def note(reports: Reports, text: str) -> None:
 
 def _signals() -> tuple[signal.Signals, ...]:
     """Signals that interrupt a run. SIGHUP that is ignored stays so: the run was started with ``nohup``."""
-    if not _in_the_main_thread():
+    if threading.current_thread() is not threading.main_thread():
         return ()
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return (signal.SIGINT, signal.SIGTERM) if ignored else (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -124,7 +124,3 @@ def terminations_as_interrupts() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _in_the_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()

@@ -316,7 +316,7 @@ def _by_source(found: Mapping[str, Figures], ks: Sequence[int]) -> Table:
 
 
 def print_samples(console: Console, solved: Sequence[Solved], count: int) -> None:
-    """``count`` problems from all over the data, each with its first answer."""
+    """``count`` problems at even distances (all where there are fewer), each with its first answer."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -329,7 +329,8 @@ def print_samples(console: Console, solved: Sequence[Solved], count: int) -> Non
         table.add_column(name, overflow="fold", ratio=1 if name == "answer" else 3)
     table.add_column("reward", justify="right")
     table.add_column("tokens", justify="right")
-    for problem in _spread(solved, count):
+    shown = min(count, len(solved))
+    for problem in [solved[i * len(solved) // shown] for i in range(shown)]:
         answer = problem.answers[0]
         table.add_row(
             str(problem.row),
@@ -339,12 +340,6 @@ def print_samples(console: Console, solved: Sequence[Solved], count: int) -> Non
         )
     console.print()
     console.print(table)
-
-
-def _spread(solved: Sequence[Solved], count: int) -> list[Solved]:
-    """Choose ``count`` items at even distances, the first among them; all where there are fewer."""
-    shown = min(count, len(solved))
-    return [solved[i * len(solved) // shown] for i in range(shown)]
 
 
 def _end_of(text: Any) -> str:

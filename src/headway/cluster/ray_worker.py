@@ -304,10 +304,6 @@ def why_it_died(error: RayError) -> str:
             "If the log does not tell why, the process was killed from outside: most often by the kernel, because "
             "memory had run out (`dmesg` tells; fewer workers or smaller batches need less)"
         )
-    return f"Ray says: {_first_lines(ray_says)}"
-
-
-def _first_lines(text: str, limit: int = 300) -> str:
-    """The first lines of a Ray message, without its colours and its list of ids."""
-    lines = [_COLOUR.sub("", line).strip() for line in text.splitlines() if line.strip() and not line.startswith("\t")]
-    return " ".join(lines)[:limit]
+    # The first lines, without their colours and the list of ids.
+    lines = (_COLOUR.sub("", line).strip() for line in ray_says.splitlines() if line.strip() and line[0] != "\t")
+    return f"Ray says: {' '.join(lines)[:300]}"

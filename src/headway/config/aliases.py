@@ -126,7 +126,9 @@ def translate(values: Mapping[str, Any]) -> dict[str, Any]:
             _accept_fixed(key, value)
             continue
         if key == PIPELINE:
-            if not _asks_for_pipeline(value):
+            if not isinstance(value, bool):
+                raise ConfigError(f"{PIPELINE}: got {value!r}, expected true (mode=overlapped) or false")
+            if not value:
                 continue
             key, value = "mode", "overlapped"
         if key in result and result[key] != value:
@@ -140,12 +142,6 @@ def _accept_fixed(key: str, value: Any) -> None:
     if not any(type(value) is type(allowed) and value == allowed for allowed in fixed.values):
         allowed = " or ".join(map(str, fixed.values))
         raise ConfigError(f"{key}: got {value!r}, but Headway accepts only {allowed}: {fixed.reason}")
-
-
-def _asks_for_pipeline(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{PIPELINE}: got {value!r}, expected true (mode=overlapped) or false")
-    return value
 
 
 def resolve_ahead_steps(user: Mapping[str, Any]) -> dict[str, Any]:

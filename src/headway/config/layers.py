@@ -72,9 +72,8 @@ def read_overrides(overrides: Sequence[str]) -> Layer:
     for override in overrides:
         for key, value in translate(_parse_override(override)).items():
             if clash := next((other for other in values if _excludes(other, values[other], key, value)), None):
-                raise ConfigError(
-                    f"{written[clash]!r} and {override!r}: {_twice(key, clash)} on the command line; drop one of them"
-                )
+                twice = f"{key} is given twice" if key == clash else f"{key} and {clash} cannot both be given"
+                raise ConfigError(f"{written[clash]!r} and {override!r}: {twice} on the command line; drop one of them")
             values, written[key] = overlay(values, {key: value}), override
     return Layer("on the command line", values)
 
@@ -82,7 +81,11 @@ def read_overrides(overrides: Sequence[str]) -> Layer:
 def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Join two flat mappings: ``above`` replaces keys, sections that it sets to a value, and values it looks into."""
     kept = {key: value for key, value in below.items() if not any(_replaces(new, key, above[new]) for new in above)}
-    return kept | {key: value for key, value in above.items() if value != {} or not _has_below(kept, key)}
+    return kept | {
+        key: value
+        for key, value in above.items()
+        if value != {} or not any(known.startswith(f"{key}.") for known in kept)
+    }
 
 
 def flatten(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -220,14 +223,6 @@ def _excludes(one: str, one_value: Any, other: str, other_value: Any) -> bool:
     below = one.startswith(f"{other}.") and other_value != {}
     above = other.startswith(f"{one}.") and one_value != {}
     return one == other or below or above
-
-
-def _twice(one: str, other: str) -> str:
-    return f"{one} is given twice" if one == other else f"{one} and {other} cannot both be given"
-
-
-def _has_below(values: Mapping[str, Any], section: str) -> bool:
-    return any(key.startswith(f"{section}.") for key in values)
 
 
 def _yaml_problem(error: Exception) -> str:

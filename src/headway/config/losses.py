@@ -189,12 +189,7 @@ ChosenLoss = Annotated[
 """Any loss's section, as ``loss_mode`` chooses it."""
 
 
-def _by_tag() -> dict[str, type[PolicyLossConfig]]:
-    union, _ = get_args(ChosenLoss)
-    return {tag.tag: section for section, tag in map(get_args, get_args(union))}
-
-
 LOSSES: Mapping[str, type[PolicyLossConfig]] = MappingProxyType(
-    {name: section for name, section in _by_tag().items() if name != OWN}
+    {tag.tag: section for section, tag in map(get_args, get_args(get_args(ChosenLoss)[0])) if tag.tag != OWN}
 )
 """The name of each loss that Headway has → its section."""

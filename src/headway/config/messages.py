@@ -52,7 +52,7 @@ def explain(error: ValidationError, origins: dict[str, str], root: type[Section]
         else:
             expectation = _expectation(detail)
         expected.setdefault(key, []).append(expectation)
-        given[key] = "nothing" if value is _MISSING else _brief(value)
+        given[key] = "nothing" if value is _MISSING else "null" if value is None else shown(value, 60)
     for key, expectations in expected.items():
         what = " or ".join(dict.fromkeys(expectations))
         lines.append(f"{key}: got {given[key]}{_where(key, origins)}, expected {what}")
@@ -201,7 +201,3 @@ def _similar(key: str, keys: Sequence[str]) -> list[str]:
 
 def _name(key: str) -> str:
     return key.rpartition(".")[2]
-
-
-def _brief(value: Any) -> str:
-    return "null" if value is None else shown(value, 60)

@@ -91,9 +91,15 @@ def parts(section: type[Section] = Config, name: str = "", default: Section | No
     for field_name, field in section.model_fields.items():
         key = f"{name}.{field.alias or field_name}".lstrip(".")
         sections = sections_in(field.annotation)
-        value = _default(section, field_name) if default is None else getattr(default, field_name)
+        if default is not None:
+            value = getattr(default, field_name)
+        elif field.is_required():
+            value = REQUIRED
+        else:
+            value = field.get_default(call_default_factory=True, validated_data={})
         if not (sections and isinstance(value, Section)):
-            own.append(Key(key, _value(key, field), _spelled(value), _meaning(field.description)))
+            accepted = _one_of(CHOICES[key]) if key in CHOICES else _described(field.annotation, field.metadata)
+            own.append(Key(key, accepted, _spelled(value), _meaning(field.description)))
         suffix = "[]" if sections and _holds_a_list(field.annotation) else ""
         inner += [(sections, key + suffix, value)] if sections else []
     yield KeyTable(name, _meaning(section.__doc__), tuple(own))
@@ -136,11 +142,17 @@ def page() -> str:
         if part.name:
             level = "####" if part.chosen_by else "###" if "." in part.name else "##"
             lines += [f"{level} `{part.name}`{f' with `{part.chosen_by}`' * bool(part.chosen_by)}", part.meaning]
-        rows = [[f"`{key.name}`", key.value, _default_cell(key), key.meaning] for key in part.keys]
+        rows = [
+            [f"`{key.name}`", key.value, REQUIRED if key.default == REQUIRED else f"`{key.default}`", key.meaning]
+            for key in part.keys
+        ]
         lines += [_table(("key", "value", "default", "meaning"), rows)] if rows else []
         if any(key.value == _one_of(NAMES[known_transport]) for key in part.keys):
-            lines += [_table(("transport", "what carries the weights", "`cluster.backend`"), _transport_rows())]
-    lines += [MODES, _table(("key", *(f"`{mode}`" for mode in PRESETS)), _preset_rows())]
+            carried = [[f"`{name}`", facts.meaning, _one_of(facts.backends)] for name, facts in TRANSPORTS.items()]
+            lines += [_table(("transport", "what carries the weights", "`cluster.backend`"), carried)]
+    names = list(dict.fromkeys(key for values in PRESETS.values() for key in values))
+    presets = [[f"`{key}`", *(f"`{_spelled(values[key])}`" for values in PRESETS.values())] for key in names]
+    lines += [MODES, _table(("key", *(f"`{mode}`" for mode in PRESETS)), presets)]
     renamed = [[f"`{old}`", f"`{new}`"] for old, new in RENAMED.items()]
     fixed = [
         [f"`{key}`", ", ".join(f"`{_spelled(v)}`" for v in rule.values), rule.reason] for key, rule in FIXED.items()
@@ -190,17 +202,6 @@ ONE_VALUE = "These keys of verl's are accepted, and change nothing:"
 
 def _holds_a_list(annotation: Any) -> bool:
     return get_origin(annotation) is tuple or any(_holds_a_list(argument) for argument in get_args(annotation))
-
-
-def _default(section: type[Section], name: str) -> Any:
-    field = section.model_fields[name]
-    return REQUIRED if field.is_required() else field.get_default(call_default_factory=True, validated_data={})
-
-
-def _value(key: str, field: FieldInfo) -> str:
-    if key in CHOICES:
-        return _one_of(CHOICES[key])
-    return _described(field.annotation, field.metadata)
 
 
 def _described(annotation: Any, metadata: Sequence[Any] = ()) -> str:
@@ -290,25 +291,9 @@ def _spelled(value: Any) -> str:
 
 
 def _meaning(docstring: str | None) -> str:
-    return _linked(" ".join(cleandoc(docstring or "").split()).replace("``", "`"))
-
-
-def _linked(text: str) -> str:
-    """Text with names of pages made links, relative to ``docs/``."""
+    text = " ".join(cleandoc(docstring or "").split()).replace("``", "`")
+    # Names of pages are links, relative to ``docs/``.
     return _PAGES.sub(r"[\1](\1)", text).replace("(docs/algorithms)", "([algorithms](algorithms))")
-
-
-def _default_cell(key: Key) -> str:
-    return REQUIRED if key.default == REQUIRED else f"`{key.default}`"
-
-
-def _transport_rows() -> list[list[str]]:
-    return [[f"`{name}`", facts.meaning, _one_of(facts.backends)] for name, facts in TRANSPORTS.items()]
-
-
-def _preset_rows() -> list[list[str]]:
-    names = list(dict.fromkeys(key for values in PRESETS.values() for key in values))
-    return [[f"`{key}`", *(f"`{_spelled(values[key])}`" for values in PRESETS.values())] for key in names]
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -53,7 +53,7 @@ def _load(dataset: str, split: str | None, default_split: str, subset: str | Non
     folder = Path(dataset).expanduser()
     given = {"subset": subset, "revision": revision}
     try:
-        if _saved_to_disk(folder):
+        if any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):  # `save_to_disk` wrote it
             if useless := [key for key, value in given.items() if value is not None]:
                 raise DataError(f"dataset {dataset}: a saved folder has no {' or '.join(useless)}; drop that key")
             return _split_of(datasets.load_from_disk(str(folder)), dataset, split, default_split)
@@ -83,10 +83,6 @@ def _said(error: BaseException) -> str:
     return ", from ".join(
         f"{type(one).__name__}: {' '.join(str(one).split())[:MOST_SHOWN].rstrip('.')}" for one in causes
     )
-
-
-def _saved_to_disk(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
 
 
 def _split_of(loaded: Any, dataset: str, split: str | None, default_split: str) -> Any:

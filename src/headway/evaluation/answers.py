@@ -79,7 +79,10 @@ async def solve(
     """
     from headway.models.pretrained import stop_token_ids
 
-    spec = replace(RewardSpec.of(config), columns=_columns(questions.prompts))
+    prompts = questions.prompts
+    # The columns that a reward may ask for: every row has them.
+    columns = tuple(name for name in prompts[0].extra if all(name in prompt.extra for prompt in prompts))
+    spec = replace(RewardSpec.of(config), columns=columns)
     async with AsyncExitStack() as stack:
         reward = RewardPool(spec, workers=config.reward.workers, retries=config.reward.retries, log_path=None)
         stack.push_async_callback(reward.close)
@@ -88,14 +91,9 @@ async def solve(
         stack.push_async_callback(engine.close)
         ready()
         sampling = _sampling(config, stop_token_ids(str(config.model.path), questions.tokenizer))
-        ask = partial(_ask, engine, reward, questions.prompts, config.rollout.val_n, sampling, solved)
+        ask = partial(_ask, engine, reward, prompts, config.rollout.val_n, sampling, solved)
         found = await failing_as_one(ask)
-    return [found[i] for i in range(len(questions.prompts))]
-
-
-def _columns(prompts: Sequence[Prompt]) -> tuple[str, ...]:
-    """The columns that a reward may ask for: every row has them."""
-    return tuple(name for name in prompts[0].extra if all(name in prompt.extra for prompt in prompts))
+    return [found[i] for i in range(len(prompts))]
 
 
 def _sampling(config: Config, stop: tuple[int, ...]) -> SamplingParams:

@@ -31,15 +31,11 @@ def export(
             model.save_pretrained(folder)
         else:
             model.save_pretrained(folder, state_dict=dict(weights))
-            _write_config(model, folder, dtype=next(iter(weights.values())).dtype)
+            # `save_pretrained` wrote the dtype of the model that stood for the weights.
+            config = copy.deepcopy(model.config)
+            config.dtype = next(iter(weights.values())).dtype
+            config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-
-
-def _write_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
-    """Say ``dtype`` where `save_pretrained` wrote the dtype of the model that stood for the weights."""
-    config = copy.deepcopy(model.config)
-    config.dtype = dtype
-    config.save_pretrained(folder)
 
 
 @contextmanager

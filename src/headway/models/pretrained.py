@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -78,9 +78,11 @@ def load_model(
             f"{path}: cannot load the weights: their sizes are not those of config.json: {name} is {list(there)}, not "
             f"{list(expected)}{others}. Give config and weights of one model"
         )
-    if missing := info["missing_keys"]:
+    if missing := sorted(info["missing_keys"]):
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ModelError(
-            f"{path}: the weights lack {_some(missing)}; they would be random. Give a complete copy of the model"
+            f"{path}: the weights lack {', '.join(missing[:3])}{more}; they would be random. Give a complete copy of "
+            "the model"
         )
     model.eval()
     return model
@@ -196,9 +198,3 @@ def _check_folder(path: str | Path) -> None:
 
 def _expanded(path: str | Path) -> str:
     return str(Path(path).expanduser()) if str(path).startswith("~") else str(path)
-
-
-def _some(names: Iterable[str], limit: int = 3) -> str:
-    ordered = sorted(names)
-    more = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
-    return ", ".join(ordered[:limit]) + more

@@ -79,7 +79,9 @@ class MessageQueue:
         """
         taken: list[Group] = []
         while len(taken) < count:
-            await self._signal.until(lambda: self._closed or self._abandoned or self._can_go_on(version))
+            await self._signal.until(
+                lambda: self._closed or self._abandoned or bool(self._next(version) or self._overdue(version))
+            )
             if self._abandoned:
                 return []
             for group in self._overdue(version):
@@ -110,9 +112,6 @@ class MessageQueue:
         """The trainer wants no more: whoever waits in `take` gets nothing."""
         self._abandoned = True
         self._signal.changed()
-
-    def _can_go_on(self, version: int) -> bool:
-        return bool(self._next(version)) or bool(self._overdue(version))
 
     def _overdue(self, version: int) -> list[Group]:
         oldest = self._staleness.oldest_trainable(version)

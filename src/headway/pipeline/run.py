@@ -75,7 +75,9 @@ class Pipeline:
         self._emit_started()
         try:
             self._begin()
-            await self._run_stages()
+            if self._state.version == 0:  # later ones are validated when replicas have them
+                await self._validate_first_version()
+            await failing_as_one(self._run_to_the_end)
         except (asyncio.CancelledError, KeyboardInterrupt):
             self._emit_finished(Status.INTERRUPTED, "left at once")
             raise
@@ -115,11 +117,6 @@ class Pipeline:
         version = self._state.version
         wiring.actor.restore(self._resume_from["trainer"], version)
         wiring.update.restore(version)
-
-    async def _run_stages(self) -> None:
-        if self._state.version == 0:  # later ones are validated when replicas have them
-            await self._validate_first_version()
-        await failing_as_one(self._run_to_the_end)
 
     async def _run_to_the_end(self, tasks: Tasks) -> None:
         """Downstream decides when a run is over; then admission stops and upstream runs dry, or is interrupted."""

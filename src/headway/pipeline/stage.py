@@ -134,7 +134,8 @@ class Stage(ABC, Generic[In, Out]):
             if self.concurrency == 1:
                 await self._run_in_order()
             else:
-                await self._run_concurrently()
+                with suppress(_ConsumerClosed):
+                    await failing_as_one(self._take_on)
             self._enter(State.STOPPED)
         except asyncio.CancelledError:
             self._enter(State.STOPPED)
@@ -161,10 +162,6 @@ class Stage(ABC, Generic[In, Out]):
             if not await self._work(item):
                 break
         self._enter(State.DRAINING)
-
-    async def _run_concurrently(self) -> None:
-        with suppress(_ConsumerClosed):
-            await failing_as_one(self._take_on)
 
     async def _take_on(self, tasks: Tasks) -> None:
         """Each item is a task of its own, begun as soon as there is room."""

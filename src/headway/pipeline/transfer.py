@@ -116,7 +116,8 @@ class Transfer:
             for gone in verdict.lost:
                 await self._fleet.lose(gone)
             if verdict.again:
-                self._report_retry(version, verdict.again, verdict.reason)
+                names = [receiver.name for audience in verdict.again for receiver in audience.receivers]
+                self._state.emit(UpdateRetried(time=now(), version=version, receivers=names, reason=verdict.reason))
             due.extendleft(reversed(verdict.again))
         return delivered
 
@@ -174,20 +175,13 @@ class Transfer:
             self._report_gathered(version, attempt.began, sent.gather_s, sent.full_nbytes or sent.nbytes)
         self._report_phase(version, "send", where, sent.send_s, sent.nbytes)
         for receiver, report in arrived.items():
-            self._report_received(version, receiver, report)
-
-    def _report_retry(self, version: int, again: Sequence[Audience], reason: str) -> None:
-        names = [receiver.name for audience in again for receiver in audience.receivers]
-        self._state.emit(UpdateRetried(time=now(), version=version, receivers=names, reason=reason))
+            self._report_phase(version, "recv", receiver.name, report.recv_s, report.nbytes)
+            self._report_phase(version, "register", receiver.name, report.register_s, report.nbytes)
 
     def _report_gathered(self, version: int, started: float, seconds: float, nbytes: int) -> None:
         span = (started, started + seconds)
         self._state.emit(TrainerBusy(time=now(), what="gather", version=version, span=span))
         self._report_phase(version, "gather", "actor", seconds, nbytes)
-
-    def _report_received(self, version: int, receiver: Receiver, report: ReceiveReport) -> None:
-        self._report_phase(version, "recv", receiver.name, report.recv_s, report.nbytes)
-        self._report_phase(version, "register", receiver.name, report.register_s, report.nbytes)
 
     def _report_phase(self, version: int, phase: str, where: str, seconds: float, nbytes: int) -> None:
         self._state.emit(

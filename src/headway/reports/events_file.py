@@ -170,16 +170,12 @@ def _finite(value: Any) -> Any:
         case float():
             return value if math.isfinite(value) else None
         case dict():
-            return {_key(key): _finite(item) for key, item in value.items()}
+            return {key.item() if isinstance(key, np.generic) else key: _finite(item) for key, item in value.items()}
         case list() | tuple():
             return [_finite(item) for item in value]
         case np.generic() | np.ndarray():
             return _finite(value.tolist())
     return value
-
-
-def _key(key: Any) -> Any:
-    return key.item() if isinstance(key, np.generic) else key
 
 
 @dataclass(slots=True)

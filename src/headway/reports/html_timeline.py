@@ -31,11 +31,13 @@ def page(timeline: Timeline, *, bottleneck: str | None = None, max_spans: int = 
     """The page's text."""
     figures, sentence = timeline.summary, bottleneck or timeline.summary["bottleneck"]
     mode = str(figures["mode"] or "unknown mode")
+    status = "simulated" if timeline.simulated else str(figures["status"])
+    why = f'<p class="why">{escape(str(figures["reason"]))}</p>' if figures["reason"] else ""
     lanes, resolution = merged(timeline.lanes, timeline.window, max_spans)
     return Template(_part("timeline.html")).substitute(
         title=escape(f"{mode} · Headway timeline"),
         mode=escape(mode),
-        status=_status(timeline),
+        status=f'<span class="status {escape(status)}">{escape(status)}</span>{why}',
         figures="\n".join(_figures(timeline)),
         sentence=f'<p class="sentence">{escape(sentence)}</p>',
         lanes=_lane_table(timeline),
@@ -54,13 +56,6 @@ def _part(name: str) -> str:
 def _inside_script(json: str) -> str:
     """JSON without a character that could end, or open, an element."""
     return json.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-
-
-def _status(timeline: Timeline) -> str:
-    figures = timeline.summary
-    status = "simulated" if timeline.simulated else str(figures["status"])
-    why = f'<p class="why">{escape(str(figures["reason"]))}</p>' if figures["reason"] else ""
-    return f'<span class="status {escape(status)}">{escape(status)}</span>{why}'
 
 
 def _figures(timeline: Timeline) -> Iterator[str]:

@@ -135,7 +135,8 @@ def joined(spans: Iterable[LaneSpan]) -> tuple[LaneSpan, ...]:
         if span.end <= span.start:
             continue
         last = result[-1] if result else None
-        if last is not None and span.start <= last.end and _says_the_same(last, span):
+        said = (span.kind, span.label, span.reason)
+        if last is not None and span.start <= last.end and said == (last.kind, last.label, last.reason):
             result[-1] = replace(last, end=max(last.end, span.end))
         else:
             result.append(span)
@@ -177,7 +178,3 @@ def _fit(spans: Iterable[LaneSpan], free: Sequence[Span]) -> list[LaneSpan]:
             at += 1
         reached = max(reached, span.end)
     return fitting
-
-
-def _says_the_same(a: LaneSpan, b: LaneSpan) -> bool:
-    return (a.kind, a.label, a.reason) == (b.kind, b.label, b.reason)

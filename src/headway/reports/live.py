@@ -115,10 +115,9 @@ class LiveView:
         if snapshot is not None:
             parts.append(panel(snapshot, self._console.width))
         if phase is not None:
-            parts.append(self._phase_line(*phase))
+            text, detail, since = phase
+            took = human.duration(self._clock() - since)
+            words = Text.assemble(text, (f"  {detail}" if detail else "", QUIET), (f"  {took}", QUIET))
+            self._spinner.update(text=words)
+            parts.append(Padding(self._spinner, (0, 0, 0, 2)))
         self._live.update(Group(*parts), refresh=True)
-
-    def _phase_line(self, text: str, detail: str, since: float) -> RenderableType:
-        took = human.duration(self._clock() - since)
-        self._spinner.update(text=Text.assemble(text, (f"  {detail}" if detail else "", QUIET), (f"  {took}", QUIET)))
-        return Padding(self._spinner, (0, 0, 0, 2))

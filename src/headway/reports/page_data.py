@@ -126,7 +126,11 @@ def page_data(timeline: Timeline, lanes: Sequence[Lane], resolution: float) -> d
         "measured": None if timeline.measured is None else [clock(time) for time in timeline.measured],
         "kinds": [{"name": kind, "words": WORDS[kind], "idle": kind in IDLE} for kind in kinds],
         "lanes": [_packed(lane, timeline, clock, strings, kinds) for lane in lanes],
-        "marks": [_marks(timeline, kind, clock, strings) for kind in MarkKind if _has(timeline, kind)],
+        "marks": [
+            _marks(timeline, kind, clock, strings)
+            for kind in MarkKind
+            if any(mark.kind is kind for mark in timeline.marks)
+        ],
         "counters": [
             {
                 "name": counter.name,
@@ -148,15 +152,12 @@ def _packed(lane: Lane, timeline: Timeline, clock: _Clock, strings: _Strings, ki
     for span in lane.spans:
         start, end = max(clock(span.start), reached), clock(span.end)
         if end > start:
-            spans += (start - reached, end - start, kinds.index(span.kind), strings.place(_told(span)))
+            # The reason is told where it says more than the label.
+            reason = "" if span.reason is None or span.reason in span.label else f" ({span.reason})"
+            spans += (start - reached, end - start, kinds.index(span.kind), strings.place(span.label + reason))
             reached = end
     busy = busy_share(lane, timeline)
     return {"group": lane.group, "name": lane.name, "annotates": lane.annotates, "busy": busy, "spans": spans}
-
-
-def _told(span: LaneSpan) -> str:
-    """The label, and the reason where it says more."""
-    return span.label if span.reason is None or span.reason in span.label else f"{span.label} ({span.reason})"
 
 
 def busy_share(lane: Lane, timeline: Timeline) -> float | None:
@@ -165,10 +166,6 @@ def busy_share(lane: Lane, timeline: Timeline) -> float | None:
     if lane.group not in TIMED or lane.annotates or (told := lane.seconds(window)) <= 0:
         return None
     return max(1.0 - lane.idle_seconds(window) / told, 0.0)
-
-
-def _has(timeline: Timeline, kind: MarkKind) -> bool:
-    return any(mark.kind is kind for mark in timeline.marks)
 
 
 def _marks(timeline: Timeline, kind: MarkKind, clock: _Clock, strings: _Strings) -> dict[str, Any]:

@@ -37,7 +37,9 @@ class StageLog:
     _active: int = 0
 
     def change(self, event: StageChanged) -> None:
-        state = PROCESSING if _works(event) else event.state
+        # Items are in processing; one that waits to be handed on is not, whatever the others do.
+        works = event.state == PROCESSING or event.active - (event.state == WAITING_OUTPUT) > 0
+        state = PROCESSING if works else event.state
         waiting_for = None if state == PROCESSING else event.waiting_for
         if (state, waiting_for) == (self._state, self._waiting_for):
             self._active = max(self._active, event.active)
@@ -64,11 +66,6 @@ class StageLog:
 def stage_lanes(logs: Iterable[StageLog], life: Span, place_of: Callable[[str], int]) -> list[Lane]:
     """Lanes of the stages, each at the place that ``place_of`` gives for its name."""
     return [log.lane(life) for log in sorted(logs, key=lambda log: place_of(log.name))]
-
-
-def _works(event: StageChanged) -> bool:
-    """Items are in processing; one that waits to be handed on is not, whatever the others do."""
-    return event.state == PROCESSING or event.active - (event.state == WAITING_OUTPUT) > 0
 
 
 def _span(stay: Stay) -> LaneSpan:

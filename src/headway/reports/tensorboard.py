@@ -81,7 +81,8 @@ class _Records:
         """One event with all scalars of ``row``, on the disk when this returns."""
         event = self._event(wall_time=time.time(), step=row["version"])
         for name, value in row.items():
-            if name != "version" and _is_scalar(value):
+            is_scalar = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if name != "version" and is_scalar:
                 event.summary.value.add(tag=name, tensor=self._tensor(float_val=[value]), metadata=self._metadata)
         self.write(event)
         self._writer.flush()
@@ -112,7 +113,3 @@ def _purge(directory: Path, step: int) -> None:
         kept.rename(directory / kept.name)
     for file in earlier:
         file.unlink()
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

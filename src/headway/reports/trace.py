@@ -13,7 +13,7 @@ from typing import Any
 
 from headway.reports.events_file import to_json_line
 from headway.reports.lanes import Lane, LaneSpan
-from headway.reports.timeline import Mark, MarkKind, Timeline
+from headway.reports.timeline import MarkKind, Timeline
 
 TraceEvent = dict[str, Any]
 EVENTS = "Events"
@@ -52,7 +52,9 @@ def _events(timeline: Timeline) -> Iterator[TraceEvent]:
             yield _complete(span, pid, tid, origin)
     tids = {kind: tid for tid, kind in enumerate(MarkKind, start=1)}
     for mark in timeline.marks:
-        yield _instant(mark, marks_pid, tids[mark.kind], origin)
+        at, tid = _microseconds(mark.time, origin), tids[mark.kind]
+        scope = "g" if mark.kind in GLOBAL_MARKS else "t"
+        yield {"ph": "i", "name": mark.label, "cat": mark.kind, "s": scope, "ts": at, "pid": marks_pid, "tid": tid}
     for counter in timeline.counters:
         for time, value in counter.points:
             at = _microseconds(time, origin)
@@ -83,12 +85,6 @@ def _complete(span: LaneSpan, pid: int, tid: int, origin: float) -> TraceEvent:
     event = {"ph": "X", "name": span.label, "cat": span.kind, "ts": start, "dur": _rounded(end - start)}
     event |= {"pid": pid, "tid": tid}
     return event if span.reason is None else event | {"args": {"reason": span.reason}}
-
-
-def _instant(mark: Mark, pid: int, tid: int, origin: float) -> TraceEvent:
-    scope = "g" if mark.kind in GLOBAL_MARKS else "t"
-    at = _microseconds(mark.time, origin)
-    return {"ph": "i", "name": mark.label, "cat": mark.kind, "s": scope, "ts": at, "pid": pid, "tid": tid}
 
 
 def _microseconds(time: float, origin: float) -> float:

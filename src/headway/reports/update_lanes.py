@@ -100,10 +100,7 @@ def _placed(phases: list[UpdatePhase]) -> list[LaneSpan]:
         # The same phase twice is two transfers side by side: neither one makes room for the other.
         end = min(event.time, next_start) if phase < next_phase else event.time
         next_phase, next_start = phase, end - event.seconds
-        placed.append(LaneSpan(next_start, end, KINDS.get(event.phase, Kind.TRANSFER), _label(event)))
+        moved = f", {number(event.nbytes / 1e6)} MB" if event.nbytes else ""
+        label = f"{event.phase} v{event.version}{moved}"
+        placed.append(LaneSpan(next_start, end, KINDS.get(event.phase, Kind.TRANSFER), label))
     return placed[::-1]
-
-
-def _label(event: UpdatePhase) -> str:
-    moved = f", {number(event.nbytes / 1e6)} MB" if event.nbytes else ""
-    return f"{event.phase} v{event.version}{moved}"

@@ -135,9 +135,9 @@ class VersionRow:
             **self._learning(),
             **(self._sources() if by_source else {}),
             **self._staleness(),
-            **self._partial(),
+            **partial_values(self.partial, self.finished, self.max_partial_span, prefix="fully_async/partial/"),
             **self._update(),
-            **self._validation(),
+            **({} if self.validation is None else validation_values(self.validation)),
         }
 
     def _learning(self) -> dict[str, Any]:
@@ -177,9 +177,6 @@ class VersionRow:
             values["lag/in_queue_mean"] = fmean(self.lag_in_queue)
         return values
 
-    def _partial(self) -> dict[str, Any]:
-        return partial_values(self.partial, self.finished, self.max_partial_span, prefix="fully_async/partial/")
-
     def _update(self) -> dict[str, Any]:
         if self.update is None:
             return {}
@@ -191,9 +188,6 @@ class VersionRow:
             "validation/stall_s": self.update.validation_stall_s,
             **_sent(self.phases, self.update),
         }
-
-    def _validation(self) -> dict[str, Any]:
-        return {} if self.validation is None else validation_values(self.validation)
 
 
 def _sent(phases: PhaseTimes, update: UpdateFinished) -> dict[str, Any]:

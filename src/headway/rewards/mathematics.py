@@ -47,7 +47,10 @@ def equals(answer: Any, response: str, *, float_rounding: int = 6, strict: bool 
 def ground_truth(answer: Any) -> str:
     """The text of an answer: of GSM8K's what follows ``####``; numbers without exponent or thousands separators."""
     text = str(answer).rpartition("####")[2].strip()
-    return _plain_number(text) if NUMBER.fullmatch(text) else text
+    if not NUMBER.fullmatch(text):
+        return text
+    value = Decimal(text.replace(",", ""))
+    return f"{value:f}" if abs(value.adjusted()) < MOST_DIGITS else text
 
 
 def final_answer(response: str) -> str:
@@ -70,8 +73,3 @@ def _parse(text: str) -> list[Any]:
 def _in_math(text: str) -> str:
     """Put LaTeX into a math environment, for math-verify finds it nowhere else."""
     return text if not text or IN_MATH.search(text) else rf"\boxed{{{text}}}"
-
-
-def _plain_number(text: str) -> str:
-    value = Decimal(text.replace(",", ""))
-    return f"{value:f}" if abs(value.adjusted()) < MOST_DIGITS else text

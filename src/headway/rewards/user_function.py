@@ -126,8 +126,9 @@ class UserFunction:
                     "give the parameter a default, or every row that column"
                 )
             raise UserCodeError(
-                f"reward.function: {self._name} needs {name!r}, but the rows have {_listed(columns)} beside prompt "
-                "and answer; give the parameter a default, or the rows that column"
+                f"reward.function: {self._name} needs {name!r}, but the rows have "
+                f"{', '.join(sorted(columns)) or 'nothing'} beside prompt and answer; give the "
+                "parameter a default, or the rows that column"
             )
 
     def score_one(self, request: ScoreRequest, response: str) -> Any:
@@ -236,10 +237,6 @@ def _verls_arguments(request: ScoreRequest) -> dict[str, Any]:
         "ground_truth": request.answer,
         "extra_info": dict(info if isinstance(info, Mapping) else request.extra),
     }
-
-
-def _listed(names: Collection[str]) -> str:
-    return ", ".join(sorted(names)) or "nothing"
 
 
 def _keyword_parameters(function: Callable[..., Any], spec: str) -> dict[str, inspect.Parameter]:

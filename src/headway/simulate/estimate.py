@@ -52,14 +52,10 @@ def estimate(times: Sequence[float], controls: Sequence[Control] = (), *, multip
     means = _batch_means(times, multiple)
     used = [(_batch_means(each.values, multiple), each.expected) for each in controls]
     adjusted = [_adjusted(means, used[:count]) for count in range(1, len(used) + 1)]
-    candidates = [_plain(times, means), *(each for each in adjusted if each is not None)]
-    return min(candidates, key=lambda each: each.half_width)
-
-
-def _plain(times: Sequence[float], means: Sequence[float]) -> Estimate:
     count = len(means)
     error = T_QUANTILES[count - 2] * stdev(means) / math.sqrt(count) if count > 1 else math.inf
-    return Estimate(fmean(times), error)
+    candidates = [Estimate(fmean(times), error), *(each for each in adjusted if each is not None)]
+    return min(candidates, key=lambda each: each.half_width)
 
 
 def _adjusted(means: Sequence[float], controls: Sequence[tuple[Sequence[float], float]]) -> Estimate | None:

@@ -43,8 +43,11 @@ def load_profile(path: Path) -> Profile:
 def dump_profile(profile: Profile) -> str:
     """YAML that loads back to an equal profile. What equals its default is left out; lists are on one line."""
     values = profile.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    # Recorded lengths are pages long: what a reader looks for should stand above them.
+    lengths = ("prompt", "response")
+    ordered = {k: v for k, v in values.items() if k not in lengths} | {k: values[k] for k in lengths}
     text: str = yaml.dump(
-        _lengths_last(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120
+        ordered, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120
     )
     return text
 
@@ -103,9 +106,3 @@ def _represent_list(dumper: SafeDumper, data: list[Any]) -> SequenceNode:
 
 
 _Dumper.add_representer(list, _represent_list)
-
-
-def _lengths_last(values: dict[str, Any]) -> dict[str, Any]:
-    """Recorded lengths are pages long: what a reader looks for should stand above them."""
-    lengths = ("prompt", "response")
-    return {k: v for k, v in values.items() if k not in lengths} | {k: values[k] for k in lengths}

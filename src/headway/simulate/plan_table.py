@@ -69,11 +69,15 @@ def render(plan: Plan, width: int) -> RenderableType:
     if plan.rows:
         parts += [_table(plan, width), *_notes(plan)]
     if advice.recommended is not None:
-        parts += [Text(), _recommendation(advice.recommended)]
+        parts += [Text(), Text.assemble(("Recommended: ", "bold"), *_in_words(advice.recommended))]
     parts += [Text(), Text(advice.sentence, style="bold")]
     if advice.caveat is not None:
         parts += [Text(), Text(advice.caveat, style="yellow"), _bullets(plan.profile.assumptions)]
-    parts += [Text(), Text(_simulator(plan), style="bright_black")]
+    simulated = (
+        f"Simulated {_rows(len(plan.rows))} with {human.count(plan.trajectories)} trajectories in "
+        f"{human.duration(plan.wall_s)}: {human.count(round(plan.trajectories_per_s))} a second."
+    )
+    parts += [Text(), Text(simulated, style="bright_black")]
     return Constrain(Group(*parts), width)
 
 
@@ -109,14 +113,13 @@ def _table(plan: Plan, width: int) -> Table:
         )
     for number, line in _shown(plan):
         chosen = plan.advice.recommended in line
-        cells = (column.cell(line[0]) if column.figure else _each(column, line) for column in columns)
+        cells = (
+            column.cell(line[0]) if column.figure else ", ".join(dict.fromkeys(map(column.cell, line)))
+            for column in columns
+        )
         label = f"{number}-{number + len(line) - 1}" if len(line) > 1 else str(number)
         table.add_row(f"{RECOMMENDED}{label}" if chosen else label, *cells, style="bold green" if chosen else None)
     return table
-
-
-def _each(column: Column, line: Line) -> str:
-    return ", ".join(dict.fromkeys(column.cell(row) for row in line))
 
 
 def _shown(plan: Plan) -> list[tuple[int, Line]]:
@@ -155,10 +158,6 @@ def _settings(settings: Sequence[Setting]) -> str:
     return "; ".join(map(str, settings[:NAMED])) + more
 
 
-def _recommendation(row: Row) -> Text:
-    return Text.assemble(("Recommended: ", "bold"), *_in_words(row))
-
-
 def _in_words(row: Row) -> tuple[str | tuple[str, str], ...]:
     setting, split = row.setting, row.setting.split
     where = (
@@ -188,10 +187,3 @@ def _bullets(lines: Sequence[str]) -> Table:
 
 def _rows(count: int) -> str:
     return "1 row" if count == 1 else f"{human.count(count)} rows"
-
-
-def _simulator(plan: Plan) -> str:
-    return (
-        f"Simulated {_rows(len(plan.rows))} with {human.count(plan.trajectories)} trajectories in "
-        f"{human.duration(plan.wall_s)}: {human.count(round(plan.trajectories_per_s))} a second."
-    )

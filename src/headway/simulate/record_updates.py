@@ -106,7 +106,10 @@ class UpdatesRecord:
             case LeaseChanged(holder="train"):
                 self._leased = event.time
             case LeaseChanged(holder="generate"):
-                self._handed_over(event)
+                if self._stood:
+                    self.to_train_s.append(self._leased - max(self._stood))
+                    self.to_generate_s.append(event.time - event.asked)
+                self._stood = []
 
     def _phase(self, event: UpdatePhase) -> None:
         update = self.updates[event.version]
@@ -123,9 +126,3 @@ class UpdatesRecord:
             self.updates[version].loads[event.replica] = event.span[0], at
         elif event.reason == "lease":
             self._stood.append(event.span[0])
-
-    def _handed_over(self, event: LeaseChanged) -> None:
-        if self._stood:
-            self.to_train_s.append(self._leased - max(self._stood))
-            self.to_generate_s.append(event.time - event.asked)
-        self._stood = []

@@ -108,7 +108,10 @@ class Recording:
             case GroupAdmitted():
                 self.groups[event.number].admitted = event.time
             case TrajectoryFinished():
-                self._trajectory(event)
+                group = self.groups[event.number]
+                group.replica, group.prompt_tokens = event.replica, event.prompt_tokens
+                group.answer_tokens[event.k] = event.tokens
+                group.sampled, group.arrived = max(group.sampled, event.finished), event.time
             case GroupRewarded():
                 self.groups[event.number].rewarded = event.time
             case GroupSettled():
@@ -163,12 +166,6 @@ class Recording:
         """Reports in which ``name`` is not empty."""
         reports = [report for report in self.activity if getattr(report, name)]
         return [report for report in reports if report.busy and report.busy[0][0] >= self.updates.warm_at] or reports
-
-    def _trajectory(self, event: TrajectoryFinished) -> None:
-        group = self.groups[event.number]
-        group.replica, group.prompt_tokens = event.replica, event.prompt_tokens
-        group.answer_tokens[event.k] = event.tokens
-        group.sampled, group.arrived = max(group.sampled, event.finished), event.time
 
 
 def recording_of(events: Iterable[Event], *, mini_batch: int) -> Recording:

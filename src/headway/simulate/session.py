@@ -31,7 +31,7 @@ from headway.pipeline.parts import Parts
 from headway.pipeline.run import Pipeline, Status
 from headway.simulate.clock import run_virtual
 from headway.simulate.contention import Contention
-from headway.simulate.costs import TrainCost, phase_seconds, train_cost
+from headway.simulate.costs import phase_seconds, train_cost
 from headway.simulate.lengths import filtered_of, lengths_of
 from headway.simulate.profile import (
     ConstantLengths,
@@ -80,9 +80,11 @@ class Simulation:
         """Virtual time since the start."""
         costs = _update_costs(profile, config)
         self.transport = SimulatedTransport(costs)
-        contention = _contention(profile, config)
+        # On shared devices only one side computes at a time.
+        contends = config.placement.kind != "shared" and profile.contention != ContentionProfile()
+        contention = Contention(profile.contention) if contends else None
         self.trainer = SimulatedTrainer(
-            _train_cost(profile, config),
+            train_cost(profile.train, config.trainer.nnodes * config.trainer.n_gpus_per_node),
             costs,
             self.transport,
             fetch_s=profile.latency.fetch_s,
@@ -141,10 +143,6 @@ async def _advantages(
     return await zero_advantages(samples, outcomes)
 
 
-def _train_cost(profile: Profile, config: Config) -> TrainCost:
-    return train_cost(profile.train, config.trainer.nnodes * config.trainer.n_gpus_per_node)
-
-
 def _update_costs(profile: Profile, config: Config) -> UpdateProfile:
     """The costs of an update; inside one process nothing is sent, received or registered."""
     facts = TRANSPORTS.get(config.param_update.transport)  # None for ``auto``: between processes
@@ -152,13 +150,6 @@ def _update_costs(profile: Profile, config: Config) -> UpdateProfile:
         return profile.update
     free = PhaseProfile()
     return profile.update.model_copy(update={"send": free, "recv": free, "register_": free})
-
-
-def _contention(profile: Profile, config: Config) -> Contention | None:
-    """The contention of a run; none on shared devices, where only one side computes at a time."""
-    if config.placement.kind == "shared" or profile.contention == ContentionProfile():
-        return None
-    return Contention(profile.contention)
 
 
 def _replicas(

@@ -147,9 +147,12 @@ class ActorTrain(Stage[Fetch | Resumed, Update]):
             await self._lease.to_generate(self._waiting_within)
             return
         fetch = item
-        # Only now, with a whole fetch in hand: generation could not make the rest of one without its devices.
         size = len(fetch.groups)
-        await self._lease.to_train(self._waiting_within, new_weights=self._makes_version(size))
+        consumed = self._state.consumed + size
+        # A fetch makes a version where it reaches a boundary, or is the last of data that gave out.
+        makes_version = consumed % self._state.staleness.groups_per_version == 0 or size < self._settings.fetch_size
+        # Only now, with a whole fetch in hand: generation could not make the rest of one without its devices.
+        await self._lease.to_train(self._waiting_within, new_weights=makes_version)
         if fetch.groups:
             await self._train(fetch)
         # With a number of groups as the run's length every fetch is full; a short one means that the data gave out.
@@ -159,17 +162,14 @@ class ActorTrain(Stage[Fetch | Resumed, Update]):
             self._steps_of_version = 0
             # Before the first wait: nothing that follows belongs to this boundary.
             self._boundaries.reached(version, self.counters())
-            await self._drop_overdue(version)
+            oldest = self._state.staleness.oldest_trainable(version)
+            if oldest is not None and self._state.trains_more:  # what is queued is dropped when it would be taken
+                await self._fleet.drop_older_than(oldest)
             yield Update(version)
             if self._settings.save_freq > 0 and version % self._settings.save_freq == 0 and self._state.trains_more:
                 await self._boundaries.save(version)
         # Not in a finally: a trainer that failed ends the run, and no engine must wake up on its devices.
         await self._lease.to_generate(self._waiting_within)
-
-    def _makes_version(self, groups: int) -> bool:
-        """A fetch of so many ``groups`` reaches a boundary, or is the last of data that gave out."""
-        consumed = self._state.consumed + groups
-        return consumed % self._state.staleness.groups_per_version == 0 or groups < self._settings.fetch_size
 
     async def send_output_data(self, update: Update) -> bool:
         if not await super().send_output_data(update):
@@ -222,12 +222,6 @@ class ActorTrain(Stage[Fetch | Resumed, Update]):
         self._steps_of_version += 1
         self._guard.look(report, context.version)
         return report
-
-    async def _drop_overdue(self, version: int) -> None:
-        """Drop what is overdue and still being generated; what is queued is dropped when it would be taken."""
-        oldest = self._state.staleness.oldest_trainable(version)
-        if oldest is not None and self._state.trains_more:
-            await self._fleet.drop_older_than(oldest)
 
     @contextmanager
     def _busy(self, what: str) -> Iterator[None]:

@@ -185,13 +185,11 @@ class ParamUpdate(Stage[Update, Validation]):
 
     async def _order_validation(self, replica: Replica, version: int) -> None:
         """Marked before the new version opens admission: no wave may slip in ahead of its version's validation."""
-        if replica is self._fleet.validator and self._is_due(version):
+        # Also for the first version served after one that was due and superseded.
+        is_due = self._test_freq > 0 and version // self._test_freq > self._validated // self._test_freq
+        if is_due and replica is self._fleet.validator:
             self._validated = version
             # Else one that another replica was lost over waits behind this halt already, and will be this version's.
             if replica.name not in self._state.validating:
                 self._state.validation(replica.name, running=True)
                 await self.send_output_data(Validation(version, replica))
-
-    def _is_due(self, version: int) -> bool:
-        """Whether a validation is due; also for the first version served after one that was due and superseded."""
-        return self._test_freq > 0 and version // self._test_freq > self._validated // self._test_freq

@@ -103,7 +103,8 @@ class BroadcastSender(_Member):
         with self._sending(version, count, "the end"):
             self._header(version, _Kind.END, count, len(digests))
             if digests:
-                self._group.broadcast(_signed(digests).to(self._link.device))
+                signed = [value - 2**64 if value >= 2**63 else value for value in digests]
+                self._group.broadcast(torch.tensor(signed, dtype=torch.int64).to(self._link.device))
             self._group.meet()
         return None
 
@@ -228,7 +229,3 @@ def _numbers(header: Header) -> tuple[int, ...]:
 def _header_of(numbers: list[int]) -> Header:
     index, offset, nbytes, payload_nbytes, base, checksum = numbers[2:HEADER]
     return Header(index, offset, nbytes, payload_nbytes, base, checksum % 2**64)
-
-
-def _signed(values: tuple[int, ...]) -> torch.Tensor:
-    return torch.tensor([value - 2**64 if value >= 2**63 else value for value in values], dtype=torch.int64)

@@ -57,7 +57,9 @@ class SharedMemorySender:
         if version == self._version:
             self._turn = 1 - self._turn  # who still reads what was sent before must not see it change
         self._version = version
-        path, memory = self._file()
+        if self._turn not in self._files:
+            self._files[self._turn] = _create(self._link)
+        path, memory = self._files[self._turn]
         headers = []
         for chunk in weights:
             header = chunk.header
@@ -69,11 +71,6 @@ class SharedMemorySender:
         for path, _ in self._files.values():
             path.unlink(missing_ok=True)
         self._files.clear()
-
-    def _file(self) -> tuple[Path, torch.Tensor]:
-        if self._turn not in self._files:
-            self._files[self._turn] = _create(self._link)
-        return self._files[self._turn]
 
 
 class SharedMemoryReceiver:

@@ -30,7 +30,9 @@ class StepAdmission:
     def __call__(self, run: TrajectoryRun) -> bool:
         """Tell whether ``run`` starts, too."""
         length = run.length
-        tokens = self._prefilled + (0 if self._is_prefilled(run) else length)
+        # Its context may be the group's prompt, which is kept, or which the one before it brings.
+        is_prefilled = run.fresh and (run.group.prefilled is not None or run.group is self._group)
+        tokens = self._prefilled + (0 if is_prefilled else length)
         if self._started and tokens > self._budget:
             return False
         positions = max(self.positions, length + 1)
@@ -40,7 +42,3 @@ class StepAdmission:
         self._group = run.group if run.fresh else None
         self._started += 1
         return True
-
-    def _is_prefilled(self, run: TrajectoryRun) -> bool:
-        """Tell whether the context is its group's prompt, which is kept, or which the one before it brings."""
-        return run.fresh and (run.group.prefilled is not None or run.group is self._group)

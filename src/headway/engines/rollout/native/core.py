@@ -241,7 +241,9 @@ class EngineCore:
             rows=decoding, longest=self._longest, budget=self._max_batched_tokens, fits=self._runner.fits
         )
         starting = self._scheduler.take(self._rows.slots - decoding, admission)
-        return Scheduled(decoding, starting, self._to_prefill(starting), admission.positions)
+        # The contexts that they go on from and that no prefill of before was kept for.
+        to_prefill = [share for share in shared_contexts(starting) if self._kept(starting[share.start]) is None]
+        return Scheduled(decoding, starting, to_prefill, admission.positions)
 
     def _run(self, scheduled: Scheduled, step: Step) -> torch.Tensor:
         """One forward pass over decoding rows and contexts. Returns the logits [A, V] of all rows, those that start
@@ -289,10 +291,6 @@ class EngineCore:
             self._scheduler.put_back([self._remove(latest)])
         self._runner.cache.reserve(active, self._longest + 1, self._rows.lengths[:active])
         return before - active
-
-    def _to_prefill(self, runs: Sequence[TrajectoryRun]) -> list[range]:
-        """The contexts that ``runs`` go on from and that no prefill of before was kept for."""
-        return [share for share in shared_contexts(runs) if self._kept(runs[share.start]) is None]
 
     def _kept(self, run: TrajectoryRun) -> Prefilled | None:
         """A group's prompt is run once for all its fresh trajectories, and kept for those that start later."""

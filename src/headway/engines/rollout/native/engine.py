@@ -185,7 +185,8 @@ class NativeEngine:
                 yield await inbox.next()
         finally:
             missing = inbox.missing
-            self._post(inbox.loop, lambda: self._forget(inbox, missing))
+            # Nobody waits for it, and an engine that has ended does not care.
+            self._put(_Command(lambda: self._forget(inbox, missing), _always, inbox.loop, None))
 
     async def pause(self, policy: OnUpdate) -> Paused:
         """Returns when nothing decodes any more under ``policy``; at once if the engine is paused already."""
@@ -282,10 +283,6 @@ class NativeEngine:
         if not self._put(_Command(run, answerable, loop, answer)):
             self._check_alive()
         return await answer
-
-    def _post(self, loop: asyncio.AbstractEventLoop, run: Callable[[], object]) -> None:
-        """Like `_ask`, but nobody waits for it, and an engine that has ended does not care."""
-        self._put(_Command(run, _always, loop, None))
 
     def _put(self, command: _Command) -> bool:
         with self._over:

@@ -103,7 +103,9 @@ class Learner:
             advance(f"{done} of {len(batches)} micro-batches done")
         if not parts:
             raise ValueError("a training step needs rows on one rank at least")
-        sums = reduce_sums({**merge(parts), "grad_square": self._local_grad_square()})
+        norms = torch._foreach_norm(self._local_grads())
+        grad_square = torch.stack(norms).double().square().sum().to(self._device)
+        sums = reduce_sums({**merge(parts), "grad_square": grad_square})
         grad_norm = math.sqrt(float(sums.pop("grad_square")))
         return {**as_metrics(sums), "grad_norm": grad_norm}
 
@@ -117,7 +119,3 @@ class Learner:
     def _local_grads(self) -> list[torch.Tensor]:
         """The rank's shards of the gradient. Every parameter is sharded over all ranks, so they are disjoint."""
         return [p.grad.to_local() for p in self.module.parameters() if isinstance(p.grad, DTensor)]
-
-    def _local_grad_square(self) -> torch.Tensor:
-        norms = torch._foreach_norm(self._local_grads())
-        return torch.stack(norms).double().square().sum().to(self._device)
