@@ -42,7 +42,7 @@ class Workers:
     receivers: Sequence[PolicyReceiver]
     """Workers that hold a copy of the policy and generate nothing."""
     inside_fetch: frozenset[str]
-    """Roles that share the trainer's ranks, of ``ref``, ``logp`` and ``critic``."""
+    """Roles, of ``ref``, ``logp`` and ``critic``, that run on the trainer's ranks."""
     needed: Sequence[Worker]
     """Workers without any of which the run cannot go on, for supervision."""
     cluster: Cluster

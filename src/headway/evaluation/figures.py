@@ -57,7 +57,7 @@ class Estimate:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Estimate:
-        """Answers of one problem are no independent draws, so ``values`` are problems': s/√N with s of N − 1."""
+        """Mean and standard error s/√N (s of N − 1) of problems' ``values``: answers to one problem are dependent."""
         return cls(fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None)
 
 

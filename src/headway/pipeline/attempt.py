@@ -98,7 +98,7 @@ class Verdict:
 
 
 def judge(attempt: Attempt) -> Verdict:
-    """Raises `UpdateFailed` when there is nobody to go on without."""
+    """Decide how to go on after ``attempt``. Raises `UpdateFailed` where repeating it would not help."""
     if gone := attempt.gone:
         return _go_on_without(attempt, gone)
     if attempt.silent:

@@ -21,7 +21,7 @@ from headway.pipeline.state import RunState, now
 
 @dataclass(slots=True)
 class Halt:
-    """A replica that was told to stop."""
+    """The halt of one replica, for one reason or more."""
 
     by: list[str] = field(default_factory=list)
     """Reasons for the halt; the replica goes on when none is left."""

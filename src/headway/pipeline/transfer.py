@@ -67,7 +67,7 @@ class Transfer:
         self._sent = Signal()
 
     async def together(self, trainer: TrainEngine, version: int, receivers: Sequence[Receiver]) -> Delivered:
-        """To all ``receivers`` at once."""
+        """Send ``version`` to all ``receivers`` at once."""
 
         async def send(names: Sequence[str]) -> SendReport:
             return await trainer.send_weights(version, names)
@@ -75,7 +75,7 @@ class Transfer:
         return await self._deliver(trainer, version, receivers, send, where="actor")
 
     async def gather(self, trainer: OverlappingTrainEngine, version: int) -> GatherReport:
-        """Into the trainer's copy, as soon as the one in it is not being sent any more."""
+        """Gather ``version`` into the trainer's copy, as soon as the version in that copy is no longer being sent."""
         with self._waiting_for("replicas to receive the version before"):
             await self._sent.until(lambda: self._sending == 0)
         started = now()
@@ -100,7 +100,7 @@ class Transfer:
     async def _deliver(
         self, trainer: TrainEngine, version: int, receivers: Sequence[Receiver], send: Send, *, where: str
     ) -> Delivered:
-        """Attempt until everybody who is not gone holds ``version``. Raises `UpdateFailed` when that cannot be."""
+        """Repeat attempts until every remaining receiver holds ``version``. Raises `UpdateFailed` if that cannot be."""
         delivered = Delivered()
         due = deque([Audience(receivers)])
         while due:

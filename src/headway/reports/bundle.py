@@ -116,7 +116,7 @@ class Reports:
 
     @property
     def groups(self) -> dict[str, int]:
-        """The ledger's balance so far, by what was told."""
+        """The ledger's balance so far, according to the events."""
         with self._lock:
             return self._metrics.tally.counts()
 
@@ -134,7 +134,7 @@ class Reports:
 
     @property
     def began(self) -> bool:
-        """Whether generation and training were ready and began; before that nothing of the run is worth keeping."""
+        """True once generation and training began; before that nothing of the run is worth keeping."""
         with self._lock:
             return self._metrics.started is not None
 

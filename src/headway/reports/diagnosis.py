@@ -58,7 +58,7 @@ class TimeShares:
 
 
 def bottleneck(shares: TimeShares) -> str:
-    """The sentence."""
+    """The sentence on the bottleneck: which side it was, for what share of the time, and what to change."""
     update = max(shares.trainer_stalled - shares.waited_for_validation - shares.draining, 0.0)
     generation = max(shares.trainer_waited - shares.waited_for_reward, 0.0) + shares.draining
     training = max(shares.rollout_idle - shares.rollout_stalled - shares.idle_while_saving, 0.0)

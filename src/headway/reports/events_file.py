@@ -48,7 +48,7 @@ class JsonLines:
         report: Callable[[str], None],
         given_up: Callable[[], str] = lambda: "it stays incomplete",
     ) -> None:
-        """``given_up``: what follows where it is, for the user."""
+        """``given_up`` returns words for the user on what becomes of the file after writing failed."""
         self._path = path
         self._report = report
         self._given_up = given_up
@@ -187,7 +187,7 @@ class Record:
     """The lines of a record that survived, as ranges, and how the run stands."""
 
     lines: list[tuple[int, int]] = field(default_factory=list)
-    """[from, to) by index, in order."""
+    """Ranges [from, to) of line indices, in order."""
     boundaries: dict[int, int] = field(default_factory=dict)
     """Version → index of its `VersionReached` that survived."""
     resumed: int = 0
@@ -204,7 +204,7 @@ class Record:
 
 
 def look_through(path: Path) -> Record:
-    """Raises `DataError` when the file cannot be read, or a run went back to a boundary that it does not have."""
+    """Find the lines of a record that count. Raises `DataError` for an unreadable file or an unknown resume point."""
     record = Record(lines=[(0, 0)])
     kinds = {f'{{"kind": "{event.kind}"': event for event in (VersionReached, RunResumed, RunFinished)}
     prefixes = tuple(kinds)

@@ -144,7 +144,7 @@ class Occupancy:
         self._summed = Coincidences()
 
     def begin(self, origin: float) -> None:
-        """Nothing before ``origin`` will be asked for."""
+        """Forget what lies before ``origin``; no window will start earlier."""
         self._origin = self._summed_until = origin
         for replica in self.replicas.values():
             replica.begin(origin)
@@ -198,7 +198,7 @@ class Occupancy:
         self.replicas[event.replica] = self._replica(event.slots, joined=event.time)
 
     def lose(self, event: ReplicaLost) -> None:
-        """One that never joined was no part of the run."""
+        """Note the time of a replica's loss. A replica that never joined is ignored."""
         if (replica := self.replicas.get(event.replica)) is not None:
             replica.lost = event.time
 

@@ -32,7 +32,7 @@ class FetchRecord:
 
 @dataclass(slots=True)
 class TrainingRecord:
-    """Feed it every event, in order."""
+    """Collects the trainer's work from the events of a run, which `add` takes in order."""
 
     mini_batch: int
     tokens_of: Callable[[int], int]
@@ -74,7 +74,7 @@ class TrainingRecord:
         self._reached = end
 
     def _end_fetch(self, at: float) -> None:
-        """Nobody tells of its end: the next thing that the trainer does or waits for begins at ``at``."""
+        """End the fetch, for which there is no event of its own: the trainer's next work or wait begins at ``at``."""
         if self._fetch is not None and self._steps_of_fetch:
             self._pass_to(at, at)
             self.fetches.append(self._fetch)

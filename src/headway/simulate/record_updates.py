@@ -70,7 +70,7 @@ class UpdateRecord:
 
 @dataclass(slots=True)
 class UpdatesRecord:
-    """Feed it every event, in order."""
+    """Collects the updates from the events of a run, which `add` takes in order."""
 
     updates: defaultdict[int, UpdateRecord] = field(default_factory=lambda: defaultdict(UpdateRecord))
     versions: int = 0
@@ -116,7 +116,7 @@ class UpdatesRecord:
             self._loaded[event.where] = event.version, event.time
 
     def _halted(self, event: ReplicaHalted) -> None:
-        """Told when the replica goes on."""
+        """Record a halt, whose event is emitted when the replica goes on."""
         loaded = self._loaded.pop(event.replica, None)
         if event.reason == "load" and loaded is not None:
             version, at = loaded

@@ -260,7 +260,7 @@ class DecodingReplica:
         return since
 
     def _go_on(self, now: float) -> None:
-        """Start what may start, and set the timer for what happens next by itself."""
+        """Start the trajectories that can start now, and set the timer for the replica's next own event."""
         if not (self._prefilling or self._halted):
             self._start(now)
         when = self._sharing.until_next() + (self._prefill_ends if self._prefilling else now)

@@ -85,7 +85,7 @@ class Guess:
 
 
 class Everything:
-    """All settings."""
+    """Search that simulates all settings."""
 
     def __init__(self, settings: Iterable[Setting], guess: Guess, *, baseline: str) -> None:
         """``baseline`` is the preset to begin with."""

@@ -93,7 +93,7 @@ class Simulation:
         self.pipeline = Pipeline(config, parts, observers, NOWHERE)
 
     def run(self) -> Status:
-        """Raises what the pipeline raises."""
+        """Simulate the run. Raises what the pipeline raises."""
         with _collecting_garbage_seldom():
             return run_virtual(self._run())
 

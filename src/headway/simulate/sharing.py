@@ -18,7 +18,7 @@ from headway.simulate.costs import DecodeCost
 from headway.simulate.work import TrajectoryRun
 
 ROUNDING = 1e-6
-"""Tokens. Far above the rounding of a service of 10⁹, far below what a step samples."""
+"""Tolerance for rounding, in tokens: far above the error of a service of 10⁹, far below what a step samples."""
 
 
 class ProcessorSharing:
@@ -171,7 +171,7 @@ class ProcessorSharing:
             self._untouched.clear()
 
     def _full_at(self) -> float:
-        """The service at which the youngest has to go: after its last whole token before the cache is full."""
+        """Service at which the youngest trajectory is evicted: after its last whole token before the cache is full."""
         assert self._limit is not None
         if self.active < 2:
             return math.inf

@@ -121,7 +121,7 @@ class SimulatedTrainer:
         return self._saved[1]
 
     async def export(self, path: Path) -> None:
-        """There are no weights to write."""
+        """Write nothing: a simulated trainer has no weights."""
 
     async def close(self) -> None: ...
 

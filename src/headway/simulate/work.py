@@ -111,7 +111,7 @@ class TrajectoryRun:
         """The service at which that stretch began."""
 
     def gain(self, tokens: int, version: int) -> None:
-        """``tokens`` more were sampled by the weights of ``version``."""
+        """Add ``tokens`` tokens that were sampled with the weights of ``version``."""
         if tokens:
             spans = self.spans
             if not spans or spans[-1][1] != version:
@@ -121,8 +121,9 @@ class TrajectoryRun:
 
 
 def prefill_tokens(runs: Sequence[TrajectoryRun], version: int) -> int:
-    """Tokens that ``version`` has to prefill for ``runs`` to start. A group's prompt is prefilled once, and then kept
-    for the answers that start later under the same version.
+    """Tokens to prefill under ``version`` before ``runs`` can decode.
+
+    A group's prompt is prefilled once per version, and kept for its answers that start later under the same version.
     """
     tokens = 0
     for run in runs:

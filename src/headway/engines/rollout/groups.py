@@ -47,7 +47,7 @@ class Groups:
         self._groups.clear()
 
     def owners(self) -> list[Hashable]:
-        """Each once."""
+        """Owners of the groups, each one once."""
         return list(dict.fromkeys(group.owner for group in self._groups))
 
     def in_flight(self) -> list[int]:

@@ -51,7 +51,7 @@ class TrajectoryRun:
     group: GroupRun
     k: int
     serial: int
-    """Order of submission."""
+    """Place in the order of submission."""
     key: int
     """The key of the trajectory's uniform numbers."""
     limit: int
@@ -63,7 +63,7 @@ class TrajectoryRun:
 
     @property
     def fresh(self) -> bool:
-        """Nothing sampled yet: it starts from its group's prompt."""
+        """True before the first token is sampled: the trajectory starts from its group's prompt."""
         return len(self.written.ids) == 0
 
     @property

@@ -96,7 +96,7 @@ class ServedWeights:
                 return "its weights were given up when it was put to sleep; stage and activate a version first"
 
     def check(self, doing: str) -> None:
-        """Raise `RunError` unless one whole version is served, for somebody who is ``doing`` something with it."""
+        """Raise `RunError`, which says what could not be done (``doing``), unless one whole version is served."""
         if (problem := self.problem) is not None:
             raise RunError(f"{self._name} cannot {doing}: {problem}")
 

@@ -89,7 +89,7 @@ class Layout:
 
     @property
     def world(self) -> int:
-        """Devices in all."""
+        """Number of devices."""
         return self.pp * self.tp * self.dp
 
     @property

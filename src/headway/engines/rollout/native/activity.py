@@ -25,7 +25,7 @@ class Step:
 
 
 class Activity(Counts):
-    """Every step is timed where it is made."""
+    """Measures the native engine's steps, each of which is timed where it is made."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__(clock)

@@ -45,7 +45,7 @@ class Scheduled:
     """The work of one step."""
 
     decoding: int
-    """Rows that go on."""
+    """Number of rows that decode another token."""
     starting: list[TrajectoryRun]
     """Trajectories that get the rows behind those."""
     missing: list[range]
@@ -85,7 +85,7 @@ class EngineCore:
         self._rows = Rows(slots, max_context)
         self._seen = SeenTokens(slots, self._vocabulary, model.device)
         self._looks_for_text = False
-        """A request came that has stop strings."""
+        """True once a request with stop strings was submitted."""
         self._runner = Runner(
             model,
             best_forward(model, max_context),
@@ -207,7 +207,7 @@ class EngineCore:
         return self._runner.score(sequences, PROBE_PREFILL, self._temperature).reshape(-1)
 
     def stats(self) -> EngineStats:
-        """Activity since the last call."""
+        """The engine's activity since the last call of this method."""
         return self._activity.take(self._rows.active, self._scheduler.waiting, self.version)
 
     # ------------------------------------------------------------------------------------- stepping
