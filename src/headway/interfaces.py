@@ -118,11 +118,11 @@ class SamplingParams:
     """Logits of tokens that the prompt or the answer has already are divided by this if positive, multiplied if not
     (Keskar et al. 2019, arXiv:1909.05858); 1 is off."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token, what is added to its logit)."""
+    """Pairs of a token and the value added to its logit."""
     min_tokens: int = 0
     """Tokens before which no stop token is sampled, and no stop string looked for."""
     stop: tuple[str, ...] = ()
-    """The answer ends with the token that completes one of these; its text has it."""
+    """Strings that end the answer, with the token that completes one; the answer's text includes it."""
     seed: int | None = None
     """Seed of this request instead of the run's; None for the run's."""
 
@@ -436,7 +436,7 @@ class CriticEngine(Protocol):
 
 
 class AdvantageFn(Protocol):
-    """Advantages of one fetch, computed once, where its tokens are."""
+    """Computes the advantages of one fetch, once, where the fetch's tokens are."""
 
     async def __call__(self, samples: Sequence[Sample], outcomes: Outcomes) -> Mapping[str, list[Column]]:
         """``advantages`` and, where there is a critic, ``returns``: a [T] float32 column for each sample.

@@ -32,7 +32,7 @@ class Workers:
 
     train: TrainGroup
     rollouts: list[RolloutReplica]
-    """The replicas that were there at the start, and those that replaced some of them."""
+    """Current replicas: those of the start, with lost ones exchanged for their replacements."""
     ref: LogProbEngine | None
     """The reference policy; None where the algorithm asks for none."""
     proximal: ProximalEngine | None

@@ -47,7 +47,7 @@ class RayCluster:
         self._messages = ExitStack()
         """Redirection of what Ray reports to a log of the run, until it is closed."""
         self._node: RayNode | None = None
-        """The Ray that was started here; None where it was joined."""
+        """The Ray that this run started; None where the run joined a cluster."""
         self._launched: list[RayWorker] = []
         self._deadline: float | None = None
         """Time on the event loop's clock by which the whole start has to be over."""

@@ -25,7 +25,7 @@ from headway.errors import HeadwayError, StallError
 
 
 class Places(Protocol):
-    """The part of a `Cluster` that replacing needs; see there."""
+    """The methods of a `Cluster` that replacing a replica needs."""
 
     async def find_place(self, spec: WorkerSpec) -> None: ...
 

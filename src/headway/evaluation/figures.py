@@ -24,7 +24,7 @@ class Answer:
     reward: float
     """0 where it could not be scored."""
     parts: dict[str, float | None]
-    """The value that each part of the reward gave, by its name, before its weight."""
+    """Part of the reward → its value for this answer, before its weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Solved:
     """The reason why the problem's answers could not be scored; None where they were."""
 
     def correct(self, threshold: float) -> int:
-        """Answers whose reward is at least ``threshold``. None of those that could not be scored."""
+        """Number of answers with a reward of at least ``threshold``; unscored answers do not count."""
         if self.failure is not None:
             return 0
         # As float32, which rewards are: 0.9 of a reward is not below a threshold of 0.9.

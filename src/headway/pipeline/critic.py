@@ -95,7 +95,7 @@ class Critic:
         return {"steps": self._steps, "skipped_in_row": self._skipped.state()}
 
     def restore(self, state: Mapping[str, Any], fetches: int) -> None:
-        """Go on after ``fetches``, on all of which it was trained."""
+        """Restore a checkpoint's ``state``, made after training on ``fetches`` fetches."""
         self._steps = state["steps"]
         self._skipped.restore(state["skipped_in_row"])
         self._handed = self._trained = fetches

@@ -65,7 +65,7 @@ class Fleet:
 
     @property
     def replicas(self) -> list[Replica]:
-        """The replicas that serve, and those that wait to."""
+        """All replicas: those that serve, and those that joined and wait for their first version."""
         return [*self._serving.values(), *self._joining.values()]
 
     @property

@@ -41,7 +41,7 @@ class Guard:
         self._state = state
         self._stop = stop
         self._acted_at: int | None = None
-        """The version at which it last did what it does once per version."""
+        """The version for which the guard acted last."""
         self._version: int | None = None
         """The version of the last step that was looked at."""
         self._was_low = False

@@ -85,7 +85,7 @@ class Halts:
             return halt
 
     async def release(self, replica: Replica, why: str) -> None:
-        """``replica`` goes on, unless somebody else halts it, too. Raises `Gone`."""
+        """Withdraw the reason ``why``; ``replica`` resumes if no other reason is left. Raises `Gone`."""
         halt = self._halts[replica.name]
         if halt.by == [why] and halt.check is not None:
             check, halt.check = halt.check, None

@@ -1,4 +1,4 @@
-"""Every admitted group, and the one fate that it met."""
+"""The ledger: counts every admitted group and its one fate."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Loading:
         self._stopped: dict[str, _Stopped] = {}
 
     async def make_ready(self, receivers: Sequence[Receiver]) -> None:
-        """Halt those of ``receivers`` that receive over what they serve."""
+        """Halt the replicas among ``receivers`` that receive into the memory they serve from."""
         await concurrently(self._make_ready(receiver) for receiver in receivers)
 
     async def stand_down(self, receiver: Receiver) -> None:

@@ -55,7 +55,7 @@ def never_scored(what: str, reasons: Iterable[str]) -> NothingToTrain:
 
 
 def cannot_be_scored(what: str, reasons: list[str]) -> str:
-    """One sentence on what happened, one on what to do."""
+    """Message for scores that all failed: a sentence on what happened, and one on what to do."""
     return f"the reward failed for all of {what} ({_counted(Counter(reasons))}). {_advice(Fate.FAILED, reasons)}"
 
 

@@ -158,5 +158,5 @@ class Replica(Receiver):
         await self._ask(self.engine.wake())
 
     async def stats(self) -> EngineStats:
-        """Engines answer between two steps, so that one that decodes no more does not answer."""
+        """Statistics of the engine. It answers between two steps: an engine that no longer decodes does not answer."""
         return await self._ask_soon(self.engine.stats(), "say what it does")

@@ -56,7 +56,7 @@ class Scoring:
         return min(MOST_PATIENCE_S, LEAST_PATIENCE_S + (self._longest_s or 0.0))
 
     async def score(self, prompt: Prompt, responses: Sequence[str]) -> Scores:
-        """The scores that the reward gives. Raises what it raises, and `GivenUp` where a stop does not wait for it."""
+        """Scores from the reward. Raises the reward's error, or `GivenUp` when the run stops before they come."""
         if self.closed:
             raise GivenUp(INTERRUPTED)
         started = now()

@@ -183,7 +183,7 @@ class RunState:
             self._end_early(number, Fate.DROPPED, reason)
 
     def drop_unscored(self, number: int, reason: str) -> None:
-        """A group ends because nobody waits for its scores, which says nothing of the reward."""
+        """End a group as dropped because its scores are no longer waited for; not a failure of the reward."""
         self._end_early(number, Fate.DROPPED, reason)
 
     def give_up_version(self) -> None:

@@ -40,7 +40,7 @@ Send = Callable[[Sequence[str]], Coroutine[Any, Any, SendReport]]
 
 @dataclass(slots=True)
 class Delivered:
-    """A version that arrived, and what is known of it."""
+    """Result of a delivery: who received the version, and what that took."""
 
     receivers: list[Receiver] = field(default_factory=list)
     """The receivers that hold it now; whoever is not among them is gone."""
@@ -121,7 +121,7 @@ class Transfer:
         return delivered
 
     async def _make(self, attempt: Attempt, trainer: TrainEngine, send: Send) -> None:
-        """Everybody's answer, as far as there is one in time."""
+        """Make one attempt: send, and collect the receivers' answers that come in time."""
         names = [receiver.name for receiver in attempt.audience.receivers]
         try:
             async with asyncio.timeout(self._timeout_s) as limit:

@@ -122,7 +122,7 @@ class Reports:
 
     @property
     def version(self) -> int:
-        """The newest one that was published."""
+        """The newest published version."""
         with self._lock:
             return self._metrics.version
 

@@ -87,7 +87,7 @@ class Retention:
                 self._removing = [*filter(Thread.is_alive, self._removing), thread]
 
     def close(self) -> None:
-        """Wait until all are removed."""
+        """Wait until all removals under way are done."""
         for thread in self._removing:
             thread.join()
 

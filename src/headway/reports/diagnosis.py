@@ -39,7 +39,7 @@ class TimeShares:
     saving: float = 0.0
     """The trainer saved checkpoints."""
     idle_while_saving: float = 0.0
-    """The part of ``rollout_idle`` in which the trainer saved one."""
+    """Share of time in which replicas were idle while the trainer saved a checkpoint."""
     rollout_idle: float = 0.0
     """Mean over replicas of the time without prefill or decoding."""
     rollout_stalled: float = 0.0

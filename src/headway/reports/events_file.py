@@ -54,9 +54,9 @@ class JsonLines:
         self._given_up = given_up
         self._file: int | None = None
         self._end: int | None = None
-        """Bytes that it has; None until it was opened, and once it is given up."""
+        """Bytes of the file; None before it is opened, and after it was given up."""
         self._waiting = bytearray()
-        """Bytes of the lines that follow those which are being written."""
+        """Lines not written yet, after those that are being written."""
         self._ended = False
         self._refused: str | None = None
         self._flushed = time.monotonic()
@@ -64,7 +64,7 @@ class JsonLines:
 
     @property
     def whole(self) -> bool:
-        """The file has all that was written so far."""
+        """True if everything written so far is in the file."""
         return self._end is not None and not self._waiting
 
     def write(self, row: dict[str, Any], *, at_once: bool = False) -> None:
@@ -263,7 +263,7 @@ def cut_off_half_line(path: Path) -> None:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Complete lines, with their index."""
+    """Complete lines of the file, each with its index."""
     try:
         with path.open("rb") as file:
             for index, line in enumerate(file):

@@ -55,7 +55,7 @@ class LiveView:
         self._thread.start()
 
     def phase(self, text: str, detail: str = "") -> None:
-        """A phase that another one replaces is printed above with the time that it took."""
+        """Show the phase ``text``. The phase before it is printed above the view with the time that it took."""
         if self._phase is not None and self._phase[0] == text:
             self._phase = (text, detail, self._phase[2])
             return

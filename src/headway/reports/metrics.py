@@ -85,12 +85,12 @@ class Totals:
     optimizer_steps: int = 0
     skipped_steps: int = 0
     trajectories: int = 0
-    """Finished ones, whatever became of their groups."""
+    """Finished trajectories, whatever became of their groups."""
     partial: int = 0
-    """Trajectories, of those, with tokens of more than one version."""
+    """Finished trajectories with tokens of more than one version."""
     max_partial_span: int = 0
     stale_trajectories: int = 0
-    """Trained ones whose oldest token was sampled before the version that trained them."""
+    """Trained trajectories whose oldest token was sampled before the version that trained on them."""
     generated_tokens: int = 0
     prefilled_tokens: int = 0
     preempted: int = 0

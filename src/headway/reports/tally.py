@@ -16,7 +16,7 @@ from headway.events import FetchTaken, GroupAdmitted, GroupRewarded, GroupSettle
 FATES = ("trained", "filtered", "dropped", "failed")
 IN_FLIGHT = "in_flight"
 RECENT = 256
-"""Groups that the recent share of filtered ones is of."""
+"""Number of latest groups that the recent share of filtered groups is computed over."""
 MOST_REASONS, OTHER_REASONS = 200, "another reason"
 """Reasons of one fate that are counted each; all later ones are counted together, since some quote an answer."""
 MOST_PROBLEMS = 100

@@ -90,7 +90,7 @@ class Overlap:
         )
 
     def _beside_generation(self, work: TrainerWork) -> float:
-        """Share of its time in which the busiest replica computed."""
+        """Share of the work's time during which the busiest replica computed."""
         window = (work.began, work.began + work.seconds)
         busy = (self._recording.busy_within(replica, window) for replica in self._recording.replicas)
         return max(busy, default=0.0) / work.seconds if work.seconds > 0 else 0.0

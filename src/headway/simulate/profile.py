@@ -29,7 +29,7 @@ class BatchProfile(Section):
     groups_per_version: Positive
     """B: groups (prompts) that one version trains on."""
     ppo_mini_batch_size: Positive
-    """Groups of one optimizer step."""
+    """Number of groups per optimizer step."""
     n: Positive = 8
     """Trajectories per group."""
     ppo_epochs: Positive = 1

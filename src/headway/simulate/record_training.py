@@ -40,14 +40,14 @@ class TrainingRecord:
     steps: list[TrainerWork] = field(default_factory=list)
     forwards: list[TrainerWork] = field(default_factory=list)
     fetches: list[FetchRecord] = field(default_factory=list)
-    """Fetches that ended."""
+    """Fetches whose training ended, in order."""
     _numbers: list[int] = field(default_factory=list)
     _fetch: FetchRecord | None = None
     _reached: float = 0.0
     """Up to here the fetch's time is accounted for."""
     _steps_of_fetch: int = 0
     _step: TrainerBusy | None = None
-    """A trainer's span that may be an optimizer step, until its `OptimizerStepped` tells that it was one."""
+    """The trainer's last span, as long as no `OptimizerStepped` has identified it as an optimizer step."""
 
     def add(self, event: Event) -> None:
         match event:

@@ -85,7 +85,7 @@ class UpdatesRecord:
     _leased: float = 0.0
     """The time at which the trainer was given the devices that it has, or had last."""
     _stood: list[float] = field(default_factory=list)
-    """Times at which those replicas stood still that went on since."""
+    """Times at which replicas stopped for the latest lease, of those that have resumed."""
 
     def add(self, event: Event) -> None:
         match event:

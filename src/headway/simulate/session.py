@@ -250,7 +250,7 @@ def _job(profile: Profile, versions: int) -> dict[str, Any]:
 
 
 def longest(lengths: LengthsProfile) -> int:
-    """Tokens that no draw exceeds."""
+    """Upper bound of the tokens of a sampled answer."""
     match lengths:
         case ConstantLengths(tokens=tokens):
             return tokens

@@ -71,7 +71,7 @@ class ProcessorSharing:
             self._untouched.append((service + 1, segment, untouched))
 
     def leave(self, run: TrajectoryRun, version: int) -> None:
-        """``run`` stops here, with the whole tokens that it has."""
+        """Stop ``run``; it keeps its whole tokens, and a fraction of a token is lost."""
         service = self._service - run.joined
         whole = self.gained(run)
         self.sampled -= service - whole
@@ -121,7 +121,7 @@ class ProcessorSharing:
         self._move(self._target, since, now)
 
     def complete(self, version: int) -> list[TrajectoryRun]:
-        """Let the trajectories leave that have all their tokens."""
+        """Remove and return the trajectories that have all their tokens."""
         ends, due = self._ends, self._service + ROUNDING
         completed = []
         while ends and ends[0][0] <= due:

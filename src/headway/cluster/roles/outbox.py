@@ -185,7 +185,7 @@ class Outbox:
 
 
 class _Counted:
-    """`Outgoing` that counts what was drawn from it."""
+    """An `Outgoing` that counts the bytes drawn from it."""
 
     def __init__(self, weights: Outgoing) -> None:
         self._weights = weights

@@ -1,4 +1,4 @@
-"""The groups that an engine has not finished: who they are, which of them are meant."""
+"""The groups that an engine has not finished, and how commands select among them."""
 
 from __future__ import annotations
 

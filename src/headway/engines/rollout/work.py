@@ -46,7 +46,7 @@ class Prefilled:
 
 @dataclass(slots=True, eq=False)
 class TrajectoryRun:
-    """One trajectory on its way."""
+    """State of one trajectory in the engine, from submission to its end."""
 
     group: GroupRun
     k: int
@@ -134,7 +134,7 @@ class GroupRun:
 
     @property
     def ks(self) -> range:
-        """The ks of its trajectories."""
+        """Indices k of the group's trajectories in this request."""
         return range(self.request.first, self.request.first + self.request.n)
 
     def place(self, count: int, prefilled: Prefilled) -> None:

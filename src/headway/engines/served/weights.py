@@ -24,7 +24,7 @@ class Contents(StrEnum):
     """The contents of the served tensors."""
 
     SERVED = "served"
-    """One whole version, the one that tokens are stamped with."""
+    """Exactly one whole version, with whose number tokens are stamped."""
     WRITING = "writing"
     """Another thread writes a version over them."""
     ARRIVED = "arrived"
@@ -42,7 +42,7 @@ class ServedWeights:
     """
 
     def __init__(self, model: PreTrainedModel, name: str) -> None:
-        """``name``: whose they are, for messages."""
+        """``name`` names the owner of the weights in messages."""
         self.device = model.device
         self.memory = WeightMemory(model.parameters())
         self._name = name

@@ -26,7 +26,7 @@ Arrays = list[NDArray[np.float32]]
 
 
 class FetchAdvantages:
-    """The configured estimator, with what comes before it and after it."""
+    """Computes a fetch's advantages: the configured estimator, with the steps before and after it."""
 
     def __init__(self, algorithm: AlgorithmConfig) -> None:
         """Raises `ConfigError` or `UserCodeError` when the configured estimator does not exist."""

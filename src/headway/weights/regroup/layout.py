@@ -57,7 +57,7 @@ class Rectangle(NamedTuple):
         return Rectangle(self.layers.overlap(other.layers), self.columns.overlap(other.columns))
 
     def covers(self, other: Rectangle) -> bool:
-        """Tell whether all of ``other`` is in this part."""
+        """Tell whether this rectangle contains ``other``."""
         return self.overlap(other).size == other.size
 
 

@@ -42,16 +42,16 @@ Finished = tuple[Hashable, FinishedGroup]
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """The work of one step."""
+    """The work that one step does."""
 
     decoding: int
     """Number of rows that decode another token."""
     starting: list[TrajectoryRun]
-    """Trajectories that get the rows behind those."""
+    """Trajectories that start in this step, in the rows after the decoding ones."""
     missing: list[range]
     """Contexts that have to be prefilled, each as the places in ``starting`` of those that go on from it."""
     positions: int
-    """Positions that the longest row needs, with its next token."""
+    """Number of positions of the longest row, its next token included."""
 
 
 class EngineCore:
@@ -370,7 +370,7 @@ class EngineCore:
         return finished
 
     def _park(self) -> int:
-        """Take every decoding trajectory off its row, keeping what it wrote; how many there were."""
+        """Take every decoding trajectory off its row, keeping its tokens. Returns their number."""
         parked = [self._remove(row) for row in reversed(range(self._rows.active))]
         self._scheduler.put_back(parked)
         for group in self._groups:

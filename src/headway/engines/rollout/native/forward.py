@@ -52,7 +52,7 @@ class Decoding:
     lengths: torch.Tensor
     """[A] positions of the tokens."""
     cache: SlotCache
-    """Stores their keys and values."""
+    """Cache that stores the rows' keys and values."""
     blocks: list[RowBlock]
     """Blocks that together have each row once."""
 

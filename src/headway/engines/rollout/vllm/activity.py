@@ -84,7 +84,7 @@ class Activity(Counts):
             self._count(active=active, prefilled=prefilled, seconds=seconds, cached=self._cached - active)
 
     def ended(self, tokens: int) -> None:
-        """A trajectory has, of so many tokens with its prompt's; 0 if it never had one of its own."""
+        """Note that a trajectory ended with ``tokens`` tokens, its prompt's included; 0 if it never got a token."""
         self._cached -= tokens
 
     def _close(self) -> None:

@@ -49,7 +49,7 @@ class Weights(StrEnum):
     """The state of the weights that vLLM's workers hold."""
 
     SERVED = "served"
-    """One whole version, the one that tokens are stamped with."""
+    """Exactly one whole version, with whose number tokens are stamped."""
     TORN = "torn"
     """Parts of two versions: a load failed half-way."""
     GONE = "gone"
@@ -294,7 +294,7 @@ class VllmCore:
     # ------------------------------------------------------------------------------------- running
 
     def _fill(self) -> None:
-        """Give vLLM what it has slots for."""
+        """Submit waiting trajectories to vLLM while it has free slots."""
         if self._over is not None:
             return
         for run in self._scheduler.take(self._slots - len(self._running)):

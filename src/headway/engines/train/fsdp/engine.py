@@ -105,7 +105,7 @@ class FsdpEngine:
 
     @property
     def vocabulary(self) -> int:
-        """Tokens that the model knows."""
+        """Number of tokens in the model's vocabulary."""
         return int(self._policy.lm.get_input_embeddings().weight.shape[0])
 
     def manifest(self, dtype: torch.dtype) -> Manifest:
