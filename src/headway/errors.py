@@ -131,7 +131,7 @@ def shown(value: object, most: int = 80) -> str:
 
 
 def cut(text: str, most: int = 80) -> str:
-    """Return ``text``, where it is longer its beginning and an ellipsis: ``most`` characters."""
+    """Return ``text``, shortened to ``most`` characters with an ellipsis if it is longer."""
     return text if len(text) <= most else f"{text[: most - 1].rstrip()}…"
 
 

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any, ClassVar, Protocol, Self
 
 WAITS_FOR_GROUPS = "groups from the message queue"
-"""What a stage that takes fetches says that it waits for (`StageChanged.waiting_for`); reports look for it."""
+"""``StageChanged.waiting_for`` of a stage that takes fetches; reports look for this text."""
 
 Span = tuple[float, float]
 
@@ -164,7 +164,7 @@ class GroupRewarded(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSettled(Event):
-    """The one fate of an admitted group; ``lag`` (oldest token's) only when it was trained."""
+    """The final outcome of an admitted group. ``lag``, that of its oldest token, is given only for a trained group."""
 
     kind: ClassVar[str] = "group.settled"
     number: int

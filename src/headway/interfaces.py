@@ -39,7 +39,7 @@ class PromptSource(Protocol):
         """The next prompt, or None when all epochs are over (never None if epochs are unlimited)."""
 
     def again(self, prompt: Prompt) -> Prompt:
-        """The same row as a further attempt, with randomness of its own."""
+        """The prompt of the same row as a further attempt, with randomness of its own."""
 
     def state(self) -> dict[str, Any]:
         """The cursor: JSON values that `restore` takes."""
@@ -108,23 +108,23 @@ class SamplingParams:
     temperature: float = 1.0
     """0 is greedy; log-probs are then those of temperature 1, and filters do not count."""
     top_p: float = 1.0
-    """Only the most likely tokens that reach this share together; 1 is off."""
+    """Sample only from the most likely tokens that together reach this share; 1 is off."""
     top_k: int = 0
-    """The most likely ones; 0 is off."""
+    """Sample only from this many most likely tokens; 0 is off."""
     stop_token_ids: tuple[int, ...] = ()
     min_p: float = 0.0
-    """Only tokens of at least this share of the most likely one's probability; 0 is off."""
+    """Sample only from tokens with at least this share of the most likely token's probability; 0 is off."""
     repetition_penalty: float = 1.0
     """Logits of tokens that the prompt or the answer has already are divided by this if positive, multiplied if not
     (Keskar et al. 2019, arXiv:1909.05858); 1 is off."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token, what is added to its logit)."""
+    """Pairs of a token and the value added to its logit."""
     min_tokens: int = 0
     """Tokens before which no stop token is sampled, and no stop string looked for."""
     stop: tuple[str, ...] = ()
-    """The answer ends with the token that completes one of these; its text has it."""
+    """Strings that end the answer, with the token that completes one; the answer's text includes it."""
     seed: int | None = None
-    """Instead of the run's."""
+    """Seed of this request instead of the run's; None for the run's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class GenerateRequest:
     sampling: SamplingParams
     priority: Priority = Priority.TRAINING
     first: int = 0
-    """The first k; above 0 only in a later part of a split group."""
+    """Index k of the request's first trajectory; above 0 only in a later part of a split group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +340,7 @@ class SendReport:
     full_nbytes: int | None = None
     """Bytes of the complete weights, in the served dtype; None: as ``nbytes``."""
     changed: float | None = None
-    """As in `GatherReport`; None after `send_gathered`."""
+    """Share of 16-bit units that differ from the version before, as in `GatherReport`; None after `send_gathered`."""
     probe: NDArray[np.float32] | None = None
     """The log-probs [N] of the probe's sequences, as in `GatherReport`; None after `send_gathered`."""
 
@@ -436,7 +436,7 @@ class CriticEngine(Protocol):
 
 
 class AdvantageFn(Protocol):
-    """Advantages of one fetch, computed once, where its tokens are."""
+    """Computes the advantages of one fetch, once, where the fetch's tokens are."""
 
     async def __call__(self, samples: Sequence[Sample], outcomes: Outcomes) -> Mapping[str, list[Column]]:
         """``advantages`` and, where there is a critic, ``returns``: a [T] float32 column for each sample.

@@ -69,7 +69,7 @@ class Progress:
         """The files that are written or read; None: no files."""
 
     def advance(self, place: str = "") -> None:
-        """Count something as done. ``place`` says what, and how much there is; without it the last one stands."""
+        """Count one more thing as done. ``place`` says which one, of how many; without it the last one is kept."""
         self._moved = self._clock()
         self._place = place or self._place
 

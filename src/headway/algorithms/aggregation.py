@@ -63,10 +63,10 @@ def seq_mean_token_sum(
 def seq_mean_token_sum_norm(
     mask: Bool[Tensor, "N T"], *, total_tokens: float, total_sequences: float, loss_scale_factor: float | None = None
 ) -> Float[Tensor, "N T"]:
-    """The same over a constant length: 1/(total_sequences · loss_scale_factor). Dr. GRPO, arXiv:2503.20783, section 3.
+    """Weights of a sequence mean over a constant length: 1/(total_sequences · loss_scale_factor) for each token.
 
-    The constant is the user's (the longest response, say). verl takes the padded width where none is set; that differs
-    between micro-batches, so here it must be set.
+    Dr. GRPO, arXiv:2503.20783, section 3. The constant is the user's (the longest response, say). verl takes the padded
+    width where none is set; that differs between micro-batches, so here it must be set.
 
     Raises:
         ConfigError: ``loss_scale_factor`` is not a positive number.

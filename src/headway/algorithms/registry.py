@@ -14,9 +14,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Registry(Generic[F]):
-    """Functions of one kind by name.
+    """Table of functions of one kind by name.
 
-    For messages: ``what`` names the kind, ``key`` the configuration key that chooses one, ``also`` what else it takes.
+    ``what``, ``key`` and ``also`` are words for messages: the kind, the configuration key that chooses a function, and
+    what else that key takes.
     """
 
     def __init__(self, what: str, key: str, also: str = "file.py:function for your own") -> None:

@@ -64,7 +64,7 @@ class Interrupts:
         self._task: asyncio.Task[Any] | None = None
         """The run's task; None once it leaves."""
         self._told = False
-        """True once the workers' end was told: whoever sends signals may send many."""
+        """True once the user was informed that the workers are being ended; further signals print nothing."""
         self._before: dict[int, Any] = {}
         """The signals' handlers outside."""
         self._repeats = Repeats()

@@ -1,4 +1,4 @@
-"""Running: from a model to a better one, by data, reward, workers, the pipeline, the exported model."""
+"""A training run: wires data, reward, workers and pipeline together, and exports the trained model."""
 
 from __future__ import annotations
 

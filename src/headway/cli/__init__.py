@@ -55,7 +55,7 @@ def common_options(
 def main() -> None:
     """Entry point of the ``headway`` command.
 
-    What stdout's encoding lacks is printed as a question mark; on stderr Python itself prints its escape.
+    Characters that stdout cannot encode are printed as question marks; on stderr Python itself prints their escapes.
     """
     _open_what_is_closed()
     replace_stdout()

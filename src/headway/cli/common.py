@@ -47,7 +47,7 @@ def errors_as_messages(debug: bool) -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """Print on stderr, or nowhere where that refuses: the exit code is the error's all the same."""
+    """Print ``text`` on stderr. An error of stderr itself is ignored, so that the exit code stays the command's."""
     with suppress(OSError):
         typer.echo(text, err=True)
 

@@ -26,7 +26,7 @@ class Stdout(io.TextIOWrapper):
             write_through=before.write_through,
         )
         self._before = before
-        """Kept, since ``before`` closes the file when it is collected"""
+        """The stream that was replaced; referenced here because it would close the file when it is collected."""
 
     def write(self, text: str) -> int:
         if isinstance(text, str) and not text:  # click's probe, which takes any exception for "not a text file"

@@ -32,7 +32,7 @@ class Workers:
 
     train: TrainGroup
     rollouts: list[RolloutReplica]
-    """The replicas that were there at the start, and those that replaced some of them."""
+    """Current replicas: those of the start, with lost ones exchanged for their replacements."""
     ref: LogProbEngine | None
     """The reference policy; None where the algorithm asks for none."""
     proximal: ProximalEngine | None
@@ -42,7 +42,7 @@ class Workers:
     receivers: Sequence[PolicyReceiver]
     """Workers that hold a copy of the policy and generate nothing."""
     inside_fetch: frozenset[str]
-    """Roles that share the trainer's ranks, of ``ref``, ``logp`` and ``critic``."""
+    """Roles, of ``ref``, ``logp`` and ``critic``, that run on the trainer's ranks."""
     needed: Sequence[Worker]
     """Workers without any of which the run cannot go on, for supervision."""
     cluster: Cluster

@@ -55,7 +55,7 @@ class InlineWorker:
         raise AssertionError("unreachable")
 
     async def lost(self) -> NoReturn:
-        """Wait for ever: no worker is lost alone."""
+        """Wait for ever: a worker within the driver's process cannot be lost alone."""
         await self.died()
 
     async def kill(self) -> None:
@@ -117,7 +117,7 @@ class InlineCluster:
         raise AssertionError("unreachable")
 
     async def stop(self) -> None:
-        """Leave torch.distributed as it was found."""
+        """Destroy the torch.distributed process group if this cluster made it."""
         if self._made_group:
             import torch.distributed as dist
 

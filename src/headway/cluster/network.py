@@ -33,7 +33,7 @@ def network_environment(host: str, given: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether only this machine itself is reached under ``host``; a name, which is no address, says nothing."""
+    """Tell whether ``host`` is a loopback address, which only this machine reaches. False for a host name."""
     try:
         return ip_address(host).is_loopback
     except ValueError:

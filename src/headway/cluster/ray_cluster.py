@@ -47,7 +47,7 @@ class RayCluster:
         self._messages = ExitStack()
         """Redirection of what Ray reports to a log of the run, until it is closed."""
         self._node: RayNode | None = None
-        """The Ray that was started here; None where it was joined."""
+        """The Ray that this run started; None where the run joined a cluster."""
         self._launched: list[RayWorker] = []
         self._deadline: float | None = None
         """Time on the event loop's clock by which the whole start has to be over."""
@@ -114,7 +114,7 @@ class RayCluster:
         raise AssertionError("unreachable")
 
     async def stop(self) -> None:
-        """Give the devices back, and leave Ray if it was entered here (which ends it if it was started here)."""
+        """Release the devices and disconnect from Ray. A Ray that this run started ends with that."""
         if self._pool is not None:
             if self._node is None or self._node.lost is None:  # otherwise no Ray is there to take the devices
                 self._pool.release()
@@ -158,7 +158,7 @@ class RayCluster:
         self._node = RayNode(Path(context.address_info["session_dir"]), self._run_dir.absolute() / "logs" / "ray")
 
     def _check_enough_gpus(self, plan: ClusterPlan) -> None:
-        """Fail at once on a machine that cannot get more of them; a cluster that was joined may still grow."""
+        """Raise `ConfigError` if this machine has too few GPUs for ``plan``. A joined cluster may grow: not checked."""
         needed, there = len(self._devices), _gpus()
         if self._device == "cuda" and self._config.cluster.address is None and needed > there:
             raise ConfigError(

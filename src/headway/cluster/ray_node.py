@@ -27,7 +27,7 @@ MOST_BYTES = 4 * 2**20
 
 
 class RayNode:
-    """One machine's Ray, from its start to `leave`. Each run has its own session, whose folder is nobody else's."""
+    """The Ray node that this process starts, until `leave`. Each run has its own session, in its own folder."""
 
     def __init__(self, session: Path, logs: Path) -> None:
         """``session``: the folder of the session; ``logs``: where logs go that are worth keeping."""

@@ -164,7 +164,7 @@ class RayWorker:
         self._elsewhere: str | None = None
         """The machine that the process runs on, where that is another one."""
         self._node: dict[str, Any] | None = None
-        """The other machine as `ray.nodes` describes it."""
+        """The worker's machine as `ray.nodes` describes it, where that is another machine than the driver's."""
         self._unreachable = False
         """True once the other machine does not answer any more."""
         actor = ray.remote(WorkerActor).options(max_concurrency=MAX_CALLS, max_restarts=0, **options)

@@ -25,7 +25,7 @@ from headway.errors import HeadwayError, StallError
 
 
 class Places(Protocol):
-    """The part of a `Cluster` that replacing needs; see there."""
+    """The methods of a `Cluster` that replacing a replica needs."""
 
     async def find_place(self, spec: WorkerSpec) -> None: ...
 
@@ -74,7 +74,7 @@ class Replacements:
         self._places: dict[str, _Place] = {}
 
     def ends_with(self, stack: AsyncExitStack) -> None:
-        """Have ``stack`` kill, when it closes, whoever is started here."""
+        """Have ``stack`` kill, when it closes, the replicas that were started as replacements."""
         stack.push_async_exit(self._stack)
 
     def know(self, spec: WorkerSpec, worker: Worker) -> None:

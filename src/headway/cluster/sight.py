@@ -64,7 +64,7 @@ class Sight:
         await self._check_directory([worker for name, worker in workers.items() if name in receivers])
 
     async def check_replica(self, worker: Worker) -> None:
-        """Look from a worker that came later. Raises as `check`."""
+        """Check that a ``worker`` started later sees the model and the weights directory. Raises as `check` does."""
         await self._check_model([worker])
         await self._check_directory([worker])
 

@@ -117,7 +117,7 @@ class _Groups:
 
 
 class Startup:
-    """One start. `waiting_for` says, at any moment, which workers have not answered yet."""
+    """The start of a run's workers. `waiting_for` says at any moment which of them have not answered yet."""
 
     def __init__(
         self, config: Config, cluster: Cluster, *, model_path: str, total_optimizer_steps: int, run_dir: Path

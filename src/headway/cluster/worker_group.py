@@ -45,7 +45,7 @@ class Collect(StrEnum):
     RANK_ZERO = "rank_zero"
     """Rank zero's result: the ranks agree, or only rank zero's counts."""
     HANDLE = "handle"
-    """A handle of rank zero's result, which stays where it is. For ``RANK_ZERO``."""
+    """A handle of rank zero's result; the value stays with the worker. For ``RANK_ZERO``."""
     COLUMNS = "columns"
     """One `Column` per sample, in the samples' order; each rank's list of arrays stays where it is. For ``SPLIT``."""
 
@@ -105,7 +105,7 @@ class Worker(Protocol):
         """Wait until the worker's process ends, and raise `WorkerDied`."""
 
     async def lost(self) -> NoReturn:
-        """Wait as `died`, and also for the worker's machine to answer no more, which others may notice later."""
+        """Wait like `died`; raise also when the worker's machine stops answering, which others may notice later."""
 
     async def kill(self) -> None:
         """End the worker whatever it is doing, and return when it is gone. Pending calls fail."""

@@ -76,9 +76,10 @@ def _keys_of(section: type[Section]) -> dict[str, list[type[Section]]]:
 
 
 def _find(detail: ErrorDetails, root: type[Section]) -> tuple[str, list[type[Section]]]:
-    """Return the dotted key of an error and the sections that its value may be, or that lack it where it is unknown.
+    """Return the dotted key of a validation error, and the sections that its value may be.
 
-    The error's location also names alternatives of unions, which are no keys.
+    For an unknown key they are the sections that lack it. Alternatives of unions, which the error's location also
+    names, are left out of the key.
     """
     key = ""
     sections = [root]
@@ -166,7 +167,7 @@ def meant(key: str, root: type[Section] = Config) -> list[str]:
 
 
 def _usual(key: str, section: str, keys: Sequence[str]) -> list[str]:
-    """Keys here for another system's name: in ``section``, where that has it, too (``critic.learning_rate``)."""
+    """Headway's keys for a key of another system (``USUAL``), those of the same ``section`` first."""
     found = [known for known in USUAL.get(_name(key), ()) if known in keys]
     own = [f"{section}{known.partition('.')[2]}" for known in found]
     return [known for known in own if known in keys] or found

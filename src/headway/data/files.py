@@ -48,7 +48,7 @@ class Record:
     answer: Any
     source: str
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Every other column, as it is."""
+    """All further columns of the row, unchanged."""
     where: str = field(default="", compare=False)
     """The place that it was read from, for messages."""
 

@@ -40,7 +40,7 @@ class SourceShare:
 
 
 class Draws(NamedTuple):
-    """One epoch in order: N draws."""
+    """The draws of one epoch in order; N is their number."""
 
     indices: NDArray[np.int64]
     """[N], of records"""
@@ -86,11 +86,11 @@ class Mixture:
     """
 
     def __init__(self, parts: Sequence[SourceShare], *, seed: int, shuffle: bool) -> None:
-        """Raises `DataError` as `quotas` does."""
+        """Raises `DataError` for a part without rows, or with so small a weight that an epoch has none of it."""
         self.parts = tuple(parts)
         self.quotas = quotas(parts)
         self.rows = sum(self.quotas)
-        """N."""
+        """Number N of draws in an epoch."""
         self._seed = seed
         self._shuffle = shuffle
 

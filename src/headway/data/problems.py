@@ -1,4 +1,4 @@
-"""What a procedural task is, for those who make tasks and for those who ask them. Imports nothing of theirs."""
+"""The protocol of procedural tasks: problems, and how their answers are scored. Imports no tasks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 REASONING_GYM = "reasoning_gym/"
-"""How names of reasoning-gym's datasets begin."""
+"""Prefix of the names of reasoning-gym's datasets."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,7 @@ class Rows:
 
 
 def by_source(records: Sequence[Record], parts: Sequence[SourceShare]) -> Iterator[tuple[str, Sequence[Record]]]:
-    """Each part's name and its own of ``records``, which lie one part after the other."""
+    """Each source's name and its records; ``records`` has the sources one after the other."""
     ends = list(accumulate(part.rows for part in parts))
     for part, end in zip(parts, ends, strict=True):
         yield part.name, records[end - part.rows : end]

@@ -205,7 +205,7 @@ class DataBundle:
 
     @property
     def left_out_by_source(self) -> dict[str, dict[str, int]]:
-        """The same for each ``Prompt.source``, of ``train`` and ``val``; sources without such a prompt are absent."""
+        """Prompts left out, counted by ``Prompt.source``, of ``train`` and ``val``; sources without any are absent."""
         return {"train": self.train.left_out_by_source, "val": dict(self.val_left_out_by_source)}
 
 

@@ -78,7 +78,7 @@ class OwnTask:
         self._task = task
 
     def problem(self, index: int) -> Problem:
-        """Raises `UserCodeError` where the user's code raises, or returns something else than a `Problem` of text."""
+        """Make problem ``index``. Raises `UserCodeError` where the user's code fails or returns no valid `Problem`."""
         call = f"{self.name}: problem({index})"
         with boundary(call, UserCodeError):
             problem = self._task.problem(index)

@@ -24,7 +24,7 @@ class Answer:
     reward: float
     """0 where it could not be scored."""
     parts: dict[str, float | None]
-    """The value that each part of the reward gave, by its name, before its weight."""
+    """Part of the reward → its value for this answer, before its weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Solved:
     """The reason why the problem's answers could not be scored; None where they were."""
 
     def correct(self, threshold: float) -> int:
-        """Answers whose reward is at least ``threshold``. None of those that could not be scored."""
+        """Number of answers with a reward of at least ``threshold``; unscored answers do not count."""
         if self.failure is not None:
             return 0
         # As float32, which rewards are: 0.9 of a reward is not below a threshold of 0.9.
@@ -57,7 +57,7 @@ class Estimate:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Estimate:
-        """Answers of one problem are no independent draws, so ``values`` are problems': s/√N with s of N − 1."""
+        """Mean and standard error s/√N (s of N − 1) of problems' ``values``: answers to one problem are dependent."""
         return cls(fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None)
 
 

@@ -66,12 +66,12 @@ MEANINGFUL = (
 IDLE = ("data.epochs", "data.shuffle", "data.prefetch", "reward.overlong_buffer")
 """Settings within `MEANINGFUL` that belong to training alone."""
 NEVER_S = 1e9
-"""Nothing watches an evaluation for a stall, so nothing is too long for that."""
+"""Seconds of a limit on stalls that is never reached: nothing watches an evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """An evaluation. ``config`` has ``model.path``; its ``rollout.val_n`` and ``val_temperature`` count."""
+    """An evaluation. ``config`` has ``model.path``; its ``rollout.val_n`` and ``rollout.val_temperature`` apply."""
 
     config: Config
     held_out: bool

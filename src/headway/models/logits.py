@@ -35,7 +35,7 @@ def logit_rule(model_config: Any) -> LogitRule:
 
 
 def is_known(model_type: str) -> bool:
-    """Tell whether tests hold this family's rule against its code, so that nothing has to be tried before a run."""
+    """Tell whether tests compare this family's rule with its code, so that no trial is needed before a run."""
     return model_type in _RULES or model_type in _PLAIN_FAMILIES
 
 

@@ -25,7 +25,7 @@ from headway.errors import ModelError, boundary
 from headway.models.folder import find_folder
 
 DECODERS_ALWAYS = ("gpt_neox", "gpt_neox_japanese")
-"""Kinds of models with an ``is_decoder`` of no meaning, which is false."""
+"""Model types that are decoders although their config's ``is_decoder`` is false."""
 LOADING = threading.Lock()
 """Held while a model is loaded: roles of one process load theirs one after the other."""
 

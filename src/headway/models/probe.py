@@ -20,7 +20,7 @@ PROBE_SEQUENCES = 4
 PROBE_PREFILL = 4
 """Tokens of each sequence that are given: its prompt."""
 PROBE_SCORED = 2
-"""Tokens of each sequence whose log-probs are compared: its response."""
+"""Number of last tokens of each sequence whose log-probs are compared."""
 
 _GOLDEN = 0x9E3779B97F4A7C15
 """2⁶⁴ divided by the golden ratio: multiples of it, modulo 2⁶⁴, are spread evenly however many there are."""

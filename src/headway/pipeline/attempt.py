@@ -20,7 +20,7 @@ from headway.pipeline.receiver import Gone, Receiver
 
 @dataclass(frozen=True, slots=True)
 class Audience:
-    """Receivers that one attempt is for."""
+    """The receivers that one attempt is for."""
 
     receivers: Sequence[Receiver]
     failures: int = 0
@@ -53,7 +53,7 @@ class Attempt:
 
     @property
     def failed(self) -> dict[str, UpdateFailed]:
-        """Receiver → its error; one that holds anything but what was sent has failed, too."""
+        """Receiver → its error; a receiver that holds something else than what was sent has failed too."""
         errors = {name: self._error(name, answer) for name, answer in self.received.items()}
         return {name: error for name, error in errors.items() if error is not None}
 
@@ -98,7 +98,7 @@ class Verdict:
 
 
 def judge(attempt: Attempt) -> Verdict:
-    """Raises `UpdateFailed` when there is nobody to go on without."""
+    """Decide how to go on after ``attempt``. Raises `UpdateFailed` where repeating it would not help."""
     if gone := attempt.gone:
         return _go_on_without(attempt, gone)
     if attempt.silent:

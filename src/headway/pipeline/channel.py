@@ -54,5 +54,5 @@ class Channel(Generic[T]):
         self._signal.changed()
 
     def close_consumer(self) -> None:
-        """The consumer is done: further sends are refused."""
+        """Refuse further sends, as the consumer is done."""
         self._consumer_closed = True

@@ -19,7 +19,7 @@ U = TypeVar("U")
 
 
 def failure_ignored(future: asyncio.Future[T]) -> asyncio.Future[T]:
-    """``future``, of whose failure nobody has to hear: who waits for it, shielded, may be cancelled meanwhile."""
+    """Mark the failure of ``future`` as seen: whoever waits for it, shielded, may be cancelled before it fails."""
     future.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio says that nobody heard
     return future
 
@@ -33,7 +33,7 @@ class Tasks:
         """Done when all have ended, or with the first failure."""
 
     def start(self, coroutine: Coroutine[Any, Any, T], *, name: str | None = None) -> asyncio.Task[T]:
-        """One that is cancelled alone ends quietly; its failure is everybody's."""
+        """Start ``coroutine`` as a task. A task cancelled alone ends quietly; a failure ends the whole group."""
         task = asyncio.get_running_loop().create_task(coroutine, name=name)
         self._running[task] = None
         task.add_done_callback(self._ended)

@@ -44,10 +44,10 @@ class Critic:
         self._skipped = SkippedSteps("critic.optim.lr", max_nonfinite_steps)
         self._steps = 0
         self._handed = self._trained = 0
-        """Fetches."""
+        """Fetches that were handed to the critic, and fetches that it was trained on."""
         self._changed = Signal()
         self._ranks = asyncio.Lock()
-        """Values and checkpoints are asked by different stages; the ranks do one thing at a time."""
+        """Held while the ranks work: values and checkpoints are requested by different stages."""
 
     async def add_values(self, fetch: Fetch) -> None:
         """Set the ``values`` of the fetch, once the critic was trained on all before it."""
@@ -95,7 +95,7 @@ class Critic:
         return {"steps": self._steps, "skipped_in_row": self._skipped.state()}
 
     def restore(self, state: Mapping[str, Any], fetches: int) -> None:
-        """Go on after ``fetches``, on all of which it was trained."""
+        """Restore a checkpoint's ``state``, made after training on ``fetches`` fetches."""
         self._steps = state["steps"]
         self._skipped.restore(state["skipped_in_row"])
         self._handed = self._trained = fetches

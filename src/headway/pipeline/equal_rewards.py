@@ -1,4 +1,4 @@
-"""Rewards that are all equal: nothing can be learned from them. Told where they train, and where they are filtered.
+"""Rewards that are all equal: nothing can be learned from them. Warns where they train, and where filters drop them.
 
 a group's rewards ─▶ the same for all its answers?  (the same as in the other groups, too?)
                            └─▶ no filter:  nearly all groups of the last four versions ─▶ one warning
@@ -24,7 +24,7 @@ SHOWN = 3
 """Different rewards, or reasons, that a warning counts."""
 
 FILTERED_FROM = 0.8
-"""The share of groups without variance that is told: five groups are generated for each one that teaches something."""
+"""Share of groups without variance from which on the user is warned: at 0.8 one group of five teaches something."""
 MUCH_WORSE, LONGER = 4, 8
 """Factors from which on the warning is given again: when 4 times fewer groups pass the filter, of 8 times as many:
 where few of few groups pass, it is soon chance that fewer do."""
@@ -51,7 +51,7 @@ class EqualRewards:
         """Groups of the window that are enough for a warning."""
         self._within_groups = within_groups
         self._groups: deque[float | None] = deque()
-        """The one reward of each of the last groups; None where its answers have different ones."""
+        """The common reward of each of the last groups; None for a group whose answers have different ones."""
         self._equal: Counter[float] = Counter()
         """Reward → groups without variance that had it."""
         self._range: tuple[float, float] | None = None
@@ -137,7 +137,7 @@ class FilteredGroups:
         self._range: tuple[float, float] | None = None
         """The lowest and highest reward that were seen."""
         self._told: float | None = None
-        """The share that passed the filter when it was told last."""
+        """The share that passed the filter at the last warning; None before the first."""
 
     def look(self, rewards: NDArray[np.float32], reason: str | None) -> str | None:
         """The warning, when there is one to give after a group with ``rewards`` [n], filtered for ``reason``."""

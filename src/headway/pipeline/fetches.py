@@ -64,7 +64,7 @@ class FetchSource(Protocol):
 
 
 class Fetches:
-    """Takes them from the queue."""
+    """Takes fetches from the message queue."""
 
     def __init__(self, state: RunState, size: int, *, fill_first: bool = False) -> None:
         """``size``: groups of one. ``fill_first``: the first one waits for all that may run ahead."""

@@ -29,7 +29,7 @@ class FleetListener(Protocol):
         """``replica`` serves from now on. Also called for each one that is there at the start."""
 
     def left(self, replica: str) -> None:
-        """``replica`` serves no more, and others do."""
+        """Called when ``replica`` no longer serves, while others still do."""
 
 
 class Fleet:
@@ -65,7 +65,7 @@ class Fleet:
 
     @property
     def replicas(self) -> list[Replica]:
-        """The replicas that serve, and those that wait to."""
+        """All replicas: those that serve, and those that joined and wait for their first version."""
         return [*self._serving.values(), *self._joining.values()]
 
     @property
@@ -83,7 +83,7 @@ class Fleet:
         return next(iter(self._serving.values()))
 
     def __getitem__(self, name: str) -> Replica:
-        """A serving replica."""
+        """The serving replica with this name. Raises `KeyError` if there is none."""
         return self._serving[name]
 
     def serves(self, replica: Replica) -> bool:

@@ -41,7 +41,7 @@ class Guard:
         self._state = state
         self._stop = stop
         self._acted_at: int | None = None
-        """The version at which it last did what it does once per version."""
+        """The version for which the guard acted last."""
         self._version: int | None = None
         """The version of the last step that was looked at."""
         self._was_low = False
@@ -83,10 +83,10 @@ class Guard:
                 )
 
     def _lower_or_recover(self, low: bool, version: int, ess: float, least: float) -> None:
-        """Lower η, or let it recover, once per version: at its first low step, or, behind a version that had none, at
-        the next one's first step.
+        """Lower or raise η, at most once per version.
 
-        The first step of a version is the one that is nearest to its data, and says nothing about the others.
+        η is lowered at a version's first low step, and raised at the first step of a version that follows one without
+        low steps. That step is the nearest to its version's data, and says nothing about the others.
         """
         if version != self._version:
             recovers, self._version, self._was_low = self._version is not None and not self._was_low, version, False

@@ -21,7 +21,7 @@ from headway.pipeline.state import RunState, now
 
 @dataclass(slots=True)
 class Halt:
-    """A replica that was told to stop."""
+    """The halt of one replica, for one reason or more."""
 
     by: list[str] = field(default_factory=list)
     """Reasons for the halt; the replica goes on when none is left."""
@@ -85,7 +85,7 @@ class Halts:
             return halt
 
     async def release(self, replica: Replica, why: str) -> None:
-        """``replica`` goes on, unless somebody else halts it, too. Raises `Gone`."""
+        """Withdraw the reason ``why``; ``replica`` resumes if no other reason is left. Raises `Gone`."""
         halt = self._halts[replica.name]
         if halt.by == [why] and halt.check is not None:
             check, halt.check = halt.check, None

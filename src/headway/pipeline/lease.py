@@ -62,7 +62,7 @@ class SharedDevices:
         self._state.emit(LeaseChanged(time=now(), holder="generate", asked=returned))
 
     async def _take_from(self, replica: Replica, waiting_for: WaitingFor, keep_weights: bool) -> float:
-        """Seconds that its validation was waited for."""
+        """Halt the replica and take its devices. Returns the seconds spent waiting for its validation."""
         try:
             with waiting_for(f"{replica.name} to {self._halts.policy} and give the devices back"):
                 halt = await self._halts.halt(replica, "lease")

@@ -1,4 +1,4 @@
-"""Every admitted group, and the one fate that it met."""
+"""The ledger: counts every admitted group and its one fate."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Ledger:
         return [prompt for _, prompt in sorted(self._open.items())]
 
     def settle(self, number: int, fate: Fate) -> None:
-        """Raises `LedgerImbalance` if the group was never admitted or already met a fate."""
+        """Record the fate of group ``number``. Raises `LedgerImbalance` if it was never admitted or already has one."""
         if self._open.pop(number, None) is None:
             raise LedgerImbalance(f"group {number} cannot end as {fate}: it is not open (admitted: {self.admitted})")
         self._fates[fate] += 1

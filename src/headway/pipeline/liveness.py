@@ -48,7 +48,7 @@ class Answers:
 
 
 async def ask(workers: Sequence[Living], within_s: float = ANSWER_S) -> Answers:
-    """Every worker's heartbeat. Raises nothing: one that died is supervised by others, and told as such."""
+    """Every worker's heartbeat. Never raises: the death of a worker is handled and reported by supervision."""
     beats = await concurrently(_ask(worker, within_s) for worker in workers)
     return Answers(now(), within_s, {worker.name: beat for worker, beat in zip(workers, beats, strict=True)})
 

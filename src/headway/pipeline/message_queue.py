@@ -104,7 +104,7 @@ class MessageQueue:
         return self._staleness.room == 0 and len(self._finished) == len(self._live)
 
     def close(self) -> None:
-        """Nothing more will be put."""
+        """Close the queue: nothing more will be put."""
         self._closed = True
         self._signal.changed()
 

@@ -94,7 +94,7 @@ class Monitor:
             await asyncio.sleep(max(SHORTEST_S, deadline - now()))
 
     async def report(self) -> None:
-        """One `ReplicaActivity` per replica, for the time since the last one."""
+        """Emit one `ReplicaActivity` per serving replica, for the time since its last one."""
         await concurrently(self._report_one(replica) for replica in self._fleet.serving)
 
     async def _report_one(self, replica: Replica) -> None:

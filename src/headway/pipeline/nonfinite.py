@@ -21,7 +21,7 @@ class SkippedSteps:
         self._in_row = state
 
     def count(self, report: StepReport) -> None:
-        """Raises `NonFinite` when this was one too many."""
+        """Count the step if it was skipped. Raises `NonFinite` when more were skipped in a row than the limit."""
         self._in_row = self._in_row + 1 if report.skipped else 0
         if self._in_row > self._limit:
             raise NonFinite(

@@ -16,9 +16,8 @@ from headway.pipeline.ledger import Fate
 DISCARDED_VERSIONS = 10
 """The run ends when as many groups as so many versions train were discarded in a row."""
 FAILED_AT_FIRST = 32
-"""Groups after which a run ends sooner: when so many groups could not be scored, and none ever could. A reward that
-fails for four groups of five scores one of 32 with a probability of 1 − 0.8³² = 99.9%: that run goes on. B plays no
-part in that."""
+"""Groups after which a run ends when none of them could be scored. The number does not depend on B. A reward that
+fails for four groups of five scores at least one of 32 with a probability of 1 − 0.8³² = 99.9%: that run goes on."""
 FAILED_AT_VALIDATION = 8
 """Problems from which on a run ends sooner still: when the first validation has so many problems and none could be
 scored, whatever was trained meanwhile: by chance that happens to one run of 256 whose reward fails for every second
@@ -56,7 +55,7 @@ def never_scored(what: str, reasons: Iterable[str]) -> NothingToTrain:
 
 
 def cannot_be_scored(what: str, reasons: list[str]) -> str:
-    """One sentence on what happened, one on what to do."""
+    """Message for scores that all failed: a sentence on what happened, and one on what to do."""
     return f"the reward failed for all of {what} ({_counted(Counter(reasons))}). {_advice(Fate.FAILED, reasons)}"
 
 

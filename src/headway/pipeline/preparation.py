@@ -19,7 +19,7 @@ from headway.pipeline.critic import Critic
 from headway.pipeline.fetches import Fetch, outcomes
 
 Busy = Callable[[str], AbstractContextManager[None]]
-"""Says what the trainer's ranks compute, while it is open."""
+"""Context that names what the trainer's ranks compute, while it is open."""
 
 
 @dataclass(frozen=True, slots=True)

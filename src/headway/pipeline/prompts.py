@@ -26,7 +26,7 @@ class Prompts:
         """Cursors of the source from before it gave each prompt, for prompts that may not have met their end."""
 
     def next(self) -> Prompt | None:
-        """The next one that was not handed out yet, or None when all epochs are over."""
+        """The next prompt that was not handed out yet; None when all epochs are over."""
         origin = self._source.state()
         prompt = self._source.next()
         if prompt is not None:

@@ -49,13 +49,13 @@ class Receiver:
     def __init__(self, engine: PolicyReceiver, timeout_s: float) -> None:
         self.name = engine.name
         self.why: RunError | None = None
-        """The reason why the receiver is gone; None while it is there."""
+        """The error for which the receiver was given up; None while it is reachable."""
         self.version = 0
         """The version that the receiver serves."""
         self._receiver = engine
         self._timeout_s = timeout_s
         self._open: dict[asyncio.Timeout, None] = {}
-        """Calls under way."""
+        """Timeouts of the calls under way."""
 
     @property
     def is_gone(self) -> bool:
@@ -138,7 +138,7 @@ class Replica(Receiver):
             yield finished
 
     async def pause(self, policy: OnUpdate) -> Paused:
-        """`OnUpdate.DRAIN` takes as long as the longest answer."""
+        """Pause the engine by ``policy``. With `OnUpdate.DRAIN` this takes as long as the longest answer."""
         call = self.engine.pause(policy)
         return await (self._ask(call) if policy is OnUpdate.DRAIN else self._ask_soon(call, f"stop ({policy})"))
 
@@ -158,5 +158,5 @@ class Replica(Receiver):
         await self._ask(self.engine.wake())
 
     async def stats(self) -> EngineStats:
-        """Engines answer between two steps, so that one that decodes no more does not answer."""
+        """Statistics of the engine. It answers between two steps: an engine that no longer decodes does not answer."""
         return await self._ask_soon(self.engine.stats(), "say what it does")

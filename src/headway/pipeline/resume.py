@@ -27,7 +27,7 @@ Taken = Mapping[str, Any]
 
 
 def balance(taken: Taken) -> dict[str, int]:
-    """The ledger's, as a `VersionReached` of that boundary tells it."""
+    """Counts of the ledger in the checkpoint ``taken``, as the `VersionReached` of that boundary has them."""
     ledger = Ledger()
     ledger.restore(taken["ledger"], {})
     return ledger.counts() | {Fate.IN_FLIGHT.value: len(taken["ledger"]["open"])}

@@ -55,7 +55,7 @@ class Router:
         return sorted(shares.items(), key=lambda share: self._places[share[0]])
 
     def finished(self, replica: str, group: FinishedGroup) -> None:
-        """Some or all of a group's trajectories there are done."""
+        """Note that some or all of a group's trajectories on ``replica`` are finished."""
         flying = self._in_flight.get(replica, {})
         if group.number not in flying:
             return  # the replica was forgotten

@@ -40,7 +40,7 @@ class Status(StrEnum):
 
 
 class Pipeline:
-    """Built once, run once."""
+    """The whole run: builds all stages and runs them. An instance can be run once."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Pipeline:
         return self._state.unfinished
 
     def _begin(self) -> None:
-        """Stand at the boundary of version 0, or at that of the checkpoint, which was told and saved before."""
+        """Begin at the boundary of version 0, or of the checkpoint, which the earlier run reported and saved."""
         wiring = self._wiring
         if self._resume_from is None:
             wiring.boundaries.reached(0, wiring.actor.counters())

@@ -23,7 +23,7 @@ from headway.pipeline.state import now
 LEAST_PATIENCE_S = 5.0
 MOST_PATIENCE_S = 30.0
 MOST_MISSES = 2
-"""Number of times in a row that the patience may run out before no score is waited for any more."""
+"""Number of times in a row that the patience may run out without a score before scoring is given up."""
 INTERRUPTED = "interrupted"
 """Reason of groups whose scores were given up."""
 
@@ -41,9 +41,9 @@ class Scoring:
         """Scores that are awaited, in the order in which they were asked for."""
         self._given_up: set[asyncio.Task[Scores]] = set()
         self._longest_s: float | None = None
-        """Seconds that the slowest score took of those that came; None before the first one."""
+        """Seconds of the slowest score so far; None before the first one."""
         self._moved = 0.0
-        """The time at which a score came last, or a wait for some began."""
+        """The time of the last score, or of the start of a wait if that is later."""
         self._misses = 0
         self._stopping = False
         self._changed = Signal()
@@ -56,7 +56,7 @@ class Scoring:
         return min(MOST_PATIENCE_S, LEAST_PATIENCE_S + (self._longest_s or 0.0))
 
     async def score(self, prompt: Prompt, responses: Sequence[str]) -> Scores:
-        """The scores that the reward gives. Raises what it raises, and `GivenUp` where a stop does not wait for it."""
+        """Scores from the reward. Raises the reward's error, or `GivenUp` when the run stops before they come."""
         if self.closed:
             raise GivenUp(INTERRUPTED)
         started = now()

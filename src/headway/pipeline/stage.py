@@ -54,7 +54,7 @@ class Sink(Protocol[Taken]):
         """Hand an item on. False: the consumer closed."""
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """Declare that no more items will be sent."""
 
 
 WaitingFor = Callable[[str], AbstractContextManager[None]]
@@ -82,8 +82,8 @@ class Stage(ABC, Generic[In, Out]):
     waits_for_input: str = "input"
     """The thing that the stage waits for when it has no input, in words for the user."""
     waits_for_output: str | None = "its consumer"
-    """Its counterpart for output; None where handing on never waits: then it is no state of the stage's, and no event
-    of each item."""
+    """Words for what a stage waits for when its output is full; None where handing on never waits: then the stage
+    has no such state, and emits no event for it."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class Stage(ABC, Generic[In, Out]):
         self._enter(State.DRAINING)
 
     async def _work_or_end(self, item: In) -> None:
-        """Ends the whole stage, what else is in processing included, when nobody takes its output any more."""
+        """Process ``item``. Ends the whole stage, its other items included, when nobody takes its output any more."""
         if not await self._work(item):
             raise _ConsumerClosed
 

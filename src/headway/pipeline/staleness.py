@@ -20,7 +20,7 @@ from headway.errors import StalenessExceeded
 
 
 def admission_limit(version: int, eta: Fraction, groups_per_version: int) -> int:
-    """⌊(v + 1 + η) · B⌋, exactly."""
+    """Number of groups that may have been admitted while ``version`` is served: ⌊(v + 1 + η) · B⌋, computed exactly."""
     return floor((version + 1 + eta) * groups_per_version)
 
 
@@ -54,10 +54,10 @@ class Staleness:
     admitted: int = 0
     discarded: int = 0
     starts_at: int = 0
-    """Nothing is admitted before every serving replica has loaded this version: that of a resumed run's checkpoint."""
+    """The version that all serving replicas must have loaded before a group is admitted: a resumed run's checkpoint."""
     eta_now: Fraction = field(init=False)
-    """The η that is admitted by: the configured one, or less (`lower`). The bound on lag stays that of η: groups were
-    admitted by it."""
+    """The η that limits admission: the configured one, or less after `lower`. The bound on lag stays that of ``eta``,
+    by which earlier groups were admitted."""
     served_version: int = field(init=False)
     """The oldest version that a serving replica has loaded."""
     limit: int = field(init=False)
@@ -135,7 +135,7 @@ class Staleness:
         self._serve()
 
     def unload(self, replica: str) -> None:
-        """``replica`` is gone."""
+        """Forget ``replica``, which no longer serves."""
         del self.loaded[replica]
         self._serve()
 

@@ -80,7 +80,7 @@ class RunState:
 
     @property
     def unfinished(self) -> bool:
-        """Groups of a version were trained of which others never came: the trainer stands between two versions."""
+        """True when the run gave up between two versions: only some groups of a version were trained."""
         return self.gave_up and not self.at_boundary
 
     @property
@@ -183,7 +183,7 @@ class RunState:
             self._end_early(number, Fate.DROPPED, reason)
 
     def drop_unscored(self, number: int, reason: str) -> None:
-        """A group ends because nobody waits for its scores, which says nothing of the reward."""
+        """End a group as dropped because its scores are no longer waited for; not a failure of the reward."""
         self._end_early(number, Fate.DROPPED, reason)
 
     def give_up_version(self) -> None:
@@ -222,7 +222,7 @@ class RunState:
         self._wake()
 
     def admit_less_ahead(self) -> bool:
-        """See `Staleness.lower`."""
+        """Lower η for admission. See `Staleness.lower`."""
         return self.staleness.lower()
 
     def admit_further_ahead(self) -> bool:
@@ -289,5 +289,5 @@ class RunState:
 
 
 def now() -> float:
-    """The event clock: the running loop's, real or virtual."""
+    """Seconds on the event clock, that of the running event loop, real or virtual."""
     return asyncio.get_running_loop().time()

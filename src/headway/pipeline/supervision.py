@@ -83,7 +83,7 @@ class Supervision:
             self._started.append(tasks.start(self._replace_one(lost, replace)))
 
     async def _replace_one(self, lost: str, replace: Replace) -> None:
-        """Start a replica in the place of ``lost``. A failure is told, and ends nothing."""
+        """Start a replica in the place of ``lost``. A failure is reported, and does not end the run."""
         while self._restarts_left > 0:
             self._restarts_left -= 1
             try:

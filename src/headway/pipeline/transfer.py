@@ -40,7 +40,7 @@ Send = Callable[[Sequence[str]], Coroutine[Any, Any, SendReport]]
 
 @dataclass(slots=True)
 class Delivered:
-    """A version that arrived, and what is known of it."""
+    """Result of a delivery: who received the version, and what that took."""
 
     receivers: list[Receiver] = field(default_factory=list)
     """The receivers that hold it now; whoever is not among them is gone."""
@@ -67,7 +67,7 @@ class Transfer:
         self._sent = Signal()
 
     async def together(self, trainer: TrainEngine, version: int, receivers: Sequence[Receiver]) -> Delivered:
-        """To all ``receivers`` at once."""
+        """Send ``version`` to all ``receivers`` at once."""
 
         async def send(names: Sequence[str]) -> SendReport:
             return await trainer.send_weights(version, names)
@@ -75,7 +75,7 @@ class Transfer:
         return await self._deliver(trainer, version, receivers, send, where="actor")
 
     async def gather(self, trainer: OverlappingTrainEngine, version: int) -> GatherReport:
-        """Into the trainer's copy, as soon as the one in it is not being sent any more."""
+        """Gather ``version`` into the trainer's copy, as soon as the version in that copy is no longer being sent."""
         with self._waiting_for("replicas to receive the version before"):
             await self._sent.until(lambda: self._sending == 0)
         started = now()
@@ -100,7 +100,7 @@ class Transfer:
     async def _deliver(
         self, trainer: TrainEngine, version: int, receivers: Sequence[Receiver], send: Send, *, where: str
     ) -> Delivered:
-        """Attempt until everybody who is not gone holds ``version``. Raises `UpdateFailed` when that cannot be."""
+        """Repeat attempts until every remaining receiver holds ``version``. Raises `UpdateFailed` if that cannot be."""
         delivered = Delivered()
         due = deque([Audience(receivers)])
         while due:
@@ -122,7 +122,7 @@ class Transfer:
         return delivered
 
     async def _make(self, attempt: Attempt, trainer: TrainEngine, send: Send) -> None:
-        """Everybody's answer, as far as there is one in time."""
+        """Make one attempt: send, and collect the receivers' answers that come in time."""
         names = [receiver.name for receiver in attempt.audience.receivers]
         try:
             async with asyncio.timeout(self._timeout_s) as limit:

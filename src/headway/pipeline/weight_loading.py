@@ -74,11 +74,11 @@ class Loading:
         self._stopped: dict[str, _Stopped] = {}
 
     async def make_ready(self, receivers: Sequence[Receiver]) -> None:
-        """Halt those of ``receivers`` that receive over what they serve."""
+        """Halt the replicas among ``receivers`` that receive into the memory they serve from."""
         await concurrently(self._make_ready(receiver) for receiver in receivers)
 
     async def stand_down(self, receiver: Receiver) -> None:
-        """Nothing will be sent to it after all: as it was before `make_ready`."""
+        """Undo `make_ready` for ``receiver``, to which nothing will be sent after all."""
         if isinstance(receiver, Replica) and receiver.name in self._stopped:
             del self._stopped[receiver.name]
             try:
@@ -147,7 +147,10 @@ class Loading:
         )
 
     async def _difference(self, receiver: Receiver, version: int, expected: Probe | None) -> float | None:
-        """The largest one. Raises `UpdateFailed` above the tolerance, and for weights that give no finite log-probs."""
+        """The receiver's largest difference from the probe ``expected``, in nats; None if there is nothing to compare.
+
+        Raises `UpdateFailed` when it exceeds the tolerance, or when log-probs are not finite.
+        """
         if expected is None:
             return None
         with self._waiting_for(f"{receiver.name} to compute the log-probs of the probe"):

@@ -116,13 +116,13 @@ class Reports:
 
     @property
     def groups(self) -> dict[str, int]:
-        """The ledger's balance so far, by what was told."""
+        """The ledger's balance so far, according to the events."""
         with self._lock:
             return self._metrics.tally.counts()
 
     @property
     def version(self) -> int:
-        """The newest one that was published."""
+        """The newest published version."""
         with self._lock:
             return self._metrics.version
 
@@ -134,7 +134,7 @@ class Reports:
 
     @property
     def began(self) -> bool:
-        """Whether generation and training were ready and began; before that nothing of the run is worth keeping."""
+        """True once generation and training began; before that nothing of the run is worth keeping."""
         with self._lock:
             return self._metrics.started is not None
 

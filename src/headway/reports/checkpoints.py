@@ -40,7 +40,7 @@ class Checkpoints:
         return next((v for v in reversed(self.complete(with_critic=with_critic)) if v in told), None)
 
     def forget_above(self, version: int) -> None:
-        """Remove those of later versions, and what was left half written or half removed."""
+        """Remove checkpoints of versions after ``version``, and those that were left half written or half removed."""
         for folder in (self.path, self.path / "critic"):
             for later, path in list(_versions(folder)):
                 if later > version:
@@ -62,7 +62,7 @@ class Retention:
     """
 
     def __init__(self, checkpoints: Checkpoints, *, keep: int | None, told: Callable[[], int]) -> None:
-        """``keep``: how many; None: all. ``told``: the newest version of which the run's record tells by now."""
+        """``keep``: checkpoints to keep, None for all. ``told``: returns the newest version in the run's record."""
         self._checkpoints = checkpoints
         self._keep = keep
         self._told = told
@@ -87,7 +87,7 @@ class Retention:
                 self._removing = [*filter(Thread.is_alive, self._removing), thread]
 
     def close(self) -> None:
-        """Wait until all are removed."""
+        """Wait until all removals under way are done."""
         for thread in self._removing:
             thread.join()
 

@@ -57,7 +57,7 @@ class Unfailing:
         return self._file.isatty()
 
     def fileno(self) -> int:
-        """Raises `OSError` where the file has none."""
+        """File descriptor of the file. Raises `OSError` where it has none."""
         return self._file.fileno()
 
     def write(self, text: str) -> int:
@@ -106,7 +106,7 @@ class Outcome:
 
 
 def report_end(console: Console, summary: dict[str, Any], outcome: Outcome) -> None:
-    """The last thing a user reads: what the run achieved, what held it up, where everything lies, what to do next."""
+    """Print the end of a run: what it achieved, what held it up, where its files are, and what to do next."""
     console.print()
     console.print(_headline(summary), soft_wrap=True)
     for line in _remarks(summary):

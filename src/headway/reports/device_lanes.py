@@ -49,7 +49,7 @@ HALTED = {"load": "halted: loads new weights", "lease": "halted: training has th
 
 @dataclass(slots=True)
 class Trainer:
-    """Accumulates what the trainer did."""
+    """Accumulates the trainer's activity for its lanes."""
 
     _work: list[LaneSpan] = field(default_factory=list)
     _saves: list[LaneSpan] = field(default_factory=list)

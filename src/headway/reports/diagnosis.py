@@ -39,7 +39,7 @@ class TimeShares:
     saving: float = 0.0
     """The trainer saved checkpoints."""
     idle_while_saving: float = 0.0
-    """The part of ``rollout_idle`` in which the trainer saved one."""
+    """Share of time in which replicas were idle while the trainer saved a checkpoint."""
     rollout_idle: float = 0.0
     """Mean over replicas of the time without prefill or decoding."""
     rollout_stalled: float = 0.0
@@ -58,7 +58,7 @@ class TimeShares:
 
 
 def bottleneck(shares: TimeShares) -> str:
-    """The sentence."""
+    """The sentence on the bottleneck: which side it was, for what share of the time, and what to change."""
     update = max(shares.trainer_stalled - shares.waited_for_validation - shares.draining, 0.0)
     generation = max(shares.trainer_waited - shares.waited_for_reward, 0.0) + shares.draining
     training = max(shares.rollout_idle - shares.rollout_stalled - shares.idle_while_saving, 0.0)

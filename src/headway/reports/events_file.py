@@ -48,15 +48,15 @@ class JsonLines:
         report: Callable[[str], None],
         given_up: Callable[[], str] = lambda: "it stays incomplete",
     ) -> None:
-        """``given_up``: what follows where it is, for the user."""
+        """``given_up`` returns words for the user on what becomes of the file after writing failed."""
         self._path = path
         self._report = report
         self._given_up = given_up
         self._file: int | None = None
         self._end: int | None = None
-        """Bytes that it has; None until it was opened, and once it is given up."""
+        """Bytes of the file; None before it is opened, and after it was given up."""
         self._waiting = bytearray()
-        """Bytes of the lines that follow those which are being written."""
+        """Lines not written yet, after those that are being written."""
         self._ended = False
         self._refused: str | None = None
         self._flushed = time.monotonic()
@@ -64,7 +64,7 @@ class JsonLines:
 
     @property
     def whole(self) -> bool:
-        """The file has all that was written so far."""
+        """True if everything written so far is in the file."""
         return self._end is not None and not self._waiting
 
     def write(self, row: dict[str, Any], *, at_once: bool = False) -> None:
@@ -183,7 +183,7 @@ class Record:
     """The lines of a record that survived, as ranges, and how the run stands."""
 
     lines: list[tuple[int, int]] = field(default_factory=list)
-    """[from, to) by index, in order."""
+    """Ranges [from, to) of line indices, in order."""
     boundaries: dict[int, int] = field(default_factory=dict)
     """Version → index of its `VersionReached` that survived."""
     resumed: int = 0
@@ -200,7 +200,7 @@ class Record:
 
 
 def look_through(path: Path) -> Record:
-    """Raises `DataError` when the file cannot be read, or a run went back to a boundary that it does not have."""
+    """Find the lines of a record that count. Raises `DataError` for an unreadable file or an unknown resume point."""
     record = Record(lines=[(0, 0)])
     kinds = {f'{{"kind": "{event.kind}"': event for event in (VersionReached, RunResumed, RunFinished)}
     prefixes = tuple(kinds)
@@ -259,7 +259,7 @@ def cut_off_half_line(path: Path) -> None:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Complete lines, with their index."""
+    """Complete lines of the file, each with its index."""
     try:
         with path.open("rb") as file:
             for index, line in enumerate(file):

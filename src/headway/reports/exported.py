@@ -1,4 +1,4 @@
-"""An exported model's folder says of which version it is."""
+"""The version number that an exported model's folder carries."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class IntervalUnion:
     """
 
     def __init__(self, origin: float = -inf) -> None:
-        """Nothing before ``origin`` counts."""
+        """``origin``: instants before it are not counted."""
         self._origin = self._summed_until = origin
         self._summed = 0.0
         """Seconds from the origin to ``_summed_until``."""
@@ -78,7 +78,7 @@ class IntervalUnion:
         """Total length of the intervals before the i-th; a valid prefix, extended on demand."""
 
     def begin(self, origin: float) -> None:
-        """Nothing before ``origin`` counts any more, whether it was added or comes later."""
+        """Forget all instants before ``origin``, added already or later."""
         self.sum_up(origin)
         self._origin, self._summed = origin, 0.0
 
@@ -144,7 +144,7 @@ class Spread:
         """(start, end, amount)"""
 
     def begin(self, origin: float) -> None:
-        """Nothing before ``origin`` counts any more, whether it was added or comes later."""
+        """Forget everything before ``origin``, added already or later."""
         self.sum_up(origin)
         self._origin, self._summed = origin, 0.0
 

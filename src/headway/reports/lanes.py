@@ -49,15 +49,15 @@ class Kind(StrEnum):
     HALTED = "halted"
     """Paused: nothing may be done."""
     IDLE = "idle"
-    """Waits."""
+    """Nothing was done: the party waited."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaneSpan:
-    """``start`` and ``end`` are on the event clock. ``reason`` is given for idle time alone.
+    """One interval of a lane: what was done, or why nothing was. Times are on the event clock.
 
-    ``label`` tells this span from others (which version, how many items); ``reason`` is worded the same each time, so
-    that seconds can be added up by it.
+    ``label`` tells this span from others (which version, how many items). ``reason``, given for idle time only, is
+    worded the same each time, so that seconds can be added up by it.
     """
 
     start: float

@@ -46,7 +46,7 @@ class LiveView:
         self._clock = clock
         self._phase: tuple[str, str, float] | None = None
         self._lines: list[Text | Padding] = []
-        """To be printed above: a text as one line however long it is, what is padded between its margins."""
+        """Lines to print above the view: a `Text` is one line, however long; a `Padding` wraps between its margins."""
         self._spinner = Spinner("dots", style=ACCENT)
         self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
         self._live.start()
@@ -55,7 +55,7 @@ class LiveView:
         self._thread.start()
 
     def phase(self, text: str, detail: str = "") -> None:
-        """A phase that another one replaces is printed above with the time that it took."""
+        """Show the phase ``text``. The phase before it is printed above the view with the time that it took."""
         if self._phase is not None and self._phase[0] == text:
             self._phase = (text, detail, self._phase[2])
             return

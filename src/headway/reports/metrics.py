@@ -85,12 +85,12 @@ class Totals:
     optimizer_steps: int = 0
     skipped_steps: int = 0
     trajectories: int = 0
-    """Finished ones, whatever became of their groups."""
+    """Finished trajectories, whatever became of their groups."""
     partial: int = 0
-    """Trajectories, of those, with tokens of more than one version."""
+    """Finished trajectories with tokens of more than one version."""
     max_partial_span: int = 0
     stale_trajectories: int = 0
-    """Trained ones whose oldest token was sampled before the version that trained them."""
+    """Trained trajectories whose oldest token was sampled before the version that trained on them."""
     generated_tokens: int = 0
     prefilled_tokens: int = 0
     preempted: int = 0
@@ -102,7 +102,7 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class ClosedRow:
-    """A row as it was when it was closed; ``window`` is the time of which it will say how idle it was, if any."""
+    """A metrics row when it was closed. ``window`` is the time whose idle shares it reports; None for none."""
 
     values: dict[str, Any]
     window: Span | None = None
@@ -316,7 +316,7 @@ class RunMetrics:
         self._closed_below = max(self._closed_below, below or 0)
 
     def _hand_out_known(self) -> None:
-        """Hand closed rows out, in order, and only when the trainer has told all about a row's time."""
+        """Hand out closed rows, in order, whose windows the trainer's events cover completely."""
         known, before = self.occupancy.trainer_known_until, len(self._closed)
         while self._closed and ((window := self._closed[0].window) is None or window[1] <= known):
             self._hand_out(self._closed.popleft())
@@ -331,7 +331,7 @@ class RunMetrics:
             self.occupancy.sum_up(min(self._row_opened, self._rollouter_cut, self._last_step, known, *waiting))
 
     def _hand_out_all(self) -> None:
-        """Hand out all closed rows: what was under way has ended, or will never be told."""
+        """Hand out all closed rows at the end of a run, when no further event will complete them."""
         while self._closed:
             self._hand_out(self._closed.popleft())
 

@@ -52,7 +52,7 @@ class ReplicaTime:
 
     @property
     def reported_until(self) -> float:
-        """The instant up to which its activity is known: before it joined and after its loss there is none."""
+        """Instant up to which the replica's activity is known; infinite after its loss."""
         return max(self.joined, self.last_report) if self.lost == inf else inf
 
     def presence(self, window: Span) -> Span:
@@ -144,7 +144,7 @@ class Occupancy:
         self._summed = Coincidences()
 
     def begin(self, origin: float) -> None:
-        """Nothing before ``origin`` will be asked for."""
+        """Forget what lies before ``origin``; no window will start earlier."""
         self._origin = self._summed_until = origin
         for replica in self.replicas.values():
             replica.begin(origin)
@@ -198,7 +198,7 @@ class Occupancy:
         self.replicas[event.replica] = self._replica(event.slots, joined=event.time)
 
     def lose(self, event: ReplicaLost) -> None:
-        """One that never joined was no part of the run."""
+        """Note the time of a replica's loss. A replica that never joined is ignored."""
         if (replica := self.replicas.get(event.replica)) is not None:
             replica.lost = event.time
 
@@ -234,7 +234,7 @@ class Occupancy:
         )
 
     def _account(self, stage: StageView, until: float) -> None:
-        """Spans of one stage never overlap, so one that is late adds to what was summed up."""
+        """Add the time up to ``until`` to the sums of the stage's state. Spans of one stage never overlap."""
         span, stage.accounted = (stage.accounted, until), max(stage.accounted, until)
         if stage.waiting_for is not None:
             self._stage_waits.setdefault((stage.name, stage.waiting_for), IntervalUnion(self._origin)).add(span)

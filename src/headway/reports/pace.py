@@ -23,7 +23,7 @@ class Pace:
         self._marks: deque[tuple[float, int]] = deque()
 
     def begin(self, time: float) -> None:
-        """Nothing is taken before ``time``."""
+        """Start counting at ``time``, with no groups taken."""
         self._marks.append((time, 0))
 
     def took(self, time: float, groups: int, per_version: int) -> None:

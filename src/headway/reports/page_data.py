@@ -19,7 +19,7 @@ from headway.reports.timeline import MarkKind, Timeline
 MAX_SPANS = 100_000
 """Spans that a page holds; more are merged, the shortest first."""
 MAX_POINTS = 4_000
-"""Points of a counter."""
+"""Points that a page draws of a counter, at most."""
 WORDS = {
     Kind.STEP: "optimizer step",
     Kind.FORWARD: "forward pass",
@@ -96,7 +96,7 @@ def _one_for_each_kind(short: list[LaneSpan]) -> Iterator[LaneSpan]:
 
 
 class _Strings:
-    """Each string once."""
+    """Table of strings that stores each one once."""
 
     def __init__(self) -> None:
         self.places: dict[str, int] = {}

@@ -17,7 +17,7 @@ TWO_COLUMNS_FROM = 110
 LABEL_WIDTH = 10
 OFTEN_IDLE = 0.3
 MANY_FILTERED = 4
-"""Filtered groups for one that was trained, from which on they are worth a warning."""
+"""Number of filtered groups per trained one from which on the panel shows a warning."""
 
 FIRST = ("actor/loss", "actor/grad_norm", "actor/entropy", "actor/clip_fraction")
 """Optimizer metrics that are shown before any other."""
@@ -29,7 +29,7 @@ LOOK_HERE = "yellow"
 
 
 Row = tuple[str, Text]
-"""A label and what it stands for."""
+"""A row of the panel: its label and its text."""
 
 
 def panel(snapshot: Snapshot, width: int) -> RenderableType:

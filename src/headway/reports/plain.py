@@ -65,7 +65,7 @@ class PlainView:
             self._line(self._version_line(row))
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: the view holds no resources."""
 
     def _version_line(self, row: dict[str, Any]) -> str:
         snapshot = self._snapshots.take()

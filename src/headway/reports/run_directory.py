@@ -35,7 +35,7 @@ LEFTOVERS = frozenset({"run.lock", ".room", "tensorboard", "checkpoints", "logs"
 
 
 class Occupied(UserError):
-    """No run may begin there."""
+    """The run directory is taken or not empty: no run may begin there."""
 
 
 class RunLock:
@@ -49,10 +49,7 @@ class RunLock:
         self._file: TextIO | None = None
 
     def take(self) -> None:
-        """Raises `UserError`, naming who has it, when another process trains in the same directory.
-
-        So it does where the directory cannot be written.
-        """
+        """Take the lock. Raises `UserError`, naming the holder, if it is taken, and where nothing can be written."""
         with _writable(self._path.parent):
             file = self._path.open("a+", encoding="utf-8")
         try:
@@ -122,9 +119,9 @@ class RunDirectory:
         return run
 
     def check_free(self) -> None:
-        """Raises `Occupied` where no run may begin: at a file, or in a directory that holds one, or anything else.
+        """Check that a run may begin here. Raises `Occupied` for a file, and for a directory that is not empty.
 
-        `UserError` where the path can be none of a directory's.
+        Raises `UserError` where the path cannot be a directory's.
         """
         with _writable(self.path):
             if self.path.is_file():

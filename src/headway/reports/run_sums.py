@@ -70,7 +70,7 @@ class Evaluations:
 
     def __init__(self) -> None:
         self.count = 0
-        """All that there were."""
+        """Number of validations, those no longer kept included."""
         self._every = 1
         self._last = 0
         """The version of the last one."""

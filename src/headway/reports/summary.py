@@ -104,7 +104,7 @@ def _one_process(metrics: RunMetrics) -> bool:
 
 
 def _waited_in_vain(metrics: RunMetrics, since: float) -> float:
-    """Seconds from ``since`` to the run's end in which a fetch was waited for that never came."""
+    """Seconds from ``since`` to the run's end that were spent waiting for a fetch that never came."""
     if metrics.finished is None:
         return 0.0
     waits = metrics.occupancy.stage_waits((since, metrics.finished.time))

@@ -16,7 +16,7 @@ from headway.events import FetchTaken, GroupAdmitted, GroupRewarded, GroupSettle
 FATES = ("trained", "filtered", "dropped", "failed")
 IN_FLIGHT = "in_flight"
 RECENT = 256
-"""Groups that the recent share of filtered ones is of."""
+"""Number of latest groups that the recent share of filtered groups is computed over."""
 MOST_REASONS, OTHER_REASONS = 200, "another reason"
 """Reasons of one fate that are counted each; all later ones are counted together, since some quote an answer."""
 MOST_PROBLEMS = 100
@@ -70,7 +70,7 @@ class GroupTally:
         self.sources: set[str] = set()
         """Sources of the prompts that were admitted."""
         self._recent: deque[bool] = deque(maxlen=RECENT)
-        """For each of the groups that were trained or filtered last, whether a filter took it out."""
+        """Whether each of the last groups that were trained or filtered was filtered."""
         self._records: dict[int, GroupRecord] = {}
         self._lowest: int | None = None
         self._highest = -1
@@ -119,7 +119,7 @@ class GroupTally:
         return record
 
     def _notice(self, problem: str) -> None:
-        """One is enough for the books not to balance."""
+        """Record a problem of the books. One is enough to report an imbalance, so only the first few are kept."""
         if len(self.problems) < MOST_PROBLEMS:
             self.problems.append(problem)
 

@@ -93,7 +93,7 @@ class Timeline:
     measured: Span | None
     """The wall time that the figures' shares refer to: first admission to last optimizer step."""
     simulated: bool = False
-    """Nothing was computed: times are predictions, and rewards mean nothing."""
+    """True for a simulation: times are predictions, and rewards mean nothing."""
 
     @property
     def spans(self) -> int:

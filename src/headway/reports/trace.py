@@ -92,5 +92,5 @@ def _microseconds(time: float, origin: float) -> float:
 
 
 def _rounded(microseconds: float) -> float:
-    """To whole nanoseconds: what is finer is noise, and takes room."""
+    """Round to whole nanoseconds: finer digits are noise and make the file larger."""
     return round(microseconds, 3)

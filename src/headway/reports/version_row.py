@@ -27,9 +27,9 @@ class PhaseTimes:
 
     seconds: dict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
     sent_nbytes: int | None = None
-    """To one receiver, or to all together; the most where they differ."""
+    """Bytes sent to one receiver, or to all together; the maximum where receivers differ."""
     probe_difference: float | None = None
-    """The largest one."""
+    """The largest difference of log-probs over the receivers' probes, in nats; None where nothing was compared."""
 
     def add(self, event: UpdatePhase) -> None:
         self.seconds[event.phase, event.where] += event.seconds

@@ -70,7 +70,7 @@ class RewardPool:
         self._on_timeout = on_timeout
         self._timeouts = 0
         self._began: float | None = None
-        """When the first group was to be scored, on the event loop's clock."""
+        """The time, on the event loop's clock, at which the first group was submitted; None before."""
         self._answered = False
         """Some try ended otherwise than by a time-out."""
         self._not_tried: set[asyncio.Future[Any]] = set()
@@ -179,7 +179,7 @@ class RewardPool:
         return _NoFurtherTry(self._timeout_reason)
 
     def _is_hopeless(self) -> bool:
-        """Whether nothing but time-outs came, in the time of all tries of a group: a service may have to wake up."""
+        """True if only time-outs came, for as long as all tries of a group take: a slow service may need to wake up."""
         took = asyncio.get_running_loop().time() - (self._began or 0.0)
         tries = 1 + self._retries
         return not self._answered and self._timeouts >= HOPELESS and took >= tries * self._spec.timeout_s

@@ -25,7 +25,7 @@ class RewardPart:
 
     @classmethod
     def of(cls, function: str, **params: Any) -> RewardPart:
-        """One under the function's own name, of weight 1."""
+        """A part of weight 1 under the function's own name."""
         return cls(function, function.rpartition(":")[2], params=params)
 
 

@@ -105,7 +105,7 @@ class UserFunction:
         return self.dialect is Dialect.TRL
 
     def check_columns(self, columns: Collection[str], lacked: Mapping[str, str] | None = None) -> None:
-        """Raises `UserCodeError` where a parameter without a default is neither always given nor one of ``columns``.
+        """Check that every required parameter is always given or one of ``columns``. Raises `UserCodeError` otherwise.
 
         ``lacked``: columns that some rows have → the first row that does not, for the message.
         """

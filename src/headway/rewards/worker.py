@@ -35,7 +35,7 @@ class _Process:
 
 
 def initialize(spec: RewardSpec, log_path: Path | None) -> None:
-    """Run first in every worker. Never raises: what is wrong with the reward is told by `check` and `score`."""
+    """Set up a worker process. Never raises: an unusable reward is reported by `check` and `score`."""
     _leave_signals_to_the_driver()
     _leave_no_children()
     die_with_parent()
@@ -53,7 +53,7 @@ def initialize(spec: RewardSpec, log_path: Path | None) -> None:
 
 
 def check() -> None:
-    """Raises the `UserError` for which this worker cannot score."""
+    """Check that this worker can score. Raises a `UserError` with the reason if it cannot."""
     _ready_scorer()
 
 

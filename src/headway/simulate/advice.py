@@ -19,7 +19,7 @@ AS_GOOD = 0.02
 """Rows this close to the quickest are as good: less lag decides, then simplicity."""
 WORTH_IT = 0.05
 DOMINATES = 0.80
-"""One side takes this share of the synchronous step: there is little to run beside it."""
+"""Share of the synchronous step from which one side dominates, so that little can run beside it."""
 TAIL_FROM = 0.20
 """Empty slots while generating that are worth a word."""
 UPDATE_FROM = 0.05

@@ -21,12 +21,12 @@ class Contention:
         self._profile = profile
         self._slow_replicas: list[Callable[[float], None]] = []
         self._computing: set[str] = set()
-        """Replicas."""
+        """Names of the replicas that compute now."""
         self._changed = asyncio.Event()
         """Another side's computing began or ended: whoever waits looks again. Replaced each time."""
 
     def add_replica(self, slow_down: Callable[[float], None]) -> None:
-        """``slow_down`` is told how many times longer everything takes from now on."""
+        """Add a replica. ``slow_down`` is called with the factor by which everything takes longer from now on."""
         self._slow_replicas.append(slow_down)
 
     def replica_computes(self, name: str, computing: bool) -> None:

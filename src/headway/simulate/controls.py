@@ -87,7 +87,10 @@ def mean_longest(lengths: LengthsProfile, *, groups: int, answers: int) -> float
 
 
 def _mean_longest_lognormal(lengths: LognormalLengths, groups: int, answers: int) -> float:
-    """max − ∫ P(none is longer than x) dx. A group's answers are independent, given what they have in common."""
+    """Expected longest of ``answers`` · ``groups`` log-normal lengths: max − ∫ P(none is longer than x) dx.
+
+    Answers of one group are independent given the part that they have in common.
+    """
     if lengths.sigma == 0:
         return min(lengths.mean, lengths.max)
     mu, sigma, cdf = math.log(lengths.mean) - lengths.sigma**2 / 2, lengths.sigma, NormalDist().cdf

@@ -23,7 +23,7 @@ from headway.simulate.profile import PhaseProfile, RolloutProfile, TrainPoint, T
 
 @dataclass(frozen=True, slots=True)
 class DecodeCost:
-    """Decode steps of one replica."""
+    """Cost of one replica's decode steps, in seconds."""
 
     curve: tuple[float, ...]
     """Seconds of a step by active sequences, from 0 to the replica's slots, without what the cache costs."""

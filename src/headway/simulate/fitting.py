@@ -25,7 +25,7 @@ SIGNIFICANT = 2.0
 LEAST_SPREAD = 1e-3
 """Standard deviation of sizes, in tokens, below which they are all the same."""
 LEAST_SPREAD_OF_SHARES = 0.15
-"""Standard deviation of shares, below which what was slowed down cannot be told from what was not."""
+"""Standard deviation of shares below which slowed and unslowed samples cannot be told apart."""
 FEWEST_FOR_SLOWDOWN = 10
 DIGITS = 4
 MAX_KNOTS = 16
@@ -224,7 +224,7 @@ def service_seconds(arrivals_and_ends: Iterable[tuple[float, float]], workers: i
 
 
 def rounded(value: float) -> float:
-    """To `DIGITS` significant digits: what a measurement is worth, and what a reader can take in."""
+    """Round ``value`` to `DIGITS` significant digits, about as many as a measurement is worth."""
     return float(f"{value:.{DIGITS}g}")
 
 

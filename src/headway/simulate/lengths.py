@@ -93,7 +93,7 @@ class _Lognormal:
         return round(math.exp(logarithm)) or 1
 
     def _enter(self, group: tuple[int, int, int]) -> tuple[int, float]:
-        """The group's key, and where its logarithms lie. Answers are asked for group by group: kept for the last."""
+        """The group's key, and the mean logarithm of its lengths. The caller keeps both while it asks for one group."""
         key = _group_key(self._seed, *group)
         return key, self._mu + self._common * _inverse_normal(_uniform(key, -1))
 

@@ -53,7 +53,7 @@ class Measurement:
     half_width: float
     """Half the width of the 95% confidence interval of ``step_s``, in seconds."""
     versions: int
-    """Measured ones."""
+    """Number of measured versions."""
     trainer_idle: float
     rollouter_idle: float
     slot_utilization: float

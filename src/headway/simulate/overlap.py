@@ -28,9 +28,9 @@ class Overlap:
         for work in (*recording.training.steps, *recording.training.forwards):
             self._trainer.add((work.began, work.began + work.seconds))
         self.training = self._training_slowdown()
-        """Factor by which training takes longer while a replica computes; None if it cannot be told."""
+        """Factor by which training takes longer while a replica computes; None if it cannot be determined."""
         self.generation = self._generation_slowdown()
-        """The same for generation while the trainer computes."""
+        """Factor by which generation takes longer while the trainer computes; None if it cannot be determined."""
 
     def share(self) -> float:
         """The share of the time that replicas computed in which the trainer did so, too."""
@@ -46,11 +46,11 @@ class Overlap:
         return self._alone(self._recording.training.forwards)
 
     def decode_samples(self) -> list[DecodeSample]:
-        """One for each report of a replica and number of active sequences."""
+        """Decode samples: one for each report of a replica and number of active sequences."""
         return [replace(sample, step_s=sample.step_s / self._slowed(report)) for report, sample in self._samples()]
 
     def prefill_steps(self) -> list[PrefillSteps]:
-        """One for each report of a replica and size of prefills."""
+        """Prefill steps: one for each report of a replica and size of prefills."""
         return [
             (steps, active, tokens, seconds / self._slowed(report), cached)
             for report in self._recording.warm_activity("prefill_steps")
@@ -90,13 +90,13 @@ class Overlap:
         )
 
     def _beside_generation(self, work: TrainerWork) -> float:
-        """Share of its time in which the busiest replica computed."""
+        """Share of the work's time during which the busiest replica computed."""
         window = (work.began, work.began + work.seconds)
         busy = (self._recording.busy_within(replica, window) for replica in self._recording.replicas)
         return max(busy, default=0.0) / work.seconds if work.seconds > 0 else 0.0
 
     def _share_of(self, busy: Iterable[tuple[float, float]]) -> float:
-        """The share of these spans in which the trainer computed."""
+        """The share of the time in the spans ``busy`` during which the trainer computed."""
         spans = list(busy)
         seconds = sum(end - start for start, end in spans)
         return sum(map(self._trainer.within, spans)) / seconds if seconds > 0 else 0.0

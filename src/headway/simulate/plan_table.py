@@ -22,7 +22,7 @@ LINES_SHOWN = 16
 """Lines of the table that are shown, from the top; the recommended row, the baseline and each preset's best are shown
 in any case."""
 NAMED = 2
-"""Settings that were not simulated."""
+"""Number of settings that a plan names among those not simulated."""
 WIDEST = 100
 WIDE_FROM = 96
 """Columns from which on the less important figures are shown, too."""

@@ -45,7 +45,7 @@ class Plan:
     profile: Profile
     """The job's profile, with the number of devices that was planned for."""
     rows: tuple[Row, ...]
-    """Quickest first."""
+    """Simulated rows, the quickest first."""
     open: tuple[Setting, ...]
     """Settings that were not simulated, as time was out; the most promising first."""
     skipped: tuple[Setting, ...]
@@ -54,9 +54,9 @@ class Plan:
     """The row that ``speedup`` compares with: colocated synchronous training, or the quickest synchronous row."""
     advice: Advice
     trajectories: int
-    """Simulated ones, in all."""
+    """Number of simulated trajectories, over all rows."""
     wall_s: float
-    """Time that it took."""
+    """Wall time of the planning, in seconds."""
 
     @property
     def trajectories_per_s(self) -> float:
@@ -175,7 +175,7 @@ class _Budget:
         return self._clock() - self._started
 
     def share(self, rows: int) -> None:
-        """The next one of so many rows begins."""
+        """Begin the next of ``rows`` rows: it gets an equal share of the time that is left."""
         self._share_ends = self.elapsed + (self._budget_s - self.elapsed) / rows
 
     def out_of_time(self, versions: int) -> bool:

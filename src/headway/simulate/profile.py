@@ -29,7 +29,7 @@ class BatchProfile(Section):
     groups_per_version: Positive
     """B: groups (prompts) that one version trains on."""
     ppo_mini_batch_size: Positive
-    """Groups of one optimizer step."""
+    """Number of groups per optimizer step."""
     n: Positive = 8
     """Trajectories per group."""
     ppo_epochs: Positive = 1
@@ -201,7 +201,7 @@ class SharedProfile(Section):
 
 class RewardProfile(Section):
     seconds: Seconds = 0.0
-    """To score one group."""
+    """Seconds to score one group."""
     workers: Positive = 1
     """Groups that are scored at once."""
     filtered: float = Field(0.0, ge=0, lt=1)
@@ -221,9 +221,9 @@ class ContentionProfile(Section):
     devices of their own, but cores or memory in common. All costs are those of a side that computes alone."""
 
     train: float = Field(1.0, ge=1)
-    """While any replica computes."""
+    """Factor by which training takes longer while any replica computes."""
     rollout: float = Field(1.0, ge=1)
-    """While the trainer computes."""
+    """Factor by which generation takes longer while the trainer computes."""
 
 
 class LatencyProfile(Section):
@@ -259,7 +259,7 @@ class Profile(Section):
     assumptions: list[str] = Field(default_factory=list)
     """Sentences on what was not measured, and how uncertain it is; shown beside the plan."""
     measured_on: str | None = None
-    """The machine."""
+    """The machine on which the profile was measured, in words."""
 
     @field_validator("prompt")
     @classmethod

@@ -247,7 +247,7 @@ class _Profiling:
     # ------------------------------------------------------------------------------------------ update
 
     def _update(self) -> UpdateProfile:
-        """Each phase's median over updates. What its size would cost cannot be told from one size."""
+        """Median seconds of each update phase. Updates of one size say nothing about the cost of another size."""
         updates = self._recording.warm(self._recording.updates.updates.values())
         synchronous = self._synchronous
         return UpdateProfile(
@@ -264,7 +264,7 @@ class _Profiling:
         return self._config.param_update.schedule == "synchronous"
 
     def _shared(self) -> SharedProfile:
-        """Each way's median."""
+        """Median time of each handover of shared devices: to training, and back to generation."""
         updates = self._recording.updates
         if not updates.to_train_s:
             return SharedProfile()

@@ -32,7 +32,7 @@ class FetchRecord:
 
 @dataclass(slots=True)
 class TrainingRecord:
-    """Feed it every event, in order."""
+    """Collects the trainer's work from the events of a run, which `add` takes in order."""
 
     mini_batch: int
     tokens_of: Callable[[int], int]
@@ -40,14 +40,14 @@ class TrainingRecord:
     steps: list[TrainerWork] = field(default_factory=list)
     forwards: list[TrainerWork] = field(default_factory=list)
     fetches: list[FetchRecord] = field(default_factory=list)
-    """Fetches that ended."""
+    """Fetches whose training ended, in order."""
     _numbers: list[int] = field(default_factory=list)
     _fetch: FetchRecord | None = None
     _reached: float = 0.0
     """Up to here the fetch's time is accounted for."""
     _steps_of_fetch: int = 0
     _step: TrainerBusy | None = None
-    """A trainer's span that may be an optimizer step, until its `OptimizerStepped` tells that it was one."""
+    """The trainer's last span, as long as no `OptimizerStepped` has identified it as an optimizer step."""
 
     def add(self, event: Event) -> None:
         match event:
@@ -74,7 +74,7 @@ class TrainingRecord:
         self._reached = end
 
     def _end_fetch(self, at: float) -> None:
-        """Nobody tells of its end: the next thing that the trainer does or waits for begins at ``at``."""
+        """End the fetch, for which there is no event of its own: the trainer's next work or wait begins at ``at``."""
         if self._fetch is not None and self._steps_of_fetch:
             self._pass_to(at, at)
             self.fetches.append(self._fetch)

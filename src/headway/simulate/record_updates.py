@@ -70,7 +70,7 @@ class UpdateRecord:
 
 @dataclass(slots=True)
 class UpdatesRecord:
-    """Feed it every event, in order."""
+    """Collects the updates from the events of a run, which `add` takes in order."""
 
     updates: defaultdict[int, UpdateRecord] = field(default_factory=lambda: defaultdict(UpdateRecord))
     versions: int = 0
@@ -85,7 +85,7 @@ class UpdatesRecord:
     _leased: float = 0.0
     """The time at which the trainer was given the devices that it has, or had last."""
     _stood: list[float] = field(default_factory=list)
-    """Times at which those replicas stood still that went on since."""
+    """Times at which replicas stopped for the latest lease, of those that have resumed."""
 
     def add(self, event: Event) -> None:
         match event:
@@ -119,7 +119,7 @@ class UpdatesRecord:
             self._loaded[event.where] = event.version, event.time
 
     def _halted(self, event: ReplicaHalted) -> None:
-        """Told when the replica goes on."""
+        """Record a halt, whose event is emitted when the replica goes on."""
         loaded = self._loaded.pop(event.replica, None)
         if event.reason == "load" and loaded is not None:
             version, at = loaded

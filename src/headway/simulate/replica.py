@@ -57,7 +57,7 @@ class DecodingReplica:
         self._held: list[TrajectoryRun] = []
         """Submitted since a pause began: they wait for `resume`."""
         self._cut: list[TrajectoryRun] = []
-        """Stopped by the pause that holds: they keep their slots."""
+        """Trajectories that the present pause stopped; they keep their slots."""
         self._cost = decode_cost(profile)
         self._slower = 1.0
         """Factor by which everything takes longer, at present, than the profile says."""
@@ -222,7 +222,7 @@ class DecodingReplica:
         return leaving
 
     def _cut_all(self) -> list[TrajectoryRun]:
-        """Take everything out of its slot, which stays reserved for it."""
+        """Stop all trajectories that decode or prefill. Each keeps its slot reserved."""
         cut = self._sharing.leave_all(self.version)
         for run in self._prefilling:
             run.cached, run.group.prefilled_by = False, None
@@ -260,7 +260,7 @@ class DecodingReplica:
         return since
 
     def _go_on(self, now: float) -> None:
-        """Start what may start, and set the timer for what happens next by itself."""
+        """Start the trajectories that can start now, and set the timer for the replica's next own event."""
         if not (self._prefilling or self._halted):
             self._start(now)
         when = self._sharing.until_next() + (self._prefill_ends if self._prefilling else now)

@@ -192,7 +192,7 @@ class SimulatedRollout:
         return self._load_s
 
     async def probe(self) -> None:
-        """There are no weights to compute with."""
+        """Return None: a simulated replica has no weights to compute with."""
 
     async def sleep(self, *, keep_weights: bool = True) -> None:
         """Free the KV cache; what was cut is prefilled again. Raises `RunError` unless paused and still.

@@ -39,7 +39,7 @@ class Guess:
         self.measured: dict[Setting, Measurement] = {}
         self._by_preset: dict[str, list[Setting]] = {}
         self._by_split: dict[tuple[str, Fraction, int], dict[Split, Setting]] = {}
-        """Measured settings that differ in nothing else."""
+        """(preset, η, trigger) → measured settings that differ only in their split."""
 
     def add(self, setting: Setting, measurement: Measurement) -> None:
         self.measured[setting] = measurement
@@ -85,7 +85,7 @@ class Guess:
 
 
 class Everything:
-    """All settings."""
+    """Search that simulates all settings."""
 
     def __init__(self, settings: Iterable[Setting], guess: Guess, *, baseline: str) -> None:
         """``baseline`` is the preset to begin with."""

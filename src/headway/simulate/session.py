@@ -95,7 +95,7 @@ class Simulation:
         self.pipeline = Pipeline(config, parts, observers, NOWHERE)
 
     def run(self) -> Status:
-        """Raises what the pipeline raises."""
+        """Simulate the run. Raises what the pipeline raises."""
         with _collecting_garbage_seldom():
             return run_virtual(self._run())
 
@@ -241,7 +241,7 @@ def _job(profile: Profile, versions: int) -> dict[str, Any]:
 
 
 def longest(lengths: LengthsProfile) -> int:
-    """Tokens that no draw exceeds."""
+    """Upper bound of the tokens of a sampled answer."""
     match lengths:
         case ConstantLengths(tokens=tokens):
             return tokens

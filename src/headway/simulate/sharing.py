@@ -18,7 +18,7 @@ from headway.simulate.costs import DecodeCost
 from headway.simulate.work import TrajectoryRun
 
 ROUNDING = 1e-6
-"""Tokens. Far above the rounding of a service of 10⁹, far below what a step samples."""
+"""Tolerance for rounding, in tokens: far above the error of a service of 10⁹, far below what a step samples."""
 
 
 class ProcessorSharing:
@@ -71,7 +71,7 @@ class ProcessorSharing:
             self._untouched.append((service + 1, segment, untouched))
 
     def leave(self, run: TrajectoryRun, version: int) -> None:
-        """``run`` stops here, with the whole tokens that it has."""
+        """Stop ``run``; it keeps its whole tokens, and a fraction of a token is lost."""
         service = self._service - run.joined
         whole = self.gained(run)
         self.sampled -= service - whole
@@ -121,7 +121,7 @@ class ProcessorSharing:
         self._move(self._target, since, now)
 
     def complete(self, version: int) -> list[TrajectoryRun]:
-        """Let the trajectories leave that have all their tokens."""
+        """Remove and return the trajectories that have all their tokens."""
         ends, due = self._ends, self._service + ROUNDING
         completed = []
         while ends and ends[0][0] <= due:
@@ -171,7 +171,7 @@ class ProcessorSharing:
             self._untouched.clear()
 
     def _full_at(self) -> float:
-        """The service at which the youngest has to go: after its last whole token before the cache is full."""
+        """Service at which the youngest trajectory is evicted: after its last whole token before the cache is full."""
         assert self._limit is not None
         if self.active < 2:
             return math.inf

@@ -11,7 +11,7 @@ from headway.simulate.lengths import FilterSampler, LengthSampler
 from headway.simulate.zeros import zero_ids
 
 HELD_OUT = -1
-"""The epoch of held-out prompts: one that training never reaches."""
+"""Epoch number of held-out prompts, which training never reaches."""
 
 
 class SimulatedSource:

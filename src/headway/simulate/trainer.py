@@ -26,7 +26,7 @@ from headway.simulate.transport import SimulatedTransport, checksum
 
 _STEP = StepReport(skipped=False, metrics={})
 _COLUMN = Column(handle=None, index=0)
-"""Log-probs that nobody reads."""
+"""Placeholder for log-probs that nothing reads."""
 
 
 class SimulatedTrainer:
@@ -121,7 +121,7 @@ class SimulatedTrainer:
         return self._saved[1]
 
     async def export(self, path: Path) -> None:
-        """There are no weights to write."""
+        """Write nothing: a simulated trainer has no weights."""
 
     async def close(self) -> None: ...
 
@@ -130,7 +130,7 @@ class SimulatedTrainer:
         return Heartbeat(self._doing or "", 0.0 if self._computes else math.inf)
 
     async def _work(self, doing: str, seconds: float) -> None:
-        """Work that engines which compute beside the trainer slow down."""
+        """Take ``seconds``, or longer while engines that share the trainer's cores compute."""
         if self._contention is None:
             await self._compute(doing, seconds)
         else:

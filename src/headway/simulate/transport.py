@@ -132,5 +132,5 @@ class SimulatedTransport:
 
 
 def checksum(version: int) -> int:
-    """The same at both ends: a function of the version."""
+    """Checksum of ``version``, the same at both ends as it depends on the number alone."""
     return zlib.crc32(b"weights of version %d" % version)

@@ -10,7 +10,7 @@ from headway.interfaces import FinishedGroup, GenerateRequest, Priority
 from headway.simulate.lengths import LengthSampler
 
 Outbox = asyncio.Queue[FinishedGroup | BaseException]
-"""The queue at which one `generate` call waits for its groups."""
+"""Queue from which one `generate` call takes its finished groups, or the error that ended them."""
 
 
 class GroupRun:
@@ -96,7 +96,7 @@ class TrajectoryRun:
         self.serial = serial
         self.id = id
         self.length = length
-        """Tokens that it will have."""
+        """Tokens that the whole answer will have."""
         self.tokens = 0
         """Whole tokens when it last stopped decoding."""
         self.context = group.prompt_length or 1
@@ -108,10 +108,10 @@ class TrajectoryRun:
         self.segment = 0
         """Number of the uninterrupted stretch in a slot that the trajectory is in; 0 while it is in none."""
         self.joined = 0.0
-        """The service at which that stretch began."""
+        """Service of the replica at which the present stretch in a slot began."""
 
     def gain(self, tokens: int, version: int) -> None:
-        """``tokens`` more were sampled by the weights of ``version``."""
+        """Add ``tokens`` tokens that were sampled with the weights of ``version``."""
         if tokens:
             spans = self.spans
             if not spans or spans[-1][1] != version:
@@ -121,8 +121,9 @@ class TrajectoryRun:
 
 
 def prefill_tokens(runs: Sequence[TrajectoryRun], version: int) -> int:
-    """Tokens that ``version`` has to prefill for ``runs`` to start. A group's prompt is prefilled once, and then kept
-    for the answers that start later under the same version.
+    """Tokens to prefill under ``version`` before ``runs`` can decode.
+
+    A group's prompt is prefilled once per version, and kept for its answers that start later under the same version.
     """
     tokens = 0
     for run in runs:

@@ -112,7 +112,7 @@ class _Block:
             raise _malformed(f"the places in block {self.index} do not ascend within its {self.size} units")
 
     def places(self) -> _Places:
-        """The units that change, once they are checked."""
+        """Indices of the units that change. Call it only after the block has been checked."""
         return np.flatnonzero(self._bits()) if self._as_bits else self.where.astype(np.intp)
 
     @property

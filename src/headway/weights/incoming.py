@@ -82,7 +82,7 @@ class BackBuffer:
             yield slot.name, view(slot, self._flat)
 
     def clear(self) -> None:
-        """Nothing is staged any more; the bytes stay, for a delta to them."""
+        """Unstage the version; its bytes stay, so that a delta can be applied to them."""
         self._staged = False
 
     def _check_staged(self) -> None:
@@ -120,7 +120,7 @@ class InPlace:
 
 
 class _Turn:
-    """One update at a time: a second one would tear the first."""
+    """Lock for one update at a time: a second one would mix with the first."""
 
     def __init__(self) -> None:
         self._taken = Lock()
@@ -154,9 +154,9 @@ class _Arrival(ABC):
         self._offset = 0
         """Offset at which the bytes of the next bucket begin."""
         self._sent: tuple[int, ...] | None = None
-        """The sender's digests."""
+        """Digests that the sender computed; None until they arrive."""
         self.nbytes = 0
-        """Bytes that came."""
+        """Bytes received so far."""
 
     def room(self, header: Header) -> torch.Tensor:
         self._expect(header)
@@ -219,7 +219,7 @@ class _Arrival(ABC):
 
 
 class _IntoBuffer(_Arrival):
-    """Into a back buffer: whole buckets arrive in their place, deltas beside it."""
+    """Receives a version into a back buffer: whole buckets in their place, deltas beside it."""
 
     def __init__(self, manifest: Manifest, version: int, flat: torch.Tensor, base: int | None) -> None:
         super().__init__(manifest, version)

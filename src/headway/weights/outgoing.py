@@ -36,7 +36,7 @@ class Stream:
         self.gather_s = 0.0
         """Seconds that drawing the windows and taking their digests took."""
         self.nbytes = 0
-        """Drawn so far."""
+        """Bytes drawn so far."""
 
     @property
     def digests(self) -> tuple[int, ...]:
@@ -89,7 +89,7 @@ class Staged:
         self._deltas: dict[int, Chunk] = {}
         """Bucket → delta to the version before, where that is smaller than the bucket."""
         self._base: int | None = None
-        """The version before."""
+        """The version that the deltas are to."""
         self._digests: tuple[int, ...] = ()
         self._gathered: Gathered | None = None
         self.version: int | None = None

@@ -22,7 +22,7 @@ class Header:
     """One bucket on its way."""
 
     index: int
-    """Counts from 0, without gaps."""
+    """Index of the bucket, from 0 without gaps."""
     offset: int
     """Offset of the bucket in the flat bytes of the weights."""
     nbytes: int
@@ -71,10 +71,10 @@ class WeightSink(Protocol):
         """[payload_nbytes] uint8: where the payload has to be written."""
 
     def filled(self, header: Header) -> None:
-        """The payload is there."""
+        """Called when the payload is written where `room` said."""
 
     def ended(self, digests: Sequence[int]) -> None:
-        """Everything was sent."""
+        """Called at the end, with the ``digests`` of all tensors."""
 
 
 class WeightSender(Protocol):

@@ -34,7 +34,7 @@ class Groups:
         return self.sum(values) / self.sizes
 
     def centred(self, values: Float[Tensor, " S"]) -> Float[Tensor, " S"]:
-        """Less the group's mean."""
+        """``values`` [S] less the mean of each one's group."""
         return values - self.mean(values)[self.index]
 
     def std(self, values: Float[Tensor, " S"]) -> Float[Tensor, " G"]:

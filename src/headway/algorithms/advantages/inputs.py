@@ -31,7 +31,7 @@ class AdvantageInputs:
     """
 
     rewards: Float[Tensor, " S"]
-    """One per trajectory. Where an estimator wants rewards of tokens, it stands at the last token that counts."""
+    """One reward per trajectory [S]; for an estimator with rewards of tokens, that of the last token that counts."""
     groups: Int[Tensor, " S"]
     """The group of each trajectory: any integers, equal within a group."""
     lengths: Int[Tensor, " S"]
@@ -73,7 +73,7 @@ class AdvantageInputs:
         return int(self.lengths.max()) if self.lengths.numel() else 0
 
     def counts(self) -> Bool[Tensor, "S T"]:
-        """The tokens that count."""
+        """Mask [S, T] of the tokens that count: response tokens that are not holes."""
         within_ST = torch.arange(self.width, device=self.lengths.device) < self.lengths[:, None]
         return within_ST if self.mask is None else within_ST & self.mask
 

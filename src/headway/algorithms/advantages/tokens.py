@@ -1,4 +1,4 @@
-"""Along tokens: closing the holes, discounted sums, whitening over a whole fetch.
+"""Operations along the response tokens: closing holes, discounted sums, whitening over a whole fetch.
 
 Shape suffixes: S trajectories of one fetch, T response tokens (padded).
 """
@@ -69,6 +69,6 @@ def whiten(values: Float[Tensor, " *dims"], weights: Float[Tensor, " *dims"]) ->
 
 
 def check_share(name: str, value: float) -> None:
-    """Raises `ConfigError` unless ``value`` is in [0, 1]."""
+    """Check an option's value. Raises `ConfigError` unless ``value`` is in [0, 1]."""
     if not 0 <= value <= 1:
         raise ConfigError(f"algorithm.{name}: {value} is not in [0, 1]")

@@ -22,7 +22,7 @@ class CorrectionParams:
     bound: float | None = None
     """Largest ratio that counts (in full, for ``truncate``; at all, for ``mask``, ``reject`` and ``veto``)."""
     lower: float | None = None
-    """Smallest one; ``None``: no bound."""
+    """Smallest ratio that counts; None: no lower bound."""
     level: Level = "token"
     veto: float | None = None
     """The bound of a veto, beside any other action: an answer with a token whose ratio is below this is rejected

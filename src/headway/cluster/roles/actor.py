@@ -85,7 +85,7 @@ class ActorRole(WithCritic):
 
     @register(Dispatch.RANK_ZERO)
     def layout(self, dtype: str) -> Manifest:
-        """The layout of the weights, as receivers that hold them in ``dtype`` will get them."""
+        """Manifest of the weights as receivers in ``dtype`` get them."""
         import torch
 
         return self._engine.manifest(getattr(torch, dtype))

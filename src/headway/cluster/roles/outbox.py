@@ -56,7 +56,7 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class SentWeights:
-    """Report on one version, sent to all that it was for."""
+    """Report on one version that was sent to all its receivers."""
 
     sent: tuple[Sent | None, ...]
     """Results, one per `Send`."""
@@ -185,7 +185,7 @@ class Outbox:
 
 
 class _Counted:
-    """`Outgoing` that counts what was drawn from it."""
+    """An `Outgoing` that counts the bytes drawn from it."""
 
     def __init__(self, weights: Outgoing) -> None:
         self._weights = weights

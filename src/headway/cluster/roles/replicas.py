@@ -96,7 +96,7 @@ ENGINES = {"native": start_native, "vllm": start_vllm}
 
 
 async def start_engine(replica: ReplicaSpec) -> Any:
-    """The engine that ``rollout.name`` asks for, running. Raises `ConfigError` for one that nobody knows."""
+    """The running engine of ``rollout.name``. Raises `ConfigError` for an unknown name."""
     name = replica.config.rollout.name
     if name not in ENGINES:
         raise ConfigError(f"rollout.name={name}: no such rollout engine; known: {', '.join(sorted(ENGINES))}")

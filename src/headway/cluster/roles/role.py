@@ -1,4 +1,4 @@
-"""The base of all roles."""
+"""Base class of all roles."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ longer computes is seen by its heartbeats. The limit is for ranks whose driver i
 
 
 class Role:
-    """The base of all roles.
+    """Base class of roles, whose registered methods a worker group calls.
 
     ``put`` keeps an object where others can get it, ``fetch`` brings what is behind handles; ``host`` is this machine's
     address for others.

@@ -1,4 +1,4 @@
-"""The groups that an engine has not finished: who they are, which of them are meant."""
+"""The groups that an engine has not finished, and how commands select among them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Groups:
         self._groups.clear()
 
     def owners(self) -> list[Hashable]:
-        """Each once."""
+        """Owners of the groups, each one once."""
         return list(dict.fromkeys(group.owner for group in self._groups))
 
     def in_flight(self) -> list[int]:

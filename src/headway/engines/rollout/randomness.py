@@ -1,4 +1,4 @@
-"""Randomness that depends on who and where, never on when.
+"""Random numbers from a token's identity (run, trajectory, position), independent of time and batch.
 
 The uniform of a token is a pure function of (run seed, trajectory id, position in the response): the trajectory's
 fields are folded into a 64-bit key, and position ``t`` is output ``t`` of a SplitMix64 generator whose state starts at

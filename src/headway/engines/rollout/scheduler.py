@@ -85,7 +85,7 @@ class Scheduler:
             self._change(Mode.DRAINING)
 
     def drained(self) -> None:
-        """The last trajectory that the drain waited for has finished."""
+        """End the drain, once its last trajectory has finished: from now on the scheduler is paused."""
         self._change(Mode.PAUSED)
 
     def resume(self) -> None:

@@ -46,12 +46,12 @@ class Prefilled:
 
 @dataclass(slots=True, eq=False)
 class TrajectoryRun:
-    """One trajectory on its way."""
+    """State of one trajectory in the engine, from submission to its end."""
 
     group: GroupRun
     k: int
     serial: int
-    """Order of submission."""
+    """Place in the order of submission."""
     key: int
     """The key of the trajectory's uniform numbers."""
     limit: int
@@ -63,7 +63,7 @@ class TrajectoryRun:
 
     @property
     def fresh(self) -> bool:
-        """Nothing sampled yet: it starts from its group's prompt."""
+        """True before the first token is sampled: the trajectory starts from its group's prompt."""
         return len(self.written.ids) == 0
 
     @property
@@ -134,7 +134,7 @@ class GroupRun:
 
     @property
     def ks(self) -> range:
-        """The ks of its trajectories."""
+        """Indices k of the group's trajectories in this request."""
         return range(self.request.first, self.request.first + self.request.n)
 
     def place(self, count: int, prefilled: Prefilled) -> None:

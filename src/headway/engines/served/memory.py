@@ -75,7 +75,7 @@ class WeightMemory:
 
 
 def release_cached(device: torch.device) -> None:
-    """Let other processes have what the allocator holds but nobody uses."""
+    """Return the allocator's unused memory to the device, for other processes."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 

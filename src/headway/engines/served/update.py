@@ -49,7 +49,7 @@ class Intake(Protocol):
 
 
 class BufferedIntake:
-    """Into a back buffer, and from there into the served tensors: the old version is served on if anything is wrong."""
+    """Receives into a back buffer and loads from there: the old version stays served if anything goes wrong."""
 
     def __init__(self, name: str, weights: ServedWeights, manifest: Manifest, window: int) -> None:
         """``window``: bytes that are copied at a time, a multiple of the layout's alignment."""
@@ -60,7 +60,7 @@ class BufferedIntake:
         self._back = BackBuffer(manifest, pinned=weights.device.type == "cuda")
 
     def begin(self, version: int) -> None:
-        """Nothing to do: what is served is not touched before `load`."""
+        """Do nothing: the served weights are not touched before `load`."""
 
     def fill(self, version: int, receive: Receive) -> ReceiveReport:
         return self._back.fill(version, receive)

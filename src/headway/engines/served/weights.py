@@ -24,7 +24,7 @@ class Contents(StrEnum):
     """The contents of the served tensors."""
 
     SERVED = "served"
-    """One whole version, the one that tokens are stamped with."""
+    """Exactly one whole version, with whose number tokens are stamped."""
     WRITING = "writing"
     """Another thread writes a version over them."""
     ARRIVED = "arrived"
@@ -42,7 +42,7 @@ class ServedWeights:
     """
 
     def __init__(self, model: PreTrainedModel, name: str) -> None:
-        """``name``: whose they are, for messages."""
+        """``name`` names the owner of the weights in messages."""
         self.device = model.device
         self.memory = WeightMemory(model.parameters())
         self._name = name
@@ -96,7 +96,7 @@ class ServedWeights:
                 return "its weights were given up when it was put to sleep; stage and activate a version first"
 
     def check(self, doing: str) -> None:
-        """Raise `RunError` unless one whole version is served, for somebody who is ``doing`` something with it."""
+        """Raise `RunError`, which says what could not be done (``doing``), unless one whole version is served."""
         if (problem := self.problem) is not None:
             raise RunError(f"{self._name} cannot {doing}: {problem}")
 

@@ -22,14 +22,14 @@ from headway.data.types import ColumnName, Outcomes
 from headway.errors import RunError
 
 Arrays = list[NDArray[np.float32]]
-"""[T] for each trajectory."""
+"""Float32 arrays [T], one for each trajectory."""
 
 
 class FetchAdvantages:
-    """The configured estimator, with what comes before it and after it."""
+    """Computes a fetch's advantages: the configured estimator, with the steps before and after it."""
 
     def __init__(self, algorithm: AlgorithmConfig) -> None:
-        """Raises `ConfigError` or `UserCodeError` when there is no such estimator."""
+        """Raises `ConfigError` or `UserCodeError` when the configured estimator does not exist."""
         self._estimator = ADVANTAGES.get(algorithm.adv_estimator)
         self._params = _named(
             self._estimator,
@@ -98,7 +98,7 @@ def _inputs(rows: Sequence[Row], outcomes: Outcomes) -> AdvantageInputs:
 
 
 def _padded(rows: Sequence[Row], width: int, get: Callable[[Row], NDArray[Any]]) -> torch.Tensor:
-    """[S, T], zero-padded on the right."""
+    """The array [T] that ``get`` returns for each row, as one tensor [S, width], zero-padded on the right."""
     arrays = [get(row) for row in rows]
     padded = np.zeros((len(rows), width), dtype=arrays[0].dtype)
     for i, values in enumerate(arrays):

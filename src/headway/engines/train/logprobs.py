@@ -77,7 +77,7 @@ class LogProbCopy:
         return self._logprobs(rows)
 
     def probe(self) -> NDArray[np.float32]:
-        """The log-probs [8] of the probe's sequences under what it serves."""
+        """The log-probs [8] of the probe's sequences under the served version. Raises `RunError` if it is not whole."""
         self._weights.check("probe")
         return probe_vector(self._logprobs(probe_rows(self._vocabulary)))
 

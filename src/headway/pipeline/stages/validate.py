@@ -66,7 +66,7 @@ class Validate(Stage[Validation, None]):
         self._n = n
         self._sampling = sampling
         self._newest: int | None = None
-        """The newest version whose answers are there."""
+        """The newest version whose validation answers are complete."""
         self._reported = asyncio.Event()
         """Set once the validation that came last is reported."""
         self._reported.set()

@@ -57,7 +57,7 @@ class Rectangle(NamedTuple):
         return Rectangle(self.layers.overlap(other.layers), self.columns.overlap(other.columns))
 
     def covers(self, other: Rectangle) -> bool:
-        """Tell whether all of ``other`` is in this part."""
+        """Tell whether this rectangle contains ``other``."""
         return self.overlap(other).size == other.size
 
 
@@ -89,7 +89,7 @@ class Layout:
 
     @property
     def world(self) -> int:
-        """Devices in all."""
+        """Number of devices."""
         return self.pp * self.tp * self.dp
 
     @property

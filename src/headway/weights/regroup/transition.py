@@ -26,7 +26,7 @@ class Cost:
     """The cost of one transition for one rank; all amounts are fractions of the model's bytes."""
 
     gathers_from: tuple[int, ...]
-    """The all-gather's ranks, this one among them."""
+    """Ranks that take part in this rank's all-gather, itself included."""
     missing: Fraction
     """Share of the generation part that the rank does not hold: no way of communicating can move less."""
     received: Fraction

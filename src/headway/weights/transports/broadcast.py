@@ -120,7 +120,7 @@ class BroadcastSender(_Member):
 
     @contextmanager
     def _sending(self, version: int, index: int, what: str) -> Iterator[None]:
-        """A failure inside breaks the group, and is told with the names of those who are behind."""
+        """Context of one send. A failure closes the group and raises `UpdateFailed`, naming the receivers behind."""
         try:
             yield
         except UpdateFailed:

@@ -51,7 +51,7 @@ def _listeners() -> set[Endpoint]:
 
 
 def _tcp_sockets() -> Iterator[socket.socket]:
-    """Each of this process's, as a duplicate that is closed when the next one is asked for."""
+    """TCP sockets of this process, each as a duplicate that is closed before the next one is yielded."""
     try:
         descriptors = [int(entry.name) for entry in DESCRIPTORS.iterdir()]
     except OSError:  # another system than Linux

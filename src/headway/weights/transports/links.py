@@ -47,7 +47,7 @@ class Link:
 
     transport: str
     data: Any
-    """The transport's own."""
+    """Transport-specific data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class EndContext:
 
 
 def make_link(transport: str, meeting: Meeting) -> Link:
-    """Raises `ConfigError` for an unknown transport, and when ``meeting`` lacks what it needs."""
+    """Make the link of ``transport``. Raises `ConfigError` if it is unknown, or if ``meeting`` lacks what it needs."""
     return Link(transport, _module(transport).make_link(meeting))
 
 

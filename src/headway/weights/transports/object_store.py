@@ -50,7 +50,7 @@ class ObjectStoreSender:
         return Parcel(version, tuple(headers), tuple(handles), weights.digests)
 
     def close(self) -> None:
-        """The objects go with the last handle."""
+        """Do nothing: objects are freed with their last handle."""
 
 
 class ObjectStoreReceiver:

@@ -25,7 +25,7 @@ class Step:
 
 
 class Activity(Counts):
-    """Every step is timed where it is made."""
+    """Measures the native engine's steps, each of which is timed where it is made."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__(clock)
@@ -33,7 +33,7 @@ class Activity(Counts):
 
     @contextmanager
     def step(self) -> Iterator[Step]:
-        """Time one step. Steps that follow each other without `stop` in between make one span."""
+        """Time one step. Consecutive steps without a `stop` in between count as one busy span."""
         step, start = Step(), self._clock()
         yield step
         end = self._clock()
@@ -45,7 +45,7 @@ class Activity(Counts):
         self._count(active=step.active, prefilled=step.prefilled, seconds=end - before, cached=step.cached)
 
     def stop(self) -> None:
-        """The engine computes nothing from here to its next step."""
+        """End the busy span: the engine computes nothing until its next step."""
         if self._open:
             self._busy.append(self._open)
             self._open = None

@@ -8,7 +8,7 @@ from headway.engines.rollout.work import GroupRun, TrajectoryRun
 
 
 class StepAdmission:
-    """The admission to one step. Called with those that wait, in order; the first that it refuses ends it."""
+    """Decides which waiting trajectories start in one step. It is asked in order, until it refuses one."""
 
     def __init__(self, *, rows: int, longest: int, budget: int, fits: Callable[[int, int], bool]) -> None:
         """
@@ -25,7 +25,7 @@ class StepAdmission:
         self._started = 0
         self._group: GroupRun | None = None
         self.positions = longest + 1
-        """Positions that the longest row needs, with its next token."""
+        """Number of positions of the longest row, its next token included."""
 
     def __call__(self, run: TrajectoryRun) -> bool:
         """Tell whether ``run`` starts, too."""

@@ -72,7 +72,7 @@ class PrefillAttention:
         self.last = ends[self._places] - 1
 
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """[N, H + 2K, D] → [N, H·D]"""
+        """Attention outputs [N, H·D] of one layer, for its queries, keys and values ``qkv`` [N, H + 2K, D]."""
         shape = self._shape
         self._stored.append(qkv[:, shape.heads :])
         outputs, start = [], 0

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 from headway.errors import ModelError
 
 ROOM_STEP = 64
-"""Rows are made longer by so many positions at a time, where nothing else is asked for."""
+"""Number of positions by which rows are lengthened at a time, unless more is asked for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,16 +42,16 @@ Finished = tuple[Hashable, FinishedGroup]
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """The work of one step."""
+    """The work that one step does."""
 
     decoding: int
-    """Rows that go on."""
+    """Number of rows that decode another token."""
     starting: list[TrajectoryRun]
-    """Trajectories that get the rows behind those."""
+    """Trajectories that start in this step, in the rows after the decoding ones."""
     missing: list[range]
     """Contexts that have to be prefilled, each as the places in ``starting`` of those that go on from it."""
     positions: int
-    """Positions that the longest row needs, with its next token."""
+    """Number of positions of the longest row, its next token included."""
 
 
 class EngineCore:
@@ -85,7 +85,7 @@ class EngineCore:
         self._rows = Rows(slots, max_context)
         self._seen = SeenTokens(slots, self._vocabulary, model.device)
         self._looks_for_text = False
-        """A request came that has stop strings."""
+        """True once a request with stop strings was submitted."""
         self._runner = Runner(
             model,
             best_forward(model, max_context),
@@ -207,7 +207,7 @@ class EngineCore:
         return self._runner.score(sequences, PROBE_PREFILL, self._temperature).reshape(-1)
 
     def stats(self) -> EngineStats:
-        """Activity since the last call."""
+        """The engine's activity since the last call of this method."""
         return self._activity.take(self._rows.active, self._scheduler.waiting, self.version)
 
     # ------------------------------------------------------------------------------------- stepping
@@ -368,7 +368,7 @@ class EngineCore:
         return finished
 
     def _park(self) -> int:
-        """Take every decoding trajectory off its row, keeping what it wrote; how many there were."""
+        """Take every decoding trajectory off its row, keeping its tokens. Returns their number."""
         parked = [self._remove(row) for row in reversed(range(self._rows.active))]
         self._scheduler.put_back(parked)
         for group in self._groups:

@@ -30,7 +30,7 @@ class RowBlock:
     mask: torch.Tensor
     """[stop - start, 1, 1, span], 0 where a row has a token (the new one included), else -inf."""
     windowed: torch.Tensor
-    """The same for layers with a sliding window: of those tokens, the last."""
+    """Mask like ``mask`` for layers with a sliding window: 0 only for the last tokens of each row."""
 
     @classmethod
     def of(cls, rows: range, span: int, lengths: torch.Tensor, window: int | None, dtype: torch.dtype) -> RowBlock:
@@ -52,9 +52,9 @@ class Decoding:
     lengths: torch.Tensor
     """[A] positions of the tokens."""
     cache: SlotCache
-    """Stores their keys and values."""
+    """Cache that stores the rows' keys and values."""
     blocks: list[RowBlock]
-    """Partition the rows."""
+    """Blocks that together have each row once."""
 
 
 class PolicyForward(Protocol):
@@ -104,10 +104,10 @@ class ModuleForward:
         return logits[0] if len(logits) == 1 else torch.cat(logits), kv
 
     def refresh(self) -> None:
-        """Nothing is derived from the weights."""
+        """Do nothing: no copies are derived from the weights."""
 
     def release(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no memory is held beside the module's own."""
 
     def _prefill(self, contexts: Sequence[torch.Tensor], least_rows: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
         logits: dict[int, torch.Tensor] = {}

@@ -137,7 +137,7 @@ class _Layer:
 
 
 def _with_fillers(parts: Sequence[torch.Tensor], fillers: int) -> torch.Tensor:
-    """One behind the other, then zeros."""
+    """Concatenate ``parts``, followed by ``fillers`` zeros."""
     joint = parts[0] if len(parts) == 1 else torch.cat(list(parts))
     return F.pad(joint, (0, fillers)) if fillers else joint
 
@@ -245,7 +245,7 @@ def _pack(layer: Any, heads: int, kv_heads: int) -> _Layer:
 
 
 def _joint(*linears: nn.Linear) -> Projection:
-    """One projection for several of the same input, whose parameters become views of its own."""
+    """Several linear layers of the same input as one projection; their parameters become views of its own."""
     weight = _share([linear.weight for linear in linears])
     biases = [linear.bias for linear in linears if linear.bias is not None]
     return Projection(weight, _share(biases) if biases else None)

@@ -103,7 +103,7 @@ class DecodeGraphs:
         self._logits: torch.Tensor | None = None
         """[slots, V] which every recorded step writes."""
         self.works = True
-        """Nothing has failed so far."""
+        """True as long as no recording has failed."""
 
     def __len__(self) -> int:
         """Shapes that are recorded."""
@@ -178,5 +178,5 @@ class DecodeGraphs:
 
 
 def _filled(values: torch.Tensor, rows: int) -> torch.Tensor:
-    """[rows], of its own: rows that nobody uses have the token 0, at position 0."""
+    """A copy of ``values``, zero-padded to [rows]: an unused row decodes token 0 at position 0."""
     return F.pad(values, (0, rows - len(values))) if len(values) < rows else values.clone()

@@ -26,7 +26,7 @@ class Rows:
         self.tokens = np.zeros(slots, np.int64)
         """Last sampled token: the input of the next step."""
         self.lengths = np.zeros(slots, np.int64)
-        """Tokens in the KV cache."""
+        """Tokens of each row in the KV cache."""
         self._written = np.zeros(slots, np.int64)
         self._limits = np.zeros(slots, np.int64)
         self._keys = np.zeros(slots, np.uint64)

@@ -1,4 +1,4 @@
-"""Sampling for a whole batch at once, with randomness that depends on who and where, never on when.
+"""Sampling for a whole batch at once, with randomness from a row's key and position, never from time or batch.
 
     logits [A, V] ─▶ biases, penalty, temperature, filters ─▶ log-probs ─▶ inverse CDF at one uniform per row ─▶ token
 
@@ -124,9 +124,9 @@ def sample(logits: torch.Tensor, sampling: BatchSampling, uniform: torch.Tensor)
 
 
 def behaviour_logprobs(logits: torch.Tensor, sampling: BatchSampling) -> torch.Tensor:
-    """[A, V] float32 log-probs at the end of what `SamplingParams` lists, each step over what the one before it left.
+    """float32 log-probs [A, V] of the distribution that tokens are drawn from; -inf for filtered tokens.
 
-    -inf where filtered.
+    The steps that `SamplingParams` lists are applied in that order, each to the result of the one before.
     """
     logits = logits.float()
     if sampling.bias is not None:

@@ -25,7 +25,7 @@ class SeenTokens:
         self._flags[row, self._to_device(tokens)] = True
 
     def record(self, rows: Sequence[int], tokens: NDArray[np.int64]) -> None:
-        """``rows``, which all have a penalty, got one token each."""
+        """Note one new token for each of ``rows``, all of which have a penalty."""
         if self._flags is not None and rows:
             self._flags[self._to_device(np.array(rows)), self._to_device(tokens)] = True
 

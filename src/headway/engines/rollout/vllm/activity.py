@@ -23,16 +23,16 @@ class Activity(Counts):
         self._counted = 0.0
         """The time up to which the slots of the open span are counted."""
         self._last = 0.0
-        """The time at which a step was heard of last, or computing began again."""
+        """The time of the last step, or of the moment when computing began again if that is later."""
         self._goes_on = False
-        """There was a step since then."""
+        """True once a step was recorded since computing began."""
         self._running = 0
         self._cached = 0
         """Tokens of all trajectories that have some, their prompts' included."""
         self._inside = 0
         """Trajectories that have a place in vLLM's memory, by its last step."""
         self._cut = 0
-        """Trajectories that lost it to an interrupt, which vLLM has not told yet."""
+        """Trajectories whose cache an order cleared, as long as vLLM has not reported them as preempted."""
 
     def running(self, trajectories: int, *, halted: bool = False) -> None:
         """Set how many trajectories vLLM has from now on; they compute unless it is ``halted``."""
@@ -55,11 +55,10 @@ class Activity(Counts):
         self._inside = 0
 
     def step(self, scheduler: Any, iteration: Any) -> None:
-        """Note that vLLM made a step, or has something else to say: its ``SchedulerStats`` and ``IterationStats``, or
-        None.
+        """Record a step of vLLM from its ``SchedulerStats`` and ``IterationStats``, either of which may be None.
 
-        A step takes from the one before to its own end on vLLM's clock, where some trajectory has tokens of both; else,
-        and behind a halt, for which vLLM counts the halt, too, it ends now.
+        A step lasts from the end of the one before to its own end, by vLLM's clock, if a trajectory has tokens of both.
+        If none has, or the engine was halted in between (vLLM's times would include the halt), it ends at this call.
         """
         details = getattr(scheduler, "iteration_details", None)
         active, latencies = 0, []
@@ -85,7 +84,7 @@ class Activity(Counts):
             self._count(active=active, prefilled=prefilled, seconds=seconds, cached=self._cached - active)
 
     def ended(self, tokens: int) -> None:
-        """A trajectory has, of so many tokens with its prompt's; 0 if it never had one of its own."""
+        """Note that a trajectory ended with ``tokens`` tokens, its prompt's included; 0 if it never got a token."""
         self._cached -= tokens
 
     def _close(self) -> None:

@@ -20,7 +20,7 @@ class SharedBackBuffer(BackBuffer):
     """
 
     def __init__(self, manifest: Manifest) -> None:
-        """Raises `UpdateFailed` when there is no room for the weights."""
+        """Reserve memory for the weights of ``manifest``. Raises `UpdateFailed` when there is not enough."""
         nbytes = max(1, manifest.nbytes)
         self._file, mapped = _reserve(nbytes)
         super().__init__(manifest, memory=mapped[: manifest.nbytes])
@@ -31,15 +31,15 @@ class SharedBackBuffer(BackBuffer):
         return _path(self._file)
 
     def close(self) -> None:
-        """Nobody else can map it from now on: it is freed when the last process that has it mapped ends.
+        """Close the buffer's file: no further process can map it, and its memory is freed when the last mapping ends.
 
-        Call it when everybody has, and not while somebody may still open `path`, which another file may have then.
+        Call it when every process has mapped it: `path` may then belong to another file.
         """
         self._file.close()
 
 
 def _reserve(nbytes: int) -> tuple[FileIO, torch.Tensor]:
-    """Memory that is there, and its bytes [nbytes] as this process maps them."""
+    """Reserve shared memory: its file, and its bytes [nbytes] mapped into this process."""
     try:
         file = FileIO(os.memfd_create("headway-weights"), "r+")
         try:

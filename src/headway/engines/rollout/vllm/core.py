@@ -49,11 +49,11 @@ class Weights(StrEnum):
     """The state of the weights that vLLM's workers hold."""
 
     SERVED = "served"
-    """One whole version, the one that tokens are stamped with."""
+    """Exactly one whole version, with whose number tokens are stamped."""
     TORN = "torn"
     """Parts of two versions: a load failed half-way."""
     GONE = "gone"
-    """Nothing: their memory was given up in sleep."""
+    """No weights: their memory was given up in sleep."""
 
 
 class VllmCore:
@@ -106,7 +106,7 @@ class VllmCore:
         self._weights = Weights.SERVED
         self._over: HeadwayError | None = None
         self._ended_for_good = asyncio.Event()
-        """Set with it."""
+        """Set once ``_over`` is: the engine ended with an error."""
         self.version = 0
 
     @property
@@ -294,7 +294,7 @@ class VllmCore:
     # ------------------------------------------------------------------------------------- running
 
     def _fill(self) -> None:
-        """Give vLLM what it has slots for."""
+        """Submit waiting trajectories to vLLM while it has free slots."""
         if self._over is not None:
             return
         for run in self._scheduler.take(self._slots - len(self._running)):
@@ -372,13 +372,13 @@ class VllmCore:
 
     @contextlib.asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
-        """One order after the other. Raises what the engine ended with, also while this one waited."""
+        """Context in which no other command runs. Raises the engine's error if it ended, also while this one waited."""
         async with self._turn:
             self._check()
             yield
 
     async def _halt(self, *, clear: bool) -> None:
-        """Nothing runs any more, and the outputs of what ran are here. Clearing means that all is prefilled again."""
+        """Pause vLLM and collect the outputs under way. ``clear`` also empties the cache: all is prefilled again."""
         if self._halted and (self._cleared or not clear):
             return
         await self._tell("pause", self._llm.pause_generation(mode="keep", clear_cache=clear))
@@ -443,7 +443,7 @@ class VllmCore:
         return failed
 
     def _fail(self, error: HeadwayError) -> None:
-        """Nothing more is served: whoever waits, and whoever asks from now on, gets ``error``."""
+        """End the engine with ``error``, which every waiting and every later caller gets."""
         if self._over is None:
             self._over = error
             self._ended_for_good.set()

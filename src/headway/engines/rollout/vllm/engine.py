@@ -187,7 +187,7 @@ class VllmEngine:
         return await self._ask(self._there.pause(policy))
 
     async def resume(self) -> None:
-        """Go on. Raises `RunError` while asleep, and while no whole version is there and active."""
+        """Resume decoding. Raises `RunError` while asleep, and while no complete version is active."""
         await self._ask(self._there.resume())
 
     async def stage_weights(self, version: int) -> ReceiveReport:
@@ -357,7 +357,7 @@ class _Beside:
         """Lets the workers load what is staged, blocking."""
 
     def begin(self, version: int) -> None:
-        """Nothing to do: what is served is not touched before `load`."""
+        """Do nothing: the served weights are not touched before `load`."""
 
     def fill(self, version: int, receive: Receive) -> ReceiveReport:
         return self._buffer.fill(version, receive)

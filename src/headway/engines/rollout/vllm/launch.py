@@ -137,9 +137,7 @@ def is_cpu_build() -> bool:
 
 
 def is_roomy(llm: Any, slots: int) -> bool:
-    """Tell whether vLLM has memory for a whole context in each slot, and so preempts nobody. False where it does not
-    say.
-    """
+    """Tell whether vLLM's cache has a whole context per slot, so that it never preempts. False if that is unknown."""
     contexts = getattr(llm.vllm_config.cache_config, "kv_cache_max_concurrency", None)
     return bool(contexts and contexts > slots)  # just as many do not fit: one block is never given away
 

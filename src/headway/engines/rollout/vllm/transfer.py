@@ -59,7 +59,7 @@ class SharedMemoryTransfer(WeightTransferEngine):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: VersionInfo) -> None:
-        """Raises `ValueError`, naming a weight, when the version leaves one of the model's out.
+        """Load the version in shared memory into the model. Raises `ValueError`, naming a weight, if one is missing.
 
         After any error the model's values are parts of two versions, but another update can begin.
         """

@@ -74,7 +74,7 @@ def response_aligned(
 
 
 def required_column(row: Row, name: str) -> NDArray[np.float32]:
-    """[T]. Raises `ValueError` for a row that lacks what this step needs."""
+    """Column ``name`` [T] of ``row``. Raises `ValueError` for a row without it."""
     if name not in row.columns:
         raise ValueError(f"a row of {_response_length(row)} response tokens has no {name}, which this step needs")
     return row.columns[name]

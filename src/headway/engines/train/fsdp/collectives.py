@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def reduce_numbers(values: Sequence[float], op: dist.ReduceOp.RedOpType, device: torch.device) -> list[float]:
-    """Element by element, in float64; every rank gets the same result."""
+    """All-reduce ``values`` element by element in float64; every rank gets the same result. Collective."""
     reduced = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(reduced, op=op)
     return reduced.tolist()
@@ -53,7 +53,7 @@ def on_rank_zero(action: Callable[[], T]) -> T | None:
 
 
 def from_rank_zero(action: Callable[[], T]) -> T:
-    """The same, with the result (which is pickled) on every rank."""
+    """Run ``action`` on rank zero alone and return its result, pickled, on every rank. Errors as in `on_rank_zero`."""
     shared: list[Any] = [on_rank_zero(action)]
     dist.broadcast_object_list(shared, src=0)
     result: T = shared[0]

@@ -77,9 +77,9 @@ class FsdpEngine:
         return forward_sharded(self._policy, rows, self._token_budget, self._device)
 
     def proximal_logprobs(self, rows: Sequence[Row], version: int) -> list[NDArray[np.float32]]:
-        """The same under the policy as it was before the first optimizer step of ``version``.
+        """Log-probs [T] of each of ``rows`` under the policy before the first optimizer step of ``version``.
 
-        To be asked for before that step, and then at any time until the next version's. Raises `RunError` otherwise.
+        To be called before that step, and then at any time until the next version's. Raises `RunError` otherwise.
         """
         with self._at_version.restored(version):
             return self.forward_logprobs(rows)
@@ -105,7 +105,7 @@ class FsdpEngine:
 
     @property
     def vocabulary(self) -> int:
-        """Tokens that the model knows."""
+        """Number of tokens in the model's vocabulary."""
         return int(self._policy.lm.get_input_embeddings().weight.shape[0])
 
     def manifest(self, dtype: torch.dtype) -> Manifest:

@@ -30,7 +30,7 @@ from headway.interfaces import StepReport
 from headway.progress import advance
 
 StepPart = Callable[[Sequence[Row], Totals], tuple[torch.Tensor, Sums]]
-"""One micro-batch's part of the loss, to be added to the others', and of the sums."""
+"""Function of a micro-batch's rows and the step's totals: its addend to the loss, and its sums for the metrics."""
 
 
 class Learner:

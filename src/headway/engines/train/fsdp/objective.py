@@ -202,7 +202,7 @@ class Objective:
 
 
 def _corrections(config: RolloutCorrectionConfig) -> tuple[Correction, CorrectionParams] | None:
-    """All that are named as one. Raises `ConfigError` for parameters that make no sense for those that are named."""
+    """All configured corrections as one; None for none. Raises `ConfigError` for parameters that make no sense."""
     built = [_correction(one) for one in config.all]
     if len(built) < 2:
         return built[0] if built else None

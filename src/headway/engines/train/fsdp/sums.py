@@ -23,9 +23,9 @@ class Totals:
     """The totals of a whole mini-batch, over all ranks."""
 
     tokens: float
-    """Tokens that the loss counts."""
+    """Number of tokens that the loss counts."""
     sequences: float
-    """Sequences with at least one of them."""
+    """Sequences with at least one token that the loss counts."""
 
 
 def count(rows: Sequence[Row]) -> Totals:

@@ -26,9 +26,9 @@ class VersionStart:
         self._module = module
         self._keeps_copy = keeps_copy
         self._known: int | None = None
-        """The version whose start is the policy as it is, or the copy."""
+        """The version whose start is known: as the present policy, or as the copy."""
         self._stepped: int | None = None
-        """The version that the last step was one of."""
+        """The version that the last optimizer step belongs to."""
         self._copy: list[torch.Tensor] = []
 
     def stepping(self, version: int) -> None:
@@ -37,7 +37,7 @@ class VersionStart:
 
     @contextmanager
     def restored(self, version: int) -> Iterator[None]:
-        """While it is open the module holds the start of ``version``. Raises `RunError` when that is not known."""
+        """Context in which the module holds the policy at the start of ``version``. Raises `RunError` if unknown."""
         if self._stepped is None or version > self._stepped:  # no step of it was made: the policy is where it starts
             if self._known != version and self._keeps_copy:
                 self._copy = self._snapshot()
