@@ -64,8 +64,9 @@ types: setup
 layers: setup
 	$(BIN)/lint-imports --no-logo
 
+# Three side by side on two cores: what starts processes waits for them half of its time.
 pytest: setup
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n 3 --dist loadgroup $(ARGS)
 
 test-slow: setup
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadgroup -m slow $(ARGS)

@@ -3,7 +3,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.config.loading import LoadedConfig, dump, load, mode_config
@@ -294,6 +294,7 @@ def test_a_dumped_configuration_loads_back_to_an_equal_one(
     equal_after_dump(minimal(f"mode={mode}", *overrides), tmp_path)
 
 
+@settings(max_examples=40)
 @given(st.text("${}\\'\"\n: a", max_size=12))
 def test_text_that_looks_like_a_reference_is_text_after_a_dump_too(
     tmp_path_factory: pytest.TempPathFactory, text: str

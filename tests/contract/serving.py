@@ -193,6 +193,7 @@ class Serving(OfEngine):
 
     @scenario()
     async def test_thousands_of_requests_at_random_times_are_each_answered_once(self) -> None:
+        """Takes long: its many requests arrive one by one, while others decode."""
         rng = np.random.default_rng(11)
         many, slots = self.harness.many, self.harness.crowd
         waits = rng.exponential(self.harness.arrival_s, many).cumsum()

@@ -115,6 +115,7 @@ def test_two_runs_at_once_on_one_machine_both_end_well(recipe: Path, tmp_path: P
         assert (told["status"], told["balanced"], told["groups"]["trained"]) == ("completed", True, 16)
 
 
+@pytest.mark.slow
 def test_the_first_interrupt_finishes_the_version_saves_and_leaves(recipe: Path, tmp_path: Path) -> None:
     """A run as a user starts it: driver, Ray and two workers take longer to start and end than to train."""
     run_dir = tmp_path / "run"
