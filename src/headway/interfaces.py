@@ -20,7 +20,19 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.data.types import Column, GroupTokens, Handle, Outcomes, Prompt, Sample, Trajectory
+from headway.data.types import (
+    Column,
+    FinishReason,
+    GroupTokens,
+    Handle,
+    Outcomes,
+    Prompt,
+    Sample,
+    SampledTokens,
+    Trajectory,
+    TrajectoryId,
+)
+from headway.errors import HeadwayError
 from headway.events import DecodeSteps, PrefillSteps, Span
 
 # ---------------------------------------------------------------------------------------------- data
@@ -128,11 +140,48 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
-class GenerateRequest:
-    """``n`` responses to one prompt: a whole group's, or one part of a group that is split over replicas.
+class Call:
+    """One call of the policy: a context, and how to go on with it.
 
-    Their ids are ``prompt.trajectory_id(k)`` for k in ``first … first + n − 1``.
+    The tokens depend on (run seed, ``trajectory``, ``key``, position in the call, weights) alone.
     """
+
+    number: int
+    """Number that the client chose, once for each of its calls; the result has it, too."""
+    trajectory: TrajectoryId
+    input_ids: NDArray[np.int32]
+    """[P] the context."""
+    sampling: SamplingParams
+    key: int = 0
+    """Key that tells the calls of one episode apart: 0 for its first one."""
+    priority: Priority = Priority.TRAINING
+    goes_on: bool = False
+    """The episode may call again with this context and its continuation as a prefix, until it is released."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedCall:
+    """The result of one call."""
+
+    number: int
+    """The call's."""
+    length: int
+    """Tokens that were sampled, end-of-sequence included."""
+    version_spans: list[list[int]]
+    """``[[start, version], …]`` of the tokens."""
+    finish_reason: FinishReason
+    started: float
+    """Seconds on the event clock: when the first token was sampled."""
+    finished: float
+    tokens: SampledTokens | None = None
+    """The tokens; None where they are only simulated."""
+    cached: int = 0
+    """Tokens of the context whose keys and values were found in the prefix cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRequest:
+    """A group to make: ``n`` episodes of one prompt, with ids ``prompt.trajectory_id(k)`` for k in 0 … n − 1."""
 
     number: int
     """The group's number; for validation, the problem's index (never mixed with groups: see ``priority``)."""
@@ -140,16 +189,22 @@ class GenerateRequest:
     n: int
     sampling: SamplingParams
     priority: Priority = Priority.TRAINING
-    first: int = 0
-    """Index k of the request's first trajectory; above 0 only in a later part of a split group."""
+    baseline: SamplingParams | None = None
+    """Sampling of one more episode, k = n, which is not trained on; None without one."""
+
+    @property
+    def episodes(self) -> int:
+        """Number of the group's episodes, the baseline included."""
+        return self.n + (self.baseline is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedGroup:
-    """The group, or part of one, that the engine gives back for one request."""
+    """The group that a keeper hands on for one request."""
 
     number: int
     trajectories: tuple[Trajectory, ...]
+    """One for each episode, in order of k."""
     tokens: Handle[GroupTokens]
 
 
@@ -169,6 +224,8 @@ class EngineStats:
     slot_seconds: float = 0.0
     generated_tokens: int = 0
     prefilled_tokens: int = 0
+    cached_tokens: int = 0
+    """Tokens of contexts that were found in the prefix cache, and not prefilled."""
     preempted: int = 0
     """Times that an answer was parked for want of memory for keys and values."""
     running: int = 0
@@ -232,51 +289,53 @@ class PolicyReceiver(Protocol):
 
 
 class RolloutEngine(PolicyReceiver, Protocol):
-    """One replica. Tokens in, tokens out.
+    """One replica, which serves single sequences. Tokens in, tokens out.
 
-        async for group in engine.generate([GenerateRequest(0, prompt, n=8, sampling=sampling)]):
-            ...                                     # each group when its last answer is done
-        await engine.pause(OnUpdate.INTERRUPT)      # nothing decodes; tokens so far stay
+        await engine.submit("me", calls)                # these start together, in order
+        async for batch in engine.finished("me"):       # what one step has finished, until somebody leaves
+            ...
+        await engine.pause(OnUpdate.INTERRUPT)          # nothing decodes; tokens so far stay
         await engine.activate(3)
-        await engine.resume()                       # what was cut goes on under version 3
+        await engine.resume()                           # what was cut goes on under version 3
 
     Contract: each sampled token carries its log-prob under the distribution that it was sampled from and the version
-    of the weights that sampled it; randomness is keyed by (run seed, trajectory id, position), never by arrival order;
-    `pause` loses nothing; no token is ever sampled from a mixture of two versions' weights. A trajectory counts a
-    version only if a token was sampled under it.
+    of the weights that sampled it; randomness is keyed by (run seed, trajectory id, call key, position), never by
+    arrival order; `pause` loses nothing; no token is ever sampled from a mixture of two versions' weights. A call
+    counts a version only if a token was sampled under it. Keys and values of a context that calls share are computed
+    once while memory lasts, and never shared between versions, except under `OnUpdate.KEEP`.
     """
 
     capabilities: Capabilities
     slots: int
-    """Trajectories that decode at once (``rollout.max_concurrent``); more wait inside the engine."""
+    """Calls that decode at once (``rollout.max_concurrent``); more wait inside the engine."""
 
-    def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[FinishedGroup]:
-        """Submit all requests in one step (they start together, in order) and yield each group when it is done.
+    async def submit(self, client: str, calls: Sequence[Call]) -> None:
+        """Take all of ``calls`` in one step, or none.
 
-        Leaving the iterator early drops the groups that it has not yielded: nothing more is sampled for them.
-        Validation requests start before waiting training requests. Aborted groups are yielded too, with finish reason
-        ``aborted``.
+        Calls of validation start before waiting ones of training. Raises `DataError` for a context that does not fit,
+        or parameters that make no sense.
         """
+
+    def finished(self, client: str) -> AsyncIterator[Sequence[FinishedCall]]:
+        """Yield the finished calls of ``client``, in one batch for each step that finished some.
+
+        One iterator for each client. It ends with the engine, by raising; leaving it drops the client's other calls:
+        nothing more is sampled for them. Aborted calls are yielded too, with finish reason ``aborted``.
+        """
+
+    async def abort(self, client: str, numbers: Sequence[int]) -> None:
+        """End these calls of ``client`` as they are. Numbers of finished calls are ignored."""
+
+    async def release(self, trajectories: Sequence[TrajectoryId]) -> None:
+        """Give up what is kept for further calls of these episodes: they are over."""
+
+    async def abort_older_than(self, version: int) -> None:
+        """End, between two steps, the unfinished training calls with a token of an older version."""
 
     async def pause(self, policy: OnUpdate) -> Paused:
         """Returns when nothing decodes any more under ``policy``. Requests may still be submitted; they wait."""
 
     async def resume(self) -> None: ...
-
-    async def abort(self, numbers: Sequence[int]) -> None:
-        """End these groups' trajectories as they are; their `generate` yields them with ``aborted``."""
-
-    async def abort_older_than(self, version: int) -> list[int]:
-        """`abort` the unfinished training groups with a token of an older version, between two steps.
-
-        Returns their numbers, in order of submission. Groups that have no token yet, or only newer ones, go on.
-        """
-
-    async def in_flight(self) -> list[int]:
-        """Numbers of unfinished training groups, in order of submission: submitted, and not all sampled to the end.
-
-        A finished one is not among them, even while it waits to be taken from its `generate`.
-        """
 
     async def sleep(self, *, keep_weights: bool = True) -> None:
         """Free the KV cache on the device, and the weights: kept elsewhere or, without ``keep_weights``, lost.
@@ -289,6 +348,47 @@ class RolloutEngine(PolicyReceiver, Protocol):
         """Take the device back; still paused."""
 
     async def stats(self) -> EngineStats: ...
+
+    async def close(self) -> None: ...
+
+
+class Keeper(Protocol):
+    """A holder of groups: it makes their episodes with calls to replicas, and keeps what was sampled.
+
+        keeper.route(["rollout-0", "rollout-1"])        # new calls go to these
+        async for group in keeper.generate([GroupRequest(0, prompt, n=8, sampling=sampling)]):
+            ...                                         # each group when its last episode is over
+
+    The calls of a replica that `leave` are asked again of another one.
+    """
+
+    name: str
+
+    def generate(self, requests: Sequence[GroupRequest], *, on: str | None = None) -> AsyncIterator[FinishedGroup]:
+        """Start all groups in one step, in order, and yield each when it is done.
+
+        Leaving the iterator early drops the groups that it has not yielded. Aborted groups are yielded too, with finish
+        reason ``aborted``. ``on``: the one replica for all calls of these groups; raises `WorkerDied` when it leaves.
+        Raises `DataError` for a prompt that no engine takes.
+        """
+
+    async def join(self, replica: str) -> None:
+        """Connect to ``replica``, a replica of the run that may get calls from now on."""
+
+    async def leave(self, replica: str) -> None:
+        """Ask the unfinished calls of ``replica`` again of others: it is gone."""
+
+    async def route(self, replicas: Sequence[str]) -> None:
+        """Send new calls to these replicas alone."""
+
+    async def abort(self, numbers: Sequence[int]) -> None:
+        """End these training groups as they are. Unknown numbers are ignored."""
+
+    async def abort_older_than(self, version: int) -> None:
+        """End the training groups that have a token of an older version in a call that is finished."""
+
+    def failures(self) -> AsyncIterator[tuple[str, HeadwayError]]:
+        """Yield a replica's name and why it failed, for each replica that ended or refused a call's transport."""
 
     async def close(self) -> None: ...
 

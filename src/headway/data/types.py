@@ -74,6 +74,22 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """The tokens that one call of the policy has sampled. All arrays are [T]."""
+
+    ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    """Log-prob (nats) under the very distribution the token was sampled from (temperature and filters applied)."""
+    versions: NDArray[np.int32]
+    """Version of the weights that sampled the token, stamped by the engine."""
+
+    @classmethod
+    def nothing(cls) -> SampledTokens:
+        """Make an empty one: nothing sampled yet."""
+        return cls(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
+
+
+@dataclass(frozen=True, slots=True)
 class ResponseTokens:
     """One response, token by token. All arrays are [T]."""
 
