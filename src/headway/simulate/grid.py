@@ -41,7 +41,7 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One row of a plan, before it is simulated."""
+    """A setting to simulate: preset, split, η and trigger. It becomes one row of a plan."""
 
     preset: str
     split: Split

@@ -50,7 +50,7 @@ class ConstantLengths(Section):
 
 
 class LognormalLengths(Section):
-    """exp(normal), cut at ``max``: the usual shape of reasoning answers, most short and a few very long."""
+    """Log-normal lengths, cut at ``max``: the usual shape of reasoning answers, most short and a few very long."""
 
     kind: Literal["lognormal"]
     mean: float = Field(gt=0)

@@ -39,7 +39,7 @@ class Guess:
         self.measured: dict[Setting, Measurement] = {}
         self._by_preset: dict[str, list[Setting]] = {}
         self._by_split: dict[tuple[str, Fraction, int], dict[Split, Setting]] = {}
-        """(preset, η, trigger) → measured settings that differ only in their split."""
+        """Measured settings that differ only in their split, by (preset, η, trigger)."""
 
     def add(self, setting: Setting, measurement: Measurement) -> None:
         self.measured[setting] = measurement

@@ -22,12 +22,12 @@ from headway.simulate.costs import phase_seconds
 from headway.simulate.profile import UpdateProfile
 
 Address = tuple[str, int]
-"""(name of a replica, version that is sent to it)."""
+"""Name of a replica, and the version that is sent to it."""
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One `send` whose receivers have not all come."""
+    """A call of `send` whose receivers have not all come."""
 
     addresses: Sequence[Address]
     absent: int

@@ -52,7 +52,7 @@ class RunningDigests:
                 self._close()
 
     def finished(self) -> tuple[int, ...]:
-        """One digest per tensor; those without elements have that of no bytes. Raises `UpdateFailed` before the end."""
+        """Return all tensors' digests; an empty tensor has that of no bytes. Raises `UpdateFailed` before the end."""
         if self._at != self._manifest.nbytes:
             raise UpdateFailed(f"the weights ended after {self._at} of {self._manifest.nbytes} bytes")
         while len(self._done) < len(self._manifest.slots):

@@ -131,7 +131,7 @@ class AdvantageInputs:
         return self.baselines.double()
 
     def shared(self, advantages: Float[Tensor, " S"]) -> Tensor:
-        """One advantage per trajectory as an estimator returns it, in the dtype of ``rewards``.
+        """Shape one advantage per trajectory as an estimator returns it, in the dtype of ``rewards``.
 
         [S], or [S, T] with exact zeros at tokens that do not count where there is a ``mask``.
         """

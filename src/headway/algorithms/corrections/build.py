@@ -1,4 +1,4 @@
-"""One correction from its name and parameters, checked before anything runs."""
+"""Building a correction from its name and parameters, checked before anything runs."""
 
 from __future__ import annotations
 

@@ -27,11 +27,11 @@ class LossInputs:
     """The inputs of a policy loss. Values at masked positions are never used and may be anything."""
 
     logprobs: Float[Tensor, "N T"]
-    """log π_θ of the sampled tokens, in nats; the one input with a gradient (and ``entropy``)."""
+    """Log-probs log π_θ of the sampled tokens, in nats; the one input with a gradient (and ``entropy``)."""
     old_logprobs: Float[Tensor, "N T"]
-    """log π_prox, the anchor of the trust region; π_behav's where the engine's log-probs are taken for it."""
+    """Log-probs log π_prox, the anchor of the trust region; π_behav's where the engine's log-probs are taken for it."""
     behaviour_logprobs: Float[Tensor, "N T"]
-    """log π_behav: what the engine sampled from."""
+    """Log-probs log π_behav of the policy that the engine sampled from, in nats."""
     advantages: Float[Tensor, "N T"]
     mask: Bool[Tensor, "N T"]
     """Mask [N, T], True at tokens that the policy wrote. May have holes."""

@@ -89,7 +89,7 @@ class Layout:
 
     @property
     def world(self) -> int:
-        """Number of devices."""
+        """Number of devices in the layout."""
         return self.pp * self.tp * self.dp
 
     @property

@@ -47,7 +47,7 @@ class Link:
 
     transport: str
     data: Any
-    """Transport-specific data."""
+    """The transport's own link, as its module made it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""One number per token, without a gradient: what trainer, critic and reference policy share."""
+"""Forward passes without a gradient, one number per token: what trainer, critic and reference policy share."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def micro_batches(rows: Sequence[Row], token_budget: int, device: torch.device) 
 
 
 def rows_of(rows: Sequence[Row], indices: Sequence[int]) -> list[Row]:
-    """One micro-batch's rows, or the filler row for an empty one."""
+    """Return the rows of one micro-batch, or the filler row for an empty one."""
     return [rows[i] for i in indices] or [filler_row()]
 
 

@@ -202,7 +202,7 @@ class Objective:
 
 
 def _corrections(config: RolloutCorrectionConfig) -> tuple[Correction, CorrectionParams] | None:
-    """All configured corrections as one; None for none. Raises `ConfigError` for parameters that make no sense."""
+    """Combine all configured corrections; None for none. Raises `ConfigError` for parameters that make no sense."""
     built = [_correction(one) for one in config.all]
     if len(built) < 2:
         return built[0] if built else None
