@@ -18,7 +18,7 @@ Idle = tuple[str, str]
 
 
 def without_effect(config: Config) -> dict[str, str]:
-    """Every key, whoever wrote it, whose value changes nothing in this configuration, with the reason."""
+    """Return every key whose value changes nothing in this configuration → the reason, whoever wrote the key."""
     found: dict[str, str] = {}
     for rules in (
         _model,

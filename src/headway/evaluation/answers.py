@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from headway.config.schema import Config
 
 FROM_A_RECIPE = "lower the lengths, or take them from the recipe that the model is trained by: --config RECIPE"
-"""Advice on lengths that do not fit, where they are the defaults."""
+"""Advice for the case that lengths do not fit, and are the defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +37,12 @@ class Questions:
 
     prompts: tuple[Prompt, ...]
     left_out: Mapping[str, int]
-    """Rows met on the way whose prompt is too long, by source."""
+    """Source → number of rows met on the way whose prompt is too long."""
     tokenizer: PreTrainedTokenizerBase
 
 
 def read_questions(job: Job, limit: int | None) -> Questions:
-    """The first ``limit`` prompts of the job's data (None: all), with the model looked at as before a run.
+    """Read the first ``limit`` prompts of the job's data (None: all), and check the model as before a run.
 
     Raises:
         UserError: as `headway.preflight.check_inputs` and `check_model` do; also where nothing is left to ask.
@@ -71,7 +71,7 @@ def read_questions(job: Job, limit: int | None) -> Questions:
 async def solve(
     config: Config, questions: Questions, ready: Callable[[], None], solved: Callable[[Solved], None]
 ) -> list[Solved]:
-    """All questions with their answers. ``ready`` is told when decoding begins, ``solved`` of each question in order.
+    """Answer and score all questions. ``ready`` is called when decoding begins, ``solved`` with each question in order.
 
     Raises:
         UserError: a reward or a model that does not load.
@@ -113,7 +113,7 @@ def _sampling(config: Config, stop: tuple[int, ...]) -> SamplingParams:
 
 
 async def _start_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
-    """The engine of ``rollout.name`` as a replica starts it, but for updates: no weights ever come."""
+    """Start the engine of ``rollout.name`` as a replica does, except for updates: no weights ever come."""
     import torch
 
     from headway.cluster.inline import InlineCluster
@@ -145,7 +145,7 @@ async def _ask(
     solved: Callable[[Solved], None],
     tasks: Tasks,
 ) -> dict[int, Solved]:
-    """The answers by number of the prompt; complete when all of ``tasks`` have ended."""
+    """Have ``prompts`` answered: prompt's number → its scored answers, complete when all of ``tasks`` have ended."""
     requests = [GenerateRequest(i, prompt, n, sampling) for i, prompt in enumerate(prompts)]
     found: dict[int, Solved] = {}
     told = 0

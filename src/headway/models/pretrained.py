@@ -27,7 +27,7 @@ from headway.models.folder import find_folder
 DECODERS_ALWAYS = ("gpt_neox", "gpt_neox_japanese")
 """Model types that are decoders although their config's ``is_decoder`` is false."""
 LOADING = threading.Lock()
-"""Held while a model is loaded: roles of one process load theirs one after the other."""
+"""Lock held while a model is loaded: roles of one process load theirs one after the other."""
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
@@ -168,7 +168,7 @@ def stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> tupl
 
 @contextmanager
 def _without_reports() -> Iterator[None]:
-    """Keep transformers' tables of what it did not find silent: `load_model` says it in one message."""
+    """Silence transformers' tables of what it did not find: `load_model` says it in one message."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

@@ -24,11 +24,11 @@ _GAMMA = 0x9E3779B97F4A7C15
 _inverse_normal = NormalDist().inv_cdf
 
 Recorded = Callable[[TrajectoryId, int], int]
-"""(a trajectory's id, its group's number) → the index of a recorded group."""
+"""Function of a trajectory's id and its group's number: the index of the recorded group whose lengths it takes."""
 
 
 class LengthSampler(Protocol):
-    """Tokens of trajectory ``id`` in group ``number``, at least 1; the same ones however often it is asked.
+    """Function that gives the tokens of trajectory ``id`` in group ``number``: at least 1, always the same ones.
 
     A prompt's length is its trajectory 0's. Two samplers of one seed share their draws: two recorded sets of equal size
     then draw the same recorded group, but distributions that should be independent need seeds of their own.
@@ -38,7 +38,7 @@ class LengthSampler(Protocol):
 
 
 def lengths_of(profile: LengthsProfile, seed: int) -> LengthSampler:
-    """The sampler that ``profile`` describes."""
+    """Make the sampler of lengths that ``profile`` describes."""
     match profile:
         case ConstantLengths():
             return _Constant(profile.tokens)
@@ -49,11 +49,11 @@ def lengths_of(profile: LengthsProfile, seed: int) -> LengthSampler:
 
 
 FilterSampler = Callable[[TrajectoryId, int], bool]
-"""(a trajectory's id, its group's number) → whether the recorded group that its lengths are from was filtered."""
+"""Function of a trajectory's id and its group's number: whether the recorded group behind its lengths was filtered."""
 
 
 def filtered_of(profile: LengthsProfile, seed: int) -> FilterSampler | None:
-    """The recorded fates that go with the lengths of `lengths_of`, if they are known: of ``response.filtered``."""
+    """Make the function that tells which groups of `lengths_of` were filtered; None if that is unknown."""
     if not isinstance(profile, EmpiricalLengths) or profile.filtered is None:
         return None
     filtered, recorded = frozenset(profile.filtered), _recorded(profile, seed)
@@ -69,7 +69,7 @@ class _Constant:
 
 
 class _Lognormal:
-    """exp(μ + σ·(√w·g + √(1−w)·e)), rounded and cut: g is the group's, e the answer's own, both standard normal."""
+    """Lengths exp(μ + σ·(√w·g + √(1−w)·e)), rounded and cut; g is the group's, e the answer's, both standard normal."""
 
     def __init__(self, profile: LognormalLengths, seed: int) -> None:
         self._seed = seed
@@ -99,7 +99,7 @@ class _Lognormal:
 
 
 class _Recorded:
-    """The lengths of a recorded group, the same one for all answers of a group."""
+    """Recorded lengths: all answers of a group take theirs from the same recorded group."""
 
     def __init__(self, groups: list[list[int]], recorded: Recorded) -> None:
         self._groups = groups
@@ -111,7 +111,7 @@ class _Recorded:
 
 
 def _recorded(profile: EmpiricalLengths, seed: int) -> Recorded:
-    """The recorded group that a group takes: the one of its number, over and over, or one that is drawn for it."""
+    """Make the function that finds a group's recorded group: by its number, over and over, or by a draw."""
     count = len(profile.groups)
     if profile.replay:
         return lambda id, number: number % count
@@ -128,7 +128,7 @@ def _uniform(key: int, index: int) -> float:
 
 
 def _mix(value: int) -> int:
-    """64 bits that look random, from any integer."""
+    """Hash any integer to 64 bits that look random."""
     value = (value + 1) * _GAMMA & _MASK
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK

@@ -31,33 +31,33 @@ class ProcessorSharing:
     def __init__(self, cost: DecodeCost, kv_tokens: int | None) -> None:
         self.active = 0
         self.sampled = 0.0
-        """Tokens altogether; parts of a token count until their trajectory stops."""
+        """Number of tokens sampled so far; parts of a token count until their trajectory stops."""
         self.cost = cost
         """The cost of what is decoded from now on."""
         self._limit = kv_tokens
         self._service = 0.0
         self._kv = 0.0
         self._target = 0.0
-        """The service of the next event; decoding never passes it unseen."""
+        """The service at which the next completion or preemption is due; decoding never goes beyond it."""
         self._segments = 0
         self._ends: list[tuple[float, int, int, TrajectoryRun]] = []
         """Heap of (service at its end, serial, segment, run). An entry whose run left that segment is stale."""
         self._youngest: list[tuple[bool, int, int, TrajectoryRun]] = []
-        """Heap of (serves validation, −serial, segment, run), stale like above; kept only under a limit."""
+        """Heap of (serves validation, −serial, segment, run), kept only under a limit; stale if a run left."""
         self._untouched: deque[tuple[float, int, list[TrajectoryRun]]] = deque()
-        """(service of their first token, segment, runs) of those without a token, in order."""
+        """Queue of (service at their first token, segment, runs) for runs that have no token yet, in order."""
 
     # ---------------------------------------------------------------- who decodes
 
     def fits(self, run: TrajectoryRun, beside: int, cached: int) -> bool:
-        """Tell whether ``run`` can join together with ``beside`` others of ``cached`` tokens, and a step then fits."""
+        """Tell whether the cache has room for ``run``, ``beside`` others with ``cached`` tokens, and one more step."""
         active = self.active + beside
         if self._limit is None or active == 0:
             return True
         return self._kv + cached + run.context + active + 1 <= self._limit + ROUNDING
 
     def join(self, runs: Sequence[TrajectoryRun]) -> None:
-        """``runs`` decode from now on."""
+        """Let ``runs`` decode from now on."""
         self._segments += 1
         segment, service = self._segments, self._service
         for run in runs:
@@ -79,7 +79,7 @@ class ProcessorSharing:
         run.gain(whole, version)
 
     def leave_all(self, version: int) -> list[TrajectoryRun]:
-        """Everything stops; in order of submission."""
+        """Stop all trajectories, and return them in order of submission."""
         decoding = (run for _, _, segment, run in self._ends if run.segment == segment)
         runs = sorted(decoding, key=lambda run: run.serial)
         for run in runs:
@@ -87,12 +87,12 @@ class ProcessorSharing:
         return runs
 
     def gained(self, run: TrajectoryRun) -> int:
-        """Whole tokens of the stretch that ``run`` is in."""
+        """Number of whole tokens that ``run`` has gained since it joined; 0 if it does not decode."""
         return int(self._service - run.joined + ROUNDING) if run.segment else 0
 
     @property
     def cached(self) -> float:
-        """Tokens in the KV cache."""
+        """Number of tokens in the KV cache."""
         return self._kv
 
     # ---------------------------------------------------------------- time
@@ -134,7 +134,7 @@ class ProcessorSharing:
         return completed
 
     def preempt(self, version: int) -> list[TrajectoryRun]:
-        """The youngest leave, one by one, until the cache holds another step of the rest."""
+        """Stop the youngest trajectories, one by one, until the cache holds another step of the rest; return them."""
         preempted = []
         while self._limit is not None and self._full_at() <= self._service + ROUNDING:
             run = self._youngest[0][3]
