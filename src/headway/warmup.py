@@ -31,7 +31,7 @@ from headway.interfaces import GenerateRequest, SamplingParams
 EVALUATION_SLOTS = 128
 GRAD_CLIP = 1.0
 IGNORED = -100
-"""Target of positions that are not trained on, as cross-entropy has it."""
+"""Target of positions that are not trained on, as for cross-entropy in torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def _step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: tuple
 def _batches(
     tokenizer: PreTrainedTokenizerBase, task: TaskConfig, config: WarmupConfig, held_out: set[str], seed: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Batches without end: ``inputs`` and next-token ``targets`` [config.batch_size, T], answers and their end only."""
+    """Yield batches without end: ``inputs`` and ``targets`` [config.batch_size, T], of which only answers count."""
     lessons = make_task(task.name, {**task.params, **config.params}, seed=seed)
     rng = random.Random(seed)
     index = count()
@@ -136,14 +136,14 @@ def _batches(
 
 
 def _solution(answer: str, give_up: GiveUpConfig | None, rng: random.Random) -> str:
-    """The solution that the teacher shows: the answer, or, for a long one, sometimes that it gave up."""
+    """Return the solution that the model is to learn: the answer or, for a long one, sometimes that it gives up."""
     if give_up is not None and len(answer) > give_up.above and rng.random() < give_up.rate:
         return give_up.answer
     return answer
 
 
 class _Evaluation:
-    """Greedy accuracy on the held-out problems, by the task's own verifier, through the native engine."""
+    """Evaluation of greedy accuracy on the held-out problems, by the task's own verifier, through the native engine."""
 
     def __init__(
         self,

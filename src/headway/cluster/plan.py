@@ -1,4 +1,4 @@
-"""The workers of a run, before any of them is started: names, roles, devices, threads.
+"""Plan of a run's workers, before any of them is started: names, roles, devices, threads.
 
 A worker is a process and has one role, or, on a device that actor and rollout share, both of them (`FusedRole`).
 """
@@ -21,19 +21,19 @@ from headway.config.schema import Config
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """One worker: ``role(**arguments, **what the backend adds)``."""
+    """Specification of one worker, made as ``role(**arguments, **what the backend adds)``."""
 
     name: str
     role: type[Any]
     device: int
-    """Index of the device in the placement."""
+    """Index of the worker's device in the placement."""
     threads: int
     arguments: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One rank of a role, or one replica: a worker of its own, or a part of one."""
+    """Rank of a role, or a replica: a worker of its own, or a part of one."""
 
     name: str
     worker: str
@@ -42,7 +42,7 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """All workers of a run, and what runs on them."""
+    """Plan of all workers of a run, and of what runs on them."""
 
     workers: tuple[WorkerSpec, ...]
     actor: tuple[Rank, ...]
@@ -54,7 +54,7 @@ class ClusterPlan:
     inside_fetch: frozenset[str]
     """Roles that share the trainer's ranks: ``ref``, ``logp``, ``critic``."""
     shared: bool
-    """True where each replica is on a device, and in the process, of a training rank."""
+    """True where each replica shares the device, and the process, of a training rank."""
 
 
 def plan_cluster(

@@ -1,4 +1,4 @@
-"""Receivers, who hold a copy of the policy, as the pipeline calls them: no call to one that is gone stays open.
+"""Receivers, which hold a copy of the policy, as the pipeline calls them: no call to one that is gone stays open.
 
     it died                            ┐
     it did not answer in time          ├─▶ `Gone` from that call ─▶ Fleet.lose ─▶ leave: all its other open calls, too
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class Gone(Exception):
-    """``receiver`` is of no use any more. Not an error of the run's as long as others can take its place."""
+    """Error of a call to a ``receiver`` that died or does not answer. The run goes on if others can replace it."""
 
     def __init__(self, receiver: Receiver, why: RunError) -> None:
         super().__init__(f"{receiver.name}: {why}")
@@ -44,18 +44,18 @@ class Gone(Exception):
 
 
 class Receiver:
-    """A `PolicyReceiver`. Calls that should be quick end after ``timeout_s`` (``param_update.timeout_s``)."""
+    """Client of a `PolicyReceiver`. Calls that should be quick end after ``timeout_s`` (``param_update.timeout_s``)."""
 
     def __init__(self, engine: PolicyReceiver, timeout_s: float) -> None:
         self.name = engine.name
         self.why: RunError | None = None
-        """The error for which the receiver was given up; None while it is reachable."""
+        """Error for which the receiver was given up; None while it is reachable."""
         self.version = 0
-        """The version that the receiver serves."""
+        """Version that the receiver serves."""
         self._receiver = engine
         self._timeout_s = timeout_s
         self._open: dict[asyncio.Timeout, None] = {}
-        """Timeouts of the calls under way."""
+        """Timeouts of the calls to the receiver that are under way."""
 
     @property
     def is_gone(self) -> bool:
@@ -70,7 +70,7 @@ class Receiver:
                     call.reschedule(asyncio.get_running_loop().time())
 
     async def stage_weights(self, version: int) -> ReceiveReport:
-        """May take as long as its transfer, which is bounded as a whole."""
+        """Stage ``version``. Takes as long as its transfer, which is bounded as a whole."""
         return await self._ask(self._receiver.stage_weights(version))
 
     async def activate(self, version: int) -> float:
@@ -80,7 +80,7 @@ class Receiver:
         return await self._ask_soon(self._receiver.probe(), "compute the log-probs of the probe")
 
     async def gone(self) -> NoReturn:
-        """Wait until it is gone, and raise `Gone`."""
+        """Wait until the receiver is gone, and raise `Gone`."""
         await self._ask(asyncio.Event().wait())
         raise AssertionError("unreachable: nobody sets that event")
 
@@ -118,7 +118,7 @@ class Receiver:
 
 
 class Replica(Receiver):
-    """A `RolloutEngine`."""
+    """Client of a `RolloutEngine`, whose calls raise `Gone` once the replica is gone."""
 
     def __init__(self, engine: RolloutEngine, timeout_s: float) -> None:
         super().__init__(engine, timeout_s)
@@ -130,7 +130,7 @@ class Replica(Receiver):
         return self.engine.capabilities
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[FinishedGroup, None]:
-        """Takes as long as the longest answer: only the stall detector bounds it."""
+        """Yield groups as `RolloutEngine.generate` does. Bounded by the longest answer and the stall detector only."""
         if self.why is not None:
             raise Gone(self, self.why)
         groups = aiter(self.engine.generate(requests))
@@ -158,5 +158,5 @@ class Replica(Receiver):
         await self._ask(self.engine.wake())
 
     async def stats(self) -> EngineStats:
-        """Statistics of the engine. It answers between two steps: an engine that no longer decodes does not answer."""
+        """Return the engine's statistics. It answers between two steps: one that no longer decodes does not answer."""
         return await self._ask_soon(self.engine.stats(), "say what it does")

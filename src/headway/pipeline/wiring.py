@@ -2,8 +2,8 @@
 
     observers ◀── emit ◀── state ◀── fleet, halts, boundaries ◀── stages ◀── monitor
 
-Built from left to right, each with what it needs in its constructor; nothing is attached to anything afterwards. Who
-has to be told of a change is given to whoever makes it: `FleetListener`, `Channel`, `Gate`.
+Built from left to right, each part with what it needs in its constructor; nothing is attached to anything afterwards. A
+part that changes something gets those that must be told of the change: `FleetListener`, `Channel`, `Gate`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ AnyStage = Stage[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """The parts of one run that are started, stopped and asked from outside their stages."""
+    """Parts of one run that are started, stopped or queried from outside the stages."""
 
     state: RunState
     fleet: Fleet
@@ -71,13 +71,13 @@ class Wiring:
     update: ParamUpdate
     validations: Channel[Validation]
     upstream: Sequence[AnyStage]
-    """The stages from the prompts to the queue, in the order of the picture."""
+    """Stages from the prompts to the message queue, in the order in which data flows."""
     downstream: Sequence[AnyStage]
-    """The stages behind the queue, in the order of the picture."""
+    """Stages behind the message queue, in the order in which data flows."""
 
 
 def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoints: Path) -> Wiring:
-    """Build a run. Raises `TypeError` when the trainer cannot do what ``param_update.schedule`` asks for."""
+    """Build all parts of a run. Raises `TypeError` when the trainer cannot follow ``param_update.schedule``."""
     movement = Movement()
     emit = fan_out([*observers, movement])
     state = _state(config, parts, emit)
@@ -218,7 +218,7 @@ def _critic(config: Config, parts: Parts, emit: Emit) -> Critic | None:
 def _rewarding(
     config: Config, parts: Parts, state: RunState, scoring: Scoring, unrewarded: Channel[Group]
 ) -> list[AnyStage]:
-    """The stages from a joined group to the queue: Reward, and RefLogProb where the reference has its own ranks."""
+    """Return the stages from a joined group to the queue: Reward, and RefLogProb if the reference has own ranks."""
     equal = None
     if parts.group_filter is None:
         within_groups = config.algorithm.adv_estimator in GROUP_RELATIVE
@@ -237,7 +237,7 @@ def _rewarding(
 def _columns(
     parts: Parts, state: RunState, fleet: Fleet, fetches: Fetches, critic: Critic | None
 ) -> tuple[list[AnyStage], FetchSource, str]:
-    """The stages that add columns on ranks of their own; where ActorTrain takes fetches from; that one's name."""
+    """Return the stages that add columns on their own ranks, the source of ActorTrain's fetches, and its name."""
     stages: list[AnyStage] = []
     source: FetchSource = fetches
     follows = WAITS_FOR_GROUPS

@@ -38,7 +38,7 @@ class PromptLoader(Stage[list[Prompt], Wave]):
         sampling: SamplingParams,
         with_greedy: bool = False,
     ) -> None:
-        """``with_greedy``: beside its ``n`` answers each group gets a greedy one, its baseline."""
+        """Build the stage. ``with_greedy``: each group gets a greedy answer beside its ``n``, as its baseline."""
         super().__init__(state.emit, output=output)
         self._state = state
         self._source = source
@@ -77,14 +77,12 @@ class PromptLoader(Stage[list[Prompt], Wave]):
         return [request, replace(request, n=1, first=self._n, sampling=greedy)]
 
     def end(self) -> None:
-        """Admit nothing further."""
+        """Admit no further groups."""
         self._ended = True
         self._state.changed.changed()
 
     def _next(self, count: int) -> list[Prompt]:
-        """The next prompts, at most ``count``; none when the data gave out. What was lost comes first, as a further
-        attempt.
-        """
+        """Return the next prompts, at most ``count``; none at the end of the data. Those of lost groups come first."""
         prompts: list[Prompt] = []
         while len(prompts) < count:
             if self._state.waiting_again:
