@@ -355,7 +355,8 @@ class RolloutEngine(PolicyReceiver, Protocol):
 class Keeper(Protocol):
     """A holder of groups: it makes their episodes with calls to replicas, and keeps what was sampled.
 
-        keeper.route(["rollout-0", "rollout-1"])        # new calls go to these
+        await keeper.join(replica)
+        await keeper.route([replica.name])              # new calls go to these
         async for group in keeper.generate([GroupRequest(0, prompt, n=8, sampling=sampling)]):
             ...                                         # each group when its last episode is over
 
@@ -372,8 +373,8 @@ class Keeper(Protocol):
         Raises `DataError` for a prompt that no engine takes.
         """
 
-    async def join(self, replica: str) -> None:
-        """Connect to ``replica``, a replica of the run that may get calls from now on."""
+    async def join(self, replica: RolloutEngine) -> None:
+        """Connect to ``replica``, which gets calls once `route` names it."""
 
     async def leave(self, replica: str) -> None:
         """Ask the unfinished calls of ``replica`` again of others: it is gone."""

@@ -104,7 +104,8 @@ def check_model(config: Config, rows: Rows, *, when_too_long: str = LOWER) -> Da
         _check_device(config)
     if config.model.path is None:
         return None
-    from headway.models.pretrained import load_config, load_tokenizer
+    from headway.models.pretrained import load_config
+    from headway.models.tokenizer import load_tokenizer
 
     trust_remote_code = config.model.trust_remote_code
     model_config = load_config(config.model.path, trust_remote_code=trust_remote_code)

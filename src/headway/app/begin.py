@@ -67,7 +67,8 @@ def _prepare_model(config: Config, rows: Rows, reports: Reports) -> str:
 def _warm_up(config: Config, rows: Rows, path: Path, reports: Reports) -> None:
     import torch
 
-    from headway.models.pretrained import load_model, load_tokenizer, without_progress_bars
+    from headway.models.pretrained import load_model, without_progress_bars
+    from headway.models.tokenizer import load_tokenizer
     from headway.warmup import warm_up
 
     if config.model.warmup is None or config.data.task is None:

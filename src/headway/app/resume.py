@@ -101,7 +101,7 @@ def _newest(directory: RunDirectory, checkpoints: Checkpoints, record: Record, c
 
 def _data(config: Config, rows: Rows, model: Path) -> DataBundle:
     """Load the data of a run whose model was made in its directory."""
-    from headway.models.pretrained import load_tokenizer
+    from headway.models.tokenizer import load_tokenizer
 
     if not model.is_dir():
         raise UserError(f"{model}: the model that this run was begun with is not there any more")

@@ -67,7 +67,8 @@ class Run:
     async def _open_and_run(self, stack: AsyncExitStack, interrupts: Interrupts) -> Status:
         """Open everything and run the pipeline. What has to be closed is left on ``stack``."""
         from headway.cluster.backend import start_backend
-        from headway.models.pretrained import load_tokenizer, stop_token_ids
+        from headway.models.pretrained import stop_token_ids
+        from headway.models.tokenizer import load_tokenizer
 
         config, reports = self._config, self._reports
         reports.phase("starting workers")
@@ -96,6 +97,7 @@ class Run:
             source=data.train,
             validation=data.val,
             rollouts=workers.rollouts,
+            keepers=workers.keepers,
             trainer=workers.train,
             reward=reward,
             advantages=workers.train.advantages,

@@ -20,7 +20,7 @@ from headway.config.placement import LOGP
 from headway.config.schema import Config
 from headway.config.transports import TRANSPORTS, transport_of
 from headway.errors import StallError
-from headway.interfaces import CriticEngine, LogProbEngine, PolicyReceiver, ProximalEngine, RolloutEngine
+from headway.interfaces import CriticEngine, Keeper, LogProbEngine, PolicyReceiver, ProximalEngine, RolloutEngine
 from headway.pipeline.concurrently import concurrently
 from headway.progress import Living
 from headway.user_code import names_a_file, resolve_spec
@@ -32,6 +32,8 @@ class Workers:
 
     train: TrainGroup
     rollouts: list[RolloutReplica]
+    keepers: Sequence[Keeper]
+    """Keepers of the run's groups."""
     """Current replicas: those of the start, with lost ones exchanged for their replacements."""
     ref: LogProbEngine | None
     """Engine of the reference policy; None where the algorithm asks for none."""
@@ -120,6 +122,7 @@ async def start_backend(config: Config, *, model_path: str, run_dir: Path, total
         workers = Workers(
             train=train,
             rollouts=list(started.rollouts),
+            keepers=started.keepers,
             ref=reference_of(started.ref) if started.ref is not None else None,
             proximal=proxy(started.logp, ProximalEngine)
             if started.logp

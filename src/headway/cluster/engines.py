@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.cluster.calls import ReplicaCalls
 from headway.cluster.exchange import WeightPaths
 from headway.cluster.proxy import proxy
 from headway.cluster.roles.rollout import RolloutRole
@@ -19,9 +18,7 @@ from headway.data.types import Column, ColumnName, Outcomes, Sample
 from headway.interfaces import (
     Capabilities,
     CriticEngine,
-    FinishedGroup,
     GatherReport,
-    GenerateRequest,
     LogProbEngine,
     PolicyReceiver,
     ReceiveReport,
@@ -101,7 +98,7 @@ class LogpReceiver:
 
 
 class RolloutReplica:
-    """Implementation of `RolloutEngine` over one worker that runs a `RolloutRole`. Tokens are passed on unread."""
+    """Implementation of `RolloutEngine` over one worker that runs a `RolloutRole`. Keepers call it themselves."""
 
     def __init__(
         self, worker: Worker, capabilities: Capabilities, slots: int, paths: WeightPaths, verify: bool
@@ -111,19 +108,16 @@ class RolloutReplica:
         self._verify = verify
         self.capabilities = capabilities
         self.slots = slots
-        self._worker = worker
+        self.calls = calls = ReplicaCalls(worker.name, slots, worker.peer())
+        """The replica as keepers call it; can be sent to another process."""
+        self.submit, self.finished, self.abort, self.release = calls.submit, calls.finished, calls.abort, calls.release
         self._engine = engine = proxy(worker, RolloutEngine, part="engine")
         self.pause, self.resume, self.stats = engine.pause, engine.resume, engine.stats
-        self.abort, self.abort_older_than, self.in_flight = engine.abort, engine.abort_older_than, engine.in_flight
+        self.abort_older_than = engine.abort_older_than
         self._role = role = proxy(worker, RolloutRole)
         self.activate, self.wake = role.activate, role.wake
         self.heartbeat = worker.heartbeat
         self.died = worker.lost  # a replica on a silent machine is as good as dead; others go on without it
-
-    async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[FinishedGroup, None]:
-        async with aclosing(self._worker.stream("generate", list(requests))) as finished:
-            async for group, tokens in finished:
-                yield replace(group, tokens=tokens)
 
     async def stage_weights(self, version: int) -> ReceiveReport:
         return await self._paths.stage(self.name, version)

@@ -46,6 +46,13 @@ class InlineWorker:
     def stream(self, method: str, *args: Any) -> AsyncGenerator[tuple[Any, Handle[Any]], None]:
         return self._host.stream(method, *args)
 
+    def each(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
+        return self._host.stream(method, *args)
+
+    def peer(self) -> InlineWorker:
+        """Return the worker itself: all others are in its process."""
+        return self
+
     async def heartbeat(self) -> Heartbeat:
         return self._host.heartbeat()
 

@@ -101,7 +101,7 @@ class RayCluster:
             raise RunError("workers can be launched only after devices were reserved for them")
         log_file = (self._run_dir / "logs" / f"{spec.name}.log").absolute()
         settings = ProcessSettings(spec.name, spec.threads, log_file)
-        options = self._pool.options(self._devices.index(spec.device))
+        options = self._pool.options(self._devices.index(spec.device), beside=spec.beside)
         worker = RayWorker(settings, spec, self._device, options, self._node)
         self._launched.append(worker)
         return worker

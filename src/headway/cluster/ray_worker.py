@@ -23,6 +23,7 @@ from headway.cluster.plan import WorkerSpec
 from headway.cluster.process import ProcessSettings, set_up_process
 from headway.cluster.processes import Watched
 from headway.cluster.ray_node import RayNode
+from headway.cluster.ray_peer import RayPeer
 from headway.cluster.role_host import RoleHost
 from headway.cluster.roles.lookout import place
 from headway.data.types import Handle
@@ -77,6 +78,11 @@ class WorkerActor:
         async for metadata, payload in self._host.stream(method, *args):
             yield metadata
             yield payload
+
+    async def each(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
+        """Yield each item as one object."""
+        async for item in self._host.stream(method, *args):
+            yield item
 
     async def heartbeat(self) -> Heartbeat:
         """Return the role's heartbeat, on the event loop's thread, while the role's own thread computes."""
@@ -198,6 +204,9 @@ class RayWorker:
             except (asyncio.CancelledError, GeneratorExit):
                 ray.cancel(objects)  # dropping the stream here would not end it there
                 raise
+
+    def peer(self) -> RayPeer:
+        return RayPeer(self.name, self._actor)
 
     async def heartbeat(self) -> Heartbeat:
         with self._failures("heartbeat"):

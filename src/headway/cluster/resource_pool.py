@@ -70,11 +70,11 @@ class ResourcePool:
     async def _answers(self, node: dict[str, Any] | None) -> bool:
         return node is not None and await answers(node["NodeManagerAddress"], node["NodeManagerPort"])
 
-    def options(self, device: int) -> dict[str, Any]:
-        """Return Ray's options that put a worker on ``device``."""
+    def options(self, device: int, *, beside: bool = False) -> dict[str, Any]:
+        """Return Ray's options that put a worker on ``device``, or ``beside`` the one that has it."""
         return {
-            "num_cpus": CPU_SHARE,
-            "num_gpus": self._gpus,
+            "num_cpus": 0 if beside else CPU_SHARE,
+            "num_gpus": 0 if beside else self._gpus,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 placement_group=self._group, placement_group_bundle_index=device
             ),

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
+from headway.cluster.calls import RemoteKeeper
 from headway.cluster.engines import LogpReceiver, RolloutReplica, clock_offset
 from headway.cluster.exchange import Exchange, WeightPaths, WithinProcesses, exchange_settings, transport_timeout
 from headway.cluster.hardware import Hardware
 from headway.cluster.memory_files import directory_in_memory, remove_abandoned
-from headway.cluster.plan import ClusterPlan, Rank, WorkerSpec, plan_cluster
+from headway.cluster.plan import KEEPER, ClusterPlan, Rank, WorkerSpec, plan_cluster
 from headway.cluster.replacements import Replacements
 from headway.cluster.roles.actor import ActorRole
 from headway.cluster.roles.critic import CriticRole
@@ -31,8 +32,10 @@ from headway.cluster.worker_group import PartOf, Worker, WorkerGroup
 from headway.config.placement import CRITIC, REF, resolve_placement
 from headway.config.schema import Config
 from headway.config.transports import TRANSPORTS, transport_of
+from headway.episodes.keeper import GroupKeeper
 from headway.errors import ConfigError
-from headway.interfaces import Capabilities, OnUpdate, PolicyReceiver
+from headway.interfaces import Capabilities, Keeper, OnUpdate, PolicyReceiver
+from headway.models.tokenizer import load_tokenizer, text_of
 from headway.pipeline.concurrently import concurrently
 from headway.weights.layout import Manifest
 from headway.weights.transports.links import Address
@@ -81,6 +84,7 @@ class Started:
 
     actor: WorkerGroup
     rollouts: tuple[RolloutReplica, ...]
+    keepers: tuple[Keeper, ...]
     ref: WorkerGroup | None
     """Ranks that compute the reference's log-probs: its own, or the trainer's. None without a reference."""
     logp: WorkerGroup | None
@@ -143,6 +147,7 @@ class Startup:
             model_path=self._model_path,
             total_optimizer_steps=self._total_optimizer_steps,
             machines=self._cluster.machines,
+            with_keepers=self._cluster.separate_processes,
         )
         await self._wait("devices to be free", self._cluster.reserve(plan))
         directory = self._directory(stack)  # made before the workers: it is removed when they have ended
@@ -154,8 +159,10 @@ class Startup:
             await self._wait("every worker to say which files it sees", sight.check(plan, workers))
             store = await self._wait("actor-0 to open a store", _result(groups.actor.open_store))
         await self._build(groups, store)
+        keepers = await self._start_keepers(plan, workers)
+        computing = {spec.name: workers[spec.name] for spec in plan.workers if not spec.beside}
         hardware = await concurrently(
-            self._wait(f"{name} to describe its machine", worker.call("hardware")) for name, worker in workers.items()
+            self._wait(f"{name} to describe its machine", worker.call("hardware")) for name, worker in computing.items()
         )
         dtype = await self._wait("rollout-0 to say its dtype", _result(groups.rollouts[0].served_dtype))
         computed = await self._wait("actor-0 to say its dtype", _result(groups.actor.compute_dtype))
@@ -203,6 +210,7 @@ class Startup:
         return Started(
             actor=groups.actor,
             rollouts=tuple(rollouts),
+            keepers=keepers,
             ref=groups.actor if REF in plan.inside_fetch else groups.ref,
             logp=groups.logp,
             receivers=receivers,
@@ -211,7 +219,7 @@ class Startup:
             paths=paths,
             rounding=await self._measured(groups.actor, [*rollouts, *receivers], (dtype, computed)),
             needed=tuple(worker for name, worker in workers.items() if name not in alone),
-            hardware=dict(zip(workers, hardware, strict=True)),
+            hardware=dict(zip(computing, hardware, strict=True)),
             replacements=replacements,
         )
 
@@ -247,6 +255,19 @@ class Startup:
         await concurrently(
             self._wait(f"{group.name} to load the model", _result(group.build, store)) for group in groups.all
         )
+
+    async def _start_keepers(self, plan: ClusterPlan, workers: dict[str, Worker]) -> tuple[Keeper, ...]:
+        """Start the keepers of ``plan``; where it has none, make one on this process's event loop."""
+        if not plan.keepers:
+            trusts = self._config.model.trust_remote_code
+            tokenizer = load_tokenizer(self._model_path, trust_remote_code=trusts)
+            return (GroupKeeper(KEEPER, text_of(tokenizer)),)
+        keepers = [workers[rank.worker] for rank in plan.keepers]
+        await concurrently(
+            self._wait(f"{worker.name} to load the tokenizer", worker.call("build")) for worker in keepers
+        )
+        await concurrently(worker.call("serve") for worker in keepers)
+        return tuple(RemoteKeeper(worker) for worker in keepers)
 
     async def _join_within(self, plan: ClusterPlan, workers: dict[str, Worker], dtype: str) -> None:
         """Connect each replica to the training rank that shares its process, from which it gets weights."""

@@ -81,6 +81,30 @@ def registered(role: type) -> dict[str, Registration]:
     return {name: registration for name, registration in marked.items() if registration is not None}
 
 
+class Peer(Protocol):
+    """A worker as another worker calls it, wherever the two run. Can be pickled where they are different processes."""
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Call the method and bring its result here."""
+
+    def each(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
+        """Yield what the method, an asynchronous generator, yields."""
+
+
+class PeerPart:
+    """One of the roles of a peer that runs several, as a peer of its own."""
+
+    def __init__(self, peer: Peer, part: str) -> None:
+        self._peer = peer
+        self._part = part
+
+    async def call(self, method: str, *args: Any) -> Any:
+        return await self._peer.call(f"{self._part}.{method}", *args)
+
+    def each(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
+        return self._peer.each(f"{self._part}.{method}", *args)
+
+
 class Worker(Protocol):
     """Worker, wherever it runs. Calls raise `WorkerDied` when its process ends, and otherwise what the role raised."""
 
@@ -97,6 +121,9 @@ class Worker(Protocol):
 
     def stream(self, method: str, *args: Any) -> AsyncGenerator[tuple[Any, Handle[Any]], None]:
         """Yield the pairs of a role's asynchronous generator: the first item itself, the second as a handle."""
+
+    def peer(self) -> Peer:
+        """Return the worker as other workers call it."""
 
     async def heartbeat(self) -> Heartbeat:
         """Return a description of what the worker does, at once, also while it computes."""
@@ -130,6 +157,9 @@ class PartOf:
 
     def stream(self, method: str, *args: Any) -> AsyncGenerator[tuple[Any, Handle[Any]], None]:
         return self._worker.stream(f"{self._part}.{method}", *args)
+
+    def peer(self) -> Peer:
+        return PeerPart(self._worker.peer(), self._part)
 
     async def heartbeat(self) -> Heartbeat:
         """Return the heartbeat of the whole worker, not of this part alone."""

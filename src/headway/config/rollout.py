@@ -58,9 +58,6 @@ class RolloutConfig(Section):
     """Number of machines of the rollout role."""
     n_gpus_per_node: Positive = 1
     """Number of replicas on each of the rollout's machines (on CPUs: processes)."""
-    split_groups: bool = False
-    """Spread the trajectories of one group over the replicas. Off: a group stays on one, and its prompt is prefilled
-    once."""
     threads: NonNegative = 0
     """Number of Torch threads of one replica; 0 divides the machine's cores among the processes."""
     greedy_baseline: bool | None = None

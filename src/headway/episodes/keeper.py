@@ -11,7 +11,7 @@ where roles run in its process, else that of an actor beside the replicas, so th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -66,18 +66,15 @@ class GroupKeeper:
 
     Args:
         name: of the keeper, under which replicas know its calls.
-        connect: finds the replica of a name; the keeper connects to it when told that it joined.
         decode: token ids to text, the stop token included; None where tokens are only simulated.
     """
 
     def __init__(
         self,
         name: str,
-        connect: Callable[[str], CallEngine] | Mapping[str, CallEngine],
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         self.name = name
-        self._connect = connect if callable(connect) else connect.__getitem__
         self._decode = decode
         self._lines: dict[str, Line] = {}
         self._routes = Routes()
@@ -130,13 +127,12 @@ class GroupKeeper:
 
     # ------------------------------------------------------------------------------------- replicas
 
-    async def join(self, replica: str) -> None:
+    async def join(self, replica: CallEngine) -> None:
         """See `headway.interfaces.Keeper.join`."""
-        engine = self._connect(replica)
-        self._routes.add(replica, engine.slots)
-        self._lines[replica] = Line(
+        self._routes.add(replica.name, replica.slots)
+        self._lines[replica.name] = Line(
             self.name,
-            engine,
+            replica,
             on_finished=self._on_finished,
             on_refused=self._on_refused,
             on_failed=lambda name, error: self._failures.put_nowait((name, error)),

@@ -6,18 +6,20 @@ prompts ─▶ engine, all at once ─▶ a finished group ─▶ reward, beside
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from headway.data.types import FinishReason, Prompt
+from headway.episodes.alone import keeping
 from headway.errors import DataError, ScoringFailed
 from headway.evaluation.figures import Answer, Solved
 from headway.evaluation.settings import Job
-from headway.interfaces import FinishedGroup, GenerateRequest, RolloutEngine, SamplingParams
+from headway.interfaces import FinishedGroup, GroupRequest, RolloutEngine, SamplingParams
+from headway.models.tokenizer import text_of
 from headway.pipeline.concurrently import Tasks, failing_as_one
 from headway.rewards.pool import RewardPool
 from headway.rewards.request import RewardSpec
@@ -47,7 +49,7 @@ def read_questions(job: Job, limit: int | None) -> Questions:
     Raises:
         UserError: as `headway.preflight.check_inputs` and `check_model` do; also where nothing is left to ask.
     """
-    from headway.models.pretrained import load_tokenizer
+    from headway.models.tokenizer import load_tokenizer
     from headway.preflight import LOWER, check_inputs, check_model
 
     config = job.config
@@ -91,7 +93,9 @@ async def solve(
         stack.push_async_callback(engine.close)
         ready()
         sampling = _sampling(config, stop_token_ids(str(config.model.path), questions.tokenizer))
-        ask = partial(_ask, engine, reward, prompts, config.rollout.val_n, sampling, solved)
+        ask = partial(
+            _ask, engine, text_of(questions.tokenizer), reward, prompts, config.rollout.val_n, sampling, solved
+        )
         found = await failing_as_one(ask)
     return [found[i] for i in range(len(prompts))]
 
@@ -117,8 +121,9 @@ async def _start_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> R
     import torch
 
     from headway.cluster.inline import InlineCluster
-    from headway.cluster.roles.replicas import ReplicaSpec, start_engine, text_of
+    from headway.cluster.roles.replicas import ReplicaSpec, start_engine
     from headway.models.pretrained import served_dtype
+    from headway.models.tokenizer import text_of
 
     device = await InlineCluster(config).connect()
     replica = ReplicaSpec(
@@ -138,6 +143,7 @@ async def _start_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> R
 
 async def _ask(
     engine: RolloutEngine,
+    decode: Callable[[Sequence[int]], str],
     reward: RewardPool,
     prompts: Sequence[Prompt],
     n: int,
@@ -146,7 +152,7 @@ async def _ask(
     tasks: Tasks,
 ) -> dict[int, Solved]:
     """Have ``prompts`` answered: prompt's number → its scored answers, complete when all of ``tasks`` have ended."""
-    requests = [GenerateRequest(i, prompt, n, sampling) for i, prompt in enumerate(prompts)]
+    requests = [GroupRequest(i, prompt, n, sampling) for i, prompt in enumerate(prompts)]
     found: dict[int, Solved] = {}
     told = 0
 
@@ -157,9 +163,7 @@ async def _ask(
             solved(found[told])
             told += 1
 
-    # An engine's generate is an asynchronous generator, whatever else its protocol says.
-    groups = cast(AsyncGenerator[FinishedGroup, None], engine.generate(requests))
-    async with aclosing(groups):
+    async with keeping(engine, decode=decode) as keeper, aclosing(keeper.generate(requests)) as groups:
         async for finished in groups:
             tasks.start(score(finished))
     return found

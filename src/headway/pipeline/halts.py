@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 
 from headway.events import ReplicaHalted
-from headway.interfaces import OnUpdate
+from headway.interfaces import OnUpdate, RolloutEngine
 from headway.pipeline.receiver import Gone, Replica
 from headway.pipeline.signal import Gate
 from headway.pipeline.state import RunState, now
@@ -37,8 +37,10 @@ class Halt:
 class Halts:
     """Halts of the replicas of a run. Also a `FleetListener`, in order to know which replicas serve."""
 
-    def __init__(self, state: RunState, policy: OnUpdate) -> None:
+    def __init__(self, state: RunState, policy: OnUpdate, route: Callable[[Collection[str]], None]) -> None:
+        """``route`` is called with the names of the replicas that take new calls, whenever those may have changed."""
         self.policy = policy
+        self._route = route
         self.gate = Gate()
         """Gate that is shut while every serving replica is halted."""
         self._state = state
@@ -49,14 +51,14 @@ class Halts:
         self._turns: dict[str, asyncio.Lock] = {}
 
     @property
-    def available(self) -> Collection[str]:
-        """Names of the serving replicas that take new requests; all where every one is halted: requests can wait."""
-        return self._available or self._serving
+    def serving(self) -> Collection[str]:
+        """Names of the serving replicas."""
+        return self._serving
 
-    def joined(self, replica: str) -> None:
-        self._serving[replica] = None
-        if replica not in self._halts:
-            self._available[replica] = None
+    def joined(self, replica: RolloutEngine) -> None:
+        self._serving[replica.name] = None
+        if replica.name not in self._halts:
+            self._available[replica.name] = None
         self._set_gate()
 
     def left(self, replica: str) -> None:
@@ -119,3 +121,4 @@ class Halts:
 
     def _set_gate(self) -> None:
         self.gate.set(bool(self._available) or not self._serving)
+        self._route(tuple(self._available or self._serving))  # where every one is halted, calls can wait inside them

@@ -10,6 +10,7 @@ from headway.data.types import Prompt
 from headway.interfaces import (
     AdvantageFn,
     CriticEngine,
+    Keeper,
     LogProbEngine,
     PolicyReceiver,
     PromptSource,
@@ -28,6 +29,8 @@ class Parts:
     source: PromptSource
     validation: Sequence[Prompt]
     rollouts: Sequence[RolloutEngine]
+    keepers: Sequence[Keeper]
+    """The keepers, which make groups with calls to ``rollouts``. One at least."""
     trainer: TrainEngine
     reward: RewardFn
     advantages: AdvantageFn

@@ -11,7 +11,7 @@ waits for it to end: the other side may have stopped for ever.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
@@ -21,8 +21,6 @@ from headway.errors import RunError, UpdateFailed, WorkerDied
 from headway.interfaces import (
     Capabilities,
     EngineStats,
-    FinishedGroup,
-    GenerateRequest,
     OnUpdate,
     Paused,
     PolicyReceiver,
@@ -129,14 +127,6 @@ class Replica(Receiver):
     def capabilities(self) -> Capabilities:
         return self.engine.capabilities
 
-    async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[FinishedGroup, None]:
-        """Yield groups as `RolloutEngine.generate` does. Bounded by the longest answer and the stall detector only."""
-        if self.why is not None:
-            raise Gone(self, self.why)
-        groups = aiter(self.engine.generate(requests))
-        while (finished := await self._while_here(anext(groups, None))) is not None:
-            yield finished
-
     async def pause(self, policy: OnUpdate) -> Paused:
         """Pause the engine by ``policy``. With `OnUpdate.DRAIN` this takes as long as the longest answer."""
         call = self.engine.pause(policy)
@@ -145,11 +135,8 @@ class Replica(Receiver):
     async def resume(self) -> None:
         await self._ask_soon(self.engine.resume(), "go on")
 
-    async def abort(self, numbers: Sequence[int]) -> None:
-        await self._ask(self.engine.abort(numbers))
-
-    async def abort_older_than(self, version: int) -> list[int]:
-        return await self._ask(self.engine.abort_older_than(version))
+    async def abort_older_than(self, version: int) -> None:
+        await self._ask(self.engine.abort_older_than(version))
 
     async def sleep(self, *, keep_weights: bool) -> None:
         await self._ask(self.engine.sleep(keep_weights=keep_weights))

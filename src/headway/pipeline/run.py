@@ -77,7 +77,10 @@ class Pipeline:
             self._begin()
             if self._state.version == 0:  # later ones are validated when replicas have them
                 await self._validate_first_version()
-            await failing_as_one(self._run_to_the_end)
+            try:
+                await failing_as_one(self._run_to_the_end)
+            finally:
+                await self._wiring.keepers.close()
         except (asyncio.CancelledError, KeyboardInterrupt):
             self._emit_finished(Status.INTERRUPTED, "left at once")
             raise
@@ -124,6 +127,7 @@ class Pipeline:
         watchers = [tasks.start(watch()) for watch in (wiring.monitor.run, self._parts.watch) if watch]
         watchers.append(tasks.start(wiring.scoring.watch(self._scores_given_up)))
         wiring.supervision.start(tasks)
+        watchers += wiring.keepers.start(tasks, self._fleet.failed)
         upstream = [tasks.start(stage.run(), name=stage.name) for stage in wiring.upstream]
         await concurrently(stage.run() for stage in wiring.downstream)
         wiring.loader.end()

@@ -17,7 +17,7 @@ from headway.config.algorithm import GROUP_RELATIVE
 from headway.config.schema import Config
 from headway.data.types import Group
 from headway.events import WAITS_FOR_GROUPS, Emit, Observer, fan_out
-from headway.interfaces import FinishedGroup, OnUpdate, SamplingParams
+from headway.interfaces import OnUpdate, SamplingParams
 from headway.pipeline.boundaries import Boundaries
 from headway.pipeline.channel import Channel
 from headway.pipeline.critic import Critic
@@ -26,6 +26,7 @@ from headway.pipeline.fetches import Fetch, Fetches, FetchSource
 from headway.pipeline.fleet import Fleet
 from headway.pipeline.guard import Guard, GuardSettings
 from headway.pipeline.halts import Halts
+from headway.pipeline.keepers import Keepers
 from headway.pipeline.lease import OwnDevices, SharedDevices
 from headway.pipeline.ledger import Ledger
 from headway.pipeline.message_queue import MessageQueue
@@ -34,7 +35,6 @@ from headway.pipeline.parts import Parts
 from headway.pipeline.preparation import Preparation
 from headway.pipeline.prompts import Prompts
 from headway.pipeline.resume import DriverState
-from headway.pipeline.router import Router
 from headway.pipeline.scoring import Scoring
 from headway.pipeline.stage import Stage
 from headway.pipeline.stages.actor_train import ActorTrain, TrainSettings, Update
@@ -45,7 +45,6 @@ from headway.pipeline.stages.param_update import ParamUpdate
 from headway.pipeline.stages.prompt_loader import PromptLoader, Wave
 from headway.pipeline.stages.ref_logprob import RefLogProb
 from headway.pipeline.stages.reward import Reward
-from headway.pipeline.stages.rollout import Rollout
 from headway.pipeline.stages.validate import Validate, Validation
 from headway.pipeline.stages.values import Values
 from headway.pipeline.staleness import Staleness
@@ -61,6 +60,7 @@ class Wiring:
 
     state: RunState
     fleet: Fleet
+    keepers: Keepers
     prompts: Prompts
     scoring: Scoring
     supervision: Supervision
@@ -81,10 +81,10 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
     movement = Movement()
     emit = fan_out([*observers, movement])
     state = _state(config, parts, emit)
-    router = Router(split_groups=config.rollout.split_groups)
-    halts = Halts(state, OnUpdate(config.async_training.on_update))
+    keepers = Keepers(parts.keepers)
+    halts = Halts(state, OnUpdate(config.async_training.on_update), keepers.route)
     timeout_s = config.param_update.timeout_s
-    fleet = Fleet(parts.rollouts, parts.receivers, state, router, listeners=[halts], timeout_s=timeout_s)
+    fleet = Fleet(parts.rollouts, parts.receivers, state, listeners=[keepers, halts], timeout_s=timeout_s)
     prompts = Prompts(parts.source)
     fetches = Fetches(state, config.groups_per_fetch, fill_first=config.async_training.fill_queue)
     scoring = Scoring(parts.reward)
@@ -101,7 +101,6 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
     boundaries = Boundaries(driver, parts.trainer, checkpoints)
 
     waves: Channel[Wave] = Channel("waves")
-    finished: Channel[FinishedGroup] = Channel("finished")
     unrewarded: Channel[Group] = Channel("unrewarded")
     updates: Channel[Update] = Channel("updates")
     validations: Channel[Validation] = Channel("validations")
@@ -116,8 +115,7 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
     )
     upstream: list[AnyStage] = [
         loader,
-        Generate(state, waves, finished, fleet, halts, router),
-        Rollout(state, finished, unrewarded, n=config.rollout.n, baselines=parts.greedy_baseline),
+        Generate(state, waves, unrewarded, keepers, halts, n=config.rollout.n),
         *_rewarding(config, parts, state, scoring, unrewarded),
     ]
     columns, source, follows = _columns(parts, state, fleet, fetches, critic)
@@ -132,6 +130,7 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
         _train_settings(config),
         lease=SharedDevices(state, fleet, halts) if shared else OwnDevices(),
         fleet=fleet,
+        keepers=keepers,
         guard=guard,
         boundaries=boundaries,
         critic=critic,
@@ -154,6 +153,7 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
         state,
         validations,
         fleet,
+        keepers,
         parts.validation,
         scoring,
         n=config.rollout.val_n,
@@ -164,6 +164,7 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
     return Wiring(
         state=state,
         fleet=fleet,
+        keepers=keepers,
         prompts=prompts,
         scoring=scoring,
         supervision=Supervision(

@@ -25,6 +25,7 @@ from headway.config.presets import preset
 from headway.config.schema import Config
 from headway.config.transports import TRANSPORTS
 from headway.data.types import Column, Outcomes, Sample
+from headway.episodes.keeper import GroupKeeper
 from headway.errors import ConfigError
 from headway.events import Observer
 from headway.pipeline.parts import Parts
@@ -125,6 +126,7 @@ def _parts(profile: Profile, config: Config, trainer: SimulatedTrainer, replicas
         source=SimulatedSource(prompts, filtered=filtered_of(profile.response, seed)),
         validation=held_out_prompts(profile.validation.problems if profile.validation else 0, prompts),
         rollouts=replicas,
+        keepers=[GroupKeeper("keeper")],
         trainer=trainer,
         reward=SimulatedReward(profile.reward, seed),
         advantages=partial(_advantages, trainer),

@@ -101,8 +101,3 @@ async def start_engine(replica: ReplicaSpec) -> Any:
     if name not in ENGINES:
         raise ConfigError(f"rollout.name={name}: no such rollout engine; known: {', '.join(sorted(ENGINES))}")
     return await ENGINES[name](replica)
-
-
-def text_of(tokenizer: Any) -> Callable[[Sequence[int]], str]:
-    """Return the text of token ids, without special tokens."""
-    return partial(tokenizer.decode, skip_special_tokens=True)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from headway.cluster.roles.inbox import WeightInbox
-from headway.cluster.roles.replicas import ReplicaSpec, start_engine, text_of
+from headway.cluster.roles.replicas import ReplicaSpec, start_engine
 from headway.cluster.roles.role import Role
 from headway.cluster.worker_group import Dispatch, register
-from headway.data.types import GroupTokens
-from headway.interfaces import Capabilities, FinishedGroup, GenerateRequest, ReceiveReport, RolloutEngine
+from headway.interfaces import Capabilities, ReceiveReport, RolloutEngine
+from headway.models.tokenizer import text_of
 from headway.weights.layout import Manifest
 from headway.weights.protocols import Parcel
 from headway.weights.transports.links import Address, Link
@@ -33,7 +31,8 @@ class RolloutRole(Role):
         """Load the tokenizer. A replica is one rank, and does not connect to ``store``."""
         import torch
 
-        from headway.models.pretrained import load_tokenizer, served_dtype
+        from headway.models.pretrained import served_dtype
+        from headway.models.tokenizer import load_tokenizer
 
         self._set_threads()
         self._dtype = str(served_dtype(self._config, torch.device(self._device))).removeprefix("torch.")
@@ -113,13 +112,6 @@ class RolloutRole(Role):
     def clock(self) -> float:
         """Return the time in seconds on the driver's clock."""
         return time.monotonic() + self._offset
-
-    async def generate(
-        self, requests: Sequence[GenerateRequest]
-    ) -> AsyncGenerator[tuple[FinishedGroup, GroupTokens], None]:
-        """Yield metadata and tokens apart, so that the driver can read the former and pass the latter on."""
-        async for group in self.engine.generate(requests):
-            yield replace(group, tokens=None), group.tokens
 
     async def close(self) -> None:  # type: ignore[override]
         """Stop the engine's thread and leave the receivers' group."""

@@ -27,6 +27,7 @@ from headway.pipeline.critic import Critic
 from headway.pipeline.fetches import Fetch, FetchSource
 from headway.pipeline.fleet import Fleet
 from headway.pipeline.guard import Guard
+from headway.pipeline.keepers import Keepers
 from headway.pipeline.lease import Lease
 from headway.pipeline.ledger import Fate
 from headway.pipeline.nonfinite import SkippedSteps
@@ -94,6 +95,7 @@ class ActorTrain(Stage[Fetch | Resumed, Update]):
         *,
         lease: Lease,
         fleet: Fleet,
+        keepers: Keepers,
         guard: Guard,
         boundaries: Boundaries,
         critic: Critic | None = None,
@@ -110,6 +112,7 @@ class ActorTrain(Stage[Fetch | Resumed, Update]):
         self._settings = settings
         self._lease = lease
         self._fleet = fleet
+        self._keepers = keepers
         self._guard = guard
         self._boundaries = boundaries
         self._critic = critic
@@ -166,7 +169,8 @@ class ActorTrain(Stage[Fetch | Resumed, Update]):
             self._boundaries.reached(version, self.counters())
             oldest = self._state.staleness.oldest_trainable(version)
             if oldest is not None and self._state.trains_more:  # what is queued is dropped when it would be taken
-                await self._fleet.drop_older_than(oldest)
+                await self._keepers.abort_older_than(oldest)
+                await self._fleet.abort_older_than(oldest)
             yield Update(version)
             if self._settings.save_freq > 0 and version % self._settings.save_freq == 0 and self._state.trains_more:
                 await self._boundaries.save(version)

@@ -1,6 +1,6 @@
 """Reward: scores each group; a group without a gradient is filtered, one that cannot be scored has failed.
 
-consumes        groups from Rollout
+consumes        groups from Generate
 waits for       the reward's processes; after a stop only as long as scores come
 is unblocked by an answer of theirs, or the end of its time (``reward.timeout_s``, each retry anew)
 produces        rewarded groups
@@ -33,7 +33,7 @@ GroupFilter = Callable[[NDArray[np.float32]], str | None]
 
 class Reward(Stage[Group, Group]):
     concurrency = None
-    waits_for_input = "Rollout"
+    waits_for_input = "Generate"
     waits_for_output = None
 
     def __init__(

@@ -20,14 +20,15 @@ from dataclasses import dataclass
 from functools import partial
 
 from headway.data.types import Prompt, Trajectory
-from headway.errors import ScoringFailed
+from headway.errors import ScoringFailed, WorkerDied
 from headway.events import Note, ValidationFinished
-from headway.interfaces import FinishedGroup, GenerateRequest, Priority, SamplingParams
+from headway.interfaces import FinishedGroup, GroupRequest, Priority, SamplingParams
 from headway.pipeline.channel import Channel
 from headway.pipeline.concurrently import Tasks, failing_as_one
 from headway.pipeline.fleet import Fleet
+from headway.pipeline.keepers import Keepers
 from headway.pipeline.nothing_to_train import FAILED_AT_VALIDATION, cannot_be_scored, never_scored, timed_out
-from headway.pipeline.receiver import Gone, Replica
+from headway.pipeline.receiver import Replica
 from headway.pipeline.scoring import GivenUp, Scoring
 from headway.pipeline.signal import Signal
 from headway.pipeline.stage import Stage
@@ -52,6 +53,7 @@ class Validate(Stage[Validation, None]):
         state: RunState,
         input: Channel[Validation],
         fleet: Fleet,
+        keepers: Keepers,
         prompts: Sequence[Prompt],
         reward: Scoring,
         *,
@@ -61,6 +63,7 @@ class Validate(Stage[Validation, None]):
         super().__init__(state.emit, input)
         self._state = state
         self._fleet = fleet
+        self._keepers = keepers
         self._prompts = prompts
         self._reward = reward
         self._n = n
@@ -151,7 +154,7 @@ class Validate(Stage[Validation, None]):
     ) -> list[tuple[FinishedGroup, Score]] | None:
         """Return the answers to all problems and their scores; None when ``replica`` is lost and others go on."""
         requests = [
-            GenerateRequest(i, prompt, self._n, self._sampling, Priority.VALIDATION)
+            GroupRequest(i, prompt, self._n, self._sampling, Priority.VALIDATION)
             for i, prompt in enumerate(self._prompts)
         ]
         answers: list[FinishedGroup] = []
@@ -159,13 +162,12 @@ class Validate(Stage[Validation, None]):
         timeouts = Timeouts() if first else None
         try:
             with self._waiting_within(replica.name):
-                async for finished in replica.generate(requests):
+                async for finished in self._keepers.generate_on(replica.name, requests):
                     answers.append(finished)
                     scoring.append(tasks.start(self._score(finished, timeouts)))
-        except Gone as gone:
+        except WorkerDied:  # the fleet, which lost it, has said so to the keepers
             for task in scoring:
                 task.cancel()
-            await self._fleet.lose(gone)
             return None
         except asyncio.CancelledError:  # a score was given up, or failed for good, while others are still generated
             self._state.validation(replica.name, running=False)

@@ -34,7 +34,8 @@ from headway.engines.train.fsdp.sums import Sums, Totals
 from headway.engines.train.fsdp.version_start import VersionStart
 from headway.interfaces import StepContext, StepReport
 from headway.models.export import export
-from headway.models.pretrained import compute_dtype, load_tokenizer
+from headway.models.pretrained import compute_dtype
+from headway.models.tokenizer import load_tokenizer
 from headway.progress import advance
 from headway.weights.layout import Manifest, build_manifest
 from headway.weights.outgoing import Window
