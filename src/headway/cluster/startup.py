@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
-from headway.cluster.calls import RemoteKeeper
 from headway.cluster.engines import LogpReceiver, RolloutReplica, clock_offset
 from headway.cluster.exchange import Exchange, WeightPaths, WithinProcesses, exchange_settings, transport_timeout
 from headway.cluster.hardware import Hardware
+from headway.cluster.keepers import RemoteKeeper
 from headway.cluster.memory_files import directory_in_memory, remove_abandoned
 from headway.cluster.plan import KEEPER, ClusterPlan, Rank, WorkerSpec, plan_cluster
 from headway.cluster.replacements import Replacements

@@ -11,7 +11,7 @@ where roles run in its process, else that of an actor beside the replicas, so th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -91,7 +91,7 @@ class GroupKeeper:
 
     async def generate(
         self, requests: Sequence[GroupRequest], *, on: str | None = None
-    ) -> AsyncIterator[FinishedGroup]:
+    ) -> AsyncGenerator[FinishedGroup, None]:
         """See `headway.interfaces.Keeper.generate`."""
         if self._ended is not None:
             raise self._ended
@@ -163,7 +163,7 @@ class GroupKeeper:
             for group, k in waiting:
                 self._ask(group, k)
 
-    async def failures(self) -> AsyncIterator[tuple[str, HeadwayError]]:
+    async def failures(self) -> AsyncGenerator[tuple[str, HeadwayError], None]:
         """See `headway.interfaces.Keeper.failures`."""
         while True:
             yield await self._failures.get()
