@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
+from itertools import count
 
-import numpy as np
-
-from headway.data.types import Prompt, Trajectory
-from headway.interfaces import FinishedGroup, GenerateRequest, OnUpdate, Priority, ReceiveReport, SamplingParams
+from headway.data.types import TrajectoryId
+from headway.interfaces import Call, FinishedCall, OnUpdate, Priority, ReceiveReport, SamplingParams
 from headway.simulate.profile import RolloutProfile
 from headway.simulate.rollout import Receive, SimulatedRollout
+from headway.simulate.zeros import zero_ids
 
 Lengths = Callable[[int, int], int]
 """(row, k) → tokens."""
+OF_ROW = 100
+"""Numbers of calls that belong to each row."""
+
+_strangers = map("client {}".format, count())
 
 
 async def arrives_at_once(name: str, version: int) -> ReceiveReport:
@@ -45,36 +49,64 @@ def replica(
         prefill_s=prefill_s,
         prefill_token_s=prefill_token_s,
     )
-    sampler = (lambda id, number: lengths) if isinstance(lengths, int) else (lambda id, number: lengths(id.row, id.k))
+    sampler = (lambda id: lengths) if isinstance(lengths, int) else (lambda id: lengths(id.row, id.k))
     return SimulatedRollout(
         "rollout-0", profile=profile, lengths=sampler, receive=receive, load_s=load_s, sleep_s=sleep_s, wake_s=wake_s
     )
 
 
-def request(
-    number: int,
+def calls(
+    row: int,
     n: int = 1,
     *,
     priority: Priority = Priority.TRAINING,
     prompt_tokens: int = 4,
     max_tokens: int = 10_000,
-    first: int = 0,
-) -> GenerateRequest:
-    prompt = Prompt(0, number, 0, "test", "", np.zeros(prompt_tokens, np.int32))
-    return GenerateRequest(number, prompt, n, SamplingParams(max_tokens), priority, first)
+    key: int = 0,
+    goes_on: bool = False,
+) -> list[Call]:
+    """Calls of the episodes k = 0 … n − 1 of one prompt; their numbers are `OF_ROW` · ``row`` + k."""
+    return [
+        Call(
+            number=OF_ROW * row + k,
+            trajectory=TrajectoryId(0, row, 0, k),
+            input_ids=zero_ids(prompt_tokens),
+            sampling=SamplingParams(max_tokens),
+            key=key,
+            priority=priority,
+            goes_on=goes_on,
+        )
+        for k in range(n)
+    ]
 
 
-async def generate(engine: SimulatedRollout, *requests: GenerateRequest) -> list[FinishedGroup]:
-    return [finished async for finished in engine.generate(requests)]
+async def generate(
+    engine: SimulatedRollout, *calls: Sequence[Call], client: str | None = None, into: list[FinishedCall] | None = None
+) -> list[FinishedCall]:
+    """The finished calls in the order in which they come, as one that leaves when it has all. ``into``: take this list
+    for them."""
+    client, got = client or next(_strangers), [] if into is None else into
+    missing = sum(map(len, calls))
+    await engine.submit(client, [call for part in calls for call in part])
+    if missing:
+        async with aclosing(engine.finished(client)) as batches:
+            async for batch in batches:
+                got += batch
+                missing -= len(batch)
+                if not missing:
+                    break
+    return got
 
 
-def submit(engine: SimulatedRollout, *requests: GenerateRequest) -> asyncio.Task[list[FinishedGroup]]:
-    return asyncio.ensure_future(generate(engine, *requests))
+def submit(
+    engine: SimulatedRollout, *calls: Sequence[Call], client: str | None = None
+) -> asyncio.Task[list[FinishedCall]]:
+    return asyncio.ensure_future(generate(engine, *calls, client=client))
 
 
-def trajectories(groups: Sequence[FinishedGroup]) -> list[Trajectory]:
-    """In order of (number, k)."""
-    return [t for group in sorted(groups, key=lambda group: group.number) for t in group.trajectories]
+def in_order(done: Sequence[FinishedCall]) -> list[FinishedCall]:
+    """In order of number."""
+    return sorted(done, key=lambda call: call.number)
 
 
 @asynccontextmanager

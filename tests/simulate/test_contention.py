@@ -16,7 +16,7 @@ from headway.simulate.profile import ContentionProfile, RolloutProfile
 from headway.simulate.profiling import profile_run
 from headway.simulate.rollout import SimulatedRollout
 
-from .replica import arrives_at_once, generate, request
+from .replica import arrives_at_once, calls, generate
 from .test_profiling_simulations import TRUE, record
 
 SLOW = ContentionProfile(train=1.5, rollout=4.0)
@@ -37,7 +37,7 @@ def contended(contention: Contention, *, tokens: int = 10, prefill_s: float = 0.
     return SimulatedRollout(
         "rollout-0",
         profile=RolloutProfile(slots=1, decode=[(1, 1.0)], prefill_s=prefill_s),
-        lengths=lambda id, number: tokens,
+        lengths=lambda id: tokens,
         receive=arrives_at_once,
         load_s=0.0,
         contention=contention,
@@ -48,7 +48,7 @@ def test_alone_each_side_takes_its_own_time() -> None:
     async def main() -> list[float]:
         contention = Contention(SLOW)
         engine = contended(contention)
-        return [await timed(contention.train(5)), await timed(generate(engine, request(0)))]
+        return [await timed(contention.train(5)), await timed(generate(engine, calls(0)))]
 
     assert run_virtual(main()) == [5, 15]
 
@@ -59,7 +59,7 @@ def test_a_step_that_begins_alone_is_slowed_down_from_when_a_replica_computes_un
         engine = contended(contention, tokens=1)
         step = asyncio.create_task(timed(contention.train(10)))
         await asyncio.sleep(4)
-        token = await timed(generate(engine, request(0)))
+        token = await timed(generate(engine, calls(0)))
         return [token, await step]
 
     # The token takes 4 s beside the step. Of the step 4 s were done before, 4 / 1.5 meanwhile, the rest alone.
@@ -69,7 +69,7 @@ def test_a_step_that_begins_alone_is_slowed_down_from_when_a_replica_computes_un
 def test_decoding_goes_on_more_slowly_from_the_middle_of_a_token() -> None:
     async def main() -> list[float]:
         contention = Contention(SLOW)
-        answer = asyncio.create_task(timed(generate(contended(contention), request(0))))
+        answer = asyncio.create_task(timed(generate(contended(contention), calls(0))))
         await asyncio.sleep(2.5)
         return [await timed(contention.train(4)), await answer]
 
@@ -80,7 +80,7 @@ def test_decoding_goes_on_more_slowly_from_the_middle_of_a_token() -> None:
 def test_a_prefill_under_way_is_slowed_down_too() -> None:
     async def main() -> float:
         contention = Contention(SLOW)
-        answer = asyncio.create_task(timed(generate(contended(contention, tokens=1, prefill_s=3.0), request(0))))
+        answer = asyncio.create_task(timed(generate(contended(contention, tokens=1, prefill_s=3.0), calls(0))))
         await asyncio.sleep(1)
         await contention.train(2 / 1.5)  # 2 s beside the prefill, which does half a second's work
         return await answer
@@ -92,7 +92,7 @@ def test_a_step_that_was_cancelled_slows_nobody_down_any_more() -> None:
     async def main() -> float:
         contention = Contention(SLOW)
         step = asyncio.create_task(contention.train(100))
-        answer = asyncio.create_task(timed(generate(contended(contention), request(0))))
+        answer = asyncio.create_task(timed(generate(contended(contention), calls(0))))
         await asyncio.sleep(4)
         step.cancel()
         return await answer

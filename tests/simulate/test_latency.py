@@ -18,7 +18,7 @@ from headway.simulate.trainer import SimulatedTrainer
 from headway.simulate.transport import SimulatedTransport
 
 from .jobs import profile
-from .replica import arrives_at_once, generate, request
+from .replica import arrives_at_once, calls, generate
 
 
 def now() -> float:
@@ -30,7 +30,7 @@ def far_replica(*, delivery_s: float = 0.0, resume_s: float = 0.0, slots: int = 
     return SimulatedRollout(
         "rollout-0",
         profile=RolloutProfile(slots=slots, decode=[(1, 1.0)]),
-        lengths=lambda id, number: 10,
+        lengths=lambda id: 10,
         receive=arrives_at_once,
         load_s=3.0,
         delivery_s=delivery_s,
@@ -38,22 +38,22 @@ def far_replica(*, delivery_s: float = 0.0, resume_s: float = 0.0, slots: int = 
     )
 
 
-def test_a_group_arrives_later_than_it_was_finished_and_holds_no_slot_meanwhile() -> None:
+def test_a_call_arrives_later_than_it_was_finished_and_holds_no_slot_meanwhile() -> None:
     async def main() -> list[tuple[float, float]]:
         engine = far_replica(delivery_s=4.0)
 
         async def arrival(number: int) -> tuple[float, float]:
-            (group,) = await generate(engine, request(number))
-            return group.trajectories[0].finished, now()
+            (done,) = await generate(engine, calls(number))
+            return done.finished, now()
 
         return await asyncio.gather(*(arrival(number) for number in range(2)))
 
     assert run_virtual(main()) == [(10, 14), (20, 24)]
 
 
-def test_groups_of_one_call_that_are_finished_together_arrive_together() -> None:
+def test_calls_that_are_finished_together_arrive_together() -> None:
     async def main() -> float:
-        await generate(far_replica(delivery_s=4.0, slots=2), request(0), request(1))
+        await generate(far_replica(delivery_s=4.0, slots=2), calls(0), calls(1))
         return now()
 
     assert run_virtual(main()) == 14
@@ -62,7 +62,7 @@ def test_groups_of_one_call_that_are_finished_together_arrive_together() -> None
 def test_a_replica_decodes_on_while_the_answer_to_resume_is_under_way_but_only_after_a_load() -> None:
     async def main() -> tuple[list[float], float]:
         engine = far_replica(resume_s=5.0)
-        group = asyncio.create_task(generate(engine, request(0)))
+        answer = asyncio.create_task(generate(engine, calls(0)))
         took = []
         await asyncio.sleep(2)
         for loads in (False, True):
@@ -73,7 +73,7 @@ def test_a_replica_decodes_on_while_the_answer_to_resume_is_under_way_but_only_a
             since = now()
             await engine.resume()
             took.append(now() - since)
-        await group
+        await answer
         return took, now()
 
     assert run_virtual(main()) == ([0.0, 5.0], 10 + 3)

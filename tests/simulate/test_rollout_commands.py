@@ -11,7 +11,7 @@ from headway.errors import RunError, UpdateFailed
 from headway.interfaces import OnUpdate, Priority, ReceiveReport
 from headway.simulate.clock import run_virtual
 from headway.simulate.rollout import SimulatedRollout
-from tests.simulate.replica import generate, load, now, paused, replica, request, submit, trajectories
+from tests.simulate.replica import calls, generate, in_order, load, now, paused, replica, submit
 
 CUTTING = [OnUpdate.INTERRUPT, OnUpdate.KEEP]
 
@@ -19,22 +19,22 @@ CUTTING = [OnUpdate.INTERRUPT, OnUpdate.KEEP]
 
 
 def test_drain_finishes_what_was_submitted_and_starts_nothing_that_came_later():
-    async def main() -> tuple[float, float, list[int]]:
+    async def main() -> tuple[float, float, int]:
         engine = replica(slots=1, prefill_s=0.5)
-        before = submit(engine, request(0), request(1))
+        before = submit(engine, calls(0), calls(1))
         await asyncio.sleep(1)
         pausing = asyncio.ensure_future(engine.pause(OnUpdate.DRAIN))
         await asyncio.sleep(0)
-        after = submit(engine, request(2))
+        after = submit(engine, calls(2))
         await pausing
         drained = now()
-        assert [g.number for g in await before] == [0, 1]
-        flying = await engine.in_flight()
+        assert [done.number for done in await before] == [0, 100]
+        waiting = (await engine.stats()).waiting
         await engine.resume()
-        (late,) = trajectories(await after)
-        return drained, late.finished, flying
+        (late,) = in_order(await after)
+        return drained, late.finished, waiting
 
-    assert run_virtual(main()) == (5.0, 7.5, [2])
+    assert run_virtual(main()) == (5.0, 7.5, 1)
 
 
 def test_a_drain_of_an_idle_replica_ends_at_once():
@@ -49,14 +49,14 @@ def test_a_drain_of_an_idle_replica_ends_at_once():
 def test_a_drain_that_is_called_off_does_not_pretend_to_be_over():
     async def main() -> float:
         engine = replica()
-        generating = submit(engine, request(0))
+        generating = submit(engine, calls(0))
         await asyncio.sleep(1)
         draining = asyncio.ensure_future(engine.pause(OnUpdate.DRAIN))
         await asyncio.sleep(0)
         await engine.resume()
         with pytest.raises(RunError, match="resumed before it had drained"):
             await draining
-        return trajectories(await generating)[0].finished
+        return in_order(await generating)[0].finished
 
     assert run_virtual(main()) == 2.0
 
@@ -64,7 +64,7 @@ def test_a_drain_that_is_called_off_does_not_pretend_to_be_over():
 def test_a_drain_that_is_interrupted_ends_at_once():
     async def main() -> tuple[float, int]:
         engine = replica(prefill_s=0.5)
-        generating = submit(engine, request(0))
+        generating = submit(engine, calls(0))
         await asyncio.sleep(1)
         draining = asyncio.ensure_future(engine.pause(OnUpdate.DRAIN))
         await asyncio.sleep(0)
@@ -82,11 +82,11 @@ def test_a_drain_that_is_interrupted_ends_at_once():
 def test_an_interrupted_answer_keeps_its_tokens_and_goes_on_under_the_new_version(policy: OnUpdate, finished: float):
     async def main() -> tuple[list[list[int]], float, int, int]:
         engine = replica(prefill_s=0.5)
-        generating = submit(engine, request(0))
+        generating = submit(engine, calls(0))
         await asyncio.sleep(1.3)  # half a second of prefill, six whole steps, and a bit
         async with paused(engine, policy) as interrupted:
             await load(engine, 1)
-        (done,) = trajectories(await generating)
+        (done,) = in_order(await generating)
         return done.version_spans, done.finished, done.length, interrupted
 
     spans, at, length, interrupted = run_virtual(main())
@@ -98,7 +98,7 @@ def test_an_interrupted_answer_keeps_its_tokens_and_goes_on_under_the_new_versio
 def test_after_an_interruption_each_answer_is_prefilled_with_its_own_tokens():
     async def main() -> int:
         engine = replica(slots=2, prefill_token_s=0.0)
-        generating = submit(engine, request(0, n=2, prompt_tokens=4))
+        generating = submit(engine, calls(0, n=2, prompt_tokens=4))
         await asyncio.sleep(1)
         async with paused(engine, OnUpdate.INTERRUPT):
             pass
@@ -112,13 +112,13 @@ def test_after_an_interruption_each_answer_is_prefilled_with_its_own_tokens():
 def test_a_prefill_that_a_pause_broke_off_starts_over(policy: OnUpdate):
     async def main() -> tuple[float, list[list[int]]]:
         engine = replica(prefill_s=0.5)
-        generating = submit(engine, request(0))
+        generating = submit(engine, calls(0))
         await asyncio.sleep(0.25)
         async with paused(engine, policy) as interrupted:
             assert interrupted == 0, "nothing was sampled"
             await load(engine, 1)
             await asyncio.sleep(1)
-        (done,) = trajectories(await generating)
+        (done,) = in_order(await generating)
         return done.finished, done.version_spans
 
     assert run_virtual(main()) == (3.75, [[0, 1]]), "and a version counts only if a token was sampled under it"
@@ -127,37 +127,37 @@ def test_a_prefill_that_a_pause_broke_off_starts_over(policy: OnUpdate):
 def test_what_came_during_a_pause_starts_after_what_was_cut():
     async def main() -> list[float]:
         engine = replica(slots=1)
-        cut = submit(engine, request(0))
+        cut = submit(engine, calls(0))
         await asyncio.sleep(1)
         async with paused(engine, OnUpdate.KEEP):
-            late = submit(engine, request(1, priority=Priority.VALIDATION))
+            late = submit(engine, calls(1, priority=Priority.VALIDATION))
             await asyncio.sleep(1)
-        return [trajectories(await task)[0].finished for task in (cut, late)]
+        return [in_order(await task)[0].finished for task in (cut, late)]
 
     assert run_virtual(main()) == [3.0, 5.0]
 
 
 def test_an_answer_that_ends_in_the_instant_of_the_pause_is_finished():
-    async def main() -> tuple[int, list[int], float]:
+    async def main() -> tuple[int, FinishReason, float]:
         engine = replica()
         pausing = asyncio.get_running_loop().create_future()
         # Set before the engine's own timer, for the same instant.
         asyncio.get_running_loop().call_at(
             2.0, lambda: pausing.set_result(asyncio.ensure_future(engine.pause(OnUpdate.INTERRUPT)))
         )
-        generating = submit(engine, request(0))
+        generating = submit(engine, calls(0))
         interrupted = (await (await pausing)).interrupted
-        (done,) = trajectories(await generating)
-        return interrupted, await engine.in_flight(), done.finished
+        (done,) = in_order(await generating)
+        return interrupted, done.finish_reason, done.finished
 
-    assert run_virtual(main()) == (0, [], 2.0)
+    assert run_virtual(main()) == (0, "stop", 2.0)
 
 
 @pytest.mark.parametrize("policy", CUTTING)
 def test_after_sleep_everything_that_was_cut_is_prefilled_again(policy: OnUpdate):
     async def main() -> int:
         engine = replica()
-        generating = submit(engine, request(0))
+        generating = submit(engine, calls(0))
         await asyncio.sleep(1)
         async with paused(engine, policy):
             await engine.sleep()
@@ -174,7 +174,7 @@ def test_after_sleep_everything_that_was_cut_is_prefilled_again(policy: OnUpdate
 def test_a_replica_that_gave_its_weights_up_cannot_go_on_before_it_has_new_ones():
     async def main() -> list[int]:
         engine = replica()
-        generating = submit(engine, request(0))
+        generating = submit(engine, calls(0))
         await asyncio.sleep(1)
         await engine.pause(OnUpdate.INTERRUPT)
         await engine.sleep(keep_weights=False)
@@ -183,7 +183,7 @@ def test_a_replica_that_gave_its_weights_up_cannot_go_on_before_it_has_new_ones(
             await engine.resume()
         await load(engine, 1)
         await engine.resume()
-        (done,) = trajectories(await generating)
+        (done,) = in_order(await generating)
         return [version for _, version in done.version_spans]
 
     assert run_virtual(main()) == [0, 1]
@@ -192,12 +192,12 @@ def test_a_replica_that_gave_its_weights_up_cannot_go_on_before_it_has_new_ones(
 def test_a_replica_that_kept_its_weights_goes_on_with_them():
     async def main() -> list[list[int]]:
         engine = replica()
-        generating = submit(engine, request(0))
+        generating = submit(engine, calls(0))
         await asyncio.sleep(1)
         async with paused(engine, OnUpdate.INTERRUPT):
             await engine.sleep(keep_weights=True)
             await engine.wake()
-        (done,) = trajectories(await generating)
+        (done,) = in_order(await generating)
         return done.version_spans
 
     assert run_virtual(main()) == [[0, 0]]
@@ -242,7 +242,7 @@ def test_a_version_that_arrives_while_another_is_loaded_stays_staged():
 def test_kept_answers_are_not_prefilled_again():
     async def main() -> int:
         engine = replica(prefill_s=0.5)
-        generating = submit(engine, request(0))
+        generating = submit(engine, calls(0))
         await asyncio.sleep(1)
         async with paused(engine, OnUpdate.KEEP):
             pass
@@ -268,7 +268,7 @@ def test_loading_takes_its_time_and_the_version_counts_from_its_end():
 
 
 async def _refused(engine: SimulatedRollout, what: str) -> None:
-    generating = submit(engine, request(0))
+    generating = submit(engine, calls(0))
     await asyncio.sleep(0.5)
     await engine.stage_weights(1)
     try:
@@ -326,106 +326,112 @@ def test_weights_that_did_not_arrive_are_not_staged():
 # ---------------------------------------------------------------------------------------------- abort
 
 
-def test_aborted_groups_are_yielded_with_the_tokens_that_they_have():
+def test_aborted_calls_are_yielded_with_the_tokens_that_they_have():
     async def main() -> list[tuple[int, FinishReason, int, float]]:
         engine = replica(slots=1, step_s=0.3)
-        generating = submit(engine, request(0), request(1), request(2))
+        generating = submit(engine, calls(0), calls(1), calls(2), client="me")
         await asyncio.sleep(1)
-        await engine.abort([0, 2])
-        return [
-            (g.number, t.finish_reason, t.length, round(t.finished, 9))
-            for g in await generating
-            for t in g.trajectories
-        ]
+        await engine.abort("me", [0, 200, 200])
+        return [(t.number, t.finish_reason, t.length, round(t.finished, 9)) for t in await generating]
 
-    assert run_virtual(main()) == [(0, "aborted", 3, 1.0), (2, "aborted", 0, 1.0), (1, "stop", 16, 5.8)]
+    assert run_virtual(main()) == [(0, "aborted", 3, 1.0), (200, "aborted", 0, 1.0), (100, "stop", 16, 5.8)]
 
 
-def test_what_had_finished_before_its_group_was_aborted_stays_finished():
+def test_what_was_aborted_at_one_moment_comes_in_one_batch():
+    async def main() -> list[int]:
+        engine = replica()
+        await engine.submit("me", [*calls(0, n=2), *calls(1, n=2)])
+        await asyncio.sleep(1)
+        await engine.abort("me", [101, 0, 100])
+        return [call.number for call in await anext(aiter(engine.finished("me")))]
+
+    assert run_virtual(main()) == [101, 0, 100]
+
+
+def test_what_had_finished_before_it_was_aborted_stays_finished():
     async def main() -> list[tuple[FinishReason, int]]:
         engine = replica(lambda row, k: (2, 99)[k])
-        generating = submit(engine, request(0, n=2))
+        generating = submit(engine, calls(0, n=2), client="me")
         await asyncio.sleep(1)
-        await engine.abort([0])
-        return [(t.finish_reason, t.length) for t in trajectories(await generating)]
+        await engine.abort("me", [0, 1])
+        return [(t.finish_reason, t.length) for t in in_order(await generating)]
 
     assert run_virtual(main()) == [("stop", 2), ("aborted", 8)]
 
 
-def test_aborting_validation_by_a_groups_number_is_impossible():
+def test_numbers_that_are_unknown_or_anothers_are_ignored():
     async def main() -> list[FinishReason]:
         engine = replica()
-        generating = submit(engine, request(0, priority=Priority.VALIDATION))
+        generating = submit(engine, calls(0), client="me")
         await asyncio.sleep(1)
-        await engine.abort([0, 17])
-        return [t.finish_reason for t in trajectories(await generating)]
+        await engine.abort("me", [17])
+        await engine.abort("another", [0])
+        return [t.finish_reason for t in in_order(await generating)]
 
     assert run_virtual(main()) == ["stop"]
 
 
-def test_only_groups_with_a_token_of_an_older_version_are_overdue():
-    async def main() -> tuple[list[int], list[tuple[int, FinishReason]]]:
+def test_only_training_calls_with_a_token_of_an_older_version_are_overdue():
+    async def main() -> list[tuple[int, FinishReason]]:
         engine = replica(lambda row, k: 2 if (row, k) == (2, 0) else 80, slots=3)
-        # 2 has an answer that finished under version 0; 1 decodes under 0; 3 waits for a slot; 4 comes later.
-        generating = submit(engine, request(2, n=2), request(1), request(3), request(0, priority=Priority.VALIDATION))
+        # Of 2 one answer finishes under version 0, the other one and 1 decode under it; 3 waits for a slot.
+        generating = submit(engine, calls(2, n=2), calls(1), calls(3), calls(0, priority=Priority.VALIDATION))
         await asyncio.sleep(1)
-        assert await engine.abort_older_than(0) == []
+        await engine.abort_older_than(0)
         async with paused(engine, OnUpdate.INTERRUPT):
             await load(engine, 1)
-        later = submit(engine, request(4))
+        later = submit(engine, calls(4))
         await asyncio.sleep(1)
-        overdue = await engine.abort_older_than(1)
+        await engine.abort_older_than(1)
         await asyncio.sleep(1)
-        assert await engine.abort_older_than(1) == []
-        everything = [*await generating, *await later]
-        return overdue, sorted((g.number, g.trajectories[-1].finish_reason) for g in everything)
+        await engine.abort_older_than(1)
+        return [(t.number, t.finish_reason) for t in in_order([*await generating, *await later])]
 
-    assert run_virtual(main()) == (
-        [2, 1],
-        [(0, "stop"), (1, "aborted"), (2, "aborted"), (3, "stop"), (4, "stop")],
-    )
+    assert run_virtual(main()) == [
+        (0, "stop"),
+        (100, "aborted"),
+        (200, "stop"),
+        (201, "aborted"),
+        (300, "stop"),
+        (400, "stop"),
+    ]
 
 
 def test_the_tokens_that_are_being_sampled_count_when_the_oldest_version_is_asked_for():
-    async def main() -> list[int]:
+    async def main() -> list[FinishReason]:
         engine = replica(slots=3, step_s=1.0)
-        generating = [submit(engine, request(0))]
+        generating = [submit(engine, calls(0))]
         await asyncio.sleep(1.5)
-        generating.append(submit(engine, request(1)))
+        generating.append(submit(engine, calls(1)))
         await asyncio.sleep(0.9)  # not yet a whole token
-        overdue = await engine.abort_older_than(1)
-        for task in generating:
-            await task
-        return overdue
+        await engine.abort_older_than(1)
+        return [done.finish_reason for task in generating for done in await task]
 
-    assert run_virtual(main()) == [0]
+    assert run_virtual(main()) == ["aborted", "stop"]
 
 
-def test_leaving_early_drops_what_was_not_yielded_and_frees_its_slot():
+def test_leaving_drops_what_was_not_yielded_and_frees_its_slot():
     async def main() -> tuple[float, list[int]]:
         engine = replica(slots=1)
-        left = submit(engine, request(0), request(1))
-        other = submit(engine, request(2))
+        left = submit(engine, calls(0), calls(1), client="me")
+        other = submit(engine, calls(2))
         await asyncio.sleep(1)
         left.cancel()
         await asyncio.sleep(0)
-        flying = await engine.in_flight()
-        (done,) = trajectories(await other)
-        return done.finished, flying
+        stats = await engine.stats()
+        (done,) = await other
+        return done.finished, [stats.running, stats.waiting]
 
-    assert run_virtual(main()) == (3.0, [2])
+    assert run_virtual(main()) == (3.0, [1, 0])
 
 
-def test_in_flight_lists_training_groups_in_order_of_submission():
+def test_leaving_gives_up_what_was_kept_for_the_clients_episodes():
     async def main() -> list[int]:
-        engine = replica(lambda row, k: 4 if row == 5 else 16, slots=3)
-        generating = submit(engine, request(9), request(5), request(7), request(1, priority=Priority.VALIDATION))
-        await asyncio.sleep(0.75)
-        flying = await engine.in_flight()
-        generating.cancel()
-        return flying
+        engine = replica(slots=1)
+        await generate(engine, calls(0, goes_on=True), client="me")
+        return [done.cached for done in await generate(engine, calls(0, prompt_tokens=22, key=1), client="me")]
 
-    assert run_virtual(main()) == [9, 7]
+    assert run_virtual(main()) == [0]
 
 
 # ---------------------------------------------------------------------------------------------- the end
@@ -439,8 +445,8 @@ def test_a_dead_replica_raises_from_every_call_those_under_way_included():
     async def main() -> None:
         engine = replica(slots=1, receive=never)
         under_way = [
-            submit(engine, request(0)),
-            submit(engine, request(1)),
+            submit(engine, calls(0)),
+            submit(engine, calls(1)),
             asyncio.ensure_future(engine.stage_weights(1)),
         ]
         await asyncio.sleep(1)
@@ -448,14 +454,14 @@ def test_a_dead_replica_raises_from_every_call_those_under_way_included():
         await asyncio.sleep(0)
         engine.die(ConnectionError("gone"))
         later = [
-            generate(engine, request(2)),
+            generate(engine, calls(2)),
             engine.pause(OnUpdate.DRAIN),
             engine.resume(),
             engine.stage_weights(1),
             engine.activate(1),
-            engine.abort([0]),
+            engine.abort("me", [0]),
             engine.abort_older_than(1),
-            engine.in_flight(),
+            engine.release([]),
             engine.sleep(),
             engine.wake(),
             engine.stats(),
@@ -476,7 +482,7 @@ def test_a_receiving_call_can_be_cancelled():
         engine = replica(receive=never)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(engine.stage_weights(1), 5)
-        await generate(engine, request(0))
+        await generate(engine, calls(0))
 
     run_virtual(main())
 
@@ -484,7 +490,7 @@ def test_a_receiving_call_can_be_cancelled():
 def test_a_closed_replica_says_so_to_whoever_still_waits():
     async def main() -> None:
         engine = replica()
-        generating = submit(engine, request(0))
+        generating = submit(engine, calls(0))
         await asyncio.sleep(1)
         await engine.close()
         await engine.close()

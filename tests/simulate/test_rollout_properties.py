@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.data.types import FinishReason, Trajectory
+from headway.data.types import FinishReason
 from headway.events import Span
-from headway.interfaces import EngineStats, FinishedGroup, OnUpdate, Priority
+from headway.interfaces import Call, EngineStats, FinishedCall, OnUpdate, Priority
 from headway.simulate.clock import run_virtual
 from headway.simulate.rollout import SimulatedRollout
-from tests.simulate.replica import generate, load, now, replica, request, trajectories
+from tests.simulate.replica import OF_ROW, calls, generate, in_order, load, now, replica
 
 PROMPT = 3
 
@@ -102,7 +102,7 @@ def curve(points: Sequence[tuple[int, float]], active: int) -> float:
     return quicker if fewer == more else quicker + (slower - quicker) * (active - fewer) / (more - fewer)
 
 
-async def on_the_engine(job: Job) -> tuple[list[Trajectory], EngineStats]:
+async def on_the_engine(job: Job) -> tuple[list[FinishedCall], EngineStats]:
     engine = replica(
         lambda row, k: job.lengths[row],
         slots=job.slots,
@@ -110,15 +110,15 @@ async def on_the_engine(job: Job) -> tuple[list[Trajectory], EngineStats]:
         kv_token_s=job.kv_token_s,
         kv_tokens=job.kv_tokens,
     )
-    requests = [request(row, prompt_tokens=PROMPT) for row in range(len(job.lengths))]
-    generating = asyncio.ensure_future(generate(engine, *requests))
+    rows = [calls(row, prompt_tokens=PROMPT) for row in range(len(job.lengths))]
+    generating = asyncio.ensure_future(generate(engine, *rows))
     for version, (after, seconds) in enumerate(job.pauses, start=1):
         await asyncio.sleep(after)
         await engine.pause(OnUpdate.INTERRUPT if version % 2 else OnUpdate.KEEP)
         await load(engine, version)
         await asyncio.sleep(seconds)
         await engine.resume()
-    return trajectories(await generating), await engine.stats()
+    return in_order(await generating), await engine.stats()
 
 
 @st.composite
@@ -141,11 +141,11 @@ def jobs(draw: st.DrawFn) -> Job:
 def test_every_answer_goes_as_it_does_token_by_token(job: Job):
     expected, slot_seconds = token_by_token(job)
     actual, stats = run_virtual(on_the_engine(job))
-    for reference, trajectory in zip(expected, actual, strict=True):
-        assert trajectory.length == reference.length
-        assert trajectory.finished == pytest.approx(reference.finished, rel=1e-6)
-        assert trajectory.started == pytest.approx(reference.started, rel=1e-6)
-        assert trajectory.version_spans == reference.spans
+    for reference, done in zip(expected, actual, strict=True):
+        assert done.length == reference.length
+        assert done.finished == pytest.approx(reference.finished, rel=1e-6)
+        assert done.started == pytest.approx(reference.started, rel=1e-6)
+        assert done.version_spans == reference.spans
     assert stats.slot_seconds == pytest.approx(slot_seconds, rel=1e-6)
     assert stats.generated_tokens == sum(job.lengths)
 
@@ -175,12 +175,13 @@ class Session:
         """(time, version) of every load."""
         self.still: list[Span] = []
         """From the end of each pause to its `resume`."""
-        self.asked: list[tuple[int, int, Priority]] = []
-        self.got: list[FinishedGroup] = []
-        self.left: set[int] = set()
-        """Numbers whose iterator was left."""
+        self.asked: dict[str, set[int]] = {}
+        """Numbers of all calls by client."""
+        self.got: dict[str, list[FinishedCall]] = {}
+        self.left: set[str] = set()
+        """Clients that left before they had everything."""
         self.stats: list[EngineStats] = []
-        self._numbers = iter(range(10_000))
+        self._rows = iter(range(10_000))
 
     def length(self, row: int, k: int) -> int:
         return 1 + (row * 7 + k * 5) % 23
@@ -192,8 +193,9 @@ class Session:
             for _ in range(30):
                 await self.a_while()
                 match self.random.randrange(4):
-                    case 0:
-                        await self.engine.abort(self.random.sample(await self.engine.in_flight() or [0], 1))
+                    case 0 if self.asked:
+                        client = self.random.choice(list(self.asked))
+                        await self.engine.abort(client, self.random.sample(sorted(self.asked[client]), 2))
                     case 1:
                         await self.engine.abort_older_than(self.engine.version)
                     case 2 if not self.patient:
@@ -206,17 +208,23 @@ class Session:
     async def consume(self) -> None:
         for _ in range(6):
             await self.a_while()
-            numbers = [next(self._numbers) for _ in range(self.random.randint(1, 3))]
-            n, priority = self.random.randint(1, 4), self.random.choice(list(Priority))
-            self.asked += [(number, n, priority) for number in numbers]
-            missing = set(numbers)
-            try:
-                requests = [request(number, n, priority=priority) for number in numbers]
-                async for group in self.engine.generate(requests):
-                    self.got.append(group)
-                    missing.remove(group.number)
-            finally:
-                self.left |= missing
+            asked = [one for _ in range(self.random.randint(1, 3)) for one in self.some(next(self._rows))]
+            client = f"client {asked[0].number}"
+            self.asked[client] = {call.number for call in asked}
+            self.got[client] = []
+            self.left.add(client)
+            await generate(self.engine, asked, client=client, into=self.got[client])
+            self.left.remove(client)
+
+    def some(self, row: int) -> list[Call]:
+        """Calls of one row, two at least, some of which have a context of their own and go on."""
+        return calls(
+            row,
+            self.random.randint(2, 4),
+            priority=self.random.choice(list(Priority)),
+            key=self.random.randint(0, 1),
+            goes_on=self.random.random() < 0.3,
+        )
 
     async def update(self) -> None:
         for version in range(1, 8):
@@ -245,22 +253,26 @@ def sessions() -> list[Session]:
     return made
 
 
+def all_of(session: Session) -> list[FinishedCall]:
+    return [done for got in session.got.values() for done in got]
+
+
 def test_nothing_is_lost_and_nothing_comes_twice(sessions: list[Session]):
     for session in sessions:
-        came = sorted(group.number for group in session.got)
-        assert came == sorted({number for number, _, _ in session.asked} - session.left)
-        sizes = {number: n for number, n, _ in session.asked}
-        for group in session.got:
-            assert [t.id.k for t in group.trajectories] == list(range(sizes[group.number]))
-            for t in group.trajectories:
-                whole = session.length(t.id.row, t.id.k)
-                assert t.length < whole if t.finish_reason is FinishReason.ABORTED else t.length == whole
+        for client, asked in session.asked.items():
+            came = [done.number for done in session.got[client]]
+            assert len(came) == len(set(came))
+            assert set(came) < asked if client in session.left else set(came) == asked
+        for done in all_of(session):
+            whole = session.length(*divmod(done.number, OF_ROW))
+            assert done.length < whole if done.finish_reason is FinishReason.ABORTED else done.length == whole
 
 
 def test_the_sessions_do_all_that_they_are_meant_to(sessions: list[Session]):
-    groups = [group for session in sessions for group in session.got]
-    assert any(t.finish_reason is FinishReason.ABORTED and t.length for g in groups for t in g.trajectories)
-    assert any(len(t.version_spans) > 2 for g in groups for t in g.trajectories)
+    everything = [done for session in sessions for done in all_of(session)]
+    assert any(done.finish_reason is FinishReason.ABORTED and done.length for done in everything)
+    assert any(len(done.version_spans) > 2 for done in everything)
+    assert any(done.cached > 0 for done in everything)
     assert any(session.left for session in sessions)
     assert any(not session.left for session in sessions)
     assert {session.limited for session in sessions} == {True, False}
@@ -269,14 +281,14 @@ def test_the_sessions_do_all_that_they_are_meant_to(sessions: list[Session]):
 def test_no_token_belongs_to_a_version_that_was_not_loaded_when_it_was_sampled(sessions: list[Session]):
     for session in sessions:
         loaded = {version: time for time, version in session.loaded}
-        for t in (t for group in session.got for t in group.trajectories if t.length):
-            starts, versions = zip(*t.version_spans, strict=True)
+        for done in (done for done in all_of(session) if done.length):
+            starts, versions = zip(*done.version_spans, strict=True)
             assert starts[0] == 0
             assert list(starts) == sorted(set(starts))
-            assert starts[-1] < t.length
+            assert starts[-1] < done.length
             assert list(versions) == sorted(set(versions))
-            assert loaded[versions[0]] < t.started < loaded.get(versions[0] + 1, float("inf"))
-            assert loaded[versions[-1]] < t.finished
+            assert loaded[versions[0]] < done.started < loaded.get(versions[0] + 1, float("inf"))
+            assert loaded[versions[-1]] < done.finished
 
 
 def test_busy_spans_are_disjoint_and_outside_pauses(sessions: list[Session]):
@@ -294,14 +306,14 @@ def test_busy_spans_are_disjoint_and_outside_pauses(sessions: list[Session]):
 def test_reported_tokens_are_those_of_the_trajectories(sessions: list[Session]):
     for session in sessions:
         reported = sum(stats.generated_tokens for stats in session.stats)
-        delivered = sum(t.length for group in session.got for t in group.trajectories)
+        delivered = sum(done.length for done in all_of(session))
         assert reported >= delivered
         if not session.left:
             assert reported == delivered
 
 
-def test_the_same_commands_give_the_same_trajectories():
-    def run() -> list[FinishedGroup]:
+def test_the_same_commands_give_the_same_answers():
+    def run() -> dict[str, list[FinishedCall]]:
         session = Session(seed=42)
         run_virtual(session.run())
         return session.got
@@ -311,6 +323,7 @@ def test_the_same_commands_give_the_same_trajectories():
 
 def test_when_all_is_done_the_replica_remembers_nothing(sessions: list[Session]):
     for session in sessions:
-        for part in (session.engine, session.engine._replica, session.engine._replica._sharing):
+        replica = session.engine._replica
+        for part in (session.engine, replica, replica._sharing, replica._prefixes):
             kept = {name: value for name, value in vars(part).items() if isinstance(value, list | dict | deque)}
             assert not any(kept.values()), kept

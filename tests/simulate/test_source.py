@@ -11,12 +11,8 @@ from headway.simulate.reward import SimulatedReward
 from headway.simulate.source import SimulatedSource, held_out_prompts
 
 
-def by_row(id: TrajectoryId, number: int) -> int:
+def by_row(id: TrajectoryId) -> int:
     return 10 + id.row
-
-
-def by_number(id: TrajectoryId, number: int) -> int:
-    return 10 + number
 
 
 def given(source: SimulatedSource, count: int) -> list[Prompt]:
@@ -49,15 +45,8 @@ def test_a_row_runs_again_as_a_further_attempt_of_the_same_length() -> None:
     assert (again.epoch, again.row, again.attempt, len(again.token_ids)) == (0, 2, 2, 12)
 
 
-def test_replayed_lengths_follow_the_order_of_admission() -> None:
-    source = SimulatedSource(by_number)
-    first = given(source, 2)
-    source.again(first[0])  # admitted as the third
-    assert [len(p.token_ids) for p in [*first, *given(source, 1)]] == [10, 11, 13]
-
-
 def test_a_prompt_carries_what_is_known_of_its_group() -> None:
-    source = SimulatedSource(by_row, filtered=lambda id, number: number == 2 or id.attempt == 1)
+    source = SimulatedSource(by_row, filtered=lambda id: id.row == 2 or id.attempt == 1)
     first, second = given(source, 2)
     assert (first.answer, second.answer) == (False, False)
     assert given(source, 1)[0].answer is True
@@ -66,10 +55,10 @@ def test_a_prompt_carries_what_is_known_of_its_group() -> None:
 
 
 def test_a_restored_source_goes_on_where_the_other_stood() -> None:
-    source, other = SimulatedSource(by_number, rows=3), SimulatedSource(by_number, rows=3)
+    source, other = SimulatedSource(by_row, rows=3), SimulatedSource(by_row, rows=3)
     source.again(given(source, 4)[0])
     other.restore(source.state())
-    assert [(p.epoch, p.row, len(p.token_ids)) for p in given(other, 2)] == [(1, 1, 15), (1, 2, 16)]
+    assert [(p.epoch, p.row, len(p.token_ids)) for p in given(other, 2)] == [(1, 1, 11), (1, 2, 12)]
 
 
 def test_held_out_prompts_are_rows_of_an_epoch_of_their_own() -> None:
@@ -111,7 +100,7 @@ def test_the_share_of_groups_without_variance_is_the_one_asked_for() -> None:
 def test_what_is_known_of_a_group_decides_instead_of_the_share() -> None:
     async def main() -> list[bool]:
         reward = SimulatedReward(RewardProfile(filtered=0.5), seed=0)
-        source = SimulatedSource(by_row, filtered=lambda id, number: number % 3 == 0)
+        source = SimulatedSource(by_row, filtered=lambda id: id.row % 3 == 0)
         return [has_variance((await reward.score(prompt, [""] * 4)).rewards) for prompt in given(source, 9)]
 
     assert run_virtual(main()) == [False, True, True] * 3

@@ -9,7 +9,7 @@ import pytest
 from headway.interfaces import EngineStats, OnUpdate
 from headway.simulate.clock import run_virtual
 
-from .replica import generate, replica, request
+from .replica import calls, generate, replica
 
 CURVE = [(1, 0.1), (2, 0.15), (4, 0.35)]
 
@@ -21,7 +21,7 @@ def seconds_in_steps(stats: EngineStats) -> float:
 def test_steps_are_counted_by_the_sequences_that_were_active() -> None:
     async def main() -> EngineStats:
         engine = replica(lambda row, k: (3, 8)[k], slots=4, decode=CURVE, kv_token_s=0.001)
-        await generate(engine, request(0, n=2, prompt_tokens=5))
+        await generate(engine, calls(0, n=2, prompt_tokens=5))
         return await engine.stats()
 
     stats = run_virtual(main())
@@ -38,7 +38,7 @@ def test_steps_are_counted_by_the_sequences_that_were_active() -> None:
 def test_steps_and_prefills_add_up_to_the_busy_time() -> None:
     async def main() -> EngineStats:
         engine = replica(lambda row, k: 5 + 3 * row + k, slots=3, decode=CURVE, prefill_s=0.3, prefill_token_s=0.01)
-        await generate(engine, *(request(number, n=2, prompt_tokens=5 + number) for number in range(4)))
+        await generate(engine, *(calls(number, n=2, prompt_tokens=5 + number) for number in range(4)))
         return await engine.stats()
 
     stats = run_virtual(main())
@@ -49,12 +49,12 @@ def test_steps_and_prefills_add_up_to_the_busy_time() -> None:
 def test_parts_of_steps_are_kept_for_the_next_report() -> None:
     async def main() -> list[dict[int, int]]:
         engine = replica(10, slots=1, step_s=1.0)
-        group = asyncio.create_task(generate(engine, request(0)))
+        answers = asyncio.create_task(generate(engine, calls(0)))
         reports = []
         for pause_s in (2.5, 3.0, 10.0):
             await asyncio.sleep(pause_s)
             reports.append({active: steps for active, (steps, _, _) in (await engine.stats()).decode_steps.items()})
-        await group
+        await answers
         return reports
 
     # The first step belongs to the prefill.
@@ -64,7 +64,7 @@ def test_parts_of_steps_are_kept_for_the_next_report() -> None:
 def test_a_prompt_is_prefilled_again_for_new_weights_and_after_its_cache_was_freed() -> None:
     async def main() -> dict[int, tuple[int, int]]:
         engine = replica(4, slots=1, step_s=1.0)
-        group = asyncio.create_task(generate(engine, request(0, n=4, prompt_tokens=5)))
+        answers = asyncio.create_task(generate(engine, calls(0, n=4, prompt_tokens=5)))
         await asyncio.sleep(4)  # the second answer begins, from the prompt that is kept
         await engine.pause(OnUpdate.KEEP)
         await engine.stage_weights(1)
@@ -73,7 +73,7 @@ def test_a_prompt_is_prefilled_again_for_new_weights_and_after_its_cache_was_fre
         await asyncio.sleep(5.5)  # the third: the prompt under new weights, and a token
         await engine.pause(OnUpdate.INTERRUPT)
         await engine.resume()  # the third with its token, and later the prompt for the fourth
-        await group
+        await answers
         merged = (await engine.stats()).prefill_steps
         return {size: (steps, tokens) for size, (steps, _, tokens, _, _) in merged.items()}
 

@@ -9,7 +9,7 @@ ROUNDING = 1e-6
 
 
 class Activity:
-    """Busy spans, slot-time, prefilled tokens and steps since the last report.
+    """Busy spans, slot-time, tokens prefilled and found, and steps since the last report.
 
     Decoding is continuous here, so steps come in parts: what is left of a whole step is kept for the next report. A
     prefill and the step after it are one, as in an engine that does both in one go.
@@ -18,6 +18,8 @@ class Activity:
     def __init__(self) -> None:
         self.slot_seconds = 0.0
         self.prefilled_tokens = 0
+        self.found_tokens = 0
+        """Tokens that were in the prefix cache."""
         self._busy: list[Span] = []
         self._since: float | None = None
         self._decoded: dict[int, list[float]] = {}
@@ -49,13 +51,13 @@ class Activity:
         add_prefill(self._prefilled, active, tokens, prefill_s + step_s, round(cached))
         self.decoded(active, -1.0, -step_s, cached + active)  # the last term: a step back from there
 
-    def take(self, now: float) -> tuple[list[Span], float, int]:
-        """Return (busy spans, slot-seconds, prefilled tokens) up to ``now``, where the next report starts."""
+    def take(self, now: float) -> tuple[list[Span], float, int, int]:
+        """(busy spans, slot-seconds, prefilled tokens, found ones) up to ``now``, which starts the next report."""
         if self._since is not None:
             self._close(now)
             self._since = now
-        report = self._busy, self.slot_seconds, self.prefilled_tokens
-        self._busy, self.slot_seconds, self.prefilled_tokens = [], 0.0, 0
+        report = self._busy, self.slot_seconds, self.prefilled_tokens, self.found_tokens
+        self._busy, self.slot_seconds, self.prefilled_tokens, self.found_tokens = [], 0.0, 0, 0
         return report
 
     def take_steps(self) -> tuple[dict[int, DecodeSteps], dict[int, PrefillSteps]]:

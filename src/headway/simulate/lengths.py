@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from statistics import NormalDist
-from typing import Protocol
 
 from headway.data.types import TrajectoryId
 from headway.simulate.profile import ConstantLengths, EmpiricalLengths, LengthsProfile, LognormalLengths
@@ -23,18 +22,12 @@ _GAMMA = 0x9E3779B97F4A7C15
 
 _inverse_normal = NormalDist().inv_cdf
 
-Recorded = Callable[[TrajectoryId, int], int]
-"""Function of a trajectory's id and its group's number: the index of the recorded group whose lengths it takes."""
+LengthSampler = Callable[[TrajectoryId], int]
+"""A trajectory's id → its tokens, at least 1; the same ones however often it is asked.
 
-
-class LengthSampler(Protocol):
-    """Function that gives the tokens of trajectory ``id`` in group ``number``: at least 1, always the same ones.
-
-    A prompt's length is its trajectory 0's. Two samplers of one seed share their draws: two recorded sets of equal size
-    then draw the same recorded group, but distributions that should be independent need seeds of their own.
-    """
-
-    def __call__(self, id: TrajectoryId, number: int) -> int: ...
+A prompt's length is its trajectory 0's. Two samplers of one seed share their draws: two recorded sets of equal size
+then draw the same recorded group, but distributions that should be independent need seeds of their own.
+"""
 
 
 def lengths_of(profile: LengthsProfile, seed: int) -> LengthSampler:
@@ -48,8 +41,8 @@ def lengths_of(profile: LengthsProfile, seed: int) -> LengthSampler:
             return _Recorded(profile.groups, _recorded(profile, seed))
 
 
-FilterSampler = Callable[[TrajectoryId, int], bool]
-"""Function of a trajectory's id and its group's number: whether the recorded group behind its lengths was filtered."""
+FilterSampler = Callable[[TrajectoryId], bool]
+"""A trajectory's id → whether the recorded group that its lengths are from was filtered."""
 
 
 def filtered_of(profile: LengthsProfile, seed: int) -> FilterSampler | None:
@@ -57,14 +50,14 @@ def filtered_of(profile: LengthsProfile, seed: int) -> FilterSampler | None:
     if not isinstance(profile, EmpiricalLengths) or profile.filtered is None:
         return None
     filtered, recorded = frozenset(profile.filtered), _recorded(profile, seed)
-    return lambda id, number: recorded(id, number) in filtered
+    return lambda id: recorded(id) in filtered
 
 
 class _Constant:
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
 
-    def __call__(self, id: TrajectoryId, number: int) -> int:
+    def __call__(self, id: TrajectoryId) -> int:
         return self._tokens
 
 
@@ -81,7 +74,7 @@ class _Lognormal:
         self._group = (0, 0, 0)
         self._key, self._location = self._enter(self._group)
 
-    def __call__(self, id: TrajectoryId, number: int) -> int:
+    def __call__(self, id: TrajectoryId) -> int:
         epoch, row, attempt, k = id
         if (epoch, row, attempt) != self._group:
             self._group = epoch, row, attempt
@@ -101,21 +94,24 @@ class _Lognormal:
 class _Recorded:
     """Recorded lengths: all answers of a group take theirs from the same recorded group."""
 
-    def __init__(self, groups: list[list[int]], recorded: Recorded) -> None:
+    def __init__(self, groups: list[list[int]], recorded: Callable[[TrajectoryId], int]) -> None:
         self._groups = groups
         self._recorded = recorded
 
-    def __call__(self, id: TrajectoryId, number: int) -> int:
-        lengths = self._groups[self._recorded(id, number)]
+    def __call__(self, id: TrajectoryId) -> int:
+        lengths = self._groups[self._recorded(id)]
         return lengths[id.k % len(lengths)]
 
 
-def _recorded(profile: EmpiricalLengths, seed: int) -> Recorded:
-    """Make the function that finds a group's recorded group: by its number, over and over, or by a draw."""
+def _recorded(profile: EmpiricalLengths, seed: int) -> Callable[[TrajectoryId], int]:
+    """The index of the recorded group that a group takes: that of its row, over and over, or one that is drawn for it.
+
+    Rows are admitted in order, so a replay goes by the order of admission, in which groups were recorded.
+    """
     count = len(profile.groups)
     if profile.replay:
-        return lambda id, number: number % count
-    return lambda id, number: _group_key(seed, id.epoch, id.row, id.attempt) % count
+        return lambda id: id.row % count
+    return lambda id: _group_key(seed, id.epoch, id.row, id.attempt) % count
 
 
 def _group_key(seed: int, epoch: int, row: int, attempt: int) -> int:

@@ -69,7 +69,7 @@ class EmpiricalLengths(Section):
     kind: Literal["empirical"]
     groups: list[Annotated[list[Positive], Field(min_length=1)]] = Field(min_length=1)
     replay: bool = False
-    """True if group number i takes ``groups[i mod len(groups)]``, as recorded, instead of a drawn one."""
+    """Row i takes ``groups[i mod len(groups)]``, as recorded, instead of a drawn one; rows are admitted in order."""
     filtered: list[NonNegative] | None = None
     """Indices of those ``groups`` of answers that were filtered. A simulated group that takes the lengths of one is
     filtered, too: easy and hard prompts have answers of other lengths. Default: unknown."""

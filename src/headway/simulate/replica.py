@@ -1,11 +1,11 @@
 """The inside of a simulated replica: the waiting line, the slots, prefill, and the one timer. Nothing here is awaited.
 
-    submit ─▶ waiting line ─slots, cache─▶ prefill ─▶ ProcessorSharing ─▶ finished groups, into their outboxes
+    submit ─▶ waiting line ─slots, cache─▶ prefill ─▶ ProcessorSharing ─▶ finished calls, a batch for each client
                 ▲     ▲                                 │     │
                 │     └────── preempted ────────────────┘     │
                 └──────────── cut by a pause ◀────────────────┘
 
-The timer is set for what happens next by itself: a trajectory ends, the cache is full, a prefill that others wait for
+The timer is set for what happens next by itself: a call ends, the cache is full, a prefill that others wait for
 ends. Every command first settles what was computed since the last one (`_settle`), then changes something, then lets
 the replica go on (`_go_on`), which starts what may start and sets the timer.
 """
@@ -15,29 +15,38 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from headway.data.types import FinishReason
-from headway.interfaces import EngineStats, GenerateRequest, OnUpdate
+from headway.data.types import FinishReason, TrajectoryId
+from headway.interfaces import Call, EngineStats, FinishedCall, OnUpdate
 from headway.simulate.activity import Activity
 from headway.simulate.contention import Contention
 from headway.simulate.costs import decode_cost
 from headway.simulate.lengths import LengthSampler
+from headway.simulate.prefixes import PrefixCache
 from headway.simulate.profile import RolloutProfile
 from headway.simulate.sharing import ROUNDING, ProcessorSharing
-from headway.simulate.work import GroupRun, Outbox, TrajectoryRun, prefill_tokens
+from headway.simulate.work import CallRun
+
+Deliver = Callable[[str, Sequence[FinishedCall]], None]
+"""Takes a client's calls that are finished at one moment."""
 
 
 class DecodingReplica:
     """The decoding of one replica in virtual time. Runs on the loop that its commands are called from.
 
-    Prefill is serial and stops decoding; what starts together is prefilled together, the prompt of a group only once. A
-    pause breaks a prefill off, and it starts over; an abort lets it go on while anything is in a slot. In the KV cache
-    every trajectory has its prompt to itself.
+    Prefill is serial and stops decoding; what starts together is prefilled together, a context that calls share only
+    once. A pause breaks a prefill off, and it starts over; an abort lets it go on while anything is in a slot. In the
+    KV cache every call has its context to itself.
     """
 
     def __init__(
-        self, name: str, profile: RolloutProfile, lengths: LengthSampler, contention: Contention | None = None
+        self,
+        name: str,
+        profile: RolloutProfile,
+        lengths: LengthSampler,
+        deliver: Deliver,
+        contention: Contention | None = None,
     ) -> None:
         self.version = 0
         """Stamped on every token that is sampled from now on; only to be changed while `stopped`."""
@@ -48,24 +57,29 @@ class DecodingReplica:
         self._name = name
         self._profile = profile
         self._lengths = lengths
+        self._deliver = deliver
 
         self._serial = 0
-        self._groups: dict[int, GroupRun] = {}
-        """Unfinished ones by the serial of their first trajectory, in order of submission."""
-        self._validation: deque[TrajectoryRun] = deque()
-        self._training: deque[TrajectoryRun] = deque()
-        self._held: list[TrajectoryRun] = []
+        self._runs: dict[tuple[str, int], CallRun] = {}
+        """Unfinished calls by client and number, in order of submission."""
+        self._ended: dict[str, list[FinishedCall]] = {}
+        """Calls that have just ended, by client."""
+        self._validation: deque[CallRun] = deque()
+        self._training: deque[CallRun] = deque()
+        self._held: list[CallRun] = []
         """Submitted since a pause began: they wait for `resume`."""
-        self._cut: list[TrajectoryRun] = []
-        """Trajectories that the present pause stopped; they keep their slots."""
+        self._cut: list[CallRun] = []
+        """Runs that the present pause stopped; they keep their slots."""
         self._cost = decode_cost(profile)
         self._slower = 1.0
         """Factor by which everything takes longer, at present, than the profile says."""
         self._sharing = ProcessorSharing(self._cost, profile.kv_tokens)
         """All that is in a slot; it stands still while the replica prefills."""
-        self._prefilling: list[TrajectoryRun] = []
-        """Trajectories that are in their slots, but not in the cache before `_prefill_ends`."""
+        self._prefixes = PrefixCache()
+        self._prefilling: list[CallRun] = []
+        """Runs that are in their slots, but not in the cache before `_prefill_ends`."""
         self._prefill_tokens = 0
+        self._prefill_found = 0
         self._prefill_began = 0.0
         self._prefill_ends = 0.0
         self._prefill_matters = False
@@ -83,49 +97,48 @@ class DecodingReplica:
 
     # ---------------------------------------------------------------- commands
 
-    def submit(self, requests: Sequence[GenerateRequest], outbox: Outbox) -> None:
-        """All at once; each group goes to ``outbox`` when it is finished."""
-        for request in requests:
-            group = GroupRun(request, outbox, self._lengths, self._serial)
-            self._groups[self._serial] = group
-            self._serial += request.n
-            line = self._held if self.paused else self._line(group)
-            line.extend(group.runs)
+    def submit(self, client: str, calls: Sequence[Call]) -> None:
+        """Take all calls at once. They come back from ``deliver`` when they are finished."""
+        for call in calls:
+            length = min(self._lengths(call.trajectory), call.sampling.max_tokens)
+            run = CallRun(call, client, self._serial, length, self._prefixes.open(call))
+            self._runs[client, call.number] = run
+            self._serial += 1
+            (self._held if self.paused else self._line(run)).append(run)
         if self._sharing.active < self._profile.slots:  # otherwise they wait, and nothing changes for the others
             self._go_on(self._settle())
 
-    def abort(self, numbers: Sequence[int]) -> None:
-        """End these training groups as they are."""
-        wanted = set(numbers)
+    def abort(self, client: str, numbers: Sequence[int]) -> None:
+        """End these calls of ``client`` as they are."""
         now = self._settle()
-        self._abort([group for group in self._training_groups() if group.request.number in wanted], now)
+        named = (self._runs.get((client, number)) for number in dict.fromkeys(numbers))
+        self._abort([run for run in named if run is not None], now)
 
-    def abort_older_than(self, version: int) -> list[int]:
-        """End the training groups with a token of an older version; their numbers, in order of submission."""
+    def abort_older_than(self, version: int) -> None:
+        """End the training calls with a token of an older version."""
         now = self._settle()
-        overdue = [group for group in self._training_groups() if self._oldest(group) < version]
-        self._abort(overdue, now)
-        return _numbers(overdue)
+        self._abort([run for run in self._runs.values() if run.training and self._oldest(run) < version], now)
 
-    def drop(self, outbox: Outbox) -> None:
-        """Forget what is unfinished of ``outbox``: nobody waits for it any more."""
+    def drop(self, client: str) -> None:
+        """Forget what is unfinished of ``client``, and what is kept for it: nobody waits for it any more."""
         now = self._settle()
-        dropped = {serial: group for serial, group in self._groups.items() if group.outbox is outbox}
-        self._take_out(dropped.values())
-        for serial in dropped:
-            del self._groups[serial]
+        dropped = [run for run in self._runs.values() if run.client == client]
+        self._take_out(dropped)
+        for run in dropped:
+            self._forget(run)
+        self._prefixes.leave(client)
+        self._ended.pop(client, None)
         self._go_on(now)
 
-    def in_flight(self) -> list[int]:
-        """Numbers of unfinished training groups, in order of submission."""
-        self._go_on(self._settle())
-        return _numbers(self._training_groups())
+    def release(self, episodes: Iterable[TrajectoryId]) -> None:
+        """Give up what is kept for further calls of ``episodes``."""
+        self._prefixes.release(episodes)
 
     def pause(self, policy: OnUpdate) -> int:
-        """Begin to stop; how many trajectories with tokens that cut. Never weakens a pause that is in force."""
+        """Begin to stop; how many calls with tokens that cut. Never weakens a pause that is in force."""
         now = self._settle()
         self.paused = True
-        cut: list[TrajectoryRun] = []
+        cut: list[CallRun] = []
         if policy is not OnUpdate.DRAIN:
             self._halted = True
             cut = self._cut_all()
@@ -135,11 +148,10 @@ class DecodingReplica:
         return sum(run.tokens > 0 for run in cut)
 
     def free_cache(self) -> None:
-        """Drop the cache: what a pause has cut is prefilled again, and so is every prompt that was kept."""
+        """Drop the cache: what a pause has cut is prefilled again, and so is every context that was kept."""
         for run in self._cut:
             run.cached = False
-        for group in self._groups.values():
-            group.prefilled_by = None
+        self._prefixes.clear()
 
     def resume(self) -> None:
         """Go on: first what was cut, in its slots."""
@@ -148,7 +160,7 @@ class DecodingReplica:
         self.stopped.set()  # whoever still waits for the end of a drain has to learn that it will not come
         self.stopped = asyncio.Event()
         for run in self._held:
-            self._line(run.group).append(run)
+            self._line(run).append(run)
         self._held = []
         self._go_on(now)
 
@@ -165,7 +177,7 @@ class DecodingReplica:
         """Activity since the last call."""
         now = self._settle()
         self._go_on(now)
-        busy, slot_seconds, prefilled = self._activity.take(now)
+        busy, slot_seconds, prefilled, found = self._activity.take(now)
         # Parts of a token count until a pause loses them: what was reported already is not taken back.
         sampled = max(self._reported_tokens, int(self._sharing.sampled + ROUNDING))
         generated, self._reported_tokens = sampled - self._reported_tokens, sampled
@@ -176,6 +188,7 @@ class DecodingReplica:
             slot_seconds=slot_seconds,
             generated_tokens=generated,
             prefilled_tokens=prefilled,
+            cached_tokens=found,
             running=self._sharing.active,
             waiting=waiting,
             version=self.version,
@@ -185,50 +198,49 @@ class DecodingReplica:
 
     # ---------------------------------------------------------------- who is where
 
-    def _line(self, group: GroupRun) -> deque[TrajectoryRun]:
-        return self._training if group.training else self._validation
+    def _line(self, run: CallRun) -> deque[CallRun]:
+        return self._training if run.training else self._validation
 
-    def _training_groups(self) -> Iterator[GroupRun]:
-        return (group for group in self._groups.values() if group.training)
+    def _oldest(self, run: CallRun) -> float:
+        """The oldest version that sampled a token of ``run``; infinite without a token. Versions only grow."""
+        if run.spans:
+            return run.spans[0][1]
+        return self.version if self._sharing.gained(run) else math.inf
 
-    def _oldest(self, group: GroupRun) -> float:
-        """The oldest version that sampled a token of ``group``; infinite without a token. Versions only grow."""
-        firsts = (
-            run.spans[0][1] if run.spans else self.version
-            for run in group.runs
-            if run.spans or self._sharing.gained(run)
-        )
-        return min(firsts, default=math.inf)
-
-    def _abort(self, groups: Sequence[GroupRun], now: float) -> None:
-        for run in self._take_out(groups):
+    def _abort(self, runs: Sequence[CallRun], now: float) -> None:
+        self._take_out(runs)
+        for run in runs:
             self._finish(run, FinishReason.ABORTED, now)
         self._go_on(now)
 
-    def _take_out(self, groups: Iterable[GroupRun]) -> list[TrajectoryRun]:
-        """Take all that is unfinished of ``groups`` out of whatever it is in, with its whole tokens."""
-        leaving = [run for group in groups for run in group.unfinished()]
-        waiting = {run.serial for run in leaving if not run.segment}
-        for run in leaving:
+    def _take_out(self, runs: Iterable[CallRun]) -> None:
+        """Take ``runs`` out of whatever they are in, with their whole tokens."""
+        waiting = set()
+        for run in runs:
             if run.segment:
                 self._sharing.leave(run, self.version)
+            else:
+                waiting.add(run.serial)
         if waiting:
             for line in (self._validation, self._training, self._held, self._cut):
                 kept = [run for run in line if run.serial not in waiting]
                 line.clear()
                 line.extend(kept)
         if not self._sharing.active:
-            self._prefilling = []  # for nobody: broken off
-        return leaving
+            self._break_off()  # it is for nobody
 
-    def _cut_all(self) -> list[TrajectoryRun]:
-        """Stop all trajectories that decode or prefill. Each keeps its slot reserved."""
+    def _cut_all(self) -> list[CallRun]:
+        """Stop all that decodes or prefills. Each keeps its slot reserved."""
         cut = self._sharing.leave_all(self.version)
-        for run in self._prefilling:
-            run.cached, run.group.prefilled_by = False, None
-        self._prefilling = []
+        self._break_off()
         self._cut += cut
         return cut
+
+    def _break_off(self) -> None:
+        """End a prefill before it has computed anything."""
+        for run in self._prefilling:
+            run.cached, run.prompt.computed_by = False, None
+        self._prefilling = []
 
     # ---------------------------------------------------------------- time
 
@@ -247,6 +259,7 @@ class DecodingReplica:
         active, cached, sampled = sharing.active, sharing.cached, sharing.sampled
         move(since, now)
         if active:
+            self._fit_prefixes()
             self._activity.decoded(active, (sharing.sampled - sampled) / active, now - since, cached)
 
     def _elapse(self, now: float) -> float:
@@ -260,7 +273,11 @@ class DecodingReplica:
         return since
 
     def _go_on(self, now: float) -> None:
-        """Start the trajectories that can start now, and set the timer for the replica's next own event."""
+        """Hand on what has ended, start what can start now, and set the timer for the replica's next own event."""
+        if self._ended:
+            ended, self._ended = self._ended, {}
+            for client, calls in ended.items():
+                self._deliver(client, calls)
         if not (self._prefilling or self._halted):
             self._start(now)
         when = self._sharing.until_next() + (self._prefill_ends if self._prefilling else now)
@@ -294,7 +311,7 @@ class DecodingReplica:
             self._decode(self._sharing.decode_to_next, self._elapse(now), now)
             self._finish_complete(now)
             for run in self._sharing.preempt(self.version):
-                self._line(run.group).appendleft(run)
+                self._line(run).appendleft(run)
         self._go_on(now)
 
     def _start(self, now: float) -> None:
@@ -316,32 +333,45 @@ class DecodingReplica:
             fresh = [run for run in starting if not run.cached]
             self._sharing.join(starting)
             self._prefill(fresh, now)
+            self._fit_prefixes()
 
-    def _prefill(self, runs: list[TrajectoryRun], now: float) -> None:
+    def _prefill(self, runs: list[CallRun], now: float) -> None:
         """Prefill ``runs`` from now on. Nothing decodes before it ends, those that join with them included."""
-        if tokens := prefill_tokens(runs, self.version):
-            self._prefilling, self._prefill_tokens, self._prefill_began = runs, tokens, now
+        tokens = sum(self._prefixes.prefill(run, self.version) for run in runs)
+        found = sum(run.found for run in runs if not run.tokens)
+        if tokens:
+            self._prefilling, self._prefill_began = runs, now
+            self._prefill_tokens, self._prefill_found = tokens, found
             seconds = self._profile.prefill_s + self._profile.prefill_token_s * tokens
             self._prefill_ends = now + seconds * self._slower
             if self._prefill_ends == now:
                 self._elapse(now)
+        else:
+            self._activity.found_tokens += found
 
     def _prefilled(self) -> None:
         self._prefilling = []
         sharing, seconds = self._sharing, self._prefill_ends - self._prefill_began
         step_s = sharing.cost.step_s(sharing.active, sharing.cached)
         self._activity.prefilled(sharing.active, self._prefill_tokens, seconds, step_s, sharing.cached)
+        self._activity.found_tokens += self._prefill_found
+
+    def _fit_prefixes(self) -> None:
+        """Keep no more for further calls than the cache has room for beside what decodes."""
+        if self._profile.kv_tokens is not None:
+            self._prefixes.fit(self._profile.kv_tokens - self._sharing.cached)
 
     def _finish_complete(self, now: float) -> None:
         for run in self._sharing.complete(self.version):
-            self._finish(run, FinishReason.LENGTH if run.tokens >= run.group.max_tokens else FinishReason.STOP, now)
+            if run.call.goes_on:
+                self._prefixes.keep(run, self.version)
+            cut_off = run.tokens >= run.call.sampling.max_tokens
+            self._finish(run, FinishReason.LENGTH if cut_off else FinishReason.STOP, now)
 
-    def _finish(self, run: TrajectoryRun, reason: FinishReason, now: float) -> None:
-        group = run.group
-        if group.finish(run, self._name, reason, now):
-            del self._groups[group.serial]
+    def _finish(self, run: CallRun, reason: FinishReason, now: float) -> None:
+        self._forget(run)
+        self._ended.setdefault(run.client, []).append(run.finished(reason, now))
 
-
-def _numbers(groups: Iterable[GroupRun]) -> list[int]:
-    """Numbers of the groups, once each: two parts of a split group may be on one replica."""
-    return list(dict.fromkeys(group.request.number for group in groups))
+    def _forget(self, run: CallRun) -> None:
+        del self._runs[run.client, run.call.number]
+        self._prefixes.close(run)

@@ -1,8 +1,8 @@
 """A replica that costs no computation: `RolloutEngine` over a cost model, on whatever clock the loop has.
 
-generate, abort, pause, resume ─▶ DecodingReplica      what decodes, and when
+submit, abort, pause, resume ─▶ DecodingReplica ─▶ an outbox for each client ─▶ finished
 stage_weights ─▶ the transport's end           activate, sleep, wake: only while the replica stands still
-die ─▶ every call, those under way included
+die ─▶ every method's caller, those that wait included
 """
 
 from __future__ import annotations
@@ -12,26 +12,21 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from headway.data.types import TrajectoryId
 from headway.errors import RunError, UpdateFailed
-from headway.interfaces import (
-    Capabilities,
-    EngineStats,
-    FinishedGroup,
-    GenerateRequest,
-    OnUpdate,
-    Paused,
-    ReceiveReport,
-)
+from headway.interfaces import Call, Capabilities, EngineStats, FinishedCall, OnUpdate, Paused, ReceiveReport
 from headway.simulate.contention import Contention
 from headway.simulate.lengths import LengthSampler
 from headway.simulate.profile import RolloutProfile
 from headway.simulate.replica import DecodingReplica
-from headway.simulate.work import Outbox
 
 T = TypeVar("T")
 
 Receive = Callable[[str, int], Awaitable[ReceiveReport]]
 """(replica's name, version) → the transport's report, once that version is staged."""
+
+Outbox = asyncio.Queue[Sequence[FinishedCall] | BaseException]
+"""Queue from which a client takes the calls that were finished at one moment, or the error that ended the engine."""
 
 
 class SimulatedRollout:
@@ -45,11 +40,11 @@ class SimulatedRollout:
         load_s: seconds that `activate` takes.
         sleep_s: seconds that `sleep` takes.
         wake_s: seconds that `wake` takes.
-        delivery_s: seconds that a finished group is under way; its slots are free meanwhile.
+        delivery_s: seconds that a finished call is under way; its slot is free meanwhile.
         contention: with the trainer, where it slows this replica down.
         resume_s: seconds until `resume` returns after a load; decoding goes on at once.
 
-    The finished groups' ``tokens`` are None, their texts empty.
+    The finished calls' ``tokens`` are None.
     """
 
     capabilities = Capabilities(on_update=frozenset(OnUpdate), reproducible=True, sleep=True)
@@ -70,7 +65,7 @@ class SimulatedRollout:
     ) -> None:
         self.name = name
         self.slots = profile.slots
-        self._replica = DecodingReplica(name, profile, lengths, contention)
+        self._replica = DecodingReplica(name, profile, lengths, self._deliver, contention)
         self._receive = receive
         self._load_s = load_s
         self._sleep_s = sleep_s
@@ -86,53 +81,58 @@ class SimulatedRollout:
         self._busy_with: str | None = None
         """``load``, ``sleep`` or ``wake`` while it is under way."""
         self._died: BaseException | None = None
-        self._outboxes: dict[Outbox, None] = {}
-        """Outboxes of the `generate` calls under way."""
-        self._calls: dict[asyncio.Future[Any], None] = {}
-        """Futures that other calls under way wait for, but for the end of a drain."""
+        self._outboxes: dict[str, Outbox] = {}
+        """Outboxes of the clients, from the first call or `finished` to the end of that."""
+        self._waiting: dict[asyncio.Future[Any], None] = {}
+        """Futures that methods under way wait for, but for finished calls and the end of a drain."""
 
     @property
     def version(self) -> int:
         """The version of the weights that sample."""
         return self._replica.version
 
-    # ---------------------------------------------------------------- groups
+    # ---------------------------------------------------------------- calls
 
-    async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[FinishedGroup]:
-        """Submit all requests in one step and yield each group when it is done; leaving early drops the others."""
+    async def submit(self, client: str, calls: Sequence[Call]) -> None:
+        """Take all of ``calls`` in one step."""
         self._check_alive()
-        outbox: Outbox = asyncio.Queue()
-        self._outboxes[outbox] = None
-        missing = len(requests)
-        self._replica.submit(requests, outbox)
+        self._outboxes.setdefault(client, asyncio.Queue())
+        self._replica.submit(client, calls)
+
+    async def finished(self, client: str) -> AsyncIterator[Sequence[FinishedCall]]:
+        """Yield the calls of ``client`` that were finished at one moment; leaving drops the others."""
+        self._check_alive()
+        outbox = self._outboxes.setdefault(client, asyncio.Queue())
         try:
-            while missing:
-                finished = await outbox.get()
-                if isinstance(finished, BaseException):
-                    raise finished
+            while True:
+                batch = await outbox.get()
+                if isinstance(batch, BaseException):
+                    raise batch
                 if self._delivery_s:
-                    await self._until(max(t.finished for t in finished.trajectories) + self._delivery_s)
-                missing -= 1
-                yield finished
+                    await self._until(batch[0].finished + self._delivery_s)
+                yield batch
         finally:
-            del self._outboxes[outbox]
-            if missing and self._died is None:
-                self._replica.drop(outbox)
+            del self._outboxes[client]
+            if self._died is None:
+                self._replica.drop(client)
 
-    async def abort(self, numbers: Sequence[int]) -> None:
-        """End these training groups as they are; unknown numbers are ignored."""
-        self._check_alive()
-        self._replica.abort(numbers)
+    def _deliver(self, client: str, batch: Sequence[FinishedCall]) -> None:
+        self._outboxes[client].put_nowait(batch)
 
-    async def abort_older_than(self, version: int) -> list[int]:
-        """Abort the unfinished training groups with a token of an older version; their numbers, as submitted."""
+    async def abort(self, client: str, numbers: Sequence[int]) -> None:
+        """End these calls of ``client`` as they are; unknown numbers are ignored."""
         self._check_alive()
-        return self._replica.abort_older_than(version)
+        self._replica.abort(client, numbers)
 
-    async def in_flight(self) -> list[int]:
-        """Numbers of unfinished training groups, in order of submission."""
+    async def release(self, trajectories: Sequence[TrajectoryId]) -> None:
+        """Give up what is kept for further calls of these episodes."""
         self._check_alive()
-        return self._replica.in_flight()
+        self._replica.release(trajectories)
+
+    async def abort_older_than(self, version: int) -> None:
+        """End the unfinished training calls with a token of an older version."""
+        self._check_alive()
+        self._replica.abort_older_than(version)
 
     async def stats(self) -> EngineStats:
         """Activity since the last call."""
@@ -231,17 +231,17 @@ class SimulatedRollout:
     # ---------------------------------------------------------------- the end
 
     def die(self, error: BaseException) -> None:
-        """Make every call raise ``error`` from now on, those under way included."""
+        """Make every method raise ``error`` from now on, those under way included."""
         if self._died is None:
             self._died = error
             self._replica.pause(OnUpdate.INTERRUPT)
-            for outbox in self._outboxes:
+            for outbox in self._outboxes.values():
                 outbox.put_nowait(error)
-            for call in self._calls:
-                call.cancel()
+            for waiting in self._waiting:
+                waiting.cancel()
 
     async def close(self) -> None:
-        """Calls that are still waiting, and later ones, raise `RunError`. Closing twice is harmless."""
+        """Methods that are still waiting, and later ones, raise `RunError`. Closing twice is harmless."""
         self.die(RunError(f"rollout engine {self.name} is closed"))
 
     def _check_alive(self) -> None:
@@ -254,14 +254,14 @@ class SimulatedRollout:
 
     async def _while_alive(self, awaitable: Awaitable[T]) -> T:
         """The result of ``awaitable``, or the error that the engine died of meanwhile."""
-        call = asyncio.ensure_future(awaitable)
-        self._calls[call] = None
+        waiting = asyncio.ensure_future(awaitable)
+        self._waiting[waiting] = None
         try:
-            return await call
+            return await waiting
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if task is None or not task.cancelling():  # it was the call that was cancelled, by `die`
+            if task is None or not task.cancelling():  # it was the future that was cancelled, by `die`
                 self._check_alive()
             raise
         finally:
-            del self._calls[call]
+            del self._waiting[waiting]

@@ -17,8 +17,7 @@ HELD_OUT = -1
 class SimulatedSource:
     """A `PromptSource`: ``rows`` prompts an epoch, in order; without ``rows`` one epoch that never ends.
 
-    A row's length is the same in every epoch; where recorded lengths are replayed, it follows the order of admission
-    instead.
+    A row's length is the same in every epoch.
 
     A prompt's ``answer`` is what ``filtered`` says of its group: True, False, or None where nothing is known.
     """
@@ -36,43 +35,33 @@ class SimulatedSource:
         self._rows = rows
         self._epochs = epochs
         self._given = 0
-        self._repeated = 0
 
     def next(self) -> Prompt | None:
         epoch, row = (0, self._given) if self._rows is None else divmod(self._given, self._rows)
         if self._epochs is not None and epoch >= self._epochs:
             return None
-        prompt = self._with_fate(_prompt(epoch, row, self._lengths(TrajectoryId(0, row, 0, 0), self._number)))
+        prompt = self._with_fate(_prompt(epoch, row, self._lengths(TrajectoryId(0, row, 0, 0))))
         self._given += 1
         return prompt
 
     def again(self, prompt: Prompt) -> Prompt:
-        prompt = self._with_fate(replace(prompt, attempt=prompt.attempt + 1))
-        self._repeated += 1
-        return prompt
+        return self._with_fate(replace(prompt, attempt=prompt.attempt + 1))
 
     def state(self) -> dict[str, Any]:
-        return {"given": self._given, "repeated": self._repeated}
+        return {"given": self._given}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self._given, self._repeated = state["given"], state["repeated"]
-
-    @property
-    def _number(self) -> int:
-        """The number of the group that the next prompt is for: prompts are admitted in the order in which they are
-        given.
-        """
-        return self._given + self._repeated
+        self._given = state["given"]
 
     def _with_fate(self, prompt: Prompt) -> Prompt:
         if self._filtered is None:
             return prompt
-        return replace(prompt, answer=self._filtered(prompt.trajectory_id(0), self._number))
+        return replace(prompt, answer=self._filtered(prompt.trajectory_id(0)))
 
 
 def held_out_prompts(count: int, lengths: LengthSampler) -> list[Prompt]:
     """The held-out prompts, for validation."""
-    return [_prompt(HELD_OUT, row, lengths(TrajectoryId(HELD_OUT, row, 0, 0), row)) for row in range(count)]
+    return [_prompt(HELD_OUT, row, lengths(TrajectoryId(HELD_OUT, row, 0, 0))) for row in range(count)]
 
 
 def _prompt(epoch: int, row: int, length: int) -> Prompt:

@@ -24,6 +24,7 @@ class Counts(ABC):
             slot_seconds=self._slot_seconds,
             generated_tokens=self._generated,
             prefilled_tokens=self._prefilled,
+            cached_tokens=self._found,
             preempted=self._preempted,
             running=running,
             waiting=waiting,
@@ -52,6 +53,8 @@ class Counts(ABC):
         self._slot_seconds = 0.0
         self._generated = 0
         self._prefilled = 0
+        self._found = 0
+        """Tokens of contexts that were found in the prefix cache."""
         self._preempted = 0
         self._decode_steps: dict[int, DecodeSteps] = {}
         self._prefill_steps: dict[int, PrefillSteps] = {}

@@ -1,32 +1,62 @@
-"""Inboxes, at which `generate` calls wait: groups come from another thread, each once, or the engine's end does."""
+"""Inboxes, at which clients wait: batches of finished calls come from another thread, or the engine's end does."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from headway.errors import HeadwayError
-from headway.interfaces import FinishedGroup
+from headway.errors import HeadwayError, RunError
+from headway.interfaces import FinishedCall
 
 
 @dataclass(slots=True, eq=False)
-class GroupInbox:
-    """The inbox of one `generate` call. Made and read on its event loop; whoever fills it goes through ``loop``."""
+class CallInbox:
+    """The inbox of one client. Made and read on its event loop; whoever fills it goes through ``loop``."""
 
+    client: str
     loop: asyncio.AbstractEventLoop
-    missing: int
-    """Groups that are yet to come."""
-    groups: asyncio.Queue[FinishedGroup | HeadwayError] = field(default_factory=asyncio.Queue)
+    batches: asyncio.Queue[Sequence[FinishedCall] | HeadwayError] = field(default_factory=asyncio.Queue)
 
-    @classmethod
-    def of(cls, groups: int) -> GroupInbox:
-        """Make an inbox for so many groups, on the running loop."""
-        return cls(asyncio.get_running_loop(), groups)
+    async def next(self) -> Sequence[FinishedCall]:
+        """The next batch of calls that are done. Raises what the engine ended with, if that comes instead."""
+        batch = await self.batches.get()
+        if isinstance(batch, HeadwayError):
+            raise batch
+        return batch
 
-    async def next(self) -> FinishedGroup:
-        """The next group that is done. Raises what the engine ended with, if that comes instead."""
-        group = await self.groups.get()
-        if isinstance(group, HeadwayError):
-            raise group
-        self.missing -= 1
-        return group
+
+class Inboxes:
+    """The inboxes of one engine, by client. Each is there from the client's first word until it leaves."""
+
+    def __init__(self, engine: str) -> None:
+        self._engine = engine
+        self._of: dict[str, CallInbox] = {}
+        self._read: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def of(self, client: str) -> CallInbox:
+        """The inbox of ``client``; a new one, on the running loop, where it has none."""
+        inbox = self._of.get(client)
+        if inbox is None:
+            inbox = self._of[client] = CallInbox(client, asyncio.get_running_loop())
+        return inbox
+
+    @contextmanager
+    def reading(self, client: str) -> Iterator[CallInbox]:
+        """Context in which the inbox of ``client`` is read; there is none behind it.
+
+        Raises `RunError` where it is read already: each batch comes once.
+        """
+        if client in self._read:
+            raise RunError(f"rollout engine {self._engine}: finished({client!r}) is iterated over already")
+        inbox = self.of(client)
+        self._read.add(client)
+        try:
+            yield inbox
+        finally:
+            self._read.discard(client)
+            self._of.pop(client, None)

@@ -3,17 +3,17 @@
     RUNNING ──pause(drain)──▶ DRAINING ──nothing left──▶ PAUSED ──resume──▶ RUNNING
        └────pause(interrupt | keep)──────────────────────▶┘
 
-Waiting trajectories start in order of submission, validation before training; those that were decoding before go on
-first. While draining, what is submitted is held back; it joins the queue when the drain is over.
+Waiting calls start in order of submission, validation before training; those that were decoding before go on first.
+While draining, what is submitted is held back; it joins the queue when the drain is over.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from enum import StrEnum
 
-from headway.engines.rollout.work import GroupRun, TrajectoryRun
+from headway.engines.rollout.work import CallRun
 from headway.interfaces import OnUpdate, Priority
 
 
@@ -28,23 +28,22 @@ class Scheduler:
 
     def __init__(self) -> None:
         self.mode = Mode.RUNNING
-        self._queues: dict[Priority, deque[TrajectoryRun]] = {Priority.VALIDATION: deque(), Priority.TRAINING: deque()}
-        self._held: list[TrajectoryRun] = []
+        self._queues: dict[Priority, deque[CallRun]] = {Priority.VALIDATION: deque(), Priority.TRAINING: deque()}
+        self._held: list[CallRun] = []
 
-    def submit(self, groups: Iterable[GroupRun]) -> None:
-        """Queue all trajectories of ``groups``, in order."""
-        runs = [run for group in groups for run in group.runs]
+    def submit(self, runs: Iterable[CallRun]) -> None:
+        """Queue ``runs``, in order."""
         if self.mode is Mode.DRAINING:
             self._held.extend(runs)
         else:
             self._enqueue(runs)
 
-    def take(self, free: int, admits: Callable[[TrajectoryRun], bool] = lambda _: True) -> list[TrajectoryRun]:
-        """Remove and return the next trajectories to start: at most ``free``, and until one is not admitted.
+    def take(self, free: int, admits: Callable[[CallRun], bool] = lambda _: True) -> list[CallRun]:
+        """Remove and return the next calls to start: at most ``free``, and until one is not admitted.
 
         Nobody is passed over: where the next one has to wait, those behind it do, too.
         """
-        taken: list[TrajectoryRun] = []
+        taken: list[CallRun] = []
         for queue in () if self.mode is Mode.PAUSED else self._queues.values():
             while queue and len(taken) < free:
                 if not admits(queue[0]):
@@ -52,29 +51,31 @@ class Scheduler:
                 taken.append(queue.popleft())
         return taken
 
-    def put_back(self, runs: Iterable[TrajectoryRun]) -> None:
-        """Park trajectories that were decoding, ahead of everything that has not started."""
-        for run in sorted(runs, key=lambda s: -s.serial):
-            self._queues[run.group.request.priority].appendleft(run)
+    def put_back(self, runs: Iterable[CallRun]) -> None:
+        """Park calls that were decoding, ahead of everything that has not started."""
+        for run in sorted(runs, key=lambda run: -run.serial):
+            self._queues[run.call.priority].appendleft(run)
 
-    def remove(self, belongs: Callable[[GroupRun], bool]) -> list[TrajectoryRun]:
-        """Take out the waiting trajectories of the groups that ``belongs`` names, in order of submission."""
-        removed: list[TrajectoryRun] = []
-        for queue in (*self._queues.values(), self._held):
-            removed.extend(run for run in queue if belongs(run.group))
-            kept = [run for run in queue if not belongs(run.group)]
-            queue.clear()
-            queue.extend(kept)
-        return sorted(removed, key=lambda s: s.serial)
+    def remove(self, runs: Collection[CallRun]) -> list[CallRun]:
+        """Take out those of ``runs`` that wait, and return them in order of submission."""
+        wanted = frozenset(runs)
+        removed: list[CallRun] = []
+        for queue in (*self._queues.values(), self._held) if wanted else ():
+            if waiting := [run for run in queue if run in wanted]:
+                removed.extend(waiting)
+                kept = [run for run in queue if run not in wanted]
+                queue.clear()
+                queue.extend(kept)
+        return sorted(removed, key=lambda run: run.serial)
 
     @property
     def waiting(self) -> int:
-        """Sequences that have yet to start or go on, those held back included."""
+        """Calls that have yet to start or go on, those held back included."""
         return self.queued + len(self._held)
 
     @property
     def queued(self) -> int:
-        """Sequences that may start as soon as a slot is free."""
+        """Calls that may start as soon as a slot is free."""
         return sum(map(len, self._queues.values()))
 
     def pause(self, policy: OnUpdate) -> None:
@@ -85,7 +86,7 @@ class Scheduler:
             self._change(Mode.DRAINING)
 
     def drained(self) -> None:
-        """End the drain, once its last trajectory has finished: from now on the scheduler is paused."""
+        """End the drain, once its last call has finished: from now on the scheduler is paused."""
         self._change(Mode.PAUSED)
 
     def resume(self) -> None:
@@ -97,6 +98,6 @@ class Scheduler:
             held, self._held = self._held, []
             self._enqueue(held)
 
-    def _enqueue(self, runs: Iterable[TrajectoryRun]) -> None:
+    def _enqueue(self, runs: Iterable[CallRun]) -> None:
         for run in runs:
-            self._queues[run.group.request.priority].append(run)
+            self._queues[run.call.priority].append(run)

@@ -1,182 +1,107 @@
-"""The units of work: a request's group, and each of its trajectories while it is being written.
+"""The unit of work: one call of the policy while it is being answered.
 
-GroupRun ──▶ n × TrajectoryRun:  waiting ─▶ decoding ─▶ finished
-                                    ▲          │
-                                    └──────────┘  parked, by an interrupt or for want of memory: tokens kept, KV dropped
+CallRun:  waiting ─▶ decoding ─▶ finished
+             ▲          │
+             └──────────┘  parked, by an interrupt or for want of memory: tokens kept, keys and values dropped
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from headway.data.types import FinishReason, GroupTokens, ResponseTokens, Trajectory, version_spans
+from headway.data.types import FinishReason, SampledTokens, version_spans
 from headway.engines.rollout.randomness import trajectory_key
 from headway.errors import DataError, NonFinite
-from headway.interfaces import FinishedGroup, GenerateRequest, SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """The tokens of a trajectory so far, with what belongs to each; all [T]."""
-
-    ids: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    versions: NDArray[np.int32]
-
-    @classmethod
-    def nothing(cls) -> Written:
-        return cls(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
-
-
-@dataclass(frozen=True, slots=True)
-class Prefilled:
-    """A context after prefill: enough to start any number of trajectories from it."""
-
-    kv: torch.Tensor
-    """[layers, 2·kv_heads, T, head_dim]"""
-    logits: torch.Tensor
-    """[V], of the token that follows."""
+from headway.interfaces import Call, FinishedCall, Priority, SamplingParams
 
 
 @dataclass(slots=True, eq=False)
-class TrajectoryRun:
-    """State of one trajectory in the engine, from submission to its end."""
+class CallRun:
+    """State of one call in the engine, from submission to its end."""
 
-    group: GroupRun
-    k: int
+    call: Call
+    client: str
+    """The name under which the call was submitted; results and commands go by it and the call's number."""
     serial: int
     """Place in the order of submission."""
     key: int
-    """The key of the trajectory's uniform numbers."""
+    """The key of the call's uniform numbers."""
     limit: int
-    """Most tokens that it may have: ``max_tokens``, or what the context leaves."""
-    written: Written = field(default_factory=Written.nothing)
-    """Up to date only while it is not decoding."""
+    """Most tokens that may be sampled: ``max_tokens``, or what the context leaves."""
+    written: SampledTokens = field(default_factory=SampledTokens.nothing)
+    """Up to date only while the call is not decoding."""
     started: float | None = None
     """The time at which its first token was sampled."""
+    oldest_version: int | None = None
+    """The version that sampled its first token."""
+    cached: int = 0
+    """Tokens of the call's own context that were found in a prefix cache when it started."""
+
+    @classmethod
+    def of(cls, call: Call, client: str, *, seed: int, serial: int, max_context: int, vocabulary: int) -> CallRun:
+        """Check a call, the ``serial``-th of an engine, and set it up.
+
+        Raises `DataError` for a context that is empty, leaves no room for a token or has tokens that the model does not
+        know, and for sampling parameters that make no sense.
+        """
+        sampling, ids = call.sampling, call.input_ids
+        check_sampling(sampling, vocabulary)
+        room = max_context - len(ids)
+        if len(ids) == 0 or room < 1:
+            raise DataError(
+                f"row {call.trajectory.row} asks for an answer to a prompt of {len(ids)} tokens; the engine needs a "
+                f"prompt, and room for a token in its context of {max_context} (shorten the prompt, or raise "
+                "data.max_prompt_length or data.max_response_length)"
+            )
+        if (lowest := int(ids.min())) < 0 or int(ids.max()) >= vocabulary:
+            raise DataError(
+                f"the prompt of row {call.trajectory.row} has token ids from {lowest} to {ids.max()}, but the model "
+                f"knows 0 to {vocabulary - 1}; do tokenizer and model belong together?"
+            )
+        key = trajectory_key(seed if sampling.seed is None else sampling.seed, call.trajectory, call.key)
+        return cls(call, client, serial, key, min(sampling.max_tokens, room))
 
     @property
     def fresh(self) -> bool:
-        """True before the first token is sampled: the trajectory starts from its group's prompt."""
+        """True before the first token is sampled."""
         return len(self.written.ids) == 0
+
+    @property
+    def trains(self) -> bool:
+        """True for a call of training, false for one of validation."""
+        return self.call.priority is Priority.TRAINING
 
     @property
     def length(self) -> int:
         """The length of its `context`, in tokens."""
-        return len(self.group.prompt_ids) + len(self.written.ids)
+        return len(self.call.input_ids) + len(self.written.ids)
 
     @property
     def context(self) -> NDArray[np.int64]:
-        """[P + T] what has to be prefilled before its next token."""
-        return np.concatenate([self.group.prompt_ids, self.written.ids.astype(np.int64)])
+        """[P + T] what its next token goes on from: the call's ids, and what was sampled since."""
+        given = self.call.input_ids.astype(np.int64)
+        return given if self.fresh else np.concatenate([given, self.written.ids.astype(np.int64)])
 
+    def begin(self, now: float, version: int) -> None:
+        """Note that a token is sampled ``now`` by ``version``: the first one counts."""
+        if self.started is None:
+            self.started, self.oldest_version = now, version
 
-@dataclass(slots=True, eq=False)
-class GroupRun:
-    """One request from submission to its `FinishedGroup`."""
-
-    request: GenerateRequest
-    owner: Hashable
-    """The call that submitted the group; results and cancellation go by it."""
-    prompt_ids: NDArray[np.int64]
-    """[P]"""
-    runs: list[TrajectoryRun] = field(default_factory=list)
-    unplaced: int = 0
-    """Fresh trajectories that still need the prompt's prefill."""
-    prefilled: Prefilled | None = None
-    """The prompt's, kept while some of the group's trajectories have yet to start."""
-    oldest_version: int | None = None
-    """The version that sampled the group's first token, whichever trajectory's that was."""
-    _done: dict[int, tuple[Trajectory, ResponseTokens]] = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls,
-        request: GenerateRequest,
-        owner: Hashable,
-        *,
-        seed: int,
-        serial: int,
-        max_context: int,
-        vocabulary: int,
-    ) -> GroupRun:
-        """Check a request and set up its trajectories, numbered from ``serial``.
-
-        Raises `DataError` for a prompt that is empty, leaves no room for an answer or has tokens that the model does
-        not know, and for sampling parameters that make no sense.
-        """
-        check_sampling(request.sampling, vocabulary)
-        prompt = np.asarray(request.prompt.token_ids, np.int64)
-        room = max_context - len(prompt)
-        if len(prompt) == 0 or room < 1 or request.n < 1:
-            raise DataError(
-                f"row {request.prompt.row} asks for {request.n} answers to a prompt of {len(prompt)} tokens; "
-                f"the engine needs one answer at least, a prompt, and room for a token in its context of {max_context} "
-                "(shorten the prompt, or raise data.max_prompt_length or data.max_response_length)"
-            )
-        if prompt.min() < 0 or prompt.max() >= vocabulary:
-            raise DataError(
-                f"the prompt of row {request.prompt.row} has token ids from {prompt.min()} to {prompt.max()}, but the "
-                f"model knows 0 to {vocabulary - 1}; do tokenizer and model belong together?"
-            )
-        group = cls(request, owner, prompt, unplaced=request.n)
-        seed = seed if request.sampling.seed is None else request.sampling.seed
-        for position, k in enumerate(group.ks):
-            key = trajectory_key(seed, request.prompt.trajectory_id(k))
-            group.runs.append(TrajectoryRun(group, k, serial + position, key, min(request.sampling.max_tokens, room)))
-        return group
-
-    @property
-    def ks(self) -> range:
-        """Indices k of the group's trajectories in this request."""
-        return range(self.request.first, self.request.first + self.request.n)
-
-    def place(self, count: int, prefilled: Prefilled) -> None:
-        """``count`` fresh trajectories have started from ``prefilled``; keep it if there are more to come."""
-        self.unplaced -= count
-        if self.unplaced == 0:
-            self.prefilled = None
-        elif self.prefilled is None:
-            # A copy: the original is a view of a whole prefill batch.
-            self.prefilled = Prefilled(prefilled.kv.clone(), prefilled.logits.clone())
-
-    def finish(
-        self,
-        run: TrajectoryRun,
-        reason: FinishReason,
-        *,
-        replica: str,
-        text: Callable[[Sequence[int]], str],
-        finished: float,
-    ) -> FinishedGroup | None:
-        """Record the end of one trajectory, whose ``written`` is up to date; the group, once it was the last."""
-        written = run.written
-        trajectory = Trajectory(
-            id=self.request.prompt.trajectory_id(run.k),
-            replica=replica,
-            text=text(written.ids.tolist()),
-            prompt_length=len(self.prompt_ids),
-            length=len(written.ids),
+    def finish(self, reason: FinishReason, finished: float) -> FinishedCall:
+        """The result of the call, whose ``written`` is up to date."""
+        return FinishedCall(
+            number=self.call.number,
+            length=len(self.written.ids),
+            version_spans=version_spans(self.written.versions),
             finish_reason=reason,
-            version_spans=version_spans(written.versions),
-            started=finished if run.started is None else run.started,
+            started=finished if self.started is None else self.started,
             finished=finished,
-        )
-        mask = np.ones(len(written.ids), np.bool_)
-        self._done[run.k] = (trajectory, ResponseTokens(written.ids, written.logprobs, written.versions, mask))
-        if len(self._done) < self.request.n:
-            return None
-        trajectories, responses = zip(*(self._done[k] for k in self.ks), strict=True)
-        return FinishedGroup(
-            number=self.request.number,
-            trajectories=trajectories,
-            tokens=GroupTokens(self.prompt_ids.astype(np.int32), responses),
+            tokens=self.written,
+            cached=self.cached,
         )
 
 
