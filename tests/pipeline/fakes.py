@@ -196,7 +196,7 @@ class FakeRollout(SimulatedRollout):
                 prefill_token_s=prefill_token_s,
                 kv_tokens=kv_tokens,
             ),
-            lengths=lambda trajectory, number: lengths(trajectory),
+            lengths=lengths,
             receive=transport.receive,
             load_s=load_s,
         )
