@@ -1,11 +1,11 @@
 """One run: its stages started, watched and ended in order. The main loop of Headway is `Pipeline.run`.
 
               ┌──────── ground truth, extra fields ───────┐
- PromptLoader ─▶ Generate ────────────────────────────▶ Rollout ─▶ Reward ─▶ [RefLogProb] ─▶ MessageQueue
-      ▲             ▲        ids and tokens only    (joins groups)  (may filter)                 │
-  admission      weights                                                                         ▼  a fetch
-      │             │                                   [CriticTrain] ◀─ ActorTrain ◀─ [Values] ◀─ [LogProb]
-      └── Staleness ◀──── ParamUpdate: gather ▶ send ▶ recv ▶ register ▶ load ◀─┘
+ PromptLoader ─▶ Generate ──────────────────────────────▶ Reward ─▶ [RefLogProb] ─▶ MessageQueue
+      ▲             ▲     keepers make groups of calls  (may filter)                     │
+  admission      weights  that replicas answer                                           ▼  a fetch
+      │             │                     [CriticTrain] ◀─ ActorTrain ◀─ [Values] ◀─ [LogProb]
+      └── Staleness ◀──── ParamUpdate: gather ▶ send ▶ recv ▶ register ▶ load ◀┘
                               └─▶ Validate
 
 Stages in brackets are there when the algorithm asks for them and they have ranks of their own.
