@@ -118,8 +118,8 @@ def test_nobody_joins_where_all_devices_are_shared():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_group_stays_on_one_replica(mode: str):
-    run = check_everything(Scenario(mode, replicas=3, n=4).run().assert_completed())
+def test_a_group_stays_on_one_replica_that_has_free_slots(mode: str):
+    run = check_everything(Scenario(mode, replicas=3, n=4, slots=64).run().assert_completed())
     where: dict[int, set[str]] = {}
     for t in run.of(TrajectoryFinished):
         where.setdefault(t.number, set()).add(t.replica)

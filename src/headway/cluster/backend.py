@@ -16,12 +16,12 @@ from headway.cluster.replacements import Replacements
 from headway.cluster.rounding import Rounding
 from headway.cluster.startup import Cluster, Startup
 from headway.cluster.worker_group import Worker
+from headway.concurrently import concurrently
 from headway.config.placement import LOGP
 from headway.config.schema import Config
 from headway.config.transports import TRANSPORTS, transport_of
 from headway.errors import StallError
 from headway.interfaces import CriticEngine, Keeper, LogProbEngine, PolicyReceiver, ProximalEngine, RolloutEngine
-from headway.pipeline.concurrently import concurrently
 from headway.progress import Living
 from headway.user_code import names_a_file, resolve_spec
 

@@ -19,11 +19,11 @@ from typing import Protocol
 from headway.cluster.roles.fused import WITHIN
 from headway.cluster.roles.outbox import Send, Sent, SentWeights
 from headway.cluster.worker_group import Worker, WorkerGroup
+from headway.concurrently import both, concurrently, failure_ignored
 from headway.config.schema import Config
 from headway.config.transports import TRANSPORTS, transport_of
 from headway.errors import ConfigError, UpdateFailed, WorkerDied
 from headway.interfaces import GatherReport, ReceiveReport, SendReport
-from headway.pipeline.concurrently import both, concurrently, failure_ignored
 from headway.weights.layout import Manifest
 from headway.weights.protocols import Parcel
 from headway.weights.transports.links import Address, Link, Meeting, make_link

@@ -11,8 +11,8 @@ import asyncio
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
+from headway.concurrently import failure_ignored
 from headway.errors import StallError
-from headway.pipeline.concurrently import failure_ignored
 from headway.pipeline.liveness import SHORTEST_S, ask
 from headway.pipeline.state import now
 from headway.progress import FILE_QUIET_S, FILE_RATE, Living

@@ -26,9 +26,9 @@ from headway.cluster.ray_node import RayNode
 from headway.cluster.ray_peer import RayPeer
 from headway.cluster.role_host import RoleHost
 from headway.cluster.roles.lookout import place
+from headway.concurrently import concurrently
 from headway.data.types import Handle
 from headway.errors import HeadwayError, RunError, StallError, WorkerDied
-from headway.pipeline.concurrently import concurrently
 from headway.progress import Heartbeat
 
 MAX_CALLS = 100_000

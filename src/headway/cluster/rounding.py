@@ -14,9 +14,9 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.concurrently import concurrently
 from headway.errors import ModelError
 from headway.interfaces import PolicyReceiver
-from headway.pipeline.concurrently import concurrently
 
 SAFETY = 10.0
 """Factor from a receiver's difference at version 0 to its tolerance: eight log-probs are a small sample, and weights

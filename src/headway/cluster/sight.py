@@ -21,9 +21,9 @@ from uuid import uuid4
 from headway.cluster.plan import ClusterPlan
 from headway.cluster.roles.lookout import Lookout
 from headway.cluster.worker_group import Worker
+from headway.concurrently import concurrently
 from headway.config.transports import TRANSPORTS
 from headway.errors import ConfigError, ModelError, RunError
-from headway.pipeline.concurrently import concurrently
 
 ELSEWHERE = "param_update.transport to broadcast or object_store"
 """Advice, as the end of a sentence, to set a weight transport that needs no file."""

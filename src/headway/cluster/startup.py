@@ -29,6 +29,7 @@ from headway.cluster.roles.rollout import RolloutRole
 from headway.cluster.rounding import Rounding
 from headway.cluster.sight import SharedFiles, Sight
 from headway.cluster.worker_group import PartOf, Worker, WorkerGroup
+from headway.concurrently import concurrently
 from headway.config.placement import CRITIC, REF, resolve_placement
 from headway.config.schema import Config
 from headway.config.transports import TRANSPORTS, transport_of
@@ -36,7 +37,6 @@ from headway.episodes.keeper import GroupKeeper
 from headway.errors import ConfigError
 from headway.interfaces import Capabilities, Keeper, OnUpdate, PolicyReceiver
 from headway.models.tokenizer import load_tokenizer, text_of
-from headway.pipeline.concurrently import concurrently
 from headway.weights.layout import Manifest
 from headway.weights.transports.links import Address
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from headway.cluster.file_work import while_bytes_move
+from headway.concurrently import concurrently
 from headway.data.collate import split_by_tokens
 from headway.data.types import Column, Handle, Sample
-from headway.pipeline.concurrently import concurrently
 from headway.progress import Heartbeat
 
 F = TypeVar("F", bound=Callable[..., Any])

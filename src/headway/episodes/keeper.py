@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from headway.concurrently import concurrently
 from headway.data.types import FinishReason, GroupTokens, ResponseTokens, SampledTokens, Trajectory, TrajectoryId
 from headway.episodes.lines import CallEngine, Line
 from headway.episodes.routing import Routes
@@ -178,8 +179,7 @@ class GroupKeeper:
     async def close(self) -> None:
         """Leave all replicas."""
         lines, self._lines = self._lines, {}
-        for line in lines.values():
-            await line.close()
+        await concurrently(line.close() for line in lines.values())
 
     # ------------------------------------------------------------------------------------- episodes
 

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
+from headway.concurrently import end
 from headway.data.types import TrajectoryId
 from headway.errors import DataError, HeadwayError, RunError, boundary
 from headway.interfaces import Call, FinishedCall
@@ -59,8 +60,8 @@ class Line:
         self._ordered = asyncio.Event()
         loop = asyncio.get_running_loop()
         self._tasks = [
-            loop.create_task(self._work(self._receive()), name=f"{client} receives from {engine.name}"),
-            loop.create_task(self._work(self._send()), name=f"{client} asks {engine.name}"),
+            loop.create_task(self._work(self._receive), name=f"{client} receives from {engine.name}"),
+            loop.create_task(self._work(self._send), name=f"{client} asks {engine.name}"),
         ]
         self._failed = False
 
@@ -82,9 +83,7 @@ class Line:
     async def close(self) -> None:
         """Leave the engine, which drops the unfinished calls."""
         self._failed = True
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end(self._tasks)
 
     async def _send(self) -> None:
         while True:
@@ -110,11 +109,11 @@ class Line:
         async for batch in self.engine.finished(self._client):
             self._on_finished(self.engine.name, batch)
 
-    async def _work(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _work(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Do ``work``, and report its failure once, whichever of the two it is."""
         try:
             with boundary(f"{self._client} at {self.engine.name}", RunError):
-                await work
+                await work()
         except HeadwayError as error:
             if not self._failed:
                 self._failed = True

@@ -13,6 +13,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from headway.concurrently import Tasks, failing_as_one
 from headway.data.types import FinishReason, Prompt
 from headway.episodes.alone import keeping
 from headway.errors import DataError, ScoringFailed
@@ -20,7 +21,6 @@ from headway.evaluation.figures import Answer, Solved
 from headway.evaluation.settings import Job
 from headway.interfaces import FinishedGroup, GroupRequest, RolloutEngine, SamplingParams
 from headway.models.tokenizer import text_of
-from headway.pipeline.concurrently import Tasks, failing_as_one
 from headway.rewards.pool import RewardPool
 from headway.rewards.request import RewardSpec
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from headway.concurrently import concurrently
 from headway.errors import HeadwayError, NonFinite, RunError
 from headway.events import ReplicaJoined, ReplicaLost
 from headway.interfaces import PolicyReceiver, RolloutEngine
 from headway.pipeline.channel import Channel
-from headway.pipeline.concurrently import concurrently
 from headway.pipeline.receiver import Gone, Receiver, Replica
 from headway.pipeline.state import RunState, now
 

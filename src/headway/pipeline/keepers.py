@@ -14,9 +14,9 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequen
 from contextlib import suppress
 from typing import Any
 
+from headway.concurrently import Tasks, concurrently
 from headway.errors import HeadwayError
 from headway.interfaces import FinishedGroup, GroupRequest, Keeper, RolloutEngine
-from headway.pipeline.concurrently import Tasks, concurrently
 
 Order = Callable[[Keeper], Coroutine[Any, Any, None]]
 
@@ -81,9 +81,7 @@ class Keepers:
 
     async def close(self) -> None:
         """Have every keeper leave all replicas. One that is gone has."""
-        for keeper in self._keepers:
-            with suppress(HeadwayError):
-                await keeper.close()
+        await concurrently(_closed(keeper) for keeper in self._keepers)
 
     def _order(self, order: Order) -> None:
         for orders in self._orders.values():
@@ -101,3 +99,8 @@ class Keepers:
     ) -> None:
         async for replica, error in keeper.failures():
             await on_failed(replica, error)
+
+
+async def _closed(keeper: Keeper) -> None:
+    with suppress(HeadwayError):
+        await keeper.close()

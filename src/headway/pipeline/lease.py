@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from headway.concurrently import concurrently
 from headway.events import LeaseChanged
-from headway.pipeline.concurrently import concurrently
 from headway.pipeline.fleet import Fleet
 from headway.pipeline.halts import Halts
 from headway.pipeline.receiver import Gone, Replica

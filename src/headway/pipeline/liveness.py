@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from headway.concurrently import concurrently
 from headway.errors import HeadwayError, WorkerDied
-from headway.pipeline.concurrently import concurrently
 from headway.pipeline.state import now
 from headway.progress import Heartbeat, Living
 

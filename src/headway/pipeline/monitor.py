@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from headway.concurrently import concurrently
 from headway.errors import StallError
 from headway.events import Emit, Event, ReplicaActivity
 from headway.interfaces import EngineStats
-from headway.pipeline.concurrently import concurrently
 from headway.pipeline.fleet import Fleet
 from headway.pipeline.liveness import ANSWER_S, SHORTEST_S, ask
 from headway.pipeline.receiver import Gone, Replica

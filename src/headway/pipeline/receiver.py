@@ -17,6 +17,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.concurrently import failure_ignored
 from headway.errors import RunError, UpdateFailed, WorkerDied
 from headway.interfaces import (
     Capabilities,
@@ -27,7 +28,6 @@ from headway.interfaces import (
     ReceiveReport,
     RolloutEngine,
 )
-from headway.pipeline.concurrently import failure_ignored
 
 T = TypeVar("T")
 

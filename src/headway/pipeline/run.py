@@ -20,11 +20,11 @@ from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 
+from headway.concurrently import Tasks, concurrently, failing_as_one
 from headway.config.schema import Config
 from headway.errors import UpdateFailed, WorkerDied
 from headway.events import Note, Observer, RunFinished, RunStarted
 from headway.interfaces import OnUpdate, RolloutEngine
-from headway.pipeline.concurrently import Tasks, concurrently, failing_as_one
 from headway.pipeline.parts import Parts
 from headway.pipeline.receiver import Gone, Replica
 from headway.pipeline.resume import Taken

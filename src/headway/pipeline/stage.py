@@ -29,9 +29,9 @@ from contextlib import AbstractContextManager, aclosing, contextmanager, suppres
 from enum import StrEnum
 from typing import Generic, Protocol, TypeVar
 
+from headway.concurrently import Tasks, failing_as_one
 from headway.errors import StageFailed, boundary
 from headway.events import Emit, StageChanged
-from headway.pipeline.concurrently import Tasks, failing_as_one
 from headway.pipeline.signal import Gate
 
 In = TypeVar("In")

@@ -12,10 +12,10 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from headway.concurrently import Tasks
 from headway.errors import HeadwayError, WorkerDied
 from headway.events import Note
 from headway.interfaces import RolloutEngine
-from headway.pipeline.concurrently import Tasks
 from headway.pipeline.fleet import Fleet
 from headway.pipeline.receiver import Gone, Replica
 from headway.pipeline.state import RunState, now

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.concurrently import Tasks, concurrently, failing_as_one
 from headway.errors import UpdateFailed
 from headway.events import TrainerBusy, UpdatePhase, UpdateRetried
 from headway.interfaces import GatherReport, OverlappingTrainEngine, ReceiveReport, SendReport, TrainEngine
 from headway.pipeline.attempt import Attempt, Audience, judge
-from headway.pipeline.concurrently import Tasks, concurrently, failing_as_one
 from headway.pipeline.fleet import Fleet
 from headway.pipeline.receiver import Gone, Receiver
 from headway.pipeline.signal import Signal

@@ -18,9 +18,9 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.concurrently import concurrently
 from headway.errors import UpdateFailed
 from headway.events import UpdatePhase
-from headway.pipeline.concurrently import concurrently
 from headway.pipeline.fleet import Fleet
 from headway.pipeline.halts import Halts
 from headway.pipeline.receiver import Gone, Receiver, Replica

@@ -24,10 +24,10 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from headway.concurrently import concurrently
 from headway.events import UpdateFinished, UpdateSuperseded
 from headway.interfaces import OverlappingTrainEngine, TrainEngine
 from headway.pipeline.channel import Channel
-from headway.pipeline.concurrently import concurrently
 from headway.pipeline.fleet import Fleet
 from headway.pipeline.halts import Halts
 from headway.pipeline.receiver import Receiver, Replica

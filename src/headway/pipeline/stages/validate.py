@@ -19,12 +19,12 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from headway.concurrently import Tasks, failing_as_one
 from headway.data.types import Prompt, Trajectory
 from headway.errors import ScoringFailed, WorkerDied
 from headway.events import Note, ValidationFinished
 from headway.interfaces import FinishedGroup, GroupRequest, Priority, SamplingParams
 from headway.pipeline.channel import Channel
-from headway.pipeline.concurrently import Tasks, failing_as_one
 from headway.pipeline.fleet import Fleet
 from headway.pipeline.keepers import Keepers
 from headway.pipeline.nothing_to_train import FAILED_AT_VALIDATION, cannot_be_scored, never_scored, timed_out

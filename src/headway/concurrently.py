@@ -47,7 +47,7 @@ class Tasks:
             await self._over
         finally:
             while running := [task for task in self._running if not task.done()]:
-                await _end(running)
+                await end(running)
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         del self._running[task]
@@ -84,14 +84,14 @@ async def concurrently(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
     finally:
-        await _end(tasks)
+        await end(tasks)
     for task in tasks:
         if task in done:
             task.result()  # raises the failure; of several at once, that of the first in order
     return [task.result() for task in tasks]
 
 
-async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
+async def end(tasks: Sequence[asyncio.Task[Any]]) -> None:
     """Cancel the tasks that still run and wait for their ends, however often this one is cancelled meanwhile."""
     cancelled: asyncio.CancelledError | None = None
     for task in tasks:
