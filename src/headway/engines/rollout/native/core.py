@@ -350,7 +350,8 @@ class EngineCore:
                     self._siblings.started(run)
                 self._prefixes.begin(run, share.shared)
                 logits[place] = prefilled.logits
-            self._siblings.keep(share.runs[0], prefilled)
+            if share.shared == len(share.ids):
+                self._siblings.keep(share.runs[0], prefilled)
             for rows in neighbours(share.places):
                 self._runner.fill(range(first + rows.start, first + rows.stop), prefilled)
         return torch.stack([one for one in logits if one is not None])

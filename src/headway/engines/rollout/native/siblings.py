@@ -59,7 +59,7 @@ class Siblings:
     def keep(self, run: CallRun, prefilled: Prefilled) -> None:
         """Keep a copy of the prefill from which ``run`` has started, if any that wait have the same context."""
         key = context_key(run)
-        if (context := self._contexts.get(key)) is None or context.kept is not None:
+        if not run.fresh or (context := self._contexts.get(key)) is None or context.kept is not None:
             return
         context.kept = prefilled.copy()
         self._kept[key] = prefilled.length
