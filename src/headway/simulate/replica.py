@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from headway.data.types import FinishReason, TrajectoryId
+from headway.errors import DataError
 from headway.interfaces import Call, EngineStats, FinishedCall, OnUpdate
 from headway.simulate.activity import Activity
 from headway.simulate.contention import Contention
@@ -98,7 +99,13 @@ class DecodingReplica:
     # ---------------------------------------------------------------- commands
 
     def submit(self, client: str, calls: Sequence[Call]) -> None:
-        """Take all calls at once. They come back from ``deliver`` when they are finished."""
+        """Take all calls at once. They come back from ``deliver`` when they are finished.
+
+        Raises `DataError` for a number that an open call of ``client`` has.
+        """
+        numbers = {(client, call.number) for call in calls}
+        if len(numbers) < len(calls) or not self._runs.keys().isdisjoint(numbers):
+            raise DataError(f"client {client} submitted a call under a number that another of its open calls has")
         for call in calls:
             length = min(self._lengths(call.trajectory), call.sampling.max_tokens)
             run = CallRun(call, client, self._serial, length, self._prefixes.open(call))
