@@ -13,7 +13,8 @@ from headway.cluster.hardware import available_cores
 from headway.config.loading import load
 from headway.data.sources import build_sources
 from headway.data.tasks import make_task
-from headway.models.pretrained import load_model, load_tokenizer
+from headway.models.pretrained import load_model
+from headway.models.tokenizer import load_tokenizer
 
 
 def main(path: Path, overrides: list[str]) -> None:

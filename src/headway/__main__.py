@@ -1,4 +1,4 @@
-"""``python -m headway`` is ``headway``."""
+"""Entry point of ``python -m headway``, the same as the command ``headway``."""
 
 from headway.cli import main
 

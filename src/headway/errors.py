@@ -1,4 +1,4 @@
-"""The failure vocabulary: every way in which a run can end early, in one file.
+"""Errors of Headway: every way in which a run can end early, in one file.
 
 Two families, told apart by what the user has to do:
 
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 EXIT_INTERRUPTED = 130
-"""The exit code of an interrupted run, as shells have it for a program that Ctrl-C ended."""
+"""Exit code of an interrupted run, as shells have it for a program that Ctrl-C ended."""
 
 
 class HeadwayError(Exception):
@@ -26,73 +26,73 @@ class HeadwayError(Exception):
 
 
 class UserError(HeadwayError, ValueError):
-    """Something that the user gave is wrong."""
+    """Error in something that the user gave."""
 
     exit_code = 2
 
 
 class ConfigError(UserError):
-    """A configuration that is unknown, contradictory or without effect."""
+    """Error in the configuration: a setting is unknown, contradictory or without effect."""
 
 
 class DataError(UserError):
-    """A data set that is missing, unreadable or lacks what was asked of it."""
+    """Error in a data set: it is missing, unreadable or lacks what was asked of it."""
 
 
 class ModelError(UserError):
-    """A model folder that is missing, incomplete or of an unsupported architecture."""
+    """Error in a model folder: it is missing, incomplete or of an unsupported architecture."""
 
 
 class UserCodeError(UserError):
-    """A file of the user's own that does not import, or lacks the function that was named."""
+    """Error in a file of the user's own: it does not import, or lacks the function that was named."""
 
 
 class RunError(HeadwayError, RuntimeError):
-    """The run failed."""
+    """Error of the run itself, where what the user gave was right."""
 
 
 class OutputRefused(RunError, OSError):
-    """The failure to write what a command prints: the disk behind its standard output is full, most often."""
+    """Error of writing what a command prints: the disk behind its standard output is full, most often."""
 
 
 class WorkerDied(RunError):
-    """A worker process ended while the run needed it."""
+    """Error for a worker process that ended while the run needed it."""
 
 
 class StageFailed(RunError):
-    """A stage's own code raised; the cause is chained."""
+    """Error for an exception of a stage's own code; the cause is chained."""
 
 
 class StallError(RunError, TimeoutError):
-    """A wait ran out; the message says who waited for whom."""
+    """Error for a wait that took too long; the message says who waited for whom."""
 
 
 class StalenessExceeded(RunError):
-    """A group older than the proved bound reached the trainer."""
+    """Error for a group older than the proved bound that reached the trainer."""
 
 
 class LedgerImbalance(RunError):
-    """Admitted groups and their fates do not add up."""
+    """Error in the bookkeeping: admitted groups and their fates do not add up."""
 
 
 class NothingToTrain(RunError):
-    """Discards in a row passed the limit, or no reward could ever be computed: nothing is left to train on."""
+    """Error when nothing is left to train on: too many groups in a row were discarded, or none could be scored."""
 
 
 class StoppedByGuard(RunError):
-    """The data was too far off policy, and ``offpolicy.guard.action`` is ``stop``."""
+    """Error when data was too far off policy, and ``offpolicy.guard.action`` is ``stop``."""
 
 
 class UpdateFailed(RunError):
-    """A parameter update did not complete; replicas still serve the old version."""
+    """Error when a parameter update did not complete; replicas still serve the old version."""
 
 
 class NonFinite(RunError):
-    """Loss or gradient was not finite more often than allowed."""
+    """Error when loss or gradient was not finite more often than allowed."""
 
 
 class ScoringFailed(RunError):
-    """A reward could not be computed for a trajectory: the user's code raised, timed out or returned nonsense.
+    """Error when a trajectory's reward could not be computed: the user's code raised, timed out or returned nonsense.
 
     A rollout that cannot be scored is data, not a crash: the pipeline turns this into the group's ``failed`` fate.
     """
@@ -100,7 +100,7 @@ class ScoringFailed(RunError):
 
 @contextmanager
 def boundary(doing: str, error: type[HeadwayError]) -> Iterator[None]:
-    """Attribute whatever foreign code raises inside to ``error``, once, with ``doing`` in the message.
+    """Turn every exception of foreign code in the block into ``error``, once, with ``doing`` in the message.
 
     Headway's own errors pass through unchanged, and so do cancellation and interrupts.
     """
@@ -113,9 +113,9 @@ def boundary(doing: str, error: type[HeadwayError]) -> Iterator[None]:
 
 
 def said_by(cause: BaseException, most: int = 300) -> str:
-    """Foreign error in one line: its type, and what it says, of which at most ``most`` characters are kept.
+    """Describe a foreign error in one line: its type and its message, of which at most ``most`` characters are kept.
 
-    What UTF-8 has no bytes for is spelled out, so that the line can be printed and written anywhere.
+    Characters that UTF-8 cannot encode are spelled as escapes, so that the line can be printed and written anywhere.
     """
     try:
         text = " ".join(str(cause).split())
@@ -126,7 +126,7 @@ def said_by(cause: BaseException, most: int = 300) -> str:
 
 
 def shown(value: object, most: int = 80) -> str:
-    """Value as Python spells it, of which at most ``most`` characters are kept."""
+    """Return ``value`` as Python spells it, shortened to ``most`` characters."""
     return cut(repr(value), most)
 
 
@@ -136,5 +136,5 @@ def cut(text: str, most: int = 80) -> str:
 
 
 def writable(text: str) -> str:
-    """Return ``text`` as UTF-8 can hold it: a lone surrogate is spelled as its escape."""
+    """Return ``text`` with lone surrogates, which UTF-8 cannot encode, spelled as escapes."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -12,22 +12,22 @@ from functools import cache
 from typing import Any, ClassVar, Protocol, Self
 
 WAITS_FOR_GROUPS = "groups from the message queue"
-"""``StageChanged.waiting_for`` of a stage that takes fetches; reports look for this text."""
+"""Value of ``StageChanged.waiting_for`` for a stage that takes fetches; reports look for this text."""
 
 Span = tuple[float, float]
 
 DecodeSteps = tuple[int, float, int]
-"""(steps, seconds, cached) of decode steps with the same number of active sequences, added up. ``seconds`` is wall time
+"""Sums (steps, seconds, cached) over decode steps with the same number of active sequences. ``seconds`` is wall time
 from one step's end to the next one's; ``cached`` counts the tokens in the KV cache, once for each step."""
 
 PrefillSteps = tuple[int, int, int, float, int]
-"""(steps, active, tokens, seconds, cached) of steps that prefilled ``tokens``, beside decoding, added up. ``active``
-counts all that were given a token, those that began from these contexts included. The rest is as in `DecodeSteps`."""
+"""Sums (steps, active, tokens, seconds, cached) over steps that prefilled ``tokens``, beside decoding. ``active``
+counts all that were given a token, those that began with these prefills included. The rest is as in `DecodeSteps`."""
 
 
 def add_prefill(merged: dict[int, PrefillSteps], active: int, tokens: int, seconds: float, cached: int) -> None:
-    """Add one step to those of about its size. ``merged`` is keyed by the largest power of two that is no more than a
-    step's ``tokens``: what a token costs can be told by comparing sizes, and there are never many of them.
+    """Add one step to the sums for steps of about its size. ``merged`` is keyed by the largest power of two that is no
+    more than a step's ``tokens``: comparing sizes tells what a token costs, and there are never many sizes.
     """
     size = 1 << (tokens.bit_length() - 1)
     before = merged.get(size, (0, 0, 0, 0.0, 0))
@@ -36,20 +36,20 @@ def add_prefill(merged: dict[int, PrefillSteps], active: int, tokens: int, secon
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Base of all events."""
+    """Base class of all events."""
 
     kind: ClassVar[str] = "event"
     on_clock: ClassVar[tuple[str, ...]] = ("time",)
-    """Fields that hold moments: numbers, spans, or lists of spans."""
+    """Names of the fields that hold moments on the clock: numbers, spans, or lists of spans."""
     time: float
 
     def to_json(self) -> dict[str, Any]:
-        """The event as one flat JSON object, ``kind`` first. Its values are the event's own, not copies."""
+        """Return the event as one flat JSON object, ``kind`` first. The values are the event's own, not copies."""
         event_type: Any = type(self)
         return {"kind": self.kind, **{name: getattr(self, name) for name in _field_names(event_type)}}
 
     def later(self, seconds: float) -> Self:
-        """Return the same event on a clock that is ahead by so much."""
+        """Return the same event with its times moved to a clock that is ahead by so many seconds."""
         return replace(self, **{name: _later(getattr(self, name), seconds) for name in self.on_clock})
 
 
@@ -77,20 +77,20 @@ class RunStarted(Event):
     lag_bound: int | None
     order: str
     slots: dict[str, int]
-    """Trajectories that each replica can decode at once."""
+    """Number of trajectories that each replica can decode at once."""
     on_update: str = ""
-    """The policy for trajectories in flight when new weights arrive: ``drain``, ``interrupt`` or ``keep``."""
+    """Policy for trajectories in flight when new weights arrive: ``drain``, ``interrupt`` or ``keep``."""
     stages: list[str] = field(default_factory=list)
-    """The names of the run's stages, in the order in which data flows."""
+    """Names of the run's stages, in the order in which data flows."""
 
     def place_of(self, stage: str) -> int:
-        """The place of ``stage`` among the run's stages; behind them where it is none of them."""
+        """Return the position of ``stage`` among the run's stages; a position behind the last for any other name."""
         return self.stages.index(stage) if stage in self.stages else len(self.stages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerDescribed(Event):
-    """A worker of the run is up. ``cpu`` and ``gpu`` are models; ``cores`` are those of ``host`` that it may use."""
+    """Event: a worker of the run is up. ``cpu`` and ``gpu`` are models; it may use so many ``cores`` of ``host``."""
 
     kind: ClassVar[str] = "worker.described"
     worker: str
@@ -99,26 +99,26 @@ class WorkerDescribed(Event):
     cores: int
     gpu: str | None
     threads: int
-    """Threads of torch."""
+    """Number of threads that torch uses in the worker."""
     pid: int | None = None
-    """The id of the worker's process on ``host``. None in records that do not tell."""
+    """Id of the worker's process on ``host``. None in records that do not have it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageChanged(Event):
-    """A stage entered ``state``; ``waiting_for`` names the other party while it waits."""
+    """Event: a stage entered ``state``; ``waiting_for`` names the other party while it waits."""
 
     kind: ClassVar[str] = "stage.changed"
     stage: str
     state: str
     waiting_for: str | None = None
     active: int = 0
-    """Items in processing."""
+    """Number of items that the stage is processing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupAdmitted(Event):
-    """A group was admitted. ``limit`` is ⌊(version + 1 + η)·B⌋, ``version`` the oldest served; admitted counts it."""
+    """Event: a group was admitted. ``limit`` is ⌊(version + 1 + η)·B⌋, ``version`` the oldest served."""
 
     kind: ClassVar[str] = "group.admitted"
     number: int
@@ -130,12 +130,12 @@ class GroupAdmitted(Event):
     discarded: int
     limit: int
     source: str = ""
-    """The source of the prompt: a file, a dataset, or what its row says."""
+    """Source of the prompt: a file, a dataset, or what its row says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryFinished(Event):
-    """A trajectory's end. ``version_spans`` is ``[[start, version], …]``: from ``start`` on, ``version`` sampled."""
+    """Event: a trajectory ended. ``version_spans``: ``[[start, version], …]``, each version sampled from its start."""
 
     kind: ClassVar[str] = "trajectory.finished"
     on_clock: ClassVar[tuple[str, ...]] = ("time", "started", "finished")
@@ -149,12 +149,12 @@ class TrajectoryFinished(Event):
     started: float
     finished: float
     baseline: bool = False
-    """The trajectory is not trained on: its reward is its group's baseline."""
+    """True where the trajectory is not trained on: its reward is its group's baseline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRewarded(Event):
-    """Rewards of a group. ``parts``: what each of several gave, by name, before its weight; None: it does not apply."""
+    """Event: a group was rewarded. ``parts``: values by part, before their weights; None: the part does not apply."""
 
     kind: ClassVar[str] = "group.rewarded"
     number: int
@@ -164,7 +164,7 @@ class GroupRewarded(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSettled(Event):
-    """The final outcome of an admitted group. ``lag``, that of its oldest token, is given only for a trained group."""
+    """Event: an admitted group met its fate. ``lag``, that of its oldest token, is given only for a trained group."""
 
     kind: ClassVar[str] = "group.settled"
     number: int
@@ -185,7 +185,7 @@ class FetchTaken(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerBusy(Event):
-    """The trainer computed during ``span``: ``what`` is ``forward``, ``critic``, ``step`` or ``gather``."""
+    """Event: the trainer computed during ``span``; ``what`` is ``forward``, ``critic``, ``step`` or ``gather``."""
 
     kind: ClassVar[str] = "trainer.busy"
     on_clock: ClassVar[tuple[str, ...]] = ("time", "span")
@@ -196,7 +196,7 @@ class TrainerBusy(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerStepped(Event):
-    """One optimizer step. ``lags`` has each group's lag, ``stale_trajectories`` counts trajectories with lag ≥ 1."""
+    """Event: an optimizer step. ``lags``: one per group; ``stale_trajectories``: trajectories with lag ≥ 1, counted."""
 
     kind: ClassVar[str] = "optimizer.stepped"
     step: int
@@ -207,14 +207,14 @@ class OptimizerStepped(Event):
     trajectories: int
     lags: list[int]
     token_lag: dict[int, int] = field(default_factory=dict)
-    """Histogram: lag → number of tokens."""
+    """Histogram of the tokens' lags: lag → number of tokens."""
     stale_trajectories: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticStepped(Event):
-    """One optimizer step of the critic."""
+    """Event: one optimizer step of the critic."""
 
     kind: ClassVar[str] = "critic.stepped"
     on_clock: ClassVar[tuple[str, ...]] = ("time", "span")
@@ -228,7 +228,7 @@ class CriticStepped(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardActed(Event):
-    """Action of the guard: the step's ``ess`` fell below ``min_ess``, or rose above it again, and it ``did`` that.
+    """Event: the guard acted. A step's ``ess`` fell below ``min_ess``, or rose above it again, and it ``did`` that.
 
     ``clip_scale`` and ``eta`` hold from now on.
     """
@@ -244,7 +244,7 @@ class GuardActed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdatePhase(Event):
-    """One of the five phases (gather, send, recv, register, load) of the update to ``version``, at ``where``.
+    """Event: one of the phases gather, send, recv, register and load of the update to ``version`` ended at ``where``.
 
     Gather and a send to all replicas together are at ``actor``; a send to one replica alone is at that replica.
     """
@@ -256,14 +256,14 @@ class UpdatePhase(Event):
     seconds: float
     nbytes: int = 0
     probe_difference: float | None = None
-    """Largest difference (nats), in phase ``load``, between log-probs that ``where`` serves and the trainer's; None
-    where nobody looked. On shared devices a replica can tell only when it is awake again: then in a load event of its
-    own."""
+    """Largest difference, in nats, between the log-probs that ``where`` serves and the trainer's; only in phase
+    ``load``, None where it was not measured. On shared devices a replica measures it once it is awake again, in a
+    ``load`` event of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateFinished(Event):
-    """Every replica serves ``version``, or skipped it for a newer one that is on its way (`UpdateSuperseded`).
+    """Event: every replica serves ``version``, or skipped it for a newer one that is on its way (`UpdateSuperseded`).
 
     Stalls are spans in which a side waited for the update and did nothing else.
     """
@@ -273,18 +273,18 @@ class UpdateFinished(Event):
     trainer_stall_s: float
     rollout_stall_s: float
     interrupted: int
-    """Trajectories that were cut and go on under the new version."""
+    """Number of trajectories that were cut and go on under the new version."""
     validation_stall_s: float = 0.0
-    """The part of ``trainer_stall_s`` in which the update waited for a validation before it paused the replicas."""
+    """Part of ``trainer_stall_s`` in which the update waited for a validation before it paused the replicas."""
     full_nbytes: int | None = None
-    """Bytes of the complete weights, where less could be sent; None where everything was."""
+    """Number of bytes of the complete weights, where fewer may have been sent; None where all were."""
     changed: float | None = None
-    """Share of 16-bit units that differ from the version before; None where nobody looked."""
+    """Share of 16-bit units that differ from the version before; None where it was not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateRetried(Event):
-    """A transfer of ``version`` failed, and is tried again to ``receivers``, which serve what they served."""
+    """Event: a transfer of ``version`` failed, and is tried again to ``receivers``, which still serve what they did."""
 
     kind: ClassVar[str] = "update.retried"
     version: int
@@ -294,7 +294,7 @@ class UpdateRetried(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateSuperseded(Event):
-    """A newer version was ready before the transfer of ``version`` to ``replica`` began: it never gets this one."""
+    """Event: ``replica`` skips ``version``, because a newer one was ready before the transfer began."""
 
     kind: ClassVar[str] = "update.superseded"
     version: int
@@ -303,7 +303,7 @@ class UpdateSuperseded(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaHalted(Event):
-    """Nothing decodes on ``replica`` during ``span``: it was paused for ``reason``, and had stopped.
+    """Event: nothing decoded on ``replica`` during ``span``, as it was paused for ``reason``.
 
     ``reason`` is ``load`` (new weights) or ``lease`` (training has the shared devices).
     """
@@ -314,12 +314,12 @@ class ReplicaHalted(Event):
     reason: str
     span: Span
     interrupted: int
-    """Trajectories with tokens that the pause cut."""
+    """Number of trajectories with tokens that the pause cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaJoined(Event):
-    """A late replica serves from now on, with ``version``."""
+    """Event: a late replica serves from now on, with ``version``."""
 
     kind: ClassVar[str] = "replica.joined"
     replica: str
@@ -329,7 +329,7 @@ class ReplicaJoined(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLost(Event):
-    """A replica died, or was fenced off, and the others go on; what it was generating is run again."""
+    """Event: a replica died, or was fenced off, and the others go on; what it was generating is run again."""
 
     kind: ClassVar[str] = "replica.lost"
     replica: str
@@ -338,7 +338,7 @@ class ReplicaLost(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseChanged(Event):
-    """Shared devices went to ``holder``, ``train`` or ``generate``. The hand-over began at ``asked``."""
+    """Event: shared devices went to ``holder``, ``train`` or ``generate``. The hand-over began at ``asked``."""
 
     kind: ClassVar[str] = "lease.changed"
     on_clock: ClassVar[tuple[str, ...]] = ("time", "asked")
@@ -350,7 +350,7 @@ class LeaseChanged(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaActivity(Event):
-    """Spans of prefill or decoding since the replica's last report; ``slot_seconds`` sums active slots × time."""
+    """Event: a replica's work since its last report: ``busy`` spans, and ``slot_seconds``, active slots × time."""
 
     kind: ClassVar[str] = "replica.activity"
     on_clock: ClassVar[tuple[str, ...]] = ("time", "busy")
@@ -360,11 +360,11 @@ class ReplicaActivity(Event):
     generated_tokens: int
     prefilled_tokens: int
     preempted: int = 0
-    """Answers that were parked for want of memory for keys and values."""
+    """Number of answers that were parked because memory for keys and values ran short."""
     decode_steps: dict[int, DecodeSteps] = field(default_factory=dict)
-    """Active sequences → the steps that prefilled nothing; empty if the engine does not say."""
+    """Sums over the steps that prefilled nothing, by number of active sequences; empty where they are unknown."""
     prefill_steps: dict[int, PrefillSteps] = field(default_factory=dict)
-    """All other steps, by the size of their prefills (`add_prefill`)."""
+    """Sums over the steps that prefilled something, by the size of their prefills (`add_prefill`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -378,12 +378,12 @@ class ValidationFinished(Event):
     failed: int
     span: Span
     by_source: dict[str, float] = field(default_factory=dict)
-    """The accuracy of each source's problems, where there are several sources."""
+    """Accuracy on the problems of each source, where there are several sources."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptsLeftOut(Event):
-    """Prompts of ``source`` with more than ``max_tokens`` tokens; ``part`` is ``training`` or ``held-out``."""
+    """Event: prompts of ``source`` above ``max_tokens`` were left out; ``part`` is ``training`` or ``held-out``."""
 
     kind: ClassVar[str] = "prompts.left_out"
     part: str
@@ -394,7 +394,7 @@ class PromptsLeftOut(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionReached(Event):
-    """A boundary: all that came before ``version`` is consumed, and the update to it comes next.
+    """Event: a version boundary. All groups before ``version`` are consumed, and the update to it comes next.
 
     A checkpoint of ``version`` holds what was true at this instant; a run that is resumed there undoes what came after.
     """
@@ -402,12 +402,12 @@ class VersionReached(Event):
     kind: ClassVar[str] = "version.reached"
     version: int
     groups: dict[str, int]
-    """The ledger's balance."""
+    """Balance of the ledger at the boundary: number of groups by fate, and ``admitted``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResumed(Event):
-    """The run goes on from its checkpoint of ``version``: what was told since that `VersionReached` is undone.
+    """Event: the run goes on from its checkpoint of ``version``. Events after that `VersionReached` are undone.
 
     `RunStarted` follows, with what holds from now on.
     """
@@ -415,7 +415,7 @@ class RunResumed(Event):
     kind: ClassVar[str] = "run.resumed"
     version: int
     times: int
-    """The number of times that the run was resumed, this time included."""
+    """Number of times that the run was resumed, this time included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -429,7 +429,7 @@ class CheckpointSaved(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note(Event):
-    """A line for the log: ``level`` is ``info`` or ``warning``."""
+    """Event: a line for the log. ``level`` is ``info`` or ``warning``."""
 
     kind: ClassVar[str] = "note"
     level: str
@@ -438,7 +438,7 @@ class Note(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFinished(Event):
-    """The run ended: ``status`` is ``completed``, ``interrupted`` or ``failed``; ``groups`` is the ledger's balance."""
+    """Event: the run ended as ``completed``, ``interrupted`` or ``failed``. ``groups`` is the ledger's balance."""
 
     kind: ClassVar[str] = "run.finished"
     status: str
@@ -459,7 +459,7 @@ Emit = Callable[[Event], None]
 
 
 def fan_out(observers: Sequence[Observer]) -> Emit:
-    """One function that hands an event to every observer, in the order given."""
+    """Return one function that hands an event to every observer, in the order given."""
 
     def emit(event: Event) -> None:
         for observer in observers:

@@ -1,4 +1,4 @@
-"""The protocols between the pipeline and the machinery. The pipeline knows these and nothing behind them.
+"""Protocols between the pipeline and the machinery. The pipeline knows these and nothing behind them.
 
                  RewardFn          LogProbEngine
                     ▲                   ▲
@@ -39,7 +39,7 @@ from headway.events import DecodeSteps, PrefillSteps, Span
 
 
 class PromptSource(Protocol):
-    """Yields prompts in a seeded order, epoch after epoch, and can say and restore where it stands.
+    """Source of prompts in a seeded order, epoch after epoch; its position can be saved and restored.
 
     first, cursor = source.next(), source.state()
     second = source.next()
@@ -48,13 +48,13 @@ class PromptSource(Protocol):
     """
 
     def next(self) -> Prompt | None:
-        """The next prompt, or None when all epochs are over (never None if epochs are unlimited)."""
+        """Return the next prompt, or None when all epochs are over (never None if epochs are unlimited)."""
 
     def again(self, prompt: Prompt) -> Prompt:
-        """The prompt of the same row as a further attempt, with randomness of its own."""
+        """Return the prompt of the same row as a further attempt, with randomness of its own."""
 
     def state(self) -> dict[str, Any]:
-        """The cursor: JSON values that `restore` takes."""
+        """Return the cursor: JSON values that `restore` takes."""
 
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
@@ -64,16 +64,16 @@ class PromptSource(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """The scores of one group's n responses, in order."""
+    """Scores of one group's n responses, in order."""
 
     rewards: NDArray[np.float32]
-    """[n] Finite: Σ weight · value over the parts that apply."""
+    """Rewards [n], all finite: Σ weight · value over the parts that apply to the response."""
     parts: Mapping[str, list[float | None]] = field(default_factory=dict)
-    """The values [n] that each part gave, by its name, before its weight. None: it does not apply to the response."""
+    """Values [n] that each part gave, by its name, before its weight. None: the part does not apply to the response."""
 
 
 class RewardFn(Protocol):
-    """Scores responses in processes of its own.
+    """Reward function that scores responses in processes of its own.
 
     scores = await reward.score(prompt, ["4", "5"])
     scores.rewards                      # array([1., 0.], dtype=float32)
@@ -81,7 +81,7 @@ class RewardFn(Protocol):
     """
 
     async def score(self, prompt: Prompt, responses: Sequence[str]) -> Scores:
-        """The rewards of the responses, and what each part of them gave.
+        """Return the rewards of the responses, and what each part of the reward gave.
 
         Raises `ScoringFailed` after the retry budget: an exception, a time-out, or a value that is not a finite number.
         """
@@ -93,7 +93,7 @@ class RewardFn(Protocol):
 
 
 class OnUpdate(StrEnum):
-    """The policy for trajectories in flight when new weights arrive."""
+    """Policy for trajectories in flight when new weights arrive."""
 
     DRAIN = "drain"
     """Let everything that was submitted finish; start nothing that is submitted later."""
@@ -113,30 +113,30 @@ class SamplingParams:
     """Settings by which tokens are sampled: logits ▶ bias, ``min_tokens`` ▶ penalty ▶ temperature ▶ min-p ▶ top-k ▶
     top-p.
 
-    vLLM's order. The log-prob of a token is that of the distribution at the end of it.
+    The order is vLLM's. The log-prob of a token is that of the distribution at the end of this chain.
     """
 
     max_tokens: int
     temperature: float = 1.0
-    """0 is greedy; log-probs are then those of temperature 1, and filters do not count."""
+    """Temperature of sampling. 0 is greedy; log-probs are then those of temperature 1, and filters do not count."""
     top_p: float = 1.0
-    """Sample only from the most likely tokens that together reach this share; 1 is off."""
+    """Probability mass of the most likely tokens that are sampled from; 1 is off."""
     top_k: int = 0
-    """Sample only from this many most likely tokens; 0 is off."""
+    """Number of the most likely tokens that are sampled from; 0 is off."""
     stop_token_ids: tuple[int, ...] = ()
     min_p: float = 0.0
-    """Sample only from tokens with at least this share of the most likely token's probability; 0 is off."""
+    """Smallest probability of a token that may be sampled, as a share of the most likely token's; 0 is off."""
     repetition_penalty: float = 1.0
-    """Logits of tokens that the prompt or the answer has already are divided by this if positive, multiplied if not
-    (Keskar et al. 2019, arXiv:1909.05858); 1 is off."""
+    """Penalty on tokens that the prompt or the answer has already: a positive logit is divided by it, a negative one
+    multiplied (Keskar et al. 2019, arXiv:1909.05858); 1 is off."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Pairs of a token and the value added to its logit."""
     min_tokens: int = 0
-    """Tokens before which no stop token is sampled, and no stop string looked for."""
+    """Number of tokens before which no stop token is sampled, and no stop string looked for."""
     stop: tuple[str, ...] = ()
     """Strings that end the answer, with the token that completes one; the answer's text includes it."""
     seed: int | None = None
-    """Seed of this request instead of the run's; None for the run's."""
+    """Seed of this request; None for the run's seed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,44 +210,44 @@ class FinishedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Paused:
-    """``interrupted`` counts trajectories with at least one token that were cut by this pause."""
+    """Result of a pause. ``interrupted`` counts trajectories with at least one token that this pause cut."""
 
     interrupted: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """Activity since the last call. Spans are on the event clock."""
+    """Activity of an engine since the last call. Spans are on the event clock."""
 
     busy: list[Span] = field(default_factory=list)
-    """Union of intervals in which at least one sequence was prefilled or decoded."""
+    """Union of the spans in which at least one sequence was prefilled or decoded."""
     slot_seconds: float = 0.0
     generated_tokens: int = 0
     prefilled_tokens: int = 0
     cached_tokens: int = 0
     """Tokens of contexts that were found in the prefix cache, and not prefilled."""
     preempted: int = 0
-    """Times that an answer was parked for want of memory for keys and values."""
+    """Number of times that an answer was parked because memory for keys and values ran short."""
     running: int = 0
     waiting: int = 0
     version: int = 0
     decode_steps: dict[int, DecodeSteps] = field(default_factory=dict)
-    """Active sequences → the steps that prefilled nothing. Empty where it is not measured."""
+    """Sums over the steps that prefilled nothing, by number of active sequences. Empty where it is not measured."""
     prefill_steps: dict[int, PrefillSteps] = field(default_factory=dict)
-    """All other steps, by the size of their prefills (`events.add_prefill`)."""
+    """Sums over the steps that prefilled something, by the size of their prefills (`events.add_prefill`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """The abilities of an engine; a start is refused when the configuration asks for more."""
+    """Abilities of an engine; a start is refused when the configuration asks for more."""
 
     on_update: frozenset[OnUpdate]
     reproducible: bool
-    """A sampled token depends on (seed, trajectory id, position, weights) alone: not on slots, order or replicas."""
+    """True where (seed, trajectory id, position, weights) alone decide a token: not slots, order or replicas."""
     sleep: bool = False
     double_buffered: bool = True
-    """The engine receives weights while it decodes. False: `stage_weights` writes over what is served, and wants it
-    paused."""
+    """True where the engine receives weights while it decodes. False: `stage_weights` overwrites the weights that are
+    served, and the engine must be paused for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +255,7 @@ class ReceiveReport:
     recv_s: float
     register_s: float
     nbytes: int
-    """Bytes that came: the weights', or fewer where only changes were sent."""
+    """Number of bytes received: those of the weights, or fewer where only changes were sent."""
     checksum: int
 
 
@@ -271,7 +271,7 @@ class PolicyReceiver(Protocol):
     name: str
 
     async def stage_weights(self, version: int) -> ReceiveReport:
-        """Receive and register ``version``: it is there, complete and checksummed, and not served yet.
+        """Receive and register ``version``: it is then complete and checksummed, but not served yet.
 
         The matching `TrainEngine.send_weights` must run at the same time. All-or-nothing: on an error nothing is
         staged and, with a second buffer, the old version is still served; without one nothing is served any more once
@@ -282,9 +282,9 @@ class PolicyReceiver(Protocol):
         """Load the staged ``version``: serve it from now on. Returns the seconds it took."""
 
     async def probe(self) -> NDArray[np.float32] | None:
-        """The log-probs [N] of a few fixed sequences under what it serves; None where it cannot tell.
+        """Return the log-probs [N] of a few fixed sequences under the served weights; None where they are unknown.
 
-        Only while nothing decodes.
+        Call it only while nothing decodes.
         """
 
 
@@ -340,12 +340,12 @@ class RolloutEngine(PolicyReceiver, Protocol):
     async def sleep(self, *, keep_weights: bool = True) -> None:
         """Free the KV cache on the device, and the weights: kept elsewhere or, without ``keep_weights``, lost.
 
-        Only when paused; what was cut is prefilled again. Asleep, an engine still takes requests and weights
+        Call it only when paused; what was cut is prefilled again. Asleep, an engine still takes requests and weights
         (`stage_weights`, `activate`), and computes nothing. Without weights it cannot resume before it has new ones.
         """
 
     async def wake(self) -> None:
-        """Take the device back; still paused."""
+        """Take the device back after `sleep`; the engine is still paused."""
 
     async def stats(self) -> EngineStats: ...
 
@@ -355,7 +355,8 @@ class RolloutEngine(PolicyReceiver, Protocol):
 class Keeper(Protocol):
     """A holder of groups: it makes their episodes with calls to replicas, and keeps what was sampled.
 
-        keeper.route(["rollout-0", "rollout-1"])        # new calls go to these
+        await keeper.join(replica)
+        await keeper.route([replica.name])              # new calls go to these
         async for group in keeper.generate([GroupRequest(0, prompt, n=8, sampling=sampling)]):
             ...                                         # each group when its last episode is over
 
@@ -372,8 +373,8 @@ class Keeper(Protocol):
         Raises `DataError` for a prompt that no engine takes.
         """
 
-    async def join(self, replica: str) -> None:
-        """Connect to ``replica``, a replica of the run that may get calls from now on."""
+    async def join(self, replica: RolloutEngine) -> None:
+        """Connect to ``replica``, which gets calls once `route` names it."""
 
     async def leave(self, replica: str) -> None:
         """Ask the unfinished calls of ``replica`` again of others: it is gone."""
@@ -398,19 +399,19 @@ class Keeper(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """The place of an optimizer step in the run."""
+    """Position of an optimizer step in the run."""
 
     version: int = 0
-    """The trainer's. What it has made of itself since is not a version yet."""
+    """Version of the trainer. Optimizer steps that it made since then are not a version yet."""
     progress: float = 0.0
-    """Optimizer steps of this version that were made, as a share of all that it makes: in [0, 1)."""
+    """Share of this version's optimizer steps that were made before this one: in [0, 1)."""
     clip_scale: float = 1.0
-    """The trust region is so many times as wide as configured."""
+    """Width of the trust region, as a multiple of the configured one."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One optimizer step. ``skipped`` when loss or gradient norm was not finite: weights are unchanged."""
+    """Report on one optimizer step. ``skipped`` when loss or gradient norm was not finite: weights are unchanged."""
 
     skipped: bool
     metrics: dict[str, float]
@@ -420,11 +421,11 @@ class StepReport:
 class GatherReport:
     gather_s: float
     nbytes: int
-    """Bytes of the complete weights, in the served dtype."""
+    """Number of bytes of the complete weights, in the served dtype."""
     changed: float | None = None
-    """Share of 16-bit units that differ from the version before; None where nobody looked."""
+    """Share of 16-bit units that differ from the version before; None where it was not measured."""
     probe: NDArray[np.float32] | None = None
-    """The log-probs [N] of the probe's sequences under these weights, for `PolicyReceiver.probe` to match."""
+    """Log-probs [N] of the probe's sequences under these weights, for `PolicyReceiver.probe` to match."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,38 +433,38 @@ class SendReport:
     gather_s: float
     send_s: float
     nbytes: int
-    """Bytes that were sent: the weights', or fewer where only changes were."""
+    """Number of bytes sent: those of the weights, or fewer where only changes were sent."""
     checksum: int
     """Checksum of all weights, in order; equals that of every receiver not named in ``checksums``."""
     checksums: Mapping[str, int] = field(default_factory=dict)
-    """Receiver → checksum, for those that hold the weights in another dtype."""
+    """Checksums by receiver, for those that hold the weights in another dtype."""
     full_nbytes: int | None = None
-    """Bytes of the complete weights, in the served dtype; None: as ``nbytes``."""
+    """Number of bytes of the complete weights, in the served dtype; None: the same as ``nbytes``."""
     changed: float | None = None
     """Share of 16-bit units that differ from the version before, as in `GatherReport`; None after `send_gathered`."""
     probe: NDArray[np.float32] | None = None
-    """The log-probs [N] of the probe's sequences, as in `GatherReport`; None after `send_gathered`."""
+    """Log-probs [N] of the probe's sequences, as in `GatherReport`; None after `send_gathered`."""
 
 
 class LogProbEngine(Protocol):
-    """A frozen or separately served copy of the policy that recomputes log-probs."""
+    """Engine that recomputes log-probs: a frozen or separately served copy of the policy."""
 
     async def forward_logprobs(self, samples: Sequence[Sample]) -> list[Column]:
-        """The [T] float32 log-probs of each sample (nats, ``rollout.temperature`` applied)."""
+        """Return the [T] float32 log-probs of each sample (nats, ``rollout.temperature`` applied)."""
 
 
 class ProximalEngine(Protocol):
-    """Computes log π_prox: under the policy as it was before the first optimizer step of a version."""
+    """Engine for log π_prox: log-probs under the policy as it was before the first optimizer step of a version."""
 
     async def proximal_logprobs(self, samples: Sequence[Sample], version: int) -> list[Column]:
-        """The [T] float32 log-probs of each sample under ``version`` (nats, ``rollout.temperature`` applied).
+        """Return the [T] float32 log-probs of each sample under ``version`` (nats, ``rollout.temperature`` applied).
 
-        Raises `RunError` when it does not have just that version.
+        Raises `RunError` when the engine does not have exactly that version.
         """
 
 
 class TrainEngine(LogProbEngine, ProximalEngine, Protocol):
-    """The trainer's ranks, driven as one.
+    """Training engine: the trainer's ranks, driven as one.
 
         for mini_batch in mini_batches:
             await trainer.train_step(mini_batch, StepContext(version=2))
@@ -471,18 +472,18 @@ class TrainEngine(LogProbEngine, ProximalEngine, Protocol):
         await trainer.send_weights(3, ["rollout-0"])        # while rollout-0 stages version 3
         await trainer.save(path, driver_state)
 
-    For log-probs of a version as it was, it must be asked before the version's first step; it then keeps what it needs
-    to be asked again.
+    For log-probs under a version's weights, ask before the version's first step; the engine then keeps what it needs to
+    be asked again.
     """
 
     async def train_step(self, samples: Sequence[Sample], context: StepContext) -> StepReport:
-        """One optimizer step on a mini-batch. The gradient does not depend on how it is split."""
+        """Make one optimizer step on a mini-batch. The gradient does not depend on how the mini-batch is split."""
 
     async def reach(self, receivers: Sequence[str]) -> None:
-        """Make sure that the next version can be sent to just these, none of whom is receiving.
+        """Make sure that the next version can be sent to exactly these receivers, none of which is receiving.
 
-        Before every transfer; quick when nothing changed. After a failure, or a receiver's death or join, a transport
-        whose members depend on each other meets anew here. Raises `UpdateFailed` when somebody does not come.
+        Call it before every transfer; it is quick when nothing changed. After a failure, or a receiver's death or join,
+        a transport whose members depend on each other meets anew. Raises `UpdateFailed` when one does not come.
         """
 
     async def send_weights(self, version: int, receivers: Sequence[str]) -> SendReport:
@@ -492,10 +493,10 @@ class TrainEngine(LogProbEngine, ProximalEngine, Protocol):
         """
 
     async def save(self, path: Path, driver_state: Mapping[str, Any]) -> None:
-        """A complete checkpoint: model, optimizer, schedule, and ``driver_state`` as JSON. Atomic: a rename ends it."""
+        """Save a complete checkpoint: model, optimizer, schedule, and ``driver_state`` as JSON. Atomic, by a rename."""
 
     async def load(self, path: Path) -> dict[str, Any]:
-        """Restore a checkpoint; returns its ``driver_state``."""
+        """Restore a checkpoint. Returns its ``driver_state``."""
 
     async def export(self, path: Path) -> None:
         """Write a Hugging Face folder that ``AutoModelForCausalLM.from_pretrained`` opens."""
@@ -505,13 +506,13 @@ class TrainEngine(LogProbEngine, ProximalEngine, Protocol):
 
 @runtime_checkable
 class OverlappingTrainEngine(TrainEngine, Protocol):
-    """A trainer that can send weights while it trains on: what ``param_update.schedule: overlapped`` needs.
+    """Trainer that can send weights while it trains on, as ``param_update.schedule: overlapped`` needs.
 
     It keeps one complete copy in host memory. `gather_weights` overwrites it: no `send_gathered` may be running then.
     """
 
     async def gather_weights(self, version: int) -> GatherReport:
-        """Gather into the copy. The ranks are free again when this returns."""
+        """Gather the weights into the trainer's copy. The ranks are free again when this returns."""
 
     async def send_gathered(self, version: int, receiver: str) -> SendReport:
         """Send the copy, which must hold ``version``, to one replica, whose `stage_weights` must run at the same time.
@@ -521,25 +522,25 @@ class OverlappingTrainEngine(TrainEngine, Protocol):
 
 
 class CriticEngine(Protocol):
-    """The critic's ranks, driven as one: V(s_t), an estimate of the rewards from token t on, before token t."""
+    """Critic's ranks, driven as one: V(s_t), an estimate of the rewards from token t on, before token t."""
 
     async def forward_values(self, samples: Sequence[Sample]) -> list[Column]:
-        """The [T] float32 values of each sample."""
+        """Return the [T] float32 values of each sample."""
 
     async def train_step(self, samples: Sequence[Sample]) -> StepReport:
-        """One optimizer step towards the samples' ``returns``, from their ``values``."""
+        """Make one optimizer step towards the samples' ``returns``, from their ``values``."""
 
     async def save(self, path: Path) -> None:
-        """A complete checkpoint: model, optimizer, schedule. Atomic: a rename ends it."""
+        """Save a complete checkpoint: model, optimizer, schedule. Atomic, by a rename."""
 
     async def load(self, path: Path) -> None: ...
 
 
 class AdvantageFn(Protocol):
-    """Computes the advantages of one fetch, once, where the fetch's tokens are."""
+    """Function that computes the advantages of one fetch, once, where the fetch's tokens are."""
 
     async def __call__(self, samples: Sequence[Sample], outcomes: Outcomes) -> Mapping[str, list[Column]]:
-        """``advantages`` and, where there is a critic, ``returns``: a [T] float32 column for each sample.
+        """Return ``advantages`` and, where there is a critic, ``returns``: a [T] float32 column for each sample.
 
         Raises `RunError`, naming a trajectory, for a reward or an advantage that is not finite.
         """

@@ -1,4 +1,4 @@
-"""Trying a run's outside needs before its directory is made, a model warmed up or a worker started.
+"""Checks of a run's inputs before its directory is made, a model warmed up or a worker started.
 
 `check_inputs` ─▶ the rows to train on        the model's files, data, reward: no torch, so that ``--dry-run`` and the
                                               doctor can ask, too
@@ -34,19 +34,19 @@ from headway.user_code import check_call, load_function, names_a_file
 
 CONNECT_TIMEOUT_S = 10.0
 LOAD_TIMEOUT_S = 30.0
-"""Seconds for a process to start and to import the reward's file: long enough for torch and transformers, too."""
+"""Seconds for a process to start and import the reward's file: long enough for torch and transformers, too."""
 LOWER = "lower the lengths"
 LOSS_PARAMETERS = ("inputs", "params")
-"""Parameters of a policy loss, and of a correction."""
+"""Names of the parameters of a policy loss, and of a rollout correction."""
 ESTIMATOR_PARAMETERS = ("normalize_by_std", "gamma", "lam", "k")
-"""Parameters that an advantage estimator gets by name, where it has them, after its inputs."""
+"""Names of the parameters that an advantage estimator gets after its inputs, where it has them."""
 INTEGERS = ("I", "U", "BOOL")
-"""First letters of dtypes that no weight of a model has."""
+"""Prefixes of the dtypes, as safetensors spells them, that no weight of a model may have."""
 NOT_READ = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"(^|\.)(attn|attention)\.(masked_)?bias$")
-"""Names of buffers that older checkpoints hold: constants, which the model makes itself."""
+"""Patterns for names of buffers that older checkpoints hold: constants, which the model makes itself."""
 ROWS_AT_ONCE = 4096
 NEEDS_ANSWERS = ("exact_match", "math_verify", "regex")
-"""Built-in rewards that cannot score a row whose answer is null."""
+"""Names of built-in rewards that cannot score a row whose answer is null."""
 
 
 def check_inputs(config: Config) -> Rows:
@@ -75,11 +75,10 @@ def check_inputs(config: Config) -> Rows:
 
 
 def check_model(config: Config, rows: Rows, *, when_too_long: str = LOWER) -> DataBundle | None:
-    """Open all of the model but its weights, and read the first prompts as it does: the prompts of ``rows``.
+    """Open all of the model but its weights, and tokenize the first prompts of ``rows``. Returns the sources of
+    prompts; None where there is no model yet, only one to make.
 
-    Returns None where there is no model yet, only one to make.
-
-    ``when_too_long``: advice of the message where the model has fewer positions than tokens may come.
+    ``when_too_long``: advice in the message where the model has fewer positions than tokens may come.
 
     Raises:
         ConfigError: no such algorithm, more tokens than the model has positions, a bias for a token that it does not
@@ -105,7 +104,8 @@ def check_model(config: Config, rows: Rows, *, when_too_long: str = LOWER) -> Da
         _check_device(config)
     if config.model.path is None:
         return None
-    from headway.models.pretrained import load_config, load_tokenizer
+    from headway.models.pretrained import load_config
+    from headway.models.tokenizer import load_tokenizer
 
     trust_remote_code = config.model.trust_remote_code
     model_config = load_config(config.model.path, trust_remote_code=trust_remote_code)
@@ -121,10 +121,10 @@ def check_model(config: Config, rows: Rows, *, when_too_long: str = LOWER) -> Da
 
 
 def go_offline_without_a_hub(config: Config) -> None:
-    """Have libraries look at their cache alone, here and in all workers, where the hub's host is not even known here
-    and a model or dataset is named: they would try again for half a minute each time.
+    """Make libraries look at their cache alone, here and in all workers, where the hub's host cannot be resolved and a
+    model or dataset is named: otherwise they would retry for half a minute each time.
 
-    Must come before the libraries' import: they read this once.
+    Call it before the libraries are imported: they read this setting once.
     """
     datasets = any(source.dataset is not None for source in config.data.sources + config.data.val_sources)
     model = config.model.path is not None and find_folder(config.model.path) is None
@@ -163,7 +163,7 @@ def _check_device(config: Config) -> None:
 
 
 def _check_answers(config: Config, rows: Rows) -> None:
-    """Check answers of files alone: a task's problems are made on demand, and have answers."""
+    """Check that rows from files have the answers that the reward needs; a task's problems always have answers."""
     needing = [one.function for one in config.reward.all if one.function in NEEDS_ANSWERS]
     if not needing:
         return
@@ -202,7 +202,7 @@ def _check_positions(config: Config, model_config: Any, way_out: str) -> None:
 
 
 def _check_own_functions(config: Config) -> None:
-    """Check losses, estimators and corrections of the user's own: they are called only at the first step, with data."""
+    """Check that own losses, estimators and corrections can be called: otherwise the first step would find out."""
     algorithm = config.algorithm
     for spec, positional, named in (
         (algorithm.policy_loss.loss_mode, LOSS_PARAMETERS, ()),
@@ -223,7 +223,7 @@ def _check_biases(config: Config, model_config: Any) -> None:
 
 
 def _check_kv_cache(config: Config, model_config: Any) -> None:
-    """Check the KV cache for one context, the least that an engine needs; only the engine knows its true need."""
+    """Check that the KV cache has room for one context, the least that an engine needs; its true need may be larger."""
     gib, data = config.rollout.kv_cache_gib, config.data
     if gib is None or config.rollout.name != "native":
         return
@@ -245,7 +245,7 @@ def _check_kv_cache(config: Config, model_config: Any) -> None:
 
 
 def _check_unknown_family(config: Config) -> None:
-    """Check a model that only transformers can tell of, for the doctor, too: takes seconds, as usual families do not.
+    """Check a model of a family that only transformers knows, for the doctor, too. Takes seconds.
 
     Raises:
         ModelError: no causal language model, or one whose logits or attention are not supported.
@@ -364,7 +364,7 @@ class _Stored:
 
 
 def _name_in_the_model(name: str, expected: Mapping[str, Any], prefix: str) -> str:
-    """Find a weight's name in the model: weights may have been saved without the prefix of a head, or with it."""
+    """Return a weight's name in the model, which may have a head's prefix more or less; else ``name`` itself."""
     if name not in expected:
         for other in (f"{prefix}.{name}", name.removeprefix(f"{prefix}.")):
             if other in expected:
@@ -373,7 +373,7 @@ def _name_in_the_model(name: str, expected: Mapping[str, Any], prefix: str) -> s
 
 
 def _equal(one: _Stored, other: _Stored) -> bool:
-    """Compare two tensors in pieces, so that two large embeddings are not in memory at once."""
+    """Tell whether two tensors are equal, in pieces, so that two large embeddings are not in memory at once."""
     from safetensors import safe_open
 
     with safe_open(one.file, framework="pt") as left, safe_open(other.file, framework="pt") as right:

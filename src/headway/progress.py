@@ -1,4 +1,4 @@
-"""Progress of a worker: what it does and when its work last moved, which is its answer when asked whether it is alive.
+"""Progress of a worker: what it does, and when its work last moved. This answers whether the worker is alive.
 
     engine ── advance("micro-batch 3 of 8") ──▶ Progress ── heartbeat() ──▶ Heartbeat ──▶ the driver
 
@@ -22,7 +22,7 @@ from typing import Protocol
 FILE_QUIET_S = 120.0
 """Seconds for which work with files may stand still, whatever their size."""
 FILE_RATE = 20e6
-"""Bytes a second that the slowest disk takes: what was written into the system's cache may stand for its share of this
+"""Bytes a second that the slowest disk takes. Data already in the system's cache may have to be written at this rate
 before the next byte moves."""
 LOOK_S = 1.0
 """Seconds between two looks at how much of a folder is written."""
@@ -30,23 +30,23 @@ LOOK_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """A worker's answer. Durations are by its own clock, so that clocks of two machines need not agree."""
+    """Answer of a worker to a heartbeat. Durations are by its own clock: two machines' clocks need not agree."""
 
     doing: str
-    """Words for people: the calls that are open, for how long, and where they are; empty for an idle worker."""
+    """Description for people: the calls that are open, for how long, and where they are; empty for an idle worker."""
     quiet_s: float = math.inf
-    """Seconds since the work that counts its progress moved, or began; infinite where there is none."""
+    """Seconds since the worker's counted work last moved, or began; infinite where there is none."""
     patience_s: float = 0.0
     """Seconds for which the worker may be quiet, where its work has a limit of its own: work with files."""
 
 
 class Living(Protocol):
-    """Answerer for a worker, also while the worker computes."""
+    """Worker that answers heartbeats, also while it computes."""
 
     name: str
 
     async def heartbeat(self) -> Heartbeat:
-        """Answer at once, whatever the worker is doing. Raises `WorkerDied`."""
+        """Return the worker's heartbeat at once, whatever it is doing. Raises `WorkerDied`."""
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class Files:
     """Files that are being written or read."""
 
     nbytes: int
-    """Bytes in them, as far as that is known."""
+    """Number of bytes in the files, as far as that is known."""
 
 
 class Progress:
@@ -66,16 +66,16 @@ class Progress:
         self._place = ""
         self._began = self._moved = clock()
         self._files: Files | None = None
-        """The files that are written or read; None: no files."""
+        """Files that are being written or read; None: no files."""
 
     def advance(self, place: str = "") -> None:
-        """Count one more thing as done. ``place`` says which one, of how many; without it the last one is kept."""
+        """Count one more step as done. ``place`` says which one, of how many; without it the last place is kept."""
         self._moved = self._clock()
         self._place = place or self._place
 
     @contextmanager
     def working(self, work: str) -> Iterator[None]:
-        """Count progress by ``work`` until the block ends. One at a time."""
+        """Count progress for ``work``, its description, until the block ends. One piece of work at a time."""
         self._work, self._place = work, ""
         self._began = self._moved = self._clock()
         try:
@@ -84,7 +84,7 @@ class Progress:
             self._work = None
 
     def heartbeat(self) -> Heartbeat:
-        """The heartbeat of the work that is under way; idle where there is none."""
+        """Return the heartbeat of the work that is under way; an idle one where there is none."""
         work, place, moved = self._work, self._place, self._moved
         if work is None:
             return Heartbeat("")
@@ -96,7 +96,7 @@ class Progress:
 
     @contextmanager
     def reading(self, folder: Path) -> Iterator[None]:
-        """Count ``folder``'s files as being read until the block ends: patience is that for all of their bytes."""
+        """Count the files of ``folder`` as being read until the block ends; patience allows for all of their bytes."""
         nbytes, _ = _sizes(folder)
         self._files = Files(nbytes)
         self.advance(f"reading {folder}, {_amount(nbytes)}")
@@ -108,11 +108,11 @@ class Progress:
 
     @contextmanager
     def writing(self, folder: Path) -> Iterator[None]:
-        """Count files as being written into ``folder`` until the block ends: it is progress that they grow, in size or
-        on disk.
+        """Count files as being written into ``folder`` until the block ends: their growth, in size or on disk, is
+        progress.
 
         Another thread looks, so that libraries that write a file in one call are seen at work, and a file system that
-        does not answer holds up nobody who asks.
+        does not answer does not delay a heartbeat.
         """
         closed, files = Event(), Files(0)
         looking = Thread(target=self._look, args=(folder, files, closed), name="headway-file-growth", daemon=True)
@@ -127,7 +127,7 @@ class Progress:
             self.advance()
 
     def _look(self, folder: Path, files: Files, closed: Event) -> None:
-        """Keep ``files`` up to date until ``closed``; what is noted of them after that is seen by nobody."""
+        """Keep ``files`` up to date with ``folder`` until ``closed``; later changes are seen by nobody."""
         seen = _sizes(folder)
         while not closed.wait(LOOK_S):
             sizes = _sizes(folder)
@@ -141,7 +141,7 @@ _current: ContextVar[Progress] = ContextVar("headway_progress", default=Progress
 
 
 def progress_here() -> Progress:
-    """The progress that this thread's work counts for: its worker's, in a worker's thread, else the process's."""
+    """Return the progress that this thread's work counts for: its worker's in a worker's thread, else the process's."""
     return _current.get()
 
 
@@ -151,12 +151,12 @@ def count_for(progress: Progress) -> None:
 
 
 def advance(place: str = "") -> None:
-    """Count a step of this thread's work. See `Progress.advance`."""
+    """Count a step of this thread's work, as `Progress.advance` does."""
     progress_here().advance(place)
 
 
 def _sizes(folder: Path) -> tuple[int, int]:
-    """Bytes that the files of ``folder`` have, and bytes that they take on the disk; 0 where it is not there.
+    """Return the bytes of the files in ``folder``, and the bytes that they take on disk; 0 where it is missing.
 
     safetensors gives a file its whole length before it writes: only the second number then says how far it is.
     """

@@ -48,7 +48,7 @@ def load_function(spec: str) -> Callable[..., Any]:
 
 
 def check_call(spec: str, function: Callable[..., Any], positional: Sequence[str], named: Sequence[str] = ()) -> None:
-    """Check that ``function`` can be called with so many arguments, and those of ``named`` that it has a parameter for.
+    """Check that ``function`` can be called with these arguments, and those of ``named`` that it has a parameter for.
 
     Raises:
         UserCodeError: the function cannot; the message names ``spec``, its parameters and those that are expected.

@@ -25,13 +25,15 @@ from headway.config.schema import TaskConfig
 from headway.data.tasks import make_task
 from headway.data.types import Prompt
 from headway.engines.rollout.native.engine import NativeEngine
+from headway.episodes.alone import keeping
 from headway.errors import ModelError, UserCodeError, boundary
-from headway.interfaces import GenerateRequest, SamplingParams
+from headway.interfaces import GroupRequest, SamplingParams
+from headway.models.tokenizer import text_of
 
 EVALUATION_SLOTS = 128
 GRAD_CLIP = 1.0
 IGNORED = -100
-"""Target of positions that are not trained on, as cross-entropy has it."""
+"""Target of positions that are not trained on, as for cross-entropy in torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ def _step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: tuple
 def _batches(
     tokenizer: PreTrainedTokenizerBase, task: TaskConfig, config: WarmupConfig, held_out: set[str], seed: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Batches without end: ``inputs`` and next-token ``targets`` [config.batch_size, T], answers and their end only."""
+    """Yield batches without end: ``inputs`` and ``targets`` [config.batch_size, T], of which only answers count."""
     lessons = make_task(task.name, {**task.params, **config.params}, seed=seed)
     rng = random.Random(seed)
     index = count()
@@ -136,14 +138,14 @@ def _batches(
 
 
 def _solution(answer: str, give_up: GiveUpConfig | None, rng: random.Random) -> str:
-    """The solution that the teacher shows: the answer, or, for a long one, sometimes that it gave up."""
+    """Return the solution that the model is to learn: the answer or, for a long one, sometimes that it gives up."""
     if give_up is not None and len(answer) > give_up.above and rng.random() < give_up.rate:
         return give_up.answer
     return answer
 
 
 class _Evaluation:
-    """Greedy accuracy on the held-out problems, by the task's own verifier, through the native engine."""
+    """Evaluation of greedy accuracy on the held-out problems, by the task's own verifier, through the native engine."""
 
     def __init__(
         self,
@@ -165,6 +167,7 @@ class _Evaluation:
         return asyncio.run(self._accuracy(copy.deepcopy(model).eval()))
 
     async def _accuracy(self, model: PreTrainedModel) -> float:
+        decode = text_of(self._tokenizer)
         engine = NativeEngine(
             model,
             name="warm-up",
@@ -172,15 +175,16 @@ class _Evaluation:
             slots=EVALUATION_SLOTS,
             max_context=self._max_context,
             max_batched_tokens=4096,
-            decode=lambda ids: self._tokenizer.decode(ids, skip_special_tokens=True),
+            decode=decode,
         )
         right = 0.0
-        requests = [GenerateRequest(i, prompt, 1, self._sampling) for i, prompt in enumerate(self._held_out)]
+        requests = [GroupRequest(i, prompt, 1, self._sampling) for i, prompt in enumerate(self._held_out)]
         try:
-            async for finished in engine.generate(requests):
-                prompt = self._held_out[finished.number]
-                with boundary(f"{prompt.source}: its score()", UserCodeError):
-                    right += self._task.score(finished.trajectories[0].text, prompt.answer, prompt.extra)
+            async with keeping(engine, decode=decode) as keeper:
+                async for finished in keeper.generate(requests):
+                    prompt = self._held_out[finished.number]
+                    with boundary(f"{prompt.source}: its score()", UserCodeError):
+                        right += self._task.score(finished.trajectories[0].text, prompt.answer, prompt.extra)
         finally:
             await engine.close()
         return right / len(self._held_out)

@@ -19,7 +19,7 @@ from headway.config.placement import resolve_placement
 from headway.data.files import read_records
 from headway.data.tasks import make_task, split_task
 from headway.models.make import make_model
-from headway.models.pretrained import load_tokenizer
+from headway.models.tokenizer import load_tokenizer
 from headway.rewards.request import RewardPart, RewardSpec, ScoreRequest
 from headway.rewards.scorers import make_scorer
 from tests.cli.test_commands import run

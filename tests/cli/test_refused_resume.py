@@ -15,7 +15,7 @@ from headway.config.loading import dump, load
 from headway.data.sources import build_sources, read_rows
 from headway.engines.train.state_file import REMOVE
 from headway.events import Event, RunFinished, VersionReached
-from headway.models.pretrained import load_tokenizer
+from headway.models.tokenizer import load_tokenizer
 from headway.pipeline.ledger import Ledger
 from headway.reports.events_file import EventsFile
 from headway.reports.run_directory import RunDirectory

@@ -211,7 +211,6 @@ FILES = ("data.train=a.jsonl", "data.val=b.jsonl")
             "async_training.max_lag is not given",
         ),
         ("async_training.max_lag", ("mode=stream_off_policy", "async_training.max_lag=1"), "nothing runs ahead"),
-        ("rollout.split_groups", ("rollout.split_groups=true",), "there is one replica"),
         ("rollout.nnodes", (*RATIOS, "rollout.nnodes=1"), "trainer.use_nodes_ratios divides"),
         ("rollout.n_gpus_per_node", (*RATIOS, "rollout.n_gpus_per_node=1"), "trainer.use_nodes_ratios divides"),
         ("cluster.address", ("cluster.backend=inline", "cluster.address=auto"), "uses no Ray cluster"),

@@ -18,7 +18,8 @@ from headway.engines.rollout.native.engine import NativeEngine
 from headway.engines.train.advantages import FetchAdvantages
 from headway.engines.train.fsdp import FsdpEngine
 from headway.interfaces import GenerateRequest, SamplingParams, StepContext
-from headway.models.pretrained import load_model, load_tokenizer
+from headway.models.pretrained import load_model
+from headway.models.tokenizer import load_tokenizer
 from headway.pipeline.fetches import outcomes
 from headway.user_code import load_function
 from headway.weights.outgoing import Stream

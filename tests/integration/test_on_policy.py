@@ -45,7 +45,7 @@ def check_equal(recipe: Path, plain_weights: dict[str, bytes], backend: str) -> 
     [
         ("rollout.max_concurrent=3",),
         ("rollout.n_gpus_per_node=3", "rollout.max_concurrent=5", "rollout.max_batched_tokens=16"),
-        ("rollout.n_gpus_per_node=2", "rollout.split_groups=true", "param_update.transport=shared_memory"),
+        ("rollout.n_gpus_per_node=2", "param_update.transport=shared_memory"),
     ],
     quick=[("rollout.n_gpus_per_node=3", "rollout.max_concurrent=5", "rollout.max_batched_tokens=16")],
     ids=" ".join,

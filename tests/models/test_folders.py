@@ -17,7 +17,8 @@ from headway.config.schema import Config
 from headway.errors import ModelError
 from headway.models.export import export, replaced_when_complete
 from headway.models.make import make_model
-from headway.models.pretrained import compute_dtype, load_model, load_tokenizer
+from headway.models.pretrained import compute_dtype, load_model
+from headway.models.tokenizer import load_tokenizer
 
 
 @pytest.fixture

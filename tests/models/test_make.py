@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from headway.config.model import MakeModelConfig
 from headway.errors import ModelError
 from headway.models.make import character_tokenizer, make_model, qwen2_character_tokenizer
-from headway.models.pretrained import load_tokenizer, stop_token_ids
+from headway.models.pretrained import stop_token_ids
+from headway.models.tokenizer import load_tokenizer
 
 TINY = MakeModelConfig(
     hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=48

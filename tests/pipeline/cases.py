@@ -114,7 +114,6 @@ class Case:
     max_lag: int | None
     on_overdue: str
     replicas: int
-    split_groups: bool
     slots: int
     kv_tokens: int | None
     prefill_s: float
@@ -168,7 +167,6 @@ class Case:
                     "schedule": "overlapped" if self.overlapped else "synchronous",
                     "timeout_s": self.update_timeout_s,
                 },
-                "rollout": {"split_groups": self.split_groups},
                 "actor": {"ppo_epochs": self.ppo_epochs},
                 "trainer": {"save_freq": self.save_freq, "max_nonfinite_steps": 1000},
                 "cluster": {"stall_timeout_s": self.stall_timeout_s},
@@ -279,7 +277,6 @@ def cases(draw: st.DrawFn, /, **fixed: Any) -> Case:
         max_lag=pick("max_lag", lags if order == "ready" else [None]),
         on_overdue=on_overdue,
         replicas=between("replicas", 1, 4),
-        split_groups=pick("split_groups", [False, True]),
         slots=between("slots", 1, 8),
         kv_tokens=pick("kv_tokens", [None, None, 40, 150]),
         prefill_s=pick("prefill_s", [0.0, 0.0, 0.125]),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,12 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.data.types import Prompt, TrajectoryId
+from headway.episodes.keeper import GroupKeeper
 from headway.errors import RunError, ScoringFailed, UpdateFailed
 from headway.events import Event
 from headway.interfaces import (
+    Call,
     EngineStats,
+    FinishedCall,
     FinishedGroup,
-    GenerateRequest,
+    GroupRequest,
     OnUpdate,
     Paused,
     Priority,
@@ -45,6 +48,26 @@ Probe = Callable[[int], NDArray[np.float32]]
 
 Time = tuple[float, float]
 """From, to."""
+
+Numbers = dict[tuple[int, int, int, Priority], int]
+"""(epoch, row, attempt, priority) → number of the group, or of the held-out problem."""
+
+
+class FakeKeeper(GroupKeeper):
+    """A keeper that tells which group a prompt was asked for, in ``numbers``."""
+
+    def __init__(self, numbers: Numbers) -> None:
+        super().__init__("keeper")
+        self._numbers = numbers
+
+    async def generate(
+        self, requests: Sequence[GroupRequest], *, on: str | None = None
+    ) -> AsyncGenerator[FinishedGroup, None]:
+        for request in requests:
+            prompt_ = request.prompt
+            self._numbers[prompt_.epoch, prompt_.row, prompt_.attempt, request.priority] = request.number
+        async for finished in super().generate(requests, on=on):
+            yield finished
 
 
 def now() -> float:
@@ -173,7 +196,7 @@ class FakeRollout(SimulatedRollout):
                 prefill_token_s=prefill_token_s,
                 kv_tokens=kv_tokens,
             ),
-            lengths=lambda trajectory, number: lengths(trajectory),
+            lengths=lengths,
             receive=transport.receive,
             load_s=load_s,
         )
@@ -215,19 +238,33 @@ class FakeRollout(SimulatedRollout):
         self._held = 0
         """Trajectories that were asked for since a pause began: they wait for `resume`."""
         self.submitted: list[tuple[float, tuple[int, ...], Priority]] = []
-        """(time, numbers, priority) of every call of `generate`."""
+        """(time, numbers of groups, priority) of every `submit`."""
+        self.numbers: Numbers = {}
+        self._validating: set[int] = set()
+        """Numbers of the calls of a validation that are not finished."""
+        self._asked = 0.0
 
-    async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[FinishedGroup]:
-        self.submitted.append((now(), tuple(r.number for r in requests), requests[0].priority))
+    async def submit(self, client: str, calls: Sequence[Call]) -> None:
+        priority = calls[0].priority
+        numbers = dict.fromkeys(self.numbers.get((*call.trajectory[:3], priority), -1) for call in calls)
+        self.submitted.append((now(), tuple(numbers), priority))
         if self.hangs:
-            await asyncio.Event().wait()
-        asked = now()
-        self._takes(sum(request.n for request in requests))
-        async for finished in super().generate(requests):
-            self.work += [(t.finished, -1) for t in finished.trajectories]
-            yield _of_version_0(finished) if self.stamps_version_0 else finished
-        if requests[0].priority is Priority.VALIDATION:
-            self.validated.append((asked, now()))
+            return
+        if priority is Priority.VALIDATION:
+            if not self._validating:
+                self._asked = now()
+            self._validating.update(call.number for call in calls)
+        self._takes(len(calls))
+        await super().submit(client, calls)
+
+    async def finished(self, client: str) -> AsyncIterator[Sequence[FinishedCall]]:
+        async for batch in super().finished(client):
+            self.work += [(call.finished, -1) for call in batch]
+            numbers = {call.number for call in batch} & self._validating
+            self._validating -= numbers
+            if numbers and not self._validating:
+                self.validated.append((self._asked, now()))
+            yield [_of_version_0(call) for call in batch] if self.stamps_version_0 else batch
 
     def _takes(self, trajectories: int) -> None:
         if self._pausing:
@@ -313,5 +350,5 @@ class FakeRollout(SimulatedRollout):
         return await super().stats()
 
 
-def _of_version_0(finished: FinishedGroup) -> FinishedGroup:
-    return replace(finished, trajectories=tuple(replace(t, version_spans=[[0, 0]]) for t in finished.trajectories))
+def _of_version_0(finished: FinishedCall) -> FinishedCall:
+    return replace(finished, version_spans=[[0, 0]])

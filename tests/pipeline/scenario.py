@@ -29,10 +29,12 @@ from headway.simulate.zeros import zero_advantages
 from tests.pipeline.fake_policies import FakeCritic, FakeLogProb, FakeReceiver, FakeReference, FakeTrainer
 from tests.pipeline.fakes import (
     UPDATE,
+    FakeKeeper,
     FakeReward,
     FakeRollout,
     FakeSource,
     Lengths,
+    Numbers,
     Recorder,
     seeded_lengths,
     validation_prompts,
@@ -213,6 +215,8 @@ class Scenario:
     """The pipeline is told at once when a replica dies, whether anybody asks it for anything or not."""
     resume_from: Mapping[str, Any] | None = None
     """The driver's state of a checkpoint, of another run of the same scenario."""
+    numbers: Numbers = field(default_factory=dict)
+    """Which group each prompt was asked for."""
     watched: bool = False
     """`beside` is given to the pipeline as its watch, so that what it raises is the pipeline's affair."""
 
@@ -250,7 +254,9 @@ class Scenario:
 
     def replica(self, name: str, transport: SimulatedTransport) -> FakeRollout:
         lengths = self.lengths or seeded_lengths(self.seed)
-        return FakeRollout(name, transport=transport, lengths=lengths, slots=self.slots, **self.engine)
+        rollout = FakeRollout(name, transport=transport, lengths=lengths, slots=self.slots, **self.engine)
+        rollout.numbers = self.numbers
+        return rollout
 
     async def running(self, cancelled_at: float | None = None) -> Run:
         """`run`, on whatever loop there is."""
@@ -269,6 +275,7 @@ class Scenario:
             source=source,
             validation=validation_prompts(self.problems),
             rollouts=list(rollouts),
+            keepers=[FakeKeeper(self.numbers)],
             trainer=trainer,
             reward=self.reward,
             advantages=zero_advantages if self.critic is None else self.critic.advantages,

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
+from headway.concurrently import concurrently
 from headway.errors import NothingToTrain
 from headway.events import RunFinished
 from headway.interfaces import OnUpdate
 from headway.pipeline.channel import Channel
-from headway.pipeline.concurrently import concurrently
 from headway.pipeline.signal import Signal
 from headway.simulate.clock import VirtualClockLoop
 from tests.pipeline.books import Books

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from itertools import product
 
 import pytest
 
 from headway.errors import LedgerImbalance, RunError, StageFailed, StalenessExceeded, StallError, WorkerDied
-from headway.events import CheckpointSaved, GroupAdmitted, GroupSettled, ReplicaLost, RunFinished
+from headway.events import CheckpointSaved, GroupAdmitted, ReplicaLost, RunFinished, TrajectoryFinished
 from tests.pipeline.fake_policies import FakeReference
 from tests.pipeline.fakes import FakeReward
 from tests.pipeline.scenario import MODES, Run, Scenario
@@ -50,25 +51,22 @@ def test_the_only_replica_that_dies_at_any_moment_ends_the_run_with_its_name(mod
 
 
 @mostly_slow(
-    ("mode", "replica", "split_groups"),
-    product(MODES, [0, 1], [False, True]),
-    quick=[(mode, place % 2, place % 4 > 1) for place, mode in enumerate(MODES)],
+    ("mode", "replica"),
+    product(MODES, [0, 1]),
+    quick=[(mode, place % 2) for place, mode in enumerate(MODES)],
 )
-def test_one_replica_of_two_may_die_at_any_moment_and_its_prompts_run_again(
-    mode: str, replica: int, split_groups: bool
-):
-    sections = {"rollout": {"split_groups": split_groups}}
+def test_one_replica_of_two_may_die_at_any_moment_and_the_other_takes_its_calls_over(mode: str, replica: int):
     for seconds in MOMENTS:
-        scenario = Scenario(mode, replicas=2, problems=2, sections=sections, beside=dies_at(seconds, replica))
+        scenario = Scenario(mode, replicas=2, problems=2, beside=dies_at(seconds, replica))
         run = scenario.run().assert_completed()
-        lost = {e.number for e in run.of(GroupSettled) if e.reason == f"rollout-{replica} died"}
-        rows = {e.number: (e.row, e.attempt) for e in run.of(GroupAdmitted)}
-        assert {(rows[number][0], rows[number][1] + 1) for number in lost} <= set(rows.values()), "each runs again"
         assert [e.replica for e in run.of(ReplicaLost)] == [f"rollout-{replica}"]
-        assert run.groups["dropped"] == len(lost)
+        assert run.groups["dropped"] == 0
+        assert all(e.attempt == 0 for e in run.of(GroupAdmitted))
+        after = [t for t in run.of(TrajectoryFinished) if t.finished > seconds]
+        assert {t.replica for t in after} <= {f"rollout-{1 - replica}"}
 
 
-def test_the_prompts_of_a_dead_replica_run_again_though_the_data_has_given_out():
+def test_the_calls_of_a_dead_replica_are_taken_over_though_the_data_has_given_out():
     for seconds in MOMENTS:
         run = Scenario("async_partial", rows=20, epochs=1, replicas=2, beside=dies_at(seconds)).run()
         assert run.assert_completed().groups["trained"] == 20
@@ -263,16 +261,32 @@ def test_a_group_older_than_the_bound_fails_the_run_with_every_number():
     assert run.groups["trained"] == 4
 
 
+def test_a_call_that_is_returned_twice_counts_once():
+    def script(run: Run) -> None:
+        finished = run.rollouts[0].finished
+
+        async def twice(client):
+            async for batch in finished(client):
+                yield batch
+                yield batch
+
+        run.rollouts[0].finished = twice  # type: ignore[method-assign]
+
+    run = Scenario("async_partial", script=script).run().assert_completed()
+    assert max(Counter((t.number, t.k) for t in run.of(TrajectoryFinished)).values()) == 1
+
+
 def test_a_group_that_is_returned_twice_fails_the_run():
     def script(run: Run) -> None:
-        generate = run.rollouts[0].generate
+        (keeper,) = run.pipeline._parts.keepers
+        generate = keeper.generate
 
-        async def twice(requests):
-            async for finished in generate(requests):
+        async def twice(requests, *, on=None):
+            async for finished in generate(requests, on=on):
                 yield finished
                 yield finished
 
-        run.rollouts[0].generate = twice  # type: ignore[method-assign]
+        keeper.generate = twice  # type: ignore[method-assign]
 
     run = Scenario("async_partial", script=script).run()
     assert isinstance(run.error, LedgerImbalance | StageFailed)

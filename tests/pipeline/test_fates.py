@@ -129,10 +129,10 @@ def test_steps_that_are_not_finite_now_and_then_do_not_add_up():
 # ---------------------------------------------------------------------------------------------- dropped
 
 
-def test_a_group_that_the_engine_aborts_is_dropped_and_refilled():
+def test_a_group_that_is_aborted_is_dropped_and_refilled():
     async def beside(run) -> None:
         await asyncio.sleep(1.0)
-        await run.rollouts[0].abort([2, 17])
+        await run.pipeline._parts.keepers[0].abort([2, 17])
 
     run = Scenario("async_stale", beside=beside).run().assert_completed()
     dropped = [(event.number, event.reason) for event in run.of(GroupSettled) if event.fate == "dropped"]

@@ -80,7 +80,7 @@ def test_on_ranks_of_its_own_it_computes_every_fetch_under_the_version_that_trai
 
 def test_the_run_names_its_stages_in_the_order_in_which_data_flows():
     run = Scenario("on_policy", total=8, logp_ranks=1).run().assert_completed()
-    flow = ["PromptLoader", "Generate", "Rollout", "Reward", "LogProb", "ActorTrain", "ParamUpdate", "Validate"]
+    flow = ["PromptLoader", "Generate", "Reward", "LogProb", "ActorTrain", "ParamUpdate", "Validate"]
     assert run.of(RunStarted)[0].stages == flow
     assert {event.stage for event in run.of(StageChanged)} == set(flow)
 

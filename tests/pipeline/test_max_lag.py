@@ -149,10 +149,9 @@ def test_what_is_queued_and_overdue_is_dropped_when_it_would_be_taken():
     assert {t.finish_reason for t in run.of(TrajectoryFinished) if t.number == 3} == {"stop"}
 
 
-def test_a_split_group_that_is_overdue_ends_everywhere_and_once():
-    """Its short half is done long before: the half that still decodes brings the end of both."""
+def test_a_group_of_which_one_answer_is_overdue_ends_once():
+    """The short one is done long before: the one that still decodes brings the end of both."""
     scenario = ready("drop", 1, lengths=lambda t: 4000 if (t.row, t.k) == (3, 1) else 8, replicas=2)
-    scenario.sections = {"rollout": {"split_groups": True}}
     run = check_everything(scenario.run().assert_completed())
     (dropped,) = [event for event in run.of(GroupSettled) if event.fate == "dropped"]
     assert (dropped.number, dropped.reason) == (3, "overdue")

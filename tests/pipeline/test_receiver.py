@@ -18,7 +18,6 @@ CALLS = {
     "probe": (),
     "pause": (OnUpdate.KEEP,),
     "resume": (),
-    "abort": ([1],),
     "abort_older_than": (1,),
     "wake": (),
     "stats": (),
@@ -44,10 +43,6 @@ class Stuck:
                 await self.let_go.wait()
 
         return never
-
-    async def generate(self, requests):
-        await asyncio.Event().wait()
-        yield
 
 
 def now() -> float:
@@ -95,16 +90,6 @@ def test_every_call_under_way_ends_at_once_when_the_replica_is_gone(call: str):
         assert now() == 1.0 and gone.value.why is death
         with pytest.raises(Gone):
             await getattr(replica, call)(*CALLS[call])
-
-    in_a_loop(test)
-
-
-def test_generation_ends_at_once_when_the_replica_is_gone():
-    async def test(engine: Stuck, replica: Replica) -> None:
-        asyncio.get_running_loop().call_later(1.0, replica.leave, UpdateFailed("fenced"))
-        with pytest.raises(Gone):
-            await anext(replica.generate([]))
-        assert now() == 1.0
 
     in_a_loop(test)
 

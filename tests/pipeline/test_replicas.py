@@ -118,25 +118,13 @@ def test_nobody_joins_where_all_devices_are_shared():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_group_stays_on_one_replica(mode: str):
-    run = check_everything(Scenario(mode, replicas=3, n=4).run().assert_completed())
+def test_a_group_stays_on_one_replica_that_has_free_slots(mode: str):
+    run = check_everything(Scenario(mode, replicas=3, n=4, slots=64).run().assert_completed())
     where: dict[int, set[str]] = {}
     for t in run.of(TrajectoryFinished):
         where.setdefault(t.number, set()).add(t.replica)
     assert all(len(replicas) == 1 for replicas in where.values())
     assert len(set().union(*where.values())) == 3
-
-
-@pytest.mark.parametrize("n", [2, 3, 4, 7])
-@pytest.mark.parametrize("mode", MODES)
-def test_a_split_group_is_spread_as_evenly_as_can_be_and_joined_in_order(mode: str, n: int):
-    scenario = Scenario(mode, replicas=3, n=n, sections={"rollout": {"split_groups": True}}, slots=64)
-    run = check_everything(scenario.run().assert_completed())
-    for number in range(run.groups["admitted"]):
-        parts = Counter(t.replica for t in run.of(TrajectoryFinished) if t.number == number)
-        assert sum(parts.values()) == n
-        assert max(parts.values()) - min(parts.values()) <= 1 or len(parts) < min(n, 3)
-    # What is trained is checked sample by sample against trajectories in order of k, by `check_everything`.
 
 
 def test_a_wave_is_spread_by_load():
@@ -161,19 +149,18 @@ def test_the_replica_with_the_least_in_flight_gets_the_next_group():
 # ---------------------------------------------------------------------------------------------- dying
 
 
-@pytest.mark.parametrize("split_groups", [False, True])
-def test_what_a_dead_replica_was_generating_runs_again_under_a_new_number_and_attempt(split_groups: bool):
+def test_what_a_dead_replica_was_generating_is_taken_over_by_another_and_keeps_its_number():
     def dies(run: Run) -> None:
         run.rollouts[1].die(WorkerDied("rollout-1 was killed"))
 
-    scenario = Scenario("async_partial", replicas=2, sections={"rollout": {"split_groups": split_groups}})
-    scenario.beside = at(1.0, dies)
+    scenario = Scenario("async_partial", replicas=2, beside=at(1.0, dies))
     run = check_everything(scenario.run().assert_completed())
-    lost = [event.number for event in run.of(GroupSettled) if event.reason == "rollout-1 died"]
-    admissions = {event.number: event for event in run.of(GroupAdmitted)}
-    again = [event for event in admissions.values() if event.attempt == 1]
-    assert lost and [event.row for event in again] == [admissions[number].row for number in lost]
-    assert all(event.time == 1.0 for event in again), "their places are free at once"
+    assert not [event for event in run.of(GroupSettled) if event.fate == "dropped"]
+    there = {number for time, numbers, _ in run.rollouts[1].submitted if time <= 1.0 for number in numbers}
+    over = [t for t in run.of(TrajectoryFinished) if t.number in there and t.finished > 1.0]
+    assert there and over and {t.replica for t in over} == {"rollout-0"}
+    asked = [numbers for time, numbers, _ in run.rollouts[0].submitted if time == 1.0]
+    assert {t.number for t in over} <= {number for numbers in asked for number in numbers}, "at once"
 
 
 def test_the_death_of_the_replica_that_lags_behind_opens_admission():

@@ -110,14 +110,14 @@ def test_a_reply_that_arrives_after_an_update_keeps_the_version_that_sampled_its
     """Every reply takes three seconds, so that updates lie between an answer's last token and its arrival."""
 
     def script(run: Run) -> None:
-        generate = run.rollouts[0].generate
+        finished = run.rollouts[0].finished
 
-        async def slow_reply(requests):
-            async for finished in generate(requests):
-                await asyncio.sleep(3.0)
-                yield finished
+        async def slow_reply(client):
+            async for batch in finished(client):
+                await asyncio.sleep(batch[0].finished + 3.0 - asyncio.get_running_loop().time())
+                yield batch
 
-        run.rollouts[0].generate = slow_reply  # type: ignore[method-assign]
+        run.rollouts[0].finished = slow_reply  # type: ignore[method-assign]
 
     run = Scenario("async_stale", script=script, trainer={"step_s": lambda _: 0.5}).run().assert_completed()
     loads = [(time, version) for version, time in run.rollouts[0].loads]

@@ -18,7 +18,8 @@ from headway.config.schema import TaskConfig
 from headway.data.tasks import make_task
 from headway.errors import ModelError
 from headway.models.make import make_model
-from headway.models.pretrained import load_model, load_tokenizer
+from headway.models.pretrained import load_model
+from headway.models.tokenizer import load_tokenizer
 from headway.warmup import WarmupResult, warm_up
 
 TASK = TaskConfig(name="sort", params={"alphabet": "abc", "mean_length": 3, "min_length": 2, "max_length": 4})

@@ -18,7 +18,7 @@ from headway.errors import ConfigError
 
 
 class Aggregation(Protocol):
-    """Weights [N, T] of a micro-batch's tokens, exactly 0 where masked.
+    """Function that gives the weights [N, T] of a micro-batch's tokens, exactly 0 where masked.
 
     ``loss_scale_factor`` is passed only where one is set.
     """
@@ -35,7 +35,7 @@ AGGREGATIONS: Registry[Aggregation] = Registry("aggregation", "actor.loss_agg_mo
 def token_mean(
     mask: Bool[Tensor, "N T"], *, total_tokens: float, total_sequences: float, loss_scale_factor: float | None = None
 ) -> Float[Tensor, "N T"]:
-    """Every token counts the same, so long answers count more: 1/total_tokens. DAPO, arXiv:2503.14476, section 3.3."""
+    """Weigh every token the same, so long answers count more: 1/total_tokens. DAPO, arXiv:2503.14476, section 3.3."""
     return mask.float() / max(total_tokens, 1.0)
 
 
@@ -43,7 +43,7 @@ def token_mean(
 def seq_mean_token_mean(
     mask: Bool[Tensor, "N T"], *, total_tokens: float, total_sequences: float, loss_scale_factor: float | None = None
 ) -> Float[Tensor, "N T"]:
-    """Every answer counts the same: 1/(total_sequences · |y_i|). GRPO, arXiv:2402.03300, equation 3."""
+    """Weigh every answer the same: 1/(total_sequences · |y_i|). GRPO, arXiv:2402.03300, equation 3."""
     length_N1 = mask.sum(dim=1, keepdim=True).clamp(min=1)
     return mask.float() / (length_N1 * max(total_sequences, 1.0))
 
@@ -52,7 +52,7 @@ def seq_mean_token_mean(
 def seq_mean_token_sum(
     mask: Bool[Tensor, "N T"], *, total_tokens: float, total_sequences: float, loss_scale_factor: float | None = None
 ) -> Float[Tensor, "N T"]:
-    """The mean over answers of their summed losses, the policy gradient's own: 1/total_sequences.
+    """Weights of the mean over answers of their summed losses, the policy gradient's own: 1/total_sequences.
 
     Of the size of an answer's length: the learning rate and ``grad_clip`` mean something else than with a mean.
     """

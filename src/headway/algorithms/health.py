@@ -21,13 +21,13 @@ from headway.algorithms.losses import MAX_LOG_RATIO, log_ratio
 MAX_REDUCED = frozenset({"ratio_max", "lag/ratio_max"})
 
 LAG_BUCKETS = 5
-"""Lags 0, 1, 2, 3, and 4 or more versions."""
+"""Number of lags that are told apart: 0, 1, 2, 3, and 4 or more versions."""
 LAG_NAMES = ("lag_0", "lag_1", "lag_2", "lag_3", "lag_4_up")
 QUANTILES = (0.01, 0.5, 0.99)
 
 HISTOGRAM_BINS = 513
 HISTOGRAM_SCALE = 0.01
-"""Bins are even in asinh(log w / scale): fine around w = 1, where most tokens are, and reaching ±20."""
+"""Scale of the bins, which are even in asinh(log w / scale): fine around w = 1, where most tokens are; reaching ±20."""
 _HALF = HISTOGRAM_BINS // 2
 _BIN_WIDTH = math.asinh(MAX_LOG_RATIO / HISTOGRAM_SCALE) / _HALF
 
@@ -36,7 +36,7 @@ _BIN_WIDTH = math.asinh(MAX_LOG_RATIO / HISTOGRAM_SCALE) / _HALF
 def ratio_sums(
     logprobs: Float[Tensor, "N T"], behaviour_logprobs: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"]
 ) -> dict[str, Float[Tensor, ""]]:
-    """Σw, Σw², number of valid tokens, Σ of k3 estimates of KL(π_behav‖π_θ), and the largest w; float64 scalars.
+    """Sums Σw, Σw², number of valid tokens, Σ of k3 estimates of KL(π_behav‖π_θ), and the largest w; float64 scalars.
 
     Float64, because w² spans 17 orders of magnitude within the clamp of ±20.
     """

@@ -59,7 +59,7 @@ class Registry(Generic[F]):
 
 
 def _ending_nothing(spec: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, whose ``sys.exit()`` is a `UserCodeError`: it would end the process that calls it, in silence."""
+    """Wrap ``function``: its ``sys.exit()`` is a `UserCodeError`, or it would end the calling process, in silence."""
 
     @wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:

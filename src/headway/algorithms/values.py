@@ -17,7 +17,7 @@ def value_loss(
     *,
     cliprange: float | None,
 ) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
-    """½·max((V − R)², (clip(V, V_old − ε, V_old + ε) − R)²) per token, exactly 0 where masked.
+    """Loss ½·max((V − R)², (clip(V, V_old − ε, V_old + ε) − R)²) per token, exactly 0 where masked.
 
     As PPO's clipped policy loss does, the larger of the two makes the update pessimistic: beyond ε of where it was, a
     value gets no gradient that would take it further. ``cliprange=None``: ½·(V − R)².

@@ -1,4 +1,4 @@
-"""The composition root: turns a configuration into a run. Wiring happens here and nowhere else.
+"""Composition root: turns a configuration into a run. Wiring happens here and nowhere else.
 
 begin, resume ─▶ carry_out ─▶ run
 

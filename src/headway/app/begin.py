@@ -1,4 +1,4 @@
-"""``headway train``: beginning a run, with the user's model or with one that is made."""
+"""Beginning of a run by ``headway train``, with the user's model or with one that is made."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from headway.reports.run_directory import Occupied, RunDirectory
 
 
 def train(loaded: LoadedConfig) -> int:
-    """Run ``headway train``: returns the exit code, raises the errors of `headway.errors`."""
+    """Run ``headway train`` for a new run. Returns the exit code, raises the errors of `headway.errors`."""
     config = loaded.config
     set_math_environment(config)
     if config.run.dir is not None:
@@ -49,7 +49,7 @@ def _open_reports(config: Config) -> Reports:
 
 
 def _prepare_model(config: Config, rows: Rows, reports: Reports) -> str:
-    """The folder of the model to start from: the user's, or one made (and warmed up) in the run's directory."""
+    """Return the folder of the model to start from: the user's, or one made (and warmed up) in the run's directory."""
     if config.model.path is not None:
         return config.model.path
     if config.model.make is None:
@@ -67,7 +67,8 @@ def _prepare_model(config: Config, rows: Rows, reports: Reports) -> str:
 def _warm_up(config: Config, rows: Rows, path: Path, reports: Reports) -> None:
     import torch
 
-    from headway.models.pretrained import load_model, load_tokenizer, without_progress_bars
+    from headway.models.pretrained import load_model, without_progress_bars
+    from headway.models.tokenizer import load_tokenizer
     from headway.warmup import warm_up
 
     if config.model.warmup is None or config.data.task is None:

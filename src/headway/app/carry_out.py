@@ -1,4 +1,4 @@
-"""Carrying out one run from its open reports to its exit code, whatever happens on the way."""
+"""Carrying out one run, from its open reports to its exit code, whatever happens on the way."""
 
 from __future__ import annotations
 
@@ -74,21 +74,21 @@ def _is_complete(reports: Reports) -> bool:
 
 
 def _has_model(reports: Reports, config: Config) -> bool:
-    """Tell whether the model that the newest checkpoint has was exported."""
+    """Tell whether the model of the newest checkpoint was exported."""
     return is_of_the_end(reports.directory, _saved(reports.directory, config)[-1:])
 
 
 def _saved(directory: RunDirectory, config: Config) -> list[int]:
-    """Versions of the complete checkpoints, the newest last."""
+    """Return the versions of the complete checkpoints, the newest last."""
     return Checkpoints(directory.checkpoints).complete(with_critic=needs_critic(config))
 
 
 def how_to_go_on(reports: Reports, config: Config, *, changed: bool = False, refused: int | None = None) -> str:
-    """The command that goes on with a run that ended early. Empty where nothing was trained.
+    """Return the command that goes on with a run that ended early. Empty where nothing was trained.
 
-    ``changed``: without another setting the run would end in the same way again. ``refused``: the version from which it
-    was to go on, and could not for what was given; empty while that is the newest, for the command is the one that
-    failed.
+    ``changed``: whether a setting must change, or the run would end in the same way again. ``refused``: the version
+    that could not be resumed with what was given. While that is the newest, nothing is returned: the command is the one
+    that just failed.
     """
     directory = reports.directory
     try:
@@ -121,7 +121,7 @@ def set_math_environment(config: Config) -> None:
 
 
 def _fail(reports: Reports, failure: Exception) -> None:
-    """Say that the run failed; if its training had ended in order, only what could not be done afterwards."""
+    """Report that the run failed; if its training had ended in order, only what could not be done afterwards."""
     reason = f"{type(failure).__name__}: {failure}"
     if not reports.ended or isinstance(failure, StoppedByGuard):
         _end(reports, Status.FAILED, reason)
@@ -132,7 +132,7 @@ def _fail(reports: Reports, failure: Exception) -> None:
 
 
 def _end(reports: Reports, status: Status, reason: str) -> None:
-    """Say how the run ended where nobody said so yet, or it ended worse than was said: something failed afterwards."""
+    """Report how the run ended, if that was not reported yet, or something failed after it was."""
     if reports.ended and reports.summary()["status"] in (status, Status.FAILED):
         return
     _say_end(reports, status, reason)

@@ -1,7 +1,7 @@
 """Interrupts of a run, before, while and after it trains: Ctrl-C, SIGTERM and SIGHUP.
 
-`timeout` sends its signal twice, to the process and to its group; a terminal that closes sends SIGHUP by its shell, and
-again when that has ended. Neither means a second time: see `Repeats`.
+`timeout` sends its signal twice, to the process and to its group; the shell of a terminal that closes sends SIGHUP, and
+the kernel sends it again when the shell has ended. Neither means a second request: see `Repeats`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from headway.pipeline.run import Pipeline
 from headway.reports.bundle import Reports
 
 SAME_S = 1.0
-"""Seconds within which SIGTERM and SIGHUP that come again are one signal, which was sent in two ways."""
+"""Seconds within which a repeated SIGTERM or SIGHUP counts as the same signal, sent in two ways."""
 
 
 def note(reports: Reports, text: str) -> None:
@@ -27,7 +27,7 @@ def note(reports: Reports, text: str) -> None:
 
 
 def _signals() -> tuple[signal.Signals, ...]:
-    """Signals that interrupt a run. SIGHUP that is ignored stays so: the run was started with ``nohup``."""
+    """Return the signals that interrupt a run. An ignored SIGHUP stays ignored: the run was started with ``nohup``."""
     if threading.current_thread() is not threading.main_thread():
         return ()
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
@@ -35,14 +35,14 @@ def _signals() -> tuple[signal.Signals, ...]:
 
 
 class Repeats:
-    """Tells a signal from the echo of one that was counted."""
+    """Detector of signals that repeat one already counted."""
 
     def __init__(self) -> None:
         self._counted: dict[int, float] = {}
-        """Signal number → when it was counted last, on the monotonic clock."""
+        """Time at which each signal, by number, was counted last, on the monotonic clock."""
 
     def is_one(self, number: int) -> bool:
-        """Tell whether this signal is the echo of one less than `SAME_S` ago. Ctrl-C never is: a user presses twice."""
+        """Tell whether this signal repeats one less than `SAME_S` ago. Never true of Ctrl-C: users press it twice."""
         now = time.monotonic()
         if number != signal.SIGINT and now - self._counted.get(number, -SAME_S) < SAME_S:
             return True
@@ -51,22 +51,22 @@ class Repeats:
 
 
 class Interrupts:
-    """Ctrl-C, SIGTERM and SIGHUP, as long as there is anything to close.
+    """Handling of Ctrl-C, SIGTERM and SIGHUP, as long as there is anything to close.
 
-    While the pipeline runs the first one asks it to finish its version; any other leaves at once. What is open is then
-    closed, which takes a few seconds; nothing disturbs that, so that no process is left behind. In another thread than
-    the main one a run hears of no signal: Python has them handled there alone.
+    While the pipeline runs, the first signal asks it to finish its version; any other leaves at once. What is open is
+    then closed, which takes a few seconds; nothing disturbs that, so that no process is left behind. A run in another
+    thread than the main one gets no signals: Python handles them in the main thread alone.
     """
 
     def __init__(self, reports: Reports) -> None:
         self._reports = reports
         self._pipeline: Pipeline | None = None
         self._task: asyncio.Task[Any] | None = None
-        """The run's task; None once it leaves."""
+        """Task of the run; None once it leaves."""
         self._told = False
         """True once the user was informed that the workers are being ended; further signals print nothing."""
         self._before: dict[int, Any] = {}
-        """The signals' handlers outside."""
+        """Handlers that the signals had before."""
         self._repeats = Repeats()
 
     def __enter__(self) -> Interrupts:
@@ -83,7 +83,7 @@ class Interrupts:
 
     @contextmanager
     def asking(self, pipeline: Pipeline) -> Iterator[None]:
-        """Let the first interrupt until the block ends ask ``pipeline``."""
+        """Let the first interrupt before the end of the block ask ``pipeline`` to stop."""
         self._pipeline = pipeline
         try:
             yield
@@ -111,7 +111,7 @@ class Interrupts:
 
 @contextmanager
 def terminations_as_interrupts() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise `KeyboardInterrupt`, as Ctrl-C does, outside of event loops. In the main thread."""
+    """Let SIGTERM and SIGHUP raise `KeyboardInterrupt`, as Ctrl-C does, outside of event loops. For the main thread."""
     repeats = Repeats()
 
     def interrupt(number: int, frame: object) -> None:

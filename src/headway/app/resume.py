@@ -1,4 +1,4 @@
-"""``headway train --resume``: going on with a run from its newest checkpoint, in its own directory."""
+"""Resumption of a run by ``headway train --resume``, from its newest checkpoint, in its own directory."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def resume(path: Path, before: Config, loaded: LoadedConfig) -> int:
 
 
 def _newest(directory: RunDirectory, checkpoints: Checkpoints, record: Record, config: Config) -> int:
-    """The version to resume: that of the newest complete checkpoint of which the record tells."""
+    """Return the version to resume: that of the newest complete checkpoint that the record mentions."""
     newest = checkpoints.newest(record.boundaries, with_critic=needs_critic(config))
     if newest is not None:
         return newest
@@ -100,8 +100,8 @@ def _newest(directory: RunDirectory, checkpoints: Checkpoints, record: Record, c
 
 
 def _data(config: Config, rows: Rows, model: Path) -> DataBundle:
-    """The data of a run whose model was made in its directory."""
-    from headway.models.pretrained import load_tokenizer
+    """Load the data of a run whose model was made in its directory."""
+    from headway.models.tokenizer import load_tokenizer
 
     if not model.is_dir():
         raise UserError(f"{model}: the model that this run was begun with is not there any more")
@@ -110,7 +110,7 @@ def _data(config: Config, rows: Rows, model: Path) -> DataBundle:
 
 @contextmanager
 def _relative_paths_explained(config: Config) -> Iterator[None]:
-    """Explain, to an error over a relative path that is not here, from where such paths count."""
+    """Add a note to an error over a missing relative path in the block: relative to which directory such paths are."""
     try:
         yield
     except UserError as error:
@@ -127,7 +127,7 @@ def _relative_paths_explained(config: Config) -> Iterator[None]:
 
 
 def _paths(config: Config) -> list[str]:
-    """Paths of data, model and the user's own code, as they are spelled; names on the hub among them."""
+    """Return the paths of data, model and the user's own code as they are spelled; names on the hub are among them."""
     algorithm, task = config.algorithm, config.data.task
     functions = [
         *(one.function for one in config.reward.all),

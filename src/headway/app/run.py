@@ -35,26 +35,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Start of a resumed run."""
+    """Start of a resumed run: what it resumes from."""
 
     version: int
-    """Version of the checkpoint."""
+    """Version of the checkpoint that the run resumes from."""
 
 
 class Run:
-    """One run: from a model to a better one. Opens what the pipeline needs, and closes it in the reverse order."""
+    """Training run, from a model to a better one. Opens what the pipeline needs, and closes it in the reverse order."""
 
     def __init__(
         self, config: Config, rows: Rows, model_path: str, reports: Reports, start: Start | None = None
     ) -> None:
-        """``start``: None for a run that begins."""
+        """Prepare a run. ``start``: None for a run that begins anew."""
         self._config = config
         self._rows = rows
         self._model_path = model_path
         self._reports = reports
         self._start = start
         self.stop_reason: str | None = None
-        """Reason why the run stopped itself."""
+        """Reason why the run stopped itself; None where it did not."""
 
     async def run(self) -> Status:
         with Interrupts(self._reports) as interrupts:
@@ -65,9 +65,10 @@ class Run:
                     interrupts.leave_undisturbed()
 
     async def _open_and_run(self, stack: AsyncExitStack, interrupts: Interrupts) -> Status:
-        """Open everything and run. What has to be closed is left on ``stack``."""
+        """Open everything and run the pipeline. What has to be closed is left on ``stack``."""
         from headway.cluster.backend import start_backend
-        from headway.models.pretrained import load_tokenizer, stop_token_ids
+        from headway.models.pretrained import stop_token_ids
+        from headway.models.tokenizer import load_tokenizer
 
         config, reports = self._config, self._reports
         reports.phase("starting workers")
@@ -96,6 +97,7 @@ class Run:
             source=data.train,
             validation=data.val,
             rollouts=workers.rollouts,
+            keepers=workers.keepers,
             trainer=workers.train,
             reward=reward,
             advantages=workers.train.advantages,
@@ -158,7 +160,7 @@ class Run:
             )
 
     async def _load(self, workers: Workers, start: Start) -> Taken:
-        """Load the checkpoint into trainer and critic; return the driver's part of it."""
+        """Load the checkpoint into trainer and critic. Returns the driver's part of it."""
         self._reports.phase("loading the checkpoint", f"version {start.version}")
         checkpoints = Checkpoints(self._reports.directory.checkpoints)
         taken = await workers.train.load(checkpoints.actor(start.version))
@@ -168,17 +170,17 @@ class Run:
 
 
 def is_of_the_end(directory: RunDirectory, newest: Sequence[int]) -> bool:
-    """Tell whether the model's folder is there and of the newest checkpoint's version, not of an earlier end.
+    """Tell whether the model's folder is there and belongs to the newest checkpoint, not to an earlier end of the run.
 
-    ``newest``: that version, or nothing. A folder that does not tell its version is of the last end: an export replaces
-    the whole folder before it writes that down.
+    ``newest``: that checkpoint's version, or nothing. A folder that does not tell its version belongs to the last end:
+    an export replaces the whole folder before it writes the version down.
     """
     version = version_of(directory.model)
     return directory.model.is_dir() if version is None else list(newest) == [version]
 
 
 def _optimizer_steps(config: Config, rows: int) -> int:
-    """Optimizer steps of the learning-rate schedule."""
+    """Return the number of optimizer steps of the learning-rate schedule."""
     groups = config.rollout.total_rollout_steps or rows * (config.data.epochs or 1)
     return ceil(groups / config.actor.ppo_mini_batch_size) * config.actor.ppo_epochs
 

@@ -1,4 +1,4 @@
-"""The command line. Each command loads what it needs when it runs, so that ``--help`` answers at once.
+"""Command line of Headway. Each command loads what it needs when it runs, so that ``--help`` answers at once.
 
 headway COMMAND CONFIG [a.b=c ...] ─▶ load ─▶ diagnose ─▶ the command's own work
 

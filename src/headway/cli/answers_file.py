@@ -1,4 +1,4 @@
-"""The answers of an evaluation as JSON lines."""
+"""File of an evaluation's answers, as JSON lines."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 
 
 class AnswersFile:
-    """File of JSON lines, one for each answer; a problem's are on disk when the next problem's come.
+    """File of JSON lines, one for each answer; a problem's are on disk when the next problem's are written.
 
-    A disk that refuses is told of once. The file then ends with the last problem of which it has all answers.
+    A failure to write is reported once. The file then ends with the last problem of which it has all answers.
     """
 
     def __init__(self, path: Path, tell: Callable[[str], None]) -> None:
-        """``path`` is replaced when the file is entered, and not before."""
+        """Remember ``path``, which is replaced when the context is entered, and ``tell``, which reports a failure."""
         self._path, self._tell = path, tell
         self._problems = self._size = 0
-        """Problems, and bytes, that were written."""
+        """Number of problems, and number of bytes, that were written."""
         self.whole = True
-        """True while the disk has not refused."""
+        """True until writing fails."""
 
     def __enter__(self) -> AnswersFile:
-        """Open the file. Raises `RunError` when that cannot be."""
+        """Open the file. Raises `RunError` when that fails."""
         with writing("--output", self._path):
             self._file = self._path.open("wb")
         return self
@@ -67,7 +67,7 @@ class AnswersFile:
 
 
 def _rows(problem: Solved) -> Iterator[dict[str, Any]]:
-    """The rows of the answers' file, one for each answer."""
+    """Yield the rows of the answers' file, one for each answer."""
     for answer in problem.answers:
         row = {
             "row": problem.row,

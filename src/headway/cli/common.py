@@ -17,7 +17,7 @@ from headway.errors import EXIT_INTERRUPTED, HeadwayError
 EXIT_FAILED = 1
 
 A_TYPING_ERROR = 0.8
-"""Likeness, in [0, 1], of an unknown option to a known one from which on the known one is meant."""
+"""Likeness, in [0, 1], from which on an unknown option is taken for a misspelled known one."""
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
@@ -53,10 +53,10 @@ def say(text: str) -> None:
 
 
 class TakesSettings(TyperCommand):
-    """A command with ``a.b=c`` arguments: an argument typed as an option is answered with how settings are written."""
+    """Command with ``a.b=c`` arguments: an argument typed as an option is answered with how settings are written."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse arguments. Raises click's errors of usage, as the base class does."""
+        """Parse the command's arguments. Raises click's errors of usage, as the base class does."""
         typed = list(args)  # a copy: the parser empties its own
         try:
             rest = super().parse_args(ctx, args)
@@ -72,7 +72,7 @@ class TakesSettings(TyperCommand):
             raise
 
     def _find_options(self, ctx: Any) -> None:
-        """Find settings that are options of this command, like ``n=8``. Raises `BadParameter` for them."""
+        """Raise `BadParameter` for a setting that is an option of this command, like ``n=8`` for ``--n 8``."""
         options = {name.lstrip("-"): one for one in self.params for name in one.opts if name.startswith("--")}
         given = [ctx.params.get(one.name) for one in self.params if one.param_type_name == "argument"]
         for text in [str(word) for value in given for word in (value if isinstance(value, list) else [value])]:
@@ -84,7 +84,7 @@ class TakesSettings(TyperCommand):
 
 
 def _as_a_setting(option: str, typed: Sequence[str]) -> str:
-    """Hint for ``--a.b=c`` or ``--a.b c`` where ``a.b=c`` is meant; empty where nothing is known to be."""
+    """Return a hint for ``--a.b=c`` or ``--a.b c`` where ``a.b=c`` is meant; empty where no setting resembles it."""
     from headway.config.messages import meant
 
     at = next((i for i, word in enumerate(typed) if word.startswith(option)), 0)

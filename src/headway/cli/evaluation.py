@@ -1,4 +1,4 @@
-"""``headway eval``: answers to questions, counted."""
+"""Command ``headway eval``: a model's answers to questions, counted."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from headway.evaluation.settings import Job
 
 MOST_CHARACTERS = 300
-"""Most characters of a prompt or response in the table: the last ones, where questions are asked and answers given."""
+"""Maximum length in characters of a prompt or response in the table, of which the end is shown."""
 
 FEWEST_FOR_A_LINE = 10
-"""Fewest problems between two lines of progress."""
+"""Minimum number of problems between two lines of progress."""
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="A Hugging Face folder or name on the hub, or a run's directory.")
@@ -98,7 +98,7 @@ def evaluate(
 
 
 def _inputs(job: Job, model: str, recipe: Path | None) -> Iterator[Path]:
-    """Files that an evaluation reads, and every file that its settings name, those of the run or recipe beneath
+    """Return the files that an evaluation reads, and every file that its settings name, those of the run or recipe
     included.
     """
     from headway.config.layers import read_file
@@ -124,7 +124,7 @@ def _inputs(job: Job, model: str, recipe: Path | None) -> Iterator[Path]:
 
 
 def _texts(values: Any) -> Iterator[str]:
-    """Texts among ``values``, however deep."""
+    """Yield all strings in ``values``, however deeply nested."""
     match values:
         case str():
             yield values
@@ -147,7 +147,7 @@ def _ks(given: str | None, n: int) -> tuple[int, ...]:
 
 
 def _solve(job: Job, limit: int | None, output: Path | None) -> tuple[Questions, list[Solved], bool]:
-    """Questions, their answers, and whether ``output`` has all of them."""
+    """Answer the questions. Returns them, their answers, and whether ``output`` has all of the answers."""
     import asyncio
 
     from rich.console import Console
@@ -190,7 +190,7 @@ def _solve(job: Job, limit: int | None, output: Path | None) -> tuple[Questions,
 
 
 class Tenths:
-    """Progress as plain lines, where no terminal is attached: the start, each tenth of the problems, and the end.
+    """Progress as plain lines, where no terminal is attached: at the start, each tenth of the problems, and the end.
 
     Lines come at least `FEWEST_FOR_A_LINE` problems apart.
     """
@@ -209,7 +209,7 @@ class Tenths:
 
 
 class Bar:
-    """Progress as a bar, which is removed at the end."""
+    """Progress as a bar on a terminal, which is removed at the end."""
 
     def __init__(self, progress: Progress, total: int) -> None:
         self._progress, self._total = progress, total
@@ -252,7 +252,7 @@ def print_figures(
     ks: Sequence[int],
     threshold: float,
 ) -> None:
-    """Print what was measured, and how; then by source, where there are several."""
+    """Print the evaluation's figures and how they were measured, then by source where there are several."""
     from headway.evaluation.figures import by_source, figures
     from headway.reports import human
 
@@ -316,7 +316,7 @@ def _by_source(found: Mapping[str, Figures], ks: Sequence[int]) -> Table:
 
 
 def print_samples(console: Console, solved: Sequence[Solved], count: int) -> None:
-    """``count`` problems at even distances (all where there are fewer), each with its first answer."""
+    """Print ``count`` problems at even distances (all where there are fewer), each with its first answer."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

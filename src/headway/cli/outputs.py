@@ -1,4 +1,4 @@
-"""Checks of files that a command writes: they can be written, before any work, and are none that it reads."""
+"""Checks of the files that a command writes: that they can be written, before any work, and are none that it reads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headway.errors import ConfigError, HeadwayError, RunError
 
 @contextmanager
 def writing(option: str, path: Path, error: type[HeadwayError] = RunError) -> Iterator[None]:
-    """Raise ``error`` for whatever refuses to write ``path``, which ``option`` gave."""
+    """Raise ``error`` when writing ``path``, which ``option`` gave, fails with an `OSError` in the block."""
     try:
         yield
     except OSError as cause:
@@ -22,7 +22,7 @@ def writing(option: str, path: Path, error: type[HeadwayError] = RunError) -> It
 
 
 def check_outputs(outputs: Mapping[str, Path | None], inputs: Iterable[Path] = ()) -> None:
-    """Check each option's file by `check_writable`, and that no two are one. Raises `ConfigError`."""
+    """Check each option's file by `check_writable`, and that no two options name one file. Raises `ConfigError`."""
     taken: dict[object, tuple[str, Path]] = {}
     among = list(inputs)
     for option, path in outputs.items():
@@ -35,12 +35,10 @@ def check_outputs(outputs: Mapping[str, Path | None], inputs: Iterable[Path] = (
 
 
 def check_writable(option: str, path: Path | None, inputs: Iterable[Path] = ()) -> None:
-    """Check that ``path`` can be written, before minutes are spent on what could not be. Leaves ``path`` as it is,
-    there or not.
+    """Check that ``path`` can be written, before minutes of work that could not be saved. Leaves ``path`` unchanged.
 
-    Raises `ConfigError` when it cannot be opened, and when it is one of the files ``inputs`` or a file that is in one
-    of the folders among them already. Of a pipe or a device nothing is known before it is written to: a reader may take
-    this for the end.
+    Raises `ConfigError` when it cannot be opened, and when it is one of the files ``inputs`` or a file already in one
+    of the folders among them. A pipe or a device is not checked: a reader may take that for the end.
     """
     if path is None:
         return
@@ -63,7 +61,7 @@ def check_writable(option: str, path: Path | None, inputs: Iterable[Path] = ()) 
 
 
 def files_of_run(run: Path) -> tuple[Path, ...]:
-    """A run's own files and folders, there or not, for `check_writable`. The rest of its directory is the user's."""
+    """Return a run's own files and folders, existing or not, for `check_writable`. Others there are the user's."""
     from headway.reports.run_directory import RunDirectory
 
     own = RunDirectory(run)
@@ -72,7 +70,7 @@ def files_of_run(run: Path) -> tuple[Path, ...]:
 
 
 def _is_of(path: Path, one: Path) -> bool:
-    """Tell whether the file ``path`` is the file ``one``, or lies in the folder ``one``, by any names and links."""
+    """Tell whether the file ``path`` is the file ``one``, or lies in the folder ``one``, by any name or link."""
     if (there := _identity(one)) is None:
         return False
     if not one.is_dir():
@@ -84,7 +82,7 @@ def _is_of(path: Path, one: Path) -> bool:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Identity of a file, equal for two names of one; None where there is none."""
+    """Return the identity of a file, equal for two names of one file; None where there is no such file."""
     try:
         found = path.stat()
     except (OSError, ValueError):  # raised also for what can be no path: too long, or with a zero byte

@@ -1,4 +1,4 @@
-"""``headway plan``, ``profile`` and ``report``: a job's cost, what to choose for it, where a run's time went."""
+"""Commands ``headway plan``, ``profile`` and ``report``: a job's cost, its best settings, where a run spent time."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _profile(path: Path | None, run: Path | None) -> Profile:
 
 
 def _read_profile(path: Path) -> Profile:
-    """Read a profile. Raises `ConfigError` as `load_profile`; in other words for what is a recipe or a run."""
+    """Read a profile. Raises `ConfigError` as `load_profile` does; a recipe or a run gets a message of its own."""
     from headway.simulate.load import load_profile
 
     try:
@@ -148,7 +148,7 @@ def _is_recipe(path: Path) -> bool:
 
 
 def _progress() -> Progress | None:
-    """Progress as one line that changes, on a terminal; nothing elsewhere."""
+    """Return a function that shows progress as one changing line; None where stderr is no terminal."""
     from rich.console import Console
 
     console = Console(stderr=True, highlight=False)

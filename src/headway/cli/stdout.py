@@ -1,7 +1,7 @@
-"""Standard output that says in one message that it cannot be written: for a full disk behind ``> FILE``, most often.
+"""Standard output that reports in one message that it cannot be written: for a full disk behind ``> FILE``, most often.
 
-Whatever prints raises `OutputRefused` there, which ends a command as every error does. A pipe whose reader left is
-nobody's mistake: it raises `BrokenPipeError` as usual, and the command ends without a word.
+A refused write raises `OutputRefused`, which ends a command as every error does. A pipe whose reader has left is not an
+error: it raises `BrokenPipeError` as usual, and the command ends silently.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from headway.errors import OutputRefused
 
 class Stdout(io.TextIOWrapper):
     def __init__(self, before: io.TextIOWrapper) -> None:
-        """Take the place of ``before``. What the encoding lacks is printed as a question mark."""
+        """Replace the stream ``before``. Characters that its encoding lacks are printed as question marks."""
         super().__init__(
             before.buffer,
             encoding=before.encoding,
@@ -26,7 +26,7 @@ class Stdout(io.TextIOWrapper):
             write_through=before.write_through,
         )
         self._before = before
-        """The stream that was replaced; referenced here because it would close the file when it is collected."""
+        """Stream that was replaced; referenced here because it would close the file when it is garbage-collected."""
 
     def write(self, text: str) -> int:
         if isinstance(text, str) and not text:  # click's probe, which takes any exception for "not a text file"
@@ -52,7 +52,7 @@ class Stdout(io.TextIOWrapper):
             ) from cause
 
     def _go_nowhere(self) -> None:
-        """Send what is still held nowhere, or the interpreter, which flushes it last, would fail over it."""
+        """Discard text that is still buffered; otherwise the interpreter, which flushes it last, would fail over it."""
         with suppress(OSError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             try:

@@ -1,4 +1,4 @@
-"""``headway train`` and ``headway doctor``: checking settings, and training with them."""
+"""Commands ``headway train`` and ``headway doctor``: checking settings, and training with them."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def print_summary(loaded: LoadedConfig) -> None:
 
 
 def summary(config: Config) -> dict[str, str]:
-    """The summary of the settings, line by line: the numbers that follow from them, and who runs where."""
+    """Return the summary of the settings, line by line: the numbers that follow from them, and who runs where."""
     from headway.config.placement import resolve_placement
     from headway.pipeline.staleness import admission_limit, lag_bound
 
@@ -169,7 +169,7 @@ def summary(config: Config) -> dict[str, str]:
 
 
 def checkpoints(config: Config) -> str:
-    """The line on checkpoints: how often, and how many are kept."""
+    """Return the summary's line on checkpoints: how often they are saved, and how many are kept."""
     freq, keep = config.trainer.save_freq, config.trainer.max_actor_ckpt_to_keep
     if freq < 0:
         return "at the end: before that, a run that is killed cannot be resumed (trainer.save_freq)"
@@ -178,5 +178,5 @@ def checkpoints(config: Config) -> str:
 
 
 def device_range(devices: tuple[int, ...]) -> str:
-    """Consecutive device numbers in short: ``device 3`` or ``devices 0-3``."""
+    """Return consecutive device numbers in short: ``device 3`` or ``devices 0-3``."""
     return f"device {devices[0]}" if len(devices) == 1 else f"devices {devices[0]}-{devices[-1]}"

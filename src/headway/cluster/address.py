@@ -1,4 +1,4 @@
-"""Asking whether anything answers at an address. Imports no Ray: a wrong one is found before anything waits for it."""
+"""Check that something answers at an address. Imports no Ray: a wrong address is found before anything waits for it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 from headway.errors import ConfigError
 
 ANSWER_S = 3.0
-"""Seconds for a machine to accept a connection."""
+"""Seconds that a machine has to accept a connection."""
 ASK_AGAIN_S = 2.0
 """Seconds between two attempts to connect."""
 ATTEMPTS = 4
@@ -15,9 +15,9 @@ ATTEMPTS = 4
 
 
 async def check_listens(address: str, timeout_s: float) -> bool:
-    """Fail at once where nothing listens at ``address``; whether it is Ray that does, only Ray can tell.
+    """Check that something listens at ``address``; only Ray can tell whether it is Ray.
 
-    Returns False for an address that names no port, as ``auto``, and is Ray's to resolve.
+    Returns False for an address without a port, such as ``auto``, which only Ray can resolve.
 
     Raises:
         ConfigError: nothing accepts a connection there within ``timeout_s`` seconds.
@@ -50,7 +50,7 @@ async def answers(host: str, port: int) -> bool:
 
 
 async def stops_answering(host: str, port: int) -> None:
-    """Return when ``host`` has failed to accept ``ATTEMPTS`` connections in a row; until then, ask again and again."""
+    """Wait until ``host`` has failed to accept ``ATTEMPTS`` connections in a row, trying again and again."""
     failed = 0
     while failed < ATTEMPTS:
         await asyncio.sleep(ASK_AGAIN_S)

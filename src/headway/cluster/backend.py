@@ -1,4 +1,4 @@
-"""The cluster's front door: from a configuration to running engines, on Ray or in this process, and back to nothing."""
+"""Entry to the cluster: from a configuration to running engines, on Ray or in this process, and back to nothing."""
 
 from __future__ import annotations
 
@@ -16,55 +16,57 @@ from headway.cluster.replacements import Replacements
 from headway.cluster.rounding import Rounding
 from headway.cluster.startup import Cluster, Startup
 from headway.cluster.worker_group import Worker
+from headway.concurrently import concurrently
 from headway.config.placement import LOGP
 from headway.config.schema import Config
 from headway.config.transports import TRANSPORTS, transport_of
 from headway.errors import StallError
-from headway.interfaces import CriticEngine, LogProbEngine, PolicyReceiver, ProximalEngine, RolloutEngine
-from headway.pipeline.concurrently import concurrently
+from headway.interfaces import CriticEngine, Keeper, LogProbEngine, PolicyReceiver, ProximalEngine, RolloutEngine
 from headway.progress import Living
 from headway.user_code import names_a_file, resolve_spec
 
 
 @dataclass(slots=True)
 class Workers:
-    """Everything that runs for a run. `watch` tells when a part of it dies; `close` ends it."""
+    """Workers and engines of a run. `watch` raises when a part of it dies; `close` ends it."""
 
     train: TrainGroup
     rollouts: list[RolloutReplica]
+    keepers: Sequence[Keeper]
+    """Keepers of the run's groups."""
     """Current replicas: those of the start, with lost ones exchanged for their replacements."""
     ref: LogProbEngine | None
-    """The reference policy; None where the algorithm asks for none."""
+    """Engine of the reference policy; None where the algorithm asks for none."""
     proximal: ProximalEngine | None
-    """The engine that recomputes log π_prox; None where none does."""
+    """Engine that recomputes log π_prox; None where none does."""
     critic: CriticEngine | None
-    """The critic; None where the algorithm asks for none."""
+    """Engine of the critic; None where the algorithm asks for none."""
     receivers: Sequence[PolicyReceiver]
     """Workers that hold a copy of the policy and generate nothing."""
     inside_fetch: frozenset[str]
     """Roles, of ``ref``, ``logp`` and ``critic``, that run on the trainer's ranks."""
     needed: Sequence[Worker]
-    """Workers without any of which the run cannot go on, for supervision."""
+    """Workers each of which the run cannot go on without, for supervision."""
     cluster: Cluster
     rounding: Rounding
-    """Nats by which what each receiver serves may differ from the trainer."""
+    """Tolerances, in nats, by which the log-probs of each receiver may differ from the trainer's by rounding."""
     hardware: Mapping[str, Hardware]
-    """Name of a worker → the hardware that it computes on."""
+    """Hardware that each worker computes on, by the worker's name."""
     replacements: Replacements | None
     undo: AsyncExitStack
 
     async def watch(self) -> NoReturn:
-        """Wait until the cluster or a needed worker ends, also while nobody calls it; raise `WorkerDied`."""
+        """Wait until the cluster or a needed worker ends, even while no call is under way; raise `WorkerDied`."""
         await concurrently([self.cluster.died(), *(worker.died() for worker in self.needed)])
         raise AssertionError("unreachable: died() never returns")
 
     def living(self) -> list[Living]:
-        """Every worker once, for heartbeats; also replacements of others. A fused replica counts as its rank."""
+        """Return every worker once, for heartbeats. A replica in the process of a training rank counts as that rank."""
         return [*self.needed, *(self.rollouts if self.replaces else ())]
 
     @property
     def replaces(self) -> bool:
-        """Tell whether a replica that is gone can be replaced."""
+        """True where a lost replica can be replaced."""
         return self.replacements is not None
 
     async def replace_replica(self, lost: str) -> RolloutEngine:
@@ -120,6 +122,7 @@ async def start_backend(config: Config, *, model_path: str, run_dir: Path, total
         workers = Workers(
             train=train,
             rollouts=list(started.rollouts),
+            keepers=started.keepers,
             ref=reference_of(started.ref) if started.ref is not None else None,
             proximal=proxy(started.logp, ProximalEngine)
             if started.logp
@@ -144,14 +147,14 @@ async def start_backend(config: Config, *, model_path: str, run_dir: Path, total
 def _for_any_directory(model_path: str) -> str:
     """Make a folder's path absolute: workers of a cluster that was joined run in another directory than this process.
 
-    Anything else, such as a model's name on the hub, stays as it is.
+    Anything else, such as a model's name on the hub, is returned unchanged.
     """
     folder = Path(model_path).expanduser()
     return str(folder.absolute()) if folder.is_dir() else model_path
 
 
 def _with_absolute_files(config: Config) -> Config:
-    """The configuration for workers, which run in another directory: the user's own functions by absolute paths."""
+    """Return the configuration for workers, which run in another directory: the user's functions by absolute paths."""
 
     def absolute(spec: str) -> str:
         return resolve_spec(spec) if names_a_file(spec) else spec
@@ -167,7 +170,7 @@ def _with_absolute_files(config: Config) -> Config:
 
 
 def _weights_bytes(config: Config, model_path: str) -> int:
-    """Bytes of a version in the object store; 0 where versions go another way, or the model is not a folder here."""
+    """Return the bytes of a version in the object store; 0 where versions go another way, or no folder is there."""
     shared = config.placement.kind == "shared"
     transport = transport_of(config.param_update.transport, backend=config.cluster.backend, shared=shared)
     if TRANSPORTS[transport].leaves != "objects":
@@ -176,7 +179,7 @@ def _weights_bytes(config: Config, model_path: str) -> int:
 
 
 def make_cluster(config: Config, run_dir: Path, model_path: str) -> Cluster:
-    """The cluster of ``cluster.backend``. Ray is imported only where it is asked for."""
+    """Return the cluster of ``cluster.backend``. Ray is imported only where it is asked for."""
     match config.cluster.backend:
         case "ray":
             from headway.cluster.ray_cluster import RayCluster

@@ -1,16 +1,15 @@
-"""The pipeline's engines, made of workers: the same on Ray and in one process."""
+"""Engines for the pipeline, made of workers: the same on Ray and in one process."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.cluster.calls import ReplicaCalls
 from headway.cluster.exchange import WeightPaths
 from headway.cluster.proxy import proxy
 from headway.cluster.roles.rollout import RolloutRole
@@ -19,9 +18,7 @@ from headway.data.types import Column, ColumnName, Outcomes, Sample
 from headway.interfaces import (
     Capabilities,
     CriticEngine,
-    FinishedGroup,
     GatherReport,
-    GenerateRequest,
     LogProbEngine,
     PolicyReceiver,
     ReceiveReport,
@@ -32,10 +29,10 @@ from headway.interfaces import (
 
 
 class TrainGroup:
-    """`OverlappingTrainEngine` over the ranks of `ActorRole`."""
+    """Implementation of `OverlappingTrainEngine` over the ranks of `ActorRole`."""
 
     def __init__(self, ranks: WorkerGroup, paths: WeightPaths, *, with_returns: bool = False) -> None:
-        """``with_returns``: the advantage estimator has a critic."""
+        """Create the engine. ``with_returns``: the advantage estimator has a critic."""
         self._ranks = ranks
         self._engine = engine = proxy(ranks, TrainEngine)
         self.forward_logprobs, self.proximal_logprobs = engine.forward_logprobs, engine.proximal_logprobs
@@ -44,7 +41,7 @@ class TrainGroup:
         self._with_returns = with_returns
 
     async def advantages(self, samples: Sequence[Sample], outcomes: Outcomes) -> dict[str, list[Column]]:
-        """An `AdvantageFn`, on rank zero: a whole fetch is looked at, and nothing of it comes to the driver."""
+        """Return advantages as an `AdvantageFn` does, computed on rank zero: no token comes to the driver."""
         handle = await self._ranks.advantages(samples, outcomes)
         columns: dict[str, list[Column]] = {
             ColumnName.ADVANTAGES: [Column(handle, index) for index in range(len(samples))]
@@ -69,21 +66,21 @@ class TrainGroup:
         await self._engine.export(path)
 
     async def close(self) -> None:
-        """Do nothing: the workers are closed by whoever started them."""
+        """Do nothing: whoever started the workers closes them."""
 
 
 def reference_of(ranks: WorkerGroup) -> LogProbEngine:
-    """The reference policy on ranks of `RefRole`, or on the trainer's own: both register the method."""
+    """Return the reference policy on ranks of `RefRole`, or on the trainer's own: both register the method."""
     return proxy(ranks, LogProbEngine, forward_logprobs="reference_logprobs")
 
 
 def critic_of(ranks: WorkerGroup) -> CriticEngine:
-    """The critic on ranks of `CriticRole`, or on the trainer's own: both register the methods."""
+    """Return the critic on ranks of `CriticRole`, or on the trainer's own: both register the methods."""
     return proxy(ranks, CriticEngine, train_step="critic_step", save="save_critic", load="load_critic")
 
 
 class LogpReceiver:
-    """`PolicyReceiver` over one rank of `LogpRole`."""
+    """Implementation of `PolicyReceiver` over one rank of `LogpRole`."""
 
     def __init__(self, worker: Worker, paths: WeightPaths, verify: bool) -> None:
         self.name = worker.name
@@ -101,7 +98,7 @@ class LogpReceiver:
 
 
 class RolloutReplica:
-    """`RolloutEngine` over one worker that runs a `RolloutRole`. Groups' tokens are passed on unread."""
+    """Implementation of `RolloutEngine` over one worker that runs a `RolloutRole`. Keepers call it themselves."""
 
     def __init__(
         self, worker: Worker, capabilities: Capabilities, slots: int, paths: WeightPaths, verify: bool
@@ -111,19 +108,16 @@ class RolloutReplica:
         self._verify = verify
         self.capabilities = capabilities
         self.slots = slots
-        self._worker = worker
+        self.calls = calls = ReplicaCalls(worker.name, slots, worker.peer())
+        """The replica as keepers call it; can be sent to another process."""
+        self.submit, self.finished, self.abort, self.release = calls.submit, calls.finished, calls.abort, calls.release
         self._engine = engine = proxy(worker, RolloutEngine, part="engine")
         self.pause, self.resume, self.stats = engine.pause, engine.resume, engine.stats
-        self.abort, self.abort_older_than, self.in_flight = engine.abort, engine.abort_older_than, engine.in_flight
+        self.abort_older_than = engine.abort_older_than
         self._role = role = proxy(worker, RolloutRole)
         self.activate, self.wake = role.activate, role.wake
         self.heartbeat = worker.heartbeat
         self.died = worker.lost  # a replica on a silent machine is as good as dead; others go on without it
-
-    async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[FinishedGroup, None]:
-        async with aclosing(self._worker.stream("generate", list(requests))) as finished:
-            async for group, tokens in finished:
-                yield replace(group, tokens=tokens)
 
     async def stage_weights(self, version: int) -> ReceiveReport:
         return await self._paths.stage(self.name, version)
@@ -135,14 +129,14 @@ class RolloutReplica:
         await self._role.sleep(keep_weights)
 
     async def close(self) -> None:
-        """Do nothing: the worker is closed by whoever started it."""
+        """Do nothing: whoever started the worker closes it."""
 
 
 async def clock_offset(worker: Worker, exchanges: int = 3) -> float:
-    """Seconds to add to the worker's monotonic clock to have this process's.
+    """Return the seconds to add to the worker's monotonic clock to have this process's.
 
-    Half the round trip bounds the error, so an offset no larger than the fastest one is taken for none: processes of
-    one machine share the clock.
+    Half the round trip bounds the error, so an offset no larger than the fastest one counts as none: processes of one
+    machine share the clock.
     """
     role = proxy(worker, RolloutRole)
     best_trip, best_offset = float("inf"), 0.0

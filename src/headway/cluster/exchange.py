@@ -1,10 +1,10 @@
-"""The driver's view of a transfer: who is connected to whom, what each receiver holds, and where a version lies.
+"""Driver's view of a transfer: who is connected to whom, what each receiver holds, and where a version is stored.
 
     reach(names)             makes missing or broken links, or those made for others, anew, both ends side by side
     send / gather            asked of the trainer's ranks
     stage(name)              asked of a receiver, with the sender's parcel where the transport stores
 
-A delta is sent to receivers that are all known to hold the version before; whoever failed is known to hold nothing.
+A delta is sent to receivers that are all known to hold the version before; one that failed is assumed to hold nothing.
 """
 
 from __future__ import annotations
@@ -19,59 +19,59 @@ from typing import Protocol
 from headway.cluster.roles.fused import WITHIN
 from headway.cluster.roles.outbox import Send, Sent, SentWeights
 from headway.cluster.worker_group import Worker, WorkerGroup
+from headway.concurrently import both, concurrently, failure_ignored
 from headway.config.schema import Config
 from headway.config.transports import TRANSPORTS, transport_of
 from headway.errors import ConfigError, UpdateFailed, WorkerDied
 from headway.interfaces import GatherReport, ReceiveReport, SendReport
-from headway.pipeline.concurrently import both, concurrently, failure_ignored
 from headway.weights.layout import Manifest
 from headway.weights.protocols import Parcel
 from headway.weights.transports.links import Address, Link, Meeting, make_link
 
 
 class WeightPaths(Protocol):
-    """The ways of weights from the trainer's ranks to receivers."""
+    """Transfer of weights from the trainer's ranks to receivers."""
 
     async def reach(self, names: Sequence[str]) -> None:
-        """See `TrainEngine.reach`."""
+        """Connect to the receivers, as `TrainEngine.reach` does."""
 
     async def send(self, version: int, names: Sequence[str]) -> SendReport:
-        """See `TrainEngine.send_weights`."""
+        """Gather and send a version, as `TrainEngine.send_weights` does."""
 
     async def gather(self, version: int) -> GatherReport:
-        """See `OverlappingTrainEngine.gather_weights`."""
+        """Gather a version into a copy, as `OverlappingTrainEngine.gather_weights` does."""
 
     async def send_gathered(self, version: int, name: str) -> SendReport:
-        """See `OverlappingTrainEngine.send_gathered`."""
+        """Send the copy, as `OverlappingTrainEngine.send_gathered` does."""
 
     async def stage(self, name: str, version: int) -> ReceiveReport:
-        """See `PolicyReceiver.stage_weights`."""
+        """Let a receiver stage a version, as `PolicyReceiver.stage_weights` does."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeSettings:
     transport: str
     streamed: bool
-    """True where both ends run at the same time."""
+    """True where sender and receivers run at the same time."""
     apart: bool
     """True where each receiver gets weights by itself, from a copy."""
     with_delta: bool
     verify: bool
-    """True where the trainer's answers to the probe come with each version."""
+    """True where the trainer's log-probs of the probe come with each version."""
     timeout_s: float
-    """Seconds for one end to wait for another. Shorter than the update's: who failed must be known before that."""
+    """Seconds for which one end waits for another; less than an update's, so that who failed is known in time."""
     address: Address | None
     device: str
     directory: Path | None
 
 
 def transport_timeout(config: Config) -> float:
-    """Half of an update's: a transport says who failed before the update as a whole runs out of time."""
+    """Return a transport's time limit in seconds: half of an update's, so that it can name who failed."""
     return config.param_update.timeout_s / 2
 
 
 def exchange_settings(config: Config, address: Address | None, device: str, directory: Path | None) -> ExchangeSettings:
-    """The settings that ``param_update.*`` asks for; ``address``: the trainer's store; ``device``: that of workers."""
+    """Return the settings for ``param_update.*``. ``address``: the trainer's store; ``device``: that of the workers."""
     update = config.param_update
     transport = transport_of(update.transport, backend=config.cluster.backend, shared=False)
     apart = update.schedule == "overlapped"
@@ -99,9 +99,9 @@ class _Receiver:
     """Key of the link that the receiver is connected to."""
     holds: int | None = None
     trusted: bool = True
-    """True while a stored version may be used for the receiver as for others."""
+    """True while a stored version may be used for this receiver as for others."""
     parcel: asyncio.Future[Parcel | None] | None = None
-    """The parcel of the transfer that is under way."""
+    """Parcel of the transfer that is under way."""
 
 
 @dataclass(slots=True)
@@ -113,7 +113,7 @@ class _Connection:
 
 @dataclass(frozen=True, slots=True)
 class _Published:
-    """A stored version, for all receivers of a dtype."""
+    """Stored version, for all receivers of a dtype."""
 
     base: int | None
     sending: asyncio.Task[Sent]
@@ -130,7 +130,7 @@ class Exchange:
     """Transfers from the trainer's ranks to every receiver, by transports to other processes (and ``local``)."""
 
     def __init__(self, actor: WorkerGroup, settings: ExchangeSettings, manifests: Mapping[str, Manifest]) -> None:
-        """``manifests``: the layout of each served dtype."""
+        """Create the exchange, without receivers. ``manifests``: layout of the weights by served dtype."""
         self._actor = actor
         self._settings = settings
         self._manifests = manifests
@@ -139,7 +139,7 @@ class Exchange:
         self._published: dict[str, _Published] = {}
         """Published versions by dtype: a stored version is sent once for all receivers."""
         self._turns: dict[str, asyncio.Lock] = {}
-        """Key → lock of whoever opens a link, or sends by one that several share."""
+        """Locks by link key, held while a link is opened, or used to send where several receivers share it."""
         self._generation = 0
 
     def add(self, worker: Worker, dtype: str) -> None:
@@ -149,14 +149,14 @@ class Exchange:
     # ------------------------------------------------------------------------------------------ meeting
 
     async def reach(self, names: Sequence[str]) -> None:
-        """See `TrainEngine.reach`."""
+        """Connect to the receivers, as `TrainEngine.reach` does."""
         loop = asyncio.get_running_loop()
         for name in names:
             self._receivers[name].parcel = loop.create_future()
         await concurrently(self._connect(key, members) for key, members in self._by_key(names).items())
 
     def _by_key(self, names: Sequence[str]) -> dict[str, list[str]]:
-        """Group receivers by key: one for each receiver that a stream goes to alone; else one for all of a dtype."""
+        """Return the receivers by key: one key per receiver with a stream to itself, else one for all of a dtype."""
         found: dict[str, list[str]] = {}
         for name in names:
             dtype = self._receivers[name].dtype
@@ -177,7 +177,7 @@ class Exchange:
                 await self._open_receivers(key, connection.link, new)
 
     async def _meet(self, key: str, names: Sequence[str]) -> None:
-        """Open all ends of a new link side by side: those of some transports wait for each other."""
+        """Open all ends of a new link side by side, as those of some transports wait for each other."""
         self._generation += 1
         link = self._link(names)
         self._connections[key] = connection = _Connection(link, list(names), broken=True)  # until all have met
@@ -221,7 +221,7 @@ class Exchange:
     # ------------------------------------------------------------------------------------------ sending
 
     async def send(self, version: int, names: Sequence[str]) -> SendReport:
-        """See `TrainEngine.send_weights`."""
+        """Gather and send a version, as `TrainEngine.send_weights` does."""
         by_key = self._by_key(names)
         sends = [Send(self._receivers[members[0]].dtype, key, self._base(members)) for key, members in by_key.items()]
         with self._failing(names):
@@ -233,13 +233,13 @@ class Exchange:
         return replace(_together({tuple(members): sent.report for members, sent in pairs}), probe=weights.probe)
 
     async def gather(self, version: int) -> GatherReport:
-        """See `OverlappingTrainEngine.gather_weights`."""
+        """Gather a version into a copy, as `OverlappingTrainEngine.gather_weights` does."""
         report: GatherReport = await self._actor.gather_weights(version, self._settings.verify)
         self._published.clear()
         return report
 
     async def send_gathered(self, version: int, name: str) -> SendReport:
-        """See `OverlappingTrainEngine.send_gathered`."""
+        """Send the copy, as `OverlappingTrainEngine.send_gathered` does."""
         receiver = self._receivers[name]
         sent: Sent
         with self._failing([name]):
@@ -252,7 +252,7 @@ class Exchange:
         return sent.report
 
     async def _publish(self, version: int, receiver: _Receiver) -> Sent:
-        """Send once for all receivers of a dtype; once more, whole, for one that cannot use what was sent."""
+        """Send a version once for all receivers of a dtype; once more, whole, for one that cannot use what was sent."""
         dtype = receiver.dtype
         async with self._turn(dtype):
             published = self._published.get(dtype)
@@ -271,7 +271,7 @@ class Exchange:
         return sent if first else replace(sent, report=replace(sent.report, send_s=0.0, nbytes=0))
 
     def _base(self, names: Sequence[str]) -> int | None:
-        """The version that all of ``receivers`` hold."""
+        """Return the version that all receivers named hold, where a delta may be sent to them; None otherwise."""
         held = {self._receivers[name].holds for name in names}
         return held.pop() if self._settings.with_delta and len(held) == 1 else None
 
@@ -283,7 +283,7 @@ class Exchange:
 
     @contextmanager
     def _failing(self, names: Sequence[str]) -> Iterator[None]:
-        """Note the failure of a sending for all receivers that it was for."""
+        """Distrust the receivers named, and fail their pending parcels, when the block, which sends to them, fails."""
         try:
             yield
         except BaseException as failure:
@@ -298,7 +298,7 @@ class Exchange:
     # ------------------------------------------------------------------------------------------ receiving
 
     async def stage(self, name: str, version: int) -> ReceiveReport:
-        """See `PolicyReceiver.stage_weights`."""
+        """Let a receiver stage a version, as `PolicyReceiver.stage_weights` does."""
         receiver = self._receivers[name]
         assert receiver.parcel is not None, "stage comes after reach"
         try:
@@ -311,7 +311,7 @@ class Exchange:
         return report
 
     def _distrust(self, receiver: _Receiver) -> None:
-        """Send a receiver the next version whole, and by a new link where the ends depend on each other."""
+        """Have the next version sent to a receiver whole, and by a new link where the ends depend on each other."""
         receiver.holds, receiver.trusted = None, False
         if self._settings.streamed:
             for connection in self._connections.values():
@@ -322,7 +322,7 @@ NO_COPY = "within a process weights are handed over while training stands still,
 
 
 class WithinProcesses:
-    """`WeightPaths` where each receiver shares its process with a training rank, which hands over what it gathers."""
+    """Implementation of `WeightPaths` where each receiver gets weights from the training rank in its process."""
 
     def __init__(self, actor: WorkerGroup, receivers: Mapping[str, Worker], dtype: str, *, verify: bool) -> None:
         self._actor = actor
@@ -352,7 +352,7 @@ class WithinProcesses:
 
 
 def _together(reports: Mapping[tuple[str, ...], SendReport]) -> SendReport:
-    """Join the reports of all dtypes: times and bytes add up, and each receiver has its own dtype's checksum."""
+    """Combine the reports of all dtypes: times and bytes add up, and each receiver has its own dtype's checksum."""
     first = next(iter(reports.values()))
     return SendReport(
         gather_s=sum(report.gather_s for report in reports.values()),

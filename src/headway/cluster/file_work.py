@@ -1,7 +1,7 @@
-"""Limiting work with files by its progress: checkpoints that are saved or loaded, a model that is exported.
+"""Time limits for work with files, by its progress: checkpoints that are saved or loaded, a model that is exported.
 
 The limit follows bytes and not the clock: work may take as long as it likes while bytes move. Nothing may stand still
-for longer than two minutes and what a disk of 20 MB/s takes for the bytes so far (`progress.FILE_QUIET_S`,
+for longer than two minutes plus the time that a disk of 20 MB/s takes for the bytes so far (`progress.FILE_QUIET_S`,
 `progress.FILE_RATE`), which may all have to leave the system's cache before the next one moves.
 """
 
@@ -11,8 +11,8 @@ import asyncio
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
+from headway.concurrently import failure_ignored
 from headway.errors import StallError
-from headway.pipeline.concurrently import failure_ignored
 from headway.pipeline.liveness import SHORTEST_S, ask
 from headway.pipeline.state import now
 from headway.progress import FILE_QUIET_S, FILE_RATE, Living
@@ -24,7 +24,7 @@ async def while_bytes_move(work: Coroutine[Any, Any, T], ranks: Sequence[Living]
     """Return the result of ``work``, which ``ranks`` do with files. ``what``: the work in words, with the path.
 
     Raises:
-        StallError: no rank made progress for as long as it may stand still. What they do then still goes on.
+        StallError: no rank made progress for as long as work with files may stand still. The ranks are not stopped.
     """
     task = failure_ignored(asyncio.ensure_future(work))
     deadline = now() + FILE_QUIET_S

@@ -1,4 +1,4 @@
-"""The hardware that a worker computes on, for the record."""
+"""Hardware that a worker computes on, for the record."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ CPU_INFO = Path("/proc/cpuinfo")
 class Hardware:
     host: str
     cpu: str
-    """The CPU's model, as it calls itself."""
+    """Model of the CPU, as it calls itself."""
     cores: int
-    """Logical cores that the process may use."""
+    """Number of logical cores that the process may use."""
     gpu: str | None
-    """The model of the worker's GPU; None where it has none."""
+    """Model of the worker's GPU; None where it has none."""
     threads: int
-    """Threads of torch."""
+    """Number of threads that torch uses."""
     pid: int
-    """Id of the worker's process, on ``host``."""
+    """Id of the worker's process on ``host``."""
 
 
 def hardware_here(device: str) -> Hardware:
-    """Describe this process's hardware. ``device``: its worker's, as torch names it. Call it after threads were set."""
+    """Describe this process's hardware, once threads are set. ``device``: its worker's, as torch names it."""
     import torch
 
     gpu = torch.cuda.get_device_name(device) if device.startswith("cuda") else None
@@ -35,12 +35,12 @@ def hardware_here(device: str) -> Hardware:
 
 
 def available_cores() -> int:
-    """Logical cores that this process may use."""
+    """Return the number of logical cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_model(info: Path = CPU_INFO) -> str:
-    """The CPU's model from ``info``, which is Linux's; else the platform's own word for the processor."""
+    """Return the CPU's model from Linux's ``info``; elsewhere the platform's own word for the processor."""
     try:
         lines = info.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

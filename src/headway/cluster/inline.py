@@ -1,4 +1,4 @@
-"""All roles in this process, for debugging, tests and notebooks: a thread for the trainer, one for each engine."""
+"""Cluster of one process, for debugging, tests and notebooks: a thread for the trainer, one for each engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _itself(value: Any) -> Handle[Any]:
 
 
 class InlineWorker:
-    """A `Worker` in this process: handles are the objects themselves."""
+    """Implementation of `Worker` in this process: handles are the objects themselves."""
 
     def __init__(self, spec: WorkerSpec, device: str, threads: int) -> None:
         self.name = spec.name
@@ -46,6 +46,13 @@ class InlineWorker:
     def stream(self, method: str, *args: Any) -> AsyncGenerator[tuple[Any, Handle[Any]], None]:
         return self._host.stream(method, *args)
 
+    def each(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
+        return self._host.stream(method, *args)
+
+    def peer(self) -> InlineWorker:
+        """Return the worker itself: all others are in its process."""
+        return self
+
     async def heartbeat(self) -> Heartbeat:
         return self._host.heartbeat()
 
@@ -63,7 +70,7 @@ class InlineWorker:
 
 
 class InlineCluster:
-    """The `Cluster` of one process."""
+    """Implementation of `Cluster` in this process."""
 
     separate_processes = False
     machines = 1
@@ -86,7 +93,7 @@ class InlineCluster:
         return self._device
 
     async def reserve(self, plan: ClusterPlan) -> None:
-        """Settle the process's one thread count and its group of one rank.
+        """Set the process's thread count, and make its group of one rank.
 
         Raises `ConfigError` for what one process cannot do.
         """
@@ -106,7 +113,7 @@ class InlineCluster:
             os.environ.setdefault(variable, value)
 
     async def find_place(self, spec: WorkerSpec) -> None:
-        """Return at once: this process has a place for everything."""
+        """Return at once: this process has room for everything."""
 
     def launch(self, spec: WorkerSpec) -> InlineWorker:
         return InlineWorker(spec, self._device, self._threads)

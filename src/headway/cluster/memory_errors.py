@@ -1,6 +1,6 @@
-"""Telling that a worker's memory, or its device's, was not enough: in the user's words, with what needs less of it.
+"""Errors of too little memory, a worker's or its device's: described in the user's words, with what needs less of it.
 
-Not every such error is one class: Python's, torch's on a GPU, and on the CPU a plain `RuntimeError` with a known text.
+Such errors have several classes: Python's, torch's on a GPU, and on the CPU a plain `RuntimeError` with a known text.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from headway.errors import HeadwayError, RunError, said_by
 
 SAID = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
-"""Texts of a `RuntimeError` about memory: of torch's CPU allocator, of CUDA's runtime (``CUDA error: out of memory``),
-and of its libraries (``CUBLAS_STATUS_ALLOC_FAILED``)."""
+"""Texts of a `RuntimeError` about memory: from torch's CPU allocator, CUDA's runtime (``CUDA error: out of memory``),
+and its libraries (``CUBLAS_STATUS_ALLOC_FAILED``)."""
 ADVICE = (
     "Training needs less with a lower actor.ppo_max_token_len_per_gpu, generation with a lower rollout.max_concurrent, "
     "both with shorter data.max_response_length or more devices"
@@ -22,7 +22,7 @@ ADVICE = (
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Tell whether ``error`` says that memory could not be had."""
+    """Tell whether ``error`` means that memory could not be allocated."""
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
     torch = sys.modules.get("torch")  # if torch was never imported, none of its errors was raised
@@ -33,9 +33,9 @@ def ran_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def memory_errors_told(who: str, doing: str) -> Iterator[None]:
-    """Turn an error of memory into a `RunError` that says who ran out of it, doing what, and what needs less of it.
+    """Turn a memory error in the block into a `RunError` that says who ran out of it, doing what, and what needs less.
 
-    One that was told already, such as that of an engine that it ended, is told with what needs less.
+    An error of Headway's own that a memory error has caused keeps its text, to which the advice is added.
     """
     try:
         yield

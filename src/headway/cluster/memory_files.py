@@ -1,4 +1,4 @@
-"""A directory in memory for one run, which must not outlive it: what lies there takes memory until somebody removes it.
+"""Directory in memory for one run, which must not outlive the run: its files take memory until they are removed.
 
 made ─▶ locked ─▶ named headway-run-… ─▶ … ─▶ removed at the end
                                          └─ killed: the lock ends with the process, and the next run removes it
@@ -19,7 +19,7 @@ PREFIX = "headway-run-"
 
 @contextmanager
 def directory_in_memory(parent: Path) -> Iterator[Path]:
-    """Make a directory in ``parent`` until the block ends. Those of runs that were killed are removed first."""
+    """Make a directory in ``parent`` until the block ends. Directories of runs that were killed are removed first."""
     remove_abandoned(parent)
     made = Path(mkdtemp(prefix=f".{PREFIX}", dir=parent))
     lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
@@ -34,7 +34,7 @@ def directory_in_memory(parent: Path) -> Iterator[Path]:
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Remove the directories whose runs have ended, however they did. Other users' are left alone."""
+    """Remove the directories of runs that have ended, in whatever way. Other users' directories are left alone."""
     for path in parent.glob(f"{PREFIX}*"):
         try:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

@@ -1,4 +1,4 @@
-"""The network card by which this machine is reached under an address, for libraries that choose one themselves.
+"""Network card by which this machine is reached under an address, for libraries that choose one themselves.
 
 Gloo takes the address that the host's name resolves to, which on many machines is 127.0.0.1: ranks on two machines then
 wait for each other at the wrong place. Groups of torch.distributed's own read the card's name from the environment.
@@ -15,16 +15,16 @@ from pathlib import Path
 
 INTERFACES_V6 = Path("/proc/net/if_inet6")
 _SIOCGIFADDR = 0x8915
-"""Linux's request for the IPv4 address of a card."""
+"""Number of Linux's request for the IPv4 address of a network card."""
 _ADDRESS = slice(20, 24)
-"""Place of the address in the kernel's answer (struct ifreq)."""
+"""Slice of the address in the kernel's answer (struct ifreq)."""
 
 
 def network_environment(host: str, given: Mapping[str, str]) -> dict[str, str]:
-    """Variables that make Gloo and NCCL meet under ``host``, this machine's address for the others.
+    """Return environment variables that make Gloo and NCCL meet under ``host``, this machine's address for the others.
 
-    Those that are ``given`` stay as they are. Nothing is said for an address of this machine alone, nor for one that
-    none of its cards has.
+    Variables that are already ``given`` are left alone. Returns nothing for an address that only this machine reaches,
+    or that none of its cards has.
     """
     if is_loopback(host) or (card := card_of(host)) is None:
         return {}
@@ -41,7 +41,7 @@ def is_loopback(host: str) -> bool:
 
 
 def card_of(host: str) -> str | None:
-    """The name of the network card that has the address ``host``; None where there is none, or nobody can tell."""
+    """Return the name of the network card with the address ``host``; None where there is none, or it is unknown."""
     try:
         address = ip_address(host)
     except ValueError:

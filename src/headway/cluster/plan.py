@@ -1,4 +1,4 @@
-"""The workers of a run, before any of them is started: names, roles, devices, threads.
+"""Plan of a run's workers, before any of them is started: names, roles, devices, threads.
 
 A worker is a process and has one role, or, on a device that actor and rollout share, both of them (`FusedRole`).
 """
@@ -12,28 +12,34 @@ from headway.cluster.hardware import available_cores
 from headway.cluster.roles.actor import ActorRole
 from headway.cluster.roles.critic import CriticRole
 from headway.cluster.roles.fused import FusedRole
+from headway.cluster.roles.keeper import KeeperRole
 from headway.cluster.roles.logp import LogpRole
 from headway.cluster.roles.ref import RefRole
 from headway.cluster.roles.rollout import RolloutRole
 from headway.config.placement import ACTOR, CRITIC, LOGP, REF, ROLLOUT, Placement
 from headway.config.schema import Config
 
+KEEPER = "keeper"
+"""The role's name, in the names of its workers."""
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """One worker: ``role(**arguments, **what the backend adds)``."""
+    """Specification of one worker, made as ``role(**arguments, **what the backend adds)``."""
 
     name: str
     role: type[Any]
     device: int
-    """Index of the device in the placement."""
+    """Index of the worker's device in the placement."""
     threads: int
     arguments: dict[str, Any]
+    beside: bool = False
+    """True for a worker that computes on the CPU, beside the one that has the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One rank of a role, or one replica: a worker of its own, or a part of one."""
+    """Rank of a role, or a replica: a worker of its own, or a part of one."""
 
     name: str
     worker: str
@@ -42,11 +48,13 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """All workers of a run, and what runs on them."""
+    """Plan of all workers of a run, and of what runs on them."""
 
     workers: tuple[WorkerSpec, ...]
     actor: tuple[Rank, ...]
     rollout: tuple[Rank, ...]
+    keepers: tuple[Rank, ...]
+    """Keepers, one for each machine of the rollout role; empty where the driver's process keeps the groups."""
     ref: tuple[Rank, ...]
     """Ranks of the reference; empty without one, or where it shares the trainer's ranks."""
     logp: tuple[Rank, ...]
@@ -54,11 +62,17 @@ class ClusterPlan:
     inside_fetch: frozenset[str]
     """Roles that share the trainer's ranks: ``ref``, ``logp``, ``critic``."""
     shared: bool
-    """True where each replica is on a device, and in the process, of a training rank."""
+    """True where each replica shares the device, and the process, of a training rank."""
 
 
 def plan_cluster(
-    config: Config, placement: Placement, *, model_path: str, total_optimizer_steps: int, machines: int = 1
+    config: Config,
+    placement: Placement,
+    *,
+    model_path: str,
+    total_optimizer_steps: int,
+    machines: int = 1,
+    with_keepers: bool = True,
 ) -> ClusterPlan:
     """Spread the roles over the placement's devices.
 
@@ -106,6 +120,12 @@ def plan_cluster(
         for rank, device in enumerate(own[role]):
             arguments = {**common, **further, "rank": rank, "world_size": len(own[role])}
             workers.append(WorkerSpec(f"{role}-{rank}", kind, device, train_threads, arguments))
+    keepers: list[WorkerSpec] = []
+    if with_keepers:
+        for index in range(min(max(1, config.rollout.nnodes), len(generate))):
+            device = generate[index * len(generate) // max(1, config.rollout.nnodes)]
+            keepers.append(WorkerSpec(f"{KEEPER}-{index}", KeeperRole, device, 1, common, beside=True))
+    workers += keepers
     hosts = {spec.device: spec.name for spec in workers if spec.role is FusedRole}
 
     def ranks(role: str) -> tuple[Rank, ...]:
@@ -121,6 +141,7 @@ def plan_cluster(
             Rank(f"{ROLLOUT}-{index}", hosts.get(device, f"{ROLLOUT}-{index}"), "rollout" if device in hosts else None)
             for index, device in enumerate(generate)
         ),
+        keepers=tuple(Rank(spec.name, spec.name) for spec in keepers),
         ref=ranks(REF),
         logp=ranks(LOGP),
         critic=ranks(CRITIC),

@@ -1,4 +1,4 @@
-"""Setting up a worker process before anything heavy is imported."""
+"""Set-up of a worker process, before anything heavy is imported."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class ProcessSettings:
-    """The settings of one worker process."""
+    """Settings of one worker process."""
 
     name: str
-    """``<role>-<rank>``: the worker's name in messages and the stem of its log file."""
+    """Name of the worker, ``<role>-<rank>``, in messages; also the stem of its log file."""
     threads: int
-    """Threads of torch, OpenMP and MKL."""
+    """Number of threads for torch, OpenMP and MKL each."""
     log_file: Path
 
     def environment(self) -> dict[str, str]:
-        """Variables that the math libraries read once, when they are loaded or first called."""
+        """Environment variables that the math libraries read once, when they are loaded or first called."""
         return math_environment(self.threads)
 
 
 def math_environment(threads: int) -> dict[str, str]:
-    """Variables for libraries. ``MKL_CBWR``: a row of a matrix product is independent of the number of rows beside it.
+    """Return variables for math libraries. ``MKL_CBWR``: a row of a matrix product does not depend on those beside it.
 
     ``OMP_WAIT_POLICY``: threads that wait sleep instead of spinning. Spinning takes cores from whoever else computes,
     this run's other processes first: on two busy cores it made a step of two threads 2.6 times slower.

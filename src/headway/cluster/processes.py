@@ -1,4 +1,4 @@
-"""Processes that this one started, watched by descriptors: a process id that was given to another is never hit."""
+"""Processes that this one started, watched by descriptors: a process that got the id of another is never signalled."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from contextlib import suppress
 from pathlib import Path
 
 CAN_WATCH = hasattr(os, "pidfd_open")
-"""True on Linux. Elsewhere families are empty."""
+"""True on Linux, where processes can be watched. Elsewhere families are empty."""
 ORDERLY_S = 5.0
-"""Seconds for a process to end by itself."""
+"""Seconds that a process has to end by itself, before it is signalled."""
 TERMINATED_S = 2.0
-"""Seconds for a process to end after a signal."""
+"""Seconds that a process has to end after each signal."""
 
 
 def descendants(*pids: int) -> list[int]:
-    """Process ids of everything that ``pids`` started, directly or not, as /proc has it now."""
+    """Return the ids of all processes that ``pids`` started, directly or not, as /proc lists them now."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -37,7 +37,7 @@ def descendants(*pids: int) -> list[int]:
 
 
 def named(programs: Collection[str], title: str) -> dict[str, int]:
-    """Process ids by program, of ``programs`` that this process has started with ``title`` in their command lines."""
+    """Return process ids by program, of ``programs`` that this process has started with ``title`` on command lines."""
     found = {}
     for pid in descendants(os.getpid()):
         with suppress(OSError):  # the process has ended
@@ -47,7 +47,7 @@ def named(programs: Collection[str], title: str) -> dict[str, int]:
 
 
 class Watched:
-    """One process of this machine, whoever started it."""
+    """Watched process of this machine, whoever started it."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -59,12 +59,12 @@ class Watched:
 
     @property
     def can_be_watched(self) -> bool:
-        """True where this system can watch the process, until it is watched no more."""
+        """True where this system can watch the process, until watching ends."""
         return self._descriptor is not None
 
     @property
     def has_ended(self) -> bool:
-        """Tell whether the process is known to have ended, also while its parent has not looked yet."""
+        """Tell whether the process is known to have ended, even if its parent has not collected its exit status."""
         if self._descriptor is not None:
             end = select.poll()  # not select, which refuses descriptors from 1024 on
             end.register(self._descriptor, select.POLLIN)
@@ -72,7 +72,7 @@ class Watched:
         return self._ended
 
     async def ended(self) -> None:
-        """Wait until the process has ended; return at once if it cannot be watched. It is watched no more then."""
+        """Wait until the process has ended; return at once if it cannot be watched. Watching ends then."""
         if self._descriptor is None:
             return
         loop, end = asyncio.get_running_loop(), asyncio.Event()
@@ -85,14 +85,14 @@ class Watched:
         self.close()
 
     def close(self) -> None:
-        """Watch nothing any more. What is known by then stays known."""
+        """Stop watching. A known end of the process stays known."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
 
 class Family:
-    """The processes that this one has started by now with ``title`` in their command lines, and all below those."""
+    """Processes that this one has started so far with ``title`` in their command lines, and all that those started."""
 
     def __init__(self, title: str = "") -> None:
         self._title = title
@@ -104,7 +104,7 @@ class Family:
         return len(self._descriptors)
 
     def update(self) -> None:
-        """Add processes that have come since. The earlier ones stay, also where the process between has ended."""
+        """Add processes started since. Earlier ones are kept, even if a process between them and this one has ended."""
         if not CAN_WATCH:
             return
         opened: dict[int, int] = {}

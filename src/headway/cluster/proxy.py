@@ -1,4 +1,4 @@
-"""Workers as the protocols that their roles keep, so that mypy checks the names and arguments of what they are asked.
+"""Proxies of workers as the protocols that their roles keep, so that mypy checks the names and arguments of calls.
 
 engine = proxy(worker, RolloutEngine, part="engine")
 await engine.pause(OnUpdate.DRAIN)                      # worker.call("engine.pause", OnUpdate.DRAIN)
@@ -18,13 +18,13 @@ P = TypeVar("P")
 
 
 class Callee(Protocol):
-    """A `Worker`, or a `WorkerGroup`."""
+    """Object with a ``call`` method: a `Worker`, or a `WorkerGroup`."""
 
     def call(self, method: str, *args: Any) -> Awaitable[Any]: ...
 
 
 def proxy(callee: Callee, protocol: type[P], *, part: str | None = None, **names: str) -> P:
-    """``callee`` as a ``protocol``, a class or a Protocol: each of its coroutine methods is a call, by position.
+    """Return ``callee`` as a ``protocol``, a class or a Protocol: each of its coroutine methods is a call, by position.
 
     Attributes and other methods are not there.
 

@@ -1,4 +1,4 @@
-"""Ray: started here when no address is given, joined when one is, and shut down only by who started it."""
+"""Ray cluster of a run: started when no address is given, joined when one is, and shut down only by who started it."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from headway.config.schema import Config
 from headway.errors import ConfigError, RunError, boundary
 
 WORKER_BYTES = 128 * 2**20
-"""Least bytes that a process takes of its own, whatever its model: torch and Ray."""
+"""Minimum number of bytes that a process takes for torch and Ray, whatever its model."""
 MIN_OBJECT_STORE = 256 * 2**20
 VERSIONS_STORED = 3
-"""Versions in the object store: the one being sent, the one before, which the driver still holds, and one to spare."""
+"""Number of versions in the object store: the one being sent, the one before, which the driver holds, and a spare."""
 RESERVING_SHARE = ANSWERING_SHARE = 0.95
-"""Shares of the time left to start, so that what is lacking is said before the start as a whole runs out of time."""
+"""Shares of the start's remaining time that Ray has to reserve or to answer, which leaves time for a message."""
 
 
 class RayCluster:
-    """The `Cluster` on Ray."""
+    """Implementation of `Cluster` on Ray."""
 
     separate_processes = True
 
     def __init__(self, config: Config, run_dir: Path, weights_bytes: int = 0) -> None:
-        """``weights_bytes``: bytes of one version, where versions go through the object store."""
+        """Prepare to use Ray. ``weights_bytes``: bytes of one version, where versions go through the object store."""
         self._config = config
         self._run_dir = run_dir
         self._weights_bytes = weights_bytes
         self._entered = False
         self._messages = ExitStack()
-        """Redirection of what Ray reports to a log of the run, until it is closed."""
+        """Context that redirects what Ray reports to a log of the run, until it is closed."""
         self._node: RayNode | None = None
-        """The Ray that this run started; None where the run joined a cluster."""
+        """Ray node that this run started; None where the run joined a cluster."""
         self._launched: list[RayWorker] = []
         self._deadline: float | None = None
         """Time on the event loop's clock by which the whole start has to be over."""
@@ -65,7 +65,7 @@ class RayCluster:
         return here
 
     async def connect(self) -> str:
-        """Start Ray or join it. Raises `ConfigError` when nothing answers there, or there is no such device."""
+        """Start Ray or join it. Returns the device of workers. Raises `ConfigError` without an answer or a device."""
         self._deadline = asyncio.get_running_loop().time() + self._config.cluster.start_timeout_s
         if not ray.is_initialized():
             if self._config.cluster.address is not None:
@@ -92,7 +92,7 @@ class RayCluster:
         )
 
     async def find_place(self, spec: WorkerSpec) -> None:
-        """See `Cluster`. Ray moves the devices of a machine that is gone to others, where these have room."""
+        """Wait as `Cluster.find_place` does. Ray moves the devices of a lost machine to others that have room."""
         if self._pool is not None:
             await self._pool.find_place(self._devices.index(spec.device))
 
@@ -101,7 +101,7 @@ class RayCluster:
             raise RunError("workers can be launched only after devices were reserved for them")
         log_file = (self._run_dir / "logs" / f"{spec.name}.log").absolute()
         settings = ProcessSettings(spec.name, spec.threads, log_file)
-        options = self._pool.options(self._devices.index(spec.device))
+        options = self._pool.options(self._devices.index(spec.device), beside=spec.beside)
         worker = RayWorker(settings, spec, self._device, options, self._node)
         self._launched.append(worker)
         return worker
@@ -114,7 +114,7 @@ class RayCluster:
         raise AssertionError("unreachable")
 
     async def stop(self) -> None:
-        """Release the devices and disconnect from Ray. A Ray that this run started ends with that."""
+        """Release the devices and disconnect from Ray. A Ray that this run started ends then."""
         if self._pool is not None:
             if self._node is None or self._node.lost is None:  # otherwise no Ray is there to take the devices
                 self._pool.release()
@@ -168,7 +168,7 @@ class RayCluster:
             )
 
     def _check_enough_memory(self, plan: ClusterPlan) -> None:
-        """Fail where memory is too little: nothing else bounds processes on the CPU, and a full machine is silent."""
+        """Check that memory is enough: nothing else bounds processes on the CPU, and a full machine is silent."""
         there = _resource("memory")
         if self._config.cluster.address is None and len(plan.workers) * WORKER_BYTES > there:
             raise ConfigError(
@@ -236,7 +236,7 @@ async def check_answers(address: str, timeout_s: float) -> None:
 
 
 def object_store_bytes(config: Config) -> int:
-    """Bytes of room for the tokens, log-probs, versions and loss columns of all that may be in flight, twice over."""
+    """Return the bytes for all tokens, log-probs, versions and loss columns that may be in flight, twice over."""
     bytes_per_token = 4 + 4 + 4 + 1 + 2 * 4
     group = config.rollout.n * (config.data.max_prompt_length + config.data.max_response_length) * bytes_per_token
     groups = (1 + config.async_training.staleness_threshold) * config.groups_per_version + config.groups_per_fetch

@@ -1,8 +1,8 @@
-"""Redirection of what Ray reports of its cluster, as a worker's death, from the terminal to a log of the run.
+"""Redirection of what Ray reports of its cluster, such as a worker's death, from the terminal to a log of the run.
 
 Ray has no setting for that: a driver prints what its raylet reports on stdout, in colours, whatever ``log_to_driver``
-says. So the function that prints is another one while a run is connected; where this version of Ray has no such
-function, nothing is changed.
+says. So the function that prints is replaced while a run is connected; where this version of Ray has no such function,
+nothing is changed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The Ray that this process has started: whether it still lives, and nothing of it left when the run leaves.
+"""Ray node that this process has started: tells whether it still lives, and leaves nothing of it behind.
 
 Ray itself leaves a folder of logs and sockets behind for each start, in its temporary directory. It is removed here
-after the last of its processes; where something went wrong in Ray, the logs that may tell why go to the run's first.
+after the last of its processes; where something went wrong in Ray, logs that may explain it go to the run's first.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from headway.cluster.processes import Family, Watched, named
 from headway.errors import RunError, WorkerDied
 
 LATEST = "session_latest"
-"""Name of a link, beside the sessions' folders, to the one that was started last."""
+"""Name of the link, beside the sessions' folders, to the session that was started last."""
 TELLING = ("raylet.out", "raylet.err", "gcs_server.out", "gcs_server.err")
-"""Logs that say why Ray's own processes, or workers, ended."""
+"""Names of the logs that explain why Ray's own processes, or workers, ended."""
 MOST_BYTES = 4 * 2**20
-"""Bytes that are kept of the end of each log."""
+"""Number of bytes that are kept of the end of each log."""
 
 
 class RayNode:
-    """The Ray node that this process starts, until `leave`. Each run has its own session, in its own folder."""
+    """Ray node that this process starts, until `leave`. Each run has its own session, in its own folder."""
 
     def __init__(self, session: Path, logs: Path) -> None:
-        """``session``: the folder of the session; ``logs``: where logs go that are worth keeping."""
+        """Prepare a node. ``session``: the folder of its session; ``logs``: where logs worth keeping are copied."""
         self._session = session
         self._kept_logs = logs
         # The session's name stands in the command line of all that this process started for it.
@@ -40,7 +40,7 @@ class RayNode:
 
     @property
     def lost(self) -> str | None:
-        """Message to the user when a process of Ray ended without which no worker lives; None while all do."""
+        """Return a message when a process of Ray that workers need has ended; None while all of them live."""
         for name, process in self._servers.items():
             if process.has_ended:
                 return (
@@ -51,7 +51,7 @@ class RayNode:
         return None
 
     async def died(self) -> NoReturn:
-        """Wait until Ray is lost, and raise `WorkerDied`."""
+        """Wait until a process of Ray that workers need has ended, and raise `WorkerDied`."""
         ends = [asyncio.ensure_future(process.ended()) for process in self._servers.values() if process.can_be_watched]
         try:
             if ends:
@@ -64,13 +64,13 @@ class RayNode:
         raise WorkerDied(self.lost or "Ray on this machine ended")
 
     def keep_logs(self) -> None:
-        """Copy Ray's logs before their folder goes: they may explain what went wrong."""
+        """Have Ray's logs copied before their folder is removed: they may explain what went wrong."""
         self._keeps_logs = True
 
     def leave(self) -> None:
         """Leave Ray, end its processes, some of which outlive it, and remove its session's folder. Blocks.
 
-        Raises `RunError` when processes are there that cannot be ended.
+        Raises `RunError` when some of its processes cannot be ended.
         """
         if self.lost:
             self._keeps_logs = True
@@ -88,7 +88,7 @@ class RayNode:
 
 
 def keep_ends(logs: Path, kept: Path) -> None:
-    """Copy the ends of the logs that tell something into ``kept``. A disk that refuses costs the copies alone."""
+    """Copy the ends of the logs that may explain something into ``kept``. A failure costs the copies alone."""
     for name in TELLING:
         with suppress(OSError), (logs / name).open("rb") as source:
             source.seek(max(0, os.fstat(source.fileno()).st_size - MOST_BYTES))
@@ -98,7 +98,7 @@ def keep_ends(logs: Path, kept: Path) -> None:
 
 
 def remove_session(session: Path) -> None:
-    """Remove a session's folder, and the link to the latest one where it leads there. No error where it is gone."""
+    """Remove a session's folder, and the link to the latest one where it leads there. A missing folder is no error."""
     shutil.rmtree(session, ignore_errors=True)
     latest = session.with_name(LATEST)
     with suppress(OSError):

@@ -1,5 +1,5 @@
-"""Keeping signals with the driver, which ends a run in order: `ray.init` takes SIGTERM away twice, and puts Ray's
-processes where signals to the driver's group end them.
+"""Keeping signals with the driver, which ends a run in order: `ray.init` replaces SIGTERM's handler twice, and starts
+Ray's processes where signals to the driver's group end them.
 
 Ray's Python sets a handler that ends the process at once. Its core sets one beneath Python's, which prints a stack
 trace, goes on to Python's, and aborts the process three seconds later, in the middle of closing. No setting keeps Ray
@@ -22,14 +22,14 @@ import ray._private.services as starting
 import ray._private.utils as taking
 
 TAKES = "set_sigterm_handler"
-"""Name of the function that `ray.init` calls at its beginning, as ``(handler)``."""
+"""Name of the function with which `ray.init` replaces SIGTERM's handler: ``(handler)``."""
 STARTS = "ConsolePopen"
-"""Name of a `subprocess.Popen` with which each of Ray's processes on this machine is started."""
+"""Name in Ray of the `subprocess.Popen` with which each of Ray's processes on this machine is started."""
 
 
 @contextmanager
 def sigterm_kept() -> Iterator[None]:
-    """Keep SIGTERM's handler, in and after the block, in which Ray may start. In the main thread."""
+    """Keep SIGTERM's handler during and after the block, in which Ray may start. Call it in the main thread."""
     before = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is not threading.main_thread() or before is None:
         yield
@@ -48,7 +48,7 @@ def sigterm_kept() -> Iterator[None]:
 
 @contextmanager
 def sessions_of_their_own() -> Iterator[None]:
-    """Let the processes that Ray starts within lead sessions, which no signal to this process's group reaches."""
+    """Let the processes that Ray starts in the block lead sessions, which no signal to this process's group reaches."""
     starts = getattr(starting, STARTS, None)
     if starts is None:
         yield

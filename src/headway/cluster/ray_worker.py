@@ -1,4 +1,4 @@
-"""One worker on Ray: the actor that runs a role in its own process, and the driver's end of it.
+"""Worker on Ray: the actor that runs a role in its own process, and the driver's end of it.
 
 driver: RayWorker ──actor calls──▶ WorkerActor ──▶ RoleHost ──▶ role
                    ◀── results, or references to them; streams of (metadata, reference) ──
@@ -23,20 +23,21 @@ from headway.cluster.plan import WorkerSpec
 from headway.cluster.process import ProcessSettings, set_up_process
 from headway.cluster.processes import Watched
 from headway.cluster.ray_node import RayNode
+from headway.cluster.ray_peer import RayPeer
 from headway.cluster.role_host import RoleHost
 from headway.cluster.roles.lookout import place
+from headway.concurrently import concurrently
 from headway.data.types import Handle
 from headway.errors import HeadwayError, RunError, StallError, WorkerDied
-from headway.pipeline.concurrently import concurrently
 from headway.progress import Heartbeat
 
 MAX_CALLS = 100_000
-"""Most calls at once on one actor: every admitted group is one that waits for its tokens; a pause must get through."""
+"""Maximum number of calls at once on one actor: each admitted group is one, and a pause must get through."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _VANISHED = "Worker unexpectedly exits with a connection error"
-"""Ray's text on a process of which only a closed connection is left: one that SIGKILL ended, or a crash."""
+"""Text in Ray's error for a process of which only a closed connection is left: SIGKILL ended it, or a crash."""
 END_TIMEOUT_S = 10.0
-"""Seconds for a killed process to be gone."""
+"""Seconds for a killed process to end."""
 
 
 class WorkerActor:
@@ -61,7 +62,7 @@ class WorkerActor:
         self._place = place(host)
 
     async def process(self) -> tuple[int, str, str]:
-        """Process id, node, and the node for messages. First call that is answered: the worker is up then."""
+        """Return the process id, the node, and the node's name for messages. An answer means that the worker is up."""
         self._loop = asyncio.get_running_loop()
         return os.getpid(), _node(), self._place
 
@@ -69,7 +70,7 @@ class WorkerActor:
         return await self._host.call(method, *args)
 
     async def keep(self, method: str, *args: Any) -> tuple[None, Any]:
-        """Run the method and return two results: one that says it is done, and the one that is kept."""
+        """Run the method and return two results: one that reports its end, and the one that is kept."""
         return None, await self._host.call(method, *args)
 
     async def stream(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
@@ -78,8 +79,13 @@ class WorkerActor:
             yield metadata
             yield payload
 
+    async def each(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
+        """Yield each item as one object."""
+        async for item in self._host.stream(method, *args):
+            yield item
+
     async def heartbeat(self) -> Heartbeat:
-        """Describe the role on the event loop's thread, while the role's own thread computes."""
+        """Return the role's heartbeat, on the event loop's thread, while the role's own thread computes."""
         return self._host.heartbeat()
 
     async def forever(self) -> None:
@@ -87,7 +93,7 @@ class WorkerActor:
         await asyncio.Event().wait()
 
     def _fetch(self, handles: Sequence[Handle[Any]]) -> list[Any]:
-        """Bring all objects side by side. Called on the role's thread, so that the event loop is free for it."""
+        """Fetch all objects side by side. Called on the role's thread, so that the event loop is free for it."""
         missing = self._recent.missing(handles)
         self._recent.add(missing, self._bring(missing), largest=len(handles))
         return self._recent.get(handles)
@@ -110,29 +116,29 @@ class WorkerActor:
 
 
 class Recent:
-    """Objects that were fetched last, with references: a fetch of groups is asked for by several calls in turn.
+    """Cache of the objects fetched last, with their references: several calls in turn ask for a fetch of groups.
 
-    Besides saving the way, a reference that is kept is not given back and borrowed again: an object for which that
-    happened was, once in a while, never delivered.
+    Keeping them saves transfers. It also means that no reference is given back and borrowed again: once in a while Ray
+    never delivered an object for which that had happened.
     """
 
     def __init__(self) -> None:
         self._objects: dict[Handle[Any], Any] = {}
-        """Objects in order of use."""
+        """Cached objects by handle, the least recently used first."""
         self._largest = 0
 
     def missing(self, handles: Sequence[Handle[Any]]) -> list[Handle[Any]]:
         return [handle for handle in dict.fromkeys(handles) if handle not in self._objects]
 
     def add(self, handles: Sequence[Handle[Any]], objects: Sequence[Any], *, largest: int) -> None:
-        """Keep these objects, too: up to twice as many as the largest call had; ``largest``: handles of this whole
-        call.
+        """Add objects to the cache, which keeps up to twice as many as the largest call had. ``largest``: number of
+        handles of this whole call.
         """
         self._objects.update(zip(handles, objects, strict=True))
         self._largest = max(self._largest, largest)
 
     def get(self, handles: Sequence[Handle[Any]]) -> list[Any]:
-        """Return the objects of ``handles``, all of which are here. The oldest others may be forgotten."""
+        """Return the objects of ``handles``, all of which are cached. The oldest others may be forgotten."""
         objects = [self._objects[handle] for handle in handles]
         for handle in handles:
             self._objects[handle] = self._objects.pop(handle)
@@ -142,7 +148,7 @@ class Recent:
 
 
 class RayWorker:
-    """A `Worker` behind a Ray actor."""
+    """Implementation of `Worker` by a Ray actor."""
 
     def __init__(
         self,
@@ -152,21 +158,21 @@ class RayWorker:
         options: dict[str, Any],
         ray_here: RayNode | None = None,
     ) -> None:
-        """``ray_here``: the Ray that this process has started, where it has."""
+        """Create the driver's end of a worker. ``ray_here``: the Ray node that this process started, if it did."""
         self.name = spec.name
         self._ray = ray_here
         self._killed = False
         self.log_file = settings.log_file
         self.pid: int | None = None
-        """Id of the process, once it is up."""
+        """Id of the worker's process, once it is up."""
         self._process: Watched | None = None
-        """The process, where it runs on this machine."""
+        """Watched process of the worker, where it runs on this machine."""
         self._elsewhere: str | None = None
-        """The machine that the process runs on, where that is another one."""
+        """Address of the machine that the process runs on, where that is another one."""
         self._node: dict[str, Any] | None = None
-        """The worker's machine as `ray.nodes` describes it, where that is another machine than the driver's."""
+        """Description of the worker's machine by `ray.nodes`, where that is another machine than the driver's."""
         self._unreachable = False
-        """True once the other machine does not answer any more."""
+        """True once the worker's machine, another one, no longer answers."""
         actor = ray.remote(WorkerActor).options(max_concurrency=MAX_CALLS, max_restarts=0, **options)
         self._actor: Any = actor.remote(settings, spec, device)
 
@@ -199,6 +205,9 @@ class RayWorker:
                 ray.cancel(objects)  # dropping the stream here would not end it there
                 raise
 
+    def peer(self) -> RayPeer:
+        return RayPeer(self.name, self._actor)
+
     async def heartbeat(self) -> Heartbeat:
         with self._failures("heartbeat"):
             beat: Heartbeat = await self._actor.heartbeat.remote()
@@ -210,7 +219,7 @@ class RayWorker:
         raise WorkerDied(f"worker {self.name} stopped")
 
     async def lost(self) -> NoReturn:
-        """See `Worker`. Ray takes a minute or more to notice that a machine is silent."""
+        """Wait for a loss as `Worker.lost` does. Ray takes a minute or more to notice that a machine is silent."""
         if self._node is None:
             await self.died()
         await concurrently([self.died(), self._machine_lost(self._node)])
@@ -238,7 +247,7 @@ class RayWorker:
             raise RunError(f"worker {self.name} was killed and is still there after {END_TIMEOUT_S:g} s") from None
 
     async def _gone(self) -> None:
-        """Wait for the end that Ray tells, and then for the process's own: Ray tells of some ends before they come."""
+        """Wait until Ray reports the process's end, and then for the end itself: Ray reports some ends early."""
         with suppress(WorkerDied):
             await self.died()
         if self._process is not None:
@@ -246,21 +255,21 @@ class RayWorker:
 
     @property
     def _log(self) -> str:
-        """Place of the worker's log as seen from here: on its machine, unless both see the run's directory."""
+        """Describe where the worker's log is: on its machine, unless the driver sees the same run directory."""
         if self._elsewhere is None or self.log_file.exists():
             return str(self.log_file)
         return f"{self.log_file} on {self._elsewhere}"
 
     @contextmanager
     def _failures(self, doing: str) -> Iterator[None]:
-        """Turn Ray's errors into Headway's: a role's own error passes as it was raised there."""
+        """Turn Ray's errors in the block into Headway's. A role's own error passes as it was raised there."""
         try:
             yield
         except RayError as error:
             raise self._translated(doing, error) from error
 
     def _translated(self, doing: str, error: RayError) -> HeadwayError:
-        """Choose the error to raise for Ray's ``error``. A lost Ray comes first: workers end, or fail, for that."""
+        """Return the error to raise for Ray's ``error``. A lost Ray is checked first: it makes workers end, or fail."""
         ray_here = None if self._killed else self._ray
         if ray_here is not None and (lost := ray_here.lost) is not None:
             return WorkerDied(f"worker {self.name} died during {doing!r}: {lost}")
@@ -292,7 +301,7 @@ def _described(node: str) -> dict[str, Any] | None:
 
 
 def why_it_died(error: RayError) -> str:
-    """Tell the user why a process ended. If somebody else killed it, Ray only lists what may have been."""
+    """Describe for the user why a process ended. If somebody else killed it, Ray lists only possible causes."""
     ray_says = str(error)
     if isinstance(error, OutOfMemoryError):
         return (

@@ -1,4 +1,4 @@
-"""A replica in the place of one that is gone, on the same device, while the run goes on.
+"""Replacement of a replica that is gone, on the same device, while the run goes on.
 
     find a place ─▶ kill what is left ─▶ launch ─▶ up ─▶ sees the files ─▶ build ─▶ may be reached for weights ─▶ serve
                                                                                                 ─▶ `Pipeline.join`
@@ -33,14 +33,14 @@ class Places(Protocol):
 
 
 Measure = Callable[[Sequence[RolloutReplica]], Awaitable[object]]
-"""Measures how far the probes of new replicas are from the trainer's."""
+"""Coroutine function that measures how far the probe of a new replica is from the trainer's."""
 
 Serve = Callable[[WorkerGroup], Awaitable[RolloutReplica]]
 
 
 @dataclass(slots=True)
 class _Place:
-    """A device's replica, as it is now."""
+    """Place of a replica: its spec, its current worker, and how often it was replaced."""
 
     spec: WorkerSpec
     worker: Worker
@@ -48,7 +48,7 @@ class _Place:
 
 
 class Replacements:
-    """The replacements of one run's replicas."""
+    """Replacements of one run's replicas."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Replacements:
         *,
         timeout_s: float,
     ) -> None:
-        """``serve`` starts a built worker's engine; ``dtype`` is that of the served weights.
+        """Set up replacements. ``serve`` starts a built worker's engine; ``dtype`` is that of the served weights.
 
         ``sight`` is None where all workers are in one process.
         """
@@ -74,17 +74,17 @@ class Replacements:
         self._places: dict[str, _Place] = {}
 
     def ends_with(self, stack: AsyncExitStack) -> None:
-        """Have ``stack`` kill, when it closes, the replicas that were started as replacements."""
+        """Make ``stack`` kill, when it closes, the replicas that were started as replacements."""
         stack.push_async_exit(self._stack)
 
     def know(self, spec: WorkerSpec, worker: Worker) -> None:
-        """Note ``worker``, a replica that may have to be replaced."""
+        """Register ``worker``, a replica that may have to be replaced."""
         self._places[spec.name] = _Place(spec, worker)
 
     async def start(self, lost: str, measure: Measure | None = None) -> RolloutReplica:
         """Start a replica in the place of ``lost``, under its own name; ``measure`` is its last step.
 
-        Raises `StallError` if it is not up in time, and what ``measure`` raises. It is killed then.
+        Raises `StallError` if it is not up in time, and what ``measure`` raises. The new replica is killed then.
         """
         place = self._places[lost]
         place.restarts += 1
@@ -128,7 +128,7 @@ class Replacements:
 
 
 async def _end(worker: Worker | None) -> None:
-    """Kill ``worker``, if there is one: it did not come up, and would hold its device to the end of the run."""
+    """Kill ``worker``, if there is one: it did not start in full, and would hold its device to the end of the run."""
     if worker is not None:
         with suppress(HeadwayError):
             await worker.kill()

@@ -18,14 +18,14 @@ from headway.cluster.address import answers
 from headway.errors import StallError
 
 CPU_SHARE = 0.01
-"""CPUs that a worker asks Ray for. Threads are set by Headway; a whole CPU per worker would leave a small machine
-waiting for ever."""
+"""Number of CPUs that a worker asks Ray for. Headway itself sets threads; a whole CPU per worker would leave a small
+machine waiting for ever."""
 LOOK_AGAIN_S = 0.5
-"""Seconds between two looks at where Ray has a device: it tells nobody when it moves one."""
+"""Seconds between two looks at where Ray has a device: Ray does not report when it moves one."""
 
 
 class ResourcePool:
-    """Bundles 0 … ``devices`` - 1, reserved together. A worker takes a bundle whole."""
+    """Pool of the bundles 0 … ``devices`` - 1, reserved together. A worker takes a whole bundle."""
 
     def __init__(self, group: PlacementGroup, gpus: int) -> None:
         self._group = group
@@ -33,7 +33,7 @@ class ResourcePool:
 
     @classmethod
     async def reserve(cls, devices: int, *, on_gpus: bool, timeout_s: float) -> ResourcePool:
-        """Wait until Ray has reserved everything. Raises `StallError` with what was asked for and what there is."""
+        """Wait until Ray has reserved everything. Raises `StallError` with what was requested and what there is."""
         gpus = 1 if on_gpus else 0
         bundle = {"CPU": CPU_SHARE, "GPU": gpus} if on_gpus else {"CPU": CPU_SHARE}
         group = placement_group([dict(bundle) for _ in range(devices)], strategy="PACK")
@@ -61,7 +61,7 @@ class ResourcePool:
             await asyncio.sleep(LOOK_AGAIN_S)
 
     def _node(self, device: int) -> dict[str, Any] | None:
-        """The machine of a device, as `ray.nodes` describes it. None while Ray has none for it."""
+        """Return the machine of a device, as `ray.nodes` describes it. None while Ray has none for it."""
         table: dict[str, Any] = placement_group_table(self._group)
         holder = table["bundles_to_node_id"].get(device)
         nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
@@ -70,16 +70,16 @@ class ResourcePool:
     async def _answers(self, node: dict[str, Any] | None) -> bool:
         return node is not None and await answers(node["NodeManagerAddress"], node["NodeManagerPort"])
 
-    def options(self, device: int) -> dict[str, Any]:
-        """Ray options that put a worker on ``device``."""
+    def options(self, device: int, *, beside: bool = False) -> dict[str, Any]:
+        """Return Ray's options that put a worker on ``device``, or ``beside`` the one that has it."""
         return {
-            "num_cpus": CPU_SHARE,
-            "num_gpus": self._gpus,
+            "num_cpus": 0 if beside else CPU_SHARE,
+            "num_gpus": 0 if beside else self._gpus,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 placement_group=self._group, placement_group_bundle_index=device
             ),
         }
 
     def release(self) -> None:
-        """Give the devices back; whatever still runs on them is killed by Ray."""
+        """Release the devices; Ray kills whatever still runs on them."""
         remove_placement_group(self._group)

@@ -1,4 +1,4 @@
-"""Runs one role inside a process, on both backends alike.
+"""Host of one role inside a process, on both backends alike.
 
 event loop ──coroutine methods──▶ role          (a rollout engine, which has a thread of its own)
     └──────blocking methods──▶ the role's one thread, in the order called     (a trainer's rank)
@@ -23,16 +23,16 @@ from headway.progress import Heartbeat, Progress, count_for
 
 
 class RoleHost:
-    """Host of a role, which is any object: nothing of it runs on the event loop's thread except its coroutines."""
+    """Host of a role, which is any object: only its coroutines run on the event loop's thread."""
 
     def __init__(self, role: Any, name: str) -> None:
         self._role = role
         self._name = name
         self._progress = Progress()
-        """Progress of the role's thread: what a rank computes. An engine tells of its own in `RolloutEngine.stats`."""
+        """Progress of the role's thread, where a rank computes. An engine reports its own in `RolloutEngine.stats`."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=count_for, initargs=(self._progress,))
         self._open: dict[object, tuple[str, float]] = {}
-        """Calls of coroutines that are open: the method, and when it was called."""
+        """Open calls of coroutines: the method, and when it was called."""
         self._closing = False
 
     async def call(self, method: str, *args: Any) -> Any:
@@ -57,7 +57,7 @@ class RoleHost:
                     yield item
 
     def heartbeat(self) -> Heartbeat:
-        """Describe what the role does, while it does it; call this on the event loop's thread."""
+        """Return a description of what the role does, while it does it; call this on the event loop's thread."""
         beat = self._progress.heartbeat()
         counts = Counter(method for method, _ in self._open.values())
         first = dict(reversed(self._open.values()))  # the oldest call of each method counts
@@ -79,7 +79,7 @@ class RoleHost:
             del self._open[call]
 
     async def close(self) -> None:
-        """Close the role behind whatever it is doing, and end its thread. A second call does nothing."""
+        """Close the role once its current work is done, and end its thread. A second call does nothing."""
         if self._closing:
             return
         self._closing = True

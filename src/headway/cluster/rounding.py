@@ -1,4 +1,4 @@
-"""Measuring how far the probe's log-probs may lie apart for rounding alone: while trainer and receiver are the same.
+"""Measurement of how far the probe's log-probs may differ by rounding alone: while trainer and receiver are the same.
 
     model folder ─┬▶ trainer  ─▶ probe ─┐
                   └▶ receiver ─▶ probe ─┴▶ difference ─▶ × SAFETY, between the dtype's FLOOR and CEILING ─▶ tolerance
@@ -14,25 +14,25 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.concurrently import concurrently
 from headway.errors import ModelError
 from headway.interfaces import PolicyReceiver
-from headway.pipeline.concurrently import concurrently
 
 SAFETY = 10.0
-"""Tolerance of a receiver as a multiple of its difference at version 0: eight log-probs are a small sample, and
-weights change meanwhile."""
+"""Factor from a receiver's difference at version 0 to its tolerance: eight log-probs are a small sample, and weights
+change meanwhile."""
 FLOOR = {"float32": 1e-3, "bfloat16": 0.05}
-"""Least tolerance in nats, by the dtype of the coarser side: a model that begins with small logits rounds less than
-it will once it is sure of its answers."""
+"""Smallest tolerance in nats, by the dtype of the coarser side: a model that begins with small logits rounds less than
+it will once its distributions are sharp."""
 CEILING = {"float32": 0.05, "bfloat16": 0.5}
-"""Largest tolerance, and most that a receiver may be off at version 0, in nats. Rounding explains no more."""
+"""Largest tolerance, and largest difference at version 0, in nats, by dtype. Rounding explains no more."""
 
 
 class Rounding:
-    """The tolerances of one run's receivers, by name."""
+    """Tolerances of one run's receivers, by name."""
 
     def __init__(self, dtypes: Iterable[str], expected: NDArray[np.float32] | None) -> None:
-        """``expected``: the trainer's probe [N] at version 0; None where nothing is to be verified."""
+        """Prepare to measure. ``expected``: the trainer's probe [N] at version 0; None: nothing is to be verified."""
         dtypes = tuple(dtypes)
         self._floor = max(FLOOR[dtype] for dtype in dtypes)
         self._ceiling = max(CEILING[dtype] for dtype in dtypes)
@@ -40,7 +40,7 @@ class Rounding:
         self._tolerances: dict[str, float] = {}
 
     def tolerance(self, name: str) -> float:
-        """Nats by which the receiver ``name`` may differ from the trainer; `CEILING` where nothing was measured."""
+        """Return the nats by which ``name`` may differ from the trainer; `CEILING` where nothing was measured."""
         return self._tolerances.get(name, self._ceiling)
 
     async def measure(self, receivers: Iterable[PolicyReceiver]) -> None:

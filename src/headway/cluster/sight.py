@@ -1,4 +1,4 @@
-"""Asking whether the machines of a run see the files that it lives on, before any model is loaded.
+"""Check that the machines of a run see the files that it needs, before any model is loaded.
 
     the run's directory    the driver and the training ranks leave a mark each ─▶ both read the other's
     the model's folder     every worker describes it                           ─▶ equal to the driver's
@@ -21,28 +21,28 @@ from uuid import uuid4
 from headway.cluster.plan import ClusterPlan
 from headway.cluster.roles.lookout import Lookout
 from headway.cluster.worker_group import Worker
+from headway.concurrently import concurrently
 from headway.config.transports import TRANSPORTS
 from headway.errors import ConfigError, ModelError, RunError
-from headway.pipeline.concurrently import concurrently
 
 ELSEWHERE = "param_update.transport to broadcast or object_store"
-"""Settings for transports that need no file."""
+"""Advice, as the end of a sentence, to set a weight transport that needs no file."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedFiles:
-    """The files of one run that more than one machine may need."""
+    """Files of one run that more than one machine may need."""
 
     run_dir: Path
     model_path: str
-    """The model's folder, or its name on the hub, which each machine finds for itself."""
+    """Folder of the model, or its name on the hub, which each machine finds for itself."""
     transport: str
     directory: Path | None
     """Directory where the transport leaves versions; None where it needs no files."""
 
 
 class Sight:
-    """The sight of one run's files, whose workers are up."""
+    """Check of one run's files, by the driver and all workers, which must be up."""
 
     def __init__(self, files: SharedFiles, driver: Lookout) -> None:
         self._files = files
@@ -50,7 +50,7 @@ class Sight:
         self._sender: Worker | None = None
 
     async def check(self, plan: ClusterPlan, workers: dict[str, Worker]) -> None:
-        """Look from every worker.
+        """Check from every worker that it sees the files.
 
         Raises:
             ConfigError: the run's directory, or that of the weights, is not the same one for all that need it.
@@ -119,7 +119,7 @@ class Sight:
                 )
 
     async def _check_directory(self, receivers: Sequence[Worker]) -> None:
-        """Check that receivers can reach what the sender leaves."""
+        """Check that receivers can read the directory in which the sender leaves versions."""
         directory = self._files.directory
         if directory is None or self._sender is None:
             return
@@ -154,7 +154,7 @@ class Sight:
     async def _marked(
         self, by: Lookout | Worker, directory: Path, *, make_directory: bool = False
     ) -> AsyncIterator[tuple[Path, str, str | None]]:
-        """Leave a mark in ``directory`` until the block ends: file, text, and why it could not be left, or None."""
+        """Leave a mark in ``directory`` until the block ends. Yields file, text, and why it failed, or None."""
         text = uuid4().hex
         mark = directory / f".seen-{text[:12]}"
         if isinstance(by, Lookout):
@@ -181,7 +181,7 @@ async def _named(workers: Sequence[Worker]) -> str:
 
 
 def _different(expected: Mapping[str, str], found: Mapping[str, str]) -> str | None:
-    """Tell how two folders' files differ, by the first one that does; None where they do not."""
+    """Describe how two folders' files differ, by the first file that does; None where they do not."""
     for name in sorted({*expected, *found}):
         if name not in found:
             return f"{name} is missing"

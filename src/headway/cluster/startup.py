@@ -1,4 +1,4 @@
-"""Starting, from a configuration to running engines, step by step, the same on every backend.
+"""Start of a run, from a configuration to running engines, step by step, the same on every backend.
 
 connect ─▶ plan ─▶ reserve ─▶ launch all ─▶ up ─▶ see the same files ─▶ build (models load side by side)
         ─▶ meet for weights ─▶ serve
@@ -16,8 +16,9 @@ from typing import Any, NoReturn, Protocol, TypeVar
 from headway.cluster.engines import LogpReceiver, RolloutReplica, clock_offset
 from headway.cluster.exchange import Exchange, WeightPaths, WithinProcesses, exchange_settings, transport_timeout
 from headway.cluster.hardware import Hardware
+from headway.cluster.keepers import RemoteKeeper
 from headway.cluster.memory_files import directory_in_memory, remove_abandoned
-from headway.cluster.plan import ClusterPlan, Rank, WorkerSpec, plan_cluster
+from headway.cluster.plan import KEEPER, ClusterPlan, Rank, WorkerSpec, plan_cluster
 from headway.cluster.replacements import Replacements
 from headway.cluster.roles.actor import ActorRole
 from headway.cluster.roles.critic import CriticRole
@@ -28,23 +29,25 @@ from headway.cluster.roles.rollout import RolloutRole
 from headway.cluster.rounding import Rounding
 from headway.cluster.sight import SharedFiles, Sight
 from headway.cluster.worker_group import PartOf, Worker, WorkerGroup
+from headway.concurrently import concurrently
 from headway.config.placement import CRITIC, REF, resolve_placement
 from headway.config.schema import Config
 from headway.config.transports import TRANSPORTS, transport_of
+from headway.episodes.keeper import GroupKeeper
 from headway.errors import ConfigError
-from headway.interfaces import Capabilities, OnUpdate, PolicyReceiver
-from headway.pipeline.concurrently import concurrently
+from headway.interfaces import Capabilities, Keeper, OnUpdate, PolicyReceiver
+from headway.models.tokenizer import load_tokenizer, text_of
 from headway.weights.layout import Manifest
 from headway.weights.transports.links import Address
 
 T = TypeVar("T")
 
 SHARED_MEMORY = "/dev/shm"
-"""A file system in memory, on Linux."""
+"""Directory on Linux whose files are in memory."""
 
 
 class Cluster(Protocol):
-    """A place where workers run."""
+    """Cluster in which workers run."""
 
     separate_processes: bool
     """True where ranks are processes, which meet at a store and may be on several machines."""
@@ -54,52 +57,53 @@ class Cluster(Protocol):
 
     @property
     def address(self) -> str:
-        """Address of the driver's machine, for the others."""
+        """Address of the driver's machine, for the other machines."""
 
     async def connect(self) -> str:
-        """Reach the cluster; nothing is reserved yet. Returns the device that workers use: ``cpu`` or ``cuda``."""
+        """Connect to the cluster; nothing is reserved yet. Returns the device that workers use: ``cpu`` or ``cuda``."""
 
     async def reserve(self, plan: ClusterPlan) -> None:
-        """Hold what the plan needs, until `stop`. Raises `ConfigError` for a plan that cannot run here."""
+        """Reserve what the plan needs, until `stop`. Raises `ConfigError` for a plan that cannot run here."""
 
     async def find_place(self, spec: WorkerSpec) -> None:
         """Wait until the device of ``spec`` is on a machine that is alive, for a worker that replaces another one."""
 
     def launch(self, spec: WorkerSpec) -> Worker:
-        """Begin to start one worker; `Worker.up` waits for it."""
+        """Begin to start one worker, without waiting for it: see `Worker.up`."""
 
     async def died(self) -> NoReturn:
         """Wait until the cluster itself is lost, and raise `WorkerDied`, which names the cause."""
 
     async def stop(self) -> None:
-        """Give everything back, also after a failed `connect`. The workers were killed before."""
+        """Release everything, also after a failed `connect`. The workers must have been killed before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The engines and workers that a start has brought up."""
+    """Engines and workers of a run that was started."""
 
     actor: WorkerGroup
     rollouts: tuple[RolloutReplica, ...]
+    keepers: tuple[Keeper, ...]
     ref: WorkerGroup | None
-    """The ranks that compute the reference's log-probs: its own, or the trainer's. None without a reference."""
+    """Ranks that compute the reference's log-probs: its own, or the trainer's. None without a reference."""
     logp: WorkerGroup | None
-    """The ranks that recompute log π_prox. None where the trainer does, or nobody."""
+    """Ranks that recompute log π_prox. None where the trainer does, or nothing recomputes it."""
     receivers: tuple[LogpReceiver, ...]
-    """Receivers of the weights, beside replicas."""
+    """Receivers of the weights, other than replicas."""
     critic: WorkerGroup | None
-    """The critic's ranks: its own, or the trainer's. None without a critic."""
+    """Ranks of the critic: its own, or the trainer's. None without a critic."""
     inside_fetch: frozenset[str]
     """Roles that share the trainer's ranks: ``ref``, ``logp``, ``critic``."""
     paths: WeightPaths
     rounding: Rounding
     """Tolerances of the receivers' probes, measured at version 0."""
     needed: tuple[Worker, ...]
-    """Workers without any of which the run cannot go on."""
+    """Workers each of which the run cannot go on without."""
     hardware: dict[str, Hardware]
-    """Name of a worker → the hardware that it computes on."""
+    """Hardware that each worker computes on, by the worker's name."""
     replacements: Replacements | None
-    """The replacements; None where a replica cannot be replaced: it shares its process with a training rank."""
+    """Replacements of lost replicas; None where replicas share their processes with training ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +121,7 @@ class _Groups:
 
 
 class Startup:
-    """The start of a run's workers. `waiting_for` says at any moment which of them have not answered yet."""
+    """Start of a run's workers. `waiting_for` says at any moment which of them have not answered yet."""
 
     def __init__(
         self, config: Config, cluster: Cluster, *, model_path: str, total_optimizer_steps: int, run_dir: Path
@@ -134,7 +138,7 @@ class Startup:
         return "; ".join(self._pending) or "nothing"
 
     async def run(self, stack: AsyncExitStack) -> Started:
-        """Start everything. What has to be undone is left on ``stack``, also when this raises."""
+        """Start all workers and engines. What has to be undone is left on ``stack``, also when this raises."""
         stack.push_async_callback(self._cluster.stop)
         device = await self._wait("the cluster to answer", self._cluster.connect())
         plan = plan_cluster(
@@ -143,6 +147,7 @@ class Startup:
             model_path=self._model_path,
             total_optimizer_steps=self._total_optimizer_steps,
             machines=self._cluster.machines,
+            with_keepers=self._cluster.separate_processes,
         )
         await self._wait("devices to be free", self._cluster.reserve(plan))
         directory = self._directory(stack)  # made before the workers: it is removed when they have ended
@@ -154,8 +159,10 @@ class Startup:
             await self._wait("every worker to say which files it sees", sight.check(plan, workers))
             store = await self._wait("actor-0 to open a store", _result(groups.actor.open_store))
         await self._build(groups, store)
+        keepers = await self._start_keepers(plan, workers)
+        computing = {spec.name: workers[spec.name] for spec in plan.workers if not spec.beside}
         hardware = await concurrently(
-            self._wait(f"{name} to describe its machine", worker.call("hardware")) for name, worker in workers.items()
+            self._wait(f"{name} to describe its machine", worker.call("hardware")) for name, worker in computing.items()
         )
         dtype = await self._wait("rollout-0 to say its dtype", _result(groups.rollouts[0].served_dtype))
         computed = await self._wait("actor-0 to say its dtype", _result(groups.actor.compute_dtype))
@@ -203,6 +210,7 @@ class Startup:
         return Started(
             actor=groups.actor,
             rollouts=tuple(rollouts),
+            keepers=keepers,
             ref=groups.actor if REF in plan.inside_fetch else groups.ref,
             logp=groups.logp,
             receivers=receivers,
@@ -211,14 +219,14 @@ class Startup:
             paths=paths,
             rounding=await self._measured(groups.actor, [*rollouts, *receivers], (dtype, computed)),
             needed=tuple(worker for name, worker in workers.items() if name not in alone),
-            hardware=dict(zip(workers, hardware, strict=True)),
+            hardware=dict(zip(computing, hardware, strict=True)),
             replacements=replacements,
         )
 
     async def _measured(
         self, actor: WorkerGroup, receivers: Sequence[PolicyReceiver], dtypes: tuple[str, str]
     ) -> Rounding:
-        """Measure the rounding of the weights that everybody opened. Raises `ModelError` for more than rounding."""
+        """Measure the receivers' rounding before any update. Raises `ModelError` for more than rounding."""
         if not self._config.param_update.verify:
             return Rounding(dtypes, None)
         expected = await self._wait("the trainer to compute the log-probs of the probe", _result(actor.probe))
@@ -230,7 +238,7 @@ class Startup:
         started: dict[str, Worker] = {}
 
         async def kill_all() -> None:
-            """Kill all workers, also where one does not die."""
+            """Kill all workers, even if one of them fails to end."""
             ends = await asyncio.gather(*(worker.kill() for worker in started.values()), return_exceptions=True)
             for end in ends:
                 if isinstance(end, BaseException):
@@ -243,13 +251,26 @@ class Startup:
         return started
 
     async def _build(self, groups: _Groups, store: Address | None) -> None:
-        """Load all models side by side."""
+        """Let all workers load their models side by side."""
         await concurrently(
             self._wait(f"{group.name} to load the model", _result(group.build, store)) for group in groups.all
         )
 
+    async def _start_keepers(self, plan: ClusterPlan, workers: dict[str, Worker]) -> tuple[Keeper, ...]:
+        """Start the keepers of ``plan``; where it has none, make one on this process's event loop."""
+        if not plan.keepers:
+            trusts = self._config.model.trust_remote_code
+            tokenizer = load_tokenizer(self._model_path, trust_remote_code=trusts)
+            return (GroupKeeper(KEEPER, text_of(tokenizer)),)
+        keepers = [workers[rank.worker] for rank in plan.keepers]
+        await concurrently(
+            self._wait(f"{worker.name} to load the tokenizer", worker.call("build")) for worker in keepers
+        )
+        await concurrently(worker.call("serve") for worker in keepers)
+        return tuple(RemoteKeeper(worker) for worker in keepers)
+
     async def _join_within(self, plan: ClusterPlan, workers: dict[str, Worker], dtype: str) -> None:
-        """Let each replica receive from the rank that it shares its process with."""
+        """Connect each replica to the training rank that shares its process, from which it gets weights."""
         timeout_s = transport_timeout(self._config)
         await concurrently(
             self._wait(
@@ -259,9 +280,9 @@ class Startup:
         )
 
     def _directory(self, stack: AsyncExitStack) -> Path | None:
-        """Directory where a transport that uses files leaves them; gone at the end where that is memory.
+        """Return the directory where a transport that uses files leaves them; removed at the end where it is in memory.
 
-        Directories that killed runs have left in this machine's memory go first, whatever this one uses.
+        Directories that killed runs left in this machine's memory are removed first, whichever directory this run uses.
         """
         remove_abandoned(Path(SHARED_MEMORY))
         update, shared = self._config.param_update, self._config.placement.kind == "shared"
@@ -332,5 +353,5 @@ def _group(plan: ClusterPlan, workers: dict[str, Worker]) -> _Groups:
 
 
 async def _result(method: Callable[..., Awaitable[T]], *args: Any) -> T:
-    """Make a coroutine of the call, which begins when it is awaited."""
+    """Return a coroutine of ``call``, which begins when it is awaited."""
     return await method(*args)

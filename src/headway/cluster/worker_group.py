@@ -4,7 +4,7 @@
     def train_step(self, samples): …             ├─ rank 0: its share ─▶ result   (this one is returned)
                                                  └─ rank 1: its share ─▶ result
 
-A role is a plain class; which of its methods can be called from outside, and how a call spreads over the ranks, is said
+A role is a plain class; which methods can be called from outside, and how a call spreads over the ranks, is declared
 where the method is written. How a call reaches a rank is the `Worker`'s business: Ray, or a thread of this process.
 """
 
@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from headway.cluster.file_work import while_bytes_move
+from headway.concurrently import concurrently
 from headway.data.collate import split_by_tokens
 from headway.data.types import Column, Handle, Sample
-from headway.pipeline.concurrently import concurrently
 from headway.progress import Heartbeat
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -29,25 +29,25 @@ _REGISTRATION = "__headway_registration__"
 
 
 class Dispatch(StrEnum):
-    """The spread of a call's arguments over the ranks."""
+    """Way in which a call's arguments are distributed over the ranks."""
 
     ONE_TO_ALL = "one_to_all"
-    """Every rank gets the same arguments."""
+    """Pass the same arguments to every rank."""
     RANK_ZERO = "rank_zero"
-    """Rank zero alone is called."""
+    """Call rank zero alone."""
     SPLIT = "split"
-    """The first argument, a list of samples, is divided over the ranks by token count."""
+    """Divide the first argument, a list of samples, over the ranks by token count."""
 
 
 class Collect(StrEnum):
-    """The result that the caller gets back."""
+    """Way in which the caller gets the result of a call."""
 
     RANK_ZERO = "rank_zero"
-    """Rank zero's result: the ranks agree, or only rank zero's counts."""
+    """Return rank zero's result: the ranks agree, or only rank zero's counts."""
     HANDLE = "handle"
-    """A handle of rank zero's result; the value stays with the worker. For ``RANK_ZERO``."""
+    """Return a handle of rank zero's result; the value stays with the worker. For ``Dispatch.RANK_ZERO``."""
     COLUMNS = "columns"
-    """One `Column` per sample, in the samples' order; each rank's list of arrays stays where it is. For ``SPLIT``."""
+    """Return one `Column` per sample, in order; each rank's arrays stay where they are. For ``Dispatch.SPLIT``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,8 @@ class Registration:
 def register(dispatch: Dispatch, collect: Collect = Collect.RANK_ZERO, *, files: str | None = None) -> Callable[[F], F]:
     """Make a role's method callable through its `WorkerGroup`. The method may be a coroutine function.
 
-    ``files`` says in words what a method does with files, of which it gets the path: the method then ends when bytes no
-    longer move (see `file_work.while_bytes_move`).
+    ``files`` describes a method's work with files, of which it gets the path. The call of such a method fails when
+    bytes no longer move (see `file_work.while_bytes_move`).
     """
     if collect is Collect.COLUMNS and dispatch is not Dispatch.SPLIT:
         raise ValueError(f"columns are collected from split samples only, not with dispatch {dispatch!r}")
@@ -76,43 +76,70 @@ def register(dispatch: Dispatch, collect: Collect = Collect.RANK_ZERO, *, files:
 
 
 def registered(role: type) -> dict[str, Registration]:
-    """Name → registration of every method that `register` marked, inherited ones included."""
+    """Return the registration of every method that `register` marked, by name, inherited ones included."""
     marked = {name: getattr(getattr(role, name), _REGISTRATION, None) for name in dir(role)}
     return {name: registration for name, registration in marked.items() if registration is not None}
 
 
-class Worker(Protocol):
-    """A worker, wherever it runs. Raises `WorkerDied` when its process ends, and otherwise what the role raised."""
-
-    name: str
-
-    async def up(self) -> None:
-        """Wait until the worker is there to be called."""
+class Peer(Protocol):
+    """A worker as another worker calls it, wherever the two run. Can be pickled where they are different processes."""
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call the method and bring its result here."""
 
+    def each(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
+        """Yield what the method, an asynchronous generator, yields."""
+
+
+class PeerPart:
+    """One of the roles of a peer that runs several, as a peer of its own."""
+
+    def __init__(self, peer: Peer, part: str) -> None:
+        self._peer = peer
+        self._part = part
+
+    async def call(self, method: str, *args: Any) -> Any:
+        return await self._peer.call(f"{self._part}.{method}", *args)
+
+    def each(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
+        return self._peer.each(f"{self._part}.{method}", *args)
+
+
+class Worker(Protocol):
+    """Worker, wherever it runs. Calls raise `WorkerDied` when its process ends, and otherwise what the role raised."""
+
+    name: str
+
+    async def up(self) -> None:
+        """Wait until the worker can be called."""
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Call the role's method and return its result."""
+
     async def keep(self, method: str, *args: Any) -> Handle[Any]:
-        """Run the method to its end and return a handle of its result, which is not brought here."""
+        """Run the role's method to its end and return a handle of its result, which stays with the worker."""
 
     def stream(self, method: str, *args: Any) -> AsyncGenerator[tuple[Any, Handle[Any]], None]:
-        """Yield pairs of a method that is an asynchronous generator: the first as it is, the second as a handle."""
+        """Yield the pairs of a role's asynchronous generator: the first item itself, the second as a handle."""
+
+    def peer(self) -> Peer:
+        """Return the worker as other workers call it."""
 
     async def heartbeat(self) -> Heartbeat:
-        """Describe what the worker does, at once, also while a call of it computes."""
+        """Return a description of what the worker does, at once, also while it computes."""
 
     async def died(self) -> NoReturn:
         """Wait until the worker's process ends, and raise `WorkerDied`."""
 
     async def lost(self) -> NoReturn:
-        """Wait like `died`; raise also when the worker's machine stops answering, which others may notice later."""
+        """Wait like `died`; raise also when the worker's machine stops answering, which other signs may show later."""
 
     async def kill(self) -> None:
         """End the worker whatever it is doing, and return when it is gone. Pending calls fail."""
 
 
 class PartOf:
-    """One of the roles of a worker that runs several (``part``), as a worker of its own."""
+    """Worker for one ``part`` of another worker that runs several roles."""
 
     def __init__(self, worker: Worker, part: str, name: str) -> None:
         self.name = name
@@ -131,8 +158,11 @@ class PartOf:
     def stream(self, method: str, *args: Any) -> AsyncGenerator[tuple[Any, Handle[Any]], None]:
         return self._worker.stream(f"{self._part}.{method}", *args)
 
+    def peer(self) -> Peer:
+        return PeerPart(self._worker.peer(), self._part)
+
     async def heartbeat(self) -> Heartbeat:
-        """The heartbeat of the whole worker."""
+        """Return the heartbeat of the whole worker, not of this part alone."""
         return await self._worker.heartbeat()
 
     async def died(self) -> NoReturn:
@@ -146,9 +176,9 @@ class PartOf:
 
 
 class WorkerGroup:
-    """The ranks of one role. Each registered method is an attribute here; calling it starts the work on the ranks at
-    once and gives a task: await it to block, or keep it as a future. The first rank that fails fails the call.
-    Paths are sent absolute: workers may run in another directory.
+    """Ranks of one role. Each registered method is an attribute here; calling it starts the work on the ranks at once
+    and returns a task: await it to block, or keep it as a future. The first rank that fails fails the call. Paths are
+    sent absolute: workers may run in another directory.
     """
 
     def __init__(self, role: type, workers: Sequence[Worker]) -> None:
@@ -169,7 +199,7 @@ class WorkerGroup:
         return partial(self._start, name, registration)
 
     def call(self, method: str, *args: Any) -> asyncio.Task[Any]:
-        """The registered ``method``, by its name. See `proxy`."""
+        """Call the registered ``method`` by its name, as a `proxy` does."""
         task: asyncio.Task[Any] = getattr(self, method)(*args)
         return task
 

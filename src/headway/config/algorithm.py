@@ -1,4 +1,4 @@
-"""Settings by algorithm: those that the chosen one would ignore are said to have no effect. Imports no torch."""
+"""Checks of settings that depend on the algorithm: keys that the chosen one ignores have no effect. No torch."""
 
 from __future__ import annotations
 
@@ -83,12 +83,12 @@ def idle_correction_keys(config: Config) -> Iterator[Idle]:
 
 
 def _looks_at_the_policy(name: str | None) -> bool:
-    """Tell whether a correction compares π_behav with the current policy, or may."""
+    """Tell whether the correction ``name`` compares, or may compare, π_behav with the current policy."""
     return name == SEQUENCE_MASK or (name is not None and names_a_file(name))
 
 
 def idle_role_keys(config: Config) -> Iterator[Idle]:
-    """Idle keys of roles that only some algorithms ask for, and of what is done about off-policy data."""
+    """Yield the idle keys of roles that only some algorithms use, and of the handling of off-policy data."""
     asked = config.async_training.use_rollout_log_probs
     own_estimator = names_a_file(config.algorithm.adv_estimator)
     if asked:
@@ -129,7 +129,7 @@ def idle_role_keys(config: Config) -> Iterator[Idle]:
 
 
 def algorithm_problems(config: Config) -> Iterator[str]:
-    """Problems of an algorithm that cannot be trained with."""
+    """Yield the reasons why the configured algorithm cannot be trained with, a message each."""
     algorithm, n = config.algorithm, config.rollout.n
     loss, actor = algorithm.policy_loss, config.actor
     if isinstance(loss, TPpo) and not loss.ignore_last:

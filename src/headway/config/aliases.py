@@ -1,4 +1,4 @@
-"""The recipe's names: other spellings of Headway's keys, and keys that Headway accepts at one value only.
+"""Names of verl's recipe: other spellings of Headway's keys, and keys that Headway accepts at one value only.
 
 Works on flat layers: ``{"actor_rollout_ref.rollout.n": 8}`` becomes ``{"rollout.n": 8}``.
 """
@@ -22,7 +22,7 @@ PIPELINE = "async_pipeline"
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """A key of the recipe's that is no choice here: ``values`` are accepted, all others refused for ``reason``."""
+    """A key of verl's recipe that is fixed in Headway: ``values`` are accepted, all others refused for ``reason``."""
 
     values: tuple[Any, ...]
     reason: str
@@ -54,7 +54,7 @@ RENAMED: Mapping[str, str] = {
     "trainer.total_epochs": "data.epochs",
     "trainer.total_training_steps": "rollout.total_rollout_steps",
 }
-"""verl's keys → the same setting here; only for suggestions."""
+"""verl's keys → Headway's keys for the same settings; used only to suggest the right key."""
 
 USUAL: Mapping[str, tuple[str, ...]] = {
     "base_model": ("model.path",),
@@ -105,7 +105,7 @@ USUAL: Mapping[str, tuple[str, ...]] = {
     "warmup_steps": ("actor.optim.lr_warmup_steps",),
     "weight_decay": ("actor.optim.weight_decay",),
 }
-"""Names of settings in other systems (TRL, OpenRLHF, AReaL, prime-rl) → the nearest here; for suggestions."""
+"""Names of settings in other systems (TRL, OpenRLHF, AReaL, prime-rl) → the nearest keys here; for suggestions."""
 
 
 def canonical_key(key: str) -> str:
@@ -145,7 +145,7 @@ def _accept_fixed(key: str, value: Any) -> None:
 
 
 def resolve_ahead_steps(user: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the user's values, with ``trainer.generate_ahead_steps`` said as η.
+    """Return the user's values with ``trainer.generate_ahead_steps`` replaced by the staleness threshold η.
 
     Raises:
         ConfigError: both are given, or the steps are not a whole number of at least 1.
@@ -163,7 +163,7 @@ def resolve_ahead_steps(user: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resolve_partial_rollout(user: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the user's values, with ``on_update`` as ``partial_rollout`` implies it.
+    """Return the user's values with ``on_update`` set as ``partial_rollout`` implies.
 
     Raises:
         ConfigError: the user wrote both, and they contradict each other.

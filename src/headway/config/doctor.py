@@ -1,4 +1,4 @@
-"""The doctor of settings: what cannot work together or has no effect is refused, all at once, with the reason."""
+"""Checks of a whole configuration: settings that clash or have no effect are refused, all at once, with reasons."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from headway.user_code import names_a_file
 
 
 def diagnose(loaded: LoadedConfig) -> list[str]:
-    """The notes of a configuration that can run: those of loading, and what is worth knowing about the combination.
+    """Return notes on a configuration that can run: those made in loading, and remarks on its combination of settings.
 
     Raises:
         ConfigError: in one message, a line for each problem.
@@ -142,7 +142,7 @@ def _sampling(config: Config) -> Iterator[str]:
 
 
 def _corrects_the_sampler(config: Config) -> bool:
-    """Tell whether the weight of a token has the probability in it that the token was sampled with."""
+    """Tell whether a token's weight in the loss accounts for the probability with which the token was sampled."""
     if config.algorithm.policy_loss.weighs_behaviour:
         return True
     weighs = any(

@@ -18,7 +18,7 @@ Idle = tuple[str, str]
 
 
 def without_effect(config: Config) -> dict[str, str]:
-    """Every key, whoever wrote it, whose value changes nothing in this configuration, with the reason."""
+    """Return every key whose value changes nothing in this configuration → the reason, whoever wrote the key."""
     found: dict[str, str] = {}
     for rules in (
         _model,
@@ -165,8 +165,6 @@ def _devices(config: Config) -> Iterator[Idle]:
             yield "logp.n_gpus_per_node", "logp.nnodes=0 recomputes log-probs on the trainer's ranks"
     if config.critic.nnodes == 0:
         yield "critic.n_gpus_per_node", "critic.nnodes=0 puts the critic on the trainer's ranks"
-    if not config.trainer.use_nodes_ratios and config.rollout.nnodes * config.rollout.n_gpus_per_node == 1:
-        yield "rollout.split_groups", "there is one replica, so nothing to split groups over"
     replicas = config.rollout.nnodes * config.rollout.n_gpus_per_node
     if not config.trainer.use_nodes_ratios and (replicas == 1 or config.placement.kind == "shared"):
         yield "cluster.max_replica_restarts", "the run ends with its last replica, and on shared devices with any"

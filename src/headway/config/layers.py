@@ -22,7 +22,7 @@ from headway.errors import ConfigError
 
 DEFAULTS = "defaults"
 _SURPRISING = re.compile(r"[-+]?(0[0-7_]+|[0-9_]+(:[0-9_.]+)+)")
-"""Numbers that YAML 1.1 reads in base 8 and in base 60."""
+"""Pattern of numbers that YAML 1.1 reads in base 8 or base 60."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Layer:
     """The file that the layer was read from."""
 
     def without(self, *sections: str) -> Layer:
-        """The layer less these keys and all below them."""
+        """Return the layer without these keys and all keys below them."""
         return Layer(self.origin, {key: v for key, v in self.values.items() if not lies_in(key, *sections)})
 
     def gives(self, *sections: str) -> bool:
@@ -52,7 +52,7 @@ def lies_in(key: str, *sections: str) -> bool:
 
 
 def read_file(path: Path) -> list[Layer]:
-    """The layers of a YAML file: those that its ``defaults:`` name, relative to it, and then its own.
+    """Read the layers of a YAML file: those of the files that its ``defaults:`` name (relative to it), then its own.
 
     Raises:
         ConfigError: a file is missing, is not a YAML mapping, repeats a key, or includes itself.
@@ -61,7 +61,7 @@ def read_file(path: Path) -> list[Layer]:
 
 
 def read_overrides(overrides: Sequence[str]) -> Layer:
-    """The layer of ``a.b=c`` arguments.
+    """Return the layer of the command line's ``a.b=c`` arguments.
 
     Raises:
         ConfigError: an argument has no ``=``, or its value is not valid YAML; or two of them give the same key, or one
@@ -79,7 +79,7 @@ def read_overrides(overrides: Sequence[str]) -> Layer:
 
 
 def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Join two flat mappings: ``above`` replaces keys, sections that it sets to a value, and values it looks into."""
+    """Lay the flat mapping ``above`` over ``below``: its keys replace equal keys, and keys above or below them."""
     kept = {key: value for key, value in below.items() if not any(_replaces(new, key, above[new]) for new in above)}
     return kept | {
         key: value
@@ -148,7 +148,7 @@ def _read(path: Path, including: tuple[Path, ...]) -> Iterator[Layer]:
 
 
 def _parse_file(path: Path, including: tuple[Path, ...] = ()) -> dict[Any, Any]:
-    """Parse a file. ``including``: the files whose ``defaults`` led to it."""
+    """Parse one YAML configuration file. ``including``: the files whose ``defaults`` led to it."""
     try:
         if stat.S_ISCHR(path.stat().st_mode) or stat.S_ISBLK(path.stat().st_mode):  # reading a device may never end
             raise ConfigError(f"{path}: a device, not a file; give a YAML file, like recipes/demo.yaml")
@@ -194,7 +194,7 @@ def _parse_override(override: str) -> dict[str, Any]:
 
 
 def _check_numbers(root: yaml.Node | None, where: Callable[[int], str]) -> None:
-    """Refuse numbers that YAML would read as others. ``where``: how a message about a line begins."""
+    """Refuse bare numbers that YAML reads in base 8 or 60. ``where(line)`` begins the message about that line."""
     nodes, seen = [root], set[int]()
     while nodes:
         node = nodes.pop()
@@ -219,7 +219,7 @@ def _replaces(new: str, old: str, value: Any) -> bool:
 
 
 def _excludes(one: str, one_value: Any, other: str, other_value: Any) -> bool:
-    """Tell whether one layer cannot have both: a key twice, or a value and keys below it."""
+    """Tell whether two settings exclude each other in one layer: the same key, or a value and a key below it."""
     below = one.startswith(f"{other}.") and other_value != {}
     above = other.startswith(f"{one}.") and one_value != {}
     return one == other or below or above

@@ -11,7 +11,7 @@ from headway.config.section import NonNegative, Positive, Section
 
 
 class OptimConfig(Section):
-    """AdamW, and its learning rate."""
+    """The AdamW optimizer and its learning rate."""
 
     lr: float = Field(1e-6, gt=0)
     """Learning rate after warm-up."""
@@ -29,7 +29,7 @@ class OptimConfig(Section):
 
 
 class FsdpConfig(Section):
-    """Sharding of the policy."""
+    """Sharding of the policy (FSDP2)."""
 
     param_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory between uses (FSDP2's CPUOffloadPolicy)."""
@@ -42,24 +42,24 @@ class ActorConfig(Section):
     """The policy's loss, mini-batches and optimizer."""
 
     ppo_mini_batch_size: Positive = 32
-    """Groups of one optimizer step."""
+    """Number of groups in one optimizer step."""
     ppo_epochs: Positive = 1
-    """Passes over each fetch."""
+    """Number of training passes over each fetch."""
     ppo_max_token_len_per_gpu: Positive = 16_384
-    """Tokens (padding included) of one micro-batch; an answer longer than this has a micro-batch of its own."""
+    """Most tokens (padding included) of one micro-batch; an answer longer than this has a micro-batch of its own."""
     clip_ratio: float = Field(0.2, gt=0)
-    """ε, where ``clip_ratio_low`` and ``clip_ratio_high`` are not given: ratios count in 1 ± ε."""
+    """Clip range ε where ``clip_ratio_low`` or ``clip_ratio_high`` is not given: ratios count in 1 ± ε."""
     clip_ratio_low: float | None = Field(None, gt=0)
-    """ε below 1; default ``clip_ratio``."""
+    """Clip range ε of ratios below 1; default ``clip_ratio``."""
     clip_ratio_high: float | None = Field(None, gt=0)
-    """ε above 1 (clip-higher); default ``clip_ratio``."""
+    """Clip range ε of ratios above 1 (clip-higher); default ``clip_ratio``."""
     loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = (
         "token-mean"
     )
-    """Mean over all valid tokens of the mini-batch, or over sequences: of their token means, of their token sums, or of
-    their token sums over the constant ``loss_scale_factor``."""
+    """Aggregation of the loss: mean over all valid tokens of the mini-batch, or over sequences: of their token means,
+    of their token sums, or of their token sums over the constant ``loss_scale_factor``."""
     loss_scale_factor: float | None = Field(None, gt=0)
-    """The constant length of ``seq-mean-token-sum-norm``, such as ``data.max_response_length``."""
+    """Constant that ``seq-mean-token-sum-norm`` divides token sums by, such as ``data.max_response_length``."""
     entropy_coeff: float = Field(0.0, ge=0)
     """Subtract this times the policy's mean entropy from the loss."""
     use_kl_loss: bool = False
@@ -67,7 +67,7 @@ class ActorConfig(Section):
     kl_loss_coef: float = Field(0.001, ge=0)
     """Coefficient of the KL term in the loss."""
     kl_loss_type: Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"] = "k3"
-    """The KL estimator of the loss. With ``+`` its value, and the unbiased gradient (docs/algorithms/kl.md)."""
+    """KL estimator of the loss. With ``+``: its value, with the unbiased gradient (docs/algorithms/kl.md)."""
     use_bias_correction_kl: bool = False
     """Weigh the estimator by π_θ/π_behav: its value and gradient are then unbiased on stale data, too."""
     prox_logp_method: Literal["recompute", "loglinear"] = "recompute"
@@ -80,7 +80,7 @@ class ActorConfig(Section):
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """The ranges ε below and above 1."""
+        """Clip ranges ε of ratios below and above 1."""
         low, high = self.clip_ratio_low, self.clip_ratio_high
         return self.clip_ratio if low is None else low, self.clip_ratio if high is None else high
 
@@ -89,7 +89,7 @@ class RefConfig(Section):
     """The reference policy, where the algorithm asks for one."""
 
     nnodes: NonNegative = 0
-    """Machines of the reference; 0 puts it on the trainer's ranks, inside each fetch."""
+    """Number of machines of the reference; 0 puts it on the trainer's ranks, inside each fetch."""
     n_gpus_per_node: Positive = 1
     """Devices on each of the reference's machines (on CPUs: processes)."""
 
@@ -98,8 +98,8 @@ class LogpConfig(Section):
     """The role that recomputes log π_prox (``async_training.use_rollout_log_probs: false``)."""
 
     nnodes: NonNegative = 0
-    """Machines of this role: each rank has a copy of the policy, and gets every update. 0 puts it on the trainer's
-    ranks, inside each fetch."""
+    """Number of machines of this role: each rank has a copy of the policy, and gets every update. 0 puts it on the
+    trainer's ranks, inside each fetch."""
     n_gpus_per_node: Positive = 1
     """Devices on each of this role's machines (on CPUs: processes)."""
 
@@ -110,11 +110,11 @@ class CriticConfig(Section):
     enable: bool | None = None
     """Use a critic. null: with ``gae``. true: for an estimator of your own that looks at values."""
     nnodes: NonNegative = 0
-    """Machines of the critic; 0 puts it on the trainer's ranks, inside each fetch."""
+    """Number of machines of the critic; 0 puts it on the trainer's ranks, inside each fetch."""
     n_gpus_per_node: Positive = 1
     """Devices on each of the critic's machines (on CPUs: processes)."""
     ppo_epochs: Positive = 1
-    """The critic's passes over each fetch; mini-batches are the actor's."""
+    """Number of the critic's passes over each fetch; mini-batches are the actor's."""
     cliprange_value: float | None = Field(0.5, gt=0)
     """Largest change that values are trained to from what they were at the fetch's start; null: no limit."""
     grad_clip: float = Field(1.0, gt=0)
@@ -123,7 +123,7 @@ class CriticConfig(Section):
 
 
 class FilterGroupsConfig(Section):
-    """Dynamic sampling."""
+    """Dynamic sampling, which leaves out groups whose rewards are all equal."""
 
     enable: bool = False
     """Dynamic sampling (DAPO): groups whose rewards are all equal are ``filtered``, and refilled."""
@@ -133,14 +133,14 @@ class CorrectionConfig(Section):
     """A correction of off-policy data."""
 
     name: str | None = None
-    """``truncate``, ``mask`` (IcePop), ``reject``, ``veto``, ``off_policy_sequence_mask``, or ``file.py:function``.
-    Default: w is 1."""
+    """Name of the correction: ``truncate``, ``mask`` (IcePop), ``reject``, ``veto``, ``off_policy_sequence_mask``, or
+    ``file.py:function``. Default: none, so that w is 1."""
     bound: float | None = Field(None, gt=0)
     """Largest π_prox/π_behav that counts (in full, for ``truncate``). 2 where neither bound is given."""
     lower: float | None = Field(None, gt=0)
     """Smallest π_prox/π_behav that counts."""
     level: Literal["token", "sequence", "geometric"] = "token"
-    """The ratio that the bounds speak of: each token's, the answer's product, or its geometric mean."""
+    """Ratio that the bounds apply to: each token's, the answer's product, or its geometric mean."""
     veto: float | None = Field(None, gt=0)
     """Smallest ratio of a token: an answer with one below this is rejected whole, beside any other action."""
     delta: float | None = Field(None, gt=0)
@@ -156,7 +156,7 @@ class RolloutCorrectionConfig(CorrectionConfig):
 
     @property
     def all(self) -> tuple[CorrectionConfig, ...]:
-        """The corrections that are named."""
+        """The corrections in use: this one and those of ``also``, where they have a name."""
         return tuple(one for one in (self, *self.also) if one.name is not None)
 
 
@@ -173,13 +173,13 @@ class AlgorithmConfig(Section):
     adv_estimator: str = "grpo"
     """Name in the registry of advantages (docs/algorithms), or ``file.py:function``."""
     norm_adv_by_std_in_grpo: bool = True
-    """``grpo``, ``grpo_passk``: divide by the group's standard deviation or not."""
+    """Divide by the group's standard deviation or not (``grpo``, ``grpo_passk``)."""
     gamma: float = Field(1.0, ge=0, le=1)
-    """``gae``, ``reinforce_plus_plus``: discount from token to token."""
+    """Discount γ from token to token (``gae``, ``reinforce_plus_plus``)."""
     lam: float = Field(1.0, ge=0, le=1)
-    """``gae``: λ."""
+    """λ of generalized advantage estimation (``gae``)."""
     pass_k: Positive = 4
-    """``pass_at_k``: k."""
+    """Number k of answers in pass@k (``pass_at_k``)."""
     policy_loss: ChosenLoss = PpoClip()
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()

@@ -25,7 +25,7 @@ from headway.errors import ConfigError
 
 LOSS_MODE = "algorithm.policy_loss.loss_mode"
 _REFERENCE = re.compile(r"(\\*)\$\{")
-"""Matches where a reference begins, with the backslashes before it: an odd number of them makes it text."""
+"""Pattern of the beginning of a reference with the backslashes before it: an odd number of them makes it text."""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -46,7 +46,7 @@ class LoadedConfig:
     """Dotted keys to which the user gave a value, in a file or on the command line; all others are the mode's and the
     schema's. A null takes a value back: it counts as not given."""
     notes: list[str] = field(default_factory=list)
-    """Decisions on the way that are worth a line."""
+    """Remarks for the user on decisions that loading made."""
     usual_keys: frozenset[str] = frozenset()
     """Keys of ``user_keys`` to which a file gives what the mode or the schema says anyway: a run's own file is full
     of them."""
@@ -98,7 +98,7 @@ def dump(config: Config) -> str:
 
 
 def _without_references(value: Any) -> Any:
-    """Escape each ``${`` in ``value``, which is text, and which reading would take for a reference."""
+    """Escape each ``${`` in the text ``value``, so that reading does not take it for a reference."""
     match value:
         case str():
             return _REFERENCE.sub(lambda found: f"{found[1] * 2}\\${{", value)
@@ -110,12 +110,12 @@ def _without_references(value: Any) -> Any:
 
 
 def mode_config(mode: str) -> Config:
-    """The configuration of ``mode`` without a word from the user. Raises `ConfigError` for an unknown mode."""
+    """Return the configuration that ``mode`` alone gives. Raises `ConfigError` for an unknown mode."""
     return Config.model_validate(nest({**preset(mode), "mode": mode}))
 
 
 def _flat_values(config: Config) -> dict[str, Any]:
-    """All values by dotted key, as JSON types."""
+    """Return all values of a configuration by dotted key, as JSON types."""
     return dict(flatten(config.model_dump(mode="json")))
 
 
@@ -152,7 +152,7 @@ def _replace(earlier: Sequence[Layer], layer: Layer, choice: str, *alternatives:
 
 
 def _drop_task_reward(layers: Sequence[Layer]) -> tuple[list[Layer], bool]:
-    """The layers less ``reward.function: task``, and whether there was one."""
+    """Return the layers without ``reward.function: task``, and whether any of them had it."""
     scored_by_task = [layer.values.get("reward.function") == "task" for layer in layers]
     kept = [
         layer.without("reward.function") if lost else layer for layer, lost in zip(layers, scored_by_task, strict=True)
@@ -161,7 +161,7 @@ def _drop_task_reward(layers: Sequence[Layer]) -> tuple[list[Layer], bool]:
 
 
 def _drop_other_task(layers: Sequence[Layer], name: str) -> list[Layer]:
-    """The layers less the task's parameters, unless they were written for the task of this ``name``."""
+    """Return the layers without the task's parameters, unless these were written for the task of this ``name``."""
     before = [layer.values["data.task.name"] for layer in layers if layer.gives("data.task.name")]
     if before[-1:] == [name]:
         return list(layers)
@@ -173,20 +173,20 @@ def _drop_other_task(layers: Sequence[Layer], name: str) -> list[Layer]:
 
 
 def _drop_other_reward(layers: Sequence[Layer], function: str) -> list[Layer]:
-    """The layers less several functions, and less the parameters, unless they were written for this ``function``."""
+    """Return the layers without ``reward.functions``, and without parameters of another ``function``."""
     before = [layer.values["reward.function"] for layer in layers if layer.gives("reward.function")]
     dropped = ["reward.functions"] if before[-1:] == [function] else ["reward.functions", "reward.params"]
     return [layer.without(*dropped) for layer in layers]
 
 
 def _drop_other_loss(layers: Sequence[Layer], mode: str) -> list[Layer]:
-    """The layers less the keys of a loss that one of them names, unless that loss is the given one."""
+    """Return the layers without the settings of the policy loss, unless they name the loss ``mode`` or none."""
     before = [layer.values[LOSS_MODE] for layer in layers if layer.gives(LOSS_MODE)]
     return list(layers) if before[-1:] in ([], [mode]) else [layer.without("algorithm.policy_loss") for layer in layers]
 
 
 def _origins(layers: Sequence[Layer]) -> dict[str, str]:
-    """The place where each key was written last; what was written last comes first."""
+    """Return dotted key → the place where it was written last; the keys that were written last come first."""
     origins: dict[str, str] = {}
     for layer in reversed(layers):
         for key in layer.values:

@@ -23,7 +23,7 @@ class PolicyLossConfig(Section):
     """The policy loss, which ``loss_mode`` chooses. Each loss has keys of its own, and no other loss takes them."""
 
     loss_mode: str
-    """The loss: a name (docs/algorithms), or ``file.py:function``."""
+    """The policy loss: a name (docs/algorithms), or ``file.py:function``."""
 
     clips: ClassVar[bool] = True
     """True where the loss looks at ``actor.clip_ratio``, ``clip_ratio_low`` and ``clip_ratio_high``."""
@@ -33,7 +33,7 @@ class PolicyLossConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _null_is_not_given(cls, values: Any) -> Any:
-        """Drop a null, which takes back what a file below gave."""
+        """Drop keys that are null: a null takes back what a file below gave."""
         return {k: v for k, v in values.items() if v is not None} if isinstance(values, Mapping) else values
 
 
@@ -56,7 +56,7 @@ class TPpo(PolicyLossConfig):
 
     loss_mode: Literal["t_ppo"] = "t_ppo"
     ignore_last: NonNegative = 0
-    """Last tokens of an unfinished answer that are left out; the doctor asks for at least 1."""
+    """Number of last tokens of an unfinished answer that are left out; the doctor asks for at least 1."""
 
 
 class Gspo(PolicyLossConfig):
@@ -140,7 +140,7 @@ class KlCov(PolicyLossConfig):
     kl_cov_ratio: Probability = 0.0002
     """Share of the tokens, those of the largest covariance, that get the penalty, at least one token."""
     ppo_kl_coef: float = Field(1.0, ge=0)
-    """Coefficient of the penalty."""
+    """Coefficient of the KL penalty."""
     clips: ClassVar[bool] = False
 
 
@@ -150,7 +150,7 @@ class OwnLoss(PolicyLossConfig):
     model_config = ConfigDict(extra="allow")
 
     loss_mode: str = Field(examples=[OWN])
-    """A function of the user's own."""
+    """The user's own loss, as ``file.py:function``."""
 
     @field_validator("loss_mode")
     @classmethod
@@ -161,7 +161,7 @@ class OwnLoss(PolicyLossConfig):
 
 
 def _loss_of(value: Any) -> Any:
-    """The tag of a loss's section that is given as a mapping, or is built already."""
+    """Return the tag that chooses the section of a policy loss, given as a mapping or built already."""
     if not isinstance(value, Mapping):
         mode = getattr(value, "loss_mode", None)
     elif (mode := value.get("loss_mode")) is None:
@@ -192,4 +192,4 @@ ChosenLoss = Annotated[
 LOSSES: Mapping[str, type[PolicyLossConfig]] = MappingProxyType(
     {tag.tag: section for section, tag in map(get_args, get_args(get_args(ChosenLoss)[0])) if tag.tag != OWN}
 )
-"""The name of each loss that Headway has → its section."""
+"""Names of Headway's policy losses → their sections."""

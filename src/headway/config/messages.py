@@ -24,11 +24,11 @@ NEARLY_EQUAL = 0.9
 
 _MISSING = object()
 _NO_ALTERNATIVE = ("union_tag_not_found", "union_tag_invalid")
-"""Error types of a union's value that lacks the key that chooses an alternative, or names none that there is."""
+"""Pydantic's error types for a value of a union whose choosing key is missing or names no alternative."""
 
 
 def explain(error: ValidationError, origins: dict[str, str], root: type[Section] = Config) -> str:
-    """Describe all problems of a ``root``, a line each. ``origins``: where each dotted key was written; "" is hidden.
+    """Describe all errors in a ``root``, one line each. ``origins``: where each key was written; "" is not shown.
 
     The alternatives of a union are reported one by one; they become one line, joined by "or".
     """
@@ -71,7 +71,7 @@ def known_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[st
 
 
 def _keys_of(section: type[Section]) -> dict[str, list[type[Section]]]:
-    """A section's keys, as they are written, each with the sections that its value may be, or be a list of."""
+    """Return the keys of a section, as they are written, with the sections that each value may be, or be a list of."""
     return {field.alias or name: sections_in(field.annotation) for name, field in section.model_fields.items()}
 
 
@@ -96,7 +96,7 @@ def _find(detail: ErrorDetails, root: type[Section]) -> tuple[str, list[type[Sec
 
 
 def _of_another_alternative(detail: ErrorDetails, key: str, sections: Sequence[type[Section]]) -> str:
-    """Reason why an unknown key is none here, where other alternatives of the union have it; else ""."""
+    """Explain that an unknown key belongs to another alternative of the union; "" where none has it."""
     section, _, name = key.rpartition(".")
     if not any(name in _keys_of(other) for other in sections):
         return ""
@@ -138,13 +138,13 @@ def _expectation(detail: ErrorDetails) -> str:
 
 
 def _where(key: str, origins: Mapping[str, str]) -> str:
-    """Place of ``key``, or of something below it where a whole section was at fault."""
+    """Return " (origin)" of ``key``, or of a key below it, for a message; "" where that is unknown."""
     origin = next((origin for written, origin in origins.items() if lies_in(written, key.split("[")[0])), "")
     return f" ({origin})" if origin else ""
 
 
 def meant(key: str, root: type[Section] = Config) -> list[str]:
-    """Keys that ``key`` probably means; itself, where it is one; empty where nobody could tell.
+    """Return the keys that ``key`` probably means: itself, where it is known; none, where nothing is similar.
 
     Candidates: a renamed key, the name that other systems have for it, the same name in other sections, or the most
     similar spelling.
@@ -167,7 +167,7 @@ def meant(key: str, root: type[Section] = Config) -> list[str]:
 
 
 def _usual(key: str, section: str, keys: Sequence[str]) -> list[str]:
-    """Headway's keys for a key of another system (``USUAL``), those of the same ``section`` first."""
+    """Return Headway's keys for another system's ``key`` (`USUAL`): those of ``section``, where there are any."""
     found = [known for known in USUAL.get(_name(key), ()) if known in keys]
     own = [f"{section}{known.partition('.')[2]}" for known in found]
     return [known for known in own if known in keys] or found
@@ -179,7 +179,7 @@ def _suggest(key: str, root: type[Section]) -> str:
 
 
 def _one_of(values: Sequence[str], given: Any) -> str:
-    """List ``values``, and the one that was probably meant."""
+    """List the allowed ``values`` for a message, with the one that ``given`` was probably meant to be."""
     close = difflib.get_close_matches(given, values, n=1) if isinstance(given, str) else []
     return _listed([repr(value) for value in values]) + (f"; did you mean {close[0]!r}?" if close else "")
 
@@ -190,7 +190,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _similar(key: str, keys: Sequence[str]) -> list[str]:
-    """The known key most like ``key``: among its own section's, by its whole path, or by its name alone."""
+    """Return the known key most like ``key``, if any: by name in its section, by whole path, or by name alone."""
     siblings = [known for known in keys if known.rpartition(".")[0] == key.rpartition(".")[0]]
     ways: list[tuple[Callable[[str], str], Sequence[str]]] = [(_name, siblings), (str, keys), (_name, keys)]
     for spell, candidates in ways:

@@ -1,4 +1,4 @@
-"""The sections of the model, which is opened, or made and warmed up."""
+"""The sections of the model, which is loaded, or made and warmed up."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class MakeModelConfig(Section):
     """A model made from nothing: a Qwen3-style causal LM with a character tokenizer."""
 
     architecture: Literal["qwen3", "qwen2", "llama"] = "qwen3"
-    """The family of the model, of ``transformers``."""
+    """Model family of ``transformers``."""
     hidden_size: Positive = 128
     """Width of the residual stream."""
     num_hidden_layers: Positive = 3
-    """Decoder layers."""
+    """Number of decoder layers."""
     num_attention_heads: Positive = 4
-    """Query heads of a layer."""
+    """Number of query heads of a layer."""
     num_key_value_heads: Positive = 2
-    """Key and value heads of a layer; a divisor of ``num_attention_heads``."""
+    """Number of key and value heads of a layer; a divisor of ``num_attention_heads``."""
     head_dim: Positive = 32
-    """Width of a head."""
+    """Width of an attention head."""
     intermediate_size: Positive = 384
     """Width of the feed-forward layer."""
     max_position_embeddings: Positive = 256
@@ -53,10 +53,10 @@ class MakeModelConfig(Section):
 
 
 class GiveUpConfig(Section):
-    """A teacher that does not finish everything: reinforcement learning then has to find out the rest for itself."""
+    """A teacher that does not finish every answer: reinforcement learning then has to find out the rest for itself."""
 
     above: Positive
-    """Characters of an answer above which the teacher may give up."""
+    """Length of an answer, in characters, above which the teacher may give up."""
     rate: float = Field(gt=0, lt=1)
     """Probability that the teacher gives up on an answer of more characters than ``above``."""
     answer: str = "?"
@@ -69,7 +69,7 @@ class WarmupConfig(Section):
     target: tuple[float, float] = (0.4, 0.6)
     """The window of held-out greedy accuracy in which warm-up stops."""
     batch_size: Positive = 128
-    """Problems of one supervised step."""
+    """Number of problems in one supervised step."""
     lr: float = Field(1e-3, gt=0)
     """Learning rate of the first supervised step."""
     eval_every: Positive = 20
@@ -80,7 +80,7 @@ class WarmupConfig(Section):
     max_steps: Positive = 2000
     """Step at which the learning rate reaches zero, linearly; a warm-up outside the window by then has failed."""
     give_up: GiveUpConfig | None = None
-    """Teach from imperfect solutions. Default: the task's own, all right."""
+    """Teach from imperfect solutions. Default: the task's own solutions, all of which are right."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Parameters of the task that differ in warm-up: shorter problems, for example."""
 

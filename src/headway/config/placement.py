@@ -1,4 +1,4 @@
-"""Placing roles on devices. Arithmetic over numbered devices; where device 7 is, the cluster knows.
+"""Placement of roles on devices: arithmetic over device numbers. The cluster knows where device 7 is.
 
 counts    │ actor ... │ rollout ... │ ref ... │ logp ... │ critic ... │   (the last three, or on the actor's)
 shares    │ actor ──▶ │ logp │ ref │  idle  │ ◀── rollout │               (logp and ref, or on the actor's)
@@ -23,7 +23,7 @@ class Placement:
 
     devices: Mapping[str, tuple[int, ...]]
     total: int
-    """Devices counted from 0, idle ones included."""
+    """Number of devices, idle ones included."""
 
     @property
     def idle(self) -> tuple[int, ...]:

@@ -86,7 +86,7 @@ PRESETS: Mapping[str, Values] = MappingProxyType(
 
 
 def preset(mode: Any) -> Values:
-    """The values of ``mode``. Raises `ConfigError`, naming the modes that there are, for any other."""
+    """Return the values of ``mode``. Raises `ConfigError`, naming the modes that there are, for any other."""
     if isinstance(mode, str) and mode in PRESETS:
         return PRESETS[mode]
     close = difflib.get_close_matches(str(mode), PRESETS, n=1)

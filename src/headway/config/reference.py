@@ -30,17 +30,17 @@ from headway.config.section import Section, never_or_every, sections_in, shortes
 from headway.config.transports import TRANSPORTS, known_transport
 
 REQUIRED = "required"
-"""Default of a key that has none."""
+"""Text shown as the default of a key that has none."""
 
 CHOICES: Mapping[str, Sequence[str]] = {"mode": tuple(PRESETS)}
-"""Values of keys that are text by type, and are looked up elsewhere."""
+"""Keys whose type is text but whose values are looked up elsewhere → those values."""
 RULES: Mapping[Callable[..., Any], str] = {never_or_every: "not 0"}
-"""Validators of a type → the words for what each adds to a range."""
+"""Validators of a type → the words for what each one adds to a range."""
 NAMES: Mapping[Callable[..., Any], Sequence[str]] = {known_transport: ("auto", *TRANSPORTS)}
 """Validators of a type → the names that each accepts."""
 
 _BOUNDS: Mapping[str, str] = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
-"""Attributes of the entries of a type's metadata."""
+"""Attributes of a type's metadata that hold a bound → the sign of that bound."""
 _PLAIN: Mapping[Any, str] = {
     str: "text",
     int: "integer",
@@ -56,7 +56,7 @@ _PAGES = re.compile(r"docs/([\w/-]+\.md)")
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key that holds a value."""
+    """A configuration key that holds a value, as the reference describes it."""
 
     name: str
     """The key's dotted name; ``[]`` after a list of sections."""
@@ -81,7 +81,7 @@ class KeyTable:
 
 
 def parts(section: type[Section] = Config, name: str = "", default: Section | None = None) -> Iterator[KeyTable]:
-    """Every section in the schema's order, each followed by those in it.
+    """Yield every section in the schema's order, each followed by the sections in it.
 
     ``default`` is the section's default value; where it is None, or absent from a list, its class's own defaults
     hold once it is given.
@@ -111,7 +111,7 @@ def parts(section: type[Section] = Config, name: str = "", default: Section | No
 
 
 def _alternatives(sections: Sequence[type[Section]], name: str, default: Section) -> Iterator[KeyTable]:
-    """The key that chooses among sections of one base class, and then each one's own keys and defaults."""
+    """Yield the table of the key that chooses among sections of one base class, then each section's own table."""
     choice, values = told_apart_by(sections)
     base = sections[0].__base__
     assert base is not None and issubclass(base, Section)
@@ -136,7 +136,7 @@ def keys() -> Iterator[Key]:
 
 
 def page() -> str:
-    """The whole page, in Markdown."""
+    """Return the whole configuration reference, in Markdown."""
     lines = [INTRODUCTION]
     for part in parts():
         if part.name:
@@ -242,7 +242,7 @@ def _not_empty(metadata: Sequence[Any]) -> bool:
 
 
 def _range(metadata: Sequence[Any]) -> str:
-    """Bounds of a range as `` > 0 and ≤ 1``, and what validators add."""
+    """Describe a range: its bounds, as in `` > 0 and ≤ 1``, and what validators add."""
     bounds = [
         f"{sign} {bound:g}"
         for name, sign in _BOUNDS.items()
@@ -264,7 +264,7 @@ def _one_of(values: Sequence[Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Value in YAML's own types."""
+    """Convert a value to YAML's own types."""
     match value:
         case Fraction():
             return shortest_spelling(value)
@@ -280,7 +280,7 @@ def _plain(value: Any) -> Any:
 
 
 def _spelled(value: Any) -> str:
-    """Value as YAML on one line, which reads back as the value."""
+    """Spell a value as YAML on one line, which reads back as the value."""
     if isinstance(value, str) and re.fullmatch(r"[\w./-]+", value) and yaml.safe_load(value) == value:
         return value
     if isinstance(value, float) and not isinstance(value, bool) and value != 0 and abs(value) < 1e-3:

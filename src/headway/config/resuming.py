@@ -1,4 +1,4 @@
-"""Changes for a run that is resumed: settings that it may be told anew, and those that its state rules out."""
+"""Changes for a run that is resumed: settings that may be given anew, and those that its state rules out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _Rule:
     sections: tuple[str, ...]
     why: str
     free: tuple[str, ...] = ()
-    """Keys of these sections that may change all the same."""
+    """Keys within ``sections`` that may change all the same."""
 
 
 RULES = (
@@ -46,9 +46,9 @@ RULES = (
 
 
 def check_changes(before: Config, after: Config, version: int, *, epochs_begun: int = 0) -> dict[str, tuple[Any, Any]]:
-    """Check and return the changes, by dotted key: (before, after).
+    """Check the settings that a resumed run changes, and return them: dotted key → (before, after).
 
-    ``version``: the checkpoint's. ``epochs_begun``: how many passes over the data have given prompts by then.
+    ``version``: the checkpoint's version. ``epochs_begun``: the passes over the data begun by then.
 
     Raises:
         ConfigError: in one message, every change that the state rules out, and why.

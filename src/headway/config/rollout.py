@@ -10,7 +10,7 @@ from headway.config.section import Every, NonNegative, Positive, Probability, Se
 
 
 class VllmConfig(Section):
-    """Settings of ``rollout.name: vllm``."""
+    """The vLLM engine (``rollout.name: vllm``)."""
 
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's ``AsyncEngineArgs``, such as ``gpu_memory_utilization``."""
@@ -22,13 +22,13 @@ class RolloutConfig(Section):
     name: Literal["native", "vllm"] = "native"
     """The engine: ``native`` is Headway's own, over any Hugging Face decoder; ``vllm`` has to be installed."""
     n: int = Field(8, gt=0, le=65_536)
-    """Trajectories per prompt."""
+    """Number of trajectories per prompt."""
     temperature: float = Field(1.0, ge=0)
     """Temperature of sampling, and of the log-probs that are trained on. 0 is greedy, and refused."""
     top_p: Probability = 1.0
     """Sample from the most likely tokens that have this probability together; 1 is off."""
     top_k: NonNegative = 0
-    """Sample from so many of the most likely tokens; 0 is off."""
+    """Sample from this many of the most likely tokens; 0 is off."""
     min_p: float = Field(0.0, ge=0, le=1)
     """Sample only tokens of at least this share of the most likely one's probability; 0 is off."""
     repetition_penalty: float = Field(1.0, gt=0)
@@ -36,7 +36,7 @@ class RolloutConfig(Section):
     logit_bias: dict[int, float] = Field(default_factory=dict)
     """Token id → number added to its logit. Filters, penalties and biases change the behaviour policy."""
     min_tokens: NonNegative = 0
-    """Tokens of an answer before which no stop token is sampled."""
+    """Number of an answer's tokens before which no stop token is sampled."""
     stop: tuple[str, ...] = ()
     """Strings that end an answer, beside the model's stop tokens. The text that is scored has them."""
     total_rollout_steps: Positive | None = None
@@ -48,26 +48,23 @@ class RolloutConfig(Section):
     max_concurrent: Positive = 64
     """Trajectories that one replica decodes at once. Bounds memory, not staleness."""
     max_batched_tokens: Positive = 4096
-    """Prompt tokens of the answers that start in one step."""
+    """Most prompt tokens of the answers that start in one step."""
     kv_cache_gib: float | None = Field(None, gt=0)
     """Memory in GiB for keys and values. Where it is short, answers wait, or are parked and go on. Default with
     ``native``: enough for ``max_concurrent`` answers; with ``vllm``: 1 on a CPU, vLLM's own choice elsewhere."""
     enforce_eager: bool = False
     """Decode without CUDA graphs on GPUs: slower, with less memory. On CPUs there are none."""
     nnodes: NonNegative = 1
-    """Machines of the rollout role."""
+    """Number of machines of the rollout role."""
     n_gpus_per_node: Positive = 1
-    """Replicas on each of the rollout's machines (on CPUs: processes)."""
-    split_groups: bool = False
-    """Spread the trajectories of one group over the replicas. Off: a group stays on one, and its prompt is prefilled
-    once."""
+    """Number of replicas on each of the rollout's machines (on CPUs: processes)."""
     threads: NonNegative = 0
-    """Torch threads of one replica; 0 divides the machine's cores among the processes."""
+    """Number of Torch threads of one replica; 0 divides the machine's cores among the processes."""
     greedy_baseline: bool | None = None
     """Give each group a greedy answer beside its own, whose reward is their baseline. null: with ``remax``. true:
     for an estimator of your own that looks at baselines."""
     val_n: Positive = 1
-    """Answers per held-out problem."""
+    """Number of answers per held-out problem."""
     val_temperature: float = Field(0.0, ge=0)
     """Temperature of validation; 0 is greedy."""
     enable_dual_buffer: bool = True
@@ -75,6 +72,6 @@ class RolloutConfig(Section):
     and they are written over the ones that were served."""
     vllm: VllmConfig = VllmConfig()
     param_update_preduce_bucket_size_mb: float = Field(64, gt=0)
-    """MiB of the bucket in which the trainer assembles full tensors."""
+    """Size in MiB of the bucket in which the trainer assembles full tensors."""
     param_update_consume_bucket_size_mb: float = Field(64, gt=0)
-    """MiB of the bucket in which the engine copies when it loads."""
+    """Size in MiB of the bucket in which the engine copies when it loads."""

@@ -80,11 +80,11 @@ class TaskConfig(Section):
     """A task of Headway's own (``sort``, ``reverse``), ``reasoning_gym/<dataset>``, or ``file.py:function`` for your
     own (docs/data.md)."""
     size: Positive = 20_000
-    """Training problems in one epoch."""
+    """Number of training problems in one epoch."""
     val_size: Positive = 512
-    """Held-out problems, disjoint from the training ones."""
+    """Number of held-out problems, disjoint from the training ones."""
     params: dict[str, Any] = Field(default_factory=dict)
-    """Parameters of the task, passed through."""
+    """Parameters that are passed to the task."""
 
 
 Weight = Annotated[Fraction, BeforeValidator(exact_fraction), Field(gt=0), PlainSerializer(shortest_spelling)]
@@ -104,7 +104,7 @@ class SourceConfig(Section):
     revision: str | None = None
     """Revision of the dataset: a commit or tag of its repository."""
     name: str | None = None
-    """The source that the rows count to, whatever their ``data_source`` says."""
+    """Name of the source that the rows count to, whatever their ``data_source`` says."""
     weight: Weight | None = None
     """Share of the training prompts, relative to the other sources': for all sources or for none (docs/data.md)."""
     prompt_key: str | None = None
@@ -158,7 +158,7 @@ class DataConfig(Section):
     """Column of the ground truth, or by dots a value inside one. ``auto``: verl's ``reward_model.ground_truth`` where a
     row has that, else ``answer``."""
     val_size: NonNegative = 128
-    """Rows of ``train`` held out when ``val`` is not given."""
+    """Number of rows of ``train`` held out when ``val`` is not given."""
     chat_template: Literal["auto", "always", "never"] = "auto"
     """Use of the tokenizer's chat template: ``auto`` applies it to messages only; ``always`` makes plain text a user
     message."""
@@ -171,7 +171,7 @@ class DataConfig(Section):
     epochs: Positive | None = None
     """Length of the run in passes over the data; the alternative to ``rollout.total_rollout_steps``."""
     prefetch: NonNegative = 64
-    """Prompts tokenised ahead of admission."""
+    """Number of prompts tokenised ahead of admission."""
 
     @property
     def label(self) -> str:
@@ -183,12 +183,12 @@ class DataConfig(Section):
 
     @property
     def train_sources(self) -> tuple[SourceConfig, ...]:
-        """Sources of training; empty with a task."""
+        """Sources of training prompts; empty with a task."""
         return self.sources if self.train is None else (SourceConfig(path=self.train),)
 
     @property
     def held_out_sources(self) -> tuple[SourceConfig, ...]:
-        """Sources of validation; empty where held-out rows are split off."""
+        """Sources of held-out prompts; empty where held-out rows are split off."""
         return self.val_sources if self.val is None else (SourceConfig(path=self.val),)
 
     @model_validator(mode="before")
@@ -210,18 +210,18 @@ class OverlongBufferConfig(Section):
     """DAPO's soft overlong penalty."""
 
     enable: bool = False
-    """Take the penalty off."""
+    """Take the overlong penalty off training rewards."""
     len: Positive = 64
-    """Tokens before ``data.max_response_length`` over which the penalty grows."""
+    """Number of tokens before ``data.max_response_length`` over which the penalty grows."""
     penalty_factor: float = Field(1.0, gt=0)
     """The penalty of an answer of full length."""
 
 
 class RewardFunctionConfig(Section):
-    """One reward of several."""
+    """One reward function of several."""
 
     function: str
-    """The function, as in ``reward.function``."""
+    """The reward function, as in ``reward.function``."""
     name: str | None = None
     """Name of the reward in metrics and messages. Default: the function's own."""
     weight: float = 1.0
@@ -246,11 +246,11 @@ class RewardConfig(Section):
     functions: Annotated[tuple[RewardFunctionConfig, ...], Field(min_length=1)] | None = None
     """Several functions instead of one: the reward is Σ ``weight`` · value over those that apply."""
     workers: Positive = 1
-    """Processes that run the reward; they never import torch and are killed on a time-out."""
+    """Number of processes that run the reward; they never import torch and are killed on a time-out."""
     timeout_s: float = Field(10.0, gt=0)
-    """Seconds for one call of the function."""
+    """Most seconds that one call of the function may take."""
     retries: NonNegative = 1
-    """Further tries after an exception or a time-out, before the group is ``failed``."""
+    """Number of further tries after an exception or a time-out, before the group is ``failed``."""
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
     """Penalty taken off training rewards alone, after dynamic sampling has looked at them."""
 
@@ -275,9 +275,9 @@ class AsyncTrainingConfig(Section):
     """Limits on generation that runs ahead, and the taking of groups. A mode is a set of values for this section."""
 
     trigger_parameter_sync_step: Positive = 1
-    """Fetches per parameter update."""
+    """Number of fetches per parameter update."""
     require_batches: Positive = 1
-    """Mini-batches per fetch."""
+    """Number of mini-batches per fetch."""
     staleness_threshold: Eta = Fraction(0)
     """η: versions' worth of groups that may be admitted ahead. May be fractional; kept exactly."""
     partial_rollout: bool | None = None
@@ -289,7 +289,7 @@ class AsyncTrainingConfig(Section):
     """Order in which finished groups are taken: ``fifo`` by number, ``window`` any whose number is within W of the
     oldest, ``ready`` whichever finished first (docs/staleness.md)."""
     window: Positive | Literal["B"] | None = None
-    """W, for ``order: window``; ``B`` is the number of groups per version."""
+    """Window W of ``order: window``; ``B`` is the number of groups per version."""
     on_update: Literal["drain", "interrupt", "keep"] = "drain"
     """Treatment of answers in flight when new weights arrive: ``drain`` finishes them first, ``interrupt`` stops
     them and goes on under the new weights, ``keep`` goes on in place with the old KV cache."""
@@ -308,7 +308,7 @@ class AsyncTrainingConfig(Section):
 
 
 class ParamUpdateConfig(Section):
-    """The way of new weights to the replicas (docs/parameter-update.md)."""
+    """Transfer of new weights to the replicas (docs/parameter-update.md)."""
 
     schedule: Literal["synchronous", "overlapped"] = "synchronous"
     """Schedule of an update. ``synchronous``: the trainer waits until every replica has loaded. ``overlapped``: it
@@ -329,8 +329,8 @@ class ParamUpdateConfig(Section):
     """Compare, after each update, what each replica serves with the trainer on a few fixed sequences. Checksums of what
     was received are always compared."""
     timeout_s: float = Field(120.0, gt=0)
-    """Seconds for one update. A replica that has not answered by then is left out, and its prompts run again elsewhere;
-    the run ends when it was the last."""
+    """Most seconds that one update may take. A replica that has not answered by then is left out, and its prompts run
+    again elsewhere; the run ends when it was the last."""
 
 
 class PlacementConfig(Section):
@@ -344,22 +344,22 @@ class TrainerConfig(Section):
     """Training ranks and checkpoints."""
 
     nnodes: Positive = 1
-    """Machines of the training role."""
+    """Number of machines of the training role."""
     n_gpus_per_node: Positive = 1
-    """Training ranks per machine (on CPUs: processes)."""
+    """Number of training ranks per machine (on CPUs: processes)."""
     use_nodes_ratios: tuple[Share, Share, Share, Share] | None = None
     """Shares [train, logp, ref_logp, generate]: fractions of all ``nnodes × n_gpus_per_node`` devices, instead of
     counts. Exact: 0.25 or 1/3."""
     generate_ahead_steps: Positive | None = None
-    """η + 1, the other way to say ``async_training.staleness_threshold``. Loading says it there; here null stays."""
+    """η + 1: another way to set ``async_training.staleness_threshold``, to which loading moves it."""
     threads: NonNegative = 0
-    """Torch threads of one training rank; 0 divides the machine's cores among the processes."""
+    """Number of Torch threads of one training rank; 0 divides the machine's cores among the processes."""
     save_freq: Every = 10
     """Versions between two checkpoints; -1: only at the end, and a run that is killed before cannot be resumed."""
     max_actor_ckpt_to_keep: Positive | None = 2
     """Checkpoints that are kept, the newest ones, each with its critic's; null: all."""
     max_nonfinite_steps: NonNegative = 10
-    """Optimizer steps in a row that may be skipped for a non-finite loss or gradient."""
+    """Most optimizer steps in a row that may be skipped for a non-finite loss or gradient."""
 
 
 class ClusterConfig(Section):
@@ -372,9 +372,9 @@ class ClusterConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the workers; ``auto`` is ``cuda`` where there are GPUs."""
     start_timeout_s: float = Field(120.0, gt=0)
-    """Seconds for Ray and all workers to come up."""
+    """Most seconds that Ray and all workers may take to come up."""
     max_replica_restarts: NonNegative = 3
-    """Replicas that are started again in the course of a run, in the place of ones that died or did not answer."""
+    """Most replicas that are started again in the course of a run, in the place of ones that died or did not answer."""
     stall_timeout_s: float = Field(300.0, gt=0)
     """Seconds without any movement after which the run ends, and says who waits for whom and what each worker does. A
     step may take longer, for ranks count layers and micro-batches; a layer of a micro-batch, and a reward, may not."""

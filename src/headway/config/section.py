@@ -32,7 +32,7 @@ def exact_fraction(value: Any) -> Any:
 
 
 def folder_path(value: Any) -> Any:
-    """Text as a path, ``~`` expanded. Raises for an empty one, which would silently be the working directory."""
+    """Turn text into a path, ``~`` expanded. Raises `ValueError` for empty text, which would mean ``.``."""
     if not isinstance(value, str | Path) or not str(value).strip() or "\0" in str(value):
         raise ValueError("expected the path of a directory, as text")
     return Path(value).expanduser()
@@ -90,7 +90,7 @@ class Section(BaseModel):
 
 
 def sections_in(annotation: Any) -> list[type[Section]]:
-    """The sections that a value of this type may be, or be a list of."""
+    """The section classes that a value of this type may be, or be a list of."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return [annotation]
     return [section for argument in get_args(annotation) for section in sections_in(argument)]

@@ -31,7 +31,7 @@ class TransportFacts:
 
     @property
     def streamed(self) -> bool:
-        """Tell whether both ends run at the same time."""
+        """Tell whether sender and receivers run at the same time."""
         return self.leaves is None
 
     @property
@@ -66,14 +66,14 @@ WITHIN_PROCESS = next(name for name, facts in TRANSPORTS.items() if facts.within
 
 
 def transport_of(transport: str, *, backend: str, shared: bool) -> str:
-    """Resolve ``param_update.transport``; ``auto`` is the first of the table that works there."""
+    """Resolve ``param_update.transport``; ``auto`` is the first of the table that works with ``backend``."""
     if transport != "auto":
         return transport
     return WITHIN_PROCESS if shared else next(name for name, facts in TRANSPORTS.items() if backend in facts.backends)
 
 
 def known_transport(name: str) -> str:
-    """Return ``name`` itself, if there is such a transport (or it is ``auto``)."""
+    """Return ``name`` itself. Raises `ValueError` unless it is a transport or ``auto``."""
     if name not in ("auto", *TRANSPORTS):
         raise ValueError(f"expected auto, {', '.join(TRANSPORTS)}")
     return name

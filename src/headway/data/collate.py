@@ -21,16 +21,16 @@ class Row:
     """One sample with its arrays at hand: P prompt tokens, T response tokens."""
 
     input_ids: NDArray[np.int32]
-    """[P + T]"""
+    """Token ids of prompt and response, [P + T]."""
     prompt_length: int
     logprobs: NDArray[np.float32]
-    """[T], behaviour policy."""
+    """Log-probs of the response under the behaviour policy, [T]."""
     versions: NDArray[np.int32]
-    """[T]"""
+    """Version of the weights that sampled each response token, [T]."""
     loss_mask: NDArray[np.bool_]
-    """[T]"""
+    """True for response tokens that the policy wrote, [T]."""
     columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
-    """[T] each. See `headway.data.types.Sample`."""
+    """Further numbers for each response token, by name, [T] each. See `headway.data.types.Sample`."""
     finished: bool = True
     """False where the answer was cut off."""
 

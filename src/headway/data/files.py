@@ -1,4 +1,4 @@
-"""Rows of JSONL and Parquet files, and from rows to records: checked as they are read, whoever read them.
+"""Rows of JSONL and Parquet files, and their conversion to records, checked, whoever read the rows.
 
 file ─▶ (where, row) ─▶ `records_of` ─▶ Record          (rows of Hugging Face datasets: `headway.data.hub`)
 """
@@ -17,7 +17,7 @@ Messages = list[dict[str, Any]]
 """A chat: ``{"role": …, "content": …}``, oldest first."""
 
 ANSWER_KEYS = ("reward_model.ground_truth", "answer")
-"""Keys of the ground truth where nothing else is said: the first that a row has. The former is verl's."""
+"""Default keys of the ground truth: the first that a row has counts. The former is verl's."""
 
 
 ARCHIVES = (".gz", ".zip", ".bz2", ".xz", ".zst", ".tar", ".tgz")
@@ -27,13 +27,13 @@ COMPRESSED = (b"\x1f\x8b", b"PK\x03\x04", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xf
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The names that a source gives to what is needed."""
+    """Names of a source and of its columns of prompts and ground truths."""
 
     prompt: str = "prompt"
     answer: str = "auto"
-    """A column, or by dots a value inside one; ``auto``: the first of `ANSWER_KEYS` that the row has."""
+    """Column of the ground truth, or by dots a value inside one; ``auto``: the row's first of `ANSWER_KEYS`."""
     name: str | None = None
-    """The source's, over whatever the rows say."""
+    """Name of the source, whatever the rows say; None: as they say."""
 
     @property
     def answers(self) -> tuple[str, ...]:
@@ -42,7 +42,7 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One row before tokenising."""
+    """One row of a source before tokenising."""
 
     prompt: str | Messages
     answer: Any
@@ -50,11 +50,11 @@ class Record:
     extra: Mapping[str, Any] = field(default_factory=dict)
     """All further columns of the row, unchanged."""
     where: str = field(default="", compare=False)
-    """The place that it was read from, for messages."""
+    """Place that the row was read from, for messages."""
 
 
 Row = tuple[str, Any]
-"""A row: where it is (``file, line 3``), and what is there."""
+"""A row as it was read: where it is (``file, line 3``), and its value."""
 
 
 def read_records(path: str, *, prompt_key: str, answer_key: str = "auto", name: str | None = None) -> list[Record]:
@@ -93,7 +93,7 @@ def read_records(path: str, *, prompt_key: str, answer_key: str = "auto", name: 
 
 
 def records_of(rows: Iterable[Row], columns: Columns, default_source: str) -> Iterator[Record]:
-    """Rows as records, each checked. Raises `DataError` for one that lacks a column or holds another type."""
+    """Turn rows into checked records. Raises `DataError` for one that lacks a column or holds another type."""
     for where, row in rows:
         if not isinstance(row, dict):
             like = '{"prompt": …, "answer": …}'
@@ -113,7 +113,7 @@ def records_of(rows: Iterable[Row], columns: Columns, default_source: str) -> It
 
 
 def check_columns(present: Iterable[str], columns: Columns, where: str) -> None:
-    """Raise `DataError`, naming what there is, where the prompt's or the ground truth's column is missing."""
+    """Check that the prompt's and the ground truth's columns exist. Raises `DataError`, naming the existing ones."""
     names = list(present)
     missing = [] if columns.prompt in names else [repr(columns.prompt)]
     if not any(key in names or key.partition(".")[0] in names for key in columns.answers):
@@ -123,7 +123,7 @@ def check_columns(present: Iterable[str], columns: Columns, where: str) -> None:
 
 
 def _within(row: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
-    """The keys, with dots, that there are beside the first step of each of ``keys`` that is not."""
+    """Dotted keys that exist in the place of the first missing step of each of ``keys``, for messages."""
     found: list[str] = []
     for key in keys:
         value: Any = row
@@ -146,7 +146,7 @@ def _missing(keys: Iterable[str], present: Iterable[str], where: str) -> DataErr
 
 
 def _answer(row: Mapping[str, Any], columns: Columns, where: str) -> tuple[str, Any]:
-    """The key of the ground truth and what is there. A column whose own name has dots goes before looking inside."""
+    """Return the ground truth's key and value. A column whose own name has dots goes before looking inside."""
     for key in columns.answers:
         value: Any = row
         for step in (key,) if key in row else key.split("."):
@@ -193,7 +193,7 @@ def _parquet_rows(file: Path, columns: Columns) -> Iterator[Row]:
 
 
 def _plain_rows(batch: Any, file: Path, first: int) -> Iterator[Any]:
-    """Arrow's rows as plain Python values; one that cannot be such is named."""
+    """Yield Arrow's rows as plain Python values; an error names the row that cannot be converted."""
     try:
         yield from batch.to_pylist()
     except (ValueError, ArithmeticError):  # of which row, the whole batch does not say
@@ -225,12 +225,12 @@ def _checked_prompt(prompt: Any, where: str) -> str | Messages:
 
 
 def _text(content: Any) -> Any:
-    """Parts as one text: most templates of text models would print the list."""
+    """Join the parts of a message into one text: most templates of text models would print the list."""
     return "".join(part["text"] for part in content) if isinstance(content, list) else content
 
 
 def _is_message(message: Any) -> bool:
-    """``content`` is text, null beside something else, or a list of parts."""
+    """Tell whether ``message`` has a role, and as ``content`` text, null or a list of parts."""
     return (
         isinstance(message, dict)
         and isinstance(message.get("role"), str)

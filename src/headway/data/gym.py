@@ -20,7 +20,7 @@ class GymTask:
     """The dataset ``reasoning_gym/<dataset>``. Its entry's metadata travels in ``extra``, for the verifier."""
 
     def __init__(self, dataset: str, params: Mapping[str, Any], *, seed: int, problems: int) -> None:
-        """``problems`` is the size given to the dataset: one more than the largest index asked for.
+        """Open the dataset. ``problems`` is the size given to it: one more than the largest index asked for.
 
         Raises:
             ConfigError: no such dataset, or parameters that it does not take.
@@ -36,7 +36,7 @@ class GymTask:
         return Problem(entry["question"], entry["answer"] or "", {"metadata": entry["metadata"]})
 
     def score(self, response: str, answer: str, extra: Mapping[str, Any]) -> float:
-        """The dataset's own verdict on the last ``<answer>…</answer>`` of the response, or on all of it without one."""
+        """Score the response's last ``<answer>…</answer>``, or all of it without one, by the dataset's own verifier."""
         given = extract_answer(response)
         entry = {"answer": answer, **extra}
         try:
@@ -46,7 +46,7 @@ class GymTask:
 
 
 def _typed(params: Mapping[str, Any]) -> dict[str, Any]:
-    """``composite`` wants its ``datasets`` as objects: {name, weight, config} each."""
+    """Turn the ``datasets`` of ``composite``, mappings {name, weight, config}, into the objects that it wants."""
     typed = dict(params)
     if "datasets" in typed:
         typed["datasets"] = [DatasetSpec(**{"weight": 1, "config": {}, **one}) for one in typed["datasets"]]

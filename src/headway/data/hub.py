@@ -10,7 +10,7 @@ from headway.data.files import Columns, Record, Row, check_columns, records_of
 from headway.errors import ConfigError, DataError, boundary
 
 MOST_SHOWN = 400
-"""Characters of a library's message that are passed on."""
+"""Most characters of a library's message that are passed on."""
 
 
 def read_dataset(
@@ -75,7 +75,7 @@ def _load(dataset: str, split: str | None, default_split: str, subset: str | Non
 
 
 def _said(error: BaseException) -> str:
-    """The error in one line, with what was at the bottom of it: a ``DatasetGenerationError`` does not say that."""
+    """Describe an error and its first cause in one line: a ``DatasetGenerationError`` does not tell the cause."""
     root = error
     while root.__cause__ is not None:
         root = root.__cause__

@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 from headway.errors import DataError
 
 SHUFFLE_KEY, SPLIT_KEY, PASS_KEY = 1, 2, 3
-"""Keep the streams of random numbers of one seed apart."""
+"""Keys that keep the streams of random numbers of one seed apart."""
 
 
 def generator(seed: int, *key: int) -> np.random.Generator:
-    """A generator of its own for each use: an order never depends on what else drew random numbers."""
+    """Make a random generator for one use, so that an order never depends on what else drew random numbers."""
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=key))
 
 
@@ -43,15 +43,15 @@ class Draws(NamedTuple):
     """The draws of one epoch in order; N is their number."""
 
     indices: NDArray[np.int64]
-    """[N], of records"""
+    """Index of the record that each draw takes, [N]."""
     turns: NDArray[np.int64]
-    """[N], the draw's pass, counted from the part's first one in this epoch: (index, turn) is unique."""
+    """Pass of each draw, [N], counted from its source's first one in this epoch: (index, turn) is unique."""
     first: NDArray[np.bool_]
-    """[N], whether no earlier draw of any epoch had this row."""
+    """True where no earlier draw of any epoch had this row, [N]."""
 
 
 def quotas(parts: Sequence[SourceShare]) -> list[int]:
-    """Draws of each part in one epoch; their sum is that of the rows.
+    """Number of draws of each part in one epoch; they add up to the number of rows.
 
     Raises:
         DataError: a part has no rows, or so small a weight that an epoch has none of it.
@@ -86,7 +86,7 @@ class Mixture:
     """
 
     def __init__(self, parts: Sequence[SourceShare], *, seed: int, shuffle: bool) -> None:
-        """Raises `DataError` for a part without rows, or with so small a weight that an epoch has none of it."""
+        """Set each part's quota. Raises `DataError` for a part without rows, or of too small a weight for any draw."""
         self.parts = tuple(parts)
         self.quotas = quotas(parts)
         self.rows = sum(self.quotas)
@@ -105,7 +105,7 @@ class Mixture:
         )
 
     def _draws(self, number: int, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """A part's rows and their passes, [q] each, in the order of its stream."""
+        """Rows of a part and their passes in this epoch, [q] each, in the order of its stream."""
         rows, quota = self.parts[number].rows, self.quotas[number]
         passes, within = np.divmod(np.arange(epoch * quota, (epoch + 1) * quota, dtype=np.int64), rows)
         if self._shuffle and quota % rows:  # else epochs have whole passes, whose inner order the epoch's own replaces

@@ -30,4 +30,4 @@ class Task(Protocol):
     def problem(self, index: int) -> Problem: ...
 
     def score(self, response: str, answer: str, extra: Mapping[str, Any]) -> float:
-        """How right ``response`` is, 0 to 1."""
+        """Return how right ``response`` is, from 0 to 1."""

@@ -1,5 +1,4 @@
-"""The rows that a run reads, before any tokenizer saw them: records of training and of validation, each with a row
-number.
+"""Rows that a run reads, before they are tokenised: training and validation records, each with a row number.
 
 files, datasets ─▶ one source after the other ─┬─▶ training records   (and how they are mixed: `SourceShare`)
 task            ─▶ problems, made on demand   ─┴─▶ held-out records
@@ -25,12 +24,12 @@ if TYPE_CHECKING:
     from headway.config.schema import Config, DataConfig, SourceConfig
 
 TRAIN_SPLIT, VAL_SPLIT = "train", "test"
-"""The splits of a dataset, where its ``split`` is not given."""
+"""Splits of a dataset for training and validation, where ``split`` is not given."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Records of the two parts, with the row number of each: all numbers are below ``len(train) + len(val)``."""
+    """Records of training and validation with their row numbers, which are below ``len(train) + len(val)``."""
 
     train: Sequence[Record]
     train_rows: Sequence[int]
@@ -50,11 +49,11 @@ class Rows:
 
     @property
     def lacked(self) -> dict[str, str]:
-        """Further columns that only some rows have → the first row that has not, for messages."""
+        """Further columns that only some rows have → the first row that lacks each, for messages."""
         return {name: where for name, where in self._lacking().items() if where is not None}
 
     def _lacking(self) -> dict[str, str | None]:
-        """Every further column → the first row without it, if any.
+        """Every further column → the first row without it, or None.
 
         Of a task's training problems, which are made on demand, the first is looked at alone.
         """
@@ -166,7 +165,7 @@ def _read(source: SourceConfig, data: DataConfig, default_split: str) -> list[Re
 
 
 def _rows_after(training_rows: int, val: Sequence[Record]) -> range:
-    """Row numbers that no training prompt has: rows key the sampling's randomness."""
+    """Row numbers of held-out prompts, which no training prompt has: rows key the sampling's randomness."""
     return range(training_rows, training_rows + len(val))
 
 

@@ -37,7 +37,7 @@ class Cursor:
     epoch: int = 0
     position: int = 0
     left_out: Mapping[str, int] = field(default_factory=dict)
-    """Rows met so far whose prompt is too long, by source."""
+    """Source → number of rows met so far whose prompt is too long."""
 
 
 class RowSource:
@@ -62,9 +62,9 @@ class RowSource:
         parts: Sequence[SourceShare] | None = None,
         digest: str = "",
     ) -> None:
-        """``row_numbers`` are the prompts' ``row``; default: the index in ``records``. ``stride`` is above all row
-        numbers of the run; default: above these. ``parts`` divide ``records``; default: one of all. ``digest``: of
-        what the records say, for `restore`.
+        """Make prompts of ``records``. ``row_numbers``: the prompts' ``row``; default: the index in ``records``.
+        ``stride`` is above all row numbers of the run; default: above these. ``parts`` divide ``records``; default: one
+        of all. ``digest`` stands for what the records say, for `restore`.
 
         Raises:
             DataError: there are no records, or all prompts of a part are longer than the tokenizer's limit, or a part
@@ -95,12 +95,12 @@ class RowSource:
 
     @property
     def rows(self) -> int:
-        """Draws of one epoch, those left out included: as many as there are rows."""
+        """Number of draws in one epoch, those left out included: as many as there are rows."""
         return len(self._records)
 
     @property
     def left_out(self) -> int:
-        """Rows met so far whose prompt is too long; each counts once, whatever the number of epochs."""
+        """Number of rows met so far whose prompt is too long; each counts once, whatever the number of epochs."""
         return sum(self.left_out_by_source.values())
 
     @property
@@ -137,7 +137,7 @@ class RowSource:
         self._ready.clear()
 
     def _check_parts(self) -> None:
-        """Every part has a prompt that fits. Most often the first chunk of each shows one."""
+        """Check that every part has a prompt that fits. Most often the first chunk of each shows one."""
         start = 0
         for part in self._mixture.parts:
             end = start + part.rows
@@ -200,7 +200,7 @@ class DataBundle:
 
     @property
     def left_out(self) -> dict[str, int]:
-        """Prompts too long for ``data.max_prompt_length``: of training's, those met so far."""
+        """Part (``train``, ``val``) → prompts too long for ``data.max_prompt_length``; of ``train`` so far."""
         return {part: sum(counts.values()) for part, counts in self.left_out_by_source.items()}
 
     @property
@@ -210,7 +210,7 @@ class DataBundle:
 
 
 def build_sources(config: Config, tokenizer: PreTrainedTokenizerBase, rows: Rows | None = None) -> DataBundle:
-    """The run's prompts, of ``rows`` where they were read before.
+    """Build the run's sources of prompts, from ``rows`` where they were read before.
 
     Raises:
         ConfigError, DataError: as `read_rows`; also prompts that cannot be rendered, or nothing but too long prompts.

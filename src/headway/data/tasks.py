@@ -29,7 +29,7 @@ P = TypeVar("P")
 
 
 TaskFactory = Callable[[Mapping[str, Any], int, int], Task]
-"""``factory(params, seed, problems)``: ``problems`` is how many indices will be asked for."""
+"""Maker of tasks: ``factory(params, seed, problems)``, where ``problems`` is how many indices will be asked for."""
 
 TASKS: Registry[TaskFactory] = Registry("task", "data.task.name", also=f"{REASONING_GYM}<dataset>, or file.py:function")
 
@@ -55,13 +55,13 @@ def make_task(name: str, params: Mapping[str, Any], *, seed: int, problems: int 
 
 
 class OwnTask:
-    """A task from a file of the user's: what goes wrong in making problems is told as theirs.
+    """A task from a file of the user's: errors in making problems are reported as the user's.
 
-    What its `score` raises is passed on: whoever scores turns it into a reason, with its traceback in a log.
+    Exceptions of its `score` are passed on: the caller turns them into a reason, with the traceback in a log.
     """
 
     def __init__(self, spec: str, task: Any) -> None:
-        """``spec`` is how the user named the factory that returned ``task``.
+        """Wrap ``task``, which the user's factory returned. ``spec`` is how the user named the factory.
 
         Raises:
             UserCodeError: ``task`` lacks ``problem`` or ``score``.
@@ -105,7 +105,7 @@ def _shown(value: Any) -> str:
 
 
 class TrainingProblems(Sequence[Problem]):
-    """``size`` problems, made when asked for, none of which has the prompt of a held-out one.
+    """Sequence of ``size`` problems, made when asked for, none of which has the prompt of a held-out one.
 
     A problem that collides gives way to the next index that does not, so every row stays a function of the seed alone.
     """
@@ -149,7 +149,7 @@ class TaskSplit:
 
 
 def split_task(name: str, params: Mapping[str, Any], *, seed: int, size: int, val_size: int) -> TaskSplit:
-    """``size`` training problems and ``val_size`` distinct held-out ones, of indices that training never reaches.
+    """Split a task: ``size`` training problems, and ``val_size`` distinct ones of indices that training never reaches.
 
     Raises:
         ConfigError: as `make_task`; also when the task makes fewer than ``val_size`` distinct problems.
@@ -217,7 +217,7 @@ class SequenceParams:
 
 
 class SequenceTask:
-    """Turn a random sequence of characters into another one; right is the exact sequence, surrounding space aside."""
+    """A task that turns a sequence of characters into another; right is the exact sequence, surrounding space aside."""
 
     def __init__(self, name: str, solve: Callable[[str], str], params: SequenceParams, seed: int) -> None:
         self.name = name
@@ -238,7 +238,7 @@ class SequenceTask:
         return float(response.strip() == answer)
 
     def _length(self, u: float) -> int:
-        """Inverse of the truncated geometric distribution function at ``u`` in [0, 1)."""
+        """Length of a sequence: the inverse of the truncated geometric distribution function at ``u`` in [0, 1)."""
         p = self._params
         mean_extra, most_extra = p.mean_length - p.min_length, p.max_length - p.min_length
         if mean_extra == 0:
@@ -250,7 +250,7 @@ class SequenceTask:
 
 @TASKS.register("sort")
 def sort_task(params: Mapping[str, Any], seed: int, problems: int) -> Task:
-    """``sort:3142=`` → ``1234``."""
+    """Make the task of sorting characters: ``sort:3142=`` → ``1234``."""
     checked = build_params(SequenceParams, params, "sort")
     rank = {character: i for i, character in enumerate(checked.alphabet)}
     return SequenceTask("sort", lambda s: "".join(sorted(s, key=rank.__getitem__)), checked, seed)
@@ -258,12 +258,12 @@ def sort_task(params: Mapping[str, Any], seed: int, problems: int) -> Task:
 
 @TASKS.register("reverse")
 def reverse_task(params: Mapping[str, Any], seed: int, problems: int) -> Task:
-    """``reverse:3142=`` → ``2413``."""
+    """Make the task of reversing characters: ``reverse:3142=`` → ``2413``."""
     return SequenceTask("reverse", lambda s: s[::-1], build_params(SequenceParams, params, "reverse"), seed)
 
 
 def build_params(cls: type[P], params: Mapping[str, Any], task: str) -> P:
-    """``cls(**params)`` for a dataclass of numbers and text; `ConfigError` on a name or type that it does not take."""
+    """Build a dataclass of numbers and text from ``params``. Raises `ConfigError` on a wrong name or type."""
     defaults = {f.name: f.default for f in fields(cls)}  # type: ignore[arg-type]
     for name, value in params.items():
         if name not in defaults:

@@ -25,7 +25,7 @@ Handle = Union[T, Any]  # noqa: UP007 - a generic alias needs this spelling on P
 
 
 class ColumnName(StrEnum):
-    """Names of the columns, which hold one number for each token of a trajectory."""
+    """Name of a column, which holds one number for each response token of a trajectory."""
 
     ADVANTAGES = "advantages"
     RETURNS = "returns"
@@ -55,11 +55,11 @@ class Prompt:
     text: str
     """The text that the model reads (after the chat template)."""
     token_ids: NDArray[np.int32]
-    """[P]"""
+    """Token ids of the prompt, [P]."""
     answer: Any = None
     """Ground truth, handed to the reward as it is."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Every other column of the row."""
+    """Further columns of the row, by name."""
     messages: list[dict[str, Any]] | None = None
     """The prompt as chat messages, where the row gives it so."""
 
@@ -99,7 +99,7 @@ class ResponseTokens:
     versions: NDArray[np.int32]
     """Version of the weights that sampled the token, stamped by the engine."""
     loss_mask: NDArray[np.bool_]
-    """True where the policy wrote the token (all of it, unless text was inserted)."""
+    """True where the policy wrote the token (everywhere, unless text was inserted)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class Trajectory:
     finish_reason: FinishReason
     version_spans: list[list[int]]
     started: float
-    """Seconds on the event clock: when its first token was sampled."""
+    """Time on the event clock, in seconds, at which the first token was sampled."""
     finished: float
 
     @property
@@ -156,11 +156,11 @@ class Outcomes:
     ids: tuple[TrajectoryId, ...]
     rewards: NDArray[np.float32]
     groups: NDArray[np.int64]
-    """The number of each one's group."""
+    """Number of each sample's group, [S]."""
     finished: NDArray[np.bool_]
-    """False where the answer was cut off."""
+    """False for each sample whose answer was cut off, [S]."""
     baselines: NDArray[np.float32] | None = None
-    """The reward of the greedy answer to each one's prompt, where one was generated."""
+    """Reward of the greedy answer to each sample's prompt, [S], where one was generated."""
 
 
 @dataclass(slots=True)
@@ -172,9 +172,9 @@ class Group:
     trajectories: tuple[Trajectory, ...]
     """The group's trajectories, in order of k."""
     responses: tuple[ResponseAt, ...]
-    """One per trajectory. All behind one handle, unless the group was split over replicas."""
+    """Place of each trajectory's tokens: all behind one handle, unless the group was split over replicas."""
     rewards: NDArray[np.float32] | None = None
-    """[n], set by Reward."""
+    """Reward of each trajectory, [n]; set by the stage Reward."""
     baseline: float | None = None
     """The reward of the policy's greedy answer, where one was generated (ReMax)."""
     columns: dict[str, tuple[Column, ...]] = field(default_factory=dict)
@@ -234,9 +234,9 @@ class Sample:
     finished: bool = True
     """False where the answer was cut off."""
     masked: bool = False
-    """The sample is in no loss: none of its tokens counts."""
+    """True if the sample is in no loss: none of its tokens counts."""
 
     @property
     def total_length(self) -> int:
-        """P + T: what the sample costs in a token-budget micro-batch."""
+        """Number of tokens P + T, which is what the sample costs in a token-budget micro-batch."""
         return self.prompt_length + self.length

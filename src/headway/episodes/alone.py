@@ -20,9 +20,9 @@ async def keeping(
         async for group in keeper.generate(requests):
             ...
     """
-    keeper = GroupKeeper(name, {engine.name: engine for engine in engines}, decode)
+    keeper = GroupKeeper(name, decode)
     for engine in engines:
-        await keeper.join(engine.name)
+        await keeper.join(engine)
     await keeper.route([engine.name for engine in engines])
 
     async def watch() -> None:

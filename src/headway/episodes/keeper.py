@@ -11,11 +11,12 @@ where roles run in its process, else that of an actor beside the replicas, so th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from headway.concurrently import concurrently
 from headway.data.types import FinishReason, GroupTokens, ResponseTokens, SampledTokens, Trajectory, TrajectoryId
 from headway.episodes.lines import CallEngine, Line
 from headway.episodes.routing import Routes
@@ -66,18 +67,15 @@ class GroupKeeper:
 
     Args:
         name: of the keeper, under which replicas know its calls.
-        connect: finds the replica of a name; the keeper connects to it when told that it joined.
         decode: token ids to text, the stop token included; None where tokens are only simulated.
     """
 
     def __init__(
         self,
         name: str,
-        connect: Callable[[str], CallEngine] | Mapping[str, CallEngine],
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         self.name = name
-        self._connect = connect if callable(connect) else connect.__getitem__
         self._decode = decode
         self._lines: dict[str, Line] = {}
         self._routes = Routes()
@@ -94,7 +92,7 @@ class GroupKeeper:
 
     async def generate(
         self, requests: Sequence[GroupRequest], *, on: str | None = None
-    ) -> AsyncIterator[FinishedGroup]:
+    ) -> AsyncGenerator[FinishedGroup, None]:
         """See `headway.interfaces.Keeper.generate`."""
         if self._ended is not None:
             raise self._ended
@@ -130,13 +128,12 @@ class GroupKeeper:
 
     # ------------------------------------------------------------------------------------- replicas
 
-    async def join(self, replica: str) -> None:
+    async def join(self, replica: CallEngine) -> None:
         """See `headway.interfaces.Keeper.join`."""
-        engine = self._connect(replica)
-        self._routes.add(replica, engine.slots)
-        self._lines[replica] = Line(
+        self._routes.add(replica.name, replica.slots)
+        self._lines[replica.name] = Line(
             self.name,
-            engine,
+            replica,
             on_finished=self._on_finished,
             on_refused=self._on_refused,
             on_failed=lambda name, error: self._failures.put_nowait((name, error)),
@@ -167,7 +164,7 @@ class GroupKeeper:
             for group, k in waiting:
                 self._ask(group, k)
 
-    async def failures(self) -> AsyncIterator[tuple[str, HeadwayError]]:
+    async def failures(self) -> AsyncGenerator[tuple[str, HeadwayError], None]:
         """See `headway.interfaces.Keeper.failures`."""
         while True:
             yield await self._failures.get()
@@ -182,8 +179,7 @@ class GroupKeeper:
     async def close(self) -> None:
         """Leave all replicas."""
         lines, self._lines = self._lines, {}
-        for line in lines.values():
-            await line.close()
+        await concurrently(line.close() for line in lines.values())
 
     # ------------------------------------------------------------------------------------- episodes
 

@@ -8,11 +8,12 @@ keeper ──submit, abort──▶ orders ──one message a loop turn──�
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any, Protocol
 
+from headway.concurrently import end
 from headway.data.types import TrajectoryId
-from headway.errors import DataError, HeadwayError
+from headway.errors import DataError, HeadwayError, RunError, boundary
 from headway.interfaces import Call, FinishedCall
 
 
@@ -59,8 +60,8 @@ class Line:
         self._ordered = asyncio.Event()
         loop = asyncio.get_running_loop()
         self._tasks = [
-            loop.create_task(self._receive(), name=f"{client} receives from {engine.name}"),
-            loop.create_task(self._send(), name=f"{client} asks {engine.name}"),
+            loop.create_task(self._work(self._receive), name=f"{client} receives from {engine.name}"),
+            loop.create_task(self._work(self._send), name=f"{client} asks {engine.name}"),
         ]
         self._failed = False
 
@@ -82,9 +83,7 @@ class Line:
     async def close(self) -> None:
         """Leave the engine, which drops the unfinished calls."""
         self._failed = True
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end(self._tasks)
 
     async def _send(self) -> None:
         while True:
@@ -93,16 +92,12 @@ class Line:
             calls, self._calls = self._calls, []
             aborted, self._aborted = self._aborted, []
             released, self._released = self._released, []
-            try:
-                if calls:
-                    await self._submit(calls)
-                if aborted:
-                    await self.engine.abort(self._client, aborted)
-                if released:
-                    await self.engine.release(released)
-            except HeadwayError as error:
-                self._fail(error)
-                return
+            if calls:
+                await self._submit(calls)
+            if aborted:
+                await self.engine.abort(self._client, aborted)
+            if released:
+                await self.engine.release(released)
 
     async def _submit(self, calls: Sequence[Call]) -> None:
         try:
@@ -111,13 +106,15 @@ class Line:
             self._on_refused(self.engine.name, calls, error)
 
     async def _receive(self) -> None:
-        try:
-            async for batch in self.engine.finished(self._client):
-                self._on_finished(self.engine.name, batch)
-        except HeadwayError as error:
-            self._fail(error)
+        async for batch in self.engine.finished(self._client):
+            self._on_finished(self.engine.name, batch)
 
-    def _fail(self, error: HeadwayError) -> None:
-        if not self._failed:
-            self._failed = True
-            self._on_failed(self.engine.name, error)
+    async def _work(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Do ``work``, and report its failure once, whichever of the two it is."""
+        try:
+            with boundary(f"{self._client} at {self.engine.name}", RunError):
+                await work()
+        except HeadwayError as error:
+            if not self._failed:
+                self._failed = True
+                self._on_failed(self.engine.name, error)

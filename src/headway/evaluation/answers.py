@@ -6,19 +6,21 @@ prompts ─▶ engine, all at once ─▶ a finished group ─▶ reward, beside
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
+from headway.concurrently import Tasks, failing_as_one
 from headway.data.types import FinishReason, Prompt
+from headway.episodes.alone import keeping
 from headway.errors import DataError, ScoringFailed
 from headway.evaluation.figures import Answer, Solved
 from headway.evaluation.settings import Job
-from headway.interfaces import FinishedGroup, GenerateRequest, RolloutEngine, SamplingParams
-from headway.pipeline.concurrently import Tasks, failing_as_one
+from headway.interfaces import FinishedGroup, GroupRequest, RolloutEngine, SamplingParams
+from headway.models.tokenizer import text_of
 from headway.rewards.pool import RewardPool
 from headway.rewards.request import RewardSpec
 
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from headway.config.schema import Config
 
 FROM_A_RECIPE = "lower the lengths, or take them from the recipe that the model is trained by: --config RECIPE"
-"""Advice on lengths that do not fit, where they are the defaults."""
+"""Advice for the case that lengths do not fit, and are the defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +39,17 @@ class Questions:
 
     prompts: tuple[Prompt, ...]
     left_out: Mapping[str, int]
-    """Rows met on the way whose prompt is too long, by source."""
+    """Source → number of rows met on the way whose prompt is too long."""
     tokenizer: PreTrainedTokenizerBase
 
 
 def read_questions(job: Job, limit: int | None) -> Questions:
-    """The first ``limit`` prompts of the job's data (None: all), with the model looked at as before a run.
+    """Read the first ``limit`` prompts of the job's data (None: all), and check the model as before a run.
 
     Raises:
         UserError: as `headway.preflight.check_inputs` and `check_model` do; also where nothing is left to ask.
     """
-    from headway.models.pretrained import load_tokenizer
+    from headway.models.tokenizer import load_tokenizer
     from headway.preflight import LOWER, check_inputs, check_model
 
     config = job.config
@@ -71,7 +73,7 @@ def read_questions(job: Job, limit: int | None) -> Questions:
 async def solve(
     config: Config, questions: Questions, ready: Callable[[], None], solved: Callable[[Solved], None]
 ) -> list[Solved]:
-    """All questions with their answers. ``ready`` is told when decoding begins, ``solved`` of each question in order.
+    """Answer and score all questions. ``ready`` is called when decoding begins, ``solved`` with each question in order.
 
     Raises:
         UserError: a reward or a model that does not load.
@@ -91,7 +93,9 @@ async def solve(
         stack.push_async_callback(engine.close)
         ready()
         sampling = _sampling(config, stop_token_ids(str(config.model.path), questions.tokenizer))
-        ask = partial(_ask, engine, reward, prompts, config.rollout.val_n, sampling, solved)
+        ask = partial(
+            _ask, engine, text_of(questions.tokenizer), reward, prompts, config.rollout.val_n, sampling, solved
+        )
         found = await failing_as_one(ask)
     return [found[i] for i in range(len(prompts))]
 
@@ -113,12 +117,13 @@ def _sampling(config: Config, stop: tuple[int, ...]) -> SamplingParams:
 
 
 async def _start_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
-    """The engine of ``rollout.name`` as a replica starts it, but for updates: no weights ever come."""
+    """Start the engine of ``rollout.name`` as a replica does, except for updates: no weights ever come."""
     import torch
 
     from headway.cluster.inline import InlineCluster
-    from headway.cluster.roles.replicas import ReplicaSpec, start_engine, text_of
+    from headway.cluster.roles.replicas import ReplicaSpec, start_engine
     from headway.models.pretrained import served_dtype
+    from headway.models.tokenizer import text_of
 
     device = await InlineCluster(config).connect()
     replica = ReplicaSpec(
@@ -138,6 +143,7 @@ async def _start_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> R
 
 async def _ask(
     engine: RolloutEngine,
+    decode: Callable[[Sequence[int]], str],
     reward: RewardPool,
     prompts: Sequence[Prompt],
     n: int,
@@ -145,8 +151,8 @@ async def _ask(
     solved: Callable[[Solved], None],
     tasks: Tasks,
 ) -> dict[int, Solved]:
-    """The answers by number of the prompt; complete when all of ``tasks`` have ended."""
-    requests = [GenerateRequest(i, prompt, n, sampling) for i, prompt in enumerate(prompts)]
+    """Have ``prompts`` answered: prompt's number → its scored answers, complete when all of ``tasks`` have ended."""
+    requests = [GroupRequest(i, prompt, n, sampling) for i, prompt in enumerate(prompts)]
     found: dict[int, Solved] = {}
     told = 0
 
@@ -157,9 +163,7 @@ async def _ask(
             solved(found[told])
             told += 1
 
-    # An engine's generate is an asynchronous generator, whatever else its protocol says.
-    groups = cast(AsyncGenerator[FinishedGroup, None], engine.generate(requests))
-    async with aclosing(groups):
+    async with keeping(engine, decode=decode) as keeper, aclosing(keeper.generate(requests)) as groups:
         async for finished in groups:
             tasks.start(score(finished))
     return found

@@ -17,12 +17,12 @@ class Answer:
     k: int
     text: str
     tokens: int
-    """End-of-sequence included."""
+    """Number of tokens, end-of-sequence included."""
     cut_off: bool
-    """The answer reached the length limit."""
+    """True if the answer reached the length limit."""
     finish_reason: str
     reward: float
-    """0 where it could not be scored."""
+    """Reward of the answer; 0 where it could not be scored."""
     parts: dict[str, float | None]
     """Part of the reward → its value for this answer, before its weight."""
 
@@ -92,7 +92,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def usual_ks(n: int) -> tuple[int, ...]:
-    """1, 2, 4, … up to ``n``, and ``n``."""
+    """Usual values of k for pass@k: 1, 2, 4, … up to ``n``, and ``n``."""
     return tuple(sorted({2**i for i in range(n.bit_length())} | {n}))
 
 

@@ -36,7 +36,7 @@ from headway.user_code import names_a_file
 SAID_OTHERWISE = {"model.path": "MODEL", "rollout.n": "--n", "rollout.temperature": "--temperature"}
 OF_A_FILE = ("data.train", "data.sources", "data.val", "data.val_sources", "data.val_size", "data.task")
 OF_A_TASK = ("data.train", "data.sources", "data.val", "data.val_sources", "data.val_size", "data.task.name")
-"""Settings that DATA has made already."""
+"""Settings that DATA determines where it names a task."""
 OF_THE_ENGINE = (
     "name",
     "val_n",
@@ -62,7 +62,7 @@ MEANINGFUL = (
     *(f"rollout.{key}" for key in (*OF_THE_ENGINE, *FILTERS)),
     "cluster.device",
 )
-"""Settings, and sections of such, that change an evaluation, except `IDLE`."""
+"""Settings, and whole sections, that change an evaluation, except those in `IDLE`."""
 IDLE = ("data.epochs", "data.shuffle", "data.prefetch", "reward.overlong_buffer")
 """Settings within `MEANINGFUL` that belong to training alone."""
 NEVER_S = 1e9
@@ -75,12 +75,12 @@ class Job:
 
     config: Config
     held_out: bool
-    """The configuration's held-out problems are asked; else all rows of ``data.train``."""
+    """True if the configuration's held-out problems are asked; else all rows of ``data.train`` are."""
     data: str
     """The data, in words for people."""
     notes: tuple[str, ...]
     by_default: bool
-    """Neither a run nor ``--config`` says what is not given."""
+    """True if what is not given has its default, as there is neither a run nor ``--config``."""
     version: int | None = None
     """The version of the model, where a run exported it."""
     newer: int | None = None
@@ -183,7 +183,7 @@ def _tasks() -> str:
 
 
 def _meaning(data: str | None) -> list[str]:
-    """DATA as settings: it takes the place of whatever data there were."""
+    """Translate DATA into settings, which take the place of whatever data there were."""
     if data is None:
         return []
     nothing_else = ["data.sources=[]", "data.val=null", "data.val_sources=[]"]
@@ -204,16 +204,16 @@ def _made_by(data: str | None) -> tuple[str, ...]:
 
 
 def _refuse(problems: Mapping[str, str]) -> None:
-    """Raise `ConfigError` with a line for each key."""
+    """Refuse settings that have ``problems``: raise `ConfigError` with a line for each key."""
     if problems:
         raise ConfigError("\n".join(f"{key}: {problems[key]}" for key in sorted(problems)))
 
 
 def _less_training(config: Config, model: str, given: frozenset[str], *, own_verifier: bool) -> Config:
-    """``config`` with the defaults of all that only trains, in one process.
+    """Return ``config`` for an evaluation in one process, with the defaults of all that only training uses.
 
-    Filters of sampling that the run trained with are not among what is left; those that are ``given`` are. The doctor
-    asks for a correction where there are filters, which is training's, and gets one.
+    Filters of sampling that the run trained with are left out, except those that are ``given``. A correction is set
+    only since the doctor asks for one where there are filters.
     """
     kept = [*OF_THE_ENGINE, *(key for key in FILTERS if any(lies_in(g, f"rollout.{key}") for g in given))]
     rollout = {key: getattr(config.rollout, key) for key in kept}

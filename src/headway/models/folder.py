@@ -89,7 +89,7 @@ def find_folder(path: str | Path) -> Path | None:
 
 
 def fingerprint(folder: Path) -> dict[str, str] | None:
-    """Tell this model's folder from another one: each file's name, and a digest of its content.
+    """Return a fingerprint that tells this model's folder from others: each file's name, and a digest of its content.
 
     Of files above ``WHOLE_BYTES``, such as weights, the size and both ends stand for the content. Files without
     influence on the model, such as a README, are left out. None where ``folder`` is no folder.
@@ -168,7 +168,7 @@ def _check_safetensors(file: Path) -> None:
 
 
 def _object(file: Path) -> dict[str, Any]:
-    """A JSON file's object."""
+    """Read the object that a JSON file holds."""
     try:
         content = json.loads(file.read_text(encoding="utf-8-sig"))
     except OSError as cause:

@@ -25,7 +25,7 @@ class LogitRule:
 
 
 PLAIN = LogitRule()
-"""Logits that are the output layer's result as it is."""
+"""Rule of a model whose logits are the output layer's result as it is."""
 
 
 def logit_rule(model_config: Any) -> LogitRule:

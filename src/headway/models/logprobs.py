@@ -18,15 +18,15 @@ from torch import Tensor
 from headway.models.logits import PLAIN, LogitRule
 
 CPU_ELEMENTS = 16_777_216
-"""Logits of a chunk on a CPU: 64 MiB in float32. More is no faster there, see docs/benchmarks.md."""
+"""Number of logits in a chunk on a CPU: 64 MiB in float32. More is no faster there, see docs/benchmarks.md."""
 GPU_SHARE = 32
 """Divisor of a GPU's memory that a chunk's logits may take; about three such matrices are held at once."""
 MOST_TOKENS = 4096
-"""Most tokens of a chunk: more make no matrix product of a GPU faster."""
+"""Largest number of tokens in a chunk: more make no matrix product of a GPU faster."""
 
 
 def default_chunk_tokens(vocabulary: int, device: torch.device) -> int:
-    """Tokens of a chunk whose [chunk × vocabulary] float32 logits suit the device.
+    """Number of tokens in a chunk whose [chunk × vocabulary] float32 logits suit the device.
 
     It depends on the device's whole memory and not on what is free, so that equal devices compute equal chunks.
     """

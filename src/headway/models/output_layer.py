@@ -29,7 +29,7 @@ _MAGNITUDES = (0.1, 1.0, 3.0, 10.0, 100.0)
 
 
 def apply_rule(output: Tensor, rule: LogitRule) -> Tensor:
-    """Compute logits from what the output layer gives, any shape, in its dtype."""
+    """Compute logits from the output layer's result, of any shape, in its dtype."""
     scaled = output * rule.scale
     return scaled if rule.cap is None else torch.tanh(scaled / rule.cap) * rule.cap
 
@@ -71,7 +71,7 @@ def _family(lm: PreTrainedModel) -> str:
 
 
 def _close(actual: Tensor, expected: Tensor) -> bool:
-    """Tell equality but for rounding in the dtype of ``expected``: that of sums as large as its largest value."""
+    """Tell whether both are equal but for rounding in ``expected``'s dtype, in sums as large as its largest value."""
     if actual.shape != expected.shape:
         return False
     exact = expected.dtype in (torch.float32, torch.float64)
@@ -123,7 +123,7 @@ class _States(BaseModelOutputWithPast):
 
 @contextmanager
 def _replaced(lm: PreTrainedModel, head: nn.Linear, states: _States) -> Iterator[list[_States]]:
-    """``lm`` with another output layer, and a decoder that gives ``states`` whatever it is asked; noted in the list."""
+    """Context in which ``lm`` has another output layer, and a decoder that returns ``states``; calls are listed."""
     before, decoder = lm.get_output_embeddings(), lm.base_model
     calls: list[_States] = []
 

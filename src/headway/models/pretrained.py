@@ -12,7 +12,6 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -22,12 +21,12 @@ from transformers.utils import logging
 
 from headway.config.schema import Config
 from headway.errors import ModelError, boundary
-from headway.models.folder import find_folder
+from headway.models.tokenizer import check_folder, expanded
 
 DECODERS_ALWAYS = ("gpt_neox", "gpt_neox_japanese")
 """Model types that are decoders although their config's ``is_decoder`` is false."""
 LOADING = threading.Lock()
-"""Held while a model is loaded: roles of one process load theirs one after the other."""
+"""Lock held while a model is loaded: roles of one process load theirs one after the other."""
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
@@ -63,7 +62,7 @@ def load_model(
     # from_pretrained patches global state while it works, so that two loads at once corrupt each other.
     with LOADING, boundary(doing, ModelError), without_progress_bars(), _without_reports():
         model, info = AutoModelForCausalLM.from_pretrained(
-            _expanded(path),
+            expanded(path),
             config=config,
             dtype=dtype,
             attn_implementation=attn_implementation or attention(config),
@@ -90,15 +89,15 @@ def load_model(
 
 def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
     """The model's configuration. Raises `ModelError` when there is none, or it is not that of a causal LM."""
-    _check_folder(path)
+    check_folder(path)
     what = (
         "the model's configuration, config.json"
-        if Path(_expanded(path)).is_dir()
+        if Path(expanded(path)).is_dir()
         else "it from the hub, and no folder has that name"
     )
     try:
         with boundary(f"{path}: cannot read {what}", ModelError):
-            config = AutoConfig.from_pretrained(_expanded(path), trust_remote_code=trust_remote_code)
+            config = AutoConfig.from_pretrained(expanded(path), trust_remote_code=trust_remote_code)
     except ModelError as error:
         if trust_remote_code or "trust_remote_code" not in str(error.__cause__):
             raise
@@ -129,36 +128,10 @@ def attention(model_config: Any) -> str | None:
     return None if capped is None else "eager"
 
 
-def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Open the tokenizer at ``path``. Without a padding token it pads with end-of-sequence.
-
-    Raises:
-        ModelError: no tokenizer there, or one without an end-of-sequence token.
-    """
-    _check_folder(path)
-    with boundary(f"{path}: cannot open the tokenizer (a folder needs tokenizer.json or its parts)", ModelError):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            _expanded(path), trust_remote_code=trust_remote_code
-        )
-    files = set(tokenizer.vocab_files_names.values())
-    folder = Path(_expanded(path))
-    if folder.is_dir() and files and not any((folder / name).is_file() for name in files):
-        # transformers makes an empty tokenizer of the model's kind instead of failing
-        raise ModelError(f"{path}: the folder has no tokenizer; give one of {', '.join(sorted(files))}")
-    if tokenizer.eos_token_id is None:
-        raise ModelError(
-            f"{path}: the tokenizer has no end-of-sequence token, so no answer could ever end; set eos_token in "
-            "tokenizer_config.json"
-        )
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
-
-
 def stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Every token that ends an answer, ascending: those of the folder's generation config, and the tokenizer's own."""
     try:
-        declared = GenerationConfig.from_pretrained(_expanded(path)).eos_token_id
+        declared = GenerationConfig.from_pretrained(expanded(path)).eos_token_id
     except OSError:  # the file is optional
         declared = None
     ids = {tokenizer.eos_token_id}
@@ -168,7 +141,7 @@ def stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> tupl
 
 @contextmanager
 def _without_reports() -> Iterator[None]:
-    """Keep transformers' tables of what it did not find silent: `load_model` says it in one message."""
+    """Silence transformers' tables of what it did not find: `load_model` says it in one message."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -187,14 +160,3 @@ def without_progress_bars() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-def _check_folder(path: str | Path) -> None:
-    """Check a path: one that is there must be a model's folder, another may be a name on the hub (``owner/name``)."""
-    folder = find_folder(path)
-    if folder is not None and not (folder / "config.json").is_file():
-        raise ModelError(f"{path}: the folder has no config.json; give a Hugging Face model folder")
-
-
-def _expanded(path: str | Path) -> str:
-    return str(Path(path).expanduser()) if str(path).startswith("~") else str(path)

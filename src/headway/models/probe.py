@@ -18,7 +18,7 @@ from headway.data.collate import Row
 
 PROBE_SEQUENCES = 4
 PROBE_PREFILL = 4
-"""Tokens of each sequence that are given: its prompt."""
+"""Number of tokens of each sequence that are given: its prompt."""
 PROBE_SCORED = 2
 """Number of last tokens of each sequence whose log-probs are compared."""
 

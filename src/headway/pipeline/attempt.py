@@ -1,4 +1,4 @@
-"""One attempt to bring a version to some receivers: what everybody answered, and what follows from that.
+"""Attempt to bring a version to some receivers: what everybody answered, and what follows from that.
 
     somebody is gone                     ▶ lost; once more for the others, whose failures were its doing
     several are silent, trainer included ▶ one by one: in a collective, one that does not come keeps all others waiting
@@ -20,11 +20,11 @@ from headway.pipeline.receiver import Gone, Receiver
 
 @dataclass(frozen=True, slots=True)
 class Audience:
-    """The receivers that one attempt is for."""
+    """Receivers that one attempt is for."""
 
     receivers: Sequence[Receiver]
     failures: int = 0
-    """Attempts in a row, for just these, that failed before."""
+    """Number of earlier attempts in a row, for just these receivers, that failed."""
 
     def still_there(self) -> Audience:
         return Audience([receiver for receiver in self.receivers if not receiver.is_gone], self.failures)
@@ -32,16 +32,16 @@ class Audience:
 
 @dataclass(slots=True)
 class Attempt:
-    """An attempt, and who answered what; whoever is missing is silent."""
+    """Attempt to send a version, and who answered what; a receiver that did not answer is silent."""
 
     version: int
     audience: Audience
     timeout_s: float
     began: float = 0.0
-    """The time at which sending began."""
+    """Time on the event clock at which sending began."""
     sent: SendReport | UpdateFailed | None = None
     received: dict[str, ReceiveReport | UpdateFailed | Gone] = field(default_factory=dict)
-    """Answers by receiver."""
+    """Answers by the receiver's name; silent receivers are missing."""
 
     @property
     def gone(self) -> list[Gone]:
@@ -53,13 +53,13 @@ class Attempt:
 
     @property
     def failed(self) -> dict[str, UpdateFailed]:
-        """Receiver → its error; a receiver that holds something else than what was sent has failed too."""
+        """Map from a receiver's name to its error; one that holds something else than what was sent has failed, too."""
         errors = {name: self._error(name, answer) for name, answer in self.received.items()}
         return {name: error for name, error in errors.items() if error is not None}
 
     @property
     def holding(self) -> dict[Receiver, ReceiveReport]:
-        """The receivers that have the version, complete and equal to what was sent."""
+        """Receivers that have the version, complete and equal to what was sent, with their reports."""
         if not isinstance(self.sent, SendReport):
             return {}
         answers = ((receiver, self.received.get(receiver.name)) for receiver in self.audience.receivers)
@@ -90,7 +90,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The consequences of an attempt. Whoever holds the version (`Attempt.holding`) and is in none of these is done."""
+    """Consequences of an attempt. A receiver that holds the version (`Attempt.holding`) and is not listed is done."""
 
     lost: Sequence[Gone] = ()
     again: Sequence[Audience] = ()

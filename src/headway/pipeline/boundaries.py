@@ -1,4 +1,4 @@
-"""The boundaries between versions: what a checkpoint of each would hold, and saving it.
+"""Boundaries between versions: what a checkpoint of each would hold, and saving it.
 
     ActorTrain consumed all of version k−1 ──reached(k)──▶ taken ──save(k)──▶ checkpoint, once k is published
 
@@ -20,21 +20,21 @@ from headway.pipeline.state import now
 
 
 class Boundaries:
-    """The version boundaries of one run, and the checkpoints of some of them."""
+    """Version boundaries of one run, and the checkpoints of some of them."""
 
     def __init__(self, driver: DriverState, trainer: TrainEngine, checkpoints: Path) -> None:
         self._driver = driver
         self._trainer = trainer
         self._checkpoints = checkpoints
         self._taken: Taken | None = None
-        """The driver's state at the last boundary."""
+        """Driver's state at the last boundary."""
         self._saved: int | None = None
-        """The version of the newest checkpoint."""
+        """Version of the newest checkpoint."""
 
     def reached(self, version: int, trainer: Mapping[str, Any]) -> None:
-        """Take the state of the boundary to ``version``: all before it is consumed, and nothing of it has begun.
+        """Take the state at the boundary to ``version``: all before it is consumed, and nothing of it has begun.
 
-        ``trainer``: `ActorTrain.counters` there. Raises `LedgerImbalance`.
+        ``trainer``: what `ActorTrain.counters` returned there. Raises `LedgerImbalance`.
         """
         run = self._driver.run
         run.check_balance()
@@ -42,14 +42,14 @@ class Boundaries:
         run.emit(VersionReached(time=now(), version=version, groups=run.ledger.counts()))
 
     def restore(self, taken: Taken) -> None:
-        """Go on at the boundary of a checkpoint, which is known to be saved. Raises `DataError` for other data."""
+        """Begin at the boundary of a checkpoint, which is known to be saved. Raises `DataError` for other data."""
         self._driver.restore(taken)
         self._saved = self._driver.run.version
 
     async def save(self, version: int) -> None:
-        """Save all that a resumed run needs: the last boundary, and models that were not trained since.
+        """Save all that a resumed run needs: the state at the last boundary, and the models, not trained since.
 
-        Does nothing where that is saved. Raises `RunError` when it cannot be written.
+        Does nothing where that is saved already. Raises `RunError` when it cannot be written.
         """
         run, critic = self._driver.run, self._driver.critic
         run.check_balance()

@@ -1,4 +1,4 @@
-"""The channel between two stages: an ordered hand-over that either side may close.
+"""Channel between two stages: an ordered hand-over that either side may close.
 
 It has no capacity. Admission (`headway.pipeline.staleness`) bounds how many groups exist at all, so a channel can hold
 no more than that; a second bound here could only deadlock against the order of consumption.
@@ -15,8 +15,8 @@ T = TypeVar("T")
 
 
 class Channel(Generic[T]):
-    """First in, first out. ``get`` gives None once the producer closed and all is taken; ``send`` gives False once the
-    consumer closed.
+    """Queue of items, first in, first out. ``get`` gives None once the producer closed and all is taken; ``send`` gives
+    False once the consumer closed.
     """
 
     def __init__(self, name: str) -> None:
@@ -43,16 +43,16 @@ class Channel(Generic[T]):
         return self._items.popleft() if self._items else None
 
     def take_waiting(self) -> list[T]:
-        """Everything that is there right now, without waiting."""
+        """Take and return all items that are there right now, without waiting."""
         items = list(self._items)
         self._items.clear()
         return items
 
     def close(self) -> None:
-        """The producer is done: what was sent can still be taken."""
+        """Close the producer's end: no more will be sent. Items sent before can still be taken."""
         self._producer_closed = True
         self._signal.changed()
 
     def close_consumer(self) -> None:
-        """Refuse further sends, as the consumer is done."""
+        """Close the consumer's end: further sends are refused."""
         self._consumer_closed = True

@@ -1,9 +1,9 @@
-"""The critic's turns: values of a fetch, then its training on them, fetch after fetch.
+"""Critic's turns: values of a fetch, then its training on them, fetch after fetch.
 
     values (f) ──▶ advantages, returns ──▶ train (f) ──▶ values (f + 1)
 
-On ranks of its own the critic works beside the trainer. The order is the same all the same: which critic a value comes
-from does not depend on who was faster.
+On ranks of its own the critic works beside the trainer. The order stays the same: which critic a value comes from does
+not depend on which of them was faster.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Critic:
         max_nonfinite_steps: int,
         mask_cut_off: bool = False,
     ) -> None:
-        """``mini_batch_size``: groups of one optimizer step; ``epochs``: passes over each fetch;
-        ``mask_cut_off``: answers that did not end by themselves are in no loss.
+        """Create the critic. ``mini_batch_size``: groups per optimizer step; ``epochs``: passes over each fetch;
+        ``mask_cut_off``: leave answers that did not end by themselves out of the loss.
         """
         self._engine = engine
         self._emit = emit
@@ -44,23 +44,23 @@ class Critic:
         self._skipped = SkippedSteps("critic.optim.lr", max_nonfinite_steps)
         self._steps = 0
         self._handed = self._trained = 0
-        """Fetches that were handed to the critic, and fetches that it was trained on."""
+        """Number of fetches handed to the critic, and number of those that it was trained on."""
         self._changed = Signal()
         self._ranks = asyncio.Lock()
-        """Held while the ranks work: values and checkpoints are requested by different stages."""
+        """Lock held while the critic's ranks work: different stages request values and checkpoints."""
 
     async def add_values(self, fetch: Fetch) -> None:
-        """Set the ``values`` of the fetch, once the critic was trained on all before it."""
+        """Set the ``values`` column of ``fetch``, once the critic was trained on all fetches before it."""
         await self._changed.until(lambda: self._trained == fetch.index)
         async with self._ranks:
             fetch.add(ColumnName.VALUES, await self._engine.forward_values(fetch.samples()))
 
     def hand(self, fetch: Fetch) -> None:
-        """``fetch`` has its returns, and will be trained on."""
+        """Announce that ``fetch`` has its returns and will be trained on."""
         self._handed = fetch.index + 1
 
     async def train(self, fetch: Fetch) -> None:
-        """Optimizer steps towards the fetch's ``returns``. Raises `NonFinite` after too many skipped ones in a row."""
+        """Make optimizer steps towards the fetch's ``returns``. Raises `NonFinite` after too many skips in a row."""
         size, groups = self._mini_batch_size, fetch.groups
         for _ in range(self._epochs):
             for mini_batch in (groups[i : i + size] for i in range(0, len(groups), size)):
@@ -91,7 +91,7 @@ class Critic:
         ]
 
     def state(self) -> dict[str, Any]:
-        """The critic's part of a checkpoint, once it was trained on all that the trainer was."""
+        """Return the critic's part of a checkpoint, once it was trained on all fetches that the trainer was."""
         return {"steps": self._steps, "skipped_in_row": self._skipped.state()}
 
     def restore(self, state: Mapping[str, Any], fetches: int) -> None:
@@ -101,7 +101,7 @@ class Critic:
         self._handed = self._trained = fetches
 
     async def save(self, path: Path) -> None:
-        """A checkpoint, once it was trained on all that the trainer was."""
+        """Save the critic's checkpoint, once it was trained on all fetches that the trainer was."""
         await self._changed.until(lambda: self._trained == self._handed)
         async with self._ranks:
             await self._engine.save(path)

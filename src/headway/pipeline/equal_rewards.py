@@ -14,24 +14,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 VERSIONS = 4
-"""Versions of whose groups the share is taken, without a filter."""
+"""Number of versions whose groups are looked at, where no filter drops groups with equal rewards."""
 USUAL, DEVIATIONS = 0.7, 2.6
-"""Late in a run 70% of the groups may well have equal rewards. A share that is so many standard deviations above that
-is no accident of a small window: it occurs by chance once in 200 windows."""
+"""Usual share of groups with equal rewards late in a run, and the number of standard deviations by which a window's
+share must exceed it: that occurs by chance once in 200 windows."""
 MOST_OF_THEM = 0.75
-"""The share of the groups with equal rewards that has to have the same one for the advice to be about that one."""
+"""Share of the groups with equal rewards from which on one common reward decides the advice."""
 SHOWN = 3
-"""Different rewards, or reasons, that a warning counts."""
+"""Number of different rewards, or reasons, that a warning lists with their counts."""
 
 FILTERED_FROM = 0.8
 """Share of groups without variance from which on the user is warned: at 0.8 one group of five teaches something."""
 MUCH_WORSE, LONGER = 4, 8
-"""Factors from which on the warning is given again: when 4 times fewer groups pass the filter, of 8 times as many:
-where few of few groups pass, it is soon chance that fewer do."""
+"""Factors from which on the warning of filtered groups is given again: 4 times fewer groups pass the filter, out of 8
+times as many. Among few groups, fewer could pass by chance."""
 WINDOW_VERSIONS, LEAST_WINDOW, LONGEST_WINDOW = 2, 128, 2**14
-"""The share is that of as many groups as two versions train, at least of 128: where 70% are filtered, as is usual late
-in a run, 128 groups reach the limit by chance once in 200 times, and 64 once in 33. A window that grew for ever would
-hold the whole run."""
+"""Window of the share of filtered groups: as many as two versions train, at least 128, and a limit on how far it grows.
+Where 70% are filtered, as is usual late in a run, 128 groups reach the limit by chance once in 200 times, 64 groups
+once in 33. A window that grew for ever would hold the whole run."""
 
 TOO_HARD = "The task is too hard for the model: take easier prompts, a larger rollout.n, or reward parts of it"
 TOO_EASY = "The task is too easy for the model: take harder prompts, or end the run, which has little left to learn"
@@ -43,23 +43,23 @@ class EqualRewards:
     """Warns once, when nothing can be learned from nearly all groups of the last `VERSIONS` versions."""
 
     def __init__(self, groups_per_version: int, *, within_groups: bool) -> None:
-        """``within_groups``: an answer is compared with the others of its group alone, so a group without variance
-        teaches nothing. False: with those of other groups, too, so such groups must have the same reward as well.
+        """Watch groups. ``within_groups``: an answer is compared within its group alone, so a group without variance
+        teaches nothing. False: with those of other groups, too, so such groups must also have the same reward.
         """
         self.window = VERSIONS * groups_per_version
         self.limit = fewest(self.window)
-        """Groups of the window that are enough for a warning."""
+        """Number of groups with equal rewards in a window that is enough for a warning."""
         self._within_groups = within_groups
         self._groups: deque[float | None] = deque()
-        """The common reward of each of the last groups; None for a group whose answers have different ones."""
+        """Common reward of each of the last groups; None for a group whose answers have different ones."""
         self._equal: Counter[float] = Counter()
-        """Reward → groups without variance that had it."""
+        """Number of groups without variance in the window, by their reward."""
         self._range: tuple[float, float] | None = None
-        """The lowest and highest reward that were seen."""
+        """Lowest and highest reward seen so far; None before the first."""
         self._warned = False
 
     def look(self, rewards: NDArray[np.float32]) -> str | None:
-        """The warning, when ``rewards`` [n] (a baseline's among them) are those of the group that was one too many."""
+        """Count a group by its ``rewards`` [n], a baseline's among them. Returns a warning if that makes it due."""
         if self._warned:
             return None
         low, high = float(rewards.min()), float(rewards.max())
@@ -93,13 +93,13 @@ class EqualRewards:
 
 
 def fewest(window: int) -> int:
-    """Groups with equal rewards, of so many, that are more than what is usual and than what chance makes of it."""
+    """Return how many of ``window`` groups with equal rewards are more than the usual share and chance explain."""
     by_chance = USUAL + DEVIATIONS * sqrt(USUAL * (1 - USUAL) / window)
     return ceil(window * min(max(FILTERED_FROM, by_chance), 1.0))
 
 
 def _advice_on_equal(alike: Counter[float], low: float, high: float) -> str:
-    """``alike`` counts groups by the one reward of their answers; all rewards of the run were in [low, high]."""
+    """Return advice. ``alike`` counts groups of equal rewards by their reward; all rewards were in [low, high]."""
     (value, times), *_ = alike.most_common(1)
     if low == high:
         return (
@@ -120,27 +120,27 @@ def _advice_on_equal(alike: Counter[float], low: float, high: float) -> str:
 class FilteredGroups:
     """Warns when nearly all groups are filtered: what is generated is hardly trained on, and versions take for ever.
 
-    It looks at the last ``max(2·B, 128)`` groups, and after each warning at new ones alone, eight times as many,
-    up to `LONGEST_WINDOW`.
+    Looks at the last ``max(2·B, 128)`` groups, and after each warning at new ones alone, eight times as many, up to
+    `LONGEST_WINDOW`.
     """
 
     def __init__(self, groups_per_version: int) -> None:
         self.window = max(WINDOW_VERSIONS * groups_per_version, LEAST_WINDOW)
         self._groups: deque[tuple[str | None, float]] = deque()
-        """(why it was filtered, mean reward) of the last ones since the last warning."""
+        """Pairs (reason for filtering or None, mean reward) of the last groups since the last warning."""
         self._reasons: Counter[str] = Counter()
-        """Reasons for which groups were filtered, with their counts."""
+        """Number of filtered groups in the window, by reason."""
         self._sum = 0.0
-        """Sum of the groups' mean rewards."""
+        """Sum of the mean rewards of the window's groups."""
         self._best: float | None = None
-        """The highest mean reward of a window that was not filtered so far."""
+        """Highest mean reward of a window in which most groups passed the filter; None before the first."""
         self._range: tuple[float, float] | None = None
-        """The lowest and highest reward that were seen."""
+        """Lowest and highest reward seen so far; None before the first."""
         self._told: float | None = None
-        """The share that passed the filter at the last warning; None before the first."""
+        """Share of the groups that passed the filter at the last warning; None before the first."""
 
     def look(self, rewards: NDArray[np.float32], reason: str | None) -> str | None:
-        """The warning, when there is one to give after a group with ``rewards`` [n], filtered for ``reason``."""
+        """Count a group with ``rewards`` [n], filtered for ``reason`` if any. Returns a warning if one is due."""
         mean = float(rewards.mean(dtype=np.float64))
         self._see(reason, mean)
         low, high = float(rewards.min()), float(rewards.max())
@@ -187,7 +187,7 @@ class FilteredGroups:
 
 
 def _advice(mean: float, best: float | None, low: float, high: float) -> str:
-    """``mean`` is the reward of the last groups, ``best`` that of the best ones before; all were in [low, high]."""
+    """Return advice. ``mean``: the last groups' reward; ``best``: the best window's before; all were in [low, high]."""
     if best is not None and mean - low < (best - low) / 2:
         return (
             f"The mean reward was {best:.3g}, and is {mean:.3g}: what the model had learned is lost. Stop the run, and "

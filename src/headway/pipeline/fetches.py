@@ -21,32 +21,32 @@ from headway.pipeline.state import RunState
 
 @dataclass(slots=True)
 class Fetch:
-    """``groups`` is shorter than a fetch is, or empty, when the data gave out."""
+    """Groups that the trainer takes from the queue at once. Fewer than usual, or none, when the data has ended."""
 
     index: int
-    """Counts from 0."""
+    """Number of the fetch in the run, counted from 0."""
     version: int
-    """The trainer's version when it trains on the fetch."""
+    """Version of the trainer when it trains on the fetch."""
     groups: list[Group]
 
     def samples(self, columns: Collection[str] = ()) -> list[Sample]:
-        """All trajectories, in order."""
+        """Return a sample for each trajectory of the fetch, in order, with these ``columns``."""
         return [sample for group in self.groups for sample in group.samples(columns)]
 
     def add(self, name: str, columns: Iterable[Column]) -> None:
-        """Set a column of every trajectory, in order."""
+        """Set the column ``name`` of every trajectory of the fetch, in order."""
         add_column(self.groups, name, columns)
 
 
 def add_column(groups: Sequence[Group], name: str, columns: Iterable[Column]) -> None:
-    """Set the column ``name`` of every trajectory of the groups, in order."""
+    """Set the column ``name`` of every trajectory of ``groups``, in order."""
     following = iter(columns)
     for group in groups:
         group.columns[name] = tuple(next(following) for _ in group.trajectories)
 
 
 def outcomes(groups: Sequence[Group]) -> Outcomes:
-    """The outcomes that advantages are computed from, beside tokens. Every group has its rewards."""
+    """Return what advantages are computed from, beside tokens. Every group must have its rewards."""
     trajectories = [t for group in groups for t in group.trajectories]
     baselines = [group.baseline for group in groups for _ in group.trajectories if group.baseline is not None]
     return Outcomes(
@@ -60,14 +60,14 @@ def outcomes(groups: Sequence[Group]) -> Outcomes:
 
 class FetchSource(Protocol):
     async def get(self) -> Fetch | None:
-        """The next fetch, or None when there will be none."""
+        """Return the next fetch, or None when there will be none."""
 
 
 class Fetches:
-    """Takes fetches from the message queue."""
+    """Source of fetches that takes them from the message queue."""
 
     def __init__(self, state: RunState, size: int, *, fill_first: bool = False) -> None:
-        """``size``: groups of one. ``fill_first``: the first one waits for all that may run ahead."""
+        """Take fetches of ``size`` groups. ``fill_first``: the first one waits for all groups that may run ahead."""
         self._state = state
         self._size = size
         self._count = 0
@@ -76,11 +76,11 @@ class Fetches:
 
     @property
     def taken(self) -> int:
-        """Fetches; for the checkpoint."""
+        """Number of fetches that were taken, for the checkpoint."""
         return self._count
 
     def restore(self, taken: int) -> None:
-        """Go on counting after so many. The queue is empty, and filled first where it was at the start."""
+        """Continue the count of fetches after ``taken``. The queue is empty then; `fill_first` applies again."""
         self._count = taken
 
     async def get(self) -> Fetch | None:

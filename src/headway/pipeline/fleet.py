@@ -1,32 +1,31 @@
-"""The rollout replicas of a run: who serves, who waits to join, and what happens when one is gone.
+"""Rollout replicas of a run: who serves, who waits to join, and what happens when one is gone.
 
-    join() ──▶ JOINING ──serve(version)──▶ SERVING ──lose()──▶ gone; its groups are dropped and their prompts run again
+    join() ──▶ JOINING ──serve(version)──▶ SERVING ──lose()──▶ gone; keepers ask its calls again of others
 
-A replica serves nothing before it has loaded the current version. It is gone when it died, and when it was fenced off:
-it did not answer, or keeps failing, and nothing that it still does counts. While at least one other serves, that is not
-the run's end: the run ends with the last one. Other receivers of the policy cannot be replaced.
+A replica serves nothing before it has loaded the current version. It is gone when it died, or was fenced off: it did
+not answer, or keeps failing, and nothing that it still does counts. While another one serves, that does not end the
+run: the run ends with the last one. Other receivers of the policy cannot be replaced.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
-from headway.errors import WorkerDied
+from headway.concurrently import concurrently
+from headway.errors import HeadwayError, NonFinite, RunError
 from headway.events import ReplicaJoined, ReplicaLost
-from headway.interfaces import FinishedGroup, GenerateRequest, PolicyReceiver, RolloutEngine
+from headway.interfaces import PolicyReceiver, RolloutEngine
 from headway.pipeline.channel import Channel
-from headway.pipeline.concurrently import concurrently
 from headway.pipeline.receiver import Gone, Receiver, Replica
-from headway.pipeline.router import Router
 from headway.pipeline.state import RunState, now
 
 
 class FleetListener(Protocol):
-    """An object that has to know which replicas serve; called in the same step in which that changes."""
+    """Object that has to know which replicas serve; called in the same step in which that changes."""
 
-    def joined(self, replica: str) -> None:
-        """``replica`` serves from now on. Also called for each one that is there at the start."""
+    def joined(self, replica: RolloutEngine) -> None:
+        """Called when ``replica`` begins to serve, and for each one that serves at the start."""
 
     def left(self, replica: str) -> None:
         """Called when ``replica`` no longer serves, while others still do."""
@@ -38,59 +37,56 @@ class Fleet:
         replicas: Sequence[RolloutEngine],
         others: Sequence[PolicyReceiver],
         state: RunState,
-        router: Router,
         *,
         listeners: Sequence[FleetListener] = (),
         timeout_s: float,
     ) -> None:
-        """``others`` hold a copy of the policy and generate nothing. Quick answers may take ``timeout_s``."""
+        """Create the fleet. ``others`` hold the policy and generate nothing. Quick answers may take ``timeout_s``."""
         self.lost: Channel[str] = Channel("lost replicas")
-        """Names of replicas that are gone while others serve, for whoever starts new ones in their place."""
+        """Names of replicas that are gone while others serve, for whoever starts replacements."""
         self._listeners = listeners
         self._state = state
-        self._router = router
         self._timeout_s = timeout_s
         self._serving = {engine.name: Replica(engine, timeout_s) for engine in replicas}
         for engine in replicas:
-            router.add(engine.name)
-            self._tell_joined(engine.name)
+            self._tell_joined(engine)
         self._others = [Receiver(other, timeout_s) for other in others]
         self._joining: dict[str, Replica] = {}
         self._gone: set[str] = set()
 
     @property
     def serving(self) -> list[Replica]:
-        """The serving replicas, in the order in which they came."""
+        """Serving replicas, in the order in which they began to serve."""
         return list(self._serving.values())
 
     @property
     def replicas(self) -> list[Replica]:
-        """All replicas: those that serve, and those that joined and wait for their first version."""
+        """Replicas that serve, and those that joined and wait for their first version."""
         return [*self._serving.values(), *self._joining.values()]
 
     @property
     def receivers(self) -> list[Receiver]:
-        """The receivers of the next version."""
+        """Receivers of the next version: all replicas, and the others that hold a copy of the policy."""
         return [*self.replicas, *self._others]
 
     def others_serve(self, version: int) -> bool:
-        """All that hold the policy and generate nothing have loaded ``version``."""
+        """Tell whether all receivers that generate nothing have loaded ``version``."""
         return all(other.version == version for other in self._others)
 
     @property
     def validator(self) -> Replica:
-        """The replica that validates."""
+        """Replica that runs the validations."""
         return next(iter(self._serving.values()))
 
     def __getitem__(self, name: str) -> Replica:
-        """The serving replica with this name. Raises `KeyError` if there is none."""
+        """Return the serving replica with this name. Raises `KeyError` if there is none."""
         return self._serving[name]
 
     def serves(self, replica: Replica) -> bool:
         return replica.name in self._serving
 
     def join(self, engine: RolloutEngine) -> Replica:
-        """A replica that was not there at the start; it serves from the next update on."""
+        """Add a replica that was not there at the start; it serves from the next update on."""
         name = engine.name
         if name in self._gone or any(name == receiver.name for receiver in self.receivers):
             raise ValueError(f"a replica named {name!r} is or was part of this run; give it a name of its own")
@@ -98,37 +94,27 @@ class Fleet:
         return self._joining[name]
 
     def serve(self, replica: Replica, version: int) -> None:
-        """``replica`` has loaded ``version``. A late one that was overtaken meanwhile waits for the next version.
+        """Note that ``replica`` has loaded ``version``. A late one that was overtaken waits for the next version.
 
         The oldest version served must never go back: groups were admitted under it.
         """
         joins = replica.name in self._joining and version >= self._state.staleness.served_version
         if joins:
             self._serving[replica.name] = self._joining.pop(replica.name)
-            self._router.add(replica.name)
         elif not self.serves(replica):
             return
         self._state.load(replica.name, version)
         if joins:
             self._state.emit(ReplicaJoined(time=now(), replica=replica.name, version=version, slots=replica.slots))
-            self._tell_joined(replica.name)
+            self._tell_joined(replica.engine)
 
     def serve_other(self, receiver: Receiver, version: int) -> None:
-        """``receiver``, which generates nothing, has loaded ``version``."""
+        """Note that ``receiver``, which generates nothing, has loaded ``version``."""
         receiver.version = version
         self._state.changed.changed()
 
-    async def generate(self, replica: Replica, requests: Sequence[GenerateRequest]) -> AsyncIterator[FinishedGroup]:
-        """`RolloutEngine.generate`, which ends early, and raises nothing, when the replica is gone and others go on."""
-        try:
-            async for finished in replica.generate(requests):
-                self._router.finished(replica.name, finished)
-                yield finished
-        except Gone as gone:
-            await self.lose(gone)
-
     async def lose(self, gone: Gone) -> None:
-        """Go on without it. Raises why it is gone when that cannot be: it was the last to serve, or is no replica."""
+        """Forget a lost receiver. Raises the error of its loss for the last serving replica, or another receiver."""
         replica = gone.receiver
         replica.leave(gone.why)
         if not isinstance(replica, Replica):
@@ -144,39 +130,27 @@ class Fleet:
             raise gone.why  # and it stays: whoever asks it next learns that it is gone, not of an empty fleet
         del self._serving[replica.name]
         self._state.unload(replica.name)
-        lost = self._router.forget(replica.name)
-        what = "died" if isinstance(gone.why, WorkerDied) else "was fenced off"
-        for number in lost:
-            self._state.run_again(number, f"{replica.name} {what}")
         for listener in self._listeners:
             listener.left(replica.name)
         await self.lost.send(replica.name)
-        await self.abort(lost)  # what other replicas generate of a split group is of no use
 
-    async def abort(self, numbers: Sequence[int]) -> None:
-        """End these groups wherever they are being generated."""
-        if numbers:
-            await concurrently(self._abort_at(replica, numbers) for replica in self.serving)
+    async def failed(self, replica: str, error: HeadwayError) -> None:
+        """Forget a replica whose calls ended with ``error``. Raises what is no fault of the replica's."""
+        if isinstance(error, NonFinite) or not isinstance(error, RunError):
+            raise error
+        if replica in self._serving:
+            await self.lose(Gone(self._serving[replica], error))
 
-    async def drop_older_than(self, version: int) -> None:
-        """End the groups that are being generated and have a token of an older version."""
-        older = await concurrently(self._older_at(replica, version) for replica in self.serving)
-        if len(self._serving) > 1:  # other parts of split groups
-            await self.abort(sorted({number for found in older for number in found}))
+    async def abort_older_than(self, version: int) -> None:
+        """Abort the calls that replicas are serving and that have a token of an older version than ``version``."""
+        await concurrently(self._abort_older_at(replica, version) for replica in self.serving)
 
-    def _tell_joined(self, replica: str) -> None:
+    def _tell_joined(self, replica: RolloutEngine) -> None:
         for listener in self._listeners:
             listener.joined(replica)
 
-    async def _abort_at(self, replica: Replica, numbers: Sequence[int]) -> None:
+    async def _abort_older_at(self, replica: Replica, version: int) -> None:
         try:
-            await replica.abort(numbers)
+            await replica.abort_older_than(version)
         except Gone as gone:
             await self.lose(gone)
-
-    async def _older_at(self, replica: Replica, version: int) -> list[int]:
-        try:
-            return await replica.abort_older_than(version)
-        except Gone as gone:
-            await self.lose(gone)
-            return []

@@ -1,4 +1,4 @@
-"""The guard: what is done when the data is too far off policy to be learned from as it is.
+"""Guard against data that is too far off policy to be learned from: what is done about it.
 
     effective sample size of a step < min_ess ──▶ warn │ tighten the trust region │ lower η │ stop
                                     ≥ min_ess ──▶ what was tightened or lowered comes back, step by step
@@ -19,46 +19,46 @@ from headway.pipeline.state import RunState, now
 
 ESS = "offpolicy/ess"
 TIGHTER = 0.5
-"""The share of the trust region that one step of tightening leaves."""
+"""Factor by which one step of tightening shrinks the trust region."""
 TIGHTEST = 0.125
-"""The share of the trust region that the last step of tightening leaves."""
+"""Smallest share of the configured trust region that tightening leaves."""
 
 
 @dataclass(frozen=True, slots=True)
 class GuardSettings:
     min_ess: float | None
-    """The smallest effective sample size; None: nothing is guarded."""
+    """Smallest effective sample size that is accepted; None: nothing is guarded."""
     action: str
-    """``warn``, ``tighten``, ``lower_eta`` or ``stop``."""
+    """Action below ``min_ess``: ``warn``, ``tighten``, ``lower_eta`` or ``stop``."""
 
 
 class Guard:
     def __init__(self, settings: GuardSettings, state: RunState, stop: Callable[[str], None]) -> None:
-        """``stop`` ends the run after this version, for a reason."""
+        """Create the guard. ``stop`` is called with a reason, and ends the run after the current version."""
         self.clip_scale = 1.0
-        """The trust region is so many times as wide as configured."""
+        """Width of the trust region, as a multiple of the configured one."""
         self._settings = settings
         self._state = state
         self._stop = stop
         self._acted_at: int | None = None
-        """The version for which the guard acted last."""
+        """Version for which the guard acted last."""
         self._version: int | None = None
-        """The version of the last step that was looked at."""
+        """Version of the last step that was looked at."""
         self._was_low = False
-        """True once the version that was looked at last has had a step with a low effective sample size."""
+        """True once a step of the version looked at last had a low effective sample size."""
 
     def state(self) -> dict[str, Any]:
-        """The guard's part of a checkpoint. The η that is admitted by is in that of `RunState`."""
+        """Return the guard's part of a checkpoint. The η that currently limits admission is in that of `RunState`."""
         return {"clip_scale": self.clip_scale, "version": self._version, "was_low": self._was_low}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`; a warning that was given before is given anew."""
+        """Restore what `state` returned; a warning that was given before is given anew."""
         if self._settings.action == "tighten":
             self.clip_scale = state["clip_scale"]
         self._version, self._was_low = state["version"], state["was_low"]
 
     def look(self, report: StepReport, version: int) -> None:
-        """Act on one optimizer step of the trainer's ``version``."""
+        """Act on the effective sample size of one optimizer step of the trainer's ``version``."""
         ess, least = report.metrics.get(ESS), self._settings.min_ess
         if ess is None or least is None or report.skipped:
             return

@@ -1,4 +1,4 @@
-"""Stopping replicas and letting them go on: for new weights, and for a trainer that shares their devices.
+"""Halting and resuming of replicas: for new weights, and for a trainer that shares their devices.
 
     halt(replica, why):  wait for its validation ▶ no new requests to it ▶ pause(policy)
     release(replica, why):  what was to be checked first ▶ resume ▶ new requests again, once nobody else halts it
@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 
 from headway.events import ReplicaHalted
-from headway.interfaces import OnUpdate
+from headway.interfaces import OnUpdate, RolloutEngine
 from headway.pipeline.receiver import Gone, Replica
 from headway.pipeline.signal import Gate
 from headway.pipeline.state import RunState, now
@@ -21,42 +21,44 @@ from headway.pipeline.state import RunState, now
 
 @dataclass(slots=True)
 class Halt:
-    """The halt of one replica, for one reason or more."""
+    """Halt of one replica, which may have several reasons."""
 
     by: list[str] = field(default_factory=list)
-    """Reasons for the halt; the replica goes on when none is left."""
+    """Reasons for the halt; the replica resumes when none is left."""
     stopped: float | None = None
-    """The time from which nothing decoded any more."""
+    """Time on the event clock from which on the replica decoded nothing; None before that."""
     interrupted: int = 0
     validation_s: float = 0.0
-    """Seconds for which the replica's validation was waited for."""
+    """Seconds for which the halt waited for the replica's validation."""
     check: Callable[[], Awaitable[object]] | None = None
-    """Must pass before the replica goes on."""
+    """Check that must pass before the replica resumes; None for no check."""
 
 
 class Halts:
-    """The replicas that are halted; a `FleetListener`, so that it knows who serves."""
+    """Halts of the replicas of a run. Also a `FleetListener`, in order to know which replicas serve."""
 
-    def __init__(self, state: RunState, policy: OnUpdate) -> None:
+    def __init__(self, state: RunState, policy: OnUpdate, route: Callable[[Collection[str]], None]) -> None:
+        """``route`` is called with the names of the replicas that take new calls, whenever those may have changed."""
         self.policy = policy
+        self._route = route
         self.gate = Gate()
-        """Shut while every serving replica is halted."""
+        """Gate that is shut while every serving replica is halted."""
         self._state = state
         self._halts: dict[str, Halt] = {}
         self._serving: dict[str, None] = {}
         self._available: dict[str, None] = {}
-        """Serving replicas that are not halted."""
+        """Names of the serving replicas that are not halted."""
         self._turns: dict[str, asyncio.Lock] = {}
 
     @property
-    def available(self) -> Collection[str]:
-        """Serving replicas that take new requests; all of them when every one is halted, since requests can wait."""
-        return self._available or self._serving
+    def serving(self) -> Collection[str]:
+        """Names of the serving replicas."""
+        return self._serving
 
-    def joined(self, replica: str) -> None:
-        self._serving[replica] = None
-        if replica not in self._halts:
-            self._available[replica] = None
+    def joined(self, replica: RolloutEngine) -> None:
+        self._serving[replica.name] = None
+        if replica.name not in self._halts:
+            self._available[replica.name] = None
         self._set_gate()
 
     def left(self, replica: str) -> None:
@@ -65,7 +67,7 @@ class Halts:
         self._set_gate()
 
     async def halt(self, replica: Replica, why: str) -> Halt:
-        """Returns what it took when nothing decodes on ``replica`` any more. Raises `Gone`."""
+        """Halt ``replica`` for the reason ``why``. Returns the halt when it decodes nothing any more. Raises `Gone`."""
         async with self._turns.setdefault(replica.name, asyncio.Lock()):
             if (halted := self._halts.get(replica.name)) is not None:
                 halted.by.append(why)
@@ -110,12 +112,13 @@ class Halts:
         )
 
     def others_halt(self, replica: Replica, why: str) -> bool:
-        """``replica`` is halted for something else than ``why``, too."""
+        """Tell whether ``replica`` is halted for another reason beside ``why``."""
         return self._halts[replica.name].by != [why]
 
     def check_before_release(self, replica: Replica, check: Callable[[], Awaitable[object]]) -> None:
-        """Have ``check`` run before ``replica`` goes on; what it raises, `release` raises."""
+        """Have ``check`` run before ``replica`` resumes; `release` raises what it raises."""
         self._halts[replica.name].check = check
 
     def _set_gate(self) -> None:
         self.gate.set(bool(self._available) or not self._serving)
+        self._route(tuple(self._available or self._serving))  # where every one is halted, calls can wait inside them

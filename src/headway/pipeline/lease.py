@@ -1,4 +1,4 @@
-"""Devices that training and generation share: who computes there.
+"""Lease of devices that training and generation share: who computes there.
 
     generate ──trainer asks, a whole fetch in hand──▶ validations end ▶ halt(policy) ▶ sleep ──▶ train
         ▲                                                                                         │
@@ -7,15 +7,15 @@
 
 A replica gives its copy of the weights up where new ones will come before it wakes, and keeps it otherwise.
 
-On devices of their own (``placement.kind: split``) nobody asks and nothing changes hands.
+With devices of their own (``placement.kind: split``) nobody asks and nothing changes hands.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 
+from headway.concurrently import concurrently
 from headway.events import LeaseChanged
-from headway.pipeline.concurrently import concurrently
 from headway.pipeline.fleet import Fleet
 from headway.pipeline.halts import Halts
 from headway.pipeline.receiver import Gone, Replica
@@ -25,17 +25,17 @@ from headway.pipeline.state import RunState, now
 
 class Lease(Protocol):
     async def to_train(self, waiting_for: WaitingFor, *, new_weights: bool) -> None:
-        """Returns when nothing else computes on the trainer's devices. Ask with complete input in hand only.
+        """Wait until nothing else computes on the trainer's devices. Call it only with complete input in hand.
 
         ``new_weights``: every replica will have loaded a new version before `to_generate` is called.
         """
 
     async def to_generate(self, waiting_for: WaitingFor) -> None:
-        """The trainer is done with them."""
+        """Give the devices back to generation."""
 
 
 class OwnDevices:
-    """Training has devices of its own."""
+    """Lease where training has devices of its own: nothing changes hands."""
 
     async def to_train(self, waiting_for: WaitingFor, *, new_weights: bool) -> None: ...
 
@@ -43,7 +43,7 @@ class OwnDevices:
 
 
 class SharedDevices:
-    """One group of devices, which generation has unless training asks for it."""
+    """Lease of one group of devices, which generation has unless training asks for it."""
 
     def __init__(self, state: RunState, fleet: Fleet, halts: Halts) -> None:
         self._state = state
@@ -62,7 +62,7 @@ class SharedDevices:
         self._state.emit(LeaseChanged(time=now(), holder="generate", asked=returned))
 
     async def _take_from(self, replica: Replica, waiting_for: WaitingFor, keep_weights: bool) -> float:
-        """Halt the replica and take its devices. Returns the seconds spent waiting for its validation."""
+        """Halt ``replica`` and take its devices. Returns the seconds spent waiting for its validation."""
         try:
             with waiting_for(f"{replica.name} to {self._halts.policy} and give the devices back"):
                 halt = await self._halts.halt(replica, "lease")

@@ -17,11 +17,11 @@ class Fate(StrEnum):
     DROPPED = "dropped"
     FAILED = "failed"
     IN_FLIGHT = "in_flight"
-    """The fate of a group that was admitted, where the run ended first."""
+    """Fate of a group that was admitted and had not ended when the run did."""
 
 
 class Ledger:
-    """Admitted groups are open until they are settled, once. Holds the prompts of the open ones."""
+    """Record of admitted groups: each is open until it is settled, once. Holds the prompts of the open ones."""
 
     def __init__(self) -> None:
         self.admitted = 0
@@ -29,7 +29,7 @@ class Ledger:
         self._fates: Counter[Fate] = Counter()
 
     def admit(self, prompt: Prompt) -> int:
-        """Returns the group's number."""
+        """Open a new group for ``prompt``. Returns the group's number."""
         number = self.admitted
         self.admitted += 1
         self._open[number] = prompt
@@ -43,7 +43,7 @@ class Ledger:
 
     @property
     def open_prompts(self) -> list[Prompt]:
-        """Prompts of open groups, by number."""
+        """Prompts of the open groups, in order of the groups' numbers."""
         return [prompt for _, prompt in sorted(self._open.items())]
 
     def settle(self, number: int, fate: Fate) -> None:
@@ -57,13 +57,13 @@ class Ledger:
         return sorted(self._open)
 
     def counts(self) -> dict[str, int]:
-        """``admitted`` and the groups of each fate, which add up to it; open ones count as ``in_flight``."""
+        """Return the numbers of ``admitted`` groups and, adding up to it, of each fate; open ones are ``in_flight``."""
         counts = {fate.value: self._fates[fate] for fate in Fate}
         counts[Fate.IN_FLIGHT.value] += len(self._open)
         return {"admitted": self.admitted, **counts}
 
     def state(self) -> dict[str, Any]:
-        """The ledger's part of a checkpoint: counts, and which rows are open."""
+        """Return the ledger's part of a checkpoint: its counts, and which rows are open."""
         return {
             "admitted": self.admitted,
             "fates": {fate.value: count for fate, count in sorted(self._fates.items())},
@@ -71,7 +71,7 @@ class Ledger:
         }
 
     def restore(self, state: Mapping[str, Any], open_prompts: Mapping[int, Prompt]) -> None:
-        """Go on from what `state` gave. ``open_prompts``: by number, the prompts of the groups that were open then."""
+        """Restore what `state` returned. ``open_prompts``: number → prompt of each group that was open then."""
         self.admitted = state["admitted"]
         self._fates = Counter({Fate(fate): count for fate, count in state["fates"].items()})
         self._open = dict(open_prompts)

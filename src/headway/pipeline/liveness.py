@@ -1,4 +1,4 @@
-"""Asking workers whether they are alive, all at once, and what follows from their answers."""
+"""Heartbeats: asking workers whether they are alive, all at once, and what follows from their answers."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from headway.concurrently import concurrently
 from headway.errors import HeadwayError, WorkerDied
-from headway.pipeline.concurrently import concurrently
 from headway.pipeline.state import now
 from headway.progress import Heartbeat, Living
 
 ANSWER_S = 30.0
-"""Seconds within which a worker answers. Its event loop has nothing else to do; a machine may be busy."""
+"""Seconds within which a worker has to answer. Its event loop has nothing else to do; a machine may be busy."""
 SHORTEST_S = 1e-3
-"""Seconds of the shortest wait for a deadline: rounding may end the one before just short of it."""
+"""Shortest wait for a deadline, in seconds. Rounding may end an earlier wait just short of its deadline."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The workers' answers at ``time``, on the event clock. None: no answer within ``within_s``."""
+    """Answers of the workers at ``time``, on the event clock. None: no answer within ``within_s``."""
 
     time: float
     within_s: float
     by_worker: dict[str, Heartbeat | None]
 
     def deadline(self, quiet_s: float, *, beyond_patience_s: float = 0.0) -> float:
-        """The time, on the event clock, at which all of the workers will have been quiet for too long.
+        """Return the time, on the event clock, at which all of the workers will have been quiet for too long.
 
-        One may be quiet for ``quiet_s``; while it works with files, for ``beyond_patience_s`` more than its own
+        A worker may be quiet for ``quiet_s``; while it works with files, for ``beyond_patience_s`` more than its own
         patience where that is longer.
         """
         beats = [beat for beat in self.by_worker.values() if beat is not None]
@@ -38,7 +38,7 @@ class Answers:
         )
 
     def __str__(self) -> str:
-        """``actor-0: train_step for 412 s (micro-batch 3 of 8), no progress for 305 s; rollout-0: idle``."""
+        """Describe all answers: ``actor-0: train_step for 412 s (micro-batch 3 of 8), …; rollout-0: idle``."""
         return "; ".join(f"{name}: {self._said(beat)}" for name, beat in self.by_worker.items())
 
     def _said(self, beat: Heartbeat | None) -> str:
@@ -48,7 +48,7 @@ class Answers:
 
 
 async def ask(workers: Sequence[Living], within_s: float = ANSWER_S) -> Answers:
-    """Every worker's heartbeat. Never raises: the death of a worker is handled and reported by supervision."""
+    """Ask all workers for their heartbeats. Never raises: supervision handles and reports the death of a worker."""
     beats = await concurrently(_ask(worker, within_s) for worker in workers)
     return Answers(now(), within_s, {worker.name: beat for worker, beat in zip(workers, beats, strict=True)})
 

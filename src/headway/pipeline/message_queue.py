@@ -1,4 +1,4 @@
-"""The queue in which finished groups wait for the trainer.
+"""Queue in which finished groups wait for the trainer.
 
     Reward (or RefLogProb) ──put──▶ [ finished groups ] ──take(n) in order──▶ ActorTrain
 
@@ -26,13 +26,13 @@ class MessageQueue:
         self.name = "MessageQueue"
         self._staleness = staleness
         self._finished: dict[int, Group] = {}
-        """Finished groups, in order of completion."""
+        """Finished groups by number, in the order of their completion."""
         self._live: dict[int, int] = {}
-        """Live groups, by number → the oldest version that any of its tokens can have."""
+        """Map from the number of a live group to the oldest version that any of its tokens can have."""
         self._admitted = 0
         self._taken = 0
         self._head = 0
-        """The oldest live group, or the next one to be admitted."""
+        """Number of the oldest live group, or of the next one to be admitted."""
         self._closed = False
         self._abandoned = False
         self._signal = Signal()
@@ -44,12 +44,12 @@ class MessageQueue:
         return number in self._finished
 
     def restore(self, admitted: int, taken: int) -> None:
-        """Go on empty, after so many groups were admitted and taken; none of them is live."""
+        """Begin with an empty queue after so many groups were ``admitted`` and ``taken``; none of them is live."""
         self._admitted = self._head = admitted
         self._taken = taken
 
     def expect(self, number: int, version: int) -> None:
-        """The group was admitted, while ``version`` was the oldest one served."""
+        """Note that group ``number`` was admitted while ``version`` was the oldest version served."""
         self._live[number] = version
         self._admitted = number + 1
 
@@ -66,16 +66,16 @@ class MessageQueue:
         return True
 
     def discard(self, number: int) -> None:
-        """The group met its end before it was taken; younger ones need not wait for it."""
+        """Remove a group that ended before it was taken; younger groups need not wait for it."""
         self._finished.pop(number, None)
         self._pass(number)
         self._signal.changed()
 
     async def take(self, count: int, version: int, drop: Callable[[Group], None]) -> list[Group]:
-        """The next ``count`` groups in the order of consumption, as they become takeable by the trainer's ``version``.
+        """Wait for the next ``count`` groups in the order of consumption that the trainer's ``version`` may train on.
 
-        ``drop`` is called with each group that is too old for it, and must `discard` it. Returns fewer only when the
-        producer closed and nothing is left; nothing at all when abandoned meanwhile.
+        ``drop`` is called with each group that is too old for that version, and must `discard` it. Returns fewer groups
+        only when the producer closed and nothing is left, and none when the queue is abandoned meanwhile.
         """
         taken: list[Group] = []
         while len(taken) < count:
@@ -96,7 +96,7 @@ class MessageQueue:
         return taken
 
     async def until_full(self) -> None:
-        """Wait until everything that may be admitted was, and is here. At once when closed or abandoned."""
+        """Wait until all groups that may be admitted are in the queue. Returns at once when closed or abandoned."""
         await self._signal.until(lambda: self._closed or self._abandoned or self._is_full)
 
     @property
@@ -104,12 +104,12 @@ class MessageQueue:
         return self._staleness.room == 0 and len(self._finished) == len(self._live)
 
     def close(self) -> None:
-        """Close the queue: nothing more will be put."""
+        """Close the queue: no more groups will be put into it."""
         self._closed = True
         self._signal.changed()
 
     def abandon(self) -> None:
-        """The trainer wants no more: whoever waits in `take` gets nothing."""
+        """Note that the trainer takes no more groups; a pending `take` returns nothing."""
         self._abandoned = True
         self._signal.changed()
 
@@ -120,7 +120,7 @@ class MessageQueue:
         return [group for number, group in self._finished.items() if self._live[number] < oldest]
 
     def _next(self, version: int) -> list[int]:
-        """Numbers that may be taken together, first choice first."""
+        """Return the numbers of the groups that may be taken together, first choice first."""
         eligible = takeable(self._finished, self._head, self._staleness.window)
         if self._staleness.max_lag is None:
             return eligible

@@ -1,4 +1,4 @@
-"""Watches a run from the side: what replicas are doing, and whether anything moves at all."""
+"""Monitoring of a run: reports what its replicas do, and ends a run in which nothing moves any more."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from headway.concurrently import concurrently
 from headway.errors import StallError
 from headway.events import Emit, Event, ReplicaActivity
 from headway.interfaces import EngineStats
-from headway.pipeline.concurrently import concurrently
 from headway.pipeline.fleet import Fleet
 from headway.pipeline.liveness import ANSWER_S, SHORTEST_S, ask
 from headway.pipeline.receiver import Gone, Replica
@@ -18,18 +18,18 @@ from headway.pipeline.state import now
 from headway.progress import Living
 
 FILE_WORK_FIRST_S = 60.0
-"""Seconds for which work with files that is stuck is left to whoever waits for it, and can say what it is."""
+"""Seconds beyond its own limit that stuck work with files is left to its caller, which can name the work."""
 
 
 class Movement:
-    """Observes when anything in a run last moved."""
+    """Observer that notes when anything in a run last moved."""
 
     def __init__(self) -> None:
         self.last = 0.0
-        """Seconds on the event clock."""
+        """Time of the last event that counts as progress, in seconds on the event clock."""
 
     def on_event(self, event: Event) -> None:
-        """Any event is progress, but for a replica that reports idleness."""
+        """Note the event's time as progress, unless the event reports a replica that was idle."""
         if not isinstance(event, ReplicaActivity) or event.generated_tokens + event.prefilled_tokens > 0:
             self.last = event.time
 
@@ -68,7 +68,7 @@ class Monitor:
         self._movement = movement
 
     async def run(self) -> None:
-        """Runs until cancelled. Raises `StallError` when nothing moved for ``stall_timeout_s``."""
+        """Report and watch until cancelled. Raises `StallError` when nothing moved for ``stall_timeout_s``."""
         self._movement.last = now()
         # Side by side: a replica that does not even answer `stats` must not keep the stall from being noticed.
         await concurrently([self._report_always(), self._end_when_stalled()])
@@ -106,13 +106,13 @@ class Monitor:
             self._emit(activity(replica.name, stats))
 
     def who_waits(self) -> str:
-        """``ActorTrain waits for groups from the message queue; Generate waits for rollout-0 (12 items); …``"""
+        """Describe the waits of all stages: ``ActorTrain waits for groups from the message queue; Generate …``."""
         waits = [describe(stage) for stage in self._stages if stage.state is not State.STOPPED]
         return "; ".join(waits) or "all stages have stopped; the replicas' last report or the checkpoint does not end"
 
 
 def describe(stage: Stage[Any, Any]) -> str:
-    """Describe what a stage waits for, by its state or, while it processes, by what it said that it waits for."""
+    """Describe what a stage waits for, by its state or, while it processes, by what it has declared."""
     if stage.waiting_for:
         return f"{stage.name} waits for {stage.waiting_for}"
     if stage.inner_waits:

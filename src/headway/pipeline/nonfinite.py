@@ -1,4 +1,4 @@
-"""Optimizer steps that were skipped because loss or gradient was not finite: some are luck, many in a row are not."""
+"""Counting of optimizer steps that were skipped because loss or gradient was not finite: many in a row end the run."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from headway.interfaces import StepReport
 
 class SkippedSteps:
     def __init__(self, lr_key: str, limit: int) -> None:
-        """``lr_key``: where the learning rate is configured; ``limit``: so many in a row are borne."""
+        """Count from zero. ``lr_key``: the learning rate's setting; ``limit``: skipped steps allowed in a row."""
         self._lr_key = lr_key
         self._limit = limit
         self._in_row = 0
 
     def state(self) -> int:
-        """The count, for the checkpoint."""
+        """Return the number of steps skipped in a row, for the checkpoint."""
         return self._in_row
 
     def restore(self, state: int) -> None:
         self._in_row = state
 
     def count(self, report: StepReport) -> None:
-        """Count the step if it was skipped. Raises `NonFinite` when more were skipped in a row than the limit."""
+        """Count the step of ``report`` if it was skipped. Raises `NonFinite` for more in a row than the limit."""
         self._in_row = self._in_row + 1 if report.skipped else 0
         if self._in_row > self._limit:
             raise NonFinite(

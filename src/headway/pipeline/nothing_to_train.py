@@ -1,7 +1,6 @@
-"""Messages that say why nothing is left to train on, and what to do about it: one for each end, by what became of the
-groups.
+"""Messages for a run that ends because nothing is left to train on: what became of its groups, and what to do.
 
-Which advice helps depends on how they ended: a reward that fails has to be mended, one that is the same for all answers
+The advice depends on how the groups ended: a reward that fails has to be mended, one that is the same for all answers
 has to be made to differ.
 """
 
@@ -14,27 +13,27 @@ from headway.errors import NothingToTrain
 from headway.pipeline.ledger import Fate
 
 DISCARDED_VERSIONS = 10
-"""The run ends when as many groups as so many versions train were discarded in a row."""
+"""Number of versions: the run ends when as many groups as these versions would train are discarded in a row."""
 FAILED_AT_FIRST = 32
-"""Groups after which a run ends when none of them could be scored. The number does not depend on B. A reward that
+"""Number of groups after which a run ends when none of them could be scored. It does not depend on B. A reward that
 fails for four groups of five scores at least one of 32 with a probability of 1 − 0.8³² = 99.9%: that run goes on."""
 FAILED_AT_VALIDATION = 8
-"""Problems from which on a run ends sooner still: when the first validation has so many problems and none could be
-scored, whatever was trained meanwhile: by chance that happens to one run of 256 whose reward fails for every second
-problem. Where all failures are time-outs the first so many decide: the others would take as long again."""
+"""Number of held-out problems from which on the first validation ends the run when none of them could be scored. A
+reward that fails for every second problem is ended by chance in one run of 256. Where all failures are time-outs, this
+many of them decide without waiting for the rest."""
 SHOWN = 5
-"""Different reasons that are counted."""
+"""Number of different reasons that a message lists with their counts; the others are summed up."""
 WORTH_ADVICE = 0.1
-"""Share of the groups that have to have ended in one way for the message to say what to do about it."""
+"""Smallest share of the groups with a common fate for which the message gives advice on that fate."""
 
 SEE_LOG = "What the reward raised and printed is in logs/reward.log in the run's directory"
 
 Ends = Counter[tuple[Fate, str]]
-"""Counts of groups that ended with a fate, for a reason."""
+"""Number of groups by (fate, reason)."""
 
 
 def all_discarded(ends: Ends) -> NothingToTrain:
-    """The error after `DISCARDED_VERSIONS` · B groups in a row that were discarded."""
+    """Return the error for `DISCARDED_VERSIONS` · B groups in a row that were discarded, counted in ``ends``."""
     reasons = _counted({f"{fate}: {why}": times for (fate, why), times in ends.items()})
     by_fate: Counter[Fate] = Counter()
     for (fate, _), times in ends.items():
@@ -50,7 +49,7 @@ def all_discarded(ends: Ends) -> NothingToTrain:
 
 
 def never_scored(what: str, reasons: Iterable[str]) -> NothingToTrain:
-    """``what``, like ``the first 32 groups``, could not be scored for ``reasons``, one each, and nothing else was."""
+    """Return the error for ``what``, like ``the first 32 groups``, none of which could be scored, for ``reasons``."""
     return NothingToTrain(cannot_be_scored(what, list(reasons)))
 
 

@@ -1,4 +1,4 @@
-"""The parts that a run is made of: everything behind a protocol, so that any of it can be simulated."""
+"""Parts that a run is made of: everything behind a protocol, so that any of it can be simulated."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from headway.data.types import Prompt
 from headway.interfaces import (
     AdvantageFn,
     CriticEngine,
+    Keeper,
     LogProbEngine,
     PolicyReceiver,
     PromptSource,
@@ -28,34 +29,36 @@ class Parts:
     source: PromptSource
     validation: Sequence[Prompt]
     rollouts: Sequence[RolloutEngine]
+    keepers: Sequence[Keeper]
+    """The keepers, which make groups with calls to ``rollouts``. One at least."""
     trainer: TrainEngine
     reward: RewardFn
     advantages: AdvantageFn
     group_filter: GroupFilter | None = None
     shaping: Shaping | None = None
     greedy_baseline: bool = False
-    """Each group gets a greedy answer beside its own, whose reward is their baseline."""
+    """True where each group gets a greedy answer beside its sampled ones; its reward is the group's baseline."""
     reference: LogProbEngine | None = None
     reference_inside_fetch: bool = True
-    """The reference shares the trainer's ranks."""
+    """True where the reference policy shares the trainer's ranks."""
     proximal: ProximalEngine | None = None
-    """The engine that recomputes log π_prox; None where the engine's log-probs, or an approximation, are taken for
-    it."""
+    """Engine that recomputes log π_prox; None where the rollout engine's log-probs, or an approximation, take its
+    place."""
     proximal_inside_fetch: bool = True
-    """``proximal`` shares the trainer's ranks. Else it is made of ``receivers``, all of them."""
+    """True where ``proximal`` shares the trainer's ranks. Otherwise it consists of all ``receivers``."""
     critic: CriticEngine | None = None
     critic_inside_fetch: bool = True
-    """The critic shares the trainer's ranks."""
+    """True where the critic shares the trainer's ranks."""
     stop_token_ids: tuple[int, ...] = ()
     watch: Callable[[], Coroutine[Any, Any, None]] | None = None
-    """Runs until cancelled; raises `WorkerDied` as soon as a worker ends that the run cannot go on without."""
+    """Coroutine function that runs until cancelled and raises `WorkerDied` when a worker ends that the run needs."""
     watch_replica: Watch | None = None
-    """Runs until cancelled; raises `WorkerDied` as soon as this replica's process ends. Others may go on."""
+    """Coroutine function that runs until cancelled and raises `WorkerDied` when the given replica's process ends."""
     replace_replica: Callable[[str], Coroutine[Any, Any, RolloutEngine]] | None = None
-    """Starts a replica in the place of the one of this name; None where that cannot be."""
+    """Coroutine function that starts a replica in the place of the one named; None where that is impossible."""
     receivers: Sequence[PolicyReceiver] = ()
-    """Roles that hold a copy of the policy and generate nothing. They serve each version before its update is over."""
+    """Receivers that hold the policy and generate nothing. They serve each version before its update is over."""
     workers: Callable[[], Sequence[Living]] = tuple
-    """The workers that are asked for a heartbeat when no event came for long."""
+    """Function that returns the workers to ask for a heartbeat when no event came for long."""
     probe_tolerance: Callable[[str], float] = lambda name: 1e-3
-    """Nats by which the log-probs of the receiver of this name may differ from the trainer's, for rounding."""
+    """Function from a receiver's name to the nats by which its log-probs may differ from the trainer's by rounding."""

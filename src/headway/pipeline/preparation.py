@@ -19,12 +19,12 @@ from headway.pipeline.critic import Critic
 from headway.pipeline.fetches import Fetch, outcomes
 
 Busy = Callable[[str], AbstractContextManager[None]]
-"""Context that names what the trainer's ranks compute, while it is open."""
+"""Function whose context, while it is open, reports what the trainer's ranks compute."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """Engines that are given share the trainer's ranks."""
+    """Preparation of a fetch on the trainer's ranks. An engine that is None is elsewhere, or is not used."""
 
     advantages: AdvantageFn
     reference: LogProbEngine | None = None
@@ -32,7 +32,7 @@ class Preparation:
     critic: Critic | None = None
 
     async def prepare(self, fetch: Fetch, busy: Busy) -> None:
-        """Set the fetch's columns, ``advantages`` at last."""
+        """Set the fetch's missing columns, ``advantages`` last."""
         if self.reference is not None:
             with busy("forward"):
                 fetch.add(ColumnName.REF_LOGPROBS, await self.reference.forward_logprobs(fetch.samples()))

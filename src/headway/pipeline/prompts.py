@@ -1,4 +1,4 @@
-"""The prompts of a run: handed out in order, run again when their group was lost, and found again by a resumed run.
+"""Prompts of a run: handed out in order, run again when their group was lost, and found again by a resumed run.
 
     next() ──▶ Prompt, and where the source stood before it ──state()──▶ checkpoint ──restore()──▶ the same prompts
 
@@ -16,17 +16,17 @@ from headway.errors import DataError
 from headway.interfaces import PromptSource
 
 Row = tuple[int, int]
-"""(epoch, row)."""
+"""Place of a prompt in the data: (epoch, row)."""
 
 
 class Prompts:
     def __init__(self, source: PromptSource) -> None:
         self._source = source
         self._origins: dict[Row, dict[str, Any]] = {}
-        """Cursors of the source from before it gave each prompt, for prompts that may not have met their end."""
+        """Cursors of the source by row, each from before it gave that prompt; kept while a group may be unfinished."""
 
     def next(self) -> Prompt | None:
-        """The next prompt that was not handed out yet; None when all epochs are over."""
+        """Return the next prompt that was not handed out yet; None when all epochs are over."""
         origin = self._source.state()
         prompt = self._source.next()
         if prompt is not None:
@@ -34,24 +34,24 @@ class Prompts:
         return prompt
 
     def again(self, prompt: Prompt) -> Prompt:
-        """The same row as a further attempt."""
+        """Return the prompt of the same row as a further attempt."""
         return self._source.again(prompt)
 
     def state(self, unfinished: Iterable[Prompt]) -> dict[str, Any]:
-        """The prompts' part of a checkpoint: the source's cursor, and where ``unfinished`` came from. Forgets all
-        others.
+        """Return the prompts' part of a checkpoint: the source's cursor, and the cursors that lead to ``unfinished``
+        prompts. Forgets the cursors of all others.
         """
         self._origins = {row: self._origins[row] for row in ((p.epoch, p.row) for p in unfinished)}
         origins = [[epoch, row, origin] for (epoch, row), origin in self._origins.items()]
         return {"source": self._source.state(), "origins": origins}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Hand out next what would have come next when `state` was taken."""
+        """Restore what `state` returned: the next prompt is the one that would have come next then."""
         self._source.restore(state["source"])
         self._origins = {(epoch, row): origin for epoch, row, origin in state["origins"]}
 
     def find(self, wanted: Sequence[tuple[int, int, int]]) -> list[Prompt]:
-        """The prompts of these (epoch, row, attempt), all unfinished in the state that was restored.
+        """Return the prompts of these (epoch, row, attempt), all of which were unfinished in the restored state.
 
         Raises `DataError` when the data have another prompt there now.
         """

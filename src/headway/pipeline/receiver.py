@@ -1,4 +1,4 @@
-"""Receivers, who hold a copy of the policy, as the pipeline calls them: no call to one that is gone stays open.
+"""Receivers, which hold a copy of the policy, as the pipeline calls them: no call to one that is gone stays open.
 
     it died                            ┐
     it did not answer in time          ├─▶ `Gone` from that call ─▶ Fleet.lose ─▶ leave: all its other open calls, too
@@ -11,31 +11,29 @@ waits for it to end: the other side may have stopped for ever.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.concurrently import failure_ignored
 from headway.errors import RunError, UpdateFailed, WorkerDied
 from headway.interfaces import (
     Capabilities,
     EngineStats,
-    FinishedGroup,
-    GenerateRequest,
     OnUpdate,
     Paused,
     PolicyReceiver,
     ReceiveReport,
     RolloutEngine,
 )
-from headway.pipeline.concurrently import failure_ignored
 
 T = TypeVar("T")
 
 
 class Gone(Exception):
-    """``receiver`` is of no use any more. Not an error of the run's as long as others can take its place."""
+    """Error of a call to a ``receiver`` that died or does not answer. The run goes on if others can replace it."""
 
     def __init__(self, receiver: Receiver, why: RunError) -> None:
         super().__init__(f"{receiver.name}: {why}")
@@ -44,18 +42,18 @@ class Gone(Exception):
 
 
 class Receiver:
-    """A `PolicyReceiver`. Calls that should be quick end after ``timeout_s`` (``param_update.timeout_s``)."""
+    """Client of a `PolicyReceiver`. Calls that should be quick end after ``timeout_s`` (``param_update.timeout_s``)."""
 
     def __init__(self, engine: PolicyReceiver, timeout_s: float) -> None:
         self.name = engine.name
         self.why: RunError | None = None
-        """The error for which the receiver was given up; None while it is reachable."""
+        """Error for which the receiver was given up; None while it is reachable."""
         self.version = 0
-        """The version that the receiver serves."""
+        """Version that the receiver serves."""
         self._receiver = engine
         self._timeout_s = timeout_s
         self._open: dict[asyncio.Timeout, None] = {}
-        """Timeouts of the calls under way."""
+        """Timeouts of the calls to the receiver that are under way."""
 
     @property
     def is_gone(self) -> bool:
@@ -70,7 +68,7 @@ class Receiver:
                     call.reschedule(asyncio.get_running_loop().time())
 
     async def stage_weights(self, version: int) -> ReceiveReport:
-        """May take as long as its transfer, which is bounded as a whole."""
+        """Stage ``version``. Takes as long as its transfer, which is bounded as a whole."""
         return await self._ask(self._receiver.stage_weights(version))
 
     async def activate(self, version: int) -> float:
@@ -80,7 +78,7 @@ class Receiver:
         return await self._ask_soon(self._receiver.probe(), "compute the log-probs of the probe")
 
     async def gone(self) -> NoReturn:
-        """Wait until it is gone, and raise `Gone`."""
+        """Wait until the receiver is gone, and raise `Gone`."""
         await self._ask(asyncio.Event().wait())
         raise AssertionError("unreachable: nobody sets that event")
 
@@ -118,7 +116,7 @@ class Receiver:
 
 
 class Replica(Receiver):
-    """A `RolloutEngine`."""
+    """Client of a `RolloutEngine`, whose calls raise `Gone` once the replica is gone."""
 
     def __init__(self, engine: RolloutEngine, timeout_s: float) -> None:
         super().__init__(engine, timeout_s)
@@ -129,14 +127,6 @@ class Replica(Receiver):
     def capabilities(self) -> Capabilities:
         return self.engine.capabilities
 
-    async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[FinishedGroup, None]:
-        """Takes as long as the longest answer: only the stall detector bounds it."""
-        if self.why is not None:
-            raise Gone(self, self.why)
-        groups = aiter(self.engine.generate(requests))
-        while (finished := await self._while_here(anext(groups, None))) is not None:
-            yield finished
-
     async def pause(self, policy: OnUpdate) -> Paused:
         """Pause the engine by ``policy``. With `OnUpdate.DRAIN` this takes as long as the longest answer."""
         call = self.engine.pause(policy)
@@ -145,11 +135,8 @@ class Replica(Receiver):
     async def resume(self) -> None:
         await self._ask_soon(self.engine.resume(), "go on")
 
-    async def abort(self, numbers: Sequence[int]) -> None:
-        await self._ask(self.engine.abort(numbers))
-
-    async def abort_older_than(self, version: int) -> list[int]:
-        return await self._ask(self.engine.abort_older_than(version))
+    async def abort_older_than(self, version: int) -> None:
+        await self._ask(self.engine.abort_older_than(version))
 
     async def sleep(self, *, keep_weights: bool) -> None:
         await self._ask(self.engine.sleep(keep_weights=keep_weights))
@@ -158,5 +145,5 @@ class Replica(Receiver):
         await self._ask(self.engine.wake())
 
     async def stats(self) -> EngineStats:
-        """Statistics of the engine. It answers between two steps: an engine that no longer decodes does not answer."""
+        """Return the engine's statistics. It answers between two steps: one that no longer decodes does not answer."""
         return await self._ask_soon(self.engine.stats(), "say what it does")

@@ -1,10 +1,10 @@
-"""The driver's part of a checkpoint: what the pipeline knows at a version boundary, taken there and put back.
+"""Driver's part of a checkpoint: what the pipeline knows at a version boundary, taken there and put back.
 
     boundary of version k ──take()──▶ JSON ──saved with the trainer's state, in one rename──▶ restore() ──▶ version k
                                                   └──▶ the groups that were open: dropped(resume), their prompts again
 
 A boundary is the instant at which version k−1 is consumed and nothing of version k has begun: the update to k comes
-after it. So a resumed run begins with that update, and admits nothing before it. Everything that has a state says so
+after it. So a resumed run begins with that update, and admits nothing before it. Every part that has a state is listed
 here; whatever is not here is either configuration, or made anew at every start (docs/resume.md lists it).
 """
 
@@ -23,11 +23,11 @@ from headway.pipeline.prompts import Prompts
 from headway.pipeline.state import RunState
 
 Taken = Mapping[str, Any]
-"""JSON values."""
+"""State of the driver as JSON values."""
 
 
 def balance(taken: Taken) -> dict[str, int]:
-    """Counts of the ledger in the checkpoint ``taken``, as the `VersionReached` of that boundary has them."""
+    """Return the ledger's counts in the checkpoint ``taken``, as in the `VersionReached` event of that boundary."""
     ledger = Ledger()
     ledger.restore(taken["ledger"], {})
     return ledger.counts() | {Fate.IN_FLIGHT.value: len(taken["ledger"]["open"])}
@@ -35,20 +35,20 @@ def balance(taken: Taken) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class DriverState:
-    """Everything of the pipeline that a resumed run cannot know by itself."""
+    """Parts of the pipeline with a state that a resumed run cannot know by itself."""
 
     run: RunState
     prompts: Prompts
     fetches: Fetches
     guard: Guard
     lowers_eta: bool
-    """The guard may admit by less than η."""
+    """True where the guard may reduce the η that limits admission."""
     critic: Critic | None
 
     def take(self, trainer: Mapping[str, Any]) -> Taken:
-        """Take the state at a boundary, before the first wait behind it; ``trainer``: `ActorTrain.counters` there.
+        """Take the state at a boundary, before anything is awaited; ``trainer``: `ActorTrain.counters` there.
 
-        The critic may be busy still: see `with_critic`.
+        The critic may still be training: see `with_critic`.
         """
         return {
             **self.run.state(),
@@ -59,11 +59,11 @@ class DriverState:
         }
 
     def with_critic(self, taken: Taken) -> Taken:
-        """Add the critic's state to ``taken``, once it was trained on all that the trainer was, and saved."""
+        """Add the critic's state to ``taken``, once the critic was trained on all that the trainer was, and saved."""
         return taken if self.critic is None else {**taken, "critic": self.critic.state()}
 
     def restore(self, taken: Taken) -> None:
-        """Put ``taken`` back, before anything runs. Emits the fates of the groups that were open.
+        """Restore the state ``taken``, before anything runs. Emits the fates of the groups that were open.
 
         Raises `DataError` when the data are not those of the checkpoint.
         """

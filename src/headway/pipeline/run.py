@@ -1,11 +1,11 @@
 """One run: its stages started, watched and ended in order. The main loop of Headway is `Pipeline.run`.
 
               ┌──────── ground truth, extra fields ───────┐
- PromptLoader ─▶ Generate ────────────────────────────▶ Rollout ─▶ Reward ─▶ [RefLogProb] ─▶ MessageQueue
-      ▲             ▲        ids and tokens only    (joins groups)  (may filter)                 │
-  admission      weights                                                                         ▼  a fetch
-      │             │                                   [CriticTrain] ◀─ ActorTrain ◀─ [Values] ◀─ [LogProb]
-      └── Staleness ◀──── ParamUpdate: gather ▶ send ▶ recv ▶ register ▶ load ◀─┘
+ PromptLoader ─▶ Generate ──────────────────────────────▶ Reward ─▶ [RefLogProb] ─▶ MessageQueue
+      ▲             ▲     keepers make groups of calls  (may filter)                     │
+  admission      weights  that replicas answer                                           ▼  a fetch
+      │             │                     [CriticTrain] ◀─ ActorTrain ◀─ [Values] ◀─ [LogProb]
+      └── Staleness ◀──── ParamUpdate: gather ▶ send ▶ recv ▶ register ▶ load ◀┘
                               └─▶ Validate
 
 Stages in brackets are there when the algorithm asks for them and they have ranks of their own.
@@ -20,11 +20,11 @@ from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 
+from headway.concurrently import Tasks, concurrently, failing_as_one
 from headway.config.schema import Config
 from headway.errors import UpdateFailed, WorkerDied
 from headway.events import Note, Observer, RunFinished, RunStarted
 from headway.interfaces import OnUpdate, RolloutEngine
-from headway.pipeline.concurrently import Tasks, concurrently, failing_as_one
 from headway.pipeline.parts import Parts
 from headway.pipeline.receiver import Gone, Replica
 from headway.pipeline.resume import Taken
@@ -40,7 +40,7 @@ class Status(StrEnum):
 
 
 class Pipeline:
-    """The whole run: builds all stages and runs them. An instance can be run once."""
+    """Pipeline of one run: builds all stages and runs them. An instance can be run once."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Pipeline:
         checkpoints: Path,
         resume_from: Taken | None = None,
     ) -> None:
-        """``resume_from``: the driver's state of the checkpoint that the trainer, and the critic, have loaded."""
+        """Build the pipeline. ``resume_from``: the driver's state in the checkpoint that trainer and critic loaded."""
         self.config = config
         self._parts = parts
         self._resume_from = resume_from
@@ -64,7 +64,7 @@ class Pipeline:
 
     @property
     def stop_reason(self) -> str | None:
-        """The reason for which the run stopped itself; None where it did not."""
+        """Reason for which the run stopped itself; None where it did not."""
         return self._state.stop_reason
 
     async def run(self) -> Status:
@@ -77,7 +77,10 @@ class Pipeline:
             self._begin()
             if self._state.version == 0:  # later ones are validated when replicas have them
                 await self._validate_first_version()
-            await failing_as_one(self._run_to_the_end)
+            try:
+                await failing_as_one(self._run_to_the_end)
+            finally:
+                await self._wiring.keepers.close()
         except (asyncio.CancelledError, KeyboardInterrupt):
             self._emit_finished(Status.INTERRUPTED, "left at once")
             raise
@@ -89,7 +92,7 @@ class Pipeline:
         return status
 
     def join(self, replica: RolloutEngine) -> None:
-        """A late replica: it receives the next version with the others, and serves from then on.
+        """Let a late replica join: it receives the next version with the others, and serves from then on.
 
         Raises `ValueError` when a replica of that name was there before, or devices are shared: those are all taken.
         """
@@ -104,7 +107,7 @@ class Pipeline:
 
     @property
     def unfinished(self) -> bool:
-        """The run was stopped within a version, because the scores that the rest of it needs did not come."""
+        """True when the run was stopped within a version, because the scores that the rest of it needs did not come."""
         return self._state.unfinished
 
     def _begin(self) -> None:
@@ -119,11 +122,12 @@ class Pipeline:
         wiring.update.restore(version)
 
     async def _run_to_the_end(self, tasks: Tasks) -> None:
-        """Downstream decides when a run is over; then admission stops and upstream runs dry, or is interrupted."""
+        """Run until the downstream stages end; then stop admission, and let upstream run dry or interrupt it."""
         wiring = self._wiring
         watchers = [tasks.start(watch()) for watch in (wiring.monitor.run, self._parts.watch) if watch]
         watchers.append(tasks.start(wiring.scoring.watch(self._scores_given_up)))
         wiring.supervision.start(tasks)
+        watchers += wiring.keepers.start(tasks, self._fleet.failed)
         upstream = [tasks.start(stage.run(), name=stage.name) for stage in wiring.upstream]
         await concurrently(stage.run() for stage in wiring.downstream)
         wiring.loader.end()
@@ -141,7 +145,7 @@ class Pipeline:
             watcher.cancel()
 
     def _scores_given_up(self, count: int) -> None:
-        """A stop waits no longer for ``count`` scores; other groups take their places unless scoring is closed."""
+        """Report that a stop gave up ``count`` scores. Once scoring is closed, give up the version as well."""
         scoring = self._wiring.scoring
         text = f"the stop does not wait for {count} scores that did not come within {scoring.patience_s:.0f} s"
         self._state.emit(Note(time=now(), level="warning", text=text))
@@ -163,14 +167,14 @@ class Pipeline:
                 await self._fleet.lose(gone)
 
     async def _validate_first_version(self) -> None:
-        """Marked before anything is admitted, like every other validation."""
+        """Order the validation of the first version, before anything is admitted, like every other validation."""
         if self._parts.validation:
             replica = self._fleet.validator
             self._state.validation(replica.name, running=True)
             await self._wiring.validations.send(Validation(self._state.version, replica))
 
     def _trained_all(self) -> bool:
-        """Asked when nothing runs any more: where the data are the run's length, it asks them for one more prompt."""
+        """Tell whether all was trained on, when nothing runs any more. May ask the data for one more prompt."""
         total, state = self.config.rollout.total_rollout_steps, self._state
         if total is not None:
             return state.consumed >= total

@@ -23,32 +23,32 @@ from headway.pipeline.state import now
 LEAST_PATIENCE_S = 5.0
 MOST_PATIENCE_S = 30.0
 MOST_MISSES = 2
-"""Number of times in a row that the patience may run out without a score before scoring is given up."""
+"""Number of times in a row that the patience may run out before scoring is given up."""
 INTERRUPTED = "interrupted"
-"""Reason of groups whose scores were given up."""
+"""Reason of the fate of groups whose scores were given up."""
 
 
 class GivenUp(ScoringFailed):
-    """Nobody waits for this score any more: the run was asked to stop, and its scores do not come."""
+    """Error in place of a score that is no longer waited for: the run was asked to stop, and its scores do not come."""
 
 
 class Scoring:
-    """The run's reward, as stages call it."""
+    """Access to the run's reward for the stages; a stop can give up scores that do not come."""
 
     def __init__(self, reward: RewardFn) -> None:
         self._reward = reward
         self._awaited: dict[asyncio.Task[Scores], None] = {}
-        """Scores that are awaited, in the order in which they were asked for."""
+        """Tasks of the scores that are awaited, in the order in which they were requested."""
         self._given_up: set[asyncio.Task[Scores]] = set()
         self._longest_s: float | None = None
-        """Seconds of the slowest score so far; None before the first one."""
+        """Seconds that the slowest score so far took; None before the first one."""
         self._moved = 0.0
-        """The time of the last score, or of the start of a wait if that is later."""
+        """Time of the last score, or of the start of a wait if that is later."""
         self._misses = 0
         self._stopping = False
         self._changed = Signal()
         self.closed = False
-        """No score is waited for any more."""
+        """True once scoring is given up: no score is waited for any more."""
 
     @property
     def patience_s(self) -> float:
@@ -56,7 +56,7 @@ class Scoring:
         return min(MOST_PATIENCE_S, LEAST_PATIENCE_S + (self._longest_s or 0.0))
 
     async def score(self, prompt: Prompt, responses: Sequence[str]) -> Scores:
-        """Scores from the reward. Raises the reward's error, or `GivenUp` when the run stops before they come."""
+        """Return scores from the reward. Raises its error, or `GivenUp` when the run stops before they come."""
         if self.closed:
             raise GivenUp(INTERRUPTED)
         started = now()
@@ -80,13 +80,13 @@ class Scoring:
         return scores
 
     def stop(self) -> None:
-        """Wait for scores only as long as some come, from now on."""
+        """Begin a stop: from now on scores are waited for only as long as some come."""
         if not self._stopping:
             self._stopping, self._moved = True, now()
             self._changed.changed()
 
     async def watch(self, on_given_up: Callable[[int], object]) -> None:
-        """Wait for a `stop`, and see to it that it waits for no score in vain. Ends when scoring is closed.
+        """Give up scores that do not come after a `stop`. Returns when scoring is closed.
 
         ``on_given_up`` is called with the number of scores that were awaited, each time that some are given up.
         """

@@ -29,7 +29,7 @@ class Signal:
 
 
 class Gate:
-    """Open or shut. Whoever decides holds it, and whoever has to wait while it is shut is given it."""
+    """Gate that is open or shut. Its owner sets it; whoever has to wait while it is shut is given it."""
 
     def __init__(self) -> None:
         self.is_open = True

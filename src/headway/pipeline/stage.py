@@ -29,9 +29,9 @@ from contextlib import AbstractContextManager, aclosing, contextmanager, suppres
 from enum import StrEnum
 from typing import Generic, Protocol, TypeVar
 
+from headway.concurrently import Tasks, failing_as_one
 from headway.errors import StageFailed, boundary
 from headway.events import Emit, StageChanged
-from headway.pipeline.concurrently import Tasks, failing_as_one
 from headway.pipeline.signal import Gate
 
 In = TypeVar("In")
@@ -41,28 +41,28 @@ Taken = TypeVar("Taken", contravariant=True)
 
 
 class Source(Protocol[Given]):
-    """The source of a stage's input: a channel, or the queue's fetches."""
+    """Source of a stage's input: a channel, or the queue's fetches."""
 
     async def get(self) -> Given | None:
-        """The next item, or None when there will be none."""
+        """Return the next item, or None when there will be none."""
 
 
 class Sink(Protocol[Taken]):
-    """The place to which a stage sends its output: a channel, or the message queue."""
+    """Destination of a stage's output: a channel, or the message queue."""
 
     async def send(self, item: Taken, /) -> bool:
-        """Hand an item on. False: the consumer closed."""
+        """Send an item. Returns False when the consumer has closed."""
 
     def close(self) -> None:
-        """Declare that no more items will be sent."""
+        """Close the producer's end: no more items will be sent."""
 
 
 WaitingFor = Callable[[str], AbstractContextManager[None]]
-"""Says whom a stage waits for, in words for the user, while the context is open."""
+"""Function whose context, while it is open, reports what a stage waits for, in words for the user."""
 
 
 class _ConsumerClosed(Exception):
-    """A concurrent stage's output was refused."""
+    """Signal, within a concurrent stage, that its consumer has closed and takes no more output."""
 
 
 class State(StrEnum):
@@ -76,14 +76,14 @@ class State(StrEnum):
 
 
 class Stage(ABC, Generic[In, Out]):
-    """``concurrency`` is the number of items in processing at once; None means everything that was admitted."""
+    """Base class of stages. ``concurrency``: number of items processed at once; None: all that were admitted."""
 
     concurrency: int | None = 1
     waits_for_input: str = "input"
-    """The thing that the stage waits for when it has no input, in words for the user."""
+    """Words for what the stage waits for when it has no input, shown to the user."""
     waits_for_output: str | None = "its consumer"
-    """Words for what a stage waits for when its output is full; None where handing on never waits: then the stage
-    has no such state, and emits no event for it."""
+    """Words for what the stage waits for when its output is full, shown to the user. None where sending never waits:
+    then the stage has no such state, and emits no event for it."""
 
     def __init__(
         self,
@@ -93,24 +93,24 @@ class Stage(ABC, Generic[In, Out]):
         *,
         gate: Gate | None = None,
     ) -> None:
-        """``input``: None for a stage with a `get_input_data` of its own. ``output``: None where nothing comes out.
-        ``gate``: nothing is started while it is shut; what is in processing goes on.
+        """Create a stage. ``input``: None for a stage with a `get_input_data` of its own. ``output``: None where
+        nothing comes out. ``gate``: while it is shut no item is begun; items in processing go on.
         """
         self.name = type(self).__name__
         self.state = State.WAITING_INPUT
         self.active = 0
         self.inner_waits: list[str] = []
-        """Whom `process_data` waits for right now, for the message when nothing moves any more."""
+        """Names of what `process_data` waits for right now, for the message when nothing moves any more."""
         self._emit = emit
         self._input = input
         self._output = output
         self._input_ended = False
         self._gate = gate if gate is not None else Gate()
         self._holds_item = False
-        """Paused with an item in hand."""
+        """True while the stage is paused with an item in hand."""
 
     async def get_input_data(self) -> In | None:
-        """The next input, or None when there will be none."""
+        """Return the next input, or None when there will be none."""
         assert self._input is not None, f"{self.name} was given no input, and does not say where it comes from"
         return await self._input.get()
 
@@ -119,11 +119,11 @@ class Stage(ABC, Generic[In, Out]):
         """Turn one input into any number of outputs; each is sent as soon as it is yielded."""
 
     async def send_output_data(self, output: Out) -> bool:
-        """Hand an output on. False: the consumer closed, so the stage ends."""
+        """Send an output. Returns False when the consumer has closed, so that the stage ends."""
         return self._output is None or await self._output.send(output)
 
     def close_output(self) -> None:
-        """Tell the consumer that nothing more comes. Called once, when the stage ends."""
+        """Tell the consumer that no more output comes. Called once, when the stage ends."""
         if self._output is not None:
             self._output.close()
 
@@ -164,7 +164,7 @@ class Stage(ABC, Generic[In, Out]):
         self._enter(State.DRAINING)
 
     async def _take_on(self, tasks: Tasks) -> None:
-        """Each item is a task of its own, begun as soon as there is room."""
+        """Start a task for each item, as soon as there is room for one."""
         room = asyncio.Semaphore(self.concurrency) if self.concurrency else None
         while (item := await self._get()) is not None:
             if room is not None:
@@ -212,7 +212,7 @@ class Stage(ABC, Generic[In, Out]):
         return True
 
     def _state_after_item(self) -> State:
-        """The state of a stage that processes several items, one of which has just ended."""
+        """Return the state of a stage that processes several items, one of which has just ended."""
         if self.active:
             return State.PROCESSING
         if self._holds_item:
@@ -221,7 +221,7 @@ class Stage(ABC, Generic[In, Out]):
 
     @contextmanager
     def _waiting_within(self, whom: str) -> Iterator[None]:
-        """Inside `process_data`: say whom it waits for."""
+        """Report, until the block ends, that `process_data` waits for the party named."""
         self.inner_waits.append(whom)
         try:
             yield

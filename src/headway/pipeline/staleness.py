@@ -20,12 +20,12 @@ from headway.errors import StalenessExceeded
 
 
 def admission_limit(version: int, eta: Fraction, groups_per_version: int) -> int:
-    """Number of groups that may have been admitted while ``version`` is served: ⌊(v + 1 + η) · B⌋, computed exactly."""
+    """Return how many groups may have been admitted while ``version`` is served: exactly ⌊(v + 1 + η) · B⌋."""
     return floor((version + 1 + eta) * groups_per_version)
 
 
 def lag_bound(eta: Fraction, groups_per_version: int, window: int | None) -> int | None:
-    """Largest lag of a consumed group: ⌊1 + η + (W − 2)/B⌋, 0 when ⌊η·B⌋ = 0, None (no bound) without a window.
+    """Return a consumed group's largest lag: ⌊1 + η + (W − 2)/B⌋, 0 when ⌊η·B⌋ = 0, None (no bound) without a window.
 
     ``window`` is W: 1 for fifo, None for completion order. Proved in docs/staleness.md.
     """
@@ -38,19 +38,19 @@ def lag_bound(eta: Fraction, groups_per_version: int, window: int | None) -> int
 
 @dataclass(slots=True)
 class Staleness:
-    """The counters behind the inequality. Pure bookkeeping: it decides, and knows neither stages nor engines."""
+    """Counters behind the inequality that admits groups. Pure bookkeeping, which knows neither stages nor engines."""
 
     eta: Fraction
     groups_per_version: int
     window: int | None
     total: int | None
-    """Groups that the run trains in all; None when the data decides."""
+    """Number of groups that the run trains in all; None when the data decides."""
     loaded: dict[str, int]
     """Version that each serving replica has loaded."""
     max_lag: int | None = None
-    """The largest lag, where the order of consumption does not bound it."""
+    """Largest lag that a trained group may have; None where the order of consumption bounds it already."""
     drops_overdue: bool = False
-    """Groups older than ``max_lag`` are dropped; else the fetch waits for those that would become so."""
+    """True where groups older than ``max_lag`` are dropped; False where a fetch waits for those soon too old."""
     admitted: int = 0
     discarded: int = 0
     starts_at: int = 0
@@ -59,9 +59,9 @@ class Staleness:
     """The η that limits admission: the configured one, or less after `lower`. The bound on lag stays that of ``eta``,
     by which earlier groups were admitted."""
     served_version: int = field(init=False)
-    """The oldest version that a serving replica has loaded."""
+    """Oldest version that a serving replica has loaded."""
     limit: int = field(init=False)
-    """⌊(v + 1 + η) · B⌋ for that version. Both are kept, not computed: they are asked for at every admission."""
+    """Number of groups that may have been admitted, kept up to date: ⌊(v + 1 + η) · B⌋, v = ``served_version``."""
 
     def __post_init__(self) -> None:
         self.eta_now = self.eta
@@ -73,11 +73,11 @@ class Staleness:
         return min((bound for bound in bounds if bound is not None), default=None)
 
     def oldest_trainable(self, version: int) -> int | None:
-        """Tokens older than this version are too old to train ``version`` on, and dropped; None: none ever is."""
+        """Return the oldest version whose tokens ``version`` may be trained on; None: any. Older ones are dropped."""
         return version - self.max_lag if self.max_lag is not None and self.drops_overdue else None
 
     def must_go_first(self, live: Mapping[int, int], version: int, room: int) -> set[int] | None:
-        """Groups of which one must be taken next, or some would become older than ``max_lag``; None: any may be.
+        """Return the groups of which one must be taken next, or some would exceed ``max_lag``; None: any may be.
 
         ``live`` gives each live group's number and the oldest version that any of its tokens can have, ``room`` how
         many more groups ``version`` trains. A group is due by that oldest version + max_lag. When as many groups are
@@ -108,16 +108,16 @@ class Staleness:
         self.discarded += 1
 
     def lower(self) -> bool:
-        """Admit half as far ahead from now on, or nothing ahead where half is less than a group. False: no change."""
+        """Halve how far ahead groups are admitted, or admit none ahead below one group. Returns False for no change."""
         half = self.eta_now / 2
         return self._admit_by(half if half * self.groups_per_version >= 1 else Fraction(0))
 
     def recover(self) -> bool:
-        """Undo one `lower`. False: nothing is lowered."""
+        """Undo one `lower`. Returns False where nothing is lowered."""
         return self._admit_by(min(self.eta, max(2 * self.eta_now, Fraction(1, self.groups_per_version))))
 
     def restore(self, *, version: int, admitted: int, discarded: int, eta_now: Fraction) -> None:
-        """Go on at a checkpoint of ``version``: by the same counters, and by no more than η as it is configured now."""
+        """Restore the counters of a checkpoint of ``version``; η is at most the one configured now."""
         self.starts_at, self.admitted, self.discarded = version, admitted, discarded
         self._admit_by(min(self.eta, eta_now))
 
@@ -128,7 +128,7 @@ class Staleness:
         return changed
 
     def load(self, replica: str, version: int) -> None:
-        """``replica`` serves ``version`` from now on; versions only grow."""
+        """Note that ``replica`` serves ``version`` from now on; versions only grow."""
         if version < (before := self.loaded.get(replica, 0)):
             raise StalenessExceeded(f"replica {replica} went back from version {before} to {version}")
         self.loaded[replica] = version
@@ -144,7 +144,7 @@ class Staleness:
         self.limit = admission_limit(self.served_version, self.eta_now, self.groups_per_version)
 
     def check(self, number: int, oldest_version: int, trained_at: int) -> int:
-        """The lag of a group that is about to be trained on. Raises `StalenessExceeded` above the bound."""
+        """Return the lag of a group that is about to be trained on. Raises `StalenessExceeded` above the bound."""
         lag = trained_at - oldest_version
         if lag < 0 or (self.bound is not None and lag > self.bound):
             raise StalenessExceeded(
@@ -158,7 +158,7 @@ class Staleness:
 
 
 def wave_size(policy: Admission, *, room: int, unrewarded: int, validation_runs: bool, groups_per_version: int) -> int:
-    """The number of groups to admit together now; 0 means wait.
+    """Return the number of groups to admit together now; 0 means wait.
 
     ``group`` admits one at a time as soon as there is room. ``batch`` admits one wave, at most B, and only when every
     admitted group has passed Reward and no validation runs that matters: so all of a wave starts together.
@@ -171,7 +171,7 @@ def wave_size(policy: Admission, *, room: int, unrewarded: int, validation_runs:
 
 
 def takeable(finished: Iterable[int], head: int, window: int | None) -> list[int]:
-    """Numbers that may be taken now, first choice first. ``finished`` is in order of completion.
+    """Return the numbers that may be taken now, first choice first. ``finished`` is in order of completion.
 
     ``head`` is the oldest group neither taken nor discarded. The window is anchored there: anchored at the newest taken
     group instead, a slow group could be overtaken for ever.

@@ -1,4 +1,4 @@
-"""The state that the stages share: the counters of admission, the ledger, and where the trainer stands.
+"""State that the stages share: the counters of admission, the ledger, and where the trainer stands.
 
 Every change of a group's life goes through here, so that counters, ledger and events cannot disagree.
 """
@@ -25,7 +25,7 @@ from headway.pipeline.staleness import Staleness
 
 @dataclass(slots=True)
 class RunState:
-    """One run's bookkeeping. ``consumed`` counts groups taken into fetches that ended; version = ⌊consumed / B⌋."""
+    """Bookkeeping of one run. ``consumed`` counts groups taken into fetches that ended; version = ⌊consumed / B⌋."""
 
     staleness: Staleness
     ledger: Ledger
@@ -33,26 +33,26 @@ class RunState:
     emit: Emit
     consumed: int = 0
     fetching: int = 0
-    """Groups that were taken into fetches which have not ended."""
+    """Number of groups that were taken into fetches which have not ended."""
     data_ended: bool = False
-    """The data gave out within a version; the version that it left short counts all the same."""
+    """True once the data ended within a version; that version, though short of groups, counts as one."""
     gave_up: bool = False
-    """A stop does not wait for the rest of the version that was begun: the scores that it needs do not come."""
+    """True once a stop has given up the rest of the version that was begun, because its scores do not come."""
     waiting_again: deque[Prompt] = field(default_factory=deque)
-    """Prompts whose group was lost with its replica; they are admitted again, before any new one."""
+    """Prompts whose group was lost with its replica; admitted again, before any new one."""
     validating: set[str] = field(default_factory=set)
-    """Replicas whose validation is submitted or running."""
+    """Names of the replicas whose validation is submitted or running."""
     changed: Signal = field(default_factory=Signal)
-    """Fires when anything changed that admission or an update may wait for."""
+    """Signal that fires when anything changed that admission or an update may wait for."""
     stopping: bool = False
-    """Somebody asked for the run to end at the next version boundary."""
+    """True once the run was asked to end at the next version boundary."""
     stop_reason: str | None = None
-    """The reason why the run stops itself; None where it was asked to from outside."""
+    """Reason why the run stops itself; None where the request came from outside."""
     _unrewarded: set[int] = field(default_factory=set)
     _discarded_in_row: Ends = field(default_factory=Counter)
-    """Fate and reason of all since the last group that passed Reward."""
+    """Number of groups by (fate, reason) that were discarded since a group last passed Reward."""
     _scored: bool = False
-    """The reward of some group could be computed."""
+    """True once the reward of some group could be computed."""
 
     @property
     def at_boundary(self) -> bool:
@@ -60,27 +60,27 @@ class RunState:
 
     @property
     def version(self) -> int:
-        """The trainer's version."""
+        """Version of the policy that the trainer holds."""
         return self.consumed // self.staleness.groups_per_version + (self.data_ended and not self.at_boundary)
 
     @property
     def taken(self) -> int:
-        """Groups that were taken into fetches."""
+        """Number of groups that were taken into fetches, ended or not."""
         return self.consumed + self.fetching
 
     @property
     def took_version(self) -> bool:
-        """All that the trainer's version trains is taken, and not all of it consumed."""
+        """True while all groups that the trainer's version trains on are taken, and not all of them consumed."""
         return self.taken // self.staleness.groups_per_version > self.consumed // self.staleness.groups_per_version
 
     @property
     def unrewarded(self) -> int:
-        """Admitted groups that have not passed Reward."""
+        """Number of admitted groups that have not passed Reward."""
         return len(self._unrewarded)
 
     @property
     def unfinished(self) -> bool:
-        """True when the run gave up between two versions: only some groups of a version were trained."""
+        """True when the run gave up between two versions: only some groups of a version were trained on."""
         return self.gave_up and not self.at_boundary
 
     @property
@@ -91,12 +91,12 @@ class RunState:
 
     @property
     def all_admitted(self) -> bool:
-        """Unless one is discarded, no group is missing for the rest of the run."""
+        """True when the run needs no further group, unless one is discarded."""
         staleness = self.staleness
         return staleness.total is not None and staleness.admitted - staleness.discarded >= staleness.total
 
     def state(self) -> dict[str, Any]:
-        """The state's part of a checkpoint, at a version boundary: no group is in a fetch."""
+        """Return the run state's part of a checkpoint, at a version boundary, where no group is in a fetch."""
         return {
             "version": self.version,
             "consumed": self.consumed,
@@ -111,10 +111,10 @@ class RunState:
     def restore(
         self, state: Mapping[str, Any], *, open_prompts: Sequence[Prompt], again: Sequence[Prompt], eta_now: Fraction
     ) -> None:
-        """Go on at the boundary where `state` was taken.
+        """Begin at the boundary where `state` was taken.
 
-        What was under way is lost: groups that were open then are ``dropped(resume)``, and their prompts, in order,
-        come back behind those (``again``) that were waiting already.
+        What was under way is lost: groups that were open then are ``dropped(resume)``. Their prompts come back in
+        order, behind those (``again``) that were waiting already.
         """
         numbers = [number for number, *_ in state["ledger"]["open"]]
         self.consumed, self.data_ended = state["consumed"], state["data_ended"]
@@ -133,7 +133,7 @@ class RunState:
         self.check_balance()
 
     def admit(self, prompt: Prompt) -> int:
-        """Charge a group against the inequality; returns its number."""
+        """Admit a group for ``prompt``, counted against the inequality. Returns its number."""
         number = self.ledger.admit(prompt)
         limit = self.staleness.limit
         self.staleness.admit()
@@ -156,14 +156,14 @@ class RunState:
         return number
 
     def rewarded(self, number: int) -> None:
-        """A group passed Reward and goes on to the queue."""
+        """Note that a group passed Reward and goes on to the queue."""
         self._scored = True
         self._discarded_in_row.clear()
         self._unrewarded.discard(number)
         self._wake()
 
     def discard(self, number: int, fate: Fate, reason: str) -> None:
-        """A group ends before it was taken into a fetch: its place under the inequality is free again.
+        """End a group that was not taken into a fetch; its place under the inequality is free again.
 
         Raises `NothingToTrain` after 10·B discards in a row, and after 32 failures when the reward never worked.
         """
@@ -177,18 +177,18 @@ class RunState:
             raise never_scored(f"the first {FAILED_AT_FIRST} groups", Counter(failed).elements())
 
     def run_again(self, number: int, reason: str) -> None:
-        """A group was lost through no fault of its own: it is dropped, and its prompt comes back in a new group."""
+        """Drop a group that was lost through no fault of its own; its prompt comes back in a new group."""
         if self.ledger.is_open(number):
             self.waiting_again.append(self.ledger.prompt(number))
             self._end_early(number, Fate.DROPPED, reason)
 
     def drop_unscored(self, number: int, reason: str) -> None:
-        """End a group as dropped because its scores are no longer waited for; not a failure of the reward."""
+        """Drop a group because its scores are no longer waited for. Does not count as a failure of the reward."""
         self._end_early(number, Fate.DROPPED, reason)
 
     def give_up_version(self) -> None:
-        """Give the version up after a stop, when no further group will be scored: train no more, unless what was scored
-        is enough.
+        """Give up the version after a stop, when no further group will be scored: nothing more is trained on, unless
+        the groups scored so far are enough.
         """
         scored = len(self.ledger.open_numbers) - self.unrewarded - self.fetching
         missing = (self.staleness.total or 0) - self.taken
@@ -198,7 +198,7 @@ class RunState:
             self._wake()
 
     async def take(self, count: int) -> list[Group]:
-        """The next groups to train on, as `MessageQueue.take`; what has become too old is dropped on the way."""
+        """Wait for the next groups to train on, as `MessageQueue.take` does; groups that became too old are dropped."""
         version = self.version
 
         def drop(group: Group) -> None:
@@ -209,7 +209,7 @@ class RunState:
         return groups
 
     def consume(self, number: int, fate: Fate, reason: str | None = None, lag: int | None = None) -> None:
-        """A group that was taken into a fetch met its end; trained or not, it counts as consumed."""
+        """End a group that was taken into a fetch; trained on or not, it counts as consumed."""
         self._settle(number, fate, reason, lag)
         self.fetching -= 1
         self.consumed += 1
@@ -217,22 +217,22 @@ class RunState:
             self._wake()
 
     def load(self, replica: str, version: int) -> None:
-        """``replica`` serves ``version`` from now on."""
+        """Note that ``replica`` serves ``version`` from now on."""
         self.staleness.load(replica, version)
         self._wake()
 
     def admit_less_ahead(self) -> bool:
-        """Lower η for admission. See `Staleness.lower`."""
+        """Lower η for admission, as `Staleness.lower` does."""
         return self.staleness.lower()
 
     def admit_further_ahead(self) -> bool:
-        """See `Staleness.recover`."""
+        """Raise η for admission, as `Staleness.recover` does."""
         changed = self.staleness.recover()
         self._wake()
         return changed
 
     def unload(self, replica: str) -> None:
-        """``replica`` is gone: it validates nothing, and the oldest version served may be a younger one now."""
+        """Forget a ``replica`` that is gone: it validates nothing, and the oldest version served may grow."""
         self.staleness.unload(replica)
         self.validation(replica, running=False)
 
@@ -244,7 +244,7 @@ class RunState:
         self._wake()
 
     def check_balance(self) -> None:
-        """The ledger and the counters of admission tell the same story, or it raises `LedgerImbalance`."""
+        """Raise `LedgerImbalance` unless the ledger and the counters of admission agree."""
         counts, staleness = self.ledger.counts(), self.staleness
         settled = self.ledger.admitted - counts[Fate.IN_FLIGHT]
         if self.ledger.admitted != staleness.admitted or settled != self.consumed + staleness.discarded:
@@ -255,14 +255,14 @@ class RunState:
             )
 
     def leave_open_in_flight(self) -> None:
-        """The run ends: what has no fate yet is ``in_flight``."""
+        """Note that the run ends: groups without a fate count as ``in_flight``."""
         for number in self.ledger.open_numbers:
             self._settle(number, Fate.IN_FLIGHT, None)
 
     def request_stop(self, reason: str | None = None) -> None:
-        """End at the next version boundary: the run's total shrinks to it. A fetch that did not start is abandoned.
+        """Request the end at the next version boundary, to which the run's total shrinks. A pending fetch is abandoned.
 
-        ``reason``: why the run stops itself; the first one given holds.
+        ``reason``: why the run stops itself; the first reason given is kept.
         """
         self.stopping = True
         self.stop_reason = self.stop_reason or reason

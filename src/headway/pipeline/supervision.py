@@ -1,4 +1,4 @@
-"""Watching the processes of replicas, and putting others in the place of those that are gone.
+"""Supervision of replicas: watches their processes, and puts others in the place of those that are gone.
 
     watch(replica) ──its process ended──▶ Fleet.lose ──▶ Fleet.lost ──▶ start another ──▶ join
 
@@ -12,19 +12,19 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from headway.concurrently import Tasks
 from headway.errors import HeadwayError, WorkerDied
 from headway.events import Note
 from headway.interfaces import RolloutEngine
-from headway.pipeline.concurrently import Tasks
 from headway.pipeline.fleet import Fleet
 from headway.pipeline.receiver import Gone, Replica
 from headway.pipeline.state import RunState, now
 
 Watch = Callable[[RolloutEngine], Coroutine[Any, Any, None]]
-"""Runs until cancelled; raises `WorkerDied` as soon as this replica's process ends."""
+"""Coroutine function that runs until cancelled, and raises `WorkerDied` as soon as the given replica's process ends."""
 
 Replace = Callable[[str], Coroutine[Any, Any, RolloutEngine]]
-"""Starts a replica in the place of the one of this name. Raises the errors of `headway.errors`."""
+"""Coroutine function that starts a replica in the place of the given one. Raises the errors of `headway.errors`."""
 
 
 class Supervision:
@@ -39,7 +39,7 @@ class Supervision:
     def __init__(
         self, state: RunState, fleet: Fleet, watch: Watch | None, replace: Replace | None, max_restarts: int
     ) -> None:
-        """``watch``: without it nobody is watched. ``replace``: without it nobody is replaced, and with it
+        """Set up supervision. Without ``watch`` no replica is watched; with ``replace`` lost ones are replaced,
         ``max_restarts`` times in the run.
         """
         self._state = state
@@ -62,13 +62,13 @@ class Supervision:
         self._add(self._fleet.join(engine))
 
     def stop(self) -> None:
-        """Watch and replace nobody from now on."""
+        """Stop watching and replacing replicas."""
         self._tasks = None
         for task in self._started:
             task.cancel()
 
     def _add(self, replica: Replica) -> None:
-        """Watch ``replica``; before `start` that is left to it."""
+        """Watch ``replica``, unless supervision has not started: `start` does it then."""
         if self._tasks is not None and self._watch is not None:
             self._started.append(self._tasks.start(self._lose_dead(replica, self._watch)))
 

@@ -1,10 +1,10 @@
-"""Bringing one version's weights from the trainer to its receivers; nobody serves them yet.
+"""Transfer of one version's weights from the trainer to its receivers; nobody serves them yet.
 
     together   gather ▶ send ║ recv ▶ register      one collective, bucket by bucket; the trainer is taken all the while
     apart      gather │ send ║ recv ▶ register      a complete copy first; then each receiver alone, the trainer free
 
-All-or-nothing: a receiver with a second buffer serves what it served until it has all of the version. Each attempt ends
-within ``param_update.timeout_s``, whoever answers or not; `attempt.judge` says what follows from a failed one.
+All-or-nothing: a receiver with a second buffer serves its old version until it has all of the new one. Each attempt
+ends within ``param_update.timeout_s``, whoever answers or not; `attempt.judge` decides what follows from a failed one.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.concurrently import Tasks, concurrently, failing_as_one
 from headway.errors import UpdateFailed
 from headway.events import TrainerBusy, UpdatePhase, UpdateRetried
 from headway.interfaces import GatherReport, OverlappingTrainEngine, ReceiveReport, SendReport, TrainEngine
 from headway.pipeline.attempt import Attempt, Audience, judge
-from headway.pipeline.concurrently import Tasks, concurrently, failing_as_one
 from headway.pipeline.fleet import Fleet
 from headway.pipeline.receiver import Gone, Receiver
 from headway.pipeline.signal import Signal
@@ -31,11 +31,11 @@ from headway.pipeline.stage import WaitingFor
 from headway.pipeline.state import RunState, now
 
 SETTLE_S = 5.0
-"""Seconds that the others have to notice it themselves once a receiver is gone. They are tried again after that, and
-should not be receiving then."""
+"""Seconds that the other receivers have, once one is gone, to notice that and stop receiving before the next
+attempt."""
 
 Send = Callable[[Sequence[str]], Coroutine[Any, Any, SendReport]]
-"""Sends a version to the receivers named."""
+"""Coroutine function that sends a version to the receivers named."""
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class Delivered:
     """Result of a delivery: who received the version, and what that took."""
 
     receivers: list[Receiver] = field(default_factory=list)
-    """The receivers that hold it now; whoever is not among them is gone."""
+    """Receivers that hold the version now; any other that it was meant for is gone."""
     gather_s: float = 0.0
     probe: NDArray[np.float32] | None = None
     full_nbytes: int | None = None
@@ -56,7 +56,7 @@ class Delivered:
 
 
 class Transfer:
-    """The transfers of a run."""
+    """Transfers of a run's versions, each repeated until the remaining receivers have it."""
 
     def __init__(self, state: RunState, fleet: Fleet, waiting_for: WaitingFor, timeout_s: float) -> None:
         self._state = state
@@ -85,7 +85,7 @@ class Transfer:
         return gathered
 
     async def apart(self, trainer: OverlappingTrainEngine, version: int, receiver: Receiver) -> Delivered:
-        """The copy, which holds ``version``, to one receiver."""
+        """Send the trainer's copy, which holds ``version``, to one ``receiver``."""
 
         async def send(names: Sequence[str]) -> SendReport:
             return await trainer.send_gathered(version, names[0])
@@ -100,7 +100,7 @@ class Transfer:
     async def _deliver(
         self, trainer: TrainEngine, version: int, receivers: Sequence[Receiver], send: Send, *, where: str
     ) -> Delivered:
-        """Repeat attempts until every remaining receiver holds ``version``. Raises `UpdateFailed` if that cannot be."""
+        """Repeat attempts until all remaining receivers hold ``version``. Raises `UpdateFailed` if that cannot be."""
         delivered = Delivered()
         due = deque([Audience(receivers)])
         while due:
@@ -190,7 +190,7 @@ class Transfer:
 
 
 async def _unless_gone(receivers: Sequence[Receiver], call: Coroutine[Any, Any, None], tasks: Tasks) -> None:
-    """``call``, or `Gone` as soon as one of ``receivers`` is."""
+    """Return the result of ``call``, or raise `Gone` as soon as one of ``receivers`` is gone."""
     watching = [tasks.start(receiver.gone()) for receiver in receivers]
     try:
         await call

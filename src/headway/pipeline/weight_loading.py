@@ -18,9 +18,9 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.concurrently import concurrently
 from headway.errors import UpdateFailed
 from headway.events import UpdatePhase
-from headway.pipeline.concurrently import concurrently
 from headway.pipeline.fleet import Fleet
 from headway.pipeline.halts import Halts
 from headway.pipeline.receiver import Gone, Receiver, Replica
@@ -28,15 +28,15 @@ from headway.pipeline.stage import WaitingFor
 from headway.pipeline.state import RunState, now
 
 Probe = NDArray[np.float32]
-"""[N] log-probs, in nats."""
+"""Log-probs [N] of the probe's sequences, in nats."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The cost of loading a version for one replica."""
+    """Cost of loading a version for one replica."""
 
     validation_s: float
-    """Seconds for which its validation was waited for."""
+    """Seconds for which the load waited for the replica's validation."""
     stall_s: float
     """Seconds from the end of the pause to the end of resume, in which nothing decoded."""
     interrupted: int
@@ -44,7 +44,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class _Stopped:
-    """A replica that is halted for new weights."""
+    """Record of a replica that is halted for new weights: since when, and at what cost."""
 
     since: float
     validation_s: float
@@ -62,8 +62,8 @@ class Loading:
         *,
         probe_tolerance: Callable[[str], float],
     ) -> None:
-        """``on_loaded``: called for each replica that has loaded a version, before that is served.
-        ``probe_tolerance``: nats by which log-probs of the receiver of this name may differ, for rounding.
+        """Set up loading. ``on_loaded`` is called with each replica that has loaded a version, before it serves that.
+        ``probe_tolerance``: nats by which log-probs of the receiver of a given name may differ by rounding.
         """
         self._state = state
         self._fleet = fleet
@@ -74,7 +74,7 @@ class Loading:
         self._stopped: dict[str, _Stopped] = {}
 
     async def make_ready(self, receivers: Sequence[Receiver]) -> None:
-        """Halt the replicas among ``receivers`` that receive into the memory they serve from."""
+        """Halt those replicas among ``receivers`` that receive weights into the memory they serve from."""
         await concurrently(self._make_ready(receiver) for receiver in receivers)
 
     async def stand_down(self, receiver: Receiver) -> None:
@@ -87,9 +87,10 @@ class Loading:
                 await self._fleet.lose(gone)
 
     async def load(self, receiver: Receiver, version: int, expected: Probe | None) -> Load | None:
-        """Serve the staged ``version``, whose log-probs are ``expected``. None: no decoding was lost, or it is gone.
+        """Make ``receiver`` serve the staged ``version``. Returns the cost; None without lost decoding, or if it is
+        gone.
 
-        Raises `UpdateFailed` when ``receiver`` serves something else.
+        Raises `UpdateFailed` when log-probs are not as ``expected``: ``receiver`` serves something else.
         """
         try:
             if isinstance(receiver, Replica):
@@ -147,7 +148,7 @@ class Loading:
         )
 
     async def _difference(self, receiver: Receiver, version: int, expected: Probe | None) -> float | None:
-        """The receiver's largest difference from the probe ``expected``, in nats; None if there is nothing to compare.
+        """Return the largest difference from the probe ``expected``, in nats; None if there is nothing to compare.
 
         Raises `UpdateFailed` when it exceeds the tolerance, or when log-probs are not finite.
         """

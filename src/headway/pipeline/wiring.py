@@ -2,8 +2,8 @@
 
     observers ◀── emit ◀── state ◀── fleet, halts, boundaries ◀── stages ◀── monitor
 
-Built from left to right, each with what it needs in its constructor; nothing is attached to anything afterwards. Who
-has to be told of a change is given to whoever makes it: `FleetListener`, `Channel`, `Gate`.
+Built from left to right, each part with what it needs in its constructor; nothing is attached to anything afterwards. A
+part that changes something gets those that must be told of the change: `FleetListener`, `Channel`, `Gate`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from headway.config.algorithm import GROUP_RELATIVE
 from headway.config.schema import Config
 from headway.data.types import Group
 from headway.events import WAITS_FOR_GROUPS, Emit, Observer, fan_out
-from headway.interfaces import FinishedGroup, OnUpdate, SamplingParams
+from headway.interfaces import OnUpdate, SamplingParams
 from headway.pipeline.boundaries import Boundaries
 from headway.pipeline.channel import Channel
 from headway.pipeline.critic import Critic
@@ -26,6 +26,7 @@ from headway.pipeline.fetches import Fetch, Fetches, FetchSource
 from headway.pipeline.fleet import Fleet
 from headway.pipeline.guard import Guard, GuardSettings
 from headway.pipeline.halts import Halts
+from headway.pipeline.keepers import Keepers
 from headway.pipeline.lease import OwnDevices, SharedDevices
 from headway.pipeline.ledger import Ledger
 from headway.pipeline.message_queue import MessageQueue
@@ -34,7 +35,6 @@ from headway.pipeline.parts import Parts
 from headway.pipeline.preparation import Preparation
 from headway.pipeline.prompts import Prompts
 from headway.pipeline.resume import DriverState
-from headway.pipeline.router import Router
 from headway.pipeline.scoring import Scoring
 from headway.pipeline.stage import Stage
 from headway.pipeline.stages.actor_train import ActorTrain, TrainSettings, Update
@@ -45,7 +45,6 @@ from headway.pipeline.stages.param_update import ParamUpdate
 from headway.pipeline.stages.prompt_loader import PromptLoader, Wave
 from headway.pipeline.stages.ref_logprob import RefLogProb
 from headway.pipeline.stages.reward import Reward
-from headway.pipeline.stages.rollout import Rollout
 from headway.pipeline.stages.validate import Validate, Validation
 from headway.pipeline.stages.values import Values
 from headway.pipeline.staleness import Staleness
@@ -57,10 +56,11 @@ AnyStage = Stage[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """The parts of one run that are started, stopped and asked from outside their stages."""
+    """Parts of one run that are started, stopped or queried from outside the stages."""
 
     state: RunState
     fleet: Fleet
+    keepers: Keepers
     prompts: Prompts
     scoring: Scoring
     supervision: Supervision
@@ -71,20 +71,20 @@ class Wiring:
     update: ParamUpdate
     validations: Channel[Validation]
     upstream: Sequence[AnyStage]
-    """The stages from the prompts to the queue, in the order of the picture."""
+    """Stages from the prompts to the message queue, in the order in which data flows."""
     downstream: Sequence[AnyStage]
-    """The stages behind the queue, in the order of the picture."""
+    """Stages behind the message queue, in the order in which data flows."""
 
 
 def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoints: Path) -> Wiring:
-    """Build a run. Raises `TypeError` when the trainer cannot do what ``param_update.schedule`` asks for."""
+    """Build all parts of a run. Raises `TypeError` when the trainer cannot follow ``param_update.schedule``."""
     movement = Movement()
     emit = fan_out([*observers, movement])
     state = _state(config, parts, emit)
-    router = Router(split_groups=config.rollout.split_groups)
-    halts = Halts(state, OnUpdate(config.async_training.on_update))
+    keepers = Keepers(parts.keepers)
+    halts = Halts(state, OnUpdate(config.async_training.on_update), keepers.route)
     timeout_s = config.param_update.timeout_s
-    fleet = Fleet(parts.rollouts, parts.receivers, state, router, listeners=[halts], timeout_s=timeout_s)
+    fleet = Fleet(parts.rollouts, parts.receivers, state, listeners=[keepers, halts], timeout_s=timeout_s)
     prompts = Prompts(parts.source)
     fetches = Fetches(state, config.groups_per_fetch, fill_first=config.async_training.fill_queue)
     scoring = Scoring(parts.reward)
@@ -101,7 +101,6 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
     boundaries = Boundaries(driver, parts.trainer, checkpoints)
 
     waves: Channel[Wave] = Channel("waves")
-    finished: Channel[FinishedGroup] = Channel("finished")
     unrewarded: Channel[Group] = Channel("unrewarded")
     updates: Channel[Update] = Channel("updates")
     validations: Channel[Validation] = Channel("validations")
@@ -116,8 +115,7 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
     )
     upstream: list[AnyStage] = [
         loader,
-        Generate(state, waves, finished, fleet, halts, router),
-        Rollout(state, finished, unrewarded, n=config.rollout.n, baselines=parts.greedy_baseline),
+        Generate(state, waves, unrewarded, keepers, halts, n=config.rollout.n),
         *_rewarding(config, parts, state, scoring, unrewarded),
     ]
     columns, source, follows = _columns(parts, state, fleet, fetches, critic)
@@ -132,6 +130,7 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
         _train_settings(config),
         lease=SharedDevices(state, fleet, halts) if shared else OwnDevices(),
         fleet=fleet,
+        keepers=keepers,
         guard=guard,
         boundaries=boundaries,
         critic=critic,
@@ -154,6 +153,7 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
         state,
         validations,
         fleet,
+        keepers,
         parts.validation,
         scoring,
         n=config.rollout.val_n,
@@ -164,6 +164,7 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
     return Wiring(
         state=state,
         fleet=fleet,
+        keepers=keepers,
         prompts=prompts,
         scoring=scoring,
         supervision=Supervision(
@@ -218,7 +219,7 @@ def _critic(config: Config, parts: Parts, emit: Emit) -> Critic | None:
 def _rewarding(
     config: Config, parts: Parts, state: RunState, scoring: Scoring, unrewarded: Channel[Group]
 ) -> list[AnyStage]:
-    """The stages from a joined group to the queue: Reward, and RefLogProb where the reference has its own ranks."""
+    """Return the stages from a joined group to the queue: Reward, and RefLogProb if the reference has own ranks."""
     equal = None
     if parts.group_filter is None:
         within_groups = config.algorithm.adv_estimator in GROUP_RELATIVE
@@ -237,7 +238,7 @@ def _rewarding(
 def _columns(
     parts: Parts, state: RunState, fleet: Fleet, fetches: Fetches, critic: Critic | None
 ) -> tuple[list[AnyStage], FetchSource, str]:
-    """The stages that add columns on ranks of their own; where ActorTrain takes fetches from; that one's name."""
+    """Return the stages that add columns on their own ranks, the source of ActorTrain's fetches, and its name."""
     stages: list[AnyStage] = []
     source: FetchSource = fetches
     follows = WAITS_FOR_GROUPS

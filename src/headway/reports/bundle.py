@@ -36,14 +36,14 @@ Lock = AbstractContextManager[Any]
 
 
 class MetricsFile:
-    """Row sink: ``metrics.jsonl``."""
+    """Row sink that writes ``metrics.jsonl``."""
 
     def __init__(self, lines: JsonLines) -> None:
         self._lines = lines
 
     @property
     def whole(self) -> bool:
-        """Every row so far was written."""
+        """True if every row so far is in the file."""
         return self._lines.whole
 
     def on_row(self, row: dict[str, Any]) -> None:
@@ -55,7 +55,7 @@ class MetricsFile:
 
 @dataclass(slots=True)
 class RunClock:
-    """The clock of a resumed run: it starts at ``boundary``, and stands still on the way there."""
+    """The clock of a resumed run: events go on from the time ``boundary``, where it stands still until `RunStarted`."""
 
     boundary: float
     _ahead: float | None = None
@@ -110,13 +110,13 @@ class Reports:
             self._view.phase(text, detail)
 
     def summary(self) -> dict[str, Any]:
-        """The run so far, as in ``summary.json``."""
+        """Return the run so far as one object, as in ``summary.json``."""
         with self._lock:
             return summary(self._metrics)
 
     @property
     def groups(self) -> dict[str, int]:
-        """The ledger's balance so far, according to the events."""
+        """Numbers of groups by fate so far, derived from the events; the ledger's balance has the same."""
         with self._lock:
             return self._metrics.tally.counts()
 
@@ -128,7 +128,7 @@ class Reports:
 
     @property
     def resumable(self) -> int:
-        """The newest version from which the run can be resumed by what its record on the disk tells; -1 for none."""
+        """The newest version from which the run can be resumed, by its record on the disk; -1 for none."""
         with self._lock:
             return self._events.told
 
@@ -169,7 +169,7 @@ class Reports:
             self._view.warn(f"cannot write {self.directory.summary}: {cause.strerror or cause}")
 
     def report_end(self, model: Path | None, *, resumable: bool = False) -> None:
-        """Close, then print the final block: what came of the run, where its things lie, how to go on with it."""
+        """Close the reports, then print how the run ended, where its files are and how to go on with it."""
         self.close()
         written = any(self.directory.tensorboard.glob("*"))  # none where somebody removed the folder
         tensorboard = self.directory.tensorboard if written else None
@@ -196,12 +196,12 @@ def reopen_reports(
     saved: Mapping[str, int],
     console: Console | None = None,
 ) -> Reports:
-    """Go on with a run's reports at the boundary of ``version``; ``lock`` is held, and released with them.
+    """Reopen a run's reports at the boundary of ``version``. They take over ``lock``, which is held, and release it.
 
     ``saved``: the ledger's balance as the checkpoint of that version has it. Later checkpoints are removed.
 
-    Nothing of the run has changed where this raises `DataError`, because the record cannot be read or has no such
-    boundary, or `UserError`, because it tells of another balance, or the directory cannot be written.
+    Raises `DataError` where the record cannot be read or has no such boundary, and `UserError` where its balance
+    differs from ``saved`` or the directory cannot be written. Nothing of the run has changed then.
     """
     console = console or stdout_console()
     checkpoints = Checkpoints(directory.checkpoints)
@@ -228,9 +228,9 @@ def reopen_reports(
 
 
 def _told(events: Path, version: int, rows: Path) -> tuple[RunMetrics, int, float]:
-    """The record up to the boundary of ``version``: its metrics, the last row's version, the boundary's time.
+    """Read the record up to the boundary of ``version``: its metrics, the last row's version, the boundary's time.
 
-    Its rows are written to ``rows``. Raises `DataError` and `UserError`.
+    The record's rows are written to ``rows``. Raises `DataError` and `UserError`.
     """
     rows.unlink(missing_ok=True)
     kept, boundary = _Kept(JsonLines(rows, lambda _: None)), 0.0
@@ -247,10 +247,10 @@ def _told(events: Path, version: int, rows: Path) -> tuple[RunMetrics, int, floa
 
 
 class _Kept(MetricsFile):
-    """The rows of a record that survived."""
+    """Row sink for the rows of a record that survived."""
 
     last = -1
-    """The version of the last one."""
+    """Newest version of the rows written so far; -1 before the first."""
 
     def on_row(self, row: dict[str, Any]) -> None:
         self.last = max(self.last, row["version"])

@@ -28,14 +28,14 @@ class Checkpoints:
         return self.path / "critic" / f"{PREFIX}{version}"
 
     def complete(self, *, with_critic: bool) -> list[int]:
-        """Versions, ascending."""
+        """Versions of the complete checkpoints, ascending; ``with_critic``: only those with the critic's folder."""
         found = dict(_versions(self.path))
         return sorted(version for version in found if not with_critic or self.critic(version).is_dir())
 
     def newest(self, told: Container[int], *, with_critic: bool) -> int | None:
-        """The version to resume: of the newest complete one of which the run's record tells. None where there is none.
+        """The newest version with a complete checkpoint and a boundary in the run's record; None where there is none.
 
-        ``told``: versions of whose boundaries it does.
+        ``told``: the versions whose boundaries the record has.
         """
         return next((v for v in reversed(self.complete(with_critic=with_critic)) if v in told), None)
 
@@ -50,7 +50,7 @@ class Checkpoints:
                     rmtree(path, ignore_errors=True)
 
     def set_aside(self, version: int) -> list[Path]:
-        """Make a folder no checkpoint any more; returns the folders that are left to remove."""
+        """Rename a version's folders so that they are no checkpoint any more; return them, for removal."""
         there = [path for path in (self.actor(version), self.critic(version)) if path.is_dir()]
         return [path.rename(path.with_name(f".{path.name}.old")) for path in there]
 
@@ -62,7 +62,7 @@ class Retention:
     """
 
     def __init__(self, checkpoints: Checkpoints, *, keep: int | None, told: Callable[[], int]) -> None:
-        """``keep``: checkpoints to keep, None for all. ``told``: returns the newest version in the run's record."""
+        """Keep the newest ``keep`` checkpoints (None: all). ``told`` returns the newest version in the run's record."""
         self._checkpoints = checkpoints
         self._keep = keep
         self._told = told

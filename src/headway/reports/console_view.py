@@ -20,17 +20,17 @@ from headway.reports import human
 BIASED_BELOW = 0.9
 REASONS_SHOWN = 3
 FILTERED_FROM, ENOUGH_GROUPS = 0.8, 64
-"""A run whose last groups, so many at least, were filtered to this share is not simply gone on with."""
+"""Share of filtered groups, and number of latest groups, from which on the end report asks for a change."""
 
 
 class ConsoleView(Protocol):
     """An observer and row sink that also shows what comes before and after training."""
 
     def phase(self, text: str, detail: str = "") -> None:
-        """The run is doing ``text`` now (making the model, starting workers); ``detail`` is how far it got."""
+        """Show that the run is doing ``text`` (making the model, starting workers); ``detail`` is how far it got."""
 
     def warn(self, text: str) -> None:
-        """Show something that went wrong with the reports themselves."""
+        """Show a warning about the reports themselves."""
 
     def on_event(self, event: Event) -> None: ...
 
@@ -95,14 +95,14 @@ def stdout_console() -> Console:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The places where a finished run's things lie."""
+    """Paths of a finished run's files."""
 
     events: Path
     tensorboard: Path | None
     model: Path | None
     """The exported model; None when there is none (the run failed before it)."""
     resumable: Path | None = None
-    """The run's directory, where there is something to go on with."""
+    """The run's directory, if the run can be resumed; else None."""
 
 
 def report_end(console: Console, summary: dict[str, Any], outcome: Outcome) -> None:
@@ -128,7 +128,7 @@ def report_end(console: Console, summary: dict[str, Any], outcome: Outcome) -> N
 
 
 def _place(name: str, what: Text) -> Text:
-    """A path on one line, however long it is, so that it can be copied."""
+    """Make a line of ``name`` and a path, not wrapped however long, so that the path can be copied."""
     return Text.assemble("  ", (f"{name:<13}", "bright_black"), what)
 
 
@@ -147,7 +147,7 @@ def _headline(summary: dict[str, Any]) -> Text:
 
 
 def _not_trained(summary: dict[str, Any]) -> Text:
-    """``Not trained: 484 filtered (453 all rewards are 0, 31 all rewards are 1).``"""
+    """Say what was not trained: ``Not trained: 484 filtered (453 all rewards are 0, 31 all rewards are 1).``"""
     parts = []
     for fate, reasons in summary["reasons"].items():
         frequent = sorted(reasons.items(), key=lambda item: -item[1])[:REASONS_SHOWN]
@@ -157,7 +157,7 @@ def _not_trained(summary: dict[str, Any]) -> Text:
 
 
 def _hardly_trains(summary: dict[str, Any]) -> bool:
-    """Nearly all groups were filtered, up to the end."""
+    """Tell whether nearly all of the run's latest groups were filtered."""
     filtered = summary["filtered"]
     return bool(filtered["recent_groups"] >= ENOUGH_GROUPS and filtered["recent_share"] >= FILTERED_FROM)
 

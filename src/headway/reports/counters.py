@@ -13,20 +13,20 @@ from headway.events import Event, FetchTaken, GroupRewarded, GroupSettled, Optim
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """``values[i]`` holds from ``times[i]`` (event clock, strictly ascending) until the next time."""
+    """A number over time: ``values[i]`` holds from ``times[i]`` (event clock, ascending) until the next time."""
 
     name: str
     times: tuple[float, ...]
     values: tuple[float, ...]
     limit: float | None = None
-    """The most that there can be, where that is known."""
+    """The largest value that there can be, where that is known."""
 
     @property
     def points(self) -> Iterator[tuple[float, float]]:
         return zip(self.times, self.values, strict=True)
 
     def thinned(self, resolution: float) -> Counter:
-        """The counter with the lowest, highest and last point of each stretch of ``resolution`` seconds alone."""
+        """Return the counter with only the lowest, highest and last point of each stretch of ``resolution`` seconds."""
         kept: list[tuple[float, float]] = []
         stretch: list[tuple[float, float]] = []
         for point in self.points:
@@ -40,7 +40,7 @@ class Counter:
 
 @dataclass(slots=True)
 class Counters:
-    """Accumulates them from events. Answers that were still being generated when the run ended are not known."""
+    """Accumulates counters from events. Answers that were still being generated when the run ended are not counted."""
 
     slots: int = 0
     _started: array[float] = field(default_factory=lambda: array("d"))
@@ -67,7 +67,7 @@ class Counters:
                 self._lags.append((event.time, max(event.lags)))
 
     def all(self) -> tuple[Counter, ...]:
-        """The counters of which anything is known."""
+        """The counters that have at least one point."""
         generating = Counter("answers being generated", *self._generating(), limit=self.slots or None)
         found = (generating, _counter("groups in the queue", self._queue), _counter("largest lag trained", self._lags))
         return tuple(counter for counter in found if counter.times)
@@ -82,7 +82,7 @@ class Counters:
 
 
 def _counter(name: str, points: list[tuple[float, float]]) -> Counter:
-    """Make a counter; what changed last at an instant is what holds from then on."""
+    """Make a counter from (time, value) points; of several at the same time the last one counts."""
     latest = dict(points)
     return Counter(name, tuple(latest), tuple(latest.values()))
 

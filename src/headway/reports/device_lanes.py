@@ -1,4 +1,4 @@
-"""The lanes of what computes, the trainer and the replicas: their work, and why they did nothing in between.
+"""Lanes of the trainer and the replicas: their work, and why they did nothing in between.
 
 Idle time is what ``trainer/idle_ratio`` and ``rollouter/idle_ratio`` count: saving a checkpoint and loading weights are
 not work. Claims go from the most telling to the least.
@@ -78,9 +78,9 @@ class Trainer:
         scoring: Iterable[Span],
         drains: bool,
     ) -> Lane:
-        """``stage`` is ActorTrain. ``scoring``: a reward was being computed, and nothing decoded.
+        """Return the trainer's lane. ``stage``: ActorTrain. ``scoring``: when a reward ran and nothing decoded.
 
-        ``drains``: what is in flight finishes before an update.
+        ``drains``: an update waits until answers in flight are finished.
         """
         waits = union([*self._waits, *stage.when(WAITING_INPUT)])
         claims = [
@@ -96,7 +96,7 @@ class Trainer:
 
 
 def _update_claims(stage: StageLog, updates: UpdateLanes, drains: bool) -> list[list[LaneSpan]]:
-    """The update's phases while the trainer waited for it, most telling first."""
+    """Claims for the trainer's waits for updates, by the phase that it waited for, most telling first."""
     waited = union(stage.when(WAITING_OUTPUT))
     validations = [_validation_wait(event, updates) for event in updates.finished if event.validation_stall_s > 0]
     phases = [span for spans in updates.phases().values() for span in spans]
@@ -111,7 +111,7 @@ def _update_claims(stage: StageLog, updates: UpdateLanes, drains: bool) -> list[
 
 
 def _validation_wait(event: UpdateFinished, updates: UpdateLanes) -> LaneSpan:
-    """The wait for a validation, which comes right after the transfer, before any replica is halted."""
+    """Claim for the wait for a validation, which comes right after the transfer, before any replica is halted."""
     start = updates.transferred(event.version)
     start = event.time - event.trainer_stall_s if start is None else start
     return idle((start, start + event.validation_stall_s), VALIDATION_AWAITED)
@@ -119,7 +119,7 @@ def _validation_wait(event: UpdateFinished, updates: UpdateLanes) -> LaneSpan:
 
 @dataclass(slots=True)
 class Replicas:
-    """Accumulates what the replicas did. A lane begins with its replica's join and ends with its loss.
+    """Accumulates the replicas' activity. A lane begins with its replica's join and ends with its loss.
 
     Time in which a replica was no part of the run is not idle time, neither here nor in the ratio.
     """
@@ -143,7 +143,7 @@ class Replicas:
         return union(span for spans in self._busy.values() for span in spans)
 
     def lane(self, replica: str, life: Span, shared: Sequence[list[LaneSpan]], updates: UpdateLanes) -> Lane:
-        """``shared`` are the claims that hold for every replica, from `AdmissionLanes`."""
+        """Return the lane of ``replica``. ``shared``: claims that hold for every replica, from `AdmissionLanes`."""
         work = [LaneSpan(*span, Kind.DECODE, "decodes") for span in union(self._busy[replica])]
         halts = [_halt(event, updates) for event in self._halts[replica]]
         present = complement(updates.absent(replica, life), life)
@@ -152,14 +152,14 @@ class Replicas:
 
 @dataclass(slots=True)
 class AdmissionLanes:
-    """Knows when all groups of the run were admitted: from then on no room under the limit would help."""
+    """Accumulates the times when all groups of the run were admitted, so that more room would not help."""
 
     total: int | None = None
     _complete: list[Span] = field(default_factory=list)
     _since: float | None = None
 
     def admit(self, event: GroupAdmitted) -> None:
-        """A discarded group is replaced, so admission may end more than once."""
+        """Note an admission. A discarded group is replaced, so the last admission may come more than once."""
         self.close(event.time)
         if self.total is not None and event.admitted - event.discarded >= self.total:
             self._since = event.time
@@ -170,7 +170,7 @@ class AdmissionLanes:
             self._since = None
 
     def no_requests(self, loader: StageLog, generate: StageLog) -> list[list[LaneSpan]]:
-        """Claims: why replicas had nothing to do though nothing halted them."""
+        """Claims for replicas without requests: why they had nothing to do though nothing halted them."""
         return [
             [idle(span, "no requests: generation is paused") for span in generate.when(PAUSED)],
             [idle(span, NONE_ADMITTED) for span in [*self._complete, *loader.when(*ENDED)]],

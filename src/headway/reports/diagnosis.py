@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from headway.reports.human import share
 
 BALANCED_BELOW = 0.10
-"""Waits under this share of the wall time are not worth a change."""
+"""Share of the wall time below which waits are not worth a change."""
 TURNS_ABOVE = 0.15
 """Share of waiting above which both sides wait for each other: they do not overlap."""
 SLOTS_EMPTY_BELOW = 0.5
@@ -25,32 +25,32 @@ class TimeShares:
     """Shares of the wall time (0 to 1), each one a wait in which a side did nothing else."""
 
     trainer_waited: float
-    """The trainer waited for groups, for whatever reason."""
+    """Share of the wall time in which the trainer waited for groups, for whatever reason."""
     waited_for_reward: float = 0.0
-    """The part of it in which nothing decoded and a reward was being computed."""
+    """Part of ``trainer_waited`` in which nothing decoded and a reward was being computed."""
     trainer_stalled: float = 0.0
-    """The trainer waited for a parameter update."""
+    """Share of the wall time in which the trainer waited for a parameter update."""
     waited_for_validation: float = 0.0
-    """The part of it in which the update itself waited for a validation."""
+    """Part of ``trainer_stalled`` in which a validation was waited for."""
     moving_weights: float = 0.0
-    """The five phases of the updates, added up."""
+    """Share of the wall time that the phases of updates took; of send and recv, side by side, the longer one counts."""
     trained: float = 1.0
-    """The trainer computed."""
+    """Share of the wall time in which the trainer computed."""
     saving: float = 0.0
-    """The trainer saved checkpoints."""
+    """Share of the wall time in which the trainer saved checkpoints and computed nothing."""
     idle_while_saving: float = 0.0
     """Share of time in which replicas were idle while the trainer saved a checkpoint."""
     rollout_idle: float = 0.0
-    """Mean over replicas of the time without prefill or decoding."""
+    """Mean over replicas of the share of time without prefill or decoding."""
     rollout_stalled: float = 0.0
-    """The part of it in which replicas were paused for an update."""
+    """Part of ``rollout_idle`` in which replicas were paused for an update."""
     slot_utilization: float | None = None
     filtered: float = 0.0
-    """No share of the time: that of the scored groups which a filter took out."""
+    """Share of the scored groups that a filter took out; no share of time."""
     one_process: bool = False
-    """All workers are in one, as with ``cluster.backend=inline``, where there are no devices to give."""
+    """True if all workers are in one process, as with ``cluster.backend=inline``: there are no devices to give."""
     drains: bool = False
-    """An update waits until answers in flight are finished: that part of its stall is waiting for generation."""
+    """True if an update waits until answers in flight are finished: that wait counts as waiting for generation."""
 
     @property
     def draining(self) -> float:
@@ -158,7 +158,7 @@ def _generation(waited: float, shares: TimeShares) -> str:
 
 
 def _filtered(waited: float, filtered: float) -> str:
-    """However fast answers are generated, few of them train."""
+    """Say that the filter was the bottleneck: however fast answers are generated, few of them train."""
     return (
         f"The filter was the bottleneck: the trainer waited for groups {share(waited)} of the time, and "
         f"{share(filtered)} of those that were generated were filtered, as all their answers got the same reward; take "
@@ -175,5 +175,5 @@ def _training(waited: float, shares: TimeShares) -> str:
 
 
 def _devices(shares: TimeShares) -> str:
-    """The sentence that advice about devices needs first."""
+    """Return the remark that advice about devices needs where both sides share one process; else ""."""
     return " (now both share one process: cluster.backend=ray gives each its own)" if shares.one_process else ""

@@ -29,9 +29,9 @@ from headway.events import Event, RunFinished, RunResumed, VersionReached
 
 FLUSH_EVERY_S = 1.0
 KEPT_BYTES = 64 * 2**20
-"""Bytes that are kept of lines which a disk refuses: minutes of a large run."""
+"""Most bytes of lines that are kept while a disk refuses them: minutes of a large run."""
 AT_ONCE = (VersionReached, RunResumed)
-"""Flushed when they happen: a checkpoint, and whoever reads the file after a kill, relies on them."""
+"""Events that are flushed when they happen: a checkpoint, and whoever reads the file after a kill, relies on them."""
 
 
 class JsonLines:
@@ -48,13 +48,13 @@ class JsonLines:
         report: Callable[[str], None],
         given_up: Callable[[], str] = lambda: "it stays incomplete",
     ) -> None:
-        """``given_up`` returns words for the user on what becomes of the file after writing failed."""
+        """Open the file. ``given_up`` returns words for the user on what becomes of it after writing failed."""
         self._path = path
         self._report = report
         self._given_up = given_up
         self._file: int | None = None
         self._end: int | None = None
-        """Bytes of the file; None before it is opened, and after it was given up."""
+        """Size of the file in bytes; None before it is opened, and after it was given up."""
         self._waiting = bytearray()
         """Lines not written yet, after those that are being written."""
         self._ended = False
@@ -130,7 +130,7 @@ class EventsFile:
     def __init__(self, path: Path, report: Callable[[str], None]) -> None:
         self._reached = -1
         self.told = -1
-        """The newest version of whose boundary the file tells, and of all that led there; -1 for none."""
+        """The newest version whose boundary, and all events before it, are in the file; -1 for none."""
         self._lines = JsonLines(path, report, self._without_the_rest)
 
     def on_event(self, event: Event) -> None:
@@ -187,12 +187,12 @@ class Record:
     boundaries: dict[int, int] = field(default_factory=dict)
     """Version → index of its `VersionReached` that survived."""
     resumed: int = 0
-    """Times, those undone included."""
+    """Number of times that the run was resumed, undone ones included."""
     ended: str | None = None
     """The status that the run ended with; None where it did not say."""
 
     def back_to(self, version: int, now: int) -> None:
-        """Undo what stands between the boundary of ``version`` and the line ``now``."""
+        """Undo the lines between the boundary of ``version`` and the line ``now``."""
         end = self.boundaries[version] + 1
         self.lines = [(first, min(last, end)) for first, last in self.lines if first < end]
         self.boundaries = {reached: line for reached, line in self.boundaries.items() if line < end}
@@ -200,7 +200,7 @@ class Record:
 
 
 def look_through(path: Path) -> Record:
-    """Find the lines of a record that count. Raises `DataError` for an unreadable file or an unknown resume point."""
+    """Find the surviving lines of a record. Raises `DataError` for an unreadable file or an unknown resume point."""
     record = Record(lines=[(0, 0)])
     kinds = {f'{{"kind": "{event.kind}"': event for event in (VersionReached, RunResumed, RunFinished)}
     prefixes = tuple(kinds)
@@ -244,7 +244,7 @@ def read_events(path: Path, *, until: int | None = None) -> Iterator[Event]:
 
 
 def cut_off_half_line(path: Path) -> None:
-    """Cut off a line without an end, which a process that was killed may have left: nothing must continue it."""
+    """Cut off a last line without an end, which a killed process may have left, so that nothing continues it."""
     with path.open("rb+") as file:
         end = position = file.seek(0, 2)
         while position > 0:
@@ -259,7 +259,7 @@ def cut_off_half_line(path: Path) -> None:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Complete lines of the file, each with its index."""
+    """Yield the complete lines of the file, each with its index."""
     try:
         with path.open("rb") as file:
             for index, line in enumerate(file):
@@ -285,7 +285,7 @@ def _parse(line: str, where: str) -> Event:
 
 @cache
 def _event_types() -> dict[str, tuple[type[Event], dict[str, Any]]]:
-    """Each kind's class and the types of its fields."""
+    """Return kind → the event's class and the types of its fields."""
     found = (value for value in vars(events).values() if isinstance(value, type) and issubclass(value, Event))
     return {cls.kind: (cls, get_type_hints(cls)) for cls in found if cls is not Event}
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 FILE = "headway.json"
-"""The file in the model's folder, beside what Hugging Face writes."""
+"""Name of the version's file in the model's folder, beside what Hugging Face writes."""
 
 
 def write_version(model: Path, version: int) -> None:

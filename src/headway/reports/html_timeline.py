@@ -28,7 +28,7 @@ def write_html(timeline: Timeline, path: Path, *, bottleneck: str | None = None)
 
 
 def page(timeline: Timeline, *, bottleneck: str | None = None, max_spans: int = MAX_SPANS) -> str:
-    """The page's text."""
+    """Return the HTML text of a timeline's page."""
     figures, sentence = timeline.summary, bottleneck or timeline.summary["bottleneck"]
     mode = str(figures["mode"] or "unknown mode")
     status = "simulated" if timeline.simulated else str(figures["status"])
@@ -54,7 +54,7 @@ def _part(name: str) -> str:
 
 
 def _inside_script(json: str) -> str:
-    """JSON without a character that could end, or open, an element."""
+    """Escape JSON so that no character in it could end, or open, an element."""
     return json.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
@@ -106,7 +106,7 @@ def _lane_table(timeline: Timeline) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: int) -> str:
-    """``numbers`` of the last columns hold numbers."""
+    """Make an HTML table, whose last ``numbers`` columns hold numbers."""
     left = len(head) - numbers
 
     def cells(name: str, row: Sequence[str]) -> str:

@@ -12,12 +12,12 @@ LARGE = 1e6
 
 
 def count(value: int) -> str:
-    """1184 → ``1,184``."""
+    """Write a whole number: 1184 → ``1,184``."""
     return f"{value:,}"
 
 
 def share(value: float | None) -> str:
-    """0.123 → ``12%``; a share that rounds to 0 or 100 but is neither says so."""
+    """Write a share in percent: 0.123 → ``12%``; one that rounds to 0 or 100 but is neither says so."""
     if value is None or not math.isfinite(value):
         return UNKNOWN
     percent = round(100 * value)
@@ -29,7 +29,7 @@ def share(value: float | None) -> str:
 
 
 def number(value: float | None) -> str:
-    """Three significant digits: 0.01234 → ``0.0123``, 1e-4 → ``1e-4``, 1234.5 → ``1,234``, 3e38 → ``3e38``."""
+    """Write three significant digits: 0.01234 → ``0.0123``, 1e-4 → ``1e-4``, 1234.5 → ``1,234``, 3e38 → ``3e38``."""
     if value is None or not math.isfinite(value):
         return UNKNOWN
     if value == 0:
@@ -41,7 +41,7 @@ def number(value: float | None) -> str:
 
 
 def score(value: float | None) -> str:
-    """A reward, three decimals so that a column of them lines up, but for large ones: 3e38 → ``3e38``."""
+    """Write a reward with three decimals, so that a column of them lines up; large ones as 3e38 → ``3e38``."""
     if value is None or not math.isfinite(value):
         return UNKNOWN
     return f"{value:.3f}" if round(abs(value), 3) < LARGE else _with_exponent(value)
@@ -53,7 +53,7 @@ def _with_exponent(value: float) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """0.42 → ``0.4s``, 42 → ``42s``, 92 → ``1m 32s``, 5400 → ``1h 30m``."""
+    """Write a duration in seconds: 0.42 → ``0.4s``, 42 → ``42s``, 92 → ``1m 32s``, 5400 → ``1h 30m``."""
     if seconds is None or not math.isfinite(seconds):
         return UNKNOWN
     if seconds < 9.95:
@@ -67,7 +67,7 @@ def duration(seconds: float | None) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The last ``width`` values as blocks between their own minimum and maximum; nothing for fewer than two."""
+    """Draw the last ``width`` values as blocks between their minimum and maximum; nothing for fewer than two."""
     shown = [value for value in values if math.isfinite(value)][-width:]
     if len(shown) < 2:
         return ""

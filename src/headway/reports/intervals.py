@@ -16,7 +16,7 @@ from headway.events import Span
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """The same set of instants as sorted, disjoint intervals."""
+    """The union of intervals: the same instants as sorted, disjoint intervals."""
     merged: list[Span] = []
     for start, end in sorted(span for span in spans if span[1] > span[0]):
         if merged and start <= merged[-1][1]:
@@ -32,7 +32,7 @@ def length(spans: Iterable[Span]) -> float:
 
 
 def intersection(a: Iterable[Span], b: Iterable[Span]) -> list[Span]:
-    """Instants that lie in both, as a union."""
+    """Instants that lie in both sets of intervals, as a union."""
     left, right = union(a), union(b)
     common: list[Span] = []
     i = j = 0
@@ -61,17 +61,17 @@ def complement(spans: Iterable[Span], window: Span) -> list[Span]:
 
 
 class IntervalUnion:
-    """A union that grows, built for intervals that arrive nearly in order: adding and measuring are then O(log n).
+    """A growing union of intervals that arrive nearly in order: adding and measuring are then O(log n).
 
-    What lies before `sum_up` is kept as one sum. A window may begin within it, and then has all of it: who measures
-    begins either at the origin or behind what was summed up.
+    Of the time before the last `sum_up` only a sum is kept. A window that begins in that time has all of the sum, so
+    windows should begin at the origin or after that time.
     """
 
     def __init__(self, origin: float = -inf) -> None:
-        """``origin``: instants before it are not counted."""
+        """Begin with an empty union; instants before ``origin`` are not counted."""
         self._origin = self._summed_until = origin
         self._summed = 0.0
-        """Seconds from the origin to ``_summed_until``."""
+        """Seconds that the union covers from the origin to ``_summed_until``."""
         self._starts: list[float] = []
         self._ends: list[float] = []
         self._before: list[float] = []
@@ -83,7 +83,7 @@ class IntervalUnion:
         self._origin, self._summed = origin, 0.0
 
     def sum_up(self, until: float) -> None:
-        """Keep only the sum of what lies before ``until``."""
+        """Replace the intervals before ``until`` by the sum of their lengths."""
         if until <= self._summed_until:
             return
         self._summed += self._until(until)
@@ -95,7 +95,7 @@ class IntervalUnion:
         self._summed_until = until
 
     def add(self, span: Span) -> None:
-        """A part that lies in what was summed up must be new: it is added to the sum."""
+        """Add an interval. A part of it before the last `sum_up` must be new: it is added to the sum."""
         start, end = max(span[0], self._origin), span[1]
         if start < self._summed_until:
             self._summed += max(min(end, self._summed_until) - start, 0.0)
@@ -120,11 +120,11 @@ class IntervalUnion:
 
     @property
     def spans(self) -> Sequence[Span]:
-        """The spans that were not summed up."""
+        """The intervals that were not summed up."""
         return list(zip(self._starts, self._ends, strict=True))
 
     def _until(self, instant: float) -> float:
-        """Length of the part before ``instant``."""
+        """Length of the intervals before ``instant``, without those summed up."""
         last = bisect_left(self._starts, instant) - 1
         if last < 0:
             return 0.0
@@ -135,13 +135,13 @@ class IntervalUnion:
 
 
 class Spread:
-    """Amounts, each spread evenly over a span; spans come in order. Begins and sums up as `IntervalUnion` does."""
+    """Amounts, each spread evenly over a span; spans come in order. `begin` and `sum_up` are as in `IntervalUnion`."""
 
     def __init__(self, origin: float = -inf) -> None:
         self._origin = self._summed_until = origin
         self._summed = 0.0
         self._parts: deque[tuple[float, float, float]] = deque()
-        """(start, end, amount)"""
+        """Amounts that were not summed up, as (start, end, amount)."""
 
     def begin(self, origin: float) -> None:
         """Forget everything before ``origin``, added already or later."""
@@ -149,7 +149,7 @@ class Spread:
         self._origin, self._summed = origin, 0.0
 
     def sum_up(self, until: float) -> None:
-        """Keep only the sum of what lies before ``until``."""
+        """Replace the amounts before ``until`` by their sum."""
         if until <= self._summed_until:
             return
         while self._parts and self._parts[0][0] < until:
@@ -162,7 +162,7 @@ class Spread:
         self._summed_until = until
 
     def add(self, span: Span, amount: float) -> None:
-        """Parts before the origin, or in what was summed up, are handled as `IntervalUnion.add` does."""
+        """Add an amount. A part before the origin is left out; one before the last `sum_up` is added to the sum."""
         start, end = span
         if end <= max(start, self._origin):
             return
@@ -175,7 +175,7 @@ class Spread:
             self._parts.append((start, end, amount))
 
     def within(self, window: Span) -> float:
-        """The amount inside ``window``; a part that straddles its edge counts by what lies inside."""
+        """Return the amount inside ``window``; a part that straddles its edge counts by what lies inside."""
         total = self._summed if window[0] < self._summed_until and window[1] > window[0] else 0.0
         for start, end, amount in self._parts:
             if (inside := min(end, window[1]) - max(start, window[0])) > 0:

@@ -27,29 +27,29 @@ class Kind(StrEnum):
     STEP = "step"
     """An optimizer step."""
     FORWARD = "forward"
-    """Log-probs, reference or values of a fetch."""
+    """A forward pass: log-probs, reference or values of a fetch."""
     GATHER = "gather"
-    """The trainer assembles weights for an update."""
+    """Gathering: the trainer assembles weights for an update."""
     DECODE = "decode"
-    """A replica prefills or decodes."""
+    """Prefill or decoding by a replica."""
     PROCESS = "process"
-    """A stage has items in processing."""
+    """Work of a stage: it has items in processing."""
     TRANSFER = "transfer"
-    """Weights travel: send, recv, register."""
+    """Transfer of weights: send, recv, register."""
     LOAD = "load"
-    """A replica swaps weights."""
+    """Loading of new weights by a replica."""
     VALIDATE = "validate"
     CHECKPOINT = "checkpoint"
     SERVE = "serve"
-    """A replica serves one version."""
+    """Time in which a replica serves one version."""
     TRAIN_LEASE = "train_lease"
-    """Training holds the shared devices."""
+    """Time in which training holds the shared devices."""
     GENERATE_LEASE = "generate_lease"
-    """Generation holds the shared devices."""
+    """Time in which generation holds the shared devices."""
     HALTED = "halted"
-    """Paused: nothing may be done."""
+    """Pause, in which nothing may be done."""
     IDLE = "idle"
-    """Nothing was done: the party waited."""
+    """Idle time: nothing was done, the party waited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +83,10 @@ class Lane:
     name: str
     spans: tuple[LaneSpan, ...] = ()
     annotates: bool = False
-    """The lane says something about the lane above it, and nothing about work."""
+    """True if the lane describes the lane above it, and no work of its own."""
 
     def seconds(self, window: Span) -> float:
-        """Seconds of ``window`` of which it tells anything."""
+        """Seconds of ``window`` that the lane's spans cover."""
         return sum(max(min(span.end, window[1]) - max(span.start, window[0]), 0.0) for span in self.spans)
 
     def idle_by_reason(self, window: Span) -> dict[str, float]:
@@ -103,11 +103,11 @@ class Lane:
 
 
 ROUNDING_S = 1e-9
-"""Gaps this short are no time, but the rounding of times that were added up in different orders."""
+"""Longest gap, in seconds, that is no time but the rounding of times added up in different orders."""
 
 
 def idle(span: Span, reason: str, label: str | None = None, kind: Kind = Kind.IDLE) -> LaneSpan:
-    """A claim: during ``span`` nothing was done, for ``reason``."""
+    """Make a claim: during ``span`` nothing was done, for ``reason``."""
     return LaneSpan(*span, kind, reason if label is None else label, reason)
 
 
@@ -129,7 +129,7 @@ def lay_out(work: Iterable[LaneSpan], claims: Sequence[Iterable[LaneSpan]], life
 
 
 def joined(spans: Iterable[LaneSpan]) -> tuple[LaneSpan, ...]:
-    """Sorted spans with neighbours that touch and say the same made one; empty ones are left out."""
+    """Join sorted spans: neighbours that touch and say the same become one; empty ones are left out."""
     result: list[LaneSpan] = []
     for span in spans:
         if span.end <= span.start:

@@ -83,7 +83,7 @@ class LiveView:
         self._snapshots.on_row(row)
 
     def close(self) -> None:
-        """Ends the drawing; the last state stays on the screen."""
+        """End the drawing; the last state stays on the screen."""
         self._closing.set()
         self._thread.join(JOIN_TIMEOUT_S)
         with self._lock:

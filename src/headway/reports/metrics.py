@@ -54,7 +54,7 @@ KEPT_WARNINGS = 50
 
 
 class RowSink(Protocol):
-    """Takes each version's row when it is complete: flat metric names to values, ``version`` among them."""
+    """Receiver of each version's complete row: flat metric names to values, ``version`` among them."""
 
     def on_row(self, row: dict[str, Any]) -> None: ...
 
@@ -63,7 +63,7 @@ class RowSink(Protocol):
 
 @dataclass(slots=True)
 class Lengths:
-    """Response lengths of whole groups, added up."""
+    """Sum of the response lengths of whole groups, in tokens."""
 
     tokens: int = 0
     trajectories: int = 0
@@ -97,7 +97,7 @@ class Totals:
     """Times that a replica parked an answer for want of memory."""
     trained: Lengths = field(default_factory=Lengths)
     trainable: Lengths = field(default_factory=Lengths)
-    """Groups that have ended, trained or lost. Not the filtered ones: those are left out of training on purpose."""
+    """Lengths of groups that have ended, trained or lost; filtered ones are left out of training on purpose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class RunMetrics:
         self.tally = GroupTally()
         self.occupancy = Occupancy()
         self.started: RunStarted | None = None
-        """The start of the run, with what holds since it was resumed last."""
+        """The run's start event, updated when the run is resumed; None before it."""
         self.finished: RunFinished | None = None
         self.resumed = 0
         """Number of times that the run was resumed."""
@@ -123,10 +123,10 @@ class RunMetrics:
         self.served: dict[str, int] = {}
         """Version that each replica has loaded."""
         self.lags: Counter[int] = Counter()
-        """Lag → trained groups."""
+        """Lag → number of trained groups."""
         self.evaluations = Evaluations()
         self.left_out: dict[str, dict[str, int]] = {}
-        """Training or held-out → source → prompts that were too long."""
+        """Part (training or held-out) → source → number of prompts that were too long."""
         self.warnings: list[str] = []
         self.workers: dict[str, WorkerDescribed] = {}
         """Descriptions of the workers, by name."""
@@ -136,7 +136,7 @@ class RunMetrics:
         """Sums of the updates that finished after the first admission: what was published before it cost the run
         nothing."""
         self.lease_validation_s = 0.0
-        """Time in which the trainer waited for validations before it got shared devices."""
+        """Seconds that the trainer waited for validations before it got shared devices."""
         self.sinks = sinks
         self._rows: dict[int, VersionRow] = {}
         self._closed: deque[ClosedRow] = deque()
@@ -144,7 +144,7 @@ class RunMetrics:
         self._closed_below = 0
         self._row_opened = 0.0
         self._rollouter_cut = 0.0
-        """Up to where replicas' activity is in rows that were handed out."""
+        """Time up to which replicas' activity is in rows that were handed out."""
         self._first_admission: float | None = None
         self._last_step: float | None = None
 
@@ -209,12 +209,12 @@ class RunMetrics:
                 self.warnings.append(event.text)
 
     def close(self) -> None:
-        """Hands out the rows of a run that did not get to its end."""
+        """Hand out the rows of a run that did not get to its end."""
         self._close_rows(self._last_step, below=None)
         self._hand_out_all()
 
     def _on_started(self, event: RunStarted) -> None:
-        """Again when it is resumed: with workers that are new, and the initial model until the first update."""
+        """Note a start, first or resumed: workers are new, and have the initial model until the first update."""
         if self.started is None:
             self.occupancy.declare(event.slots)
         else:
@@ -286,7 +286,7 @@ class RunMetrics:
         self._hand_out_known()
 
     def _on_validation(self, event: ValidationFinished) -> None:
-        """Scores that come in after the next version was loaded find their row closed, and are a row of their own."""
+        """Take a validation's scores. If its version's row was closed meanwhile, they become a row of their own."""
         self.evaluations.add(event)
         if event.version < self._closed_below:
             self._closed.append(ClosedRow({"version": event.version, **validation_values(event)}))
@@ -324,7 +324,7 @@ class RunMetrics:
             self._sum_up()
 
     def _sum_up(self) -> None:
-        """Rows that were handed out ask for nothing any more; later ones, and the run, ask from where these ended."""
+        """Let the occupancy sum up all time within which no later row, and not the run's window, begins or ends."""
         if self._last_step is not None:
             waiting = (row.window[0] for row in self._closed if row.window is not None)
             known = self.occupancy.trainer_known_until
@@ -349,7 +349,7 @@ class RunMetrics:
         }
 
     def _rates(self, row: VersionRow, window: Span) -> dict[str, Any]:
-        """Figures over the time that the row covers."""
+        """Figures of a row about its time: seconds, and throughputs where the version was trained on."""
         seconds = window[1] - window[0]
         values: dict[str, Any] = {"time/seconds": seconds}
         if self.started is not None:
@@ -394,7 +394,7 @@ class RunMetrics:
         return self.occupancy.trainer_idle(window), self.occupancy.rollouter_idle(reported)
 
     def lag_so_far(self) -> tuple[float | None, int | None]:
-        """Mean and maximum over trained groups."""
+        """Mean and maximum lag over trained groups so far."""
         return (mean_of(self.lags), max(self.lags)) if self.lags else (None, None)
 
     @property
@@ -402,7 +402,7 @@ class RunMetrics:
         return sum(count for lag, count in self.lags.items() if lag >= 1)
 
     def bias(self) -> dict[str, float | None]:
-        """Lengths that were trained on against those of all that were dispatched to be trained on and have ended."""
+        """Mean lengths of the answers trained on and of all dispatched to training that have ended, and their ratio."""
         trained, dispatched = self.totals.trained.mean, self.totals.trainable.mean
         ratio = trained / dispatched if trained is not None and dispatched else None
         return {"trained_length_mean": trained, "dispatched_length_mean": dispatched, "length_ratio": ratio}

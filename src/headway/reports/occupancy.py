@@ -47,7 +47,7 @@ class ReplicaTime:
     lost: float = inf
     busy: IntervalUnion = field(default_factory=IntervalUnion)
     slot_time: Spread = field(default_factory=Spread)
-    """Slot-seconds of each report, over the extent of what it says was busy."""
+    """Busy slot-seconds of each report, spread over the extent of its busy spans."""
     last_report: float = 0.0
 
     @property
@@ -56,7 +56,7 @@ class ReplicaTime:
         return max(self.joined, self.last_report) if self.lost == inf else inf
 
     def presence(self, window: Span) -> Span:
-        """The part of ``window`` in which it was part of the run; may be empty."""
+        """The part of ``window`` in which the replica was part of the run; may be empty."""
         return max(self.joined, window[0]), min(self.lost, window[1])
 
     def seconds(self, window: Span) -> float:
@@ -81,15 +81,15 @@ class ReplicaTime:
 
 @dataclass(slots=True)
 class TrainerTime:
-    """The trainer's work. A span of it is reported at its end, so what is under way is not known yet.
+    """The trainer's work. A span of work is reported at its end, so what is under way is not known yet.
 
-    It computes forwards and steps while its stage is processing. While its stage waits for an update it gathers, once.
-    Else it computes nothing.
+    The trainer computes forwards and steps while its stage is processing. While its stage waits for an update it
+    gathers, once. Else it computes nothing.
     """
 
     busy: IntervalUnion = field(default_factory=IntervalUnion)
     known_until: float = inf
-    """The instant up to which its work is known: infinite while it computes nothing."""
+    """Time up to which the trainer's work is known: infinite while it computes nothing."""
 
     def stage_changed(self, event: StageChanged) -> None:
         self.known_until = event.time if event.state in ("processing", "waiting_output") else inf
@@ -111,23 +111,23 @@ class StageView:
     active: int
     since: float
     accounted: float
-    """The instant up to which its work and its waits are in the books."""
+    """Time up to which the stage's work and waits are added up."""
 
 
 @dataclass(slots=True)
 class Coincidences:
-    """Seconds before `Occupancy.sum_up` in which several things held at once."""
+    """Seconds, before the last `Occupancy.sum_up`, in which several things held at once."""
 
     saved: float = 0.0
-    """A checkpoint was saved and the trainer computed nothing."""
+    """Seconds in which a checkpoint was saved and the trainer computed nothing."""
     idle_while_saving: float = 0.0
-    """A checkpoint was saved and a replica was idle; replica by replica."""
+    """Seconds in which a checkpoint was saved and a replica was idle, added up over replicas."""
     waited_for_reward: float = 0.0
-    """The trainer waited for groups, no replica decoded and a reward was being computed."""
+    """Seconds in which the trainer waited for groups, no replica decoded and a reward was being computed."""
 
 
 class Occupancy:
-    """Accumulates busy and waiting intervals; every answer is for a window and lies within it.
+    """Accumulates when trainer, replicas and stages were busy or waited; each figure is for a window of time.
 
     After `begin` and `sum_up` a window begins at the origin, or at an instant that was not summed up.
     """
@@ -152,9 +152,9 @@ class Occupancy:
             union.begin(origin)
 
     def sum_up(self, until: float) -> None:
-        """Windows begin at the origin or not before ``until`` from now on, and none ends before it.
+        """Sum up the time before ``until``; later windows begin at the origin or not before it, and end no earlier.
 
-        By then everything has to be told that happened before ``until``, but for what stages have been doing since.
+        All that happened before ``until`` must have been reported by then, but for what stages are still doing.
         """
         if until <= self._summed_until:
             return
@@ -179,12 +179,12 @@ class Occupancy:
         return ReplicaTime(slots, joined, busy=IntervalUnion(self._origin), slot_time=Spread(self._origin))
 
     def declare(self, slots: dict[str, int]) -> None:
-        """Replicas exist, and are idle, before they report anything."""
+        """Declare replicas and their slots; they are idle until they report."""
         for name, count in slots.items():
             self.replicas.setdefault(name, self._replica(count)).slots = count
 
     def restart(self, slots: dict[str, int], time: float) -> None:
-        """The run was resumed: it has these replicas from ``time`` on, some of which it had before."""
+        """Note that the run was resumed at ``time`` with the replicas of ``slots``, some of which it had before."""
         for name, replica in self.replicas.items():
             if name not in slots:
                 replica.lost = min(replica.lost, time)
@@ -252,7 +252,7 @@ class Occupancy:
         return self._trainer.known_until
 
     def trainer_saved(self, window: Span) -> float:
-        """Seconds in which a checkpoint was saved and the trainer computed nothing."""
+        """Seconds of ``window`` in which a checkpoint was saved and the trainer computed nothing."""
         summed = self._summed.saved if self._begins_in_sum(window) else 0.0
         return summed + self._saved_within(self._rest_of(window))
 
@@ -267,9 +267,9 @@ class Occupancy:
         return max(window[0], self._summed_until), window[1]
 
     def rollouter_idle(self, window: Span) -> float | None:
-        """Share of the replicas' time in ``window`` in which one had no sequence prefilling or decoding.
+        """Share of the replicas' time in ``window`` without a sequence prefilling or decoding.
 
-        The mean over replicas, each with the weight of the time that it was part of the run. None when none was.
+        This is the mean over replicas, weighted by the time that each was part of the run; None when none was.
         """
         present = sum(replica.seconds(window) for replica in self.replicas.values())
         if present <= 0:
@@ -291,7 +291,7 @@ class Occupancy:
         )
 
     def slot_utilization(self, window: Span) -> float | None:
-        """Busy slot time over slot time; None when no slots were declared or the window is empty."""
+        """Share of the replicas' slot time that was busy; None when no slots were declared or the window is empty."""
         capacity = sum(replica.slots * replica.seconds(window) for replica in self.replicas.values())
         if capacity <= 0:
             return None
@@ -302,11 +302,11 @@ class Occupancy:
         return min((replica.reported_until for replica in self.replicas.values()), default=None)
 
     def trainer_waited(self, window: Span) -> float:
-        """Seconds in which the trainer waited for groups."""
+        """Seconds of ``window`` in which the trainer waited for groups."""
         return self._trainer_waits.within(window)
 
     def waited_for_reward(self, window: Span) -> float:
-        """Seconds in which the trainer waited for groups, no replica decoded and a reward was being computed."""
+        """Seconds of ``window`` in which the trainer waited for groups, nothing decoded and a reward was computed."""
         summed = self._summed.waited_for_reward if self._begins_in_sum(window) else 0.0
         return summed + self._waited_for_reward_within(self._rest_of(window))
 

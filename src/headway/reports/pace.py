@@ -1,5 +1,4 @@
-"""The pace of a run: how long it will go on, by how fast it took groups lately: early versions say little about late
-ones.
+"""Remaining time of a run, by how fast it took groups lately: early versions say little about late ones.
 
     ── begun ──┬── a fetch ──┬── a fetch ──┬ … ┬── a fetch ──┬── now
                └── the last two versions, 8 fetches at least ┘ └─ overdue: slower than that, by what is known
@@ -12,12 +11,12 @@ from __future__ import annotations
 from collections import deque
 
 VERSIONS, FETCHES = 2, 8
-"""The pace is that of the last fetches, so many at least and of so many versions: updates and validations, which come
-between them, are to be among them."""
+"""Least numbers of versions and of fetches over which the pace is measured, so that it includes the updates and
+validations between fetches."""
 
 
 class Pace:
-    """Marks of (event clock in seconds, groups taken into fetches until then). The last ones are kept."""
+    """The pace of a run: its last marks of (event clock in seconds, groups taken into fetches until then)."""
 
     def __init__(self) -> None:
         self._marks: deque[tuple[float, int]] = deque()
@@ -27,7 +26,7 @@ class Pace:
         self._marks.append((time, 0))
 
     def took(self, time: float, groups: int, per_version: int) -> None:
-        """A fetch of ``groups`` was taken; a version has ``per_version``."""
+        """Note that a fetch of ``groups`` was taken; a version has ``per_version``."""
         marks = self._marks
         taken = (marks[-1][1] if marks else 0) + groups
         marks.append((time, taken))

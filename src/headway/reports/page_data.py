@@ -1,5 +1,5 @@
-"""The data that the page's script draws: lanes as lists of integers beside a table of strings, merged where there are
-too many.
+"""Data that the page's script draws: lanes as lists of integers beside a table of strings, merged where there are too
+many.
 
 lanes ─▶ merged(): at most ``most`` spans, totals kept ─▶ page_data(): microseconds since the run's first event
 """
@@ -17,9 +17,9 @@ from headway.reports.stage_lanes import GROUP as STAGES
 from headway.reports.timeline import MarkKind, Timeline
 
 MAX_SPANS = 100_000
-"""Spans that a page holds; more are merged, the shortest first."""
+"""Most spans that a page holds; of more, the shortest are merged first."""
 MAX_POINTS = 4_000
-"""Points that a page draws of a counter, at most."""
+"""Most points that a page draws of a counter."""
 WORDS = {
     Kind.STEP: "optimizer step",
     Kind.FORWARD: "forward pass",
@@ -44,16 +44,16 @@ ROWS = {
     MarkKind.WARNING: "warnings",
     MarkKind.NOTE: "notes",
 }
-"""Marks with a row of their own."""
+"""Kinds of marks that have a row of their own → the row's name."""
 TIMED = (TRAINER, REPLICAS, STAGES)
-"""Groups whose lanes tell of every instant from their beginning to their end: what is not idle is busy."""
+"""Groups of lanes that cover every instant from their beginning to their end: what is not idle is busy."""
 IDLE = frozenset({Kind.IDLE, Kind.HALTED})
 
 
 def merged(lanes: Sequence[Lane], window: Span, most: int) -> tuple[tuple[Lane, ...], float]:
     """Lanes with at most ``most`` spans in all, and the seconds below which neighbours were merged (0 for none).
 
-    The limit cannot be kept where lanes alone are more than that, or where nothing is short.
+    The limit cannot be kept where there are more lanes than that, or where no span is short.
     """
     resolution, wall = 0.0, window[1] - window[0]
     result = tuple(lanes)
@@ -64,7 +64,7 @@ def merged(lanes: Sequence[Lane], window: Span, most: int) -> tuple[tuple[Lane, 
 
 
 def merge_short(spans: Iterable[LaneSpan], resolution: float) -> Iterator[LaneSpan]:
-    """Runs of neighbours that are shorter than ``resolution`` and lie within it become one span for each kind.
+    """Merge each run of neighbours shorter than ``resolution``, and within it, into one span for each kind.
 
     The seconds of each kind and reason stay what they were; within ``resolution`` their order is lost.
     """
@@ -107,7 +107,7 @@ class _Strings:
 
 @dataclass(frozen=True, slots=True)
 class _Clock:
-    """Whole microseconds since ``origin``."""
+    """Conversion of times to whole microseconds since ``origin``."""
 
     origin: float
 
@@ -146,7 +146,7 @@ def page_data(timeline: Timeline, lanes: Sequence[Lane], resolution: float) -> d
 
 
 def _packed(lane: Lane, timeline: Timeline, clock: _Clock, strings: _Strings, kinds: list[Kind]) -> dict[str, Any]:
-    """``spans`` holds four integers a span: time since the last one's end, length, kind, label."""
+    """Pack a lane. ``spans`` holds four integers a span: time since the last one's end, length, kind, label."""
     spans: list[int] = []
     reached = 0
     for span in lane.spans:
@@ -161,7 +161,7 @@ def _packed(lane: Lane, timeline: Timeline, clock: _Clock, strings: _Strings, ki
 
 
 def busy_share(lane: Lane, timeline: Timeline) -> float | None:
-    """The lane's share of the wall time that the figures refer to; of the whole run where nothing was trained."""
+    """Share of the measured wall time that the lane was busy; of the whole run where nothing was trained."""
     window = timeline.measured or timeline.window
     if lane.group not in TIMED or lane.annotates or (told := lane.seconds(window)) <= 0:
         return None

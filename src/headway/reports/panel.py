@@ -20,7 +20,7 @@ MANY_FILTERED = 4
 """Number of filtered groups per trained one from which on the panel shows a warning."""
 
 FIRST = ("actor/loss", "actor/grad_norm", "actor/entropy", "actor/clip_fraction")
-"""Optimizer metrics that are shown before any other."""
+"""Optimizer metrics that the panel shows before any other."""
 
 ACCENT = "cyan"
 QUIET = "bright_black"
@@ -33,7 +33,7 @@ Row = tuple[str, Text]
 
 
 def panel(snapshot: Snapshot, width: int) -> RenderableType:
-    """The whole view: progress, then learning beside flow (above it on a narrow terminal), then the stages."""
+    """Draw the whole view: progress, then learning beside flow (above it on a narrow terminal), then the stages."""
     parts = [_title(snapshot), _progress(snapshot, width - 4), Text(), _body(snapshot, width), Text()]
     if not snapshot.finished:
         parts += [_stages(snapshot), Text()]
@@ -89,7 +89,7 @@ def _learning(snapshot: Snapshot, width: int) -> list[Row]:
 
 
 def _validation(snapshot: Snapshot, spark: int) -> Text:
-    """Mean reward of the held-out problems."""
+    """Show the mean reward of the held-out problems: the first, the last, and the course between them."""
     history = snapshot.validation_rewards
     if not history:
         return Text("not measured yet", style=QUIET)
@@ -190,7 +190,7 @@ def _whereabouts(snapshot: Snapshot) -> Text:
 
 
 def _fates(counts: dict[str, int]) -> Text:
-    """The line of the groups' fates; what went wrong is named only where something did, for the line has to fit."""
+    """The line of the groups' fates; failures are named only where there are any, for the line has to fit."""
     trained, filtered = counts["trained"], counts["filtered"]
     text = _pairs(("trained", human.count(trained))).append("  filtered ", QUIET)
     text.append(human.count(filtered), LOOK_HERE if filtered > MANY_FILTERED * trained else "")
@@ -201,7 +201,7 @@ def _fates(counts: dict[str, int]) -> Text:
 
 
 def _stages(snapshot: Snapshot) -> RenderableType:
-    """The stages and whom they wait for, one line each."""
+    """Show each stage and whom it waits for, one line each."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style=QUIET, no_wrap=True)
     grid.add_column(no_wrap=True, overflow="ellipsis")
@@ -231,7 +231,7 @@ def _section(rows: list[Row]) -> RenderableType:
 
 
 def _pairs(*pairs: tuple[str, str]) -> Text:
-    """``name value  name value``: names quiet, values plain."""
+    """Join pairs as ``name value  name value``: names quiet, values plain."""
     text = Text()
     for index, (name, value) in enumerate(pairs):
         text.append("  " if index else "").append(f"{name} ", QUIET).append(value)

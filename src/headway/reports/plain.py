@@ -31,7 +31,7 @@ class PlainView:
         self._snapshots = snapshots
         self._clock = clock
         self._told_below = 0
-        """Versions below this one had their line before the run was resumed."""
+        """Version below which every version had its line before the run was resumed."""
 
     def phase(self, text: str, detail: str = "") -> None:
         self._line(f"{text}: {detail}" if detail else text)

@@ -19,14 +19,14 @@ HTML_NAME, TRACE_NAME = "timeline.html", "trace.json"
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The files of a report."""
+    """Paths of a report's files."""
 
     html: Path
     trace: Path
 
 
 def places(run: Path, html: Path | None = None, trace: Path | None = None) -> Written:
-    """The files that `report` writes, before it does. Raises `ConfigError` where ``run`` is no run's directory."""
+    """Return the paths that `report` will write to. Raises `ConfigError` where ``run`` is no run's directory."""
     _events_file(run)
     return Written(html or run / HTML_NAME, trace or run / TRACE_NAME)
 

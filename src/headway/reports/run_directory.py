@@ -25,13 +25,13 @@ from headway.config.schema import Config
 from headway.errors import UserError
 
 ROOM = 64 * 2**10
-"""Bytes; a summary has a few thousand."""
+"""Size in bytes of the file that holds space for the summary, which needs a few thousand."""
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors of a disk that has no room left, for anybody or for this user."""
 
 
 LEFTOVERS = frozenset({"run.lock", ".room", "tensorboard", "checkpoints", "logs"})
-"""Files that a start which failed may leave: they are no run, and in nobody's way."""
+"""Names that a failed start may leave in a directory: they are no run, and do not prevent one."""
 
 
 class Occupied(UserError):
@@ -39,9 +39,9 @@ class Occupied(UserError):
 
 
 class RunLock:
-    """Held from `take` to `release`, or to the end of the process, however it ends.
+    """Lock of a run's directory, held from `take` to `release`, or to the end of the process, however it ends.
 
-    Without effect where the file system has no locks.
+    The lock has no effect where the file system has no locks.
     """
 
     def __init__(self, path: Path) -> None:
@@ -109,7 +109,7 @@ class RunDirectory:
 
     @classmethod
     def existing(cls, path: Path) -> RunDirectory:
-        """The directory of a run that there is. Raises `UserError` when it holds none."""
+        """Return the directory of an existing run. Raises `UserError` when it holds none."""
         run = cls(path)
         wanted = "expected a run's directory, the run.dir of a headway train"
         if not path.is_dir():
@@ -194,7 +194,7 @@ class RunDirectory:
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Replace ``summary.json`` in one step: whoever reads it sees the old one or the new one, whole.
 
-        It comes last, and finds room on a disk that became full meanwhile.
+        The summary is written last, and finds room on a disk that became full meanwhile.
         """
         self._room.unlink(missing_ok=True)
         _replace(self.summary, json.dumps(summary, indent=2) + "\n")
@@ -225,7 +225,7 @@ def _replace(path: Path, text: str) -> None:
 
 @contextmanager
 def _writable(path: Path) -> Iterator[None]:
-    """`OSError` inside is the user's matter: ``path``, a run's directory, cannot be written."""
+    """Turn an `OSError` in the block into a `UserError`: ``path``, a run's directory, cannot be written."""
     try:
         yield
     except OSError as cause:

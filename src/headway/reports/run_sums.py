@@ -15,7 +15,7 @@ from headway.events import UpdateFinished, ValidationFinished
 from headway.reports.version_row import PhaseTimes
 
 MOST_EVALUATIONS = 512
-"""The summary lists them: it is to stay a file that can be read, and be written where the disk is nearly full."""
+"""Most results of validations that the summary lists: it has to stay readable, and fit on a nearly full disk."""
 
 
 @dataclass(slots=True)
@@ -38,13 +38,13 @@ class Stalls:
 
 @dataclass(slots=True)
 class UpdateSums:
-    """All updates of the run added up."""
+    """Sums over all updates of the run."""
 
     stalls: Stalls = field(default_factory=Stalls)
     before_last_step: Stalls = field(default_factory=Stalls)
-    """Stalls of the updates that had finished when the last optimizer step ended: the wall time ends with it."""
+    """Stalls of the updates that had finished when the last optimizer step, and the wall time with it, ended."""
     phases: Counter[str] = field(default_factory=Counter)
-    """Seconds of each phase."""
+    """Phase of updates → its seconds, added up."""
     _last_step: float = -inf
     _since_then: list[tuple[UpdateFinished, PhaseTimes]] = field(default_factory=list)
 
@@ -55,7 +55,7 @@ class UpdateSums:
         self.stepped(self._last_step)
 
     def stepped(self, time: float) -> None:
-        """An optimizer step ended at ``time``."""
+        """Note that an optimizer step ended at ``time``."""
         self._last_step, since = time, []
         for event, phases in self._since_then:
             if event.time <= time:
@@ -73,7 +73,7 @@ class Evaluations:
         """Number of validations, those no longer kept included."""
         self._every = 1
         self._last = 0
-        """The version of the last one."""
+        """Version of the last validation."""
         self._kept: dict[int, ValidationFinished] = {}
 
     def add(self, event: ValidationFinished) -> None:
@@ -89,5 +89,5 @@ class Evaluations:
             self._kept = {one.version: one for one in [*events[:-1:2], events[-1]]}
 
     def __iter__(self) -> Iterator[ValidationFinished]:
-        """The kept ones, in order of versions."""
+        """Iterate over the kept results, in order of versions."""
         return iter([self._kept[version] for version in sorted(self._kept)])

@@ -17,7 +17,7 @@ HISTORY = 200
 
 @dataclass(frozen=True, slots=True)
 class StageLine:
-    """One stage now: what it does, or whom it has been waiting for, and for how long."""
+    """A stage at one instant: what it does, or whom it has been waiting for, and for how long."""
 
     name: str
     state: str
@@ -35,7 +35,7 @@ class Snapshot:
     total: int | None
     eta_s: float | None
     validation_rewards: tuple[float, ...]
-    """Mean rewards of the held-out problems, by version."""
+    """Mean rewards of the held-out problems, in order of versions."""
     validated_version: int | None
     problems: int | None
     rewards: tuple[float, ...]

@@ -1,4 +1,4 @@
-"""Lanes of the stages, from their transitions: between two of them it was in the state that the first one named."""
+"""Lanes of the stages, from their transitions: each state lasts from the event that names it to the next one."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from headway.reports.lanes import Kind, Lane, LaneSpan, idle, joined
 GROUP = "Stages"
 WAITING_INPUT, WAITING_OUTPUT, PROCESSING, PAUSED = "waiting_input", "waiting_output", "processing", "paused"
 ENDED = ("draining", "stopped", "failed")
-"""States without input to come; while draining, items may still be in processing."""
+"""States of a stage that gets no more input; while draining, items may still be in processing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """A stage was in one state, ``processing`` whenever an item was; ``active`` is the most items at once."""
+    """Time that a stage spent in one state, ``processing`` whenever an item was; ``active``: most items at once."""
 
     start: float
     end: float
@@ -48,7 +48,7 @@ class StageLog:
         self._state, self._waiting_for, self._active = state, waiting_for, event.active
 
     def close(self, end: float) -> None:
-        """The state that it is in reaches until ``end`` at least."""
+        """Record that the present state lasts until ``end`` at least."""
         if self._state is not None and end > self._since:
             self.stays.append(Stay(self._since, end, self._state, self._waiting_for, self._active))
         self._since = end
@@ -57,7 +57,7 @@ class StageLog:
         return [(stay.start, stay.end) for stay in self.stays if stay.state in states]
 
     def lane(self, life: Span) -> Lane:
-        """Begins with ``life``, before the first transition, and ends with the stage: one that stopped is not idle."""
+        """Return the stage's lane: idle from ``life``'s start to the first transition; it ends when the stage stops."""
         first = self.stays[0].start if self.stays else life[1]
         spans = [_span(stay) for stay in self.stays if stay.state not in ENDED]
         return Lane(GROUP, self.name, joined([idle((life[0], first), "waits for its first input"), *spans]))

@@ -13,7 +13,7 @@ NOTHING_TRAINED = "Nothing was trained, so there is no bottleneck to name."
 
 
 def summary(metrics: RunMetrics) -> dict[str, Any]:
-    """Wall time reaches from the first admission to the last optimizer step; ratios are null before there is one."""
+    """Return the run so far as one object. Ratios are of the wall time, null before there is any."""
     started, finished, window, totals = metrics.started, metrics.finished, metrics.window, metrics.totals
     occupancy = metrics.occupancy
     shares = time_shares(metrics)
@@ -63,7 +63,7 @@ def summary(metrics: RunMetrics) -> dict[str, Any]:
 def time_shares(metrics: RunMetrics) -> TimeShares | None:
     """Shares of the wall time, by what it went to; None before the first optimizer step.
 
-    Where the trainer waited for groups after the last step, in vain, the wall time includes that.
+    The wall time includes waiting after the last step for a fetch that never came.
     """
     if (window := metrics.window) is None:
         return None
@@ -98,7 +98,7 @@ def time_shares(metrics: RunMetrics) -> TimeShares | None:
 
 
 def _one_process(metrics: RunMetrics) -> bool:
-    """All workers are known to be in one: the run is inline."""
+    """Tell whether all workers are known to be in one process: the run is inline."""
     processes = {(worker.host, worker.pid) for worker in metrics.workers.values()}
     return len(processes) == 1 and all(pid is not None for _, pid in processes)
 
@@ -152,7 +152,7 @@ def _param_update(metrics: RunMetrics) -> dict[str, Any]:
 
 
 def _throughput(metrics: RunMetrics) -> dict[str, float | None]:
-    """Per second of wall time; samples are groups."""
+    """Throughputs per second of wall time; samples are groups."""
     wall, totals = _seconds(metrics.window), metrics.totals
     counts = {
         "samples_per_s": metrics.tally.fates["trained"],

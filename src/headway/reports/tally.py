@@ -18,7 +18,7 @@ IN_FLIGHT = "in_flight"
 RECENT = 256
 """Number of latest groups that the recent share of filtered groups is computed over."""
 MOST_REASONS, OTHER_REASONS = 200, "another reason"
-"""Reasons of one fate that are counted each; all later ones are counted together, since some quote an answer."""
+"""Most reasons of one fate that are counted apart, since some quote an answer, and the name of all others."""
 MOST_PROBLEMS = 100
 
 
@@ -30,7 +30,7 @@ class GroupRecord:
     source: str = ""
     rewards: list[float] | None = None
     parts: dict[str, list[float | None]] = field(default_factory=dict)
-    """Values that each part of a reward of several gave, by name."""
+    """Part of the reward → its values for the group's answers, where the reward has several parts."""
     trajectories: list[TrajectoryFinished] = field(default_factory=list)
     taken_at: int | None = None
     """The trainer's version when the group was taken into a fetch."""
@@ -44,7 +44,7 @@ class GroupRecord:
         return sum(t.tokens for t in self.trajectories)
 
     def stale_trajectories(self) -> int:
-        """Trajectories whose oldest token was sampled before the version that trained them."""
+        """Number of trajectories whose oldest token was sampled before the version that trained them."""
         if self.taken_at is None:
             return 0
         return sum(1 for t in self.trajectories if t.version_spans and oldest_version(t) < self.taken_at)
@@ -52,7 +52,7 @@ class GroupRecord:
 
 @dataclass(frozen=True, slots=True)
 class Whereabouts:
-    """Groups that are under way: being generated or rewarded, waiting in the queue, being trained on."""
+    """Numbers of groups under way: being generated or rewarded, waiting in the queue, being trained on."""
 
     generating: int
     queued: int
@@ -70,7 +70,7 @@ class GroupTally:
         self.sources: set[str] = set()
         """Sources of the prompts that were admitted."""
         self._recent: deque[bool] = deque(maxlen=RECENT)
-        """Whether each of the last groups that were trained or filtered was filtered."""
+        """True for a filtered group, False for a trained one; only the last groups, in order."""
         self._records: dict[int, GroupRecord] = {}
         self._lowest: int | None = None
         self._highest = -1
@@ -99,7 +99,7 @@ class GroupTally:
                 record.taken_at = event.version
 
     def settle(self, event: GroupSettled) -> GroupRecord | None:
-        """The group's record, which is then forgotten; None when the event makes no sense."""
+        """Count a group's fate; return its record, which is then forgotten, or None when the event makes no sense."""
         if event.fate == IN_FLIGHT:
             return None
         if event.fate not in FATES:
@@ -119,7 +119,7 @@ class GroupTally:
         return record
 
     def _notice(self, problem: str) -> None:
-        """Record a problem of the books. One is enough to report an imbalance, so only the first few are kept."""
+        """Record an inconsistency. One is enough to report an imbalance, so only the first few are kept."""
         if len(self.problems) < MOST_PROBLEMS:
             self.problems.append(problem)
 
@@ -129,7 +129,7 @@ class GroupTally:
         return self.fates["filtered"] / scored if scored else None
 
     def recently_filtered(self) -> tuple[int, int]:
-        """The number of filtered groups, and of those trained or filtered last: at most `RECENT`."""
+        """Number of filtered groups among the last ones trained or filtered, and number of these: at most `RECENT`."""
         return sum(self._recent), len(self._recent)
 
     def whereabouts(self) -> Whereabouts:
@@ -138,7 +138,7 @@ class GroupTally:
         return Whereabouts(len(self._records) - training - queued, queued, training)
 
     def counts(self) -> dict[str, int]:
-        """``admitted``, each fate, and ``in_flight`` for groups without one."""
+        """Numbers of groups: ``admitted``, each fate, and ``in_flight`` for groups without one."""
         return {"admitted": self.admitted, **{fate: self.fates[fate] for fate in FATES}, IN_FLIGHT: len(self._records)}
 
     def balances(self, ledger: dict[str, int] | None) -> bool:

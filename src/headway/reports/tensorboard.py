@@ -16,14 +16,14 @@ from typing import Any
 from headway.errors import said_by
 
 _NUMBER = count()
-"""Numbers of the files that this process has opened."""
+"""Counter that numbers the files that this process opens."""
 
 
 class TensorBoardFile:
-    """Row sink; the step of every scalar is the version. What fails is reported once, and nothing more is written."""
+    """Row sink for TensorBoard; a scalar's step is the version. A failure is reported once and ends the writing."""
 
     def __init__(self, directory: Path, report: Callable[[str], None], *, purge_step: int | None = None) -> None:
-        """``purge_step``: what earlier files have of this version, and of later ones, is undone."""
+        """Open a file. ``purge_step``: earlier files lose their points of this version and of later ones."""
         self._directory = directory
         self._report = report
         self._records: _Records | None = None
@@ -78,7 +78,7 @@ class _Records:
         self._writer.flush()
 
     def add(self, row: dict[str, Any]) -> None:
-        """One event with all scalars of ``row``, on the disk when this returns."""
+        """Write one event with all scalars of ``row``; it is on the disk when this returns."""
         event = self._event(wall_time=time.time(), step=row["version"])
         for name, value in row.items():
             is_scalar = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
@@ -95,7 +95,7 @@ class _Records:
 
 
 def _purge(directory: Path, step: int) -> None:
-    """Leave one file with all earlier points, as they were written.
+    """Replace the files by one with all points before ``step``, as they were written.
 
     TensorBoard has an event for that (``SessionLog.START``); its Python reader shows the points all the same.
     """

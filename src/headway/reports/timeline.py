@@ -1,5 +1,4 @@
-"""Timelines, which show who did what when, and why nothing was done in between: a run, real or simulated, as lanes on
-one time axis.
+"""Timelines: a run, real or simulated, as lanes on one time axis that show who did what, and why nothing was done.
 
     StageChanged ───────────────────────────────────────────▶ Stages: one lane each
     TrainerBusy, FetchTaken, CheckpointSaved ───────────────▶ Trainer
@@ -55,17 +54,17 @@ from headway.reports.update_lanes import UpdateLanes
 RUN = "Run"
 LEASES = {"train": Kind.TRAIN_LEASE, "generate": Kind.GENERATE_LEASE}
 KEPT_DISCARDS = 20_000
-"""Marks of discarded groups; the figures count all of them."""
+"""Most marks of discarded groups that are kept; the figures count all of them."""
 
 
 class MarkKind(StrEnum):
     """The kind of thing that happened at one instant."""
 
     UPDATE = "update"
-    """Every replica serves a new version."""
+    """A new version that every replica serves."""
     SUPERSEDED = "superseded"
     DISCARDED = "discarded"
-    """A group ended untrained."""
+    """The end of a group that was not trained on."""
     JOINED = "joined"
     LOST = "lost"
     NOTE = "note"
@@ -82,7 +81,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """``window`` reaches from the first event to the last; ``lanes`` are in the order to show them in."""
+    """A run on a time axis. ``window``: from first to last event; ``lanes`` are in the order to show them in."""
 
     window: Span
     lanes: tuple[Lane, ...]
@@ -102,9 +101,9 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class IdleReason:
-    """``share`` of the wall time, ``seconds``, that ``who`` did nothing for ``reason``.
+    """A reason why ``who`` did nothing for ``seconds``, which are ``share`` of the wall time.
 
-    Of replicas the mean, each with the weight of the time that it was part of the run.
+    For replicas these are means, weighted by the time that each was part of the run.
     """
 
     who: str
@@ -114,7 +113,7 @@ class IdleReason:
 
 
 def build_timeline(events: Iterable[Event], *, simulated: bool = False) -> Timeline:
-    """The timeline of a run from its events, in the order in which they happened.
+    """Build the timeline of a run from its events, in the order in which they happened.
 
     ``simulated``: nothing was computed, so that rewards mean nothing.
     """

@@ -17,9 +17,9 @@ from headway.reports.timeline import MarkKind, Timeline
 
 TraceEvent = dict[str, Any]
 EVENTS = "Events"
-"""The process of marks and counters."""
+"""Name of the trace's process that holds marks and counters."""
 GLOBAL_MARKS = frozenset({MarkKind.UPDATE, MarkKind.FINISHED})
-"""Marks that are drawn over all lanes."""
+"""Kinds of marks that are drawn over all lanes."""
 
 
 def write_trace(timeline: Timeline, path: Path) -> None:
@@ -33,7 +33,7 @@ def write_trace(timeline: Timeline, path: Path) -> None:
 
 
 def _names(timeline: Timeline) -> Iterator[TraceEvent]:
-    """Metadata: what processes and threads are called, and the order to show them in."""
+    """Yield metadata: what processes and threads are called, and the order to show them in."""
     for pid, group in enumerate(_groups(timeline), start=1):
         yield _metadata("process_name", pid, {"name": group})
         yield _metadata("process_sort_index", pid, {"sort_index": pid})

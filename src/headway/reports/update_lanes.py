@@ -22,7 +22,7 @@ KINDS = {"gather": Kind.GATHER, "load": Kind.LOAD}
 
 @dataclass(slots=True)
 class UpdateLanes:
-    """Accumulates phases and what was served when."""
+    """Accumulates the phases of updates, and which version each replica served when."""
 
     finished: list[UpdateFinished] = field(default_factory=list)
     served: dict[str, list[tuple[float, int | None]]] = field(default_factory=dict)
@@ -30,7 +30,7 @@ class UpdateLanes:
     _phases: dict[str, dict[int, list[UpdatePhase]]] = field(default_factory=lambda: defaultdict(dict))
 
     def start(self, event: RunStarted) -> None:
-        """Again when the run is resumed: all replicas are new, and have the initial model until the next update."""
+        """Note a start, first or resumed: all replicas are new, and have the initial model until the next update."""
         for replica, points in self.served.items():
             points.append((event.time, 0 if replica in event.slots else None))
         for replica in event.slots:
@@ -88,7 +88,7 @@ class UpdateLanes:
         )
 
     def loading(self, replica: str, around: float) -> int | None:
-        """The version that ``replica`` began to serve at ``around`` or next."""
+        """The version that ``replica`` began to serve at the time ``around`` or next; None where there is none."""
         return next((v for time, v in self.served.get(replica, []) if time >= around and v is not None), None)
 
 

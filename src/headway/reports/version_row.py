@@ -51,7 +51,7 @@ class PhaseTimes:
 
 @dataclass(slots=True)
 class VersionRow:
-    """Accumulates one version: the groups trained at it, what finished meanwhile, the update that ended it.
+    """Accumulates the metrics of one version: groups trained at it, what finished meanwhile, the update after it.
 
     ``values()`` has only what happened: no key without a measurement.
     """
@@ -59,7 +59,7 @@ class VersionRow:
     version: int
     rewards: list[float] = field(default_factory=list)
     reward_parts: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """Values that a part of the reward gave to answers that it applies to, by its name."""
+    """Part of the reward → its values for the answers that it applies to."""
     source_rewards: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     source_groups: Counter[str] = field(default_factory=Counter)
     generated_rewards: list[float] = field(default_factory=list)
@@ -88,7 +88,7 @@ class VersionRow:
 
     @property
     def trained(self) -> bool:
-        """The trainer made a step, even if that was skipped."""
+        """True if the trainer made a step at this version, even a skipped one."""
         return self.optimizer_steps + self.skipped_steps > 0
 
     def add_trained(self, group: GroupRecord, lag: int | None) -> None:
@@ -129,7 +129,7 @@ class VersionRow:
                 self.actor[f"critic/{name}"].append(float(value))
 
     def values(self, *, by_source: bool = False) -> dict[str, Any]:
-        """Flat metric names to values, the learning first; ``by_source``: that of each source, too."""
+        """Return flat metric names to values, those of learning first; ``by_source``: also for each source."""
         return {
             "version": self.version,
             **self._learning(),
@@ -191,7 +191,7 @@ class VersionRow:
 
 
 def _sent(phases: PhaseTimes, update: UpdateFinished) -> dict[str, Any]:
-    """Figures on how much was sent, how much that saved, and how much had changed, as far as they are known."""
+    """Figures of an update: bytes sent, share saved, share changed, difference of probes, as far as they are known."""
     sent, full = phases.sent_nbytes, update.full_nbytes
     values = {
         "param_update/bytes": sent,
@@ -212,7 +212,7 @@ def validation_values(event: ValidationFinished) -> dict[str, Any]:
 
 
 def partial_values(partial: int, finished: int, max_span: int, prefix: str = "") -> dict[str, Any]:
-    """Trajectories whose tokens carry more than one version, among those that finished."""
+    """Figures on the finished trajectories whose tokens carry more than one version."""
     return {
         f"{prefix}total_partial_num": partial,
         f"{prefix}partial_ratio": partial / finished if finished else 0.0,
@@ -231,7 +231,7 @@ def histogram(counts: Mapping[int, int]) -> dict[str, int]:
 
 
 def _over_steps(name: str, series: Iterable[float]) -> float:
-    """One value for several optimizer steps: the last learning rate, the largest maximum, the mean of all else."""
+    """Combine a metric's values over optimizer steps: last learning rate, largest maximum, mean of all else."""
     values, name = list(series), name.partition("/lag_")[0]
     if name.endswith("lr"):
         return values[-1]

@@ -15,16 +15,16 @@ from headway.errors import ConfigError, ScoringFailed
 from headway.rewards.request import ScoreRequest
 
 Rule = Callable[[ScoreRequest, str], float]
-"""``rule(request, response)``: the value of one of the group's responses."""
+"""A function of a request and one of the group's responses that returns the response's value."""
 
 
 def exact_match() -> Rule:
-    """1 where response and answer are the same text, surrounding space aside."""
+    """Make the rule: 1 where response and answer are the same text, surrounding space aside."""
     return lambda request, response: float(response.strip() == _answer_of(request).strip())
 
 
 def regex(pattern: str, group: int | str | None = None, answer_pattern: str | None = None) -> Rule:
-    """1 where the last match of ``pattern`` in the response is the answer, surrounding space aside; 0 without a match.
+    """Make the rule: 1 where the last match of ``pattern`` in the response is the answer, space aside; else 0.
 
     ``group`` of the match is compared: a number or a name. Default: 1 where the pattern has groups, else all of it.
     ``answer_pattern`` finds the ground truth within the answer in the same way, such as GSM8K's after ``####``.
@@ -45,7 +45,7 @@ def regex(pattern: str, group: int | str | None = None, answer_pattern: str | No
 
 
 def format_reward(tags: Sequence[str] = ("think", "answer"), pattern: str | None = None) -> Rule:
-    """1 where the response, surrounding space aside, has the form: each of ``tags`` opened and closed once, in order.
+    """Make the rule: 1 where the response has the form, each of ``tags`` opened and closed once, in order; else 0.
 
     Nothing but space may stand between the tags: ``<think>…</think> <answer>…</answer>``. With ``pattern``, a regular
     expression, the whole response has to match that instead; its ``.`` matches line ends, too.
@@ -58,7 +58,7 @@ def format_reward(tags: Sequence[str] = ("think", "answer"), pattern: str | None
 
 
 def math_verify(float_rounding: int = 6, strict: bool = True) -> Rule:
-    """1 where the response's final expression equals the answer's, as mathematics (`headway.rewards.mathematics`)."""
+    """Make the rule: 1 where response and answer are equal as mathematics (`headway.rewards.mathematics`)."""
     from headway.rewards.mathematics import equals  # here, so that only its users pay for importing SymPy
 
     for name, value, kind in (("float_rounding", float_rounding, int), ("strict", strict, bool)):
@@ -103,7 +103,7 @@ def _answer_of(request: ScoreRequest) -> str:
 
 
 def _finder(name: str, pattern: str, group: int | str | None) -> Callable[[str], str | None]:
-    """The last match's ``group`` of ``pattern`` in a text. None without a match, or where the group took no part."""
+    """Make a function that finds ``group`` of the last match of ``pattern`` in a text; None where there is none."""
     compiled = _compiled(name, pattern)
     if group is None:
         group = 1 if compiled.groups else 0
@@ -131,7 +131,7 @@ def _compiled(name: str, pattern: Any, flags: int = 0) -> re.Pattern[str]:
 
 
 def _tagged(tags: Sequence[str]) -> str:
-    """``<a>…</a> <b>…</b>``, where no … holds any of these tags. It matches in linear time."""
+    """Pattern of ``<a>…</a> <b>…</b>``, where no … holds any of these tags. It matches in linear time."""
     names = "|".join(map(re.escape, tags))
     inside = rf"(?:(?!</?(?:{names})>).)*"
     return r"\s*".join(rf"<{re.escape(tag)}>{inside}</{re.escape(tag)}>" for tag in tags)

@@ -20,7 +20,7 @@ from headway.errors import ScoringFailed, shown
 
 NUMBER = re.compile(r"[+-]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
 MOST_DIGITS = 1000
-"""A number in exponent notation that would be longer is left as it is."""
+"""Most digits to which a number in exponent notation is written out; a longer one is left as it is."""
 IN_MATH = re.compile(r"\\boxed|\\\(|\\\[|(?<!\\)\$.*(?<!\\)\$", re.DOTALL)
 EXTRACTION = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
 """Extraction of answers: a boxed one counts, wherever it stands."""
@@ -31,7 +31,7 @@ for _library in (grader, parser):
 
 
 def equals(answer: Any, response: str, *, float_rounding: int = 6, strict: bool = True) -> bool:
-    """``float_rounding``: decimal places that count. ``strict``: variables have to have the same names.
+    """Tell whether ``response`` equals ``answer``, to ``float_rounding`` decimals. ``strict``: variables' names count.
 
     Raises:
         ScoringFailed: the answer is neither text nor a number, or holds nothing that math-verify can read.
@@ -56,7 +56,7 @@ def ground_truth(answer: Any) -> str:
 def final_answer(response: str) -> str:
     """The part of a response to look for an expression in: after ``</think>``, within its last ``<answer>``.
 
-    Nothing of a response that never ends its ``<think>``.
+    Empty for a response that never ends its ``<think>``.
     """
     _, closed, text = response.rpartition("</think>")
     if not closed and "<think>" in text:

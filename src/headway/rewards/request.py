@@ -25,17 +25,17 @@ class RewardPart:
 
     @classmethod
     def of(cls, function: str, **params: Any) -> RewardPart:
-        """A part of weight 1 under the function's own name."""
+        """Make a part of weight 1 under the function's own name."""
         return cls(function, function.rpartition(":")[2], params=params)
 
 
 @dataclass(frozen=True, slots=True)
 class RewardSpec:
-    """The rewards that a worker scores with. Raises nothing; the worker finds out whether it exists."""
+    """The rewards that a worker scores with. Nothing is checked here; the worker finds out whether they exist."""
 
     parts: tuple[RewardPart, ...]
     timeout_s: float
-    """Seconds for one call of one function."""
+    """Most seconds that one call of one function may take."""
     task_name: str | None = None
     task_params: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
@@ -44,11 +44,11 @@ class RewardSpec:
     columns: tuple[str, ...] | None = None
     """Other columns that every row has, where they are known: a user's function must not need another one."""
     lacked: Mapping[str, str] = field(default_factory=dict)
-    """Columns that some rows have → the first row that does not."""
+    """Columns that some rows have → the first row that lacks each."""
 
     @classmethod
     def of(cls, config: Config) -> RewardSpec:
-        """The reward that ``config`` asks for."""
+        """Return the rewards that ``config`` asks for."""
         data, task = config.data, config.data.task
         keys = (data.answer_key, *(source.answer_key for source in (*data.sources, *data.val_sources)))
         return cls(

@@ -28,10 +28,10 @@ from headway.user_code import load_function, names_a_file
 
 Scorer = Callable[[ScoreRequest], Scores]
 Values = list[float | None]
-"""[n] of one part: finite, or None where it does not apply."""
+"""Values of one part of the reward, [n]: finite, or None where the part does not apply."""
 
 LARGEST = float(np.finfo(np.float32).max)
-"""Rewards are float32; anything larger would become infinite there."""
+"""Largest reward, positive or negative: rewards are float32, and anything larger would become infinite there."""
 REASON_LENGTH = 200
 
 
@@ -106,7 +106,7 @@ def _user_scorer(function: UserFunction, timeout_s: float) -> Callable[[ScoreReq
 
 @contextmanager
 def killed_after(seconds: float) -> Iterator[None]:
-    """Let the kernel end this process when the block takes longer.
+    """Let the kernel end this process when the block takes longer than ``seconds``.
 
     The alarm's default action needs no interpreter: it also ends a call that never gives it back (a regular expression
     that backtracks for ever). The pool reads the signal from the exit code. A call that takes the alarm for itself is
@@ -122,7 +122,7 @@ def killed_after(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def _attributed(name: str | None) -> Iterator[None]:
-    """Raise what goes wrong in the block as `ScoringFailed`, under the part's ``name``; print the traceback."""
+    """Turn an exception in the block into `ScoringFailed` under the part's ``name``, and print the traceback."""
     where = f"{name}: " if name is not None else ""
     try:
         yield
@@ -159,12 +159,12 @@ def _number(value: Any, k: int) -> float:
 
 
 def _plain(value: Any) -> Any:
-    """Arrays, tensors and their scalars as lists and numbers of Python's own."""
+    """Convert arrays, tensors and their scalars to lists and numbers of Python's own."""
     return value.tolist() if callable(getattr(value, "tolist", None)) else value
 
 
 def _sum(weighted: Sequence[tuple[float, Values]], k: int) -> float:
-    """Σ weight · value of response ``k`` over the parts that apply to it."""
+    """Weighted sum of the values of response ``k`` over the parts that apply to it."""
     terms = [weight * value for weight, values in weighted if (value := values[k]) is not None]
     if not terms:
         raise ScoringFailed(f"no reward applies to response {k}: None was returned for it")

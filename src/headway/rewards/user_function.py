@@ -40,7 +40,7 @@ NEVER_GIVEN: Mapping[str, str] = {
 
 
 class Dialect(Enum):
-    """The convention that a function follows: parameters that show it, what is always given, whether per group."""
+    """Calling convention of a reward function: parameters that show it, what is always given, whether per group."""
 
     RESPONSE = (("response",), ("prompt", "response", "answer", "source", "extra"), False)
     RESPONSES = (("responses",), ("prompt", "responses", "answer", "source", "extra"), True)
@@ -59,7 +59,7 @@ class Dialect(Enum):
 
 
 class _Left(Exception):
-    """A call was left by `sys.exit` or an interrupt of its own, ``by``."""
+    """Exception for a call that `sys.exit` or an interrupt of its own, ``by``, ended."""
 
     def __init__(self, by: BaseException) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class _Left(Exception):
 
 
 class UserFunction:
-    """A function of the user's own, called by the rule above. ``spec`` is how the user named it."""
+    """A reward function of the user's own, called by what its signature asks for. ``spec`` is how the user named it."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class UserFunction:
         params: Mapping[str, Any] | None = None,
         answer_keys: Collection[str] = (),
     ) -> None:
-        """``answer_keys``: further names of the ground truth.
+        """Check the function's signature. ``answer_keys``: further names of the ground truth.
 
         Raises `UserCodeError` where the signature does not fit the rule, or does not take ``params``.
         """
@@ -161,7 +161,7 @@ class UserFunction:
             raise _Left(end) from None
 
     def _arguments(self, request: ScoreRequest, responses: list[str]) -> dict[str, Any]:
-        """All there is for a call over ``responses``: the group's, or one of them."""
+        """Return all arguments that there are for a call over ``responses``: the group's, or one of them."""
         match self.dialect:
             case Dialect.RESPONSE:
                 return self._headways_arguments(request) | {"response": responses[0]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from headway.events import DecodeSteps, PrefillSteps, Span, add_prefill
 
 ROUNDING = 1e-6
-"""The share of a step by which a count of steps may be off from a whole number, for rounding."""
+"""Tolerance for rounding: the part of a step that may be missing from a whole one."""
 
 
 class Activity:
@@ -23,7 +23,7 @@ class Activity:
         self._busy: list[Span] = []
         self._since: float | None = None
         self._decoded: dict[int, list[float]] = {}
-        """Active sequences → [steps, seconds, cached]. Below zero where a prefill has taken a step still to come."""
+        """Active sequences → sums of [steps, seconds, cached tokens]; negative if a prefill took a later step."""
         self._prefilled: dict[int, PrefillSteps] = {}
 
     def computes(self, now: float, busy: bool) -> None:
@@ -39,14 +39,14 @@ class Activity:
             self._since = now
 
     def decoded(self, active: int, steps: float, seconds: float, cached: float) -> None:
-        """``cached`` tokens before the first of these ``steps``; each adds ``active``."""
+        """Count ``steps`` decode steps. ``cached`` tokens are cached before the first of them; each adds ``active``."""
         total = self._decoded.setdefault(active, [0.0, 0.0, 0.0])
         total[0] += steps
         total[1] += seconds
         total[2] += steps * (cached + active * (steps - 1) / 2)
 
     def prefilled(self, active: int, tokens: int, prefill_s: float, step_s: float, cached: float) -> None:
-        """A prefill of ``tokens`` ended. The step that follows, which `decoded` will count, belongs to it."""
+        """Count a prefill of ``tokens`` that ended. The step that follows belongs to it; `decoded` will count that."""
         self.prefilled_tokens += tokens
         add_prefill(self._prefilled, active, tokens, prefill_s + step_s, round(cached))
         self.decoded(active, -1.0, -step_s, cached + active)  # the last term: a step back from there
@@ -61,7 +61,7 @@ class Activity:
         return report
 
     def take_steps(self) -> tuple[dict[int, DecodeSteps], dict[int, PrefillSteps]]:
-        """(decode steps, steps with a prefill), whole ones."""
+        """Return the whole steps since the last report: (decode steps, steps with a prefill)."""
         decode: dict[int, DecodeSteps] = {}
         for active, total in self._decoded.items():
             steps = int(total[0] + ROUNDING)

@@ -16,12 +16,12 @@ from headway.reports.human import number, share
 from headway.simulate.rows import Row, quickest
 
 AS_GOOD = 0.02
-"""Rows this close to the quickest are as good: less lag decides, then simplicity."""
+"""Relative difference of step times up to which a row is as good as the quickest: less lag decides, then simplicity."""
 WORTH_IT = 0.05
 DOMINATES = 0.80
 """Share of the synchronous step from which one side dominates, so that little can run beside it."""
 TAIL_FROM = 0.20
-"""Empty slots while generating that are worth a word."""
+"""Share of slots that are empty while generating from which on it is worth a word."""
 UPDATE_FROM = 0.05
 IMBALANCE_FROM = 0.15
 
@@ -31,7 +31,7 @@ class Advice:
     recommended: Row | None
     """The row to choose; None when nothing was simulated."""
     helps: bool | None
-    """Running ahead (η > 0) makes a version quicker; None when there was nothing to compare."""
+    """True if running ahead (η > 0) makes a version quicker; None when there was nothing to compare."""
     sentence: str
     caveat: str | None = None
     """A sentence on how far the numbers can be trusted; None where there is nothing to say."""
@@ -46,7 +46,7 @@ def advise(rows: Sequence[Row], assumptions: Sequence[str] = ()) -> Advice:
 
 
 def recommend(rows: Sequence[Row]) -> Row:
-    """The quickest; of those as good as that, the one with the least lag, then the simplest. See `_at_most`."""
+    """Choose the quickest row; of those as good, the one with the least lag, then the simplest. See `_at_most`."""
     best = min(map(_at_most, rows))
     as_good = [row for row in rows if _at_most(row) <= best * (1 + AS_GOOD)]
     return min(
@@ -55,7 +55,7 @@ def recommend(rows: Sequence[Row]) -> Row:
 
 
 def _at_most(row: Row) -> float:
-    """The step time; of a row that the budget cut short, the upper end of its interval: the most that it may be."""
+    """The row's step time or, if the budget cut it short, the upper end of its interval: the most that it may be."""
     return row.step_s if row.complete else row.step_s * (1 + row.relative_error)
 
 
@@ -78,7 +78,7 @@ def _whether(rows: Sequence[Row]) -> tuple[bool | None, str]:
 
 
 def _is_worth_it(row: Row, other: Row) -> bool:
-    """Faster than ``other`` by enough, and by more than both are uncertain."""
+    """Tell whether ``row`` is faster than ``other`` by enough, and by more than both are uncertain."""
     return _gain(row, other) >= max(WORTH_IT, _error(row, other))
 
 

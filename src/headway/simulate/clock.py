@@ -24,7 +24,7 @@ class Deadlock(RuntimeError):
 
 
 class VirtualClockLoop(asyncio.SelectorEventLoop):
-    """Starts at time 0. A step costs no time: only timers move the clock."""
+    """An event loop whose virtual clock starts at 0. Running code takes no time: only timers move the clock."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -44,7 +44,7 @@ POLL_EVERY = 64
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Instead of sleeping until the next timer, moves the loop's clock there.
+    """Selector that moves the loop's clock to the next timer instead of sleeping until then.
 
     The loop calls ``select`` once per turn with the time to its next timer: 0 when callbacks are ready, None when there
     is no timer. The loop's own socket (`call_soon_threadsafe`, signals) is still polled.

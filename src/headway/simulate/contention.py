@@ -13,8 +13,8 @@ from headway.simulate.profile import ContentionProfile
 
 
 class Contention:
-    """The sides that compute at a moment. They change between two moments only, so that work is a sum of stretches at
-    constant speed.
+    """The sides that compute on one machine at a moment, and how they slow each other. Sides begin and stop between two
+    moments only, so that work is a sum of stretches at constant speed.
     """
 
     def __init__(self, profile: ContentionProfile) -> None:
@@ -23,14 +23,14 @@ class Contention:
         self._computing: set[str] = set()
         """Names of the replicas that compute now."""
         self._changed = asyncio.Event()
-        """Another side's computing began or ended: whoever waits looks again. Replaced each time."""
+        """Event that is set when replicas begin or stop computing, so that training looks again. Replaced each time."""
 
     def add_replica(self, slow_down: Callable[[float], None]) -> None:
         """Add a replica. ``slow_down`` is called with the factor by which everything takes longer from now on."""
         self._slow_replicas.append(slow_down)
 
     def replica_computes(self, name: str, computing: bool) -> None:
-        """``name`` begins or ends to compute."""
+        """Note that the replica ``name`` begins or stops computing."""
         before = bool(self._computing)
         if computing:
             self._computing.add(name)
@@ -41,7 +41,7 @@ class Contention:
             self._changed = asyncio.Event()
 
     async def train(self, seconds: float) -> None:
-        """Returns when the trainer has done what would take it ``seconds`` alone."""
+        """Wait until the trainer has done what would take it ``seconds`` alone."""
         loop = asyncio.get_running_loop()
         self._slow_down(self._profile.rollout)
         try:

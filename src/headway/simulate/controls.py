@@ -23,18 +23,18 @@ from headway.simulate.forecast import mean_length
 from headway.simulate.profile import ConstantLengths, EmpiricalLengths, LengthsProfile, LognormalLengths, Profile
 
 _POINTS, _GROUP_POINTS, _FARTHEST = 200, 80, 7.0
-"""Points of numerical integrals over tokens, and over what a group has in common; the standard deviations that they
-reach."""
+"""Numbers of points of numerical integrals over tokens, and over what a group has in common; the standard deviations
+that they reach."""
 
 
 class AnswerControls:
-    """Counts, by version. Recorded answers in their recorded order are no sample of anything: they give no controls."""
+    """Control variates of a row: counts by version. Recorded answers in their order are no sample, and give none."""
 
     def __init__(self, profile: Profile, eta: Fraction) -> None:
         batch, response = profile.batch, profile.response
         self._groups, self._answers = batch.groups_per_version, batch.groups_per_version * batch.n
         self._ahead = floor(eta * batch.groups_per_version)
-        """Groups admitted before the first update: with those behind them that an update waits for, a block ends."""
+        """Number of groups that are admitted ahead of the first update; blocks of B groups are counted from there."""
         self._blocks: dict[int, tuple[int, int]] = {}
         """Block → (answers that ended, tokens of the longest), for blocks that are not complete."""
         self._tokens = [0]

@@ -30,20 +30,20 @@ class DecodeCost:
     kv_token_s: float
 
     def step_s(self, active: int, kv: float = 0.0) -> float:
-        """One step with ``kv`` tokens cached before it."""
+        """Seconds of one step with ``kv`` tokens cached before it."""
         return self.curve[active] + self.kv_token_s * kv
 
     def slower(self, factor: float) -> DecodeCost:
-        """Everything takes ``factor`` times as long."""
+        """Return these costs multiplied by ``factor``."""
         return DecodeCost(tuple(seconds * factor for seconds in self.curve), self.kv_token_s * factor)
 
     def seconds(self, active: int, kv: float, steps: float) -> float:
-        """T(steps), with ``kv`` ≥ ``active`` tokens cached before."""
+        """Seconds of ``steps`` steps, which need not be whole, with ``kv`` ≥ ``active`` tokens cached before."""
         growth = self.kv_token_s * active / 2
         return steps * (self.curve[active] + self.kv_token_s * kv - growth + growth * steps)
 
     def steps(self, active: int, kv: float, seconds: float) -> float:
-        """The inverse: steps, and the part of one, that fit into ``seconds``."""
+        """Number of steps, with the part of one, that fit into ``seconds``: the inverse of `seconds`."""
         growth = self.kv_token_s * active / 2
         first = self.curve[active] + self.kv_token_s * kv - growth
         # The root in the form that cancels nothing, and that is seconds / first where the cache costs nothing.
@@ -51,14 +51,14 @@ class DecodeCost:
 
 
 def decode_cost(profile: RolloutProfile) -> DecodeCost:
-    """Linear between the measured points, level before the first, the last slope beyond the end."""
+    """Cost of decoding: linear between the measured points, level before the first, the last slope beyond the end."""
     curve = tuple(_on_curve(profile.decode, active) for active in range(profile.slots + 1))
     return DecodeCost(curve, profile.kv_token_s)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainCost:
-    """The trainer on a certain number of devices. Wall seconds of the whole trainer, as in `TrainPoint`."""
+    """Cost of training on a certain number of devices, in wall seconds of the whole trainer, as in `TrainPoint`."""
 
     step_s: float
     token_s: float
@@ -66,8 +66,8 @@ class TrainCost:
 
 
 def train_cost(profile: TrainProfile, devices: int) -> TrainCost:
-    """Between two measured numbers of devices interpolated on logarithms; outside, from the nearest: seconds per token
-    inversely with devices, seconds per step unchanged."""
+    """Cost of training on ``devices`` devices: interpolated on logarithms between two measured numbers of devices;
+    outside, from the nearest: seconds per token inversely with devices, seconds per step unchanged."""
     points = profile.points
     above = bisect_left([point.devices for point in points], devices)
     if above < len(points) and points[above].devices == devices:
@@ -79,7 +79,7 @@ def train_cost(profile: TrainProfile, devices: int) -> TrainCost:
 
 
 def phase_seconds(phase: PhaseProfile, nbytes: int) -> float:
-    """One phase of an update that moves ``nbytes``."""
+    """Seconds of one phase of an update that moves ``nbytes``."""
     return phase.latency_s + (nbytes / phase.bytes_per_s if phase.bytes_per_s is not None else 0.0)
 
 

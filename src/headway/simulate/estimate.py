@@ -22,10 +22,10 @@ import numpy as np
 
 MOST_BATCHES = 15
 FEWEST_FREE = 5
-"""Degrees of freedom that are left for the error where coefficients are estimated."""
+"""Least degrees of freedom that are left for the error where coefficients are estimated."""
 T_QUANTILES = (21.205, 5.643, 3.896, 3.298, 3.003, 2.829, 2.715, 2.634, 2.574, 2.527, 2.491, 2.461, 2.436, 2.415)
-"""Student's t, two-sided 97%, for 1 … 14 degrees of freedom. 95% are left of them: looking after each version whether
-it is enough, and taking the narrowest interval, cost the rest."""
+"""Quantiles of Student's t, two-sided 97%, for 1 … 14 degrees of freedom. 95% are left of them: looking after each
+version whether it is enough, and taking the narrowest interval, cost the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def estimate(times: Sequence[float], controls: Sequence[Control] = (), *, multip
 
 
 def _adjusted(means: Sequence[float], controls: Sequence[tuple[Sequence[float], float]]) -> Estimate | None:
-    """The mean where ``controls``, (means of batches, expected), are as expected; None if that cannot be told."""
+    """Estimate the mean if ``controls``, (means of batches, expected), were as expected; None if that is not known."""
     free = len(means) - len(controls) - 1
     if free < FEWEST_FREE:
         return None

@@ -19,9 +19,9 @@ from headway.events import PrefillSteps
 from headway.simulate.costs import DecodeCost
 
 OUTLIER = 3.0
-"""A measurement of more than so many times the median (of its kind, per unit of work) is left out."""
+"""Multiple of the median (of its kind, per unit of work) above which a measurement is left out."""
 SIGNIFICANT = 2.0
-"""Standard errors by which a slope must differ from zero, or it is taken for noise."""
+"""Number of standard errors by which a slope must differ from zero, or it is taken for noise."""
 LEAST_SPREAD = 1e-3
 """Standard deviation of sizes, in tokens, below which they are all the same."""
 LEAST_SPREAD_OF_SHARES = 0.15
@@ -38,16 +38,16 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """``fixed_s + unit_s · size`` seconds."""
+    """A cost in seconds that is linear in the size of the work: ``fixed_s + unit_s · size``."""
 
     fixed_s: float
     unit_s: float
     separated: bool
-    """The sizes differ enough to tell one from the other; if not, all is taken for proportional to size."""
+    """True when the sizes differ enough to tell fixed and unit cost apart; if not, all is proportional to size."""
 
 
 def fit_line(sizes: Sequence[float], seconds: Sequence[float], weights: Sequence[float] | None = None) -> Line:
-    """The non-negative line that is nearest to the measurements by least squares and keeps their total.
+    """Fit the non-negative line that is nearest to the measurements by least squares and keeps their total.
 
     ``sizes`` are positive; single ``seconds`` may be negative where they are differences. Where the sizes hardly
     differ, or the slope drowns in noise, the line goes through the origin. ``weights``: how many measurements each of
@@ -79,12 +79,12 @@ class DecodeSample:
 @dataclass(frozen=True, slots=True)
 class DecodeFit:
     curve: list[tuple[int, float]]
-    """(active sequences, seconds of a step) that do not fall."""
+    """Points (active sequences, seconds of a step), whose seconds do not fall."""
     kv_token_s: float
 
 
 def fit_decode(samples: Iterable[DecodeSample]) -> DecodeFit:
-    """One step's seconds as a curve of the active sequences plus a price per cached token.
+    """Fit one step's seconds as a curve of the active sequences plus a price per cached token.
 
     The price is what remains between samples of *equal* activity, so that it cannot be confused with the curve.
     """
@@ -102,7 +102,7 @@ def fit_decode(samples: Iterable[DecodeSample]) -> DecodeFit:
 
 @dataclass(frozen=True, slots=True)
 class _Prefills:
-    """Means of ``steps`` steps that prefilled about as much."""
+    """Means of ``steps`` steps that prefilled about the same number of tokens."""
 
     steps: int
     tokens: float
@@ -183,7 +183,7 @@ def fit_slowdown(measured: Iterable[OverlapSample]) -> float | None:
 
 
 def usual_mean(seconds: Iterable[float]) -> float:
-    """The mean without outliers; 0 if there is nothing."""
+    """The mean of ``seconds`` without outliers; 0 if there are none."""
     usual = without_outliers(seconds, lambda value: value)
     return fmean(usual) if usual else 0.0
 
@@ -234,7 +234,7 @@ def evenly(count: int, limit: int) -> list[int]:
 
 
 def _levels(samples: Sequence[DecodeSample], kv_token_s: float) -> tuple[list[int], list[int], list[float]]:
-    """Numbers of active sequences, in order; steps with each; their mean seconds without what the cache cost."""
+    """Return the numbers of active sequences, in order, the steps with each, and their mean seconds without cache."""
     totals: dict[int, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
     for sample in samples:
         steps, seconds = totals[sample.active]
@@ -259,7 +259,7 @@ def _cache_price(samples: Sequence[DecodeSample]) -> float:
 
 
 def _slope(x: Array, y: Array, weights: Array, *, means_removed: int = 1) -> tuple[float, float]:
-    """Weighted least squares: slope and its standard error (infinite where ``x`` does not vary)."""
+    """Fit a slope by weighted least squares; return it and its standard error (infinite where ``x`` does not vary)."""
     x, y = x - np.average(x, weights=weights), y - np.average(y, weights=weights)
     spread = float((weights * x * x).sum())
     freedom = len(x) - means_removed - 1

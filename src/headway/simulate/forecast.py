@@ -26,8 +26,8 @@ class Shares:
     generation: float
 
     def step_s(self, setting: Setting) -> float:
-        """Side by side the slower one counts; on shared devices, or in turns, both do. With η = 0 the last fetch of a
-        version is trained on while nothing is generated."""
+        """Combine both sides into a step time: the slower one's if they work side by side, the sum on shared devices or
+        in turns. With η = 0 the last fetch of a version is trained on while nothing is generated."""
         if setting.synchronous or setting.split.shared:
             return self.training + self.generation
         if setting.eta == 0:
@@ -68,7 +68,7 @@ def _generation(profile: Profile, setting: Setting) -> float:
 
 
 def mean_length(lengths: LengthsProfile, *, answers: int = 1) -> float:
-    """Tokens, on average, of the first ``answers`` of a group."""
+    """Mean number of tokens of the first ``answers`` answers of a group."""
     match lengths:
         case ConstantLengths():
             return lengths.tokens

@@ -22,13 +22,13 @@ from headway.errors import ConfigError
 from headway.simulate.profile import Profile
 
 ETAS = (Fraction(1, 4), Fraction(1, 2), Fraction(1))
-"""Tried beside a preset's own where that is above 0."""
+"""Values of η that are tried beside a preset's own where that is above 0."""
 TRAIN_SHARES = tuple(Fraction(*share) for share in ((1, 8), (1, 4), (3, 8), (1, 2), (5, 8), (3, 4), (7, 8)))
 """Shares of the devices at which splits are looked for when there are more than a handful."""
 
 
 class Split(NamedTuple):
-    """Devices of each side; the same ones for both when ``shared``."""
+    """A division of the devices between training and generation; both have the same ones when ``shared``."""
 
     train_devices: int
     rollout_devices: int
@@ -41,29 +41,29 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One row of a plan, before it is simulated."""
+    """A setting to simulate: preset, split, η and trigger. It becomes one row of a plan."""
 
     preset: str
     split: Split
     eta: Fraction
     trigger: int
-    """Fetches per version."""
+    """Number of fetches per version."""
     require_batches: int
-    """Mini-batches per fetch."""
+    """Number of mini-batches per fetch."""
 
     @property
     def values(self) -> Values:
-        """The preset's values; this setting's own η and trigger stand over them."""
+        """The preset's values, over which this setting's own η and trigger take precedence."""
         return preset(self.preset)
 
     @property
     def waves(self) -> bool:
-        """Groups are admitted a batch at a time."""
+        """Tell whether groups are admitted a batch at a time."""
         return bool(self.values["async_training.admission"] == Admission.BATCH)
 
     @property
     def synchronous(self) -> bool:
-        """Generate a batch, train on it, and only then the next one."""
+        """Tell whether each batch is generated and trained on before the next one is begun."""
         return self.eta == 0 and self.waves
 
     def __str__(self) -> str:
@@ -94,7 +94,7 @@ def splits(profile: Profile, *, shared: bool = False) -> list[Split]:
 
 
 def _handful(profile: Profile, most: int) -> set[int]:
-    """Numbers of replicas: all of them when they are few, else those nearest to a few shares of the devices."""
+    """Numbers of replicas to try: all of them when they are few, else those nearest to a few shares of the devices."""
     if most <= len(TRAIN_SHARES):
         return set(range(1, most + 1))
     wanted = (round(profile.devices * (1 - share) / profile.rollout.devices) for share in TRAIN_SHARES)
@@ -104,7 +104,7 @@ def _handful(profile: Profile, most: int) -> set[int]:
 def setting_of(
     profile: Profile, mode: str, split: Split, *, eta: Fraction | float | str | None = None, trigger: int | None = None
 ) -> Setting:
-    """``mode`` on ``split``; η and trigger are the preset's own unless they are given.
+    """Make the setting of ``mode`` on ``split``; η and trigger are the preset's own unless they are given.
 
     The preset's own trigger becomes the largest that divides the mini-batches of a version.
 
@@ -146,13 +146,13 @@ def split_of(profile: Profile, mode: str, train_devices: int, rollout_devices: i
 
 
 def triggers(profile: Profile) -> list[int]:
-    """Fetches per version that leave whole mini-batches in each fetch."""
+    """Numbers of fetches per version that leave whole mini-batches in each fetch."""
     mini_batches = profile.batch.groups_per_version // profile.batch.ppo_mini_batch_size
     return [trigger for trigger in range(1, mini_batches + 1) if mini_batches % trigger == 0]
 
 
 def own(profile: Profile) -> list[Setting]:
-    """Each preset at its own η and trigger, on every split. Raises `ConfigError` when no split fits."""
+    """Settings of each preset at its own η and trigger, on every split. Raises `ConfigError` when no split fits."""
     return [
         setting_of(profile, mode, split)
         for mode in PRESETS
@@ -161,9 +161,9 @@ def own(profile: Profile) -> list[Setting]:
 
 
 def around(profile: Profile, setting: Setting) -> list[Setting]:
-    """``setting`` with another η or the next smaller or larger trigger.
+    """Vary ``setting``: another η, or the next smaller or larger trigger.
 
-    Neither is varied for a preset that admits whole waves: they are what makes it what it is.
+    Neither is varied for a preset that admits groups a batch at a time: they define such a preset.
     """
     if setting.waves:
         return []
@@ -177,7 +177,7 @@ def around(profile: Profile, setting: Setting) -> list[Setting]:
 
 
 def full(profile: Profile) -> list[Setting]:
-    """Presets × splits × η × trigger. Raises `ConfigError` when no split fits."""
+    """All combinations of preset, split, η and trigger. Raises `ConfigError` when no split fits."""
     return list(_product(profile))
 
 

@@ -31,7 +31,7 @@ then draw the same recorded group, but distributions that should be independent 
 
 
 def lengths_of(profile: LengthsProfile, seed: int) -> LengthSampler:
-    """The sampler that ``profile`` describes."""
+    """Make the sampler of lengths that ``profile`` describes."""
     match profile:
         case ConstantLengths():
             return _Constant(profile.tokens)
@@ -46,7 +46,7 @@ FilterSampler = Callable[[TrajectoryId], bool]
 
 
 def filtered_of(profile: LengthsProfile, seed: int) -> FilterSampler | None:
-    """The recorded fates that go with the lengths of `lengths_of`, if they are known: of ``response.filtered``."""
+    """Make the function that tells which groups of `lengths_of` were filtered; None if that is unknown."""
     if not isinstance(profile, EmpiricalLengths) or profile.filtered is None:
         return None
     filtered, recorded = frozenset(profile.filtered), _recorded(profile, seed)
@@ -62,7 +62,7 @@ class _Constant:
 
 
 class _Lognormal:
-    """exp(μ + σ·(√w·g + √(1−w)·e)), rounded and cut: g is the group's, e the answer's own, both standard normal."""
+    """Lengths exp(μ + σ·(√w·g + √(1−w)·e)), rounded and cut; g is the group's, e the answer's, both standard normal."""
 
     def __init__(self, profile: LognormalLengths, seed: int) -> None:
         self._seed = seed
@@ -92,7 +92,7 @@ class _Lognormal:
 
 
 class _Recorded:
-    """The lengths of a recorded group, the same one for all answers of a group."""
+    """Recorded lengths: all answers of a group take theirs from the same recorded group."""
 
     def __init__(self, groups: list[list[int]], recorded: Callable[[TrajectoryId], int]) -> None:
         self._groups = groups
@@ -124,7 +124,7 @@ def _uniform(key: int, index: int) -> float:
 
 
 def _mix(value: int) -> int:
-    """64 bits that look random, from any integer."""
+    """Hash any integer to 64 bits that look random."""
     value = (value + 1) * _GAMMA & _MASK
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK

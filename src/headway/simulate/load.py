@@ -77,7 +77,7 @@ def _problem(error: yaml.YAMLError) -> str:
 
 
 class _Loader(SafeLoader):
-    """Keys are text, and each is given once; 1e9 is a number."""
+    """YAML loader in which keys are text, each is given once, and 1e9 is a number."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -97,7 +97,7 @@ _Loader.add_implicit_resolver(
 
 
 class _Dumper(SafeDumper):
-    """Sections as blocks, lists on one line, but lists of text."""
+    """YAML dumper that writes sections as blocks and lists on one line, except lists of text."""
 
 
 def _represent_list(dumper: SafeDumper, data: list[Any]) -> SequenceNode:

@@ -38,15 +38,15 @@ from headway.simulate.profile import Profile
 from headway.simulate.session import Simulation, config_for
 
 PRECISION = 0.02
-"""Half-width of the 95% confidence interval over the mean at which a row is known."""
+"""Half-width of the 95% confidence interval, as a share of the mean, at which a row's step time is known."""
 FEWEST_VERSIONS, MOST_VERSIONS = 4, 30
 REPORTS_PER_VERSION = 4
-"""Reports of each replica's activity in the time of one version, roughly."""
+"""Number of reports of each replica's activity in the time of one version, roughly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """One row at steady state. Shares are of the measured window."""
+    """Figures measured of one row at steady state. Shares are of the measured window."""
 
     step_s: float
     """Seconds per version, B trained groups, for answers that are as long as they are on average."""
@@ -65,13 +65,13 @@ class Measurement:
     lag_max: int
     lag_bound: int | None
     partial_ratio: float
-    """Trajectories whose tokens carry more than one version."""
+    """Share of trajectories whose tokens carry more than one version."""
     trajectories: int
-    """All that were simulated, the fill included."""
+    """Number of trajectories that were simulated, those of the fill included."""
 
 
 def fill_versions(eta: Fraction) -> int:
-    """Versions to leave out: until the pipeline is as full as it stays, and a little longer.
+    """Number of versions to leave out: until the pipeline is as full as it stays, and a little longer.
 
     With η = 0 the first version is the only one that no update precedes.
     """
@@ -79,7 +79,7 @@ def fill_versions(eta: Fraction) -> int:
 
 
 class StepMeter:
-    """An observer. Keeps counters and busy spans, no events."""
+    """Observer that measures a row while it is simulated. Keeps counters and busy spans, no events."""
 
     def __init__(
         self,
@@ -90,10 +90,10 @@ class StepMeter:
         out_of_time: Callable[[int], bool],
         answers: AnswerControls | None = None,
     ) -> None:
-        """``stop`` is called once, at the end of a version; ``out_of_time`` is asked there, and
-        told how many were measured.
+        """Begin with the fill. ``stop`` is called once, at the end of a version; ``out_of_time`` is asked there, given
+        the number of versions that were measured.
 
-        ``answers`` is told of all, and makes the error smaller.
+        ``answers`` counts all answers, which makes the error smaller.
         """
         self._fill = fill_versions(eta)
         self._multiple = 1 if eta == 0 else 2

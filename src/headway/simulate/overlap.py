@@ -38,11 +38,11 @@ class Overlap:
         return self._share_of(busy)
 
     def steps(self) -> list[TrainerWork]:
-        """Optimizer steps."""
+        """The recording's optimizer steps, as if the trainer had computed alone, where that is known."""
         return self._alone(self._recording.training.steps)
 
     def forwards(self) -> list[TrainerWork]:
-        """Forward passes."""
+        """The recording's forward passes, as if the trainer had computed alone, where that is known."""
         return self._alone(self._recording.training.forwards)
 
     def decode_samples(self) -> list[DecodeSample]:

@@ -19,13 +19,13 @@ from headway.simulate.planner import Plan
 from headway.simulate.rows import Row
 
 LINES_SHOWN = 16
-"""Lines of the table that are shown, from the top; the recommended row, the baseline and each preset's best are shown
-in any case."""
+"""Number of lines of the table that are shown, from the top; the recommended row, the baseline and each preset's best
+are shown in any case."""
 NAMED = 2
 """Number of settings that a plan names among those not simulated."""
 WIDEST = 100
 WIDE_FROM = 96
-"""Columns from which on the less important figures are shown, too."""
+"""Width of the terminal, in columns, from which on the less important figures are shown, too."""
 RECOMMENDED = "→"
 
 Line = tuple[Row, ...]
@@ -37,9 +37,9 @@ class Column:
     title: str
     cell: Callable[[Row], str]
     figure: bool = True
-    """Measured, not a part of the setting."""
+    """True for a measured value, False for a part of the setting."""
     wide: bool = False
-    """Left out where there is little room."""
+    """True for a column that is left out where there is little room."""
 
 
 COLUMNS = (
@@ -82,7 +82,7 @@ def render(plan: Plan, width: int) -> RenderableType:
 
 
 def lines_of(rows: Sequence[Row]) -> list[Line]:
-    """Neighbouring rows of one preset and split that show the same figures, joined."""
+    """Join neighbouring rows of one preset and split that show the same figures into one line."""
     return [tuple(same) for _, same in groupby(rows, key=_looks)]
 
 
@@ -123,7 +123,7 @@ def _table(plan: Plan, width: int) -> Table:
 
 
 def _shown(plan: Plan) -> list[tuple[int, Line]]:
-    """Each line with its first row's number, as ``--row`` counts them."""
+    """The lines that are shown, each with the number of its first row, as ``--row`` counts them."""
     seen: set[str] = set()
     always = [plan.baseline, plan.advice.recommended]
     shown, number = [], 1

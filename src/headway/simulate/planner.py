@@ -26,14 +26,14 @@ from headway.simulate.rows import to_json as row_to_json
 from headway.simulate.search import Climb, Everything, Guess
 
 ROUGHLY_KNOWN = 6
-"""Versions that a row is given, however small its share of the time."""
+"""Number of versions that a row is given, however small its share of the time."""
 
 Progress = Callable[[Row, int], None]
-"""Called after each row with it and the number of settings that are to come, roughly."""
+"""Callback after each row, with that row and the number of settings that are still to come, roughly."""
 
 
 class Measure(Protocol):
-    """`headway.simulate.measure.measure`, or a stand-in for it."""
+    """Function that measures one setting: `headway.simulate.measure.measure`, or a stand-in for it."""
 
     def __call__(
         self, profile: Profile, setting: Setting, *, out_of_time: Callable[[int], bool], seed: int
@@ -60,7 +60,7 @@ class Plan:
 
     @property
     def trajectories_per_s(self) -> float:
-        """The simulator's own throughput."""
+        """Number of trajectories simulated per second of wall time: the simulator's own throughput."""
         return self.trajectories / self.wall_s if self.wall_s > 0 else 0.0
 
 

@@ -24,14 +24,14 @@ SHARE_TOLERANCE = 1e-3
 
 
 class BatchProfile(Section):
-    """The amount that is trained. B is fixed here, so that every row of a plan does the same work per version."""
+    """Sizes of batches. B is fixed here, so that every row of a plan does the same work per version."""
 
     groups_per_version: Positive
-    """B: groups (prompts) that one version trains on."""
+    """Number of groups (prompts) that one version trains on: B."""
     ppo_mini_batch_size: Positive
     """Number of groups per optimizer step."""
     n: Positive = 8
-    """Trajectories per group."""
+    """Number of trajectories per group."""
     ppo_epochs: Positive = 1
 
     @model_validator(mode="after")
@@ -50,7 +50,7 @@ class ConstantLengths(Section):
 
 
 class LognormalLengths(Section):
-    """exp(normal), cut at ``max``: the usual shape of reasoning answers, most short and a few very long."""
+    """Log-normal lengths, cut at ``max``: the usual shape of reasoning answers, most short and a few very long."""
 
     kind: Literal["lognormal"]
     mean: float = Field(gt=0)
@@ -58,7 +58,7 @@ class LognormalLengths(Section):
     sigma: float = Field(ge=0, le=4)
     """Standard deviation of the logarithm."""
     max: Positive
-    """Sampling stops here (``data.max_response_length``)."""
+    """Largest length in tokens, where sampling stops (``data.max_response_length``)."""
     within_group: float = Field(0.0, ge=0, le=1)
     """Share of the logarithm's variance that the answers of one group have in common: hard prompts are long for all."""
 
@@ -71,8 +71,8 @@ class EmpiricalLengths(Section):
     replay: bool = False
     """Row i takes ``groups[i mod len(groups)]``, as recorded, instead of a drawn one; rows are admitted in order."""
     filtered: list[NonNegative] | None = None
-    """Indices of those ``groups`` of answers that were filtered. Whoever takes the lengths of one of them is filtered,
-    too: easy and hard prompts have answers of other lengths. Default: nobody knows."""
+    """Indices of those ``groups`` of answers that were filtered. A simulated group that takes the lengths of one is
+    filtered, too: easy and hard prompts have answers of other lengths. Default: unknown."""
 
     @field_validator("filtered")
     @classmethod
@@ -98,25 +98,25 @@ LengthsProfile = Annotated[
 
 
 class RolloutProfile(Section):
-    """One replica."""
+    """Sizes and costs of one rollout replica."""
 
     devices: Positive = 1
     """Devices that one replica occupies (its tensor-parallel degree)."""
     slots: Positive = 64
-    """``rollout.max_concurrent``: trajectories that decode at once."""
+    """Number of trajectories that decode at once: ``rollout.max_concurrent``."""
     kv_tokens: Positive | None = None
-    """Tokens that its KV cache holds, prompts included; beyond that the youngest sequence is preempted and prefilled
-    again later. Default: no limit."""
+    """Number of tokens that the KV cache holds, prompts included; beyond that the youngest sequence is preempted and
+    prefilled again later. Default: no limit."""
     decode: list[tuple[Positive, PositiveSeconds]] = Field(min_length=1)
-    """(active sequences, seconds of one decode step), linear in between, the last slope beyond the end."""
+    """Points (active sequences, seconds of one decode step), linear in between, the last slope beyond the end."""
     kv_token_s: Seconds = 0.0
     """Further seconds of one decode step per token in the KV cache: what attention over long contexts costs."""
     prefill_token_s: Seconds = 0.0
     """Seconds per prefilled token. Decoding waits while the replica prefills."""
     prefill_s: Seconds = 0.0
-    """Further seconds per prefill."""
+    """Seconds of each prefill, whatever its length, besides those per token."""
     threads: NonNegative = 0
-    """Torch threads where it was measured; 0 is unknown."""
+    """Number of torch threads with which the costs were measured; 0 if unknown."""
 
     @field_validator("decode")
     @classmethod
@@ -134,33 +134,33 @@ class RolloutProfile(Section):
 
 
 class TrainPoint(Section):
-    """The trainer on ``devices`` devices. All seconds are wall time of the whole trainer."""
+    """Costs of training on ``devices`` devices. All seconds are wall time of the whole trainer."""
 
     devices: Positive
     step_s: Seconds = 0.0
-    """Per optimizer step, whatever its size."""
+    """Seconds per optimizer step, whatever its size."""
     token_s: Seconds
-    """Per token of an optimizer step (prompt and answer)."""
+    """Seconds per token of an optimizer step (prompt and answer)."""
     forward_token_s: Seconds = 0.0
-    """Per token of a forward pass for log-probs."""
+    """Seconds per token of a forward pass for log-probs."""
 
 
 class TrainProfile(Section):
     points: list[TrainPoint] = Field(min_length=1)
-    """Measured numbers of devices. Between two, seconds are interpolated (log–log); outside, seconds per token scale
-    inversely with devices."""
+    """Costs at the measured numbers of devices. Between two, seconds are interpolated (log–log); outside, seconds per
+    token scale inversely with devices."""
     min_devices: Positive = 1
-    """Fewer do not hold the model, its gradients and optimizer."""
+    """Fewest devices that hold the model, its gradients and optimizer."""
     recompute_old_log_probs: Literal["never", "shared", "always"] = "never"
     """The modes in which one forward pass over each fetch precedes its first step (``use_rollout_log_probs: false``),
     instead of taking the engine's own log-probs. ``shared``: only where training and generation share devices, as
     colocated synchronous systems usually do."""
     reference: bool = False
-    """One more forward pass over each fetch, for the reference policy."""
+    """True if each fetch takes one more forward pass, for the reference policy."""
     threads: NonNegative = 0
 
     def recomputes_old_log_probs(self, *, shared: bool) -> bool:
-        """Tell whether a row recomputes them, by whether it shares its devices."""
+        """Tell whether a row recomputes old log-probs, by whether its devices are ``shared``."""
         return self.recompute_old_log_probs == "always" or (shared and self.recompute_old_log_probs == "shared")
 
     @field_validator("points")
@@ -173,16 +173,16 @@ class TrainProfile(Section):
 
 
 class PhaseProfile(Section):
-    """One phase of the update takes ``latency_s + nbytes / bytes_per_s``."""
+    """Cost of one phase of an update: ``latency_s + nbytes / bytes_per_s`` seconds."""
 
     latency_s: Seconds = 0.0
     bytes_per_s: float | None = Field(None, gt=0)
-    """Default: bytes cost nothing."""
+    """Throughput in bytes per second. Default: bytes cost nothing."""
 
 
 class UpdateProfile(Section):
     nbytes: NonNegative = 0
-    """One complete set of weights in the served dtype."""
+    """Size in bytes of one complete set of weights in the served dtype."""
     gather: PhaseProfile = PhaseProfile()
     send: PhaseProfile = PhaseProfile()
     recv: PhaseProfile = PhaseProfile()
@@ -191,19 +191,19 @@ class UpdateProfile(Section):
 
 
 class SharedProfile(Section):
-    """Devices that training and generation share."""
+    """Costs of handing over devices that training and generation share."""
 
     to_train_s: Seconds = 0.0
-    """The engine sleeps, the trainer's state comes back to the device."""
+    """Seconds of a handover to training: the engine sleeps, the trainer's state comes back to the device."""
     to_generate_s: Seconds = 0.0
-    """The trainer's state leaves the device, the engine wakes."""
+    """Seconds of a handover to generation: the trainer's state leaves the device, the engine wakes."""
 
 
 class RewardProfile(Section):
     seconds: Seconds = 0.0
     """Seconds to score one group."""
     workers: Positive = 1
-    """Groups that are scored at once."""
+    """Number of groups that are scored at once."""
     filtered: float = Field(0.0, ge=0, lt=1)
     """Share of groups that are filtered, and refilled, because their rewards have no variance. Which ones is drawn,
     unless ``response.filtered`` says it."""
@@ -213,7 +213,7 @@ class ValidationProfile(Section):
     problems: Positive
     n: Positive = 1
     test_freq: Positive = 1
-    """Versions between two validations."""
+    """Number of versions between two validations."""
 
 
 class ContentionProfile(Section):
@@ -230,8 +230,8 @@ class LatencyProfile(Section):
     """Seconds that pass while nothing is computed: messages under way, and the driver's own work between two parts."""
 
     group_s: Seconds = 0.0
-    """A group's way to its replica and back, from admission to its first step and from its last token to the reward.
-    It holds no slot."""
+    """Seconds of a group's way to its replica and back, from admission to its first step and from its last token to the
+    reward. It holds no slot."""
     fetch_s: Seconds = 0.0
     """Seconds of each fetch: advantages, the driver's work before, between and after its optimizer steps. A simulation
     counts it as part of the fetch's first step."""
@@ -244,7 +244,7 @@ class Profile(Section):
 
     name: str
     devices: Positive
-    """Altogether (``--gpus`` overrides it)."""
+    """Number of devices altogether (``--gpus`` overrides it)."""
     batch: BatchProfile
     prompt: LengthsProfile
     response: LengthsProfile

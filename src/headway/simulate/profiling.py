@@ -59,7 +59,7 @@ from headway.simulate.profile import (
 from headway.simulate.recording import GroupRecord, Recording, recording_of
 
 MAX_GROUPS = 4000
-"""Recorded groups that a profile keeps."""
+"""Largest number of recorded groups that a profile keeps."""
 MIN_VERSIONS = 2
 FORWARD_SHARE = 1 / 3
 """The share of a training step's seconds per token that a forward pass takes, where none was measured: the backward
@@ -77,12 +77,12 @@ def profile_run(run: Path) -> Profile:
 
 
 def replay_profile(run: Path) -> Profile:
-    """Like `profile_run`, but a simulation repeats the recorded lengths, group by group in order of admission."""
+    """Derive a job's costs like `profile_run`, for a simulation that repeats recorded lengths in order of admission."""
     return _Profiling(run).profile(replay=True)
 
 
 class _Profiling:
-    """One run being profiled. `assumptions` fills as its parts are made."""
+    """The profiling of one run. `_assumptions` fills as the parts of the profile are made."""
 
     def __init__(self, run: Path) -> None:
         directory = _check_directory(run)
@@ -196,7 +196,7 @@ class _Profiling:
             self._assume("prefills hardly differed in size or in time: their cost is taken as proportional to tokens")
 
     def _threads(self, section: str, role: str, configured: int) -> int:
-        """Threads of torch in each of the role's workers."""
+        """Number of torch threads in each of the role's workers."""
         described = [worker.threads for worker in self._recording.workers if worker.worker.startswith(f"{role}-")]
         if not described and not configured:
             self._assume(f"{section}.threads was 0: the threads that it was measured with are not on record")
@@ -288,7 +288,7 @@ class _Profiling:
         return ContentionProfile(train=rounded(overlap.training or 1.0), rollout=rounded(overlap.generation or 1.0))
 
     def _latency(self) -> LatencyProfile:
-        """Seconds that usually pass between the parts: outliers left out, on average, as it adds up over a run."""
+        """Mean seconds that pass between the parts of a run, outliers left out."""
         recording = self._recording
         deliveries = [group.delivery_s for group in recording.warm(recording.recorded_groups())]
         updates = recording.warm(recording.updates.updates.values())
@@ -327,7 +327,7 @@ class _Profiling:
 
 
 def _answers(group: GroupRecord) -> list[int]:
-    """Tokens of each answer; one that ended at once still took its step."""
+    """Number of tokens of each answer, at least 1: an answer that ended at once still took its step."""
     return [max(1, tokens) for _, tokens in sorted(group.answer_tokens.items())]
 
 
@@ -359,7 +359,7 @@ def _check_directory(run: Path) -> RunDirectory:
 
 
 def _check_enough(run: Path, recording: Recording) -> None:
-    """Raises `ConfigError` unless everything that a profile must have was measured at least once."""
+    """Raise `ConfigError` unless everything that a profile must have was measured at least once."""
     if recording.started is None:
         raise ConfigError(f"{run} never began to train, so it measured nothing; give a run that did")
     needed = f"a profile needs a run with at least {MIN_VERSIONS} versions; train for longer, or give another run"

@@ -36,7 +36,7 @@ class TrainingRecord:
 
     mini_batch: int
     tokens_of: Callable[[int], int]
-    """Tokens of a group, by its number: prompt and answer of every trajectory."""
+    """Function from a group's number to its number of tokens: prompt and answer of every trajectory."""
     steps: list[TrainerWork] = field(default_factory=list)
     forwards: list[TrainerWork] = field(default_factory=list)
     fetches: list[FetchRecord] = field(default_factory=list)
@@ -44,7 +44,7 @@ class TrainingRecord:
     _numbers: list[int] = field(default_factory=list)
     _fetch: FetchRecord | None = None
     _reached: float = 0.0
-    """Up to here the fetch's time is accounted for."""
+    """The time up to which the fetch is accounted for."""
     _steps_of_fetch: int = 0
     _step: TrainerBusy | None = None
     """The trainer's last span, as long as no `OptimizerStepped` has identified it as an optimizer step."""
@@ -81,7 +81,7 @@ class TrainingRecord:
         self._fetch = None
 
     def _stepped(self) -> None:
-        """A fetch is split by group into mini-batches, epoch after epoch."""
+        """Record an optimizer step and its tokens. A fetch is split by group into mini-batches, epoch after epoch."""
         if self._step is None:
             return
         start, end = self._step.span

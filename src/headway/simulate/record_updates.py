@@ -22,7 +22,7 @@ from headway.events import (
 )
 
 BusyWithin = Callable[[str, Span], float]
-"""(replica, window) → seconds of the window in which the replica computed."""
+"""Function of a replica's name and a time window: seconds of the window in which that replica computed."""
 
 
 @dataclass(slots=True)
@@ -35,28 +35,28 @@ class UpdateRecord:
     phases: dict[str, float] = field(default_factory=dict)
     nbytes: int = 0
     halted_s: float = 0.0
-    """A replica decoded nothing for so long; the mean over replicas."""
+    """Seconds for which a replica decoded nothing: the mean over replicas."""
     finished: float | None = None
     superseded: bool = False
     loads: dict[str, Span] = field(default_factory=dict)
-    """Replica → from when it stood still until it had loaded."""
+    """Time span of each replica, by name, from when it stood still until it had loaded."""
 
     def recv_s(self, *, synchronous: bool) -> float:
-        """A replica says how long it received for, but in a synchronous update that counts its wait for gather, too:
-        there it is what the transfer took after gather and besides register. Sending goes on at the same time."""
+        """Seconds of the receive phase. In a synchronous update a replica's report includes its wait for gather: there
+        it is what the transfer took after gather and besides register. Sending goes on at the same time."""
         if not synchronous:
             return self.phases.get("recv", 0.0)
         return max(0.0, self.transfer_s - self.phases.get("gather", 0.0) - self.phases.get("register", 0.0))
 
     @property
     def load_s(self) -> float:
-        """The load phase, with the way to the replica and back where that is known."""
+        """Seconds of the load phase, with the way to the replica and back where that is known."""
         if not self.loads:
             return max(self.phases.get("load", 0.0), self.halted_s)
         return max(loaded - stopped for stopped, loaded in self.loads.values())
 
     def latency_s(self, busy: BusyWithin, *, synchronous: bool) -> float | None:
-        """Seconds that passed beside the phases and until replicas stood still that had something to finish; None where
+        """Seconds of the update beside its phases and beside what replicas finished before they stood still; None where
         other updates were under way, or it is not known when replicas stood still.
         """
         if self.finished is None or self.superseded or not self.loads:
@@ -74,14 +74,14 @@ class UpdatesRecord:
 
     updates: defaultdict[int, UpdateRecord] = field(default_factory=lambda: defaultdict(UpdateRecord))
     versions: int = 0
-    """Updates that finished."""
+    """Number of updates that finished."""
     warm_at: float = float("inf")
     """The time at which the first update ended."""
     to_train_s: list[float] = field(default_factory=list)
     """Seconds from when replicas stood still until the trainer had their devices."""
     to_generate_s: list[float] = field(default_factory=list)
     _loaded: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """Replica → the version that it loaded while it is still halted, and when."""
+    """Replica → (version, time) of its load, while it is still halted."""
     _leased: float = 0.0
     """The time at which the trainer was given the devices that it has, or had last."""
     _stood: list[float] = field(default_factory=list)

@@ -49,7 +49,7 @@ K = TypeVar("K", bound=Timed)
 
 @dataclass(slots=True)
 class GroupRecord:
-    """One admitted group, as far as it got."""
+    """The record of one admitted group, as far as it got."""
 
     admitted: float = 0.0
     replica: str = ""
@@ -70,7 +70,7 @@ class GroupRecord:
 
     @property
     def tokens(self) -> int:
-        """Prompt and answer of every trajectory: what a training step runs over."""
+        """Number of tokens of a training step over the group: prompt and answer of every trajectory."""
         return len(self.answer_tokens) * self.prompt_tokens + sum(self.answer_tokens.values())
 
     @property
@@ -80,7 +80,7 @@ class GroupRecord:
 
 
 class Recording:
-    """Everything that a profile needs. Fill it with `recording_of`."""
+    """Everything that a profile needs from a run's events. Filled by `recording_of`."""
 
     def __init__(self, mini_batch: int) -> None:
         self.workers: list[WorkerDescribed] = []
@@ -96,7 +96,7 @@ class Recording:
 
     @property
     def versions(self) -> int:
-        """Parameter updates that finished."""
+        """Number of parameter updates that finished."""
         return self.updates.versions
 
     def add(self, event: Event) -> None:
@@ -130,7 +130,7 @@ class Recording:
                 self.updates.add(event)
 
     def warm(self, measured: Iterable[K]) -> list[K]:
-        """The groups that began after the warm-up; all of them if none did."""
+        """The items of ``measured`` that began after the warm-up; all of them if none did."""
         items = list(measured)
         return [item for item in items if item.began >= self.updates.warm_at] or items
 
@@ -163,13 +163,13 @@ class Recording:
         ]
 
     def warm_activity(self, name: str) -> list[ReplicaActivity]:
-        """Reports in which ``name`` is not empty."""
+        """Reports whose field ``name`` is not empty: those from after the warm-up, or all if there are none."""
         reports = [report for report in self.activity if getattr(report, name)]
         return [report for report in reports if report.busy and report.busy[0][0] >= self.updates.warm_at] or reports
 
 
 def recording_of(events: Iterable[Event], *, mini_batch: int) -> Recording:
-    """``mini_batch`` is ``actor.ppo_mini_batch_size``."""
+    """Collect ``events`` into a recording. ``mini_batch`` is ``actor.ppo_mini_batch_size``."""
     recording = Recording(mini_batch)
     for event in events:
         recording.add(event)

@@ -16,12 +16,12 @@ from headway.simulate.profile import Profile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One simulated setting."""
+    """One row of a plan: a simulated setting, what was measured of it, and how it compares."""
 
     setting: Setting
     measured: Measurement
     samples_per_s: float
-    """Trained groups per second."""
+    """Number of trained groups per second."""
     tail: float | None = None
     """Share of the slots that a batch could fill which is empty while training waits, in a synchronous row."""
     speedup: float | None = None
@@ -38,18 +38,18 @@ class Row:
 
     @property
     def complete(self) -> bool:
-        """Simulated as far as any row is: more time would not have made it more certain."""
+        """Tell whether the row was simulated as far as any is: until it is precise, or for the most versions."""
         return self.relative_error <= PRECISION or self.measured.versions >= MOST_VERSIONS
 
     @property
     def complexity(self) -> int:
-        """Values in which the preset differs from colocated synchronous training."""
+        """Number of values in which the preset differs from colocated synchronous training."""
         values = self.setting.values
         return sum(value != values[key] for key, value in PRESETS[baseline_preset()].items())
 
 
 def row_of(profile: Profile, setting: Setting, measured: Measurement) -> Row:
-    """The row, still without a baseline."""
+    """Make the row of a measured ``setting``, still without a baseline to compare with."""
     return Row(
         setting=setting,
         measured=measured,
@@ -86,7 +86,7 @@ def quickest(rows: Iterable[Row]) -> Row | None:
 
 
 def to_json(row: Row) -> dict[str, Any]:
-    """One flat JSON object. ``step_s`` is for B groups; ``lag_bound`` and ``half_width_s`` may be null, for none."""
+    """Turn ``row`` into a flat JSON object. ``step_s`` is for B groups; null stands for no lag bound or half-width."""
     setting, measured = row.setting, row.measured
     return {
         "preset": setting.preset,

@@ -23,15 +23,15 @@ from headway.simulate.grid import Setting, Split
 from headway.simulate.measure import Measurement
 
 MUCH_SLOWER = 1.25
-"""A guess of so many times the best known step time is not worth a simulation."""
+"""Multiple of the best known step time beyond which a guess is not worth a simulation."""
 MAY_BE_QUICKER = 1.03
-"""A split beside the best one whose guess is less than so many times its step time may turn out to be quicker."""
+"""Multiple of the best split's step time: a split beside it whose guess is below this may turn out to be quicker."""
 VARIED = 3
-"""Presets whose η and trigger are varied."""
+"""Number of presets whose η and trigger are varied."""
 
 
 class Guess:
-    """Seconds per version of settings that were not measured, from those that were."""
+    """Guesses the seconds per version of settings that were not measured, from those that were."""
 
     def __init__(self, forecast: Callable[[Setting], Shares]) -> None:
         self._forecast = forecast
@@ -39,7 +39,7 @@ class Guess:
         self.measured: dict[Setting, Measurement] = {}
         self._by_preset: dict[str, list[Setting]] = {}
         self._by_split: dict[tuple[str, Fraction, int], dict[Split, Setting]] = {}
-        """(preset, η, trigger) → measured settings that differ only in their split."""
+        """Measured settings that differ only in their split, by (preset, η, trigger)."""
 
     def add(self, setting: Setting, measurement: Measurement) -> None:
         self.measured[setting] = measurement
@@ -55,11 +55,11 @@ class Guess:
         return self._scaled(setting, near) if elsewhere is None else self.measured[near].step_s * elsewhere
 
     def forecast(self, setting: Setting) -> float:
-        """The forecast that needs nothing but the profile."""
+        """Seconds per version of ``setting``, forecast from the profile alone."""
         return self._of(setting).step_s(setting)
 
     def _ratio_elsewhere(self, setting: Setting, near: Setting) -> float | None:
-        """The effect that the change of split from ``near`` to ``setting`` did for another preset of its kind."""
+        """Factor by which the change of split from ``near`` to ``setting`` changed another such preset's step time."""
         if (setting.eta, setting.trigger) != (near.eta, near.trigger):
             return None
         for splits in self._by_split.values():
@@ -88,7 +88,7 @@ class Everything:
     """Search that simulates all settings."""
 
     def __init__(self, settings: Iterable[Setting], guess: Guess, *, baseline: str) -> None:
-        """``baseline`` is the preset to begin with."""
+        """Search ``settings``, beginning with the preset ``baseline``."""
         self._settings = list(dict.fromkeys(settings))
         self._guess = guess
         self._baseline = baseline
@@ -109,7 +109,7 @@ class Everything:
 
     @property
     def to_come(self) -> int:
-        """The number of settings that will be simulated still, roughly."""
+        """Number of settings that are still to be simulated, roughly."""
         return sum(1 for _ in self._candidates())
 
     def measured(self, setting: Setting, measurement: Measurement) -> None:
@@ -127,7 +127,7 @@ class Everything:
 
 
 class Climb(Everything):
-    """A search for the best split of each preset, as if its step time had one minimum over them, and what varies it."""
+    """A search for the best split of each preset, as if step time had one minimum over them, then for η and trigger."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class Climb(Everything):
         baseline: str,
         around: Callable[[Setting], Sequence[Setting]],
     ) -> None:
-        """``settings`` has each preset's splits; ``around`` varies η and trigger of one."""
+        """Search ``settings``, the splits of each preset; ``around`` returns a setting with η and trigger varied."""
         super().__init__(settings, guess, baseline=baseline)
         self._around = around
         self._splits: dict[str, list[Setting]] = {}
@@ -218,8 +218,9 @@ class Climb(Everything):
         return known[setting].step_s - known[setting].half_width <= known[top].step_s + known[top].half_width
 
     def _worth(self, setting: Setting) -> bool:
-        """Compared with the best of its kind. Synchronous settings are a kind of their own, as others are held against
-        them; so are splits, as varying η and trigger may do for others what it did for the best."""
+        """Tell whether ``setting`` is not much slower than the best of its kind. Synchronous settings are one kind,
+        since others are held against them; splits are one, since varying η and trigger may do for others what it did
+        for the best."""
         varied = setting not in self._settings
         kind = [other for other in self._guess.measured if other.synchronous == setting.synchronous]
         best = min((self._step_s(other) for other in kind if varied or other in self._settings), default=math.inf)

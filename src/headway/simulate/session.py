@@ -25,6 +25,7 @@ from headway.config.presets import preset
 from headway.config.schema import Config
 from headway.config.transports import TRANSPORTS
 from headway.data.types import Column, Outcomes, Sample
+from headway.episodes.keeper import GroupKeeper
 from headway.errors import ConfigError
 from headway.events import Observer
 from headway.pipeline.parts import Parts
@@ -54,18 +55,18 @@ from headway.simulate.zeros import zero_advantages
 FOREVER_S = 1e7
 """A time-out that no simulated job reaches. A run that cannot go on still ends there, and says who waits for whom."""
 ACTIVITY_INTERVAL_S = 600.0
-"""Seldom, since hundreds of replicas report; busy spans are exact all the same."""
+"""Seconds between reports of a replica's activity: seldom, as hundreds report; busy spans are exact all the same."""
 NOWHERE = Path("checkpoints")
 """The folder in which a simulated trainer would save; it writes nothing."""
 
 
 class Simulation:
-    """Built once, run once. Its events go to ``observers``, in virtual seconds from 0."""
+    """One simulated run of the real pipeline, to be run once. Events go to ``observers``, in virtual seconds from 0."""
 
     def __init__(
         self, profile: Profile, config: Config, *, seed: int | None = None, observers: Sequence[Observer] = ()
     ) -> None:
-        """``config`` is resolved: counts of devices, no shares. ``seed`` replaces its ``run.seed``.
+        """Build the run of ``config``, which is resolved: counts of devices, no shares. ``seed`` replaces ``run.seed``.
 
         Raises:
             ConfigError: its length is not ``rollout.total_rollout_steps``.
@@ -77,7 +78,7 @@ class Simulation:
         if seed is not None:
             config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
         self.seconds = 0.0
-        """Virtual time since the start."""
+        """Virtual seconds that the run took; 0 until it has ended."""
         costs = _update_costs(profile, config)
         self.transport = SimulatedTransport(costs)
         # On shared devices only one side computes at a time.
@@ -108,7 +109,7 @@ class Simulation:
 
 @contextmanager
 def _collecting_garbage_seldom() -> Iterator[None]:
-    """Thousands of trajectories live at once; at the usual threshold Python would scan them again and again."""
+    """Collect garbage seldom: Python would otherwise scan thousands of live trajectories again and again."""
     usual = gc.get_threshold()
     gc.set_threshold(200_000, *usual[1:])
     try:
@@ -125,6 +126,7 @@ def _parts(profile: Profile, config: Config, trainer: SimulatedTrainer, replicas
         source=SimulatedSource(prompts, filtered=filtered_of(profile.response, seed)),
         validation=held_out_prompts(profile.validation.problems if profile.validation else 0, prompts),
         rollouts=replicas,
+        keepers=[GroupKeeper("keeper")],
         trainer=trainer,
         reward=SimulatedReward(profile.reward, seed),
         advantages=partial(_advantages, trainer),
@@ -138,7 +140,7 @@ def _parts(profile: Profile, config: Config, trainer: SimulatedTrainer, replicas
 async def _advantages(
     trainer: SimulatedTrainer, samples: Sequence[Sample], outcomes: Outcomes
 ) -> dict[str, list[Column]]:
-    """Computed once for each fetch, before its steps."""
+    """Tell the trainer that a fetch is prepared, and return advantages without contents. Called once for each fetch."""
     trainer.fetch_prepared()
     return await zero_advantages(samples, outcomes)
 
@@ -218,7 +220,7 @@ def config_for(
 
 
 def _job(profile: Profile, versions: int) -> dict[str, Any]:
-    """The values that are the same in every mode."""
+    """Values of the configuration that are the same in every mode."""
     batch, validation = profile.batch, profile.validation
     if batch.n == 1 and profile.reward.filtered > 0:
         raise ConfigError(

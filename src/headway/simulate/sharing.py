@@ -38,7 +38,7 @@ class ProcessorSharing:
         self._service = 0.0
         self._kv = 0.0
         self._target = 0.0
-        """The service of the next event; decoding never passes it unseen."""
+        """The service at which the next completion or preemption is due; decoding never goes beyond it."""
         self._segments = 0
         self._ends: list[tuple[float, int, int, CallRun]] = []
         """Heap of (service at its end, serial, segment, run). An entry whose run left that segment is stale."""
@@ -92,7 +92,7 @@ class ProcessorSharing:
 
     @property
     def cached(self) -> float:
-        """Tokens in the KV cache."""
+        """Number of tokens in the KV cache."""
         return self._kv
 
     # ---------------------------------------------------------------- time

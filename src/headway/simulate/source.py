@@ -1,4 +1,4 @@
-"""Prompts that have a length and nothing else."""
+"""Simulated prompts, which have a length and nothing else."""
 
 from __future__ import annotations
 

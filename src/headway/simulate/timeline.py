@@ -14,7 +14,7 @@ from headway.simulate.profile import Profile
 from headway.simulate.session import Simulation
 
 VERSIONS_SHOWN = 6
-"""Versions in the picture, after the pipeline has filled."""
+"""Number of versions in the picture, after the pipeline has filled."""
 
 
 class Recorder:
@@ -30,7 +30,7 @@ class Recorder:
 
 
 def write_timeline(profile: Profile, setting: Setting, path: Path) -> None:
-    """Simulate ``setting`` for a few versions and draw it."""
+    """Simulate ``setting`` for a few versions and write its timeline to ``path``, as an HTML page."""
     recorder = Recorder()
     versions = fill_versions(setting.eta) + VERSIONS_SHOWN + ceil(setting.eta)
     Simulation(profile, config_of(profile, setting, versions), observers=(recorder,)).run()

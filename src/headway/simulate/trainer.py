@@ -30,7 +30,7 @@ _COLUMN = Column(handle=None, index=0)
 
 
 class SimulatedTrainer:
-    """A worker, and an `OverlappingTrainEngine`.
+    """A simulated trainer: a worker and an `OverlappingTrainEngine` that takes the time of a real one.
 
     Asked for two things at once, its ranks raise `RunError`; real ones would hang.
     """
@@ -51,17 +51,17 @@ class SimulatedTrainer:
         self._transport = transport
         self._fetch_s = fetch_s
         self._owed_s = 0.0
-        """The latency of a fetch whose first step is still to come."""
+        """Latency, in seconds, of a fetch whose first step is still to come; 0 after that step."""
         self._save_s = save_s
         self._contention = contention
         self.name = "trainer"
         self._doing: str | None = None
         self._computes = False
-        """The trainer computes: its work takes time, and waits for nobody."""
+        """True while the trainer computes: its work takes time, and waits for nobody."""
         self._copy: int | None = None
         """The version that the copy in host memory holds; None while it is being written, or before."""
         self._sending = 0
-        """Transfers of the copy that are under way."""
+        """Number of transfers of the copy that are under way."""
         self._saved: tuple[Path, dict[str, Any]] | None = None
 
     def fetch_prepared(self) -> None:
@@ -81,7 +81,7 @@ class SimulatedTrainer:
         return _STEP
 
     async def reach(self, receivers: Sequence[str]) -> None:
-        """Everybody can be reached at any time."""
+        """Do nothing: every receiver can be reached at any time."""
 
     async def send_weights(self, version: int, receivers: Sequence[str]) -> SendReport:
         await self._compute("gather", self._gather_s)
@@ -111,7 +111,7 @@ class SimulatedTrainer:
         return SendReport(0.0, send_s, self._nbytes, checksum(version))
 
     async def save(self, path: Path, driver_state: Mapping[str, Any]) -> None:
-        """Takes its time and writes nothing. The latest ``driver_state`` is kept, for `load`."""
+        """Wait as long as a checkpoint takes, and write nothing. The latest ``driver_state`` is kept, for `load`."""
         await self._compute("a checkpoint", self._save_s)
         self._saved = (path, dict(driver_state))
 

@@ -22,12 +22,12 @@ from headway.simulate.costs import phase_seconds
 from headway.simulate.profile import UpdateProfile
 
 Address = tuple[str, int]
-"""A replica, and the version that goes to it."""
+"""Name of a replica, and the version that is sent to it."""
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One `send` whose receivers have not all come."""
+    """A call of `send` whose receivers have not all come."""
 
     addresses: Sequence[Address]
     absent: int
@@ -35,11 +35,11 @@ class _Call:
 
 
 class SimulatedTransport:
-    """One trainer and any number of replicas. Transfers to different replicas may run at once."""
+    """A simulated transport from one trainer to any number of replicas; transfers to several may run at once."""
 
     def __init__(self, update: UpdateProfile) -> None:
         self.corrupted: set[Address] = set()
-        """A fault: these arrive with a wrong checksum."""
+        """Transfers that arrive with a wrong checksum: a fault that is injected."""
         self._nbytes = update.nbytes
         self._send_s = phase_seconds(update.send, update.nbytes)
         self._recv_s = phase_seconds(update.recv, update.nbytes)

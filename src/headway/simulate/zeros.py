@@ -13,10 +13,10 @@ _FOUR_BYTES = bytes(4)
 
 
 def zero_ids(length: int) -> NDArray[np.int32]:
-    """[length] zeros: one element, seen ``length`` times. Cannot be written to, and takes no memory of its own."""
+    """Return [length] zeros that take no memory: one element, seen ``length`` times. They cannot be written to."""
     return np.ndarray((length,), np.int32, _FOUR_BYTES, 0, (0,))
 
 
 async def zero_advantages(samples: Sequence[Sample], outcomes: Outcomes) -> dict[str, list[Column]]:
-    """An `AdvantageFn`. Its columns lead nowhere: who computes nothing never looks at them."""
+    """Return advantages without contents, for a simulated trainer, which never reads them. An `AdvantageFn`."""
     return {ColumnName.ADVANTAGES: [Column(None, index) for index in range(len(samples))]}

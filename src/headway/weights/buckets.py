@@ -36,7 +36,7 @@ class Tensors:
     """Named tensors that flat bytes are written into, whatever the buckets."""
 
     def __init__(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
-        """``tensors`` has every name of the layout, in the layout's shapes; their dtypes may differ: values are cast.
+        """Take ``tensors``, which have all names and shapes of the layout; their dtypes may differ: values are cast.
 
         Raises `UpdateFailed` for a tensor that is not there, or has another shape.
         """
@@ -66,7 +66,7 @@ class Tensors:
 
 
 def _write_strided(target: torch.Tensor, first: int, values: torch.Tensor) -> None:
-    """Elements ``first …`` of ``target`` in row-major order: whole rows as blocks, the ends of rows one by one."""
+    """Write elements ``first …`` of ``target`` in row-major order: whole rows as blocks, ends of rows one by one."""
     while target.ndim > 1 and target.shape[0] == 1:
         target = target[0]
     if target.ndim <= 1:
@@ -90,7 +90,7 @@ class Shard:
 
     first: int
     values: torch.Tensor
-    """[n], of any dtype, on any device."""
+    """The elements: [n], of any dtype, on any device."""
 
 
 def pack(
@@ -99,7 +99,7 @@ def pack(
     spans: Iterable[tuple[int, int]],
     device: torch.device | str = "cpu",
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """``(offset, bucket)`` for each of ``spans``: the bytes of ``shards``, cast to the layout's dtypes; else zeros.
+    """Yield ``(offset, bucket)`` for each of ``spans``: bytes of ``shards``, cast to the layout's dtypes; else zeros.
 
     All buckets share one buffer on ``device``, so each is valid only until the next one is drawn. Nothing else of their
     size is allocated.

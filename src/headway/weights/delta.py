@@ -25,7 +25,7 @@ import torch
 from headway.errors import UpdateFailed
 
 BLOCK_UNITS = 65_536
-"""Units of a block: as many as a uint16 tells apart."""
+"""Number of units in a block: as many as a uint16 tells apart."""
 
 _UNIT = np.dtype("<u2")
 _COUNT = np.dtype("<u4")
@@ -42,13 +42,13 @@ class Delta:
     """The changes that make the new version of some bytes from the old one."""
 
     payload: torch.Tensor | None
-    """[m] uint8, on the CPU; None where it would not be smaller than the bytes themselves."""
+    """The encoded changes, [m] uint8 on the CPU; None where they would not be smaller than the bytes themselves."""
     changed: int
-    """16-bit units that differ."""
+    """Number of 16-bit units that differ."""
 
 
 def encode(old: torch.Tensor, new: torch.Tensor) -> Delta:
-    """The delta from ``old`` to ``new``, both [n] uint8; ``new`` may be on a device, and is then copied to the host.
+    """Encode ``new`` as a delta from ``old``, both [n] uint8; ``new`` may be on a device, and is copied to the host.
 
     Memory besides that copy: the payload, an eighth of it to grow into, and 1 MiB. A payload that is then too large was
     n · 17/16 bytes at the most. Raises ValueError for lengths that differ.
@@ -96,7 +96,7 @@ class _Block:
 
     index: int
     size: int
-    """Units in the block, changed or not."""
+    """Number of units in the block, changed or not."""
     where: _Units
     values: _Units
 
@@ -168,7 +168,7 @@ def _block_count(nbytes: int) -> int:
 
 
 def _bitmask_units(size: _SizeT) -> _SizeT:
-    """Units that a bitmask of ``size`` units takes."""
+    """Number of units that a bitmask of ``size`` units takes."""
     return (size + 15) // 16
 
 

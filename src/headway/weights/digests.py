@@ -24,12 +24,12 @@ def digest(data: torch.Tensor) -> int:
 
 
 def combined(digests: Sequence[int]) -> int:
-    """One number for all tensors' digests, in order."""
+    """Combine the digests of all tensors, in order, into one number."""
     return xxhash.xxh3_64_intdigest(pack(f"<{len(digests)}Q", *digests))
 
 
 class RunningDigests:
-    """The digest of each tensor of a layout, as its bytes pass by, in order."""
+    """Computes the digest of each tensor of a layout as its bytes pass by, in order."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
@@ -38,7 +38,7 @@ class RunningDigests:
         self._open = xxhash.xxh3_64()
 
     def add(self, offset: int, data: torch.Tensor) -> None:
-        """``data`` [n] uint8: the flat bytes from ``offset`` on. Raises `UpdateFailed` unless the last ended there."""
+        """Take in ``data`` [n] uint8, the flat bytes from ``offset`` on. Raises `UpdateFailed` if out of order."""
         if offset != self._at:
             raise UpdateFailed(f"bytes of the weights from {offset} on came where those from {self._at} on were due")
         view = _bytes(data)
@@ -52,7 +52,7 @@ class RunningDigests:
                 self._close()
 
     def finished(self) -> tuple[int, ...]:
-        """One digest per tensor; those without elements have that of no bytes. Raises `UpdateFailed` before the end."""
+        """Return all tensors' digests; an empty tensor has that of no bytes. Raises `UpdateFailed` before the end."""
         if self._at != self._manifest.nbytes:
             raise UpdateFailed(f"the weights ended after {self._at} of {self._manifest.nbytes} bytes")
         while len(self._done) < len(self._manifest.slots):

@@ -27,7 +27,7 @@ from headway.weights.layout import ALIGNMENT, Manifest, buckets
 from headway.weights.protocols import Header, WeightSink
 
 Receive = Callable[[WeightSink], None]
-"""Puts one version into a sink, blocking."""
+"""Function that puts one version into a sink, blocking."""
 
 
 class BackBuffer:
@@ -38,7 +38,7 @@ class BackBuffer:
     """
 
     def __init__(self, manifest: Manifest, *, pinned: bool = False, memory: torch.Tensor | None = None) -> None:
-        """Takes ``manifest.nbytes`` of memory, and those of a delta while one arrives.
+        """Allocate ``manifest.nbytes`` of memory; a delta takes its own while it arrives.
 
         Args:
             manifest: the layout of the weights.
@@ -70,13 +70,13 @@ class BackBuffer:
             return report
 
     def windows(self, nbytes: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """``(offset, bytes)`` of the staged version, at most ``nbytes`` at a time: views."""
+        """Yield ``(offset, bytes)`` of the staged version, at most ``nbytes`` at a time: views."""
         self._check_staged()
         for start, stop in buckets(self.manifest.nbytes, nbytes):
             yield start, self._flat[start:stop]
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """``(name, tensor)`` of the staged version in the layout's order: views into the buffer, on the CPU."""
+        """Yield ``(name, tensor)`` of the staged version in the layout's order: views into the buffer, on the CPU."""
         self._check_staged()
         for slot in self.manifest.slots:
             yield slot.name, view(slot, self._flat)
@@ -91,23 +91,23 @@ class BackBuffer:
 
 
 class InPlace:
-    """Weights written straight into the tensors that are served, while nothing decodes.
+    """Receives weights straight into the tensors that are served, while nothing decodes.
 
     Memory: one bucket of the sender's. After a failure the tensors may be `torn`, until a whole version has come.
     """
 
     def __init__(self, manifest: Manifest, tensors: Tensors, *, window: int, pinned: bool = False) -> None:
-        """``window``: bytes that are copied at a time (``rollout.param_update_consume_bucket_size_mb``)."""
+        """Write into ``tensors``. ``window``: bytes at a time (``rollout.param_update_consume_bucket_size_mb``)."""
         self.manifest = manifest
         self.torn = False
-        """Part of a version was written, and the rest did not come or was not what was sent."""
+        """True when part of a version was written, and the rest did not come or was not what was sent."""
         self._tensors = tensors
         self._window = window
         self._pinned = pinned
         self._turn = _Turn()
 
     def fill(self, version: int, receive: Receive) -> ReceiveReport:
-        """Let ``receive`` write ``version``. The same report and errors as of `BackBuffer.fill`."""
+        """Let ``receive`` write ``version`` into the tensors. Report and errors are those of `BackBuffer.fill`."""
         with self._turn.of(version):
             report = _arrive(_IntoTensors(self.manifest, version, self._write, pinned=self._pinned), receive)
             self.torn = False
@@ -144,7 +144,7 @@ def _arrive(sink: _Arrival, receive: Receive) -> ReceiveReport:
 
 
 class _Arrival(ABC):
-    """`WeightSink`, as far as both ways in have it in common: the order of buckets, the end, and the checks."""
+    """The part of a `WeightSink` that both ways in share: the order of buckets, the end, and the checks."""
 
     def __init__(self, manifest: Manifest, version: int) -> None:
         self._manifest = manifest
@@ -156,7 +156,7 @@ class _Arrival(ABC):
         self._sent: tuple[int, ...] | None = None
         """Digests that the sender computed; None until they arrive."""
         self.nbytes = 0
-        """Bytes received so far."""
+        """Number of bytes received so far."""
 
     def room(self, header: Header) -> torch.Tensor:
         self._expect(header)
@@ -172,7 +172,7 @@ class _Arrival(ABC):
         self._sent = tuple(digests)
 
     def check(self) -> int:
-        """Compare with the sender's digests; all of them as one number. Raises `UpdateFailed`, naming a tensor."""
+        """Compare with the sender's digests; return all as one number. Raises `UpdateFailed`, naming a tensor."""
         if self._sent is None or self._offset != self._manifest.nbytes:
             raise self._wrong(f"ended after {self._offset} of {self._manifest.nbytes} bytes")
         digests = self._digests()
@@ -191,7 +191,7 @@ class _Arrival(ABC):
 
     @abstractmethod
     def _take(self, header: Header) -> None:
-        """The payload is in its room."""
+        """Take in a bucket whose payload was written into its room."""
 
     @abstractmethod
     def _digests(self) -> tuple[int, ...]:
@@ -253,7 +253,7 @@ class _IntoBuffer(_Arrival):
 
 
 class _IntoTensors(_Arrival):
-    """Straight into the served tensors, by way of one bucket."""
+    """Receives a version straight into the served tensors, by way of one bucket."""
 
     def __init__(
         self, manifest: Manifest, version: int, write: Callable[[int, torch.Tensor], None], *, pinned: bool

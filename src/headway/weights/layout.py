@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     import torch
 
 ALIGNMENT = 64
-"""Bytes; buckets begin at multiples of it: of every dtype's size, and of a cache line."""
+"""Number of bytes of which buckets begin at multiples: a multiple of every dtype's size, and of a cache line."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSlot:
-    """Bytes ``offset … offset + nbytes`` of the flat bytes; ``offset`` is a multiple of the dtype's size."""
+    """Place of a tensor: bytes ``offset … offset + nbytes`` of the flat bytes; its dtype's size divides ``offset``."""
 
     name: str
     shape: tuple[int, ...]
@@ -70,12 +70,12 @@ def build_manifest(tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) 
 
 
 def bucket_bytes(megabytes: float) -> int:
-    """A configured bucket size (in units of 2²⁰ bytes) as bytes: a multiple of `ALIGNMENT`, and at least one of it."""
+    """Convert a bucket size in units of 2²⁰ bytes to bytes: a multiple of `ALIGNMENT`, and at least one of it."""
     return max(ALIGNMENT, int(megabytes * 2**20) // ALIGNMENT * ALIGNMENT)
 
 
 def buckets(nbytes: int, size: int) -> Iterator[tuple[int, int]]:
-    """``(start, stop)`` of each bucket of at most ``size`` bytes, in order. ``size`` is a multiple of `ALIGNMENT`."""
+    """Yield ``(start, stop)`` of each bucket of at most ``size`` bytes, in order. `ALIGNMENT` divides ``size``."""
     if size <= 0 or size % ALIGNMENT:
         raise ValueError(f"a bucket of {size} bytes; expected a positive multiple of {ALIGNMENT}")
     for start in range(0, nbytes, size):
@@ -83,7 +83,7 @@ def buckets(nbytes: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def slots_in(slots: Sequence[TensorSlot], start: int, stop: int) -> Iterator[tuple[TensorSlot, int, int]]:
-    """Each tensor with bytes in ``start … stop``, and which of its own bytes those are: ``(slot, first, last)``.
+    """Yield ``(slot, first, last)`` for each tensor with bytes in ``start … stop``: which of its own bytes those are.
 
     ``slots`` are a layout's, in its order.
     """

@@ -27,16 +27,16 @@ Window = tuple[int, torch.Tensor]
 
 
 class Stream:
-    """`Outgoing` while it is gathered. Memory besides a window's own: the same on the host, if it is on a device."""
+    """A version sent while it is gathered. Memory besides a window's own: the same on the host, if on a device."""
 
     def __init__(self, manifest: Manifest, windows: Iterable[Window]) -> None:
-        """``windows`` come in order; drawing one raises `UpdateFailed` when they have gaps or end too early."""
+        """Send ``windows`` in their order; drawing one raises `UpdateFailed` when they have gaps or end too early."""
         self._windows = iter(windows)
         self._digests = RunningDigests(manifest)
         self.gather_s = 0.0
         """Seconds that drawing the windows and taking their digests took."""
         self.nbytes = 0
-        """Bytes drawn so far."""
+        """Number of bytes drawn so far."""
 
     @property
     def digests(self) -> tuple[int, ...]:
@@ -78,7 +78,7 @@ class Staged:
     """
 
     def __init__(self, manifest: Manifest, bucket_bytes: int, *, with_delta: bool, pinned: bool = False) -> None:
-        """``pinned``: page-locked, for copies from a GPU."""
+        """Allocate the copy. ``pinned``: in page-locked memory, for copies from a GPU."""
         self._manifest = manifest
         self._copy = torch.empty(manifest.nbytes, dtype=torch.uint8, pin_memory=pinned)
         self._whole = [
@@ -87,9 +87,9 @@ class Staged:
         ]
         self._with_delta = with_delta
         self._deltas: dict[int, Chunk] = {}
-        """Bucket → delta to the version before, where that is smaller than the bucket."""
+        """Delta against the version before, by bucket, where that is smaller than the bucket."""
         self._base: int | None = None
-        """The version that the deltas are to."""
+        """The version that the deltas were computed against."""
         self._digests: tuple[int, ...] = ()
         self._gathered: Gathered | None = None
         self.version: int | None = None
@@ -123,7 +123,7 @@ class Staged:
         return self._gathered
 
     def outgoing(self, version: int, *, to: int | None) -> Outgoing:
-        """``version``, for receivers that all hold version ``to`` (None: nothing that is known).
+        """Return ``version`` as it is sent to receivers that all hold version ``to`` (None: nothing that is known).
 
         Raises `UpdateFailed` when the copy holds another version.
         """
@@ -143,7 +143,7 @@ class Staged:
         return whole
 
     def _encode(self, whole: Chunk, data: torch.Tensor, base: int) -> int:
-        """Keep the delta from what the copy has of a bucket to ``data``, if it is small; the units that differ."""
+        """Keep the delta from the copy's bucket to ``data``, if it is small; return the number of units that differ."""
         delta, header = encode(whole.payload, data), whole.header
         if delta.payload is not None:
             payload = delta.payload

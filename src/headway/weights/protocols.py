@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """One bucket on its way."""
+    """Description of one bucket on its way."""
 
     index: int
     """Index of the bucket, from 0 without gaps."""
     offset: int
     """Offset of the bucket in the flat bytes of the weights."""
     nbytes: int
-    """Bytes of the bucket."""
+    """Size of the bucket in bytes."""
     payload_nbytes: int
-    """Bytes that travel: ``nbytes``, or less for a delta."""
+    """Number of bytes that travel: ``nbytes``, or less for a delta."""
     base: int = -1
-    """The version that the payload is a delta to; -1: the payload is the bucket itself."""
+    """The version that a delta was computed against; -1 when the payload is the bucket itself."""
     checksum: int = 0
     """Checksum of a delta's payload (xxh3, 64 bits); 0 for a whole bucket, which the digests cover."""
 
@@ -39,14 +39,14 @@ class Header:
 class Chunk:
     header: Header
     payload: torch.Tensor
-    """[payload_nbytes] uint8, on any device."""
+    """The bytes that travel: [payload_nbytes] uint8, on any device."""
 
 
 class Outgoing(Protocol):
-    """One version, bucket by bucket. To be iterated once."""
+    """One version to be sent, bucket by bucket. To be iterated once."""
 
     def __iter__(self) -> Iterator[Chunk]:
-        """Each chunk's payload is valid until the next one is drawn."""
+        """Yield the version's chunks in order; each one's payload is valid until the next one is drawn."""
 
     @property
     def digests(self) -> tuple[int, ...]:
@@ -55,7 +55,7 @@ class Outgoing(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """The facts that a stored version's receivers have to know."""
+    """The facts that receivers of a stored version have to know."""
 
     version: int
     headers: tuple[Header, ...]
@@ -68,20 +68,20 @@ class WeightSink(Protocol):
     """The end at which a receiver puts what arrives. Raises `UpdateFailed` that says which bucket is wrong, and how."""
 
     def room(self, header: Header) -> torch.Tensor:
-        """[payload_nbytes] uint8: where the payload has to be written."""
+        """Return the memory into which the payload has to be written: [payload_nbytes] uint8."""
 
     def filled(self, header: Header) -> None:
-        """Called when the payload is written where `room` said."""
+        """Take in the payload, which is now written where `room` said."""
 
     def ended(self, digests: Sequence[int]) -> None:
-        """Called at the end, with the ``digests`` of all tensors."""
+        """End the version, given the ``digests`` of all tensors."""
 
 
 class WeightSender(Protocol):
     """The trainer's end of a transport (on its rank zero). Blocking; runs on a worker's own thread."""
 
     def send(self, version: int, weights: Outgoing) -> Parcel | None:
-        """Returns when every receiver has everything, or with a parcel when it lies where receivers find it.
+        """Send ``weights`` until every receiver has everything, or return a parcel once they lie where receivers look.
 
         Raises `UpdateFailed` within the transport's timeout when a receiver does not answer, and when what the
         transport needs (space, a store) is not there. Errors of ``weights`` itself pass through.

@@ -13,7 +13,7 @@ from headway.algorithms.advantages.tokens import Closed, check_share, sums_ahead
 
 @ADVANTAGES.register("gae")
 def gae(inputs: AdvantageInputs, *, gamma: float = 1.0, lam: float = 1.0, whitened: bool = True) -> Advantages:
-    """A_t = Σ_i (γλ)^i · δ_{t+i} with δ_t = r_t + γ·V_{t+1} − V_t, and the critic's targets A_t + V_t.
+    """Estimate A_t = Σ_i (γλ)^i · δ_{t+i} with δ_t = r_t + γ·V_{t+1} − V_t, and the critic's targets A_t + V_t.
 
     t counts tokens that count: a hole is stepped over, and V_{t+1} is that of the next token which the policy wrote.
     After the last one V is 0 where the answer is ``finished``. Where it was cut off, the value of the state that was

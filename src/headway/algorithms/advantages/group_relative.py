@@ -1,4 +1,4 @@
-"""Each answer against the others to the same prompt: one advantage per trajectory, from one reward each.
+"""Group-relative estimators: each answer against the others to its prompt, with one reward and advantage each.
 
 A group with a single answer, or whose rewards are all equal, says nothing about which answer is better: its advantages
 are exactly 0, in every estimator of this file. verl gives the only answer of a group its raw reward instead.
@@ -41,7 +41,7 @@ def grpo(inputs: AdvantageInputs, *, normalize_by_std: bool = True) -> Tensor:
 
 @ADVANTAGES.register("dr_grpo")
 def dr_grpo(inputs: AdvantageInputs) -> Tensor:
-    """r − mean, over each group's own rewards: GRPO without the division, which favours easy and hard prompts.
+    """Advantages r − mean, over each group's rewards: GRPO without the division, which favours easy and hard prompts.
 
     The other half of Dr. GRPO is the aggregation, whose normaliser must not depend on an answer's length.
 
@@ -82,7 +82,7 @@ def rloo(inputs: AdvantageInputs) -> Tensor:
 
 @ADVANTAGES.register("opo")
 def opo(inputs: AdvantageInputs) -> Tensor:
-    """r − Σ l·r / Σ l over the group, l = tokens that the policy wrote: the baseline of least variance.
+    """Advantages r − Σ l·r / Σ l over the group, l = tokens that the policy wrote: the baseline of least variance.
 
     The variance of the gradient is least with the mean of r weighted by ‖∇ log π(y)‖²; OPO takes that norm to grow with
     the answer's length. Derived for samples of the policy itself: the paper trains exactly on policy.
@@ -105,7 +105,7 @@ def opo(inputs: AdvantageInputs) -> Tensor:
 
 @ADVANTAGES.register("maxrl")
 def maxrl(inputs: AdvantageInputs) -> Tensor:
-    """(r − mean) / (mean + 1e-6), over each group's own rewards: 0 where nothing succeeded, and where everything did.
+    """Advantages (r − mean) / (mean + 1e-6), over each group's rewards: 0 where nothing succeeded, or everything did.
 
     For rewards of 0 and 1, the group's gradient (1/n)·Σ A·∇ log π is the mean of ∇ log π over the successes less that
     over all n answers. With success probability p its expectation is the gradient of −Σ_{k=1..n−1} (1 − p)^k / k, which

@@ -19,7 +19,7 @@ class Groups:
     index: Int[Tensor, " S"]
     """Index of each trajectory's group, 0 … G − 1."""
     sizes: Float[Tensor, " G"]
-    """Trajectories of each group, float64."""
+    """Number of trajectories of each group, float64."""
 
     @classmethod
     def of(cls, labels: Int[Tensor, " S"]) -> Groups:
@@ -34,11 +34,11 @@ class Groups:
         return self.sum(values) / self.sizes
 
     def centred(self, values: Float[Tensor, " S"]) -> Float[Tensor, " S"]:
-        """``values`` [S] less the mean of each one's group."""
+        """Subtract from ``values`` [S] the mean of each one's group."""
         return values - self.mean(values)[self.index]
 
     def std(self, values: Float[Tensor, " S"]) -> Float[Tensor, " G"]:
-        """The unbiased standard deviation (n − 1); 0 for a group of one."""
+        """The unbiased standard deviation (n − 1) of ``values`` in each group; 0 for a group of one."""
         return (self.sum(self.centred(values).square()) / (self.sizes - 1).clamp(min=1)).sqrt()
 
     def all_equal(self, values: Float[Tensor, " S"]) -> Bool[Tensor, " S"]:

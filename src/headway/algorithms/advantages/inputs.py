@@ -45,7 +45,7 @@ class AdvantageInputs:
     baselines: Float[Tensor, " S"] | None = None
     """The reward of the policy's greedy answer to the same prompt."""
     finished: Bool[Tensor, " S"] | None = None
-    """False where the answer was cut off: there would have been more to come. Default: all are finished."""
+    """Flag of each trajectory, False where its answer was cut off before its end. Default: all are finished."""
 
     def __post_init__(self) -> None:
         size = self.rewards.shape[0]
@@ -66,7 +66,7 @@ class AdvantageInputs:
 
     @property
     def width(self) -> int:
-        """T: of the tensors with one value per token, or else of the longest trajectory."""
+        """T, the padded length: that of the tensors with one value per token, or else of the longest trajectory."""
         for tensor in (self.token_rewards, self.mask, self.values):
             if tensor is not None:
                 return tensor.shape[-1]
@@ -116,7 +116,7 @@ class AdvantageInputs:
         return _of_tokens(self.values, self.counts(), "critic's value")
 
     def greedy_rewards(self, estimator: str) -> Float[Tensor, " S"]:
-        """``baselines``, float64.
+        """The ``baselines``, rewards of the greedy answers, in float64.
 
         Raises:
             ConfigError: there are none, and ``estimator`` needs them.
@@ -131,7 +131,7 @@ class AdvantageInputs:
         return self.baselines.double()
 
     def shared(self, advantages: Float[Tensor, " S"]) -> Tensor:
-        """One advantage per trajectory as an estimator returns it, in the dtype of ``rewards``.
+        """Shape one advantage per trajectory as an estimator returns it, in the dtype of ``rewards``.
 
         [S], or [S, T] with exact zeros at tokens that do not count where there is a ``mask``.
         """
@@ -149,8 +149,8 @@ class Advantages:
 
 
 AdvantageEstimator = Callable[..., Tensor | Advantages]
-"""``estimator(inputs, **params)``: [S], one advantage per trajectory, which all its tokens share, or [S, T], one per
-token, or `Advantages`. Padded to the longest trajectory, or to T of the inputs. ``params`` are the estimator's own."""
+"""Function ``estimator(inputs, **params)`` that returns [S], one advantage per trajectory, which all its tokens share,
+[S, T], one per token, or `Advantages`; padded to the longest trajectory or to the inputs' T. ``params`` are its own."""
 
 ADVANTAGES: Registry[AdvantageEstimator] = Registry("advantage estimator", "algorithm.adv_estimator")
 
@@ -158,7 +158,7 @@ ADVANTAGES: Registry[AdvantageEstimator] = Registry("advantage estimator", "algo
 def per_token(
     advantages: Tensor | Advantages, lengths: Int[Tensor, " S"], mask: Bool[Tensor, "S T"] | None = None
 ) -> list[Float[Tensor, " T"]]:
-    """The result of an estimator as one [T] tensor for each trajectory, 0 in the holes of ``mask``.
+    """Split the result of an estimator into one [T] tensor for each trajectory, 0 in the holes of ``mask``.
 
     Raises:
         ValueError: neither [S] nor [S, T].

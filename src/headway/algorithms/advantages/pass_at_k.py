@@ -97,7 +97,7 @@ def pass_at_k(inputs: AdvantageInputs, *, k: int = 4) -> Tensor:
 
 
 def _log_choose(n: Tensor, k: Tensor) -> Tensor:
-    """log C(n, k), float64; −inf where there is no such choice (k < 0 or k > n)."""
+    """Compute log C(n, k), float64; −inf where there is no such choice (k < 0 or k > n)."""
     n, k = n.double(), k.double()
     possible = (k >= 0) & (k <= n)
     value = torch.lgamma(n + 1) - torch.lgamma(k + 1) - torch.lgamma(n - k + 1)

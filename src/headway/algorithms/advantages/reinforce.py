@@ -37,7 +37,7 @@ def reinforce_plus_plus(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Float
 
 @ADVANTAGES.register("reinforce_plus_plus_baseline")
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Tensor:
-    """r − mean over the group, then whitened over all tokens of the fetch: an answer weighs as often as it has tokens.
+    """Advantages r − mean of the group, whitened over all tokens of the fetch: an answer counts once for each token.
 
     So a group whose rewards are all equal ends at −mean/std of the fetch, which is 0 only where lengths do not go with
     rewards. A single answer is its own mean; verl takes 0 for its mean instead.
@@ -58,7 +58,7 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Tensor:
 
 @ADVANTAGES.register("remax")
 def remax(inputs: AdvantageInputs) -> Tensor:
-    """r − r_greedy, the reward of the policy's own greedy answer; with rewards of tokens, Σ_{u ≥ t} r_u − r_greedy.
+    """Advantages r − r_greedy, of the policy's own greedy answer; with rewards of tokens, Σ_{u ≥ t} r_u − r_greedy.
 
     Returns:
         [S, T] where there are rewards of tokens or a mask, [S] otherwise.

@@ -29,16 +29,16 @@ class Closed:
         return cls(counts, (counts.cumsum(dim=1) - 1).clamp(min=0))
 
     def close(self, values: Float[Tensor, "S T"]) -> Float[Tensor, "S T"]:
-        """``values`` are 0 where they do not count."""
+        """Move the values of tokens that count to the front of their rows; all others have to be 0."""
         return torch.zeros_like(values).scatter_add_(1, self.slots, values)
 
     def reopen(self, values: Float[Tensor, "S T"]) -> Float[Tensor, "S T"]:
-        """The inverse; 0 at tokens that do not count."""
+        """Move values back to the tokens that count: the inverse of `close`. All others get 0."""
         return torch.where(self.counts, values.gather(1, self.slots), 0.0)
 
 
 def sums_ahead(values: Float[Tensor, "S T"], decay: float) -> Float[Tensor, "S T"]:
-    """Σ_{i ≥ 0} decay^i · values[t + i] for every t: what the backward recursion y_t = x_t + decay · y_{t+1} gives.
+    """Sum Σ_{i ≥ 0} decay^i · values[t + i] for every t: what the recursion y_t = x_t + decay · y_{t+1} gives.
 
     By doubling, in ⌈log2 T⌉ vectorised passes: after the pass with stride s, y_t holds the terms i < 2s. For decay in
     [0, 1] no term is ever divided by a power of it, so nothing overflows, however long the row.
@@ -53,7 +53,7 @@ def sums_ahead(values: Float[Tensor, "S T"], decay: float) -> Float[Tensor, "S T
 
 
 def whiten(values: Float[Tensor, " *dims"], weights: Float[Tensor, " *dims"]) -> Float[Tensor, " *dims"]:
-    """(x − mean) / sqrt(var + 1e-8), over all values at once, each as often as its weight says.
+    """Whiten all values at once: (x − mean) / sqrt(var + 1e-8), each counted as often as its weight says.
 
     ``var`` is the unbiased one, Σ w·(x − mean)²/(Σw − 1). Values of weight 0 become 0. So do all where there is nothing
     to compare: where Σw < 2, or all values are equal.

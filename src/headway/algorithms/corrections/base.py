@@ -17,7 +17,7 @@ Level = Literal["token", "sequence", "geometric"]
 
 @dataclass(frozen=True, slots=True)
 class CorrectionParams:
-    """All bounds are on π_prox/π_behav, never on its inverse."""
+    """The parameters of a correction. All bounds are on π_prox/π_behav, never on its inverse."""
 
     bound: float | None = None
     """Largest ratio that counts (in full, for ``truncate``; at all, for ``mask``, ``reject`` and ``veto``)."""
@@ -28,10 +28,10 @@ class CorrectionParams:
     """The bound of a veto, beside any other action: an answer with a token whose ratio is below this is rejected
     whole."""
     delta: float | None = None
-    """``off_policy_sequence_mask``: largest mean of log(π_behav/π_θ) of an answer, in nats per token."""
+    """Largest mean of log(π_behav/π_θ) of an answer, in nats per token, for ``off_policy_sequence_mask``."""
 
 
 Correction = Callable[[LossInputs, CorrectionParams], tuple[Tensor, dict[str, Tensor]]]
-"""Weights [N, T] ≥ 0 without gradient, and named per-token metrics [N, T]. Values at masked positions do not count."""
+"""Function that returns weights [N, T] ≥ 0 and metrics [N, T] by name, without gradient. Masked values do not count."""
 
 CORRECTIONS: Registry[Correction] = Registry("correction", "algorithm.rollout_correction.name")

@@ -1,4 +1,4 @@
-"""One correction from its name and parameters, checked before anything runs."""
+"""Building a correction from its name and parameters, checked before anything runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SEQUENCE_MASK = "off_policy_sequence_mask"
 
 
 def build_correction(name: str, params: CorrectionParams) -> Correction:
-    """The correction ``name``: a registered one or ``file.py:function``, after a check of its parameters.
+    """Build the correction ``name``: a registered one or ``file.py:function``, after a check of its parameters.
 
     A function of the user's own gets all parameters, unchecked.
 

@@ -1,4 +1,4 @@
-"""Several corrections as one."""
+"""The product of several corrections, as one correction."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headway.errors import ConfigError
 
 
 def product(corrections: Sequence[tuple[Correction, CorrectionParams]]) -> Correction:
-    """The product of the weights: a token that one correction rejects is rejected.
+    """Combine corrections by the product of their weights: a token that one of them rejects is rejected.
 
     Metrics of the same name are 1 where any of them is; ``correction/weight`` is the product.
 

@@ -22,7 +22,7 @@ def log_linear_prox(
     prox_version: float,
     version: float,
 ) -> Float[Tensor, "N T"]:
-    """log π_prox ≈ log π_behav + α·(log π_θ − log π_behav), α = (v_prox − v_behav)/(v_θ − v_behav), per token.
+    """Estimate log π_prox per token: log π_behav + α·(log π_θ − log π_behav), α = (v_prox − v_behav)/(v_θ − v_behav).
 
     Exact where log π moves linearly with the version. A token of v_behav = v_prox (or later) has exactly π_behav, and
     where v_θ = v_prox every older token has exactly π_θ. α is clamped to [0, 1].

@@ -31,7 +31,7 @@ Action = Literal["truncate", "mask", "reject", "veto"]
 
 @dataclass(frozen=True, slots=True)
 class RatioCorrection:
-    """One choice of level, action and bounds; a `Correction` itself. See the module for what the actions do.
+    """A `Correction` by the ratio: one choice of level, action and bounds. See the module for what the actions do.
 
     Raises:
         ConfigError: where it is built, on a combination that makes no sense or has no effect.
@@ -42,7 +42,7 @@ class RatioCorrection:
     upper: float | None = None
     lower: float | None = None
     veto: float | None = None
-    """Reject the answers that have a token whose ratio is below this."""
+    """Ratio below which a single token has its whole answer rejected; None: no token has."""
 
     def __post_init__(self) -> None:
         if self.action not in get_args(Action):
@@ -64,7 +64,7 @@ class RatioCorrection:
     def __call__(
         self, inputs: LossInputs, params: CorrectionParams | None = None
     ) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
-        """Weights and metrics; ``params`` is not looked at."""
+        """Compute weights and metrics of ``inputs``; ``params`` is not looked at."""
         log_ratio_NT = log_ratio(inputs.old_logprobs, inputs.behaviour_logprobs, inputs.mask)
         ratio_NT = ratio_at(self.level, log_ratio_NT, inputs.mask)
         weights_NT, metrics = self._act(ratio_NT)
@@ -115,7 +115,7 @@ def ratio_at(level: Level, log_ratio_NT: Float[Tensor, "N T"], mask: Bool[Tensor
 
 
 def _whole_answers(outside_NT: Bool[Tensor, "N T"]) -> Bool[Tensor, "N T"]:
-    """All tokens of the rows with any; a masked position has ratio 1 and so is outside no bounds."""
+    """Spread True over the rows that have one; a masked position has ratio 1 and so is outside no bounds."""
     return outside_NT.any(dim=1, keepdim=True).expand_as(outside_NT)
 
 
@@ -152,7 +152,7 @@ def truncate(inputs: LossInputs, params: CorrectionParams) -> tuple[Float[Tensor
 
 @CORRECTIONS.register("mask")
 def mask(inputs: LossInputs, params: CorrectionParams) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
-    """w = π_prox/π_behav within [lower, bound], 0 outside.
+    """Weigh tokens by their ratio within bounds: w = π_prox/π_behav within [lower, bound], 0 outside.
 
     Metrics: ``correction/weight`` is w, ``correction/rejected`` is 1 where the ratio was outside.
 
@@ -163,7 +163,7 @@ def mask(inputs: LossInputs, params: CorrectionParams) -> tuple[Float[Tensor, "N
 
 @CORRECTIONS.register("reject")
 def reject(inputs: LossInputs, params: CorrectionParams) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
-    """w = 1 where π_prox/π_behav is within [lower, bound], 0 outside: a filter, not a weight.
+    """Reject tokens by their ratio: w = 1 where π_prox/π_behav is within [lower, bound], 0 outside. Not a weight.
 
     Metrics: those of `mask`.
     """
@@ -172,7 +172,7 @@ def reject(inputs: LossInputs, params: CorrectionParams) -> tuple[Float[Tensor, 
 
 @CORRECTIONS.register("veto")
 def veto(inputs: LossInputs, params: CorrectionParams) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
-    """w = 0 on every token of an answer that has one token outside [lower, bound], else 1.
+    """Reject whole answers: w = 0 on every token of an answer that has one token outside [lower, bound], else 1.
 
     Metrics: those of `mask`.
     """
@@ -180,5 +180,5 @@ def veto(inputs: LossInputs, params: CorrectionParams) -> tuple[Float[Tensor, "N
 
 
 def from_params(action: Action, params: CorrectionParams) -> RatioCorrection:
-    """The correction that an action's name and the parameters mean. Raises `ConfigError` as `RatioCorrection` does."""
+    """Make the correction that an action and the parameters mean. Raises `ConfigError` as `RatioCorrection` does."""
     return RatioCorrection(action=action, level=params.level, upper=params.bound, lower=params.lower, veto=params.veto)

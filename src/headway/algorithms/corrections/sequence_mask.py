@@ -19,7 +19,7 @@ from headway.errors import ConfigError
 def off_policy_sequence_mask(
     inputs: LossInputs, params: CorrectionParams
 ) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
-    """w = 0 where A < 0 and the mean over the answer of log(π_behav/π_θ) is above ``delta``, else 1.
+    """Mask answers: w = 0 where A < 0 and the mean over the answer of log(π_behav/π_θ) is above ``delta``, else 1.
 
     The mean is the k1 estimate of KL(π_behav‖π_θ), over the answer's valid tokens, in nats per token, and uses the
     *current* policy: it is computed anew at every step. A good answer is kept however old it is. One row must be one
@@ -42,7 +42,7 @@ def off_policy_sequence_mask(
 
 
 def check_delta(delta: float | None) -> float:
-    """``delta`` itself. Raises `ConfigError` where it is no positive finite number."""
+    """Return ``delta``. Raises `ConfigError` where it is no positive finite number."""
     if delta is None or not (math.isfinite(delta) and delta > 0):
         raise ConfigError(f"correction off_policy_sequence_mask needs a positive delta, not {delta} (try 0.5)")
     return delta

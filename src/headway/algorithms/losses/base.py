@@ -19,7 +19,7 @@ from headway.config.losses import PolicyLossConfig
 Own = TypeVar("Own", bound=PolicyLossConfig, covariant=True)
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to ±this before ``exp``: e^20 squared still fits float32. Beyond it there is no gradient."""
+"""Bound on the size of log-ratios, clamped before ``exp``: e^20 squared still fits float32. No gradient beyond it."""
 
 
 @dataclass(slots=True)
@@ -27,14 +27,14 @@ class LossInputs:
     """The inputs of a policy loss. Values at masked positions are never used and may be anything."""
 
     logprobs: Float[Tensor, "N T"]
-    """log π_θ of the sampled tokens, in nats; the one input with a gradient (and ``entropy``)."""
+    """Log-probs log π_θ of the sampled tokens, in nats; the one input with a gradient (and ``entropy``)."""
     old_logprobs: Float[Tensor, "N T"]
-    """log π_prox, the anchor of the trust region; π_behav's where the engine's log-probs are taken for it."""
+    """Log-probs log π_prox, the anchor of the trust region; π_behav's where the engine's log-probs are taken for it."""
     behaviour_logprobs: Float[Tensor, "N T"]
-    """log π_behav: what the engine sampled from."""
+    """Log-probs log π_behav of the policy that the engine sampled from, in nats."""
     advantages: Float[Tensor, "N T"]
     mask: Bool[Tensor, "N T"]
-    """True at tokens that the policy wrote. May have holes."""
+    """Mask [N, T], True at tokens that the policy wrote. May have holes."""
     ref_logprobs: Float[Tensor, "N T"] | None = None
     entropy: Float[Tensor, "N T"] | None = None
     finished: Bool[Tensor, " N"] | None = None
@@ -48,15 +48,15 @@ class PolicyLossParams(Generic[Own]):
     own: Own
     """The loss's section, one of `headway.config.losses`: its parameters, all with values."""
     clip_low: float = 0.2
-    """ε below: the ratio is clipped to [1 − clip_low, 1 + clip_high]. ``gmpo`` clips the log-ratio to
+    """Lower ε: the ratio is clipped to [1 − clip_low, 1 + clip_high]. ``gmpo`` clips the log-ratio to
     [−clip_low, clip_high]; for ``dppo_tv`` and ``dppo_kl`` they are the largest divergence down and up. The off-policy
     guard may have tightened both."""
     clip_high: float = 0.2
-    """The ε above: see ``clip_low``."""
+    """Upper ε: the ratio is clipped to [1 − clip_low, 1 + clip_high]. For the losses that differ see ``clip_low``."""
 
 
 PolicyLoss = Callable[[LossInputs, PolicyLossParams[Any]], tuple[Tensor, dict[str, Tensor]]]
-"""Per-token losses [N, T], exactly 0 where masked, and named per-token metrics [N, T] without gradient."""
+"""Function that returns per-token losses [N, T], 0 where masked, and per-token metrics [N, T] without gradient."""
 
 POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss", "algorithm.policy_loss.loss_mode")
 
@@ -64,7 +64,7 @@ POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss", "algorithm.policy_
 def log_ratio(
     logprobs: Float[Tensor, "N T"], old_logprobs: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"]
 ) -> Float[Tensor, "N T"]:
-    """log(π/π_old) in at least float32, clamped to ±`MAX_LOG_RATIO`, 0 where masked.
+    """Compute log(π/π_old) in at least float32, clamped to ±`MAX_LOG_RATIO`, 0 where masked.
 
     Padding is filled before the subtraction: −inf − (−inf) is NaN, and ``where`` after it would still multiply a NaN
     into the gradient of what comes before.
@@ -73,7 +73,7 @@ def log_ratio(
 
 
 def clean(values: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"]) -> Float[Tensor, "N T"]:
-    """``values`` in at least float32, 0 where masked, whatever stood there."""
+    """Return ``values`` in at least float32, 0 where masked, whatever stood there."""
     return values.masked_fill(~mask, 0.0).to(torch.promote_types(values.dtype, torch.float32))
 
 

@@ -22,7 +22,7 @@ from headway.errors import ConfigError
 def ppo_clip(
     inputs: LossInputs, params: PolicyLossParams[PolicyLossConfig]
 ) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
-    """−min(u·A, clip(u, 1 − clip_low, 1 + clip_high)·A) with u = π_θ/π_old.
+    """Loss −min(u·A, clip(u, 1 − clip_low, 1 + clip_high)·A) with u = π_θ/π_old.
 
     ``old_logprobs`` are the denominator, whichever policy they come from. ``clip_high`` > ``clip_low`` is clip-higher.
     Decoupled PPO is this loss with π_prox for π_old, times the weight that a correction supplies.
@@ -40,7 +40,7 @@ def ppo_clip(
 
 @POLICY_LOSSES.register("dual_clip")
 def dual_clip(inputs: LossInputs, params: PolicyLossParams[DualClip]) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
-    """`ppo_clip`, but where A < 0 at most −c·A: −max(min(u·A, clip(u)·A), c·A), c = ``clip_ratio_c``.
+    """Loss of `ppo_clip`, but where A < 0 at most −c·A: −max(min(u·A, clip(u)·A), c·A), c = ``clip_ratio_c``.
 
     Without it a token of a bad answer that has become much more likely (u ≫ 1) has an unbounded loss.
 
@@ -63,7 +63,7 @@ def dual_clip(inputs: LossInputs, params: PolicyLossParams[DualClip]) -> tuple[F
 
 @POLICY_LOSSES.register("t_ppo")
 def t_ppo(inputs: LossInputs, params: PolicyLossParams[TPpo]) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
-    """`ppo_clip` on answers of which some are unfinished, without the last ``ignore_last`` tokens of those.
+    """Loss of `ppo_clip` on answers of which some are unfinished, without the last ``ignore_last`` tokens of those.
 
     The rest of truncated PPO is other parts' business: the advantages come from extended GAE, which takes V(s_l+1) =
     V(s_l) where an answer was cut; ``mask`` holds the tokens of the present window alone, so that none is trained on
@@ -84,7 +84,7 @@ def t_ppo(inputs: LossInputs, params: PolicyLossParams[TPpo]) -> tuple[Float[Ten
 def clipped_surrogate(
     ratio_NT: Float[Tensor, "N T"], advantages_NT: Float[Tensor, "N T"], params: PolicyLossParams[PolicyLossConfig]
 ) -> tuple[Float[Tensor, "N T"], Float[Tensor, "N T"]]:
-    """−min(u·A, clip(u)·A), and 1 where the clipped term was the smaller one."""
+    """Compute −min(u·A, clip(u)·A), and 1 where the clipped term was the smaller one."""
     unclipped_NT = -ratio_NT * advantages_NT
     clipped_NT = -ratio_NT.clamp(1.0 - params.clip_low, 1.0 + params.clip_high) * advantages_NT
     return torch.maximum(unclipped_NT, clipped_NT), (clipped_NT > unclipped_NT).to(ratio_NT.dtype).detach()

@@ -28,7 +28,7 @@ from headway.config.losses import ClipCov, KlCov
 
 @POLICY_LOSSES.register("clip_cov")
 def clip_cov(inputs: LossInputs, params: PolicyLossParams[ClipCov]) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
-    """`ppo_clip`, and 0 at max(1, ⌊``clip_cov_ratio``·tokens⌋ tokens drawn from those of a high covariance.
+    """Loss of `ppo_clip`, but 0 at max(1, ⌊``clip_cov_ratio``·tokens⌋) tokens drawn from those of a high covariance.
 
     Drawn uniformly from the tokens that PPO did not clip and whose covariance is between ``clip_cov_lb`` and
     ``clip_cov_ub``; all of them where there are fewer. The draw is seeded by the values themselves, so that the loss is
@@ -54,7 +54,7 @@ def clip_cov(inputs: LossInputs, params: PolicyLossParams[ClipCov]) -> tuple[Flo
 
 @POLICY_LOSSES.register("kl_cov")
 def kl_cov(inputs: LossInputs, params: PolicyLossParams[KlCov]) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
-    """−u·A, plus ``ppo_kl_coef``·|log u| at the max(1, ⌊``kl_cov_ratio``·tokens⌋) tokens of the largest covariance.
+    """Loss −u·A, plus ``ppo_kl_coef``·|log u| at the max(1, ⌊``kl_cov_ratio``·tokens⌋) of the largest covariance.
 
     u = π_θ/π_old is not clipped: the penalty alone keeps the policy near the old one.
 
@@ -74,7 +74,7 @@ def kl_cov(inputs: LossInputs, params: PolicyLossParams[KlCov]) -> tuple[Float[T
 
 @torch.no_grad()
 def _covariance(inputs: LossInputs) -> Float[Tensor, "N T"]:
-    """(log π_θ − mean)·(A − mean), means over valid tokens, float64, 0 where masked."""
+    """Compute (log π_θ − mean)·(A − mean) per token, means over valid tokens, float64, 0 where masked."""
     count = inputs.mask.sum().clamp(min=1)
     centred = []
     for values in (inputs.logprobs, inputs.advantages):
@@ -88,7 +88,7 @@ def _share(mask: Bool[Tensor, "N T"], share: float) -> int:
 
 
 def _draw(candidates_NT: Bool[Tensor, "N T"], count: int, *, seed_from: Float[Tensor, "N T"]) -> Bool[Tensor, "N T"]:
-    """True at ``count`` of the candidates, or at all where there are no more, uniformly."""
+    """Draw ``count`` of the candidates uniformly, or all where there are no more: a mask, True at those drawn."""
     places_K = candidates_NT.flatten().nonzero().squeeze(1)
     if places_K.numel() > count:
         bits = int(seed_from.sum().view(torch.int64))

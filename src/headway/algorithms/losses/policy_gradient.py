@@ -21,12 +21,12 @@ from headway.algorithms.losses.base import (
 from headway.config.losses import Cispo, DppoKl, DppoTv, Gpg, TruncatedIs
 
 PROBABILITY_FLOOR = 1e-8
-"""Added to 1 − π: float32 log-probs cannot tell a probability of 1 − 3e-8 from 1."""
+"""Number added to 1 − π: float32 log-probs cannot tell a probability of 1 − 3e-8 from 1."""
 
 
 @POLICY_LOSSES.register("gpg")
 def gpg(inputs: LossInputs, params: PolicyLossParams[Gpg]) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
-    """−A·log π_θ: no ratio and no trust region. Right on policy; with stale data, biased.
+    """Loss −A·log π_θ: no ratio and no trust region. Right on policy; with stale data, biased.
 
     Aggregation: ``token-mean``.
 
@@ -41,7 +41,7 @@ def gpg(inputs: LossInputs, params: PolicyLossParams[Gpg]) -> tuple[Float[Tensor
 
 @POLICY_LOSSES.register("cispo")
 def cispo(inputs: LossInputs, params: PolicyLossParams[Cispo]) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
-    """−sg[clip(u, 1 − clip_low, 1 + clip_high)]·A·log π_θ with u = π_θ/π_old.
+    """Loss −sg[clip(u, 1 − clip_low, 1 + clip_high)]·A·log π_θ with u = π_θ/π_old.
 
     The weight is clipped, not the update: every token keeps a gradient. A ``clip_low`` of 1 or more leaves the lower
     side open, as the paper does.
@@ -62,7 +62,7 @@ def cispo(inputs: LossInputs, params: PolicyLossParams[Cispo]) -> tuple[Float[Te
 def truncated_is(
     inputs: LossInputs, params: PolicyLossParams[TruncatedIs]
 ) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
-    """−sg[min(π_θ/π_behav, ρ)]·A·log π_θ, ρ = ``rollout_is_threshold``: REINFORCE with truncated importance sampling.
+    """Loss −sg[min(π_θ/π_behav, ρ)]·A·log π_θ, ρ = ``rollout_is_threshold``: truncated importance sampling.
 
     One ratio from what sampled to what is trained, so π_prox is not used, and a correction would count it twice.
 
@@ -80,7 +80,7 @@ def truncated_is(
 
 @POLICY_LOSSES.register("dppo_tv")
 def dppo_tv(inputs: LossInputs, params: PolicyLossParams[DppoTv]) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
-    """−M·sg[min(u, c)]·A·log π_θ, M = 0 where the token's *probability* has already moved too far A's way.
+    """Loss −M·sg[min(u, c)]·A·log π_θ, M = 0 where the token's *probability* has already moved too far A's way.
 
     With A > 0 that is π_θ − π_old > ``clip_high``, otherwise π_old − π_θ > ``clip_low``: |π_θ − π_old| is the total
     variation between (this token, any other token) under both policies. A rare token may change its ratio a lot, a
@@ -101,7 +101,7 @@ def dppo_tv(inputs: LossInputs, params: PolicyLossParams[DppoTv]) -> tuple[Float
 
 @POLICY_LOSSES.register("dppo_kl")
 def dppo_kl(inputs: LossInputs, params: PolicyLossParams[DppoKl]) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
-    """`dppo_tv` with the KL divergence of (this token, any other token), old from new, in place of the variation.
+    """Loss of `dppo_tv` with the KL divergence of (this token, any other token), old from new, for the variation.
 
     p·log(p/q) + (1 − p)·log((1 − p)/(1 − q)) with p = π_old, q = π_θ, in nats; M = 0 where it is above ``clip_high``
     and q > p (A > 0), or above ``clip_low`` and q < p (otherwise).

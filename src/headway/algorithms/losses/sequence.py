@@ -29,7 +29,7 @@ from headway.config.losses import Gmpo, Gspo
 
 @POLICY_LOSSES.register("gspo")
 def gspo(inputs: LossInputs, params: PolicyLossParams[Gspo]) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
-    """−min(s·A, clip(s, 1 − clip_low, 1 + clip_high)·A), s the geometric mean of the answer's ratios π_θ/π_old.
+    """Loss −min(s·A, clip(s, 1 − clip_low, 1 + clip_high)·A), s the geometric mean of the answer's ratios π_θ/π_old.
 
     s_i = exp(1/|y_i| · Σ_t log u_t), and per token s_t = sg[s_i] · π_θ/sg[π_θ], where sg stops the gradient. |y_i|
     counts valid tokens. A geometric mean moves little: clip ranges are of the order of 3e-4.
@@ -50,7 +50,7 @@ def gspo(inputs: LossInputs, params: PolicyLossParams[Gspo]) -> tuple[Float[Tens
 
 @POLICY_LOSSES.register("gmpo")
 def gmpo(inputs: LossInputs, params: PolicyLossParams[Gmpo]) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
-    """−R·A, R the geometric mean of the answer's ratios, each clipped before: R_i = exp(1/|y_i| · Σ_t c_t).
+    """Loss −R·A, R the geometric mean of the answer's ratios, each clipped before: R_i = exp(1/|y_i| · Σ_t c_t).
 
     c_t is log(π_θ/π_old), at most ``clip_high`` where A > 0 and at least −``clip_low`` where A < 0: the clip range is
     of the *log*-ratio (the paper has 0.4 on both sides). A clipped token has no gradient, the answer's other tokens
@@ -75,5 +75,5 @@ def gmpo(inputs: LossInputs, params: PolicyLossParams[Gmpo]) -> tuple[Float[Tens
 
 
 def _shared(token_NT: Float[Tensor, "N T"], mean_N1: Float[Tensor, "N 1"]) -> Float[Tensor, "N T"]:
-    """The answer's mean in value, the token's own in gradient."""
+    """Give each token its answer's mean as its value, but its own gradient."""
     return mean_N1.detach() + (token_NT - token_NT.detach())

@@ -19,7 +19,7 @@ from headway.config.losses import Sapo
 
 @POLICY_LOSSES.register("sapo")
 def sapo(inputs: LossInputs, params: PolicyLossParams[Sapo]) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
-    """−(4/τ)·σ(τ·(u − 1))·A with u = π_θ/π_old, τ = ``tau_pos`` where A > 0 and ``tau_neg`` elsewhere.
+    """Loss −(4/τ)·σ(τ·(u − 1))·A with u = π_θ/π_old, τ = ``tau_pos`` where A > 0 and ``tau_neg`` elsewhere.
 
     The gate's slope is 1 at u = 1 and fades on both sides: the gradient is that of PPO near the old policy, and never
     jumps. Constant 2A/τ in the value at u = 1.

@@ -1,4 +1,4 @@
-"""The roles: what one rank of the cluster does, the same on every backend. Nothing here knows Ray.
+"""Roles: what one rank of the cluster does, the same on every backend. Nothing here knows Ray.
 
     ActorRole      a training rank: engine, reference and critic (where they share the ranks), sender of weights
     RolloutRole    one replica: engine, receiver of weights

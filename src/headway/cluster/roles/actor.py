@@ -1,4 +1,4 @@
-"""One training rank: the policy that learns, and the sender of its weights."""
+"""Role of one training rank: the policy that learns, and the sender of its weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class ActorRole(WithCritic):
-    """One training rank. Every method that is registered for all ranks is collective."""
+    """Role of one training rank. Every method that is registered for all ranks is collective."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class ActorRole(WithCritic):
         total_critic_steps: int | None,
         **common: Any,
     ) -> None:
-        """``total_critic_steps``: None where the critic, if there is one, has ranks of its own."""
+        """Create the role. ``total_critic_steps``: None where the critic, if there is one, has ranks of its own."""
         super().__init__(**common)
         self._rank = rank
         self._world_size = world_size
@@ -59,7 +59,7 @@ class ActorRole(WithCritic):
 
     @register(Dispatch.ONE_TO_ALL)
     def build(self, store: Address | None) -> None:
-        """Join the ranks that meet at ``store``, and load the model."""
+        """Join the ranks that meet at ``store``, and load the trainer's model."""
         import torch
 
         from headway.engines.train.advantages import FetchAdvantages
@@ -85,7 +85,7 @@ class ActorRole(WithCritic):
 
     @register(Dispatch.RANK_ZERO)
     def layout(self, dtype: str) -> Manifest:
-        """Manifest of the weights as receivers in ``dtype`` get them."""
+        """Return the manifest of the weights as receivers in ``dtype`` get them."""
         import torch
 
         return self._engine.manifest(getattr(torch, dtype))
@@ -97,14 +97,14 @@ class ActorRole(WithCritic):
 
     @register(Dispatch.RANK_ZERO)
     async def connect(self, key: str, link: Link) -> None:
-        """Open the sender's end of ``link``, in the place of the last one under ``key``, beside a step if there is one.
+        """Open the sender's end of ``link``, in place of the previous one under ``key``, also while the rank trains.
 
         May wait for receivers.
         """
         await self._outbox.connect(key, link, self._here())
 
     def open_link(self, key: str, link: Link) -> None:
-        """Connect as `connect` does, at once, for a link within this process."""
+        """Open the sender's end of ``link`` directly, for a link within this process."""
         self._outbox.open_link(key, link, self._here())
 
     @register(Dispatch.SPLIT, Collect.COLUMNS)
@@ -123,7 +123,7 @@ class ActorRole(WithCritic):
 
     @register(Dispatch.RANK_ZERO, Collect.HANDLE)
     def advantages(self, samples: Sequence[Sample], outcomes: Outcomes) -> list[NDArray[np.float32]]:
-        """Advantages of each sample of a whole fetch, and then, where there is a critic, the returns of each."""
+        """Return the advantages of each sample of a whole fetch, then, where there is a critic, the returns of each."""
         columns = self._advantages(self._rows(samples), outcomes)
         return [*columns[ColumnName.ADVANTAGES], *columns.get(ColumnName.RETURNS, ())]
 
@@ -133,7 +133,7 @@ class ActorRole(WithCritic):
 
     @register(Dispatch.ONE_TO_ALL)
     def send_weights(self, version: int, sends: Sequence[Send], everywhere: bool, verify: bool) -> SentWeights:
-        """Gather on every rank; rank zero sends, or every rank to the receiver in its own process (``everywhere``)."""
+        """Gather and send weights: rank zero sends, or each rank to the receiver in its process (``everywhere``)."""
         gather = partial(self._engine.gather, everywhere=everywhere)
         sent, failures = [], []
         for send in sends:
@@ -148,18 +148,18 @@ class ActorRole(WithCritic):
 
     @register(Dispatch.ONE_TO_ALL)
     def gather_weights(self, version: int, verify: bool) -> GatherReport:
-        """Gather on every rank, into rank zero's copies."""
+        """Gather the weights, on every rank, into rank zero's copies."""
         gathered = self._outbox.gather(version, self._engine.gather)
         return replace(gathered, probe=self.probe()) if verify else gathered
 
     @register(Dispatch.RANK_ZERO)
     async def send_gathered(self, version: int, send: Send) -> Sent:
-        """Send a copy, on a thread of its own: the rank trains on."""
+        """Send a copy of the weights, on a thread of its own, so that the rank can train on."""
         return await self._outbox.send_gathered(version, send)
 
     @register(Dispatch.ONE_TO_ALL)
     def probe(self) -> NDArray[np.float32]:
-        """The log-probs [N] of the probe's sequences under the weights as they are. Collective."""
+        """Return the log-probs [N] of the probe's sequences under the current weights. Collective."""
         from headway.models.probe import probe_rows, probe_vector
 
         return probe_vector(self._engine.forward_logprobs(probe_rows(self._engine.vocabulary)))
@@ -186,7 +186,7 @@ class ActorRole(WithCritic):
         self._engine.export(path)
 
     def close(self) -> None:
-        """Leave the groups that carry weights, and remove what they left in files."""
+        """Leave the groups that carry weights, and remove the files that they left."""
         self._outbox.close()
 
     @property

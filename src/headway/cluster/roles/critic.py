@@ -1,4 +1,4 @@
-"""The critic's role: on ranks of its own, or on the trainer's."""
+"""Role of the critic: on ranks of its own, or on the trainer's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class WithCritic(Role):
-    """A role whose ranks hold the critic, once it is built. Every method that is registered is collective over them."""
+    """Base of roles whose ranks hold the critic, once it is built. Registered methods are collective over the ranks."""
 
     _critic: FsdpCritic | None = None
 
@@ -61,7 +61,7 @@ class WithCritic(Role):
 
 
 class CriticRole(WithCritic):
-    """One rank of a critic that has ranks of its own."""
+    """Role of one rank of a critic that has ranks of its own."""
 
     def __init__(self, *, rank: int, world_size: int, total_critic_steps: int, **common: Any) -> None:
         super().__init__(**common)
@@ -71,7 +71,7 @@ class CriticRole(WithCritic):
 
     @register(Dispatch.ONE_TO_ALL)
     def build(self, store: Address | None) -> None:
-        """Join the ranks that meet at ``store``, and load the model."""
+        """Join the ranks that meet at ``store``, and load the critic's model."""
         self._set_threads()
         self._join_ranks(store, "critic", self._rank, self._world_size)
         self._build_critic(self._total_critic_steps)

@@ -1,4 +1,4 @@
-"""Actor and rollout in one process, on a device that they share: they take turns, and weights stay in the process.
+"""Role of actor and rollout in one process, on a device that they share in turns; weights stay in the process.
 
 FusedRole ──▶ actor: a training rank       its methods are called as ``actor.train_step``, …
           └─▶ rollout: a replica           … and ``rollout.engine.pause``
@@ -15,11 +15,11 @@ from headway.config.transports import WITHIN_PROCESS
 from headway.weights.transports.links import Meeting, make_link
 
 WITHIN = "within"
-"""Key of the link between actor and replica."""
+"""Key of the link between actor and replica in one process."""
 
 
 class FusedRole:
-    """Both roles: ``actor`` and ``rollout`` each hold their own arguments and ``name``; ``common`` is for both."""
+    """Role of an actor and a replica: ``actor`` and ``rollout`` hold their arguments; ``common`` is for both."""
 
     def __init__(self, *, actor: dict[str, Any], rollout: dict[str, Any], name: str, **common: Any) -> None:
         self.actor = ActorRole(**actor, name=name, **common)
@@ -27,18 +27,18 @@ class FusedRole:
         self.lookout = self.actor.lookout
 
     def hardware(self) -> Hardware:
-        """The hardware that this process computes on."""
+        """Return a description of the hardware that this process computes on."""
         return self.actor.hardware()
 
     def connect_within(self, dtype: str, timeout_s: float) -> None:
-        """Let the replica receive what this rank gathers."""
+        """Connect the replica to this process's training rank, so that it gets the weights that the rank gathers."""
         receiver = self.rollout.name
         link = make_link(WITHIN_PROCESS, Meeting(self.actor.layout(dtype), (receiver,), timeout_s))
         self.actor.open_link(WITHIN, link)
         self.rollout.open_link(link)
 
     async def close(self) -> None:
-        """Close the engine first: it computes with what the rank shares with it."""
+        """Close both roles, the engine first: it computes with what the rank shares with it."""
         try:
             await self.rollout.close()
         finally:

@@ -1,4 +1,4 @@
-"""The receiver's end of links to the trainer, for every role that holds a copy of the policy."""
+"""Receiver's end of links to the trainer, for every role that holds a copy of the policy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class WeightInbox:
         self._parcels: dict[int, Parcel | None] = {}
 
     def open(self, link: Link, here: EndContext) -> None:
-        """Open this end of ``link``, in the place of the last one. May wait for sender and receivers."""
+        """Open this end of ``link``, in place of the previous one. May wait for sender and receivers."""
         self.close()
         self._openings += 1
         opening = self._openings
@@ -30,12 +30,12 @@ class WeightInbox:
             receiver.close()
 
     async def connect(self, link: Link, here: EndContext) -> None:
-        """`open` on a thread of its own: a meeting to which one does not come must not keep the next one waiting."""
+        """Open a link as `open` does, on a new thread: one that never comes about must not hold up the next one."""
         await asyncio.to_thread(self.open, link, here)
 
     @contextmanager
     def holding(self, version: int, parcel: Parcel | None) -> Iterator[None]:
-        """Hold, until the block ends, ``parcel``: what the sender left of ``version``, with a stored transport."""
+        """Hold ``parcel`` until the block ends: what the sender left of ``version``, with a stored transport."""
         self._parcels[version] = parcel
         try:
             yield
@@ -43,7 +43,7 @@ class WeightInbox:
             self._parcels.pop(version, None)
 
     def receive(self, version: int, sink: WeightSink) -> None:
-        """Put ``version`` into ``sink``, blocking."""
+        """Receive ``version`` into ``sink``. Blocks."""
         if self._receiver is None:
             raise UpdateFailed(f"{self._name} was asked for version {version} before it was connected to the trainer")
         self._receiver.receive(version, sink, self._parcels.get(version))

@@ -1,4 +1,4 @@
-"""Recomputing log π_prox on ranks of their own: each holds a copy of the policy and gets every update."""
+"""Role that recomputes log π_prox on ranks of its own: each holds a copy of the policy and gets every update."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class LogpRole(Role):
-    """One rank that recomputes log-probs. Ranks know nothing of each other: samples are divided over them."""
+    """Role of one rank that recomputes log-probs. Ranks know nothing of each other: samples are divided over them."""
 
     def __init__(self, *, rank: int, world_size: int, **common: Any) -> None:
         super().__init__(**common)
@@ -31,7 +31,7 @@ class LogpRole(Role):
 
     @register(Dispatch.ONE_TO_ALL)
     def build(self, store: Address | None) -> None:
-        """Load the model, in the dtype that the trainer computes in. Meets nobody at ``store``."""
+        """Load the model, in the dtype that the trainer computes in. Does not connect to ``store``."""
         import torch
 
         from headway.models.pretrained import compute_dtype, load_model
@@ -43,7 +43,7 @@ class LogpRole(Role):
 
     @register(Dispatch.RANK_ZERO)
     def served_dtype(self) -> str:
-        """Dtype of the weights that the rank wants to get, as torch spells it without the prefix."""
+        """Dtype in which the rank receives weights, as torch spells it without the prefix."""
         return str(self._model.dtype).removeprefix("torch.")
 
     async def connect(self, link: Link) -> None:
@@ -52,7 +52,7 @@ class LogpRole(Role):
 
     @register(Dispatch.ONE_TO_ALL)
     def serve(self, manifest: Manifest) -> None:
-        """Compute from now on, with weights in the layout ``manifest``."""
+        """Create the engine that recomputes log-probs, with weights in the layout ``manifest``."""
         from headway.engines.train.logprobs import LogProbCopy
 
         self._copy: LogProbCopy = LogProbCopy(
@@ -71,7 +71,7 @@ class LogpRole(Role):
         return self._copy.proximal_logprobs(self._rows(samples), version)
 
     async def stage_weights(self, version: int, parcel: Parcel | None) -> ReceiveReport:
-        """Stage a version. ``parcel``: what the sender left, with a stored transport."""
+        """Stage ``version``. ``parcel``: what the sender left, with a stored transport."""
         with self._inbox.holding(version, parcel):
             return await self._copy.stage_weights(version)
 
@@ -85,7 +85,7 @@ class LogpRole(Role):
         return self._copy.probe()
 
     def close(self) -> None:
-        """Leave the receivers' group."""
+        """Close the receiver's end of the link to the trainer."""
         self._inbox.close()  # first: a thread may be waiting for a bucket
         if hasattr(self, "_copy"):
             self._copy.close()

@@ -1,7 +1,7 @@
-"""Looking at files that processes on several machines must see.
+"""Checks of files that processes on several machines must see.
 
-A mark is a small file with a text that nobody else would write: who reads that text sees the very directory in which
-it was left, not one of the same path on another machine.
+A mark is a small file with a text that nobody else would write: a process that reads that text sees the very directory
+in which it was left, not one of the same path on another machine.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from headway.models.folder import fingerprint
 
 
 class Lookout:
-    """A process's look at files: every role and the driver have one. A thread looks, also while a worker computes."""
+    """Access to files for every role and the driver, on another thread: also while a worker computes."""
 
     def __init__(self, host: str) -> None:
-        """``host``: this machine's address for the others."""
+        """Remember ``host``, this machine's address for the others."""
         self._host = host
 
     async def place(self) -> str:
-        """The machine, as it calls itself and as others reach it."""
+        """Return the name of this machine, and its address for the others."""
         return place(self._host)
 
     async def leave_mark(self, mark: Path, text: str, make_directory: bool = False) -> str | None:
-        """Write ``text`` to the file ``mark``. Returns why that cannot be, or None."""
+        """Write ``text`` to the file ``mark``. Returns why that failed, or None."""
         return await asyncio.to_thread(_write, mark, text, make_directory)
 
     async def sees_mark(self, mark: Path, text: str) -> bool:
-        """Tell whether the file ``mark`` is here, and holds ``text``."""
+        """Tell whether the file ``mark`` is there, and holds ``text``."""
         return await asyncio.to_thread(_holds, mark, text)
 
     async def remove_mark(self, mark: Path) -> None:
-        """Remove the file ``mark``, where it is here and can be removed."""
+        """Remove the file ``mark``, if it is there and can be removed."""
         await asyncio.to_thread(_remove, mark)
 
     async def model_files(self, path: str) -> dict[str, str] | None:
-        """`fingerprint` of the model's folder at ``path``; None where there is none."""
+        """Return the `fingerprint` of the model's folder at ``path``; None where there is none."""
         return await asyncio.to_thread(fingerprint, Path(path))
 
 

@@ -1,9 +1,9 @@
-"""A training rank's weights on their way out: one route per served dtype, one sender per link.
+"""Sender's end of a training rank's weights: one route per served dtype, one sender per link.
 
     synchronous, full     gather ─bucket─▶ send                                  (Stream; one bucket of extra memory)
     delta, or overlapped  gather ─▶ complete copy in host memory ─▶ send …       (Staged)
 
-What the driver asks for is plain data (`Send`), and so is what it gets back (`Sent`).
+The driver's requests are plain data (`Send`), and so are the results (`Sent`).
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ if TYPE_CHECKING:
     from headway.weights.outgoing import Staged, Window
 
 Gather = Callable[[Manifest, int], "Iterator[Window]"]
-"""Gathers the weights in a layout, bucket by bucket. Collective over the ranks."""
+"""Function that gathers the weights in a layout, bucket by bucket. Collective over the ranks."""
 
 MOST_SENDS = 64
-"""Most sends at once, beside training."""
+"""Maximum number of sends at once, beside training."""
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Request to send a version to everybody at the other end of ``key``'s link."""
+    """Request to send a version to all receivers at the other end of ``key``'s link."""
 
     dtype: str
     key: str
     base: int | None
-    """The version that all receivers are known to hold; None: all bytes are sent."""
+    """Version that all receivers are known to hold, for a delta; None: all bytes are sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
     report: SendReport
     parcel: Parcel | None
-    """The parcel for receivers of a stored transport."""
+    """Parcel for receivers of a stored transport."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +59,23 @@ class SentWeights:
     """Report on one version that was sent to all its receivers."""
 
     sent: tuple[Sent | None, ...]
-    """Results, one per `Send`."""
+    """Results of the sends, one per `Send`."""
     probe: NDArray[np.float32] | None
-    """Answers to the probe, as in `GatherReport`."""
+    """Log-probs [N] of the probe's sequences, as in `GatherReport`."""
 
 
 @dataclass(slots=True)
 class _Route:
     manifest: Manifest
     staged: Staged | None
-    """The complete copy; only where one is made, and on the rank that makes it."""
+    """Complete copy of the weights; None where none is made, and on ranks that do not make it."""
 
 
 class Outbox:
-    """The outbox of one rank. Ranks without a sender take part in gathering and send nothing."""
+    """Outbox of one rank. Ranks without a sender take part in gathering and send nothing."""
 
     def __init__(self, config: Config, *, sends: bool) -> None:
-        """``sends``: this rank always has somebody to send to."""
+        """Create the outbox. ``sends``: this rank always has a receiver to send to."""
         self._sends = sends
         self._bucket_bytes = bucket_bytes(config.rollout.param_update_preduce_bucket_size_mb)
         self._with_delta = config.param_update.encoding == "delta"
@@ -94,19 +94,19 @@ class Outbox:
         self._routes[dtype] = _Route(manifest, staged)
 
     async def connect(self, key: str, link: Link, here: EndContext) -> None:
-        """Connect by `open_link`, on another thread than the caller's."""
+        """Open a link as `open_link` does, on another thread than the caller's."""
         await asyncio.get_running_loop().run_in_executor(self._beside_training, self.open_link, key, link, here)
 
     def open_link(self, key: str, link: Link, here: EndContext) -> None:
-        """Open the sender's end of ``link``, in the place of the last one under ``key``."""
+        """Open the sender's end of ``link``, in place of the previous one under ``key``."""
         if (old := self._senders.pop(key, None)) is not None:
             old.close()
         self._senders[key] = open_sender(link, here)
 
     def send(self, version: int, send: Send, gather: Gather) -> Sent | None:
-        """Gather and send. Returns None on a rank that has nobody to send to.
+        """Gather the weights and send them. Returns None on a rank that has no receiver to send to.
 
-        Gathering goes on to its end whatever happens to sending: the other ranks take part in it.
+        Gathering goes on to its end even if sending fails: the other ranks take part in it.
         """
         windows = gather(self._routes[send.dtype].manifest, self._bucket_bytes)
         try:
@@ -134,7 +134,7 @@ class Outbox:
         return replace(sent, report=report)
 
     def gather(self, version: int, gather: Gather) -> GatherReport:
-        """Gather into the copies."""
+        """Gather the weights into the complete copies."""
         seconds, nbytes, changed = 0.0, 0, None
         for route in self._routes.values():
             windows = gather(route.manifest, self._bucket_bytes)
@@ -149,7 +149,7 @@ class Outbox:
         return GatherReport(seconds, nbytes, changed)
 
     async def send_gathered(self, version: int, send: Send) -> Sent:
-        """Send the copy, on another thread than the caller's."""
+        """Send the complete copy, on another thread than the caller's."""
         return await asyncio.get_running_loop().run_in_executor(
             self._beside_training, self._send_gathered, version, send
         )
@@ -185,7 +185,7 @@ class Outbox:
 
 
 class _Counted:
-    """An `Outgoing` that counts the bytes drawn from it."""
+    """Wrapper of an `Outgoing` that counts the bytes drawn from it."""
 
     def __init__(self, weights: Outgoing) -> None:
         self._weights = weights

@@ -1,4 +1,4 @@
-"""The reference policy's role, where it has ranks of its own."""
+"""Role of the reference policy, where it has ranks of its own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class RefRole(Role):
-    """One rank of the frozen reference policy. Every method that is registered is collective over these ranks."""
+    """Role of one rank of the frozen reference policy. Every registered method is collective over these ranks."""
 
     def __init__(self, *, rank: int, world_size: int, **common: Any) -> None:
         super().__init__(**common)
@@ -27,7 +27,7 @@ class RefRole(Role):
 
     @register(Dispatch.ONE_TO_ALL)
     def build(self, store: Address | None) -> None:
-        """Join the ranks that meet at ``store``, and load the model."""
+        """Join the ranks that meet at ``store``, and load the reference's model."""
         import torch
 
         from headway.engines.train.fsdp.reference import ReferenceEngine

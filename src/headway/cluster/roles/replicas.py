@@ -1,4 +1,4 @@
-"""The rollout engines by name (``rollout.name``), as a replica starts them."""
+"""Rollout engines by name (``rollout.name``), as a replica starts them."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class ReplicaSpec:
     dtype: str
     """Dtype of the served weights, as torch spells it without the prefix."""
     receive: Receive | None
-    """Receives weights; None, as ``manifest``, where the replica's weights stay what they are."""
+    """Function that receives weights; None, as ``manifest``, where the replica's weights never change."""
     manifest: Manifest | None
     clock: Callable[[], float]
 
     @property
     def common(self) -> dict[str, Any]:
-        """Arguments of every engine."""
+        """Arguments that every engine takes."""
         data, rollout = self.config.data, self.config.rollout
         return {
             "name": self.name,
@@ -96,13 +96,8 @@ ENGINES = {"native": start_native, "vllm": start_vllm}
 
 
 async def start_engine(replica: ReplicaSpec) -> Any:
-    """The running engine of ``rollout.name``. Raises `ConfigError` for an unknown name."""
+    """Start the engine of ``rollout.name`` and return it. Raises `ConfigError` for an unknown name."""
     name = replica.config.rollout.name
     if name not in ENGINES:
         raise ConfigError(f"rollout.name={name}: no such rollout engine; known: {', '.join(sorted(ENGINES))}")
     return await ENGINES[name](replica)
-
-
-def text_of(tokenizer: Any) -> Callable[[Sequence[int]], str]:
-    """Token ids to text, without special tokens."""
-    return partial(tokenizer.decode, skip_special_tokens=True)

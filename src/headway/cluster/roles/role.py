@@ -15,15 +15,15 @@ from headway.weights.transports.links import Address, EndContext
 
 RANKS_WAIT_S = 7 * 86_400.0
 """Seconds for which a rank waits in a collective: longer than any step, and than rank zero's longest work with files.
-No run is ended by this: a peer whose process ends breaks the connection, and the driver ends the others; one that no
-longer computes is seen by its heartbeats. The limit is for ranks whose driver is gone and which nobody ended."""
+No run is ended by this: a peer whose process ends breaks the connection, and the driver ends the others; heartbeats
+show one that no longer computes. The limit is for ranks whose driver is gone and which nobody ended."""
 
 
 class Role:
     """Base class of roles, whose registered methods a worker group calls.
 
-    ``put`` keeps an object where others can get it, ``fetch`` brings what is behind handles; ``host`` is this machine's
-    address for others.
+    ``put`` keeps an object where other processes can get it, ``fetch`` returns the objects of handles; ``host`` is this
+    machine's address for others.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class Role:
         self.lookout = Lookout(host)
 
     def hardware(self) -> Hardware:
-        """The hardware that this rank computes on; ask once it is built."""
+        """Return a description of the hardware that this rank computes on; call it once the role is built."""
         return hardware_here(self._device)
 
     def _rows(self, samples: Sequence[Sample]) -> list[Row]:
-        """The samples with their arrays; everything that they point to is fetched at once, and only once."""
+        """Return the samples with their arrays. All that they refer to is fetched at once, and only once."""
         handles = {id(s.tokens): s.tokens for s in samples}
         handles.update((id(c.handle), c.handle) for s in samples for c in s.columns.values())
         behind = dict(zip(handles, self._fetch(list(handles.values())), strict=True))
@@ -65,7 +65,7 @@ class Role:
         torch.set_num_threads(self._threads)
 
     def _join_ranks(self, store: Address | None, role: str, rank: int, world_size: int) -> None:
-        """Make torch.distributed's default group, of this role's ranks; without a store the process has one already."""
+        """Make torch.distributed's default group of this role's ranks; without a store the process has one already."""
         if store is None:
             return
         import torch.distributed as dist
@@ -84,4 +84,4 @@ class Role:
         return EndContext(self._host, self._put, self._fetch)
 
     def close(self) -> None:
-        """Release what outlives the process or the role."""
+        """Release what would outlive the process or the role."""

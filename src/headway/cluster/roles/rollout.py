@@ -1,28 +1,26 @@
-"""One replica: the engine that generates, and the receiver of its weights."""
+"""Role of one replica: the engine that generates, and the receiver of its weights."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from headway.cluster.roles.inbox import WeightInbox
-from headway.cluster.roles.replicas import ReplicaSpec, start_engine, text_of
+from headway.cluster.roles.replicas import ReplicaSpec, start_engine
 from headway.cluster.roles.role import Role
 from headway.cluster.worker_group import Dispatch, register
-from headway.data.types import GroupTokens
-from headway.interfaces import Capabilities, FinishedGroup, GenerateRequest, ReceiveReport, RolloutEngine
+from headway.interfaces import Capabilities, ReceiveReport, RolloutEngine
+from headway.models.tokenizer import text_of
 from headway.weights.layout import Manifest
 from headway.weights.protocols import Parcel
 from headway.weights.transports.links import Address, Link
 
 
 class RolloutRole(Role):
-    """One replica. ``engine`` has a thread of its own; its coroutines are called by name (``engine.pause``)."""
+    """Role of one replica. ``engine`` has a thread of its own; its coroutines are called by name (``engine.pause``)."""
 
     def __init__(self, *, shares_device: bool = False, **common: Any) -> None:
-        """``shares_device``: a training rank of the same process computes on the device, too, in turns."""
+        """Create the role. ``shares_device``: a training rank of this process uses the device, too, in turns."""
         super().__init__(**common)
         self._shares_device = shares_device
         self._offset = 0.0
@@ -30,10 +28,11 @@ class RolloutRole(Role):
 
     @register(Dispatch.RANK_ZERO)
     def build(self, store: Address | None) -> None:
-        """Load the tokenizer. A replica is one rank, and meets nobody at ``store``."""
+        """Load the tokenizer. A replica is one rank, and does not connect to ``store``."""
         import torch
 
-        from headway.models.pretrained import load_tokenizer, served_dtype
+        from headway.models.pretrained import served_dtype
+        from headway.models.tokenizer import load_tokenizer
 
         self._set_threads()
         self._dtype = str(served_dtype(self._config, torch.device(self._device))).removeprefix("torch.")
@@ -41,21 +40,21 @@ class RolloutRole(Role):
 
     @register(Dispatch.RANK_ZERO)
     def served_dtype(self) -> str:
-        """Dtype of the weights that the replica wants to get, as torch spells it without the prefix."""
+        """Dtype in which the replica receives weights, as torch spells it without the prefix."""
         return self._dtype
 
     @register(Dispatch.RANK_ZERO)
     async def connect(self, link: Link) -> None:
-        """Open the receiver's end of ``link``, in the place of the last one. May wait for sender and receivers."""
+        """Open the receiver's end of ``link``, in place of the previous one. May wait for sender and receivers."""
         await self._inbox.connect(link, self._here())
 
     def open_link(self, link: Link) -> None:
-        """Connect as `connect` does, at once, for a link within this process."""
+        """Open the receiver's end of ``link`` directly, for a link within this process."""
         self._inbox.open(link, self._here())
 
     @register(Dispatch.RANK_ZERO)
     async def serve(self, manifest: Manifest, clock_offset: float) -> Capabilities:
-        """Load the model and start the engine, which gets weights in the layout ``manifest``.
+        """Load the model and start the engine, which receives weights in the layout ``manifest``.
 
         ``clock_offset`` brings this machine's monotonic clock to the driver's.
         """
@@ -76,26 +75,26 @@ class RolloutRole(Role):
         return capabilities
 
     async def stage_weights(self, version: int, parcel: Parcel | None) -> ReceiveReport:
-        """Stage weights in the engine; ``parcel``: what the sender left, with a stored transport."""
+        """Stage ``version`` in the engine. ``parcel``: what the sender left, with a stored transport."""
         with self._inbox.holding(version, parcel):
             return await self.engine.stage_weights(version)
 
     async def sleep(self, keep_weights: bool) -> None:
-        """Let the engine sleep."""
+        """Free the engine's memory on the device, as `RolloutEngine.sleep` does."""
         await self.engine.sleep(keep_weights=keep_weights)
 
     async def activate(self, version: int) -> float:
-        """Let the engine activate a staged version."""
+        """Serve a staged version, as `PolicyReceiver.activate` does."""
         self._make_room()
         return await self.engine.activate(version)
 
     async def wake(self) -> None:
-        """Wake the engine."""
+        """Wake the engine, as `RolloutEngine.wake` does."""
         self._make_room()
         await self.engine.wake()
 
     def _make_room(self) -> None:
-        """Give back what a training rank of this process has cached on the device: the engine may be another process.
+        """Free what a training rank of this process has cached on the device: the engine may be another process.
 
         Called before the engine takes memory, when the rank has done its part.
         """
@@ -107,19 +106,12 @@ class RolloutRole(Role):
             release_cached(torch.device(self._device))
 
     async def monotonic(self) -> float:
-        """Read this machine's clock, for the handshake."""
+        """Return this machine's monotonic time in seconds, to be compared with the driver's."""
         return time.monotonic()
 
     def clock(self) -> float:
-        """Read the driver's clock."""
+        """Return the time in seconds on the driver's clock."""
         return time.monotonic() + self._offset
-
-    async def generate(
-        self, requests: Sequence[GenerateRequest]
-    ) -> AsyncGenerator[tuple[FinishedGroup, GroupTokens], None]:
-        """Yield metadata and tokens apart, so that the driver can take the one and pass the other on."""
-        async for group in self.engine.generate(requests):
-            yield replace(group, tokens=None), group.tokens
 
     async def close(self) -> None:  # type: ignore[override]
         """Stop the engine's thread and leave the receivers' group."""

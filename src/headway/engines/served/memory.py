@@ -33,7 +33,7 @@ class WeightMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are held on the device now."""
+        """Number of bytes that the storages hold on the device now."""
         return sum(storage.nbytes() for storage in self._storages)
 
     @property
@@ -47,17 +47,17 @@ class WeightMemory:
             self._release()
 
     def drop(self) -> None:
-        """Give the memory back, and forget the values."""
+        """Give the device's memory back without keeping the values."""
         self._kept = None
         self._release()
 
     def allocate(self) -> None:
-        """Take the memory again for values that are written next; kept ones are forgotten."""
+        """Take the device's memory again for values that are written next; values kept on the host are forgotten."""
         self._resize()
         self._kept = None
 
     def restore(self) -> None:
-        """Take the memory again, with the values if they were kept."""
+        """Take the device's memory again, and copy the values back if they were kept."""
         self._resize()
         if self._kept is not None:
             for storage, kept in zip(self._storages, self._kept, strict=True):

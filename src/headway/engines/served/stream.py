@@ -16,7 +16,7 @@ import torch
 
 
 class SideStream:
-    """A stream of its own on ``device``, made at the first use, by the thread that uses it."""
+    """A CUDA stream on ``device`` for a receiving thread, made when first used. On a CPU it does nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -24,7 +24,7 @@ class SideStream:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Work inside goes on the side stream, and has ended on the device when the block has.
+        """Run the work inside on the side stream; it has ended on the device when the block has.
 
         It begins behind what the default stream was given so far, which may still read the tensors that are written.
         Other streams need no event: they are only told of the tensors after the host has waited. For the same reason

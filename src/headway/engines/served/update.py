@@ -27,8 +27,8 @@ T = TypeVar("T")
 
 
 async def outcome(work: Future[T]) -> T:
-    """Wait for what ``work`` on a thread ends with. The work goes on when who waits is cancelled; nobody has to hear of
-    it then.
+    """Wait for the result of ``work``, which runs on a thread. If the waiting task is cancelled, the work goes on and
+    its error is dropped.
     """
     waited = asyncio.wrap_future(work)
     waited.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio says that nobody heard
@@ -39,20 +39,20 @@ class Intake(Protocol):
     """The memory that receives new weights, and the way from there to where they are served. Not thread-safe."""
 
     def begin(self, version: int) -> None:
-        """Get ready for `fill`; raises `UpdateFailed`. Where that writes over what is served, nothing may decode."""
+        """Prepare for `fill`; nothing may decode where that writes over served weights. Raises `UpdateFailed`."""
 
     def fill(self, version: int, receive: Receive) -> ReceiveReport:
-        """Let ``receive`` bring ``version``; blocking, on a thread of its own."""
+        """Receive ``version`` by calling ``receive``. Blocking; called on a thread of its own."""
 
     def load(self, version: int) -> None:
-        """Make ``version`` what is served. Raises `UpdateFailed`, changing nothing, if it is not what came last."""
+        """Serve ``version``. Raises `UpdateFailed`, changing nothing, if it is not the version received last."""
 
 
 class BufferedIntake:
     """Receives into a back buffer and loads from there: the old version stays served if anything goes wrong."""
 
     def __init__(self, name: str, weights: ServedWeights, manifest: Manifest, window: int) -> None:
-        """``window``: bytes that are copied at a time, a multiple of the layout's alignment."""
+        """Allocate the back buffer. ``window``: bytes copied at a time, a multiple of the layout's alignment."""
         self._name = name
         self._weights = weights
         self._window = window
@@ -79,10 +79,10 @@ class BufferedIntake:
 
 
 class InPlaceIntake:
-    """Straight into the served tensors, in which there is no whole version until all of it has come."""
+    """Receives straight into the served tensors, in which there is no whole version until all of it has come."""
 
     def __init__(self, name: str, weights: ServedWeights, manifest: Manifest, window: int) -> None:
-        """``window`` as for `BufferedIntake`."""
+        """Prepare to write into ``weights``. ``window``: bytes that are copied at a time, as for `BufferedIntake`."""
         self._name = name
         self._weights = weights
         pinned = weights.device.type == "cuda"
@@ -132,7 +132,7 @@ class Updates:
         receive: Callable[[int, WeightSink], None],
         device: torch.device,
     ) -> None:
-        """``receive`` puts a version into a sink, blocking; ``device`` is where the engine computes."""
+        """Set up a receiving thread. ``receive`` puts a version into a sink, blocking; ``device`` is the engine's."""
         self._name = name
         self._way_in = intake
         self._receive = receive
@@ -156,12 +156,12 @@ class Updates:
         return filling
 
     def _fill(self, version: int) -> ReceiveReport:
-        """Runs on the receiving thread: a stream is chosen for each thread by itself."""
+        """Receive ``version`` on the receiving thread, which has to choose its CUDA stream by itself."""
         with self._stream.working():
             return self._way_in.fill(version, partial(self._receive, version))
 
     def load(self, version: int) -> None:
-        """Make ``version`` what is served. Raises `UpdateFailed` if it is not there, or while another is received."""
+        """Serve ``version``. Raises `UpdateFailed` if it was not received, or while another one is being received."""
         self._claim("loading", version)
         try:
             self._way_in.load(version)
@@ -169,7 +169,7 @@ class Updates:
             self._busy.release()
 
     def close(self) -> None:
-        """Receive nothing more; what is under way ends by itself."""
+        """Stop receiving; what is under way ends by itself."""
         self._thread.shutdown(wait=False)
 
     def _claim(self, doing: str, version: int) -> None:
@@ -179,12 +179,12 @@ class Updates:
 
 
 def cannot_stage(name: str) -> RunError:
-    """The error of a rollout engine without `Updates` that is asked to receive."""
+    """The error for a rollout engine that has no weight transport and is asked to receive weights."""
     return RunError(f"rollout engine {name} was made without a weight transport; it cannot stage weights")
 
 
 def nothing_to_activate(name: str, version: int) -> UpdateFailed:
-    """The error of a rollout engine without `Updates` that is asked to load."""
+    """The error for a rollout engine that has no weight transport and is asked to activate ``version``."""
     return UpdateFailed(
         f"rollout engine {name} was told to activate version {version}, but nothing is staged: it was made without a "
         "weight transport"
@@ -192,7 +192,7 @@ def nothing_to_activate(name: str, version: int) -> UpdateFailed:
 
 
 def not_staged(name: str, version: int, staged: int | None) -> UpdateFailed:
-    """The error for a receiver that has ``staged``, or nothing, and is to load ``version``."""
+    """The error for a receiver that is asked to load ``version`` while it has ``staged``, or nothing."""
     return UpdateFailed(
         f"{name} was told to activate version {version}, but "
         f"{'nothing' if staged is None else f'version {staged}'} is staged; call stage_weights({version}) first"
@@ -200,6 +200,6 @@ def not_staged(name: str, version: int, staged: int | None) -> UpdateFailed:
 
 
 def _wait_for(device: torch.device) -> None:
-    """Wait until the device has what was copied."""
+    """Wait until all copies to ``device`` have ended."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -21,18 +21,18 @@ from headway.weights.layout import Manifest
 
 
 class Contents(StrEnum):
-    """The contents of the served tensors."""
+    """State of the served tensors: whether they hold one whole version that may be computed with."""
 
     SERVED = "served"
-    """Exactly one whole version, with whose number tokens are stamped."""
+    """The tensors hold exactly one whole version; tokens sampled from it are stamped with its number."""
     WRITING = "writing"
-    """Another thread writes a version over them."""
+    """Another thread writes a version over the tensors."""
     ARRIVED = "arrived"
-    """One whole version that is not activated yet."""
+    """The tensors hold one whole version that is not activated yet."""
     TORN = "torn"
-    """Parts of two versions."""
+    """The tensors hold parts of two versions."""
     GONE = "gone"
-    """Nothing: their memory was given up."""
+    """The tensors hold nothing: their memory was given up."""
 
 
 class ServedWeights:
@@ -42,7 +42,7 @@ class ServedWeights:
     """
 
     def __init__(self, model: PreTrainedModel, name: str) -> None:
-        """``name`` names the owner of the weights in messages."""
+        """Serve version 0: the weights of ``model`` as they are. Messages call their owner ``name``."""
         self.device = model.device
         self.memory = WeightMemory(model.parameters())
         self._name = name
@@ -50,7 +50,7 @@ class ServedWeights:
         self._parameters = [parameter_name for parameter_name, _ in model.named_parameters()]
         self.contents = Contents.SERVED
         self.version = 0
-        """The version that is there, whole or in part."""
+        """Number of the version that the tensors hold, whole or in part."""
 
     def check_layout(self, manifest: Manifest) -> None:
         """Raise `ModelError` unless ``manifest`` covers every parameter of the model once, in its own shape."""
@@ -77,7 +77,7 @@ class ServedWeights:
 
     @property
     def problem(self) -> str | None:
-        """The reason why nothing may be computed with what is there, and what to do; None while one whole version is
+        """The reason why nothing may be computed with the tensors, and what to do; None while one whole version is
         served.
         """
         match self.contents:
@@ -104,12 +104,12 @@ class ServedWeights:
         self.version, self.contents = version, contents
 
     def check_unwritten(self, doing: str) -> None:
-        """Raise `RunError` while another thread writes."""
+        """Raise `RunError`, which says what could not be done (``doing``), while another thread writes the weights."""
         if self.contents is Contents.WRITING:
             raise RunError(f"{self._name} cannot {doing}: {self.problem}")
 
     def sleep(self, *, keep: bool) -> None:
-        """Give the device's memory back. Values that are kept stay where they are on a CPU."""
+        """Give the device's memory back. With ``keep`` the values move to the host; on a CPU they stay in place."""
         if not keep:
             self.memory.drop()
             self.contents = Contents.GONE
@@ -119,7 +119,7 @@ class ServedWeights:
 
 
 class _ThroughDevice(Tensors):
-    """Brings what is written to the device in one copy, and takes it apart there."""
+    """Tensors on a device: what is written is brought there in one copy, and taken apart there."""
 
     def __init__(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
         super().__init__(manifest, tensors)

@@ -29,7 +29,7 @@ class FetchAdvantages:
     """Computes a fetch's advantages: the configured estimator, with the steps before and after it."""
 
     def __init__(self, algorithm: AlgorithmConfig) -> None:
-        """Raises `ConfigError` or `UserCodeError` when the configured estimator does not exist."""
+        """Look up the configured estimator. Raises `ConfigError` or `UserCodeError` when it does not exist."""
         self._estimator = ADVANTAGES.get(algorithm.adv_estimator)
         self._params = _named(
             self._estimator,
@@ -43,7 +43,7 @@ class FetchAdvantages:
         self._algorithm = algorithm
 
     def __call__(self, rows: Sequence[Row], outcomes: Outcomes) -> dict[str, Arrays]:
-        """``advantages`` of each trajectory, and ``returns`` where the estimator has a critic.
+        """Compute the ``advantages`` of each trajectory, and ``returns`` where the estimator has a critic.
 
         ``rows`` have the columns that are asked for: ``values``; ``ref_logprobs`` and ``prox_logprobs``.
 
@@ -121,7 +121,7 @@ def _check_finite(name: str, arrays: Arrays, outcomes: Outcomes) -> None:
 
 
 def _named(estimator: Callable[..., Any], params: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``params`` that the estimator names."""
+    """Select the ``params`` that the estimator has as parameters: all of them if it takes ``**`` arguments."""
     names = signature(estimator).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in names):
         return dict(params)

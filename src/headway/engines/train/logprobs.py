@@ -1,4 +1,4 @@
-"""Log-probs under one version of the policy, by whoever holds a copy of it and receives every update.
+"""A copy of the policy that receives every update, and computes log-probs under the version that it holds.
 
     proximal_logprobs (v) ─▶ stage (v + 1) ─▶ activate (v + 1) ─▶ proximal_logprobs (v + 1) ─▶ …
 
@@ -82,15 +82,15 @@ class LogProbCopy:
         return probe_vector(self._logprobs(probe_rows(self._vocabulary)))
 
     async def stage_weights(self, version: int) -> ReceiveReport:
-        """Receive ``version`` over what is served. Raises `UpdateFailed`."""
+        """Receive the weights of ``version``, to be served after `activate`. Raises `UpdateFailed`."""
         return await outcome(self._updates.start(version))
 
     def activate(self, version: int) -> None:
-        """Serve the staged ``version``. Raises `UpdateFailed` when it is not what came last."""
+        """Serve the staged ``version``. Raises `UpdateFailed` unless it is the version received last."""
         self._updates.load(version)
 
     def close(self) -> None:
-        """Receive nothing more."""
+        """Stop receiving updates; one that is under way ends by itself."""
         self._updates.close()
 
     def _logprobs(self, rows: Sequence[Row]) -> list[NDArray[np.float32]]:

@@ -1,4 +1,4 @@
-"""``state.json`` of a checkpoint: what is no tensor. Read without torch.
+"""The ``state.json`` of a checkpoint: everything that is not a tensor, so that it can be read without torch.
 
 {"optimizer_steps": …, "extra": what the driver gave, "files": each other file's name and its bytes}
 
@@ -19,7 +19,7 @@ REMOVE = "Remove it, to resume from the one before"
 
 
 def files_of(path: Path) -> dict[str, int]:
-    """The files in the folder ``path``, and how many bytes they have. Raises `OSError`."""
+    """Return the size in bytes of each file in the folder ``path``, by name. Raises `OSError`."""
     return {file.name: file.stat().st_size for file in sorted(path.iterdir())}
 
 

@@ -27,6 +27,7 @@ from headway.pipeline.critic import Critic
 from headway.pipeline.fetches import Fetch, FetchSource
 from headway.pipeline.fleet import Fleet
 from headway.pipeline.guard import Guard
+from headway.pipeline.keepers import Keepers
 from headway.pipeline.lease import Lease
 from headway.pipeline.ledger import Fate
 from headway.pipeline.nonfinite import SkippedSteps
@@ -35,19 +36,19 @@ from headway.pipeline.stage import Stage
 from headway.pipeline.state import RunState, now
 
 COLUMNS = (ColumnName.ADVANTAGES, ColumnName.REF_LOGPROBS, ColumnName.PROX_LOGPROBS)
-"""Columns that the loss may read."""
+"""Names of the columns that the loss may read."""
 
 
 @dataclass(slots=True)
 class Update:
-    """The trainer reached ``version``, and goes on when it is released."""
+    """Update to ``version``, which the trainer has reached. The trainer goes on when the update is released."""
 
     version: int
     released_at: float | None = None
     _released: asyncio.Event = field(default_factory=asyncio.Event)
 
     def release(self) -> None:
-        """The trainer may change its weights again: every replica serves the version, or a copy was made."""
+        """Let the trainer change its weights again: every replica serves the version, or a copy was made."""
         self.released_at = now()
         self._released.set()
 
@@ -58,15 +59,15 @@ class Update:
 @dataclass(frozen=True, slots=True)
 class TrainSettings:
     mini_batch_size: int
-    """Groups per optimizer step."""
+    """Number of groups per optimizer step."""
     mini_batches_per_fetch: int
     ppo_epochs: int
     steps_per_version: int
     max_nonfinite_steps: int
     save_freq: int
-    """Versions between two checkpoints; -1 for none before the end."""
+    """Number of versions between two checkpoints; -1 for none before the end."""
     mask_cut_off: bool
-    """Answers that did not end by themselves are in no loss."""
+    """True where answers that did not end by themselves are left out of the loss."""
 
     @property
     def fetch_size(self) -> int:
@@ -75,7 +76,7 @@ class TrainSettings:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """The trainer holds ``version`` from a checkpoint, and nobody else has it."""
+    """First input of a resumed run: the trainer holds ``version`` from a checkpoint, and no receiver has it."""
 
     version: int
 
@@ -94,13 +95,14 @@ class ActorTrain(Stage[Fetch | Resumed, Update]):
         *,
         lease: Lease,
         fleet: Fleet,
+        keepers: Keepers,
         guard: Guard,
         boundaries: Boundaries,
         critic: Critic | None = None,
         to_critic: Channel[Fetch] | None = None,
         follows: str = WAITS_FOR_GROUPS,
     ) -> None:
-        """``to_critic``: to a critic with ranks of its own; ``follows``: where fetches come from, for the user."""
+        """Build the stage. ``to_critic``: leads to a critic with its own ranks; ``follows``: names the input."""
         super().__init__(state.emit, output=output)
         self.waits_for_input = follows
         self._state = state
@@ -110,6 +112,7 @@ class ActorTrain(Stage[Fetch | Resumed, Update]):
         self._settings = settings
         self._lease = lease
         self._fleet = fleet
+        self._keepers = keepers
         self._guard = guard
         self._boundaries = boundaries
         self._critic = critic
@@ -120,11 +123,13 @@ class ActorTrain(Stage[Fetch | Resumed, Update]):
         self._to_publish: Resumed | None = None
 
     def counters(self) -> dict[str, Any]:
-        """The stage's part of a checkpoint, at a version boundary."""
+        """Return the stage's part of a checkpoint, at a version boundary."""
         return {"steps": self._steps, "skipped_in_row": self._skipped.state()}
 
     def restore(self, state: Mapping[str, Any], version: int) -> None:
-        """Go on from `counters` at the boundary of ``version``, which is published before anything else is done."""
+        """Restore what `counters` returned at the boundary of ``version``, which is published before anything else is
+        done.
+        """
         self._steps = state["steps"]
         self._skipped.restore(state["skipped_in_row"])
         self._to_publish = Resumed(version) if version > 0 else None  # version 0 is the initial model: all have it
@@ -164,7 +169,8 @@ class ActorTrain(Stage[Fetch | Resumed, Update]):
             self._boundaries.reached(version, self.counters())
             oldest = self._state.staleness.oldest_trainable(version)
             if oldest is not None and self._state.trains_more:  # what is queued is dropped when it would be taken
-                await self._fleet.drop_older_than(oldest)
+                await self._keepers.abort_older_than(oldest)
+                await self._fleet.abort_older_than(oldest)
             yield Update(version)
             if self._settings.save_freq > 0 and version % self._settings.save_freq == 0 and self._state.trains_more:
                 await self._boundaries.save(version)
@@ -260,7 +266,7 @@ def _is_older(trajectory: Trajectory, version: int) -> bool:
 
 
 def _token_lags(trajectories: Sequence[Trajectory], version: int) -> dict[int, int]:
-    """Histogram: lag → tokens."""
+    """Return a histogram of the tokens' lags: lag → number of tokens."""
     counts: Counter[int] = Counter()
     for trajectory in trajectories:
         spans = trajectory.version_spans

@@ -1,9 +1,9 @@
-"""Generate: hands requests to replicas and passes finished groups on, in the order in which they finish.
+"""Generate: has keepers make groups, and passes finished groups on, in the order in which they finish.
 
 consumes        waves from PromptLoader
-waits for       a replica to finish a group; paused while every replica is halted
-is unblocked by the engine (replicas are halted for new weights, or for the trainer, behind this stage's back)
-produces        finished groups, or parts of groups that were split
+waits for       a keeper to finish a group; paused while every replica is halted
+is unblocked by the keeper (replicas are halted for new weights, or for the trainer, behind this stage's back)
+produces        groups, complete and unrewarded; a group that was aborted ends here as dropped
 """
 
 from __future__ import annotations
@@ -11,21 +11,22 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import AsyncGenerator
 
-from headway.interfaces import FinishedGroup, GenerateRequest
+from headway.data.types import FinishReason, Group, ResponseAt
+from headway.events import TrajectoryFinished
+from headway.interfaces import FinishedGroup, GroupRequest, Keeper
 from headway.pipeline.channel import Channel
-from headway.pipeline.fleet import Fleet
 from headway.pipeline.halts import Halts
-from headway.pipeline.receiver import Replica
-from headway.pipeline.router import Router
+from headway.pipeline.keepers import Keepers
+from headway.pipeline.ledger import Fate
 from headway.pipeline.stage import Stage
 from headway.pipeline.stages.prompt_loader import Wave
-from headway.pipeline.state import RunState
+from headway.pipeline.state import RunState, now
 
-Share = tuple[Replica, list[GenerateRequest]]
-"""A replica and its part of a wave."""
+Share = tuple[Keeper, list[GroupRequest]]
+"""A keeper and its part of a wave."""
 
 
-class Generate(Stage[Share, FinishedGroup]):
+class Generate(Stage[Share, Group]):
     concurrency = None
     waits_for_input = "PromptLoader"
     waits_for_output = None
@@ -34,28 +35,55 @@ class Generate(Stage[Share, FinishedGroup]):
         self,
         state: RunState,
         input: Channel[Wave],
-        output: Channel[FinishedGroup],
-        fleet: Fleet,
+        output: Channel[Group],
+        keepers: Keepers,
         halts: Halts,
-        router: Router,
+        *,
+        n: int,
     ) -> None:
+        """``n``: trajectories of a group that are trained on; a further one is its baseline."""
         super().__init__(state.emit, output=output, gate=halts.gate)
+        self._state = state
         self._waves = input
-        self._fleet = fleet
+        self._keepers = keepers
         self._halts = halts
-        self._router = router
+        self._n = n
         self._shares: deque[Share] = deque()
 
     async def get_input_data(self) -> Share | None:
         if not self._shares:
             if (wave := await self._waves.get()) is None:
                 return None
-            shares = self._router.assign(wave, self._halts.available)
-            self._shares.extend((self._fleet[name], share) for name, share in shares)
+            self._shares.extend(self._keepers.assign(wave))
         return self._shares.popleft()
 
-    async def process_data(self, share: Share) -> AsyncGenerator[FinishedGroup, None]:
-        replica, requests = share
-        with self._waiting_within(replica.name):
-            async for finished in self._fleet.generate(replica, requests):
-                yield finished
+    async def process_data(self, share: Share) -> AsyncGenerator[Group, None]:
+        keeper, requests = share
+        with self._waiting_within(", ".join(self._halts.serving)):
+            async for finished in self._keepers.generate(keeper, requests):
+                self._report(finished)
+                if any(t.finish_reason is FinishReason.ABORTED for t in finished.trajectories):
+                    reason = "overdue" if self._state.staleness.drops_overdue else "aborted"
+                    self._state.discard(finished.number, Fate.DROPPED, reason)
+                else:
+                    prompt = self._state.ledger.prompt(finished.number)
+                    responses = tuple(ResponseAt(finished.tokens, k) for k in range(len(finished.trajectories)))
+                    yield Group(finished.number, prompt, finished.trajectories, responses)
+
+    def _report(self, finished: FinishedGroup) -> None:
+        for trajectory in finished.trajectories:
+            self._emit(
+                TrajectoryFinished(
+                    time=now(),
+                    number=finished.number,
+                    k=trajectory.id.k,
+                    replica=trajectory.replica,
+                    prompt_tokens=trajectory.prompt_length,
+                    tokens=trajectory.length,
+                    finish_reason=trajectory.finish_reason.value,
+                    version_spans=trajectory.version_spans,
+                    started=trajectory.started,
+                    finished=trajectory.finished,
+                    baseline=trajectory.id.k >= self._n,
+                )
+            )

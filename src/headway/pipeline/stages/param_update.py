@@ -24,10 +24,10 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from headway.concurrently import concurrently
 from headway.events import UpdateFinished, UpdateSuperseded
 from headway.interfaces import OverlappingTrainEngine, TrainEngine
 from headway.pipeline.channel import Channel
-from headway.pipeline.concurrently import concurrently
 from headway.pipeline.fleet import Fleet
 from headway.pipeline.halts import Halts
 from headway.pipeline.receiver import Receiver, Replica
@@ -41,7 +41,7 @@ from headway.pipeline.weight_loading import Load, Loading, Probe
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A version that every receiver serves, or skipped."""
+    """Result of publishing a version: every receiver serves it, or skipped it."""
 
     gather_s: float
     loads: Sequence[Load]
@@ -50,11 +50,11 @@ class Published:
 
 
 class Schedule(ABC):
-    """A schedule: how the weights of a version get to the receivers, and when the trainer may go on."""
+    """Schedule of an update: how a version's weights get to the receivers, and when the trainer may go on."""
 
     @abstractmethod
     async def publish(self, update: Update) -> Published:
-        """Transfer ``update``, load it everywhere, and release it when the trainer may go on."""
+        """Transfer ``update``, load it on every receiver, and release it when the trainer may go on."""
 
 
 class Synchronous(Schedule):
@@ -86,7 +86,7 @@ class Overlapped(Schedule):
         self._fleet = fleet
         self._newest = 0
         self._turns: dict[str, asyncio.Lock] = {}
-        """One delivery at a time per receiver, in order of versions."""
+        """Locks by receiver, so that each gets one delivery at a time, in order of versions."""
 
     async def publish(self, update: Update) -> Published:
         self._newest = update.version  # before gather: what has not begun by now must not read the copy any more
@@ -140,13 +140,13 @@ class ParamUpdate(Stage[Update, Validation]):
         timeout_s: float,
         probe_tolerance: Callable[[str], float],
     ) -> None:
-        """``test_freq`` counts versions between two validations; -1: none is due here."""
+        """Build the stage. ``test_freq``: number of versions from one validation to the next; -1 for none."""
         super().__init__(state.emit, input, output)
         self._state = state
         self._fleet = fleet
         self._test_freq = test_freq
         self._validated = 0
-        """The newest version whose validation was due and ordered."""
+        """Newest version for which a validation was due and ordered."""
         transfer = Transfer(state, fleet, self._waiting_within, timeout_s)
         loading = Loading(
             state, fleet, halts, self._waiting_within, self._order_validation, probe_tolerance=probe_tolerance
@@ -160,7 +160,7 @@ class ParamUpdate(Stage[Update, Validation]):
             self._schedule = Synchronous(trainer, transfer, loading, fleet)
 
     def restore(self, version: int) -> None:
-        """``version`` will be published first, and its validation ordered if it is due: its result is not known."""
+        """Prepare to publish ``version`` first, and to order its validation if due: the result is not known."""
         self._validated = max(0, version - 1)
 
     async def process_data(self, update: Update) -> AsyncGenerator[Validation, None]:
@@ -184,7 +184,7 @@ class ParamUpdate(Stage[Update, Validation]):
         yield
 
     async def _order_validation(self, replica: Replica, version: int) -> None:
-        """Marked before the new version opens admission: no wave may slip in ahead of its version's validation."""
+        """Order the validation of ``version`` if it is due, before that version lets further groups in."""
         # Also for the first version served after one that was due and superseded.
         is_due = self._test_freq > 0 and version // self._test_freq > self._validated // self._test_freq
         if is_due and replica is self._fleet.validator:

@@ -13,14 +13,14 @@ from dataclasses import replace
 
 from headway.config.schema import Admission
 from headway.data.types import Prompt
-from headway.interfaces import GenerateRequest, SamplingParams
+from headway.interfaces import GroupRequest, SamplingParams
 from headway.pipeline.channel import Channel
 from headway.pipeline.prompts import Prompts
 from headway.pipeline.stage import Stage
 from headway.pipeline.staleness import wave_size
 from headway.pipeline.state import RunState
 
-Wave = list[GenerateRequest]
+Wave = list[GroupRequest]
 
 
 class PromptLoader(Stage[list[Prompt], Wave]):
@@ -38,14 +38,14 @@ class PromptLoader(Stage[list[Prompt], Wave]):
         sampling: SamplingParams,
         with_greedy: bool = False,
     ) -> None:
-        """``with_greedy``: beside its ``n`` answers each group gets a greedy one, its baseline."""
+        """Build the stage. ``with_greedy``: each group gets a greedy answer beside its ``n``, as its baseline."""
         super().__init__(state.emit, output=output)
         self._state = state
         self._source = source
         self._admission = admission
         self._n = n
         self._sampling = sampling
-        self._with_greedy = with_greedy
+        self._baseline = replace(sampling, temperature=0.0, top_p=1.0, top_k=0) if with_greedy else None
         self._ended = False
 
     @property
@@ -67,24 +67,18 @@ class PromptLoader(Stage[list[Prompt], Wave]):
         return None
 
     async def process_data(self, prompts: list[Prompt]) -> AsyncGenerator[Wave, None]:
-        yield [request for prompt in prompts for request in self._requests(prompt)]
-
-    def _requests(self, prompt: Prompt) -> list[GenerateRequest]:
-        request = GenerateRequest(self._state.admit(prompt), prompt, self._n, self._sampling)
-        if not self._with_greedy:
-            return [request]
-        greedy = replace(self._sampling, temperature=0.0, top_p=1.0, top_k=0)
-        return [request, replace(request, n=1, first=self._n, sampling=greedy)]
+        yield [
+            GroupRequest(self._state.admit(prompt), prompt, self._n, self._sampling, baseline=self._baseline)
+            for prompt in prompts
+        ]
 
     def end(self) -> None:
-        """Admit nothing further."""
+        """Admit no further groups."""
         self._ended = True
         self._state.changed.changed()
 
     def _next(self, count: int) -> list[Prompt]:
-        """The next prompts, at most ``count``; none when the data gave out. What was lost comes first, as a further
-        attempt.
-        """
+        """Return the next prompts, at most ``count``; none at the end of the data. Those of lost groups come first."""
         prompts: list[Prompt] = []
         while len(prompts) < count:
             if self._state.waiting_again:

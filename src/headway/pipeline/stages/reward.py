@@ -1,6 +1,6 @@
-"""Reward: scores each group; those without a gradient are filtered, those that cannot be scored have failed.
+"""Reward: scores each group; a group without a gradient is filtered, one that cannot be scored has failed.
 
-consumes        groups from Rollout
+consumes        groups from Generate
 waits for       the reward's processes; after a stop only as long as scores come
 is unblocked by an answer of theirs, or the end of its time (``reward.timeout_s``, each retry anew)
 produces        rewarded groups
@@ -33,7 +33,7 @@ GroupFilter = Callable[[NDArray[np.float32]], str | None]
 
 class Reward(Stage[Group, Group]):
     concurrency = None
-    waits_for_input = "Rollout"
+    waits_for_input = "Generate"
     waits_for_output = None
 
     def __init__(
@@ -48,8 +48,8 @@ class Reward(Stage[Group, Group]):
         n: int,
         equal: EqualRewards | None = None,
     ) -> None:
-        """``n``: trajectories that are trained on. A further one is the group's baseline. ``equal``: who warns where
-        nothing filters groups without variance; where something does, the stage warns of how much that takes out.
+        """Build the stage. ``n``: trajectories of a group that are trained on; a further one is its baseline.
+        ``equal``: warns of groups without variance where nothing filters them; else the stage warns of much filtering.
         """
         super().__init__(state.emit, input, output)
         self._state = state

@@ -19,22 +19,23 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from headway.concurrently import Tasks, failing_as_one
 from headway.data.types import Prompt, Trajectory
-from headway.errors import ScoringFailed
+from headway.errors import ScoringFailed, WorkerDied
 from headway.events import Note, ValidationFinished
-from headway.interfaces import FinishedGroup, GenerateRequest, Priority, SamplingParams
+from headway.interfaces import FinishedGroup, GroupRequest, Priority, SamplingParams
 from headway.pipeline.channel import Channel
-from headway.pipeline.concurrently import Tasks, failing_as_one
 from headway.pipeline.fleet import Fleet
+from headway.pipeline.keepers import Keepers
 from headway.pipeline.nothing_to_train import FAILED_AT_VALIDATION, cannot_be_scored, never_scored, timed_out
-from headway.pipeline.receiver import Gone, Replica
+from headway.pipeline.receiver import Replica
 from headway.pipeline.scoring import GivenUp, Scoring
 from headway.pipeline.signal import Signal
 from headway.pipeline.stage import Stage
 from headway.pipeline.state import RunState, now
 
 Score = float | ScoringFailed
-"""Mean reward of a problem's answers, or why there is none, which counts as 0."""
+"""Mean reward of a problem's answers, or the error why there is none, which counts as 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class Validate(Stage[Validation, None]):
         state: RunState,
         input: Channel[Validation],
         fleet: Fleet,
+        keepers: Keepers,
         prompts: Sequence[Prompt],
         reward: Scoring,
         *,
@@ -61,17 +63,18 @@ class Validate(Stage[Validation, None]):
         super().__init__(state.emit, input)
         self._state = state
         self._fleet = fleet
+        self._keepers = keepers
         self._prompts = prompts
         self._reward = reward
         self._n = n
         self._sampling = sampling
         self._newest: int | None = None
-        """The newest version whose validation answers are complete."""
+        """Newest version whose validation answers are complete; None before the first."""
         self._reported = asyncio.Event()
-        """Set once the validation that came last is reported."""
+        """Event that is set once the most recent validation is reported."""
         self._reported.set()
         self._open = 0
-        """Validations that came and have not been reported."""
+        """Number of validations that were received and have not been reported."""
         self._finished = Signal()
         self._input_ended_before = False
 
@@ -134,8 +137,8 @@ class Validate(Stage[Validation, None]):
         )
 
     def _check_scored(self, scores: Sequence[Score], version: int, *, first: bool) -> None:
-        """Look whether all problems failed: raises `NothingToTrain` for many of the ``first`` validation, warns
-        otherwise.
+        """Check whether all problems failed. If so, raises `NothingToTrain` for the ``first`` validation when it has
+        many problems, and warns otherwise.
         """
         reasons = [str(score) for score in scores if isinstance(score, ScoringFailed)]
         if not reasons or len(reasons) < len(scores):
@@ -149,9 +152,9 @@ class Validate(Stage[Validation, None]):
     async def _answers_of(
         self, replica: Replica, first: bool, tasks: Tasks
     ) -> list[tuple[FinishedGroup, Score]] | None:
-        """Answers to all problems and their scores; None when ``replica`` was lost over it and others go on."""
+        """Return the answers to all problems and their scores; None when ``replica`` is lost and others go on."""
         requests = [
-            GenerateRequest(i, prompt, self._n, self._sampling, Priority.VALIDATION)
+            GroupRequest(i, prompt, self._n, self._sampling, Priority.VALIDATION)
             for i, prompt in enumerate(self._prompts)
         ]
         answers: list[FinishedGroup] = []
@@ -159,13 +162,12 @@ class Validate(Stage[Validation, None]):
         timeouts = Timeouts() if first else None
         try:
             with self._waiting_within(replica.name):
-                async for finished in replica.generate(requests):
+                async for finished in self._keepers.generate_on(replica.name, requests):
                     answers.append(finished)
                     scoring.append(tasks.start(self._score(finished, timeouts)))
-        except Gone as gone:
+        except WorkerDied:  # the fleet, which lost it, has said so to the keepers
             for task in scoring:
                 task.cancel()
-            await self._fleet.lose(gone)
             return None
         except asyncio.CancelledError:  # a score was given up, or failed for good, while others are still generated
             self._state.validation(replica.name, running=False)
@@ -192,14 +194,14 @@ class Validate(Stage[Validation, None]):
 
 
 class Timeouts:
-    """Looks whether the first validation is hopeless: whatever has been scored so far took too long."""
+    """Detector of a first validation in which every problem scored so far timed out."""
 
     def __init__(self) -> None:
         self._reasons: list[str] = []
         self._only = True
 
     def look(self, score: Score, problems: int) -> None:
-        """A problem of so many ``problems`` was scored. Raises `NothingToTrain` when the first ones all timed out."""
+        """Look at one of ``problems`` scores. Raises `NothingToTrain` when the first ones all timed out."""
         self._only &= isinstance(score, ScoringFailed) and timed_out(str(score))
         if not self._only:
             return
@@ -215,5 +217,5 @@ def _accuracy(scores: Sequence[Score]) -> float:
 
 
 def _version_of(trajectories: Sequence[Trajectory], otherwise: int) -> int:
-    """The version that answered: another replica may have taken over with a version of its own. The tokens know."""
+    """Return the version that sampled the answers, perhaps on another replica; ``otherwise`` without tokens."""
     return max((version for t in trajectories for _, version in t.version_spans), default=otherwise)

@@ -21,7 +21,7 @@ class Values(Stage[Fetch, Fetch]):
     waits_for_output = "ActorTrain"
 
     def __init__(self, emit: Emit, input: FetchSource, output: Channel[Fetch], critic: Critic, *, follows: str) -> None:
-        """``follows``: where fetches come from, in words for the user."""
+        """Build the stage. ``follows``: where its fetches come from, in words for the user."""
         super().__init__(emit, input, output)
         self.waits_for_input = follows
         self._critic = critic

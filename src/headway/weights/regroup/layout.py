@@ -28,16 +28,16 @@ class Interval(NamedTuple):
 
     @classmethod
     def piece(cls, index: int, pieces: int) -> Interval:
-        """Number ``index`` of ``pieces`` equal pieces of the whole dimension."""
+        """Return piece number ``index`` of the whole dimension, cut into ``pieces`` equal ones."""
         return cls(Fraction(index, pieces), Fraction(index + 1, pieces))
 
     @property
     def length(self) -> Fraction:
-        """The length, stop − start; 0 when nothing is left."""
+        """Length of the interval, stop − start; 0 when it is empty."""
         return max(self.stop - self.start, Fraction(0))
 
     def overlap(self, other: Interval) -> Interval:
-        """The span that both have; of length 0 when that is nothing."""
+        """Return the span that this interval shares with ``other``; it has length 0 when they share nothing."""
         return Interval(max(self.start, other.start), min(self.stop, other.stop))
 
 
@@ -49,11 +49,11 @@ class Rectangle(NamedTuple):
 
     @property
     def size(self) -> Fraction:
-        """The share of the model's bytes, all layers and all columns being equally large."""
+        """Share of the model's bytes in the rectangle, all layers and all columns being equally large."""
         return self.layers.length * self.columns.length
 
     def overlap(self, other: Rectangle) -> Rectangle:
-        """The part that both have, itself a rectangle; of size 0 when that is nothing."""
+        """Return the rectangle that this one shares with ``other``; it has size 0 when they share nothing."""
         return Rectangle(self.layers.overlap(other.layers), self.columns.overlap(other.columns))
 
     def covers(self, other: Rectangle) -> bool:
@@ -89,12 +89,12 @@ class Layout:
 
     @property
     def world(self) -> int:
-        """Number of devices."""
+        """Number of devices in the layout."""
         return self.pp * self.tp * self.dp
 
     @property
     def shards(self) -> int:
-        """Devices that hold one copy of the model between them."""
+        """Number of devices that hold one copy of the model between them."""
         return self.pp * self.tp
 
     def coordinates(self, rank: int) -> Coordinates:

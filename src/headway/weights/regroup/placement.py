@@ -37,22 +37,22 @@ class Placement:
 
     @property
     def tensor_groups(self) -> Groups:
-        """Ranks that differ in tp alone: together they compute one stage of one replica."""
+        """Groups of ranks that differ in tp alone: together they compute one stage of one replica."""
         return self._groups(lambda at: (at.pp, at.dp))
 
     @property
     def pipeline_groups(self) -> Groups:
-        """Ranks that differ in pp alone."""
+        """Groups of ranks that differ in pp alone."""
         return self._groups(lambda at: (at.dp, at.tp))
 
     @property
     def data_groups(self) -> Groups:
-        """Ranks that differ in dp alone: they hold the same part."""
+        """Groups of ranks that differ in dp alone: they hold the same part."""
         return self._groups(lambda at: (at.pp, at.tp))
 
     @property
     def model_groups(self) -> Groups:
-        """Ranks of the same dp: together they hold the model once. Ordered by pp, then tp."""
+        """Groups of ranks of the same dp: together they hold the model once. Ordered by pp, then tp."""
         return self._groups(lambda at: at.dp)
 
     def _groups(self, key: Callable[[Coordinates], Hashable]) -> Groups:
@@ -60,12 +60,12 @@ class Placement:
 
 
 def consecutive(layout: Layout) -> Placement:
-    """Ranks in Megatron's order (`Layout.coordinates`): the usual way, for training and for generation."""
+    """Place ranks in Megatron's order (`Layout.coordinates`): the usual way, for training and for generation."""
     return Placement(layout, tuple(layout.coordinates(rank) for rank in range(layout.world)))
 
 
 def regrouped(training: Layout, generation: Layout) -> Placement:
-    """Ranks so placed for generation that each one's training part lies inside its generation part.
+    """Place ranks for generation so that each one's training part lies inside its generation part.
 
     With s = pp / pp′ stages and c = tp / tp′ shards to be joined, a rank that trains at (pp, dp, tp) generates at
 
@@ -99,7 +99,7 @@ def micro_data_groups(training: Layout, generation: Layout) -> Groups:
 
 
 def check(training: Layout, generation: Layout) -> None:
-    """Raise `ConfigError` unless one can be regrouped into the other: as many devices, degrees that divide."""
+    """Raise `ConfigError` unless one layout can be regrouped into the other: as many devices, degrees that divide."""
     if training.world != generation.world:
         raise ConfigError(
             f"training ({training}) has {training.world} devices and generation ({generation}) has "

@@ -11,7 +11,7 @@ GB = 10**9
 
 
 def table(transitions: Sequence[tuple[Layout, Layout]], models: Mapping[str, int]) -> str:
-    """Three rows, one a way, for each (training, generation).
+    """Write the table: for each pair (training, generation) three rows, one for each way.
 
     ``ranks`` is the size of a gather group; the amounts are `Cost`'s, of the rank that has most. ``models`` gives the
     bytes of each model's weights; for each it adds a column with GB (10⁹ bytes) received and redundant.

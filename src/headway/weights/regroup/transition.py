@@ -30,9 +30,9 @@ class Cost:
     missing: Fraction
     """Share of the generation part that the rank does not hold: no way of communicating can move less."""
     received: Fraction
-    """Bytes that the all-gather brings from the other ranks: the volume of communication."""
+    """Share of the model that the all-gather brings from the other ranks: the volume of communication."""
     peak: Fraction
-    """The result of the all-gather: `received` more than the rank's own training part, which is one piece of it."""
+    """Size of the all-gather's result: `received`, and the rank's own training part, which is one piece of it."""
     redundant: Fraction
     """Share of the training part that the generation part lacks: kept as a second copy while generating."""
 
@@ -80,7 +80,7 @@ def gather_everything(training: Layout, generation: Layout) -> Transition:
 
 
 def gather_usual(training: Layout, generation: Layout) -> Transition:
-    """Consecutive ranks for both; a rank gathers the model from its training replica and keeps its generation part.
+    """Place both in consecutive ranks; a rank gathers the model from its training replica, keeps its generation part.
 
     Raises `ConfigError` for layouts that cannot be regrouped.
     """
@@ -90,7 +90,7 @@ def gather_usual(training: Layout, generation: Layout) -> Transition:
 
 
 def gather_regrouped(training: Layout, generation: Layout) -> Transition:
-    """Generation regrouped; a rank gathers its generation part from its micro data-parallel group.
+    """Regroup generation, so that a rank gathers its generation part from its micro data-parallel group.
 
     Raises `ConfigError` for layouts that cannot be regrouped.
     """

@@ -23,7 +23,7 @@ from headway.weights.transports.group import StoreGroup
 from headway.weights.transports.links import Address, EndContext, Meeting, needs, place_of
 
 HEADER = 8
-"""Integers: version, kind, then a bucket's `Header`, or the number of digests."""
+"""Number of integers in a header: version, kind, then a bucket's `Header`, or the number of digests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class BroadcastLink:
     timeout_s: float
     generation: int = 0
     device: str = "cpu"
-    """``cpu`` (Gloo) or ``cuda`` (NCCL); where buckets lie at both ends."""
+    """Device on which buckets lie at both ends: ``cpu`` (Gloo) or ``cuda`` (NCCL)."""
 
     @property
     def prefix(self) -> str:
@@ -85,7 +85,7 @@ class _Member:
 
 
 class BroadcastSender(_Member):
-    """The trainer's end, rank 0. See `WeightSender`. Joining blocks until all receivers join."""
+    """The trainer's end of a broadcast, rank 0 (`WeightSender`). Joining blocks until all receivers join."""
 
     def __init__(self, link: BroadcastLink, host: str | None = None) -> None:
         super().__init__(link, rank=0, host=host)
@@ -140,7 +140,7 @@ class BroadcastSender(_Member):
 
 
 class BroadcastReceiver(_Member):
-    """A replica's end, rank ``index + 1``. See `WeightReceiver`. Joining blocks until all join."""
+    """A replica's end of a broadcast, rank ``index + 1`` (`WeightReceiver`). Joining blocks until all join."""
 
     def __init__(self, link: BroadcastLink, index: int, host: str | None = None) -> None:
         super().__init__(link, rank=index + 1, host=host)
@@ -165,7 +165,7 @@ class BroadcastReceiver(_Member):
             raise
 
     def _next(self, version: int, index: int) -> Header | tuple[int, ...]:
-        """The header of the bucket that is due, or, when all members have everything, the digests."""
+        """Receive the header of the bucket that is due, or, when all members have everything, the digests."""
         with self._waiting(version, index):
             numbers = self._expect(version, index)
             if numbers[1] == _Kind.BUCKET:
@@ -202,7 +202,7 @@ class BroadcastReceiver(_Member):
         return tuple(value % 2**64 for value in digests.tolist())
 
     def _expect(self, version: int, index: int) -> list[int]:
-        """The next header's numbers: a bucket's, or the end's."""
+        """Receive the next header and return its numbers: a bucket's, or the end's."""
         header = torch.empty(HEADER, dtype=torch.int64, device=self._link.device)
         self._group.broadcast(header)
         numbers: list[int] = header.tolist()

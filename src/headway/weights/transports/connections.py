@@ -17,15 +17,15 @@ from threading import Lock
 from typing import Any
 
 Endpoint = tuple[str, int]
-"""IP address and port."""
+"""IP address and port of one end of a connection."""
 DESCRIPTORS = Path("/proc/self/fd")
 """The folder of this process's file descriptors, on Linux."""
 _making = Lock()
-"""Two devices that are made at once could not tell their listeners apart."""
+"""Lock that is held while a device is made: two made at once could not tell their listeners apart."""
 
 
 def device_and_listener(make: Callable[[], Any]) -> tuple[Any, Endpoint | None]:
-    """A Gloo device, and where it listens for the group's other members; None where that cannot be told."""
+    """Make a Gloo device, and find where it listens for the group's other members; None where that cannot be told."""
     with _making:
         before = _listeners()
         device = make()

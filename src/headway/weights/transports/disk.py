@@ -22,7 +22,7 @@ from headway.weights.transports.links import EndContext, Meeting, needs
 from headway.weights.transports.object_store import contents
 
 KEPT = 2
-"""Versions: the newest, and the one that receivers may still be reading."""
+"""Number of versions that are kept: the newest, and the one that receivers may still be reading."""
 LENGTH_BYTES = 8
 """Bytes at the beginning of a safetensors file that tell how long its header is."""
 _DTYPES = {
@@ -63,7 +63,7 @@ def open_receiver(link: DiskLink, name: str, here: EndContext) -> DiskReceiver:
 
 
 class DiskSender:
-    """The trainer's end. See `WeightSender`. On disk: two sets of weights, and a third while one is written."""
+    """The trainer's end of the disk transport (`WeightSender`). On disk: two sets of weights, three while writing."""
 
     def __init__(self, link: DiskLink) -> None:
         self._directory = link.directory
@@ -93,7 +93,7 @@ class DiskSender:
         return Parcel(version, tuple(headers), (str(path),) * len(headers), weights.digests)
 
     def close(self) -> None:
-        """The last versions stay, for others."""
+        """Leave the last versions on disk, for others."""
 
     def _keep(self, path: Path) -> None:
         self._written = [*(p for p in self._written if p != path), path]
@@ -104,7 +104,7 @@ class DiskSender:
 
 
 class DiskReceiver:
-    """A receiver's end. See `WeightReceiver`."""
+    """A receiver's end of the disk transport (`WeightReceiver`)."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -172,7 +172,7 @@ class _File:
 
 
 def safetensors_header(manifest: Manifest, version: int) -> bytes:
-    """The header that stands before the data: its length in 8 bytes, then JSON, padded to a multiple of 8.
+    """Make a safetensors file's header: its length in 8 bytes, then JSON, padded to a multiple of 8.
 
     https://huggingface.co/docs/safetensors: each tensor's dtype, shape and place in the data, which has no gaps.
     Raises `UpdateFailed` for a dtype that the format does not have.

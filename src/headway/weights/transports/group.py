@@ -57,11 +57,11 @@ class StoreGroup:
         self._finish(self._alive().broadcast([tensor], options))
 
     def meet(self) -> None:
-        """Returns when every member has called it."""
+        """Wait until every member has called this."""
         self._finish(self._alive().allreduce([torch.ones(1, dtype=torch.int64, device=self.device)]))
 
     def note(self, progress: str) -> None:
-        """Leave word of how far this rank is, for `behind`."""
+        """Store in ``progress`` how far this rank is, for `behind`."""
         self._store.set(f"progress/{self.rank}", progress)
 
     def behind(self, progress: str) -> list[str]:
@@ -155,6 +155,6 @@ def open_store(host: str, timeout_s: float) -> tuple[Any, int]:
 
 
 def join_store(address: tuple[str, int], prefix: str, timeout_s: float) -> Any:
-    """A client of the store at ``address``, with keys of its own under ``prefix``."""
+    """Open a client of the store at ``address``, with keys of its own under ``prefix``."""
     host, port = address
     return PrefixStore(prefix, TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s)))

@@ -34,32 +34,32 @@ class Meeting:
     address: Address | None = None
     """The address of a TCP store, which the sender's process hosts."""
     generation: int = 0
-    """Counts the meetings of a run: a transport that failed, or whose members changed, meets anew."""
+    """Number of this meeting in its run: a transport that failed, or whose members changed, meets anew."""
     device: str = "cpu"
-    """``cpu`` or ``cuda``: where buckets lie at both ends, for a transport that can carry either."""
+    """Device on which buckets lie at both ends, ``cpu`` or ``cuda``, for a transport that can carry either."""
     directory: Path | None = None
     """A directory for files that the receivers can open, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The facts that every end needs to open its own. Travels to other processes, except for ``local``'s."""
+    """The facts that both ends of a transport need to open. Travels to other processes, except for ``local``'s."""
 
     transport: str
     data: Any
-    """Transport-specific data."""
+    """The transport's own link, as its module made it."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndContext:
-    """The means that an end has where it runs."""
+    """The means that one end of a transport has on the machine where it runs."""
 
     host: str | None = None
-    """The machine's address for the others."""
+    """Address at which the other ends reach this machine."""
     put: Callable[[Any], Any] = lambda value: value
-    """Keep an object where other processes can get it; a handle of it."""
+    """Function that keeps an object where other processes can get it, and returns a handle of it."""
     fetch: Callable[[Sequence[Any]], list[Any]] = list
-    """Fetches what is behind handles. Raises an error of any type when that does not come in bounded time."""
+    """Function that gets the objects behind handles. Raises an error of any type when one does not come in time."""
 
 
 def make_link(transport: str, meeting: Meeting) -> Link:
@@ -68,13 +68,13 @@ def make_link(transport: str, meeting: Meeting) -> Link:
 
 
 def open_sender(link: Link, here: EndContext) -> WeightSender:
-    """The trainer's end. With ``broadcast`` this blocks until all receivers have opened theirs."""
+    """Open the trainer's end of ``link``. With ``broadcast`` this blocks until all receivers have opened theirs."""
     sender: WeightSender = _module(link.transport).open_sender(link.data, here)
     return sender
 
 
 def open_receiver(link: Link, name: str, here: EndContext) -> WeightReceiver:
-    """The end of the receiver called ``name``. With ``broadcast`` this blocks until all ends are open."""
+    """Open the end of the receiver called ``name``. With ``broadcast`` this blocks until all ends are open."""
     receiver: WeightReceiver = _module(link.transport).open_receiver(link.data, name, here)
     return receiver
 

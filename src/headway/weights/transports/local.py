@@ -99,7 +99,7 @@ class LocalExchange:
             raise
 
     def close(self) -> None:
-        """End the meeting for all: whoever waits here, or comes later, fails at once."""
+        """Close the exchange: every end that waits here, or comes later, fails at once."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -180,7 +180,7 @@ class LocalExchange:
 
 
 class LocalSender:
-    """The trainer's end. See `WeightSender`."""
+    """The trainer's end of a `LocalExchange` (`WeightSender`)."""
 
     def __init__(self, exchange: LocalExchange) -> None:
         self._exchange = exchange
@@ -190,12 +190,12 @@ class LocalSender:
         return None
 
     def close(self) -> None:
-        """Close the end: whoever still waits at any end fails at once."""
+        """Close the exchange: every end that still waits fails at once."""
         self._exchange.close()
 
 
 class LocalReceiver:
-    """A replica's end. See `WeightReceiver`."""
+    """A replica's end of a `LocalExchange` (`WeightReceiver`)."""
 
     def __init__(self, exchange: LocalExchange, name: str) -> None:
         self._exchange = exchange
@@ -205,5 +205,5 @@ class LocalReceiver:
         self._exchange.receive(self._name, version, sink)
 
     def close(self) -> None:
-        """Close the end: whoever still waits at any end fails at once."""
+        """Close the exchange: every end that still waits fails at once."""
         self._exchange.close()

@@ -14,7 +14,7 @@ from headway.weights.transports.links import EndContext, Meeting
 
 @dataclass(frozen=True, slots=True)
 class ObjectStoreLink:
-    """The store is where both ends are; nothing has to be known."""
+    """A link without data: the object store is there for both ends, which need to know nothing else."""
 
 
 def make_link(meeting: Meeting) -> ObjectStoreLink:
@@ -30,7 +30,7 @@ def open_receiver(link: ObjectStoreLink, name: str, here: EndContext) -> ObjectS
 
 
 class ObjectStoreSender:
-    """The trainer's end. See `WeightSender`. The objects live as long as somebody has the parcel.
+    """The trainer's end of the object store (`WeightSender`). The objects live as long as somebody has the parcel.
 
     Memory: in the store, one set of weights for each version whose parcel is still held; here, one bucket.
     """
@@ -54,7 +54,7 @@ class ObjectStoreSender:
 
 
 class ObjectStoreReceiver:
-    """A receiver's end. See `WeightReceiver`."""
+    """A receiver's end of the object store (`WeightReceiver`)."""
 
     def __init__(self, here: EndContext, name: str) -> None:
         self._here = here

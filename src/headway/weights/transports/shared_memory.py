@@ -42,9 +42,9 @@ def open_receiver(link: SharedMemoryLink, name: str, here: EndContext) -> Shared
 
 
 class SharedMemorySender:
-    """The trainer's end. See `WeightSender`. Memory: one set of weights; two when a version has to be sent again.
+    """The trainer's end of shared memory (`WeightSender`). Memory: one set of weights; two once one was sent again.
 
-    Who still reads the first sending of a version at its third has to read again: the digests tell.
+    A receiver that still reads the first sending of a version at its third has to read again: the digests tell.
     """
 
     def __init__(self, link: SharedMemoryLink) -> None:
@@ -74,7 +74,7 @@ class SharedMemorySender:
 
 
 class SharedMemoryReceiver:
-    """A receiver's end. See `WeightReceiver`. Memory: the sender's, which stays mapped for the next version."""
+    """A receiver's end of shared memory (`WeightReceiver`). The sender's memory stays mapped for the next version."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -108,7 +108,7 @@ class SharedMemoryReceiver:
 
 
 def _create(link: SharedMemoryLink) -> tuple[Path, torch.Tensor]:
-    """A new file for all weights, mapped. Raises `UpdateFailed` when there is no room for it."""
+    """Create and map a file for all weights. Raises `UpdateFailed` when there is no room for it."""
     nbytes = max(1, link.nbytes)  # nothing cannot be mapped
     path: Path | None = None
     try:

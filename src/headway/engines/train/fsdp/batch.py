@@ -30,9 +30,9 @@ class MicroBatch:
     predictors: Int[Tensor, " M"]
     """Index in the flattened [N · L] of each response token's predecessor, whose hidden state predicts it."""
     targets: Int[Tensor, " M"]
-    """The response tokens."""
+    """Ids of the response tokens of all rows, in row order."""
     present: Bool[Tensor, "N T"]
-    """True where a row has a response token."""
+    """Mask [N, T], True where a row has a response token."""
 
     def unflatten(self, values: Float[Tensor, " M"]) -> Float[Tensor, "N T"]:
         """Put values of response tokens where `present` says, 0 elsewhere. Differentiable."""
@@ -40,7 +40,7 @@ class MicroBatch:
 
 
 def collate(rows: Sequence[Row], device: torch.device) -> MicroBatch:
-    """The forward pass's tensors for ``rows``.
+    """Collate ``rows`` into the tensors of one forward pass.
 
     Raises:
         ValueError: a prompt without tokens: nothing would predict the response's first one.
@@ -66,7 +66,7 @@ def collate(rows: Sequence[Row], device: torch.device) -> MicroBatch:
 def response_aligned(
     rows: Sequence[Row], get: Callable[[Row], NDArray[np.generic]], dtype: type[np.generic], device: torch.device
 ) -> Tensor:
-    """[N, T]: ``get(row)`` ([its T]) of each row, zero-padded on the right."""
+    """Stack ``get(row)``, one value per response token, of all rows: [N, T], zero-padded on the right."""
     padded = np.zeros((len(rows), max(map(_response_length, rows))), dtype=dtype)
     for i, row in enumerate(rows):
         padded[i, : _response_length(row)] = get(row)

@@ -35,7 +35,7 @@ from headway.models.export import replace_folder
 from headway.progress import progress_here
 
 PROBE = 2**20
-"""Bytes for which a disk that has refused a checkpoint has no room either."""
+"""Number of bytes that are written to find out whether a disk that has refused a checkpoint is full."""
 
 
 def save_checkpoint(model: nn.Module, optimizer: Optimizer, path: Path, state: Mapping[str, Any]) -> None:
@@ -90,7 +90,7 @@ def save_checkpoint(model: nn.Module, optimizer: Optimizer, path: Path, state: M
 
 
 def _no_room(folder: Path) -> str:
-    """The message where the disk is full, now that torch has written to ``folder`` what there was room for.
+    """Return the message for a full disk, after torch failed to write to ``folder``; empty if the disk has room.
 
     Torch itself says of a full disk no more than "enforce fail … unexpected pos 704 vs 598".
     """
@@ -106,7 +106,7 @@ def _no_room(folder: Path) -> str:
 
 
 def incomplete_part(folder: Path) -> str | None:
-    """The fault of the first file that the checkpoint's ``.metadata`` names and that is missing or too short.
+    """Return what is wrong with the first file that ``.metadata`` names and that is missing or too short.
 
     None when all are whole. Raises whatever reading a damaged ``.metadata`` raises.
     """

@@ -21,7 +21,7 @@ def reduce_numbers(values: Sequence[float], op: dist.ReduceOp.RedOpType, device:
 
 
 def reduce_sums(sums: Sums) -> Sums:
-    """Every rank's sums as one, on the host, in two collectives and one transfer."""
+    """Reduce every rank's sums to one, on the host, in two collectives and one transfer."""
     maxima = sorted(name for name in sums if name in MAXIMA)
     added = sorted(name for name in sums if name not in MAXIMA)
     names = [*maxima, *added]

@@ -46,7 +46,7 @@ class FsdpCritic:
         return forward_sharded(self._module, rows, self._token_budget, self._device)
 
     def train_step(self, rows: Sequence[Row]) -> StepReport:
-        """One optimizer step towards the ``returns`` of ``rows``, this rank's share of a mini-batch.
+        """Take one optimizer step towards the ``returns`` of ``rows``, this rank's share of a mini-batch.
 
         Metrics: ``vf_loss``, ``vf_clipfrac``, ``vpred_mean``, ``returns_mean``, ``vf_explained_var`` (as in verl:
         1 − Var(R − V)/Var(R), V being the values at the fetch's start), ``grad_norm``, ``lr``.
@@ -61,7 +61,7 @@ class FsdpCritic:
         return report
 
     def save(self, path: Path) -> None:
-        """A checkpoint of model, optimizer and schedule. Atomic: a rename ends it."""
+        """Write a checkpoint of model, optimizer and schedule. Atomic: a rename ends it."""
         self._learner.save(self._module, path, {})
 
     def load(self, path: Path) -> None:

@@ -34,14 +34,15 @@ from headway.engines.train.fsdp.sums import Sums, Totals
 from headway.engines.train.fsdp.version_start import VersionStart
 from headway.interfaces import StepContext, StepReport
 from headway.models.export import export
-from headway.models.pretrained import compute_dtype, load_tokenizer
+from headway.models.pretrained import compute_dtype
+from headway.models.tokenizer import load_tokenizer
 from headway.progress import advance
 from headway.weights.layout import Manifest, build_manifest
 from headway.weights.outgoing import Window
 
 
 class FsdpEngine:
-    """One rank of the trainer."""
+    """One rank of the trainer, with its shards of the policy and the optimizer."""
 
     def __init__(self, *, model_path: str, config: Config, total_optimizer_steps: int, device: torch.device) -> None:
         """Load, shard and set up the optimizer.
@@ -85,7 +86,7 @@ class FsdpEngine:
             return self.forward_logprobs(rows)
 
     def train_step(self, rows: Sequence[Row], context: StepContext) -> StepReport:
-        """One optimizer step on a mini-batch of which ``rows`` are this rank's share. See `Learner.step`."""
+        """Take one optimizer step on a mini-batch of which ``rows`` are this rank's share. See `Learner.step`."""
         self._at_version.stepping(context.version)
         return self._learner.step(rows, partial(self._part, context))
 
@@ -113,7 +114,7 @@ class FsdpEngine:
         return build_manifest((name, tuple(p.shape), dtype) for name, p in self._policy.lm.named_parameters())
 
     def gather(self, manifest: Manifest, bucket_bytes: int, *, everywhere: bool = False) -> Iterator[Window]:
-        """The weights bucket by bucket, on rank zero's device or ``everywhere``; other ranks' bytes are unspecified.
+        """Yield the weights by buckets, on rank zero's device or ``everywhere``; other ranks' bytes are unspecified.
 
         Every rank must draw them all; each is valid until the next one is drawn. One bucket is held and nothing else.
         """
@@ -132,7 +133,7 @@ class FsdpEngine:
     # ------------------------------------------------------------------------------------------ files
 
     def save(self, path: Path, extra: Mapping[str, Any]) -> None:
-        """A checkpoint of model, optimizer and schedule, with ``extra`` (JSON values). Atomic: a rename ends it."""
+        """Write a checkpoint of model, optimizer and schedule, with ``extra`` (JSON). Atomic: a rename ends it."""
         self._learner.save(self._policy.lm, path, dict(extra))
 
     def load(self, path: Path) -> dict[str, Any]:

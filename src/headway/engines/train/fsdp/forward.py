@@ -1,4 +1,4 @@
-"""One number per token, without a gradient: what trainer, critic and reference policy share."""
+"""Forward passes without a gradient, one number per token: what trainer, critic and reference policy share."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def micro_batches(rows: Sequence[Row], token_budget: int, device: torch.device) 
 
 
 def rows_of(rows: Sequence[Row], indices: Sequence[int]) -> list[Row]:
-    """One micro-batch's rows, or the filler row for an empty one."""
+    """Return the rows of one micro-batch, or the filler row for an empty one."""
     return [rows[i] for i in indices] or [filler_row()]
 
 
 Compute = Callable[[MicroBatch], torch.Tensor]
-"""One number per response token [M] of a micro-batch."""
+"""Function that computes one number per response token [M] of a micro-batch."""
 
 
 @torch.no_grad()
 def forward_rows(
     rows: Sequence[Row], batches: Sequence[Sequence[int]], compute: Compute, device: torch.device
 ) -> list[NDArray[np.float32]]:
-    """The [T] float32 numbers of each of ``rows``, micro-batch by micro-batch. Collective where ``compute`` is."""
+    """Compute [T] float32 numbers for each of ``rows``, micro-batch by micro-batch. Collective where ``compute`` is."""
     results = [np.zeros(0, dtype=np.float32)] * len(rows)
     for done, indices in enumerate(batches, 1):
         values = compute(collate(rows_of(rows, indices), device)).float().cpu().numpy()
@@ -54,7 +54,7 @@ def forward_rows(
 def forward_sharded(
     module: ShardedModule, rows: Sequence[Row], token_budget: int, device: torch.device
 ) -> list[NDArray[np.float32]]:
-    """The [T] float32 numbers of each of this rank's ``rows``, by ``module.per_token``. Collective."""
+    """Compute [T] float32 numbers for each of this rank's ``rows``, by ``module.per_token``. Collective."""
     try:
         return forward_rows(rows, micro_batches(rows, token_budget, device), module.per_token, device)
     finally:

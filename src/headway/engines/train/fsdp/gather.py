@@ -22,14 +22,14 @@ from headway.weights.layout import ALIGNMENT, Manifest, buckets
 from headway.weights.outgoing import Window
 
 _WORD = torch.int64
-"""Buckets are summed as such: no byte carries into the next where all terms but one are zero."""
+"""Dtype in which the bytes of buckets are summed: none carries into the next where all terms but one are zero."""
 
 
 @torch.no_grad()
 def gather(
     lm: PreTrainedModel, manifest: Manifest, bucket_bytes: int, device: torch.device, *, everywhere: bool
 ) -> Iterator[Window]:
-    """See `FsdpEngine.gather`."""
+    """Yield the weights of a sharded model bucket by bucket, as `FsdpEngine.gather` says. Collective."""
     parts = {name: _part(name, parameter) for name, parameter in lm.named_parameters()}
     spans = list(buckets(manifest.nbytes, bucket_bytes))
     if dist.get_world_size() == 1:

@@ -34,7 +34,7 @@ StepPart = Callable[[Sequence[Row], Totals], tuple[torch.Tensor, Sums]]
 
 
 class Learner:
-    """Collective, as the engines are that use it."""
+    """Trains a sharded module: gradients, optimizer steps, learning-rate schedule and checkpoints. Collective."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Learner:
         total_steps: int,
         device: torch.device,
     ) -> None:
-        """``module`` is sharded; the learning-rate schedule ends after ``total_steps``."""
+        """Set up the optimizer of ``module``, which is sharded. The learning-rate schedule takes ``total_steps``."""
         self.module = module
         self._optim = optim
         self._grad_clip = grad_clip
@@ -59,7 +59,7 @@ class Learner:
         )
 
     def step(self, rows: Sequence[Row], part: StepPart) -> StepReport:
-        """One optimizer step on a mini-batch of which ``rows`` are this rank's share.
+        """Take one optimizer step on a mini-batch of which ``rows`` are this rank's share.
 
         A loss or gradient that is not finite on any rank skips the step on all: weights and optimizer are unchanged.
         The learning-rate schedule counts skipped steps too, so that it ends where the run does. The metrics of a
@@ -77,7 +77,7 @@ class Learner:
         return StepReport(skipped=not finite, metrics=metrics)
 
     def save(self, model: nn.Module, path: Path, extra: dict[str, Any]) -> None:
-        """A checkpoint of ``model``, the module or a part of it that has all parameters. Atomic: a rename ends it."""
+        """Write a checkpoint of ``model``: the module, or a part with all its parameters. Atomic: a rename ends it."""
         save_checkpoint(model, self._optimizer, path, {"optimizer_steps": self._steps, "extra": extra})
 
     def load(self, model: nn.Module, path: Path) -> dict[str, Any]:

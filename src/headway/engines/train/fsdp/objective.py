@@ -34,7 +34,7 @@ from headway.interfaces import StepContext
 BY_LAG = ("correction/rejected", "correction/truncated", "correction/weight")
 """Metrics of losses and corrections that are reported by lag, too."""
 DEFAULT_BOUND = 2.0
-"""The bound of a correction without bounds of its own."""
+"""Upper bound on π_prox/π_behav for a correction that is configured without bounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +42,22 @@ class LossColumns:
     """The columns that the loss reads beside the policy's outputs. [N, T] float32, zero-padded."""
 
     logprobs: Float[Tensor, "N T"]
-    """log π_behav."""
+    """Log-probs (nats) under π_behav, the policy that sampled the tokens."""
     prox_logprobs: Float[Tensor, "N T"]
-    """log π_prox; π_behav's where no others were computed."""
+    """Log-probs (nats) under π_prox, or under π_behav where no others were computed."""
     advantages: Float[Tensor, "N T"]
     mask: Bool[Tensor, "N T"]
     versions: Int[Tensor, "N T"]
     """The version that sampled each token."""
     ref_logprobs: Float[Tensor, "N T"] | None
     finished: Bool[Tensor, " N"]
-    """False for answers that were cut off."""
+    """Flag of each answer, False where it was cut off."""
 
 
 def collate_columns(
     rows: Sequence[Row], device: torch.device, *, with_ref: bool, with_prox: bool = False
 ) -> LossColumns:
-    """The loss's tensors for ``rows``, which have ``advantages``, and ``ref_logprobs``, ``prox_logprobs`` where asked.
+    """Collate the loss's tensors for ``rows``: the columns that it always reads, and those that are asked for.
 
     Raises `ValueError` for a row that lacks one of them.
     """
@@ -83,7 +83,7 @@ def collate_columns(
 
 
 class Objective:
-    """The configured loss. Knows tensors and coefficients, no ranks and no micro-batch's place among others."""
+    """The configured loss of one micro-batch. It knows no ranks, and no micro-batch's place among others."""
 
     def __init__(self, config: Config) -> None:
         actor: ActorConfig = config.actor
@@ -114,7 +114,7 @@ class Objective:
         entropy: Tensor,
         context: StepContext,
     ) -> tuple[Float[Tensor, ""], Sums]:
-        """The micro-batch's part of the loss, and of the sums. ``logprobs`` and ``entropy`` [M] are the policy's."""
+        """Compute the micro-batch's part of loss and sums. ``logprobs`` and ``entropy`` [M] are the policy's."""
         mask_NT = columns.mask
         entropy_NT, logprobs_NT = batch.unflatten(entropy), batch.unflatten(logprobs)
         params = self._params
@@ -202,7 +202,7 @@ class Objective:
 
 
 def _corrections(config: RolloutCorrectionConfig) -> tuple[Correction, CorrectionParams] | None:
-    """All configured corrections as one; None for none. Raises `ConfigError` for parameters that make no sense."""
+    """Combine all configured corrections; None for none. Raises `ConfigError` for parameters that make no sense."""
     built = [_correction(one) for one in config.all]
     if len(built) < 2:
         return built[0] if built else None

@@ -31,14 +31,14 @@ class ShardedModule(nn.Module):
     """The module that FSDP shards: a Hugging Face decoder under a forward pass that ends in numbers per token."""
 
     def __init__(self, decoder: nn.Module) -> None:
-        """``decoder`` is the LM without its head, wherever in this module it lies."""
+        """Find the layers of ``decoder``: the LM without its head, wherever in this module it lies."""
         super().__init__()
         self._layers = [m for m in decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
         self._kind = type(decoder).__name__
         _count_layers(self._layers, progress_here())
 
     def per_token(self, batch: MicroBatch) -> Float[Tensor, " M"]:
-        """The number that a forward pass without gradient is asked for."""
+        """Compute one number per response token: what a forward pass without gradient is run for."""
         raise NotImplementedError
 
     def decoder_layers(self) -> list[nn.Module]:

@@ -31,7 +31,7 @@ Wrap = Callable[[PreTrainedModel], M]
 
 
 def sharded_policy(model_path: str, config: Config, device: torch.device) -> PolicyModule:
-    """The policy at ``model_path``. See `sharded`."""
+    """Open the policy at ``model_path`` and shard it over all ranks, as `sharded` does. Collective."""
     return sharded(lambda lm: PolicyModule(lm, config.rollout.temperature), model_path, config, device)
 
 

@@ -12,7 +12,7 @@ from headway.algorithms import health
 from headway.data.collate import Row
 
 Sums = dict[str, Tensor]
-"""Named float64 tensors. Names in `MAXIMA` reduce by maximum, all others by sum."""
+"""Sums for a step's metrics: float64 tensors by name. Those in `MAXIMA` are reduced by maximum, all others by sum."""
 
 HEALTH = "health/"
 MAXIMA = frozenset(HEALTH + name for name in health.MAX_REDUCED)
@@ -20,22 +20,22 @@ MAXIMA = frozenset(HEALTH + name for name in health.MAX_REDUCED)
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """The totals of a whole mini-batch, over all ranks."""
+    """Numbers of tokens and sequences that the loss counts in a whole mini-batch, over all ranks."""
 
     tokens: float
     """Number of tokens that the loss counts."""
     sequences: float
-    """Sequences with at least one token that the loss counts."""
+    """Number of sequences with at least one token that the loss counts."""
 
 
 def count(rows: Sequence[Row]) -> Totals:
-    """The rank's share of the totals."""
+    """Count the tokens and sequences of this rank's ``rows``: its share of the mini-batch's totals."""
     tokens = [int(row.loss_mask.sum()) for row in rows]
     return Totals(tokens=float(sum(tokens)), sequences=float(sum(n > 0 for n in tokens)))
 
 
 def merge(parts: Sequence[Sums]) -> Sums:
-    """The sums of several micro-batches as one."""
+    """Merge the sums of several micro-batches: by maximum for names in `MAXIMA`, by addition for all others."""
     return {
         name: torch.stack([part[name] for part in parts]).amax(0)
         if name in MAXIMA
@@ -45,7 +45,7 @@ def merge(parts: Sequence[Sums]) -> Sums:
 
 
 def as_metrics(sums: Mapping[str, Tensor]) -> dict[str, float]:
-    """The metrics that reduced sums give."""
+    """Compute a step's metrics from sums that were reduced over micro-batches and ranks."""
     metrics = {name: float(value) for name, value in sums.items() if not name.startswith(HEALTH)}
     of_health = {n.removeprefix(HEALTH): v for n, v in sums.items() if n.startswith(HEALTH)}
     if not of_health:

@@ -17,12 +17,12 @@ from headway.errors import RunError
 
 
 class VersionStart:
-    """The weights of one rank at the start of a version; copies in host memory are of its own shards. Restoring holds a
-    second one while it lasts.
+    """One rank's shards of the policy at the start of a version, copied to host memory. While they are restored, a
+    second copy holds the present ones.
     """
 
     def __init__(self, module: nn.Module, *, keeps_copy: bool) -> None:
-        """``keeps_copy``: without it a version is known only until its first step."""
+        """Track the weights of ``module``. Without ``keeps_copy`` a version's start is lost at its first step."""
         self._module = module
         self._keeps_copy = keeps_copy
         self._known: int | None = None
@@ -32,7 +32,7 @@ class VersionStart:
         self._copy: list[torch.Tensor] = []
 
     def stepping(self, version: int) -> None:
-        """An optimizer step of ``version`` follows."""
+        """Note that an optimizer step of ``version`` follows."""
         self._stepped = version
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Running things side by side and failing as one.
+"""Coroutines that run side by side and fail as one.
 
     concurrently(coroutines)   all of them are known at the start
     failing_as_one(main)       ``main`` starts others on its way
@@ -19,18 +19,18 @@ U = TypeVar("U")
 
 
 def failure_ignored(future: asyncio.Future[T]) -> asyncio.Future[T]:
-    """Mark the failure of ``future`` as seen: whoever waits for it, shielded, may be cancelled before it fails."""
+    """Mark the failure of ``future`` as seen, so that asyncio does not complain if nobody waits for it. Returns it."""
     future.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio says that nobody heard
     return future
 
 
 class Tasks:
-    """The tasks that `failing_as_one` waits for: those that are running, in the order in which they were started."""
+    """Running tasks that `failing_as_one` waits for, in the order in which they were started."""
 
     def __init__(self) -> None:
         self._running: dict[asyncio.Task[Any], None] = {}
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when all have ended, or with the first failure."""
+        """Future that is done when all tasks have ended, or with the first failure."""
 
     def start(self, coroutine: Coroutine[Any, Any, T], *, name: str | None = None) -> asyncio.Task[T]:
         """Start ``coroutine`` as a task. A task cancelled alone ends quietly; a failure ends the whole group."""
@@ -40,14 +40,14 @@ class Tasks:
         return task
 
     async def ended(self) -> None:
-        """Wait until all tasks have ended. The first failure, or a cancellation of this wait, cancels the rest, and is
-        raised then.
+        """Wait until all tasks have ended. The first failure, or a cancellation of this wait, cancels the other tasks
+        and is raised after they ended.
         """
         try:
             await self._over
         finally:
             while running := [task for task in self._running if not task.done()]:
-                await _end(running)
+                await end(running)
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         del self._running[task]
@@ -61,10 +61,10 @@ class Tasks:
 
 
 async def failing_as_one(main: Callable[[Tasks], Coroutine[Any, Any, T]]) -> T:
-    """The result of ``main``, when all that it has started has ended, too.
+    """Run ``main``, and return its result when all tasks that it started have ended, too.
 
-    The first failure of any of them cancels the others, ``main`` first, and is raised as it is, when all have ended. So
-    does a cancellation from outside, which is never taken for a failure of theirs.
+    The first failure of any of them cancels the others, ``main`` first, and is raised unchanged when all have ended. A
+    cancellation from outside cancels them, too, and is never taken for a failure of a task.
     """
     tasks = Tasks()
     result = tasks.start(main(tasks))
@@ -73,9 +73,10 @@ async def failing_as_one(main: Callable[[Tasks], Coroutine[Any, Any, T]]) -> T:
 
 
 async def concurrently(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results in the order given. The first failure cancels the rest and is raised as it is, when all have ended.
+    """Run the coroutines side by side and return their results in the order given.
 
-    A cancellation from outside cancels all of them, and is never taken for a failure of theirs.
+    The first failure cancels the others and is raised unchanged when all have ended. So does a cancellation from
+    outside, which is never taken for a failure of theirs.
     """
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     if not tasks:
@@ -83,15 +84,15 @@ async def concurrently(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
     finally:
-        await _end(tasks)
+        await end(tasks)
     for task in tasks:
         if task in done:
             task.result()  # raises the failure; of several at once, that of the first in order
     return [task.result() for task in tasks]
 
 
-async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Cancel what still runs and see it through, however often this task is cancelled meanwhile."""
+async def end(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Cancel the tasks that still run and wait for their ends, however often this one is cancelled meanwhile."""
     cancelled: asyncio.CancelledError | None = None
     for task in tasks:
         task.cancel()
@@ -108,6 +109,6 @@ async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
 
 
 async def both(left: Coroutine[Any, Any, T], right: Coroutine[Any, Any, U]) -> tuple[T, U]:
-    """`concurrently` for two results of different types."""
+    """Run two coroutines as `concurrently` does, with results of different types."""
     results: list[Any] = await concurrently([left, right])
     return results[0], results[1]

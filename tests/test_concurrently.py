@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headway.pipeline.concurrently import Tasks, concurrently, failing_as_one
+from headway.concurrently import Tasks, concurrently, failing_as_one
 from headway.simulate.clock import run_virtual
 
 

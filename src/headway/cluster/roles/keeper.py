@@ -1,0 +1,72 @@
+"""The keeper of a node's groups, in a process of its own: neither torch nor code of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import replace
+
+from headway.cluster.calls import ReplicaCalls
+from headway.cluster.roles.role import Role
+from headway.cluster.worker_group import Dispatch, register
+from headway.data.types import GroupTokens
+from headway.episodes.keeper import GroupKeeper
+from headway.errors import HeadwayError
+from headway.interfaces import FinishedGroup, GroupRequest
+from headway.models.tokenizer import load_tokenizer, text_of, torch_hidden
+
+
+class KeeperRole(Role):
+    """A `GroupKeeper` and its tokenizer."""
+
+    @register(Dispatch.RANK_ZERO)
+    def build(self) -> None:
+        """Load the tokenizer."""
+        with torch_hidden():
+            self._decode = text_of(
+                load_tokenizer(self._model_path, trust_remote_code=self._config.model.trust_remote_code)
+            )
+
+    @register(Dispatch.RANK_ZERO)
+    async def serve(self) -> None:
+        """Begin to keep groups, on the running loop."""
+        self._keeper = GroupKeeper(self.name, self._decode)
+
+    async def generate(
+        self, requests: Sequence[GroupRequest], on: str | None
+    ) -> AsyncGenerator[tuple[FinishedGroup, GroupTokens], None]:
+        """Yield metadata and tokens of each group apart: the driver reads the one and passes the other on."""
+        async for group in self._keeper.generate(requests, on=on):
+            yield replace(group, tokens=None), group.tokens
+
+    async def join(self, replica: ReplicaCalls) -> None:
+        """Have the keeper connect to ``replica``."""
+        await self._keeper.join(replica)
+
+    async def leave(self, replica: str) -> None:
+        """Have the keeper ask the calls of ``replica`` again of others."""
+        await self._keeper.leave(replica)
+
+    async def route(self, replicas: Sequence[str]) -> None:
+        """Have the keeper send new calls to these replicas alone."""
+        await self._keeper.route(replicas)
+
+    async def abort(self, numbers: Sequence[int]) -> None:
+        """Have the keeper end these training groups as they are."""
+        await self._keeper.abort(numbers)
+
+    async def abort_older_than(self, version: int) -> None:
+        """Have the keeper end the training groups with an older token in a finished call."""
+        await self._keeper.abort_older_than(version)
+
+    def failures(self) -> AsyncIterator[tuple[str, HeadwayError]]:
+        """Yield the replicas that failed, and why."""
+        return self._keeper.failures()
+
+    async def leave_all(self) -> None:
+        """Have the keeper leave all replicas."""
+        await self._keeper.close()
+
+    async def close(self) -> None:  # type: ignore[override]
+        """Leave all replicas."""
+        if hasattr(self, "_keeper"):
+            await self._keeper.close()

@@ -1,0 +1,306 @@
+"""Groups out of calls: who is asked what, and what becomes of groups whose replica leaves, refuses or aborts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+
+from headway.data.types import FinishReason, Prompt, SampledTokens, TrajectoryId
+from headway.episodes.keeper import GroupKeeper
+from headway.errors import DataError, WorkerDied
+from headway.interfaces import Call, FinishedCall, FinishedGroup, GroupRequest, Priority, SamplingParams
+from headway.simulate.clock import run_virtual
+
+SAMPLING = SamplingParams(16)
+
+
+class ScriptedEngine:
+    """Takes calls and finishes those that a test names."""
+
+    def __init__(self, name: str, slots: int = 4) -> None:
+        self.name = name
+        self.slots = slots
+        self.calls: dict[int, Call] = {}
+        self.messages: list[list[int]] = []
+        """Numbers of the calls of each `submit`."""
+        self.aborted: list[int] = []
+        self.refuses: DataError | None = None
+        self._batches: asyncio.Queue[list[FinishedCall] | WorkerDied] = asyncio.Queue()
+
+    async def submit(self, client: str, calls: Sequence[Call]) -> None:
+        if self.refuses is not None:
+            raise self.refuses
+        self.messages.append([call.number for call in calls])
+        self.calls.update((call.number, call) for call in calls)
+
+    async def finished(self, client: str) -> AsyncIterator[Sequence[FinishedCall]]:
+        while True:
+            batch = await self._batches.get()
+            if isinstance(batch, WorkerDied):
+                raise batch
+            yield batch
+
+    async def abort(self, client: str, numbers: Sequence[int]) -> None:
+        self.aborted += numbers
+        self.finish([number for number in numbers if number in self.calls], FinishReason.ABORTED)
+
+    async def release(self, trajectories: Sequence[TrajectoryId]) -> None: ...
+
+    def finish(self, numbers: Sequence[int], reason: FinishReason = FinishReason.STOP, version: int = 0) -> None:
+        """Finish these calls in one step, each with two tokens: its row and its k."""
+        batch = []
+        for number in numbers:
+            id = self.calls.pop(number).trajectory
+            ids = np.array([id.row, id.k], np.int32)
+            tokens = SampledTokens(ids, np.zeros(2, np.float32), np.full(2, version, np.int32))
+            batch.append(FinishedCall(number, 2, [[0, version]], reason, 0.0, 1.0, tokens))
+        self._batches.put_nowait(batch)
+
+    def finish_all(self, version: int = 0) -> None:
+        self.finish(list(self.calls), version=version)
+
+    def die(self) -> None:
+        self._batches.put_nowait(WorkerDied(f"{self.name} was killed"))
+
+
+def request(number: int, n: int = 2, priority: Priority = Priority.TRAINING) -> GroupRequest:
+    ids = np.arange(3, dtype=np.int32)
+    return GroupRequest(number, Prompt(0, number, 0, "test", "", ids), n, SAMPLING, priority)
+
+
+@asynccontextmanager
+async def keeper_of(*engines: ScriptedEngine) -> AsyncGenerator[GroupKeeper, None]:
+    keeper = GroupKeeper("keeper", lambda ids: " ".join(map(str, ids)))
+    for engine in engines:
+        await keeper.join(engine)
+    await keeper.route([engine.name for engine in engines])
+    yield keeper
+    await keeper.close()
+
+
+class Asked:
+    """A `generate` call under way, and the groups that it has given."""
+
+    def __init__(self, keeper: GroupKeeper, requests: Sequence[GroupRequest], on: str | None = None) -> None:
+        self.groups: list[FinishedGroup] = []
+        self.task = asyncio.ensure_future(self._read(keeper.generate(requests, on=on)))
+
+    async def _read(self, groups: AsyncIterator[FinishedGroup]) -> None:
+        async for group in groups:
+            self.groups.append(group)
+
+    @property
+    def numbers(self) -> list[int]:
+        return [group.number for group in self.groups]
+
+
+async def settle() -> None:
+    """Let everything happen that waits for no time."""
+    await asyncio.sleep(1)
+
+
+def test_a_wave_is_one_message_and_each_group_comes_when_its_last_answer_does():
+    async def main() -> None:
+        engine = ScriptedEngine("a", slots=64)
+        async with keeper_of(engine) as keeper:
+            asked = Asked(keeper, [request(0), request(1, n=3)])
+            await settle()
+            assert engine.messages == [[1, 2, 3, 4, 5]]
+            engine.finish([1, 4, 5])
+            await settle()
+            assert asked.numbers == []
+            engine.finish([2])
+            engine.finish([3])
+            await asked.task
+            assert asked.numbers == [0, 1]
+            trajectories = asked.groups[1].trajectories
+            assert [t.id.k for t in trajectories] == [0, 1, 2]
+            assert [t.text for t in trajectories] == ["1 0", "1 1", "1 2"]
+            assert [r.ids.tolist() for r in asked.groups[1].tokens.responses] == [[1, 0], [1, 1], [1, 2]]
+            assert asked.groups[1].tokens.prompt_ids.tolist() == [0, 1, 2]
+
+    run_virtual(main())
+
+
+def test_a_baseline_is_one_more_answer_with_a_sampling_of_its_own():
+    async def main() -> None:
+        engine, greedy = ScriptedEngine("a"), SamplingParams(16, temperature=0.0)
+        async with keeper_of(engine) as keeper:
+            asked = Asked(keeper, [GroupRequest(0, request(0).prompt, 2, SAMPLING, baseline=greedy)])
+            await settle()
+            assert [call.sampling for call in engine.calls.values()] == [SAMPLING, SAMPLING, greedy]
+            engine.finish_all()
+            await asked.task
+            assert len(asked.groups[0].trajectories) == 3
+
+    run_virtual(main())
+
+
+def test_the_calls_of_a_replica_that_leaves_are_asked_of_another_and_finished_ones_stay():
+    async def main() -> None:
+        a, b = ScriptedEngine("a"), ScriptedEngine("b")
+        async with keeper_of(a, b) as keeper:
+            asked = Asked(keeper, [request(0, n=3), request(1)])
+            await settle()
+            assert (len(a.calls), len(b.calls)) == (3, 2)
+            a.finish([1])
+            await settle()
+            await keeper.leave("a")
+            await settle()
+            assert sorted(call.trajectory[1:] for call in b.calls.values()) == [
+                (0, 0, 1),
+                (0, 0, 2),
+                (1, 0, 0),
+                (1, 0, 1),
+            ]
+            b.finish_all()
+            await asked.task
+            assert [t.replica for t in next(g for g in asked.groups if g.number == 0).trajectories] == ["a", "b", "b"]
+
+    run_virtual(main())
+
+
+def test_without_a_replica_that_takes_calls_they_wait_for_one():
+    async def main() -> None:
+        a, b = ScriptedEngine("a"), ScriptedEngine("b")
+        async with keeper_of(a) as keeper:
+            asked = Asked(keeper, [request(0)])
+            await settle()
+            await keeper.leave("a")
+            await keeper.join(b)
+            await settle()
+            assert not b.calls, "it is not routed to yet"
+            await keeper.route(["b"])
+            await settle()
+            b.finish_all()
+            await asked.task
+            assert asked.numbers == [0]
+
+    run_virtual(main())
+
+
+def test_groups_that_belong_to_one_replica_end_with_it():
+    async def main() -> None:
+        a, b = ScriptedEngine("a"), ScriptedEngine("b")
+        async with keeper_of(a, b) as keeper:
+            asked = Asked(keeper, [request(0), request(1)], on="a")
+            await settle()
+            assert len(a.calls) == 4
+            await keeper.leave("a")
+            with pytest.raises(WorkerDied, match="a is gone"):
+                await asked.task
+            with pytest.raises(WorkerDied, match="a is gone"):
+                await Asked(keeper, [request(0)], on="a").task
+            await settle()
+            assert not b.calls
+
+    run_virtual(main())
+
+
+def test_a_call_that_an_engine_ends_ends_its_group_and_no_other():
+    async def main() -> None:
+        engine = ScriptedEngine("a", slots=64)
+        async with keeper_of(engine) as keeper:
+            asked = Asked(keeper, [request(0, n=3), request(1)])
+            await settle()
+            engine.finish([1])
+            engine.finish([2], FinishReason.ABORTED)
+            await settle()
+            assert engine.aborted == [3]
+            reasons = [t.finish_reason for t in asked.groups[0].trajectories]
+            assert reasons == [FinishReason.STOP, FinishReason.ABORTED, FinishReason.ABORTED]
+            engine.finish_all()
+            await asked.task
+            assert asked.numbers == [0, 1]
+
+    run_virtual(main())
+
+
+def test_training_groups_are_aborted_by_number_wherever_they_are():
+    async def main() -> None:
+        engine = ScriptedEngine("a", slots=64)
+        async with keeper_of(engine) as keeper:
+            asked = Asked(keeper, [request(0), request(1)])
+            validating = Asked(keeper, [request(0, priority=Priority.VALIDATION)])
+            await settle()
+            await keeper.route([])
+            waiting = Asked(keeper, [request(2)])
+            await settle()
+            await keeper.abort([0, 2, 77])
+            await settle()
+            assert (asked.numbers, waiting.numbers, validating.numbers) == ([0], [2], [])
+            assert all(t.finish_reason is FinishReason.ABORTED for t in waiting.groups[0].trajectories)
+            engine.finish_all()
+            await asyncio.gather(asked.task, validating.task)
+
+    run_virtual(main())
+
+
+def test_a_group_with_an_old_token_in_a_finished_call_is_aborted():
+    async def main() -> None:
+        engine = ScriptedEngine("a", slots=64)
+        async with keeper_of(engine) as keeper:
+            asked = Asked(keeper, [request(0), request(1)])
+            await settle()
+            engine.finish([1], version=3)
+            engine.finish([3], version=4)
+            await settle()
+            await keeper.abort_older_than(4)
+            await settle()
+            assert asked.numbers == [0]
+            engine.finish_all(version=5)
+            await asked.task
+
+    run_virtual(main())
+
+
+def test_whoever_leaves_early_has_the_rest_aborted_and_others_go_on():
+    async def main() -> None:
+        engine = ScriptedEngine("a", slots=64)
+        async with keeper_of(engine) as keeper:
+            asked, other = Asked(keeper, [request(0), request(1)]), Asked(keeper, [request(2)])
+            await settle()
+            asked.task.cancel()
+            await settle()
+            assert sorted(engine.aborted) == [1, 2, 3, 4]
+            engine.finish_all()
+            await other.task
+            assert other.numbers == [2]
+
+    run_virtual(main())
+
+
+def test_what_an_engine_refuses_is_raised_where_it_was_asked_for():
+    async def main() -> None:
+        engine = ScriptedEngine("a")
+        async with keeper_of(engine) as keeper:
+            engine.refuses = DataError("row 0: too long")
+            with pytest.raises(DataError, match="row 0: too long"):
+                await Asked(keeper, [request(0)]).task
+            engine.refuses = None
+            asked = Asked(keeper, [request(1)])
+            await settle()
+            engine.finish_all()
+            await asked.task
+
+    run_virtual(main())
+
+
+def test_a_replica_that_fails_is_reported_once():
+    async def main() -> None:
+        engine = ScriptedEngine("a")
+        async with keeper_of(engine) as keeper:
+            asked = Asked(keeper, [request(0)])
+            await settle()
+            engine.die()
+            replica, error = await anext(keeper.failures())
+            assert (replica, str(error)) == ("a", "a was killed")
+            keeper.end(error)
+            with pytest.raises(WorkerDied, match="a was killed"):
+                await asked.task
+
+    run_virtual(main())
