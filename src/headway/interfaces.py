@@ -176,7 +176,7 @@ class FinishedCall:
     tokens: SampledTokens | None = None
     """The tokens; None where they are only simulated."""
     cached: int = 0
-    """Tokens of the context whose keys and values were found in the prefix cache."""
+    """Tokens of the context that needed no prefill: the prefix cache had them, or another call brought them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,9 +225,11 @@ class EngineStats:
     generated_tokens: int = 0
     prefilled_tokens: int = 0
     cached_tokens: int = 0
-    """Tokens of contexts that were found in the prefix cache, and not prefilled."""
+    """Tokens of contexts that needed no prefill: the prefix cache had them, or another call brought them."""
     preempted: int = 0
     """Number of times that an answer was parked because memory for keys and values ran short."""
+    unpinned: int = 0
+    """Number of times that an open episode lost what was kept for its next call because that memory ran short."""
     running: int = 0
     waiting: int = 0
     version: int = 0

@@ -7,22 +7,25 @@ import copy
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import count
 from typing import Any
 
 import torch
 
 from headway.engines.rollout.native import NativeEngine
-from headway.interfaces import FinishedGroup, GenerateRequest
+from headway.episodes.alone import keeping
+from headway.interfaces import FinishedGroup, GroupRequest
 from headway.weights.buckets import Shard, pack
 from headway.weights.layout import Manifest, buckets, build_manifest
 from headway.weights.outgoing import Stream
 from headway.weights.protocols import WeightSink
-from tests.engines.rollout.support import CONTEXT, make_model, make_request
+from tests.engines.rollout.support import CONTEXT, decode, make_model, make_request
 
 MODEL = make_model()
 WAIT_S = 20.0
 """No wait of these tests comes near it."""
 BUCKET = 4096
+_KEEPERS = count()
 
 
 def manifest_of(model: torch.nn.Module) -> Manifest:
@@ -68,7 +71,7 @@ async def serving(
         "slots": 8,
         "max_context": CONTEXT,
         "max_batched_tokens": 64,
-        "decode": lambda ids: " ".join(map(str, ids)),
+        "decode": decode,
         "receive": source.receive if source else None,
         "manifest": source.manifest if source else None,
         "consume_bucket_bytes": 1024,
@@ -80,11 +83,20 @@ async def serving(
         await engine.close()
 
 
-async def collect(engine: NativeEngine, requests: list[GenerateRequest]) -> list[FinishedGroup]:
+async def collect(engine: NativeEngine, requests: list[GroupRequest]) -> list[FinishedGroup]:
+    """The groups in the order in which they are done, by a keeper of their own."""
+    name = f"keeper {next(_KEEPERS)}"
+    async with asyncio.timeout(WAIT_S), keeping(engine, decode=decode, name=name) as keeper:
+        return [group async for group in keeper.generate(requests)]
+
+
+async def until_asked(engine: NativeEngine, calls: int = 1) -> None:
+    """Wait until the engine has so many calls."""
     async with asyncio.timeout(WAIT_S):
-        return [group async for group in engine.generate(requests)]
+        while (stats := await engine.stats()).running + stats.waiting < calls:
+            pass
 
 
-def endless(number: int, **changes: Any) -> GenerateRequest:
+def endless(number: int, **changes: Any) -> GroupRequest:
     """As long as the context allows."""
     return make_request(number, max_tokens=CONTEXT, stop_token_ids=(), **changes)

@@ -1,9 +1,10 @@
-"""Tiny models, requests and references for the rollout engine's tests."""
+"""Tiny models, requests, references, and groups made of calls for the rollout engine's tests."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from headway.data.types import Prompt
-from headway.engines.rollout.native.core import EngineCore
+from headway.data.types import GroupTokens, Prompt, ResponseTokens, Trajectory
+from headway.engines.rollout.native.core import EngineCore, Finished
 from headway.engines.served.weights import Contents
-from headway.interfaces import FinishedGroup, GenerateRequest, Priority, SamplingParams
+from headway.interfaces import Call, FinishedCall, FinishedGroup, GroupRequest, Priority, SamplingParams
 
 VOCABULARY = 40
 CONTEXT = 64
@@ -64,7 +65,95 @@ def make_model(family: str = "qwen3", *, tied: bool = True, seed: int = 0, **cha
     return model
 
 
-def make_core(model: PreTrainedModel, *, slots: int = 8, seed: int = 7, **changes: Any) -> EngineCore:
+def decode(ids: Sequence[int]) -> str:
+    return " ".join(map(str, ids))
+
+
+@dataclass(eq=False)
+class Asked:
+    """A group that was asked for, and what has come of it."""
+
+    request: GroupRequest
+    client: str
+    done: dict[int, FinishedCall] = field(default_factory=dict)
+
+    def trajectory(self, k: int) -> Trajectory:
+        call = self.done[k]
+        return Trajectory(
+            id=self.request.prompt.trajectory_id(k),
+            replica="replica",
+            text=decode(call.tokens.ids.tolist()),
+            prompt_length=len(self.request.prompt.token_ids),
+            length=call.length,
+            finish_reason=call.finish_reason,
+            version_spans=call.version_spans,
+            started=call.started,
+            finished=call.finished,
+        )
+
+    def group(self) -> FinishedGroup:
+        ks = range(self.request.n)
+        tokens = [self.done[k].tokens for k in ks]
+        responses = tuple(ResponseTokens(t.ids, t.logprobs, t.versions, np.ones(len(t.ids), bool)) for t in tokens)
+        prompt = np.asarray(self.request.prompt.token_ids, np.int32)
+        return FinishedGroup(self.request.number, tuple(map(self.trajectory, ks)), GroupTokens(prompt, responses))
+
+
+class AskedCore(EngineCore):
+    """A core that is asked for groups: each is n calls of its prompt."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._numbers = iter(range(10**9))
+        self.asked: dict[tuple[str, int], tuple[Asked, int]] = {}
+        """(group, k) of what is unfinished, by client and number of the call."""
+
+    def ask(self, requests: Sequence[GroupRequest], client: str = "owner") -> None:
+        calls, asked = [], {}
+        for request in requests:
+            group = Asked(request, client)
+            for k in range(request.n):
+                calls.append(make_call(request, k, next(self._numbers)))
+                asked[client, calls[-1].number] = (group, k)
+        self.submit(client, calls)
+        self.asked |= asked
+
+    def groups(self, finished: Iterable[Finished]) -> list[FinishedGroup]:
+        """The groups that this completes."""
+        complete = []
+        for client, call in finished:
+            group, k = self.asked.pop((client, call.number))
+            group.done[k] = call
+            if len(group.done) == group.request.n:
+                complete.append(group.group())
+        return complete
+
+    def abort_groups(self, numbers: Sequence[int]) -> list[FinishedGroup]:
+        """Abort these training groups."""
+        wanted: dict[str, list[int]] = {}
+        for (client, number), (group, _) in self.asked.items():
+            if group.request.number in numbers and group.request.priority is Priority.TRAINING:
+                wanted.setdefault(client, []).append(number)
+        return [group for client, calls in wanted.items() for group in self.groups(self.abort(client, calls))]
+
+    def unfinished(self) -> list[int]:
+        """Numbers of the groups that are not complete."""
+        return sorted({group.request.number for group, _ in self.asked.values()})
+
+
+def make_call(request: GroupRequest, k: int = 0, number: int = 0, **changes: Any) -> Call:
+    """The call of one answer of a group."""
+    settings: dict[str, Any] = {
+        "number": number,
+        "trajectory": request.prompt.trajectory_id(k),
+        "input_ids": request.prompt.token_ids,
+        "sampling": request.sampling,
+        "priority": request.priority,
+    }
+    return Call(**{**settings, **changes})
+
+
+def make_core(model: PreTrainedModel, *, slots: int = 8, seed: int = 7, **changes: Any) -> AskedCore:
     """A core over a copy of ``model``; its clock counts how often it is asked."""
     ticks = iter(range(10**9))
     settings: dict[str, Any] = {
@@ -73,10 +162,10 @@ def make_core(model: PreTrainedModel, *, slots: int = 8, seed: int = 7, **change
         "slots": slots,
         "max_context": CONTEXT,
         "max_batched_tokens": 48,
-        "decode": lambda ids: " ".join(map(str, ids)),
+        "decode": decode,
         "clock": lambda: float(next(ticks)),
     }
-    return EngineCore(copy.deepcopy(model), **{**settings, **changes})
+    return AskedCore(copy.deepcopy(model), **{**settings, **changes})
 
 
 def make_request(
@@ -87,13 +176,13 @@ def make_request(
     priority: Priority = Priority.TRAINING,
     attempt: int = 0,
     **sampling: Any,
-) -> GenerateRequest:
+) -> GroupRequest:
     """A random prompt, the same for the same number."""
     rng = np.random.default_rng(number)
     tokens = rng.integers(2, VOCABULARY, length or int(rng.integers(3, 14))).astype(np.int32)
     prompt = Prompt(epoch=0, row=number, attempt=attempt, source="test", text="", token_ids=tokens)
     params = SamplingParams(**{"max_tokens": 16, "stop_token_ids": (STOP,), **sampling})
-    return GenerateRequest(number, prompt, n, params, priority)
+    return GroupRequest(number, prompt, n, params, priority)
 
 
 def activate(core: EngineCore, version: int, model: PreTrainedModel) -> None:
@@ -109,18 +198,18 @@ def activate(core: EngineCore, version: int, model: PreTrainedModel) -> None:
     core.activate(version, load)
 
 
-def finish(core: EngineCore) -> list[FinishedGroup]:
+def finish(core: AskedCore) -> list[FinishedGroup]:
     """Step until there is nothing to do."""
     groups: list[FinishedGroup] = []
     with torch.inference_mode():
         while core.has_work:
-            groups.extend(group for _, group in core.step())
+            groups.extend(core.groups(core.step()))
     return groups
 
 
-def steps(core: EngineCore, count: int) -> list[FinishedGroup]:
+def steps(core: AskedCore, count: int) -> list[FinishedGroup]:
     with torch.inference_mode():
-        return [group for _ in range(count) if core.has_work for _, group in core.step()]
+        return [group for _ in range(count) if core.has_work for group in core.groups(core.step())]
 
 
 def tokens_of(groups: Sequence[FinishedGroup]) -> dict[tuple[int, int], list[int]]:

@@ -87,7 +87,7 @@ def test_replayed_steps_give_the_tokens_of_steps_that_are_not_recorded(family: s
     replays = Replays()
     for recorder in (None, replays):
         core = make_core(model, recorder=recorder)
-        core.submit(requests, "test")
+        core.ask(requests, "test")
         groups = finish(core)
         assert_logprobs(groups, {0: model})
         trajectories.append(tokens_of(groups))
@@ -99,7 +99,7 @@ def test_a_shape_is_recorded_once_and_longer_answers_are_other_shapes() -> None:
     model = make_model(max_position_embeddings=LONG)
     replays = Replays()
     core = make_core(model, max_context=LONG, recorder=replays)
-    core.submit([make_request(0, n=1, length=5, max_tokens=LONG - 5, stop_token_ids=())], "test")
+    core.ask([make_request(0, n=1, length=5, max_tokens=LONG - 5, stop_token_ids=())], "test")
     groups = finish(core)
     assert_logprobs(groups, {0: model})
     spans = math.ceil(LONG / graphs.SPAN_STEP)
@@ -113,7 +113,7 @@ def test_what_was_recorded_is_right_when_rows_get_short_again() -> None:
     core = make_core(model, max_context=LONG, recorder=replays)
     recorded = []
     for wave in range(3):
-        core.submit([make_request(wave, n=2, length=5, max_tokens=300, stop_token_ids=())], "test")
+        core.ask([make_request(wave, n=2, length=5, max_tokens=300, stop_token_ids=())], "test")
         assert_logprobs(finish(core), {0: model})
         recorded.append(replays.recorded)
     assert recorded[0] == recorded[1] == recorded[2] > 1, "later waves find the shapes of the first"
@@ -123,7 +123,7 @@ def test_no_more_shapes_are_kept_than_the_limit(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(graphs, "MOST", 2)
     model, replays = make_model(max_position_embeddings=LONG), Replays()
     core = make_core(model, max_context=LONG, recorder=replays)
-    core.submit([make_request(0, n=3, length=5, max_tokens=LONG - 5, stop_token_ids=())], "test")
+    core.ask([make_request(0, n=3, length=5, max_tokens=LONG - 5, stop_token_ids=())], "test")
     assert_logprobs(finish(core), {0: model})
     assert replays.recorded > 2
     assert len(core._runner._graphs or ()) == 2
@@ -133,7 +133,7 @@ def test_what_is_recorded_decodes_with_the_weights_that_were_written_last() -> N
     old, new = make_model(), make_model(seed=3)
     replays = Replays()
     core = make_core(old, recorder=replays)
-    core.submit([make_request(0, max_tokens=30, stop_token_ids=())], "test")
+    core.ask([make_request(0, max_tokens=30, stop_token_ids=())], "test")
     steps(core, 10)
     recorded = replays.recorded
     core.pause(OnUpdate.KEEP)
@@ -143,7 +143,7 @@ def test_what_is_recorded_decodes_with_the_weights_that_were_written_last() -> N
     response = group.tokens.responses[0]
     assert set(response.versions.tolist()) == {0, 1}
     assert replays.recorded == recorded
-    core.submit([make_request(1, max_tokens=8, stop_token_ids=())], "test")
+    core.ask([make_request(1, max_tokens=8, stop_token_ids=())], "test")
     assert_logprobs(finish(core), {1: new})
 
 
@@ -151,14 +151,14 @@ def test_sleep_forgets_what_was_recorded_over_memory_that_is_given_back() -> Non
     model = make_model()
     replays = Replays()
     core = make_core(model, recorder=replays)
-    core.submit([make_request(0)], "test")
+    core.ask([make_request(0)], "test")
     finish(core)
     recorded = replays.recorded
     core.pause(OnUpdate.INTERRUPT)
     core.sleep(keep_weights=True)
     core.wake()
     core.resume()
-    core.submit([make_request(0)], "test")
+    core.ask([make_request(0)], "test")
     assert_logprobs(finish(core), {0: model})
     assert (replays.recorded, replays.resets) == (2 * recorded, 1)
 
@@ -187,7 +187,7 @@ def test_where_recording_does_not_work_steps_run_as_they_are(
 ) -> None:
     model = make_model()
     core = make_core(model, recorder=recorder)
-    core.submit([make_request(0), make_request(1)], "test")
+    core.ask([make_request(0), make_request(1)], "test")
     assert_logprobs(finish(core), {0: model})
     (told,) = caplog.messages
     assert says in told
@@ -199,7 +199,7 @@ def test_only_the_forward_that_never_waits_for_the_device_is_recorded(monkeypatc
     monkeypatch.setattr(FusedForward, "recordable", False)
     replays = Replays()
     core = make_core(make_model(), recorder=replays)
-    core.submit([make_request(0)], "test")
+    core.ask([make_request(0)], "test")
     assert finish(core)
     assert replays.recorded == 0
 
@@ -212,7 +212,7 @@ def test_rows_are_filled_up_to_one_of_a_few_numbers(rows: int, recorded: int) ->
 def test_no_more_rows_are_filled_up_than_the_cache_has() -> None:
     model, replays = make_model(), Replays()
     core = make_core(model, slots=5, max_context=CONTEXT, recorder=replays)
-    core.submit([make_request(0, n=5, max_tokens=9, stop_token_ids=())], "test")
+    core.ask([make_request(0, n=5, max_tokens=9, stop_token_ids=())], "test")
     (group,) = finish(core)
     assert_logprobs([group], {0: model})
     assert np.all([len(response.ids) == 9 for response in group.tokens.responses])

@@ -9,23 +9,22 @@ from typing import Any
 import pytest
 import torch
 
-from headway.engines.rollout.native.core import EngineCore
-from headway.engines.rollout.native.forward import Decoding
+from headway.engines.rollout.native.forward import Context, Decoding
 from headway.engines.rollout.native.invariance import ALONE, MOST, TOGETHER, least_invariant_rows
-from tests.engines.rollout.support import FAMILIES, make_core, make_model, make_request
+from tests.engines.rollout.support import FAMILIES, AskedCore, make_core, make_model, make_request
 
 NUMBERS = range(12)
 
 
-def drawn(core: EngineCore, order: list[int], at_once: int) -> dict[tuple[int, int], tuple[bytes, bytes]]:
+def drawn(core: AskedCore, order: list[int], at_once: int) -> dict[tuple[int, int], tuple[bytes, bytes]]:
     """Every trajectory's ids and log-probs, bit for bit; ``at_once`` groups arrive between two steps."""
     results: dict[tuple[int, int], tuple[bytes, bytes]] = {}
     left = list(order)
     with torch.inference_mode():
         while left or core.has_work:
-            core.submit([make_request(number, n=3) for number in left[:at_once]], "owner")
+            core.ask([make_request(number, n=3) for number in left[:at_once]], "owner")
             left = left[at_once:]
-            for _, group in core.step():
+            for group in core.groups(core.step()):
                 for k, response in enumerate(group.tokens.responses):
                     results[group.number, k] = (response.ids.tobytes(), response.logprobs.tobytes())
     return results
@@ -89,9 +88,9 @@ def test_where_no_number_of_rows_is_enough_every_step_has_as_many_as_there_are_s
     rows = []
     inner = core._runner._forward.step
 
-    def watched(decoding: Decoding | None, contexts: Sequence[torch.Tensor], least_rows: int) -> Any:
+    def watched(decoding: Decoding | None, contexts: Sequence[Context], least_rows: int) -> Any:
         if decoding is not None:
-            rows.append(len(decoding.tokens) + sum(map(len, contexts)))
+            rows.append(len(decoding.tokens) + sum(len(context.tokens) for context in contexts))
         return inner(decoding, contexts, least_rows)
 
     monkeypatch.setattr(core._runner._forward, "step", watched)

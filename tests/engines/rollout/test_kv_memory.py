@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.engines.rollout.native.cache import ROOM_STEP, KvGeometry, SlotCache
-from headway.engines.rollout.native.core import EngineCore
 from headway.errors import ConfigError
 from headway.interfaces import FinishedGroup, OnUpdate, Priority
-from tests.engines.rollout.support import assert_logprobs, make_core, make_model, make_request
+from tests.engines.rollout.support import AskedCore, assert_logprobs, make_core, make_model, make_request
 
 GEOMETRY = KvGeometry(layers=2, kv_heads=1, head_dim=4)
 LONG = 4 * ROOM_STEP
@@ -23,12 +22,12 @@ OF_TOKEN = 2 * 2 * 2 * 12 * 4
 """Bytes of one token's keys and values: layers, keys and values, heads, head_dim, float32."""
 
 
-def long_core(tokens: int, **changes: Any) -> EngineCore:
+def long_core(tokens: int, **changes: Any) -> AskedCore:
     model = make_model(max_position_embeddings=LONG)
     return make_core(model, max_context=LONG, max_batched_tokens=LONG, kv_cache_bytes=tokens * OF_TOKEN, **changes)
 
 
-def watched(core: EngineCore, steps: int = 10**6) -> tuple[list[FinishedGroup], int]:
+def watched(core: AskedCore, steps: int = 10**6) -> tuple[list[FinishedGroup], int]:
     """Step while there is work: what finished, and how often a row was parked. The cache never holds too much."""
     finished: list[FinishedGroup] = []
     parked = 0
@@ -39,7 +38,7 @@ def watched(core: EngineCore, steps: int = 10**6) -> tuple[list[FinishedGroup], 
             before = core._scheduler.queued
             cache = core._runner.cache
             done = core.step()
-            finished += [group for _, group in done]
+            finished += core.groups(done)
             parked += core._scheduler.queued > before
             assert core._rows.active * cache.room <= cache.tokens
             assert cache._kv.numel() == cache.tokens * GEOMETRY.layers * 2 * 2 * 12
@@ -95,7 +94,7 @@ def test_rows_hold_what_was_put_into_them_however_the_memory_is_divided(data: st
 def test_what_does_not_fit_waits_and_what_no_longer_fits_is_parked_and_goes_on() -> None:
     core = long_core(4 * LONG, slots=16)
     requests = [make_request(i, n=2, max_tokens=200, stop_token_ids=(), seed=i) for i in range(8)]
-    core.submit(requests, "owner")
+    core.ask(requests, "owner")
     finished, parked = watched(core)
     assert core.stats().preempted >= parked > 0
     assert sorted(group.number for group in finished) == list(range(8))
@@ -105,25 +104,25 @@ def test_what_does_not_fit_waits_and_what_no_longer_fits_is_parked_and_goes_on()
 
 def test_with_memory_for_every_slot_nobody_is_parked() -> None:
     core = long_core(8 * LONG, slots=8)
-    core.submit([make_request(i, n=2, max_tokens=200, stop_token_ids=()) for i in range(6)], "owner")
+    core.ask([make_request(i, n=2, max_tokens=200, stop_token_ids=()) for i in range(6)], "owner")
     _, parked = watched(core)
     assert core.stats().preempted == parked == 0
 
 
 def test_training_gives_way_to_validation() -> None:
     core = long_core(4 * LONG, slots=16)
-    core.submit([make_request(i, n=2, max_tokens=200, stop_token_ids=()) for i in range(4)], "owner")
+    core.ask([make_request(i, n=2, max_tokens=200, stop_token_ids=()) for i in range(4)], "owner")
     asked = make_request(9, n=2, max_tokens=200, stop_token_ids=(), priority=Priority.VALIDATION)
-    core.submit([asked], "validation")
+    core.ask([asked], "validation")
     parked = 0
     with torch.inference_mode():
         for _ in range(200):
-            assert sum(run.group.request.number == 9 for run in core._rows.runs) == 2 or not core._rows.active
+            assert sum(not run.trains for run in core._rows.runs) == 2 or not core._rows.active
             queued = core._scheduler.queued
-            core.step()
+            core.groups(core.step())
             parked += core._scheduler.queued > queued
     assert parked > 0
-    assert 9 not in {group.request.number for group in core._groups}
+    assert 9 not in core.unfinished()
 
 
 def test_no_more_memory_is_taken_than_every_slot_can_use() -> None:
@@ -136,7 +135,7 @@ def test_no_more_memory_is_taken_than_every_slot_can_use() -> None:
 @pytest.mark.parametrize("policy", OnUpdate)
 def test_a_pause_ends_with_rows_parked_for_want_of_memory_in_the_queue(policy: OnUpdate) -> None:
     core = long_core(4 * LONG, slots=16)
-    core.submit([make_request(i, n=2, max_tokens=150, stop_token_ids=()) for i in range(4)], "owner")
+    core.ask([make_request(i, n=2, max_tokens=150, stop_token_ids=()) for i in range(4)], "owner")
     finished, _ = watched(core, steps=100)
     core.pause(policy)
     finished += watched(core)[0]  # a drain's
@@ -154,7 +153,7 @@ def test_memory_for_less_than_one_context_is_refused() -> None:
 
 def test_rows_are_no_longer_than_what_decodes_needs() -> None:
     core = long_core(8 * LONG, slots=8)
-    core.submit([make_request(0, n=2, max_tokens=ROOM_STEP * 2, stop_token_ids=())], "owner")
+    core.ask([make_request(0, n=2, max_tokens=ROOM_STEP * 2, stop_token_ids=())], "owner")
     watched(core, steps=3)
     assert core._runner.cache.room == ROOM_STEP
     watched(core, steps=ROOM_STEP)

@@ -13,7 +13,7 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, MistralConfi
 
 from headway.data.types import FinishReason
 from headway.engines.rollout.native import fused
-from headway.engines.rollout.native.forward import ModuleForward
+from headway.engines.rollout.native.forward import Context, ModuleForward
 from headway.engines.rollout.native.fused import FusedForward, best_forward
 from headway.engines.rollout.native.projection import Projection
 from headway.engines.rollout.native.windows import Windows
@@ -54,10 +54,10 @@ def test_log_probs_equal_a_plain_forward_before_and_after_an_update(family: str,
     old = make_model(family, tied=tied)
     new = updated(old)
     core = make_core(old)
-    core.submit([make_request(i) for i in range(5)], "owner")
+    core.ask([make_request(i) for i in range(5)], "owner")
     assert_logprobs(finish(core), {0: old})
     activate(core, 1, new)
-    core.submit([make_request(i, attempt=1) for i in range(5)], "owner")
+    core.ask([make_request(i, attempt=1) for i in range(5)], "owner")
     groups = finish(core)
     assert {span for g in groups for t in g.trajectories for span in map(tuple, t.version_spans)} == {(0, 1)}
     assert_logprobs(groups, {1: new})
@@ -69,7 +69,7 @@ def test_log_probs_are_exact_across_an_interrupt(family: str, tied: bool) -> Non
     old = make_model(family, tied=tied)
     new = updated(old)
     core = make_core(old)
-    core.submit([make_request(i, stop_token_ids=()) for i in range(4)], "owner")
+    core.ask([make_request(i, stop_token_ids=()) for i in range(4)], "owner")
     done = steps(core, 5)
     assert core.pause(OnUpdate.INTERRUPT).interrupted == 8
     activate(core, 1, new)
@@ -86,7 +86,7 @@ def test_keep_goes_on_with_the_old_keys_and_values_under_the_new_weights() -> No
     old = make_model()
     new = updated(old)
     core = make_core(old)
-    core.submit([make_request(0, stop_token_ids=(), length=6)], "owner")
+    core.ask([make_request(0, stop_token_ids=(), length=6)], "owner")
     steps(core, 4)
     assert core.pause(OnUpdate.KEEP).interrupted == 0
     activate(core, 1, new)
@@ -108,7 +108,7 @@ def test_keep_goes_on_with_the_old_keys_and_values_under_the_new_weights() -> No
 def test_an_update_without_a_pause_happens_between_two_tokens() -> None:
     old = make_model()
     core = make_core(old)
-    core.submit([make_request(0, stop_token_ids=())], "owner")
+    core.ask([make_request(0, stop_token_ids=())], "owner")
     steps(core, 3)
     activate(core, 1, updated(old))
     steps(core, 2)
@@ -121,7 +121,7 @@ def test_an_update_without_a_pause_happens_between_two_tokens() -> None:
 def test_a_version_without_a_sampled_token_is_not_counted() -> None:
     model = make_model()
     core = make_core(model)
-    core.submit([make_request(0, stop_token_ids=())], "owner")
+    core.ask([make_request(0, stop_token_ids=())], "owner")
     steps(core, 3)
     for version in (1, 2):
         core.pause(OnUpdate.INTERRUPT)
@@ -135,7 +135,7 @@ def test_trajectories_that_start_after_an_update_do_not_see_the_old_prompt() -> 
     old = make_model()
     new = updated(old)
     core = make_core(old, slots=2)
-    core.submit([make_request(0, n=6)], "owner")
+    core.ask([make_request(0, n=6)], "owner")
     steps(core, 1)  # the prompt's prefill is kept for four more
     activate(core, 1, new)
     (group,) = finish(core)
@@ -149,10 +149,10 @@ def test_trajectories_that_start_after_an_update_do_not_see_the_old_prompt() -> 
 def test_the_fused_forward_is_used_and_equals_the_module(family: str) -> None:
     model = make_model(family)
     windows = Windows.of(model.config, CONTEXT)
-    module = ModuleForward(copy.deepcopy(model), windows)
+    module = ModuleForward(copy.deepcopy(model), CONTEXT, windows)
     forward = best_forward(model, CONTEXT)
     assert isinstance(forward, FusedForward)
-    contexts = [torch.randint(0, VOCABULARY, (length,)) for length in (20, 7, 1, 7)]
+    contexts = [Context(torch.randint(0, VOCABULARY, (length,))) for length in (20, 7, 1, 7)]
     for least_rows in (1, 50):
         with torch.inference_mode():
             logits, kv = forward.step(None, contexts, least_rows)
@@ -209,7 +209,7 @@ def test_other_decoders_run_as_the_modules_that_they_are(attention: str) -> None
     )
     for model in (MistralForCausalLM(mistral).eval(), GPT2LMHeadModel(gpt2).eval()):
         core = make_core(model)
-        core.submit([make_request(i, stop_token_ids=()) for i in range(4)], "owner")
+        core.ask([make_request(i, stop_token_ids=()) for i in range(4)], "owner")
         groups = steps(core, 5)
         core.pause(OnUpdate.INTERRUPT)
         core.resume()
@@ -219,7 +219,7 @@ def test_other_decoders_run_as_the_modules_that_they_are(attention: str) -> None
 def test_temperature_scales_the_reported_log_probs() -> None:
     model = make_model()
     core = make_core(model)
-    core.submit([make_request(0, temperature=0.5)], "owner")
+    core.ask([make_request(0, temperature=0.5)], "owner")
     (group,) = finish(core)
     sharper = copy.deepcopy(model)
     head = sharper.lm_head
@@ -232,7 +232,7 @@ def test_temperature_scales_the_reported_log_probs() -> None:
 def test_greedy_decoding_equals_generate() -> None:
     model = make_model()
     core = make_core(model)
-    core.submit([make_request(i, n=1, temperature=0.0, stop_token_ids=()) for i in range(4)], "owner")
+    core.ask([make_request(i, n=1, temperature=0.0, stop_token_ids=()) for i in range(4)], "owner")
     for group in finish(core):
         prompt = torch.from_numpy(group.tokens.prompt_ids.astype(np.int64))[None]
         expected = model.generate(prompt, do_sample=False, max_new_tokens=16)[0, prompt.shape[1] :]
@@ -243,7 +243,7 @@ def test_greedy_decoding_equals_generate() -> None:
 def test_bfloat16_is_served_with_float32_log_probs() -> None:
     model = make_model().to(torch.bfloat16)
     core = make_core(model)
-    core.submit([make_request(i) for i in range(3)], "owner")
+    core.ask([make_request(i) for i in range(3)], "owner")
     for group in finish(core):
         for k, response in enumerate(group.tokens.responses):
             assert response.logprobs.dtype == np.float32
@@ -278,7 +278,7 @@ def test_a_sliding_window_hides_what_lies_before_it(
     core = make_core(model)
     assert isinstance(core._runner._forward, forward)
     requests = [make_request(i, length=3 + 5 * i, max_tokens=20, stop_token_ids=()) for i in range(4)]
-    core.submit(requests, "owner")
+    core.ask(requests, "owner")
     groups = steps(core, 8)
     core.pause(OnUpdate.INTERRUPT)  # what was written is prefilled again, through the window
     core.resume()
@@ -304,7 +304,7 @@ def test_every_scaling_of_rotary_positions_is_the_modules(kind: str) -> None:
     model = make_model("llama", rope_parameters=rope)
     core = make_core(model)
     assert isinstance(core._runner._forward, FusedForward)
-    core.submit([make_request(i, max_tokens=40, stop_token_ids=()) for i in range(3)], "owner")
+    core.ask([make_request(i, max_tokens=40, stop_token_ids=()) for i in range(3)], "owner")
     assert_logprobs(finish(core), {0: model})
 
 

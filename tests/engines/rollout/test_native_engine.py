@@ -4,18 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
+from typing import TypeVar
 
 import pytest
 import torch
 
-from headway.data.types import FinishReason
+from headway.data.types import FinishReason, TrajectoryId
+from headway.episodes.alone import keeping
 from headway.errors import DataError, ModelError, RunError, UpdateFailed, WorkerDied
-from headway.interfaces import GenerateRequest, OnUpdate, Priority
+from headway.interfaces import GroupRequest, OnUpdate, Priority
 from headway.weights.protocols import WeightSink
-from tests.engines.rollout.serving import MODEL, WAIT_S, Source, collect, endless, serving
-from tests.engines.rollout.support import CONTEXT, assert_logprobs, make_model, make_request, tokens_of
+from tests.engines.rollout.serving import MODEL, WAIT_S, Source, collect, endless, serving, until_asked
+from tests.engines.rollout.support import (
+    CONTEXT,
+    assert_logprobs,
+    decode,
+    make_call,
+    make_model,
+    make_request,
+    tokens_of,
+)
+
+T = TypeVar("T")
+
+
+async def first(batches: AsyncIterator[T], count: int = 1) -> AsyncIterator[T]:
+    for _ in range(count):
+        yield await anext(batches)
+
+
+async def everything(items: AsyncIterator[T]) -> list[T]:
+    return [item async for item in items]
 
 
 async def test_groups_are_yielded_as_they_finish() -> None:
@@ -23,7 +45,7 @@ async def test_groups_are_yielded_as_they_finish() -> None:
         groups = await collect(engine, [endless(0, n=1), make_request(1, n=1, max_tokens=2)])
         assert [g.number for g in groups] == [1, 0]
         assert {t.replica for g in groups for t in g.trajectories} == {"replica"}
-        assert await engine.in_flight() == []
+        assert (await engine.stats()).waiting == 0
 
 
 async def test_concurrent_calls_share_the_batch_and_get_their_own_groups() -> None:
@@ -182,13 +204,12 @@ def test_updates_that_do_not_fit_the_model_are_refused_at_the_start() -> None:
 async def test_a_drain_returns_when_nothing_is_left_and_later_requests_wait_for_resume() -> None:
     async with serving(slots=2) as engine:
         before = asyncio.create_task(collect(engine, [make_request(0), make_request(1)]))
-        while not await engine.in_flight():
-            pass
+        await until_asked(engine)
         draining = asyncio.create_task(engine.pause(OnUpdate.DRAIN))
         await asyncio.sleep(0)
         later = asyncio.create_task(collect(engine, [make_request(2)]))
         assert (await draining).interrupted == 0
-        assert await engine.in_flight() == [2]
+        assert (await engine.stats()).waiting == 4
         assert FinishReason.ABORTED not in {t.finish_reason for g in await before for t in g.trajectories}
         assert not later.done()
         await engine.resume()
@@ -200,7 +221,7 @@ async def test_validation_submitted_while_paused_waits_and_comes_first() -> None
         await engine.pause(OnUpdate.KEEP)
         order: list[str] = []
 
-        async def note(kind: str, request: GenerateRequest) -> None:
+        async def note(kind: str, request: GroupRequest) -> None:
             await collect(engine, [request])
             order.append(kind)
 
@@ -214,21 +235,24 @@ async def test_validation_submitted_while_paused_waits_and_comes_first() -> None
         assert order == ["validation", "training"]
 
 
-async def test_an_abort_lets_generate_yield_what_there_is() -> None:
+async def test_an_abort_lets_a_keeper_yield_what_there_is() -> None:
     async with serving(slots=2) as engine:
-        generating = asyncio.create_task(collect(engine, [endless(0), endless(1)]))
-        while (await engine.stats()).running < 2:
-            pass
-        await engine.abort([0, 1, 2])
-        groups = await generating
+        async with keeping(engine, decode=decode) as keeper:
+            generating = asyncio.create_task(everything(keeper.generate([endless(0), endless(1)])))
+            while (await engine.stats()).running < 2:
+                pass
+            await keeper.abort([0, 1, 2])
+            groups = await generating
         assert {t.finish_reason for g in groups for t in g.trajectories} >= {FinishReason.ABORTED}
-        assert await engine.in_flight() == []
+        assert (await engine.stats()).waiting == 0
 
 
 async def test_commands_without_effect_are_harmless() -> None:
     async with serving() as engine:
         await engine.resume()
-        await engine.abort([5])
+        await engine.abort("nobody", [5])
+        await engine.abort_older_than(3)
+        await engine.release([TrajectoryId(0, 0, 0, 0)])
         for policy in OnUpdate:
             assert (await engine.pause(policy)).interrupted == 0
         await engine.sleep()
@@ -238,30 +262,87 @@ async def test_commands_without_effect_are_harmless() -> None:
         assert len(await collect(engine, [make_request(0)])) == 1
 
 
-async def test_leaving_generate_early_drops_its_groups_and_nothing_else() -> None:
+async def test_a_client_that_leaves_drops_its_calls_and_nothing_else() -> None:
     async with serving(slots=4) as engine:
         other = asyncio.create_task(collect(engine, [endless(7)]))
-        abandoned = engine.generate([make_request(0, n=1, max_tokens=1), endless(1), endless(2)])
-        async for group in abandoned:
-            assert group.number == 0
+        await engine.submit("leaving", [make_call(make_request(0, max_tokens=1)), make_call(endless(1), number=1)])
+        finished = engine.finished("leaving")
+        async for batch in finished:
+            assert [call.number for call in batch] == [0]
             break
-        await abandoned.aclose()
+        await finished.aclose()
         cancelled = asyncio.create_task(collect(engine, [endless(3)]))
         await asyncio.sleep(0)
         cancelled.cancel()
         with pytest.raises(asyncio.CancelledError):
             await cancelled
-        assert set(await engine.in_flight()) <= {7}
         assert [g.number for g in await other] == [7]
-        assert (await engine.stats()).running == 0
-        assert engine._inboxes == set()
+        stats = await engine.stats()
+        assert stats.running == stats.waiting == len(engine._inboxes) == len(engine._clients) == 0
+        assert len(engine._core._calls) == 0
+
+
+async def test_calls_of_one_step_come_in_one_batch_whoever_asked_first() -> None:
+    async with serving(slots=8) as engine:
+        await engine.submit("early", [make_call(make_request(0, max_tokens=2), k, k) for k in range(4)])
+        async with asyncio.timeout(WAIT_S):
+            while (await engine.stats()).running:
+                pass
+            batches = [batch async for batch in first(engine.finished("early"))]
+            late = asyncio.create_task(everything(first(engine.finished("late"))))
+            await asyncio.sleep(0)
+            await engine.submit("late", [make_call(make_request(1, max_tokens=3), k, 10 + k) for k in range(2)])
+            batches += await late
+        assert [sorted(call.number for call in batch) for batch in batches] == [[0, 1, 2, 3], [10, 11]]
+        assert [[call.length for call in batch] for batch in batches] == [[2] * 4, [3] * 2]
+        prompts = [len(make_request(number).prompt.token_ids) for number in range(2)]
+        assert [sorted(call.cached for call in batch) for batch in batches] == [[0, *[prompts[0]] * 3], [0, prompts[1]]]
+
+
+async def test_a_client_is_read_by_one_iterator() -> None:
+    async with serving() as engine:
+        await engine.submit("me", [make_call(make_request(0, max_tokens=1))])
+        reading = engine.finished("me")
+        await anext(reading)
+        with pytest.raises(RunError, match="iterated over already"):
+            await anext(engine.finished("me"))
+        await reading.aclose()
+        await engine.submit("me", [make_call(make_request(0, max_tokens=1))])
+        assert [call.number for call in await anext(engine.finished("me"))] == [0]
+
+
+async def test_a_number_that_an_open_call_has_is_refused() -> None:
+    async with serving() as engine:
+        await engine.pause(OnUpdate.KEEP)
+        await engine.submit("me", [make_call(make_request(0))])
+        for calls in ([make_call(make_request(1))], [make_call(make_request(1), number=2)] * 2):
+            with pytest.raises(DataError, match="number that another of its open calls has"):
+                await engine.submit("me", calls)
+        await engine.submit("you", [make_call(make_request(1))])
+        assert (await engine.stats()).waiting == 2
+
+
+async def test_old_calls_are_aborted_and_those_of_validation_are_not() -> None:
+    source = Source(make_model(seed=3))
+    async with serving(source, slots=2) as engine:
+        calls = [make_call(endless(0), k, k) for k in range(3)]
+        calls.append(make_call(endless(1, priority=Priority.VALIDATION), number=3))
+        await engine.submit("me", calls)
+        async with asyncio.timeout(WAIT_S):
+            while (await engine.stats()).generated_tokens == 0:
+                pass
+            await engine.pause(OnUpdate.KEEP)
+            await engine.stage_weights(1)
+            await engine.activate(1)
+            await engine.abort_older_than(1)
+            ended = [call for batch in await everything(first(engine.finished("me"))) for call in batch]
+        assert [(call.number, call.finish_reason) for call in ended] == [(0, FinishReason.ABORTED)]
 
 
 async def test_a_cancelled_drain_leaves_the_engine_usable() -> None:
     async with serving() as engine:
         generating = asyncio.create_task(collect(engine, [endless(0)]))
-        while not await engine.in_flight():
-            pass
+        await until_asked(engine)
         draining = asyncio.create_task(engine.pause(OnUpdate.DRAIN))
         await asyncio.sleep(0)
         draining.cancel()
@@ -275,7 +356,7 @@ async def test_the_end_of_the_thread_reaches_everyone_who_waits_and_everyone_who
         raise OSError("no more text")
 
     async with serving(decode=explode, slots=1) as engine:
-        requests = [make_request(0, n=1, max_tokens=2), endless(1)]
+        requests = [make_request(0, n=1, max_tokens=2, stop=("stop",)), endless(1)]
         waiting = [asyncio.create_task(collect(engine, [request])) for request in requests]
         outcomes = await asyncio.gather(*waiting, return_exceptions=True)
         for error in outcomes:
@@ -310,8 +391,7 @@ async def test_closing_ends_waiting_calls_and_the_thread_and_can_be_repeated() -
     async with serving() as engine:
         generating = asyncio.create_task(collect(engine, [endless(0)]))
         await engine.pause(OnUpdate.KEEP)
-        while not await engine.in_flight():
-            pass
+        await until_asked(engine)
         await engine.close()
         await engine.close()
         with pytest.raises(RunError, match="is closed"):

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from headway.data.types import FinishReason
-from headway.engines.rollout.native.core import EngineCore
 from headway.errors import RunError
 from headway.interfaces import FinishedGroup, OnUpdate, Priority
 from tests.engines.rollout.support import (
+    AskedCore,
     activate,
     assert_logprobs,
     finish,
@@ -29,14 +29,14 @@ REQUESTS = [make_request(i, stop_token_ids=(1, 3, 5)) for i in range(6)]
 
 def undisturbed() -> dict[tuple[int, int], list[int]]:
     core = make_core(MODEL, slots=5)
-    core.submit(REQUESTS, "owner")
+    core.ask(REQUESTS, "owner")
     return tokens_of(finish(core))
 
 
 @pytest.mark.parametrize("policy", list(OnUpdate))
 def test_a_pause_without_an_update_changes_no_token(policy: OnUpdate) -> None:
     core = make_core(MODEL, slots=5)
-    core.submit(REQUESTS, "owner")
+    core.ask(REQUESTS, "owner")
     groups: list[FinishedGroup] = []
     while len(groups) < len(REQUESTS):
         groups += steps(core, 3)
@@ -50,15 +50,15 @@ def test_a_pause_without_an_update_changes_no_token(policy: OnUpdate) -> None:
 
 def test_a_drain_finishes_what_was_submitted_and_starts_nothing_later() -> None:
     core = make_core(MODEL, slots=2)
-    core.submit(REQUESTS[:3], "owner")
+    core.ask(REQUESTS[:3], "owner")
     steps(core, 2)
     core.pause(OnUpdate.DRAIN)
-    core.submit(REQUESTS[3:], "owner")
+    core.ask(REQUESTS[3:], "owner")
     assert core.draining
     groups = finish(core)
     assert sorted(g.number for g in groups) == [0, 1, 2]
     assert FinishReason.ABORTED not in {t.finish_reason for g in groups for t in g.trajectories}
-    assert not core.draining and core.in_flight() == [3, 4, 5]
+    assert not core.draining and core.unfinished() == [3, 4, 5]
     core.resume()
     assert tokens_of(groups + finish(core)) == undisturbed()
 
@@ -67,7 +67,7 @@ def test_an_idle_engine_is_drained_at_once() -> None:
     core = make_core(MODEL)
     core.pause(OnUpdate.DRAIN)
     assert not core.draining
-    core.submit(REQUESTS[:1], "owner")
+    core.ask(REQUESTS[:1], "owner")
     assert not core.has_work
     core.resume()
     assert len(finish(core)) == 1
@@ -75,10 +75,10 @@ def test_an_idle_engine_is_drained_at_once() -> None:
 
 def test_a_drain_can_be_cut_short_by_a_stronger_pause_or_by_resuming() -> None:
     core = make_core(MODEL, slots=4)
-    core.submit(REQUESTS[:2], "owner")
+    core.ask(REQUESTS[:2], "owner")
     steps(core, 2)
     core.pause(OnUpdate.DRAIN)
-    core.submit(REQUESTS[2:], "owner")
+    core.ask(REQUESTS[2:], "owner")
     assert core.pause(OnUpdate.INTERRUPT).interrupted > 0
     assert not core.draining and not core.has_work
     core.resume()
@@ -90,7 +90,7 @@ def test_a_drain_can_be_cut_short_by_a_stronger_pause_or_by_resuming() -> None:
 
 def test_an_interrupt_counts_only_what_was_decoding() -> None:
     core = make_core(MODEL, slots=6)
-    core.submit([make_request(i, stop_token_ids=()) for i in range(3)], "owner")
+    core.ask([make_request(i, stop_token_ids=()) for i in range(3)], "owner")
     assert core.pause(OnUpdate.INTERRUPT).interrupted == 0
     core.resume()
     steps(core, 1)
@@ -101,7 +101,7 @@ def test_an_interrupt_counts_only_what_was_decoding() -> None:
 
 def test_a_keep_can_still_become_an_interrupt() -> None:
     core = make_core(MODEL, slots=5)
-    core.submit(REQUESTS, "owner")
+    core.ask(REQUESTS, "owner")
     groups = steps(core, 2)
     assert core.pause(OnUpdate.KEEP).interrupted == 0
     assert core.pause(OnUpdate.INTERRUPT).interrupted == 5
@@ -111,7 +111,7 @@ def test_a_keep_can_still_become_an_interrupt() -> None:
 
 def test_interrupted_trajectories_go_on_before_waiting_ones_start() -> None:
     core = make_core(MODEL, slots=4)
-    core.submit([make_request(i, stop_token_ids=()) for i in range(3)], "owner")
+    core.ask([make_request(i, stop_token_ids=()) for i in range(3)], "owner")
     steps(core, 3)
     core.pause(OnUpdate.INTERRUPT)
     core.resume()
@@ -120,10 +120,10 @@ def test_interrupted_trajectories_go_on_before_waiting_ones_start() -> None:
 
 def test_an_abort_ends_groups_where_they_are_and_only_those() -> None:
     core = make_core(MODEL, slots=7)
-    core.submit([make_request(i, stop_token_ids=()) for i in range(4)], "owner")
-    core.submit([make_request(1, n=1, priority=Priority.VALIDATION)], "validation")
+    core.ask([make_request(i, stop_token_ids=()) for i in range(4)], "owner")
+    core.ask([make_request(1, n=1, priority=Priority.VALIDATION)], "validation")
     steps(core, 3)
-    aborted = [group for _, group in core.abort([3, 1, 99])]
+    aborted = core.abort_groups([3, 1, 99])
     assert sorted(g.number for g in aborted) == [1, 3]
     by_number = {g.number: g for g in aborted}
     assert sorted(t.length for t in by_number[1].trajectories) == [0, 0, 3, 3]
@@ -132,48 +132,49 @@ def test_an_abort_ends_groups_where_they_are_and_only_those() -> None:
         for trajectory, response in zip(group.trajectories, group.tokens.responses, strict=True):
             assert trajectory.finish_reason is FinishReason.ABORTED
             assert trajectory.length == len(response.ids) and bool(trajectory.version_spans) == bool(trajectory.length)
-    assert core.in_flight() == [0, 2]
+    assert core.unfinished() == [0, 1, 2]
     rest = finish(core)
     assert sorted(g.number for g in rest) == [0, 1, 2]  # 1 is the validation's
-    assert core.abort([0]) == []
+    assert core.abort_groups([0]) == []
+    assert core.abort("owner", [0, 10**6]) == core.abort("nobody", [0]) == []
 
 
 def test_an_abort_reaches_what_is_paused_parked_or_held_back() -> None:
     core = make_core(MODEL, slots=4)
-    core.submit([make_request(i, stop_token_ids=()) for i in range(2)], "owner")
+    core.ask([make_request(i, stop_token_ids=()) for i in range(2)], "owner")
     steps(core, 2)
     core.pause(OnUpdate.DRAIN)
-    core.submit([make_request(2)], "owner")
-    assert [g.number for _, g in core.abort([2])] == [2]
+    core.ask([make_request(2)], "owner")
+    assert [g.number for g in core.abort_groups([2])] == [2]
     core.pause(OnUpdate.INTERRUPT)
-    assert [g.number for _, g in core.abort([0])] == [0]
+    assert [g.number for g in core.abort_groups([0])] == [0]
     core.resume()
     assert [g.number for g in finish(core)] == [1]
 
 
 def test_a_drain_ends_when_the_rest_is_aborted() -> None:
     core = make_core(MODEL)
-    core.submit(REQUESTS[:2], "owner")
+    core.ask(REQUESTS[:2], "owner")
     steps(core, 1)
     core.pause(OnUpdate.DRAIN)
-    core.abort([0, 1])
+    core.abort_groups([0, 1])
     assert not core.draining and not core.has_work
 
 
 def test_what_an_owner_forgets_disappears_without_a_word() -> None:
     core = make_core(MODEL, slots=5)
-    core.submit(REQUESTS[:3], "one")
-    core.submit(REQUESTS[3:], "other")
+    core.ask(REQUESTS[:3], "one")
+    core.ask(REQUESTS[3:], "other")
     steps(core, 2)
     core.forget("one")
-    assert core.in_flight() == [3, 4, 5]
+    assert len(core._calls) == sum(request.n for request in REQUESTS[3:])
     expected = {key: ids for key, ids in undisturbed().items() if key[0] >= 3}
     assert tokens_of(finish(core)) == expected
 
 
 def test_sleep_frees_the_cache_and_loses_nothing() -> None:
     core = make_core(MODEL, slots=5)
-    core.submit(REQUESTS, "owner")
+    core.ask(REQUESTS, "owner")
     groups = steps(core, 2)
     with pytest.raises(RunError, match="pause it first"):
         core.sleep()
@@ -192,7 +193,7 @@ def test_sleep_frees_the_cache_and_loses_nothing() -> None:
 class Schedule:
     """Drives a core through random commands, and keeps account of what was asked of it."""
 
-    def __init__(self, core: EngineCore, seed: int) -> None:
+    def __init__(self, core: AskedCore, seed: int) -> None:
         self.core = core
         self.rng = np.random.default_rng(seed)
         self.models = {0: MODEL}
@@ -205,7 +206,7 @@ class Schedule:
             case 0 | 1:
                 number = len(self.submitted)
                 self.submitted.add(number)
-                self.core.submit([make_request(number, n=int(self.rng.integers(1, 5)))], "owner")
+                self.core.ask([make_request(number, n=int(self.rng.integers(1, 5)))], "owner")
             case 2:
                 self.core.pause(OnUpdate.INTERRUPT)
                 self.update()
@@ -214,7 +215,7 @@ class Schedule:
             case 4 if self.submitted:
                 number = int(self.rng.choice(sorted(self.submitted)))
                 self.aborted.add(number)
-                self.groups += [group for _, group in self.core.abort([number])]
+                self.groups += self.core.abort_groups([number])
             case 5 if not self.core.has_work:
                 self.core.pause(OnUpdate.INTERRUPT)
                 keep_weights = bool(self.rng.integers(2))
@@ -246,7 +247,7 @@ def test_random_commands_lose_nothing_and_every_token_is_its_versions(seed: int)
     schedule.groups += finish(schedule.core)
 
     assert sorted(g.number for g in schedule.groups) == sorted(schedule.submitted)
-    assert schedule.core.in_flight() == []
+    assert schedule.core.unfinished() == []
     for group in schedule.groups:
         for trajectory, response in zip(group.trajectories, group.tokens.responses, strict=True):
             if trajectory.finish_reason is FinishReason.ABORTED:

@@ -147,7 +147,7 @@ def test_probing_at_any_time_changes_no_token(policy: OnUpdate) -> None:
     outcomes = []
     for probing in (False, True):
         core = make_core(make_model(), slots=3)
-        core.submit(requests, "owner")
+        core.ask(requests, "owner")
         groups = []
         while len(groups) < len(requests):
             groups += steps(core, 2)

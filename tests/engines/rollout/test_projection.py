@@ -71,13 +71,13 @@ def test_with_packed_weights_every_token_has_the_log_prob_of_its_version(
     forward = core._runner._forward
     assert isinstance(forward, FusedForward)
     assert forward._head._packed is not None
-    core.submit([request(i, stop_token_ids=()) for i in range(2)], "owner")
+    core.ask([request(i, stop_token_ids=()) for i in range(2)], "owner")
     done = steps(core, 5)
     core.pause(policy)
     done += finish(core)  # a drain's
     activate(core, 1, new)
     core.resume()
-    core.submit([request(2)], "owner")
+    core.ask([request(2)], "owner")
     done += finish(core)
     if policy is OnUpdate.KEEP:  # the old version's keys and values are part of what the new one read
         done = [group for group in done if group.number == 2]

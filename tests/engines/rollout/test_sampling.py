@@ -193,7 +193,7 @@ def test_the_engine_samples_the_exact_distribution(sampling: dict[str, float]) -
     model, draws = make_model(), 4000
     core = make_core(model, slots=500)
     request = make_request(3, n=draws, max_tokens=1, stop_token_ids=(), **sampling)
-    core.submit([request], "owner")
+    core.ask([request], "owner")
     (group,) = finish(core)
 
     with torch.no_grad():
@@ -217,8 +217,8 @@ def test_the_engine_samples_the_exact_distribution(sampling: dict[str, float]) -
 def test_sampling_does_not_depend_on_who_else_is_in_the_batch() -> None:
     model = make_model()
     alone, crowd = make_core(model), make_core(model)
-    alone.submit([make_request(5)], "owner")
-    crowd.submit([make_request(i) for i in (2, 5, 3)], "owner")
+    alone.ask([make_request(5)], "owner")
+    crowd.ask([make_request(i) for i in (2, 5, 3)], "owner")
     assert tokens_of(finish(alone)).items() <= tokens_of(finish(crowd)).items()
 
 
@@ -243,8 +243,8 @@ def test_parameters_that_make_no_sense_are_refused(wrong: dict[str, float]) -> N
 
 def test_no_stop_token_is_sampled_before_the_minimum() -> None:
     free, held = make_core(make_model()), make_core(make_model())
-    free.submit([make_request(i, max_tokens=12) for i in range(6)], "owner")
-    held.submit([make_request(i, max_tokens=12, min_tokens=8) for i in range(6)], "owner")
+    free.ask([make_request(i, max_tokens=12) for i in range(6)], "owner")
+    held.ask([make_request(i, max_tokens=12, min_tokens=8) for i in range(6)], "owner")
     assert min(map(len, tokens_of(finish(free)).values())) < 8
     lengths = [len(tokens) for tokens in tokens_of(finish(held)).values()]
     assert min(lengths) >= 8
@@ -253,11 +253,11 @@ def test_no_stop_token_is_sampled_before_the_minimum() -> None:
 def test_an_answer_ends_with_the_token_that_completes_a_stop_string_and_its_text_has_it() -> None:
     model = make_model()
     plain, stopped = make_core(model), make_core(model)
-    plain.submit([make_request(i, stop_token_ids=()) for i in range(6)], "owner")
+    plain.ask([make_request(i, stop_token_ids=()) for i in range(6)], "owner")
     texts = {t.id: t.text for group in finish(plain) for t in group.trajectories}
     middle = max(texts.values(), key=len).split()[6:8]
     stop = " ".join(middle)
-    stopped.submit([make_request(i, stop_token_ids=(), stop=("never there", stop)) for i in range(6)], "owner")
+    stopped.ask([make_request(i, stop_token_ids=(), stop=("never there", stop)) for i in range(6)], "owner")
     ended = {t.id: t for group in finish(stopped) for t in group.trajectories}
     assert any(t.finish_reason == "stop" for t in ended.values())
     for trajectory_id, text in texts.items():
@@ -271,7 +271,7 @@ def test_a_repetition_penalty_counts_prompt_and_answer_also_after_an_interrupt()
     model = make_model()
     straight, cut = make_core(model), make_core(model)
     for core in (straight, cut):
-        core.submit([make_request(i, repetition_penalty=1.7, stop_token_ids=()) for i in range(3)], "owner")
+        core.ask([make_request(i, repetition_penalty=1.7, stop_token_ids=()) for i in range(3)], "owner")
     steps(cut, 4)
     cut.pause(OnUpdate.INTERRUPT)
     cut.resume()
@@ -282,5 +282,5 @@ def test_a_seed_of_its_own_replaces_the_runs() -> None:
     model = make_model()
     first, second = make_core(model, seed=1), make_core(model, seed=2)
     for core in (first, second):
-        core.submit([make_request(i, seed=7) for i in range(3)], "owner")
+        core.ask([make_request(i, seed=7) for i in range(3)], "owner")
     assert tokens_of(finish(first)) == tokens_of(finish(second))

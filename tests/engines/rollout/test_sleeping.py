@@ -17,7 +17,7 @@ from headway.engines.rollout.native.core import EngineCore
 from headway.engines.rollout.native.fused import FusedForward
 from headway.engines.served.memory import WeightMemory
 from headway.errors import RunError
-from headway.interfaces import FinishedGroup, GenerateRequest, OnUpdate
+from headway.interfaces import FinishedGroup, GroupRequest, OnUpdate
 from tests.engines.rollout.serving import MODEL, Source, collect, endless, serving
 from tests.engines.rollout.support import (
     FAMILIES,
@@ -98,11 +98,12 @@ def test_copies_of_the_weights_are_freed_and_made_again(keep_weights: bool, monk
 
 def test_prompts_that_were_prefilled_for_later_are_freed_too() -> None:
     core = make_core(MODEL, slots=2)
-    core.submit([make_request(0, n=4)], "owner")
+    core.ask([make_request(0, n=4)], "owner")
     steps(core, 1)
-    (group,) = core._groups
-    assert group.prefilled is not None
-    kept = weakref.ref(group.prefilled.kv)
+    (context,) = core._siblings._contexts.values()
+    assert context.kept is not None
+    kept = weakref.ref(context.kept.kv)
+    del context
     core.pause(OnUpdate.KEEP)
     core.sleep()
     assert kept() is None
@@ -119,7 +120,7 @@ def test_weights_that_are_kept_stay_where_they_are_on_a_cpu() -> None:
 def test_weights_that_move_to_the_host_come_back_unchanged() -> None:
     core = make_core(MODEL)
     requests = [make_request(i, stop_token_ids=()) for i in range(3)]
-    core.submit(requests, "owner")
+    core.ask(requests, "owner")
     steps(core, 3)
     asleep(core, keep_weights=True)
     core.weights.memory.move_out()
@@ -128,7 +129,7 @@ def test_weights_that_move_to_the_host_come_back_unchanged() -> None:
     core.wake()
     core.resume()
     undisturbed = make_core(MODEL)
-    undisturbed.submit(requests, "owner")
+    undisturbed.ask(requests, "owner")
     assert tokens_of(finish(core)) == tokens_of(finish(undisturbed))
 
 
@@ -193,7 +194,7 @@ def likeliest(model: PreTrainedModel, group: FinishedGroup, k: int) -> NDArray[n
         return model(input_ids=context[None]).logits[0, len(prompt) - 1 : -1].argmax(-1).numpy()
 
 
-def endless_greedy(number: int) -> GenerateRequest:
+def endless_greedy(number: int) -> GroupRequest:
     assert number >= GREEDY
     return endless(number, n=2, temperature=0.0)
 

@@ -16,8 +16,8 @@ def steps_of(stats: EngineStats) -> dict[int, int]:
 
 def test_each_step_is_counted_once_by_the_sequences_that_it_gave_a_token() -> None:
     core = make_core(MODEL, slots=4)
-    core.submit([make_request(0, n=2, length=5, max_tokens=6, stop_token_ids=())], "owner")
-    core.submit([make_request(1, n=1, length=7, max_tokens=3, stop_token_ids=())], "owner")
+    core.ask([make_request(0, n=2, length=5, max_tokens=6, stop_token_ids=())], "owner")
+    core.ask([make_request(1, n=1, length=7, max_tokens=3, stop_token_ids=())], "owner")
     finish(core)
     stats = core.stats()
     assert steps_of(stats) == {3: 2, 2: 3}
@@ -27,7 +27,7 @@ def test_each_step_is_counted_once_by_the_sequences_that_it_gave_a_token() -> No
 
 def test_cached_tokens_are_added_up_over_the_steps() -> None:
     core = make_core(MODEL, slots=4)
-    core.submit([make_request(0, n=2, length=5, max_tokens=4, stop_token_ids=())], "owner")
+    core.ask([make_request(0, n=2, length=5, max_tokens=4, stop_token_ids=())], "owner")
     finish(core)
     stats = core.stats()
     ((_, _, _, _, cached),) = stats.prefill_steps.values()
@@ -38,7 +38,7 @@ def test_cached_tokens_are_added_up_over_the_steps() -> None:
 
 def test_a_step_lasts_from_the_end_of_the_one_before_so_that_seconds_add_up_to_the_busy_time() -> None:
     core = make_core(MODEL, slots=4)
-    core.submit([make_request(0, n=3, max_tokens=5, stop_token_ids=())], "owner")
+    core.ask([make_request(0, n=3, max_tokens=5, stop_token_ids=())], "owner")
     finish(core)
     stats = core.stats()
     ((begin, end),) = stats.busy
@@ -49,7 +49,7 @@ def test_a_step_lasts_from_the_end_of_the_one_before_so_that_seconds_add_up_to_t
 
 def test_time_in_which_nothing_decoded_belongs_to_no_step() -> None:
     core = make_core(MODEL, slots=4)
-    core.submit([make_request(0, n=2, max_tokens=8, stop_token_ids=())], "owner")
+    core.ask([make_request(0, n=2, max_tokens=8, stop_token_ids=())], "owner")
     steps(core, 3)
     core.pause(OnUpdate.KEEP)
     for _ in range(50):
@@ -62,7 +62,7 @@ def test_time_in_which_nothing_decoded_belongs_to_no_step() -> None:
 
 def test_a_sequence_that_starts_late_from_a_prompt_that_was_prefilled_before_costs_no_more_than_a_step() -> None:
     core = make_core(MODEL, slots=2)
-    core.submit([make_request(0, n=4, length=5, max_tokens=3, stop_token_ids=())], "owner")
+    core.ask([make_request(0, n=4, length=5, max_tokens=3, stop_token_ids=())], "owner")
     finish(core)
     stats = core.stats()
     assert [steps[:3] for steps in stats.prefill_steps.values()] == [(1, 2, 5)] and steps_of(stats) == {2: 5}
@@ -71,7 +71,7 @@ def test_a_sequence_that_starts_late_from_a_prompt_that_was_prefilled_before_cos
 
 def test_what_was_interrupted_begins_again_with_its_tokens_so_far() -> None:
     core = make_core(MODEL, slots=2)
-    core.submit([make_request(0, n=2, length=5, max_tokens=9, stop_token_ids=())], "owner")
+    core.ask([make_request(0, n=2, length=5, max_tokens=9, stop_token_ids=())], "owner")
     steps(core, 4)
     core.pause(OnUpdate.INTERRUPT)
     core.resume()
@@ -82,7 +82,7 @@ def test_what_was_interrupted_begins_again_with_its_tokens_so_far() -> None:
 
 def test_steps_are_told_once() -> None:
     core = make_core(MODEL)
-    core.submit([make_request(0)], "owner")
+    core.ask([make_request(0)], "owner")
     finish(core)
     assert core.stats().decode_steps
     again = core.stats()

@@ -26,6 +26,7 @@ class Counts(ABC):
             prefilled_tokens=self._prefilled,
             cached_tokens=self._found,
             preempted=self._preempted,
+            unpinned=self._unpinned,
             running=running,
             waiting=waiting,
             version=version,
@@ -56,5 +57,6 @@ class Counts(ABC):
         self._found = 0
         """Tokens of contexts that were found in the prefix cache."""
         self._preempted = 0
+        self._unpinned = 0
         self._decode_steps: dict[int, DecodeSteps] = {}
         self._prefill_steps: dict[int, PrefillSteps] = {}

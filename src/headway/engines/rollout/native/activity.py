@@ -18,6 +18,8 @@ class Step:
     """Rows that were given a token."""
     prefilled: int = 0
     """Tokens that were prefilled."""
+    found: int = 0
+    """Tokens of contexts that need no prefill: they were found, or a call that started beside them brought them."""
     cached: int = 0
     """Tokens in the KV cache."""
     preempted: int = 0
@@ -29,6 +31,7 @@ class Activity(Counts):
 
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__(clock)
+        self._lost = 0
         self._open: Span | None = None
 
     @contextmanager
@@ -41,8 +44,13 @@ class Activity(Counts):
         self._open = (opened, end)
         self._slot_seconds += step.active * (end - start)
         self._generated += step.active
+        self._found += step.found
         self._preempted += step.preempted
         self._count(active=step.active, prefilled=step.prefilled, seconds=end - before, cached=step.cached)
+
+    def lost(self, total: int) -> None:
+        """Note how often, since the beginning, an open episode has lost what was kept for it."""
+        self._unpinned, self._lost = total - self._lost, total
 
     def stop(self) -> None:
         """End the busy span: the engine computes nothing until its next step."""

@@ -1,6 +1,6 @@
-"""Attention of a step's tokens in the fused forward: decoding rows to the cache, contexts to themselves.
+"""Attention of a step's tokens in the fused forward: decoding rows to the cache, contexts to their past and themselves.
 
-Shape suffixes: A decoding rows, B contexts, N tokens, H query heads, K key-value heads, D head_dim.
+Shape suffixes: A decoding rows, C contexts, N tokens, H query heads, K key-value heads, D head_dim.
 """
 
 from __future__ import annotations
@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
-from headway.engines.rollout.native.forward import Decoding, by_length
-from headway.engines.rollout.native.windows import Windows
+from headway.engines.rollout.native.forward import Context, Decoding, alike
+from headway.engines.rollout.native.prefix_cache import BLOCK
+from headway.engines.rollout.native.windows import BlockMasks, Windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,52 +54,124 @@ class DecodeAttention:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-class PrefillAttention:
-    """Whole contexts, equally long ones side by side: they attend in one call."""
+@dataclass(frozen=True, slots=True)
+class _Alike:
+    """Contexts that begin at the same place and end in the same block: they attend side by side.
 
-    def __init__(self, shape: AttentionShape, contexts: Sequence[torch.Tensor]) -> None:
+    Their queries and keys are laid out from a block's beginning to a block's end. Where a context has no token, that of
+    another place stands in: no token looks there, and what comes of it is dropped.
+    """
+
+    count: int
+    start: int
+    """Tokens of each that are there already."""
+    first: int
+    """The position at which the layout begins, ``start`` or before it."""
+    laid: torch.Tensor | None
+    """[C · span] the token of the step that is laid at each place; None: all tokens in their order."""
+    places: torch.Tensor | None
+    """[N] the place of each token."""
+    past: torch.Tensor | None
+    """[C, layers, 2K, start, D]"""
+    queries: tuple[tuple[slice, int, tuple[torch.Tensor | None, torch.Tensor | None]], ...]
+    """The calls of a layer: places of the queries, keys that they attend to, and their masks, full and windowed."""
+
+    def attend(self, layer: int, qkv: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
+        """[N, H + 2K, D] → [N, H·D]"""
+        laid = qkv if self.laid is None else qkv.index_select(0, self.laid)
+        queries, kv = laid.unflatten(0, (self.count, -1)).transpose(1, 2).tensor_split([shape.heads], dim=1)
+        if self.past is not None:
+            kv = torch.cat([self.past[:, layer], kv[:, :, self.start - self.first :]], dim=2)
+        keys, values = kv.chunk(2, dim=1)
+        outputs = []
+        for places, stop, masks in self.queries:
+            mask = masks[shape.windows.layers[layer]]
+            outputs.append(
+                F.scaled_dot_product_attention(
+                    queries[:, :, places],
+                    keys[:, :, :stop],
+                    values[:, :, :stop],
+                    attn_mask=mask,
+                    is_causal=mask is None,
+                    enable_gqa=True,
+                )
+            )
+        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+        output = output.transpose(1, 2).reshape(-1, output.shape[1] * output.shape[3])
+        return output if self.places is None else output.index_select(0, self.places)
+
+
+class PrefillAttention:
+    """Contexts to prefill: where their tokens are in a step, and how they attend."""
+
+    def __init__(self, shape: AttentionShape, contexts: Sequence[Context], masks: BlockMasks | None) -> None:
+        """``masks``: cut the queries into these masks' blocks (see `forward`)."""
         self._shape = shape
-        self._device = contexts[0].device
-        groups = by_length(contexts)
+        device = contexts[0].tokens.device
+        groups = alike(contexts, BLOCK if masks else None)
         self._order = [index for indices in groups for index in indices]
-        self._lengths = [len(contexts[index]) for index in self._order]
-        self._groups = [(len(indices), len(contexts[indices[0]])) for indices in groups]
+        ordered = [contexts[index] for index in self._order]
+        self._lengths = [len(context.tokens) for context in ordered]
+        self._groups = [self._lay([contexts[index] for index in indices], masks) for indices in groups]
+        self._sizes = [sum(len(contexts[index].tokens) for index in indices) for indices in groups]
         self._stored: list[torch.Tensor] = []
-        self._masks: dict[int, torch.Tensor] = {}
-        self.tokens = torch.cat([contexts[index] for index in self._order])
-        self.positions = torch.cat([torch.arange(length, device=self._device) for length in self._lengths])
+        self.tokens = torch.cat([context.tokens for context in ordered])
+        self.positions = torch.cat(
+            [torch.arange(one.start, one.start + len(one.tokens), device=device) for one in ordered]
+        )
         self.count = len(self.tokens)
-        ends = torch.tensor(self._lengths, device=self._device).cumsum(0)
-        self._places = torch.tensor(self._order, device=self._device).argsort()
+        ends = torch.tensor(self._lengths, device=device).cumsum(0)
+        self._places = torch.tensor(self._order, device=device).argsort()
         self.last = ends[self._places] - 1
 
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         """Attention outputs [N, H·D] of one layer, for its queries, keys and values ``qkv`` [N, H + 2K, D]."""
-        shape = self._shape
-        self._stored.append(qkv[:, shape.heads :])
-        outputs, start = [], 0
-        for count, length in self._groups:
-            stop = start + count * length
-            heads = qkv[start:stop].unflatten(0, (count, length)).transpose(1, 2)
-            queries, keys, values = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
-            mask = self._mask(layer, length)
-            out = F.scaled_dot_product_attention(
-                queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
-            )
-            outputs.append(out.transpose(1, 2).reshape(stop - start, -1))
-            start = stop
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        self._stored.append(qkv[:, self._shape.heads :])
+        if len(self._groups) == 1:
+            return self._groups[0].attend(layer, qkv, self._shape)
+        pieces = qkv.split(self._sizes)
+        return torch.cat(
+            [group.attend(layer, piece, self._shape) for group, piece in zip(self._groups, pieces, strict=True)]
+        )
 
     def kv(self) -> list[torch.Tensor]:
-        """Keys and values [layers, 2K, T, D] of each context, in the order given."""
+        """Keys and values [layers, 2K, T, D] of each context's tokens, in the order given."""
         stored = torch.stack(self._stored).transpose(1, 2).split(self._lengths, dim=2)
         return [stored[place] for place in self._places.tolist()]
 
-    def _mask(self, layer: int, length: int) -> torch.Tensor | None:
-        """The mask of a window; None where all that is before a token is in its window."""
-        windows = self._shape.windows
-        if windows.size is None or not windows.layers[layer] or length <= windows.size:
-            return None
-        if length not in self._masks:
-            self._masks[length] = windows.causal(length, self._shape.dtype, self._device, windowed=True)
-        return self._masks[length]
+    def _lay(self, contexts: Sequence[Context], masks: BlockMasks | None) -> _Alike:
+        start, device = contexts[0].start, contexts[0].tokens.device
+        pasts = [context.past for context in contexts if context.past is not None]
+        past = torch.stack(pasts) if pasts else None
+        lengths = [len(context.tokens) for context in contexts]
+        if masks is None:
+            queries = (slice(None), start + lengths[0], self._whole(start, lengths[0], device))
+            return _Alike(len(contexts), start, start, None, None, past, (queries,))
+        blocks = range(start // BLOCK, -(-(start + lengths[0]) // BLOCK))
+        first, span = blocks.start * BLOCK, len(blocks) * BLOCK
+        before = np.cumsum([0, *lengths[:-1]])
+        at = np.arange(first - start, first - start + span)  # in a context's tokens
+        laid = (before[:, None] + np.clip(at, 0, np.array(lengths)[:, None] - 1)).reshape(-1)
+        own = (at >= 0) & (at < np.array(lengths)[:, None])
+        calls = tuple(
+            (
+                slice(block * BLOCK - first, (block + 1) * BLOCK - first),
+                (block + 1) * BLOCK,
+                (masks.of(block, windowed=False), masks.of(block, windowed=True)),
+            )
+            for block in blocks
+        )
+        if own.all():
+            return _Alike(len(contexts), start, first, None, None, past, calls)
+        places = torch.from_numpy(np.flatnonzero(own)).to(device)
+        return _Alike(len(contexts), start, first, torch.from_numpy(laid).to(device), places, past, calls)
+
+    def _whole(self, start: int, length: int, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The masks of contexts that attend in one call; None where SDPA's own causal one is meant."""
+        windows, queries = self._shape.windows, range(start, start + length)
+        kinds = (start > 0, start > 0 or (windows.size is not None and length > windows.size))
+        full, windowed = (
+            windows.causal(queries, queries.stop, self._shape.dtype, device, windowed=bool(index)) if masked else None
+            for index, masked in enumerate(kinds)
+        )
+        return full, windowed

@@ -1,14 +1,17 @@
 """The KV cache: one row per decoding slot, keys and values side by side, all rows as long as the longest needs.
 
     [layers, rows, 2·kv_heads, room, head_dim]        heads 0..kv_heads-1 are keys, the rest are values
+    [layers, blocks, 2·kv_heads, BLOCK, head_dim]     the same memory from its end
 
 Rows 0..active-1 are in use, so that what attention reads is a view and finished rows cost nothing. The memory is taken
 once, for so many tokens; how they are divided into rows and room changes with what decodes: many short rows or few long
-ones. Rows move when it does, within that memory, once in ``room_step`` tokens at most.
+ones. Rows move when it does, within that memory, once in ``room_step`` tokens at most. What rows leave of it holds
+blocks of contexts that do not decode (see `prefix_cache`), the first block at the memory's end.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
+from headway.engines.rollout.native.prefix_cache import BLOCK, Copy
 from headway.errors import ModelError
 
 ROOM_STEP = 64
@@ -45,6 +49,11 @@ class KvGeometry:
             ) from missing
 
 
+def enough(slots: int, context: int) -> int:
+    """Tokens of a cache in which each of ``slots`` contexts has a place, be it in a row or in blocks."""
+    return slots * -(-context // BLOCK) * BLOCK
+
+
 class SlotCache:
     """Owns the cache's memory and knows how rows are written, filled and moved."""
 
@@ -59,11 +68,13 @@ class SlotCache:
         tokens: int | None = None,
         room_step: int = ROOM_STEP,
     ) -> None:
-        """``slots``, ``context``: most rows, most positions of one; ``tokens``: of all. Default: their product."""
+        """``slots``, ``context``: most rows, most positions of one; ``tokens``: of all. Default: `enough`."""
         self.geometry = geometry
         self.slots = slots
         self.context = context
-        self.tokens = slots * context if tokens is None else tokens
+        self.tokens = enough(slots, context) if tokens is None else tokens
+        self.lent = 0
+        """Blocks that are in use, from the memory's end: `rows` do not reach them."""
         self._room_step = room_step
         self._dtype, self._device = dtype, device
         self._heads = 2 * geometry.kv_heads
@@ -78,11 +89,15 @@ class SlotCache:
         # Made once: recorded steps read it, however the memory is divided when they are replayed.
         self._places = rows * self._heads + torch.arange(self._heads, device=self._device)
         self._kv = torch.zeros(shape, dtype=self._dtype, device=self._device)
+        blocks = self.tokens // BLOCK
+        of_blocks = self._kv[:, (self.tokens - blocks * BLOCK) * self._heads * g.head_dim :]
+        self._blocks = of_blocks.unflatten(1, (blocks, self._heads, BLOCK, g.head_dim))
+        self.lent = 0
         self._divide(self._rounded(1))
 
     def release(self) -> None:
-        """Give the memory back; every row is lost. `allocate` brings it back."""
-        del self._kv, self._rows, self._layers, self._flat, self._places
+        """Give the memory back; every row and block is lost. `allocate` brings it back."""
+        del self._kv, self._rows, self._layers, self._flat, self._places, self._blocks
 
     def scratch(self, slots: int, context: int) -> SlotCache:
         """Another cache of the same geometry, for a few short rows beside those that decode."""
@@ -94,13 +109,24 @@ class SlotCache:
         """Tell whether there is memory for so many rows, the longest of ``positions``."""
         return rows * self._rounded(positions) <= self.tokens
 
+    @property
+    def rows(self) -> int:
+        """Rows that there are, as the memory is divided."""
+        return min(self.slots, (self.tokens - self.lent * BLOCK) // self.room)
+
+    def blocks_beside(self, rows: int, positions: int | None = None) -> int:
+        """Blocks that there is memory for beside so many rows: as `reserve` will divide it for them, else as it is."""
+        room = self.room if positions is None else self._room_for(rows, positions)
+        return max(0, (self.tokens - rows * room) // BLOCK)
+
     def reserve(self, rows: int, positions: int, lengths: NDArray[np.int64]) -> None:
         """Divide the memory so that ``rows`` rows have room for ``positions``, which `fits`.
 
-        The rows that are in use keep what they hold, ``lengths`` [A] positions each.
+        The rows that are in use keep what they hold, ``lengths`` [A] positions each. No more blocks may be lent than
+        `blocks_beside` them.
         """
-        needed = self._rounded(positions)
-        if needed <= self.room < 2 * needed and rows * self.room <= self.tokens:
+        needed = self._room_for(rows, positions)
+        if needed == self.room:
             return
         before, room = self._rows, self.room
         self._divide(needed)
@@ -123,18 +149,57 @@ class SlotCache:
         rows = self._layers[layer][start:stop, :, :span]
         return rows[:, : self.geometry.kv_heads], rows[:, self.geometry.kv_heads :]
 
-    def fill(self, rows: range, kv: torch.Tensor) -> None:
-        """Copy one context's keys and values [layers, 2·kv_heads, T, head_dim] to the start of each of ``rows``."""
-        self._rows[:, rows.start : rows.stop, :, : kv.shape[2]] = kv.unsqueeze(1)
+    def fill(self, rows: range, kv: torch.Tensor, start: int = 0) -> None:
+        """Copy keys and values [layers, 2·kv_heads, T, head_dim] to each of ``rows``, from position ``start`` on."""
+        self._rows[:, rows.start : rows.stop, :, start : start + kv.shape[2]] = kv.unsqueeze(1)
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first ``length`` positions of row ``source`` to row ``target``."""
         self._rows[:, target, :, :length] = self._rows[:, source, :, :length]
 
+    def read(self, row: int, length: int) -> torch.Tensor:
+        """A copy of the keys and values [layers, 2·kv_heads, length, head_dim] at the start of ``row``."""
+        copy: torch.Tensor = self._rows[:, row, :, :length].clone()
+        return copy
+
+    def gather(self, blocks: Sequence[int], length: int) -> torch.Tensor:
+        """A copy of the first ``length`` tokens in ``blocks``: [layers, 2·kv_heads, length, head_dim]."""
+        copy: torch.Tensor = self._blocks[:, self._at(blocks)].transpose(1, 2).flatten(2, 3)[:, :, :length]
+        return copy
+
+    def store(self, copies: Sequence[Copy], kv: torch.Tensor) -> None:
+        """Copy parts of a context's keys and values [layers, 2·kv_heads, T, head_dim] into blocks."""
+        whole = [copy for copy in copies if copy.stop - copy.start == BLOCK]
+        if whole:  # neighbours: behind a block that is new, all are
+            parts = kv[:, :, whole[0].start : whole[-1].stop].unflatten(2, (len(whole), BLOCK))
+            self._blocks[:, self._at([copy.block for copy in whole])] = parts.transpose(1, 2)
+        for copy in copies:
+            count = copy.stop - copy.start
+            if count < BLOCK:
+                target = self._blocks[:, self._at([copy.block])[0], :, copy.offset : copy.offset + count]
+                target.copy_(kv[:, :, copy.start : copy.stop])
+
+    def shift(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks to other places: (from, to), no place twice."""
+        if moves:
+            sources, targets = zip(*moves, strict=True)
+            self._blocks[:, self._at(targets)] = self._blocks[:, self._at(sources)]
+
+    def _at(self, blocks: Sequence[int]) -> list[int]:
+        """Indices of blocks, which are counted from the memory's end."""
+        last = self._blocks.shape[1] - 1
+        return [last - block for block in blocks]
+
+    def _room_for(self, rows: int, positions: int) -> int:
+        """Positions of a row when ``rows`` are reserved with room for ``positions``: as now, unless that is unfit."""
+        needed = self._rounded(positions)
+        fits = needed <= self.room < 2 * needed and rows * self.room <= self.tokens
+        return self.room if fits else needed
+
     def _divide(self, room: int) -> None:
         """View the memory as rows of ``room`` positions."""
         g, rows = self.geometry, min(self.slots, self.tokens // room)
-        self.rows, self.room = rows, room
+        self.room = room
         self._rows = self._kv[:, : rows * self._heads * room * g.head_dim].unflatten(
             1, (rows, self._heads, room, g.head_dim)
         )

@@ -1,7 +1,8 @@
 """The engine without its thread: commands and one decode step, synchronous and deterministic.
 
-    submit ─▶ Scheduler ─take─▶ Rows ◀─▶ Runner (prefill, decode, sample) ─▶ finished groups
-                  ▲ put_back (an interrupt, or no memory)
+    submit ─▶ Scheduler ─take─▶ Rows ◀─▶ Runner (prefill, decode, sample) ─▶ finished calls
+                  ▲               │ put_back (an interrupt, or no memory)
+                  └───────────────┘
 
 A step is schedule ▶ run ▶ postprocess, and gives every active row exactly one token: rows that were decoding run one
 position; rows that just started take theirs from their prefill. Which rows run in a step depends on what was submitted
@@ -10,7 +11,7 @@ and on the steps made so far, never on the time. Commands run between two steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,26 +19,31 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from headway.data.types import FinishReason
-from headway.engines.rollout.groups import Groups, numbered, owned_by
+from headway.data.types import FinishReason, TrajectoryId
+from headway.engines.rollout.calls import OpenCalls
 from headway.engines.rollout.native.activity import Activity, Step
-from headway.engines.rollout.native.admission import StepAdmission
+from headway.engines.rollout.native.admission import Share, StepAdmission
 from headway.engines.rollout.native.fused import best_forward
 from headway.engines.rollout.native.graphs import Recorder
+from headway.engines.rollout.native.prefixes import Prefixes
 from headway.engines.rollout.native.prepare import prepare_model
 from headway.engines.rollout.native.rows import Rows
-from headway.engines.rollout.native.runner import Runner
+from headway.engines.rollout.native.runner import Given, Runner
 from headway.engines.rollout.native.seen import SeenTokens
+from headway.engines.rollout.native.siblings import Siblings
 from headway.engines.rollout.native.stop_strings import completed, window
 from headway.engines.rollout.scheduler import Mode, Scheduler
-from headway.engines.rollout.work import GroupRun, Prefilled, TrajectoryRun, not_finite
+from headway.engines.rollout.work import CallRun, not_finite
 from headway.engines.served.weights import ServedWeights
 from headway.errors import RunError, UpdateFailed
-from headway.interfaces import EngineStats, FinishedGroup, GenerateRequest, OnUpdate, Paused, Priority
+from headway.interfaces import Call, EngineStats, FinishedCall, OnUpdate, Paused
 from headway.models.probe import PROBE_PREFILL, probe_sequences
 
-Finished = tuple[Hashable, FinishedGroup]
-"""A finished group and its owner."""
+Finished = tuple[str, FinishedCall]
+"""A finished call and its client."""
+
+KEPT_SHARE = 8
+"""One in so many tokens of the KV cache's memory may be taken beside it, for prefills that calls wait for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +52,10 @@ class Scheduled:
 
     decoding: int
     """Number of rows that decode another token."""
-    starting: list[TrajectoryRun]
-    """Trajectories that start in this step, in the rows after the decoding ones."""
-    missing: list[range]
-    """Contexts that have to be prefilled, each as the places in ``starting`` of those that go on from it."""
+    starting: list[CallRun]
+    """Calls that start in this step, in the rows after the decoding ones."""
+    shares: list[Share]
+    """The same calls, by context."""
     positions: int
     """Number of positions of the longest row, its next token included."""
 
@@ -96,7 +102,11 @@ class EngineCore:
         )
         self.weights = ServedWeights(model, f"rollout engine {name}")  # after the runner, which may repack them
         self._activity = Activity(clock)
-        self._groups = Groups()
+        self._calls = OpenCalls()
+        self._siblings = Siblings(max(max_context, self._runner.cache.tokens // KEPT_SHARE))
+        self._prefixes = Prefixes(self._runner.cache)
+        self._in_place = True
+        """New weights find what goes on with the keys and values of old ones: nothing decodes at the end of a drain."""
         self._asleep = False
         self.version = 0
 
@@ -107,23 +117,28 @@ class EngineCore:
 
     # ------------------------------------------------------------------------------------- commands
 
-    def submit(self, requests: Sequence[GenerateRequest], owner: Hashable) -> None:
-        """Queue all requests at once, or none: raises `DataError` for one that cannot be served."""
+    def submit(self, client: str, calls: Sequence[Call]) -> None:
+        """Queue all calls at once, or none: raises `DataError` for one that cannot be served."""
 
-        def check(request: GenerateRequest, serial: int) -> GroupRun:
-            return GroupRun.of(
-                request,
-                owner,
+        def check(call: Call, serial: int) -> CallRun:
+            return CallRun.of(
+                call,
+                client,
                 seed=self._seed,
                 serial=serial,
                 max_context=self._max_context,
                 vocabulary=self._vocabulary,
             )
 
-        self._scheduler.submit(self._groups.submit(requests, check))
+        runs = self._calls.submit(client, calls, check)
+        for run in runs:
+            self._siblings.expect(run)
+        self._scheduler.submit(runs)
 
     def pause(self, policy: OnUpdate) -> Paused:
         """Start to drain, or stop now; `draining` says whether the former is still under way."""
+        if policy is not OnUpdate.DRAIN or self._scheduler.mode is not Mode.PAUSED:
+            self._in_place = policy is OnUpdate.KEEP
         self._scheduler.pause(policy)
         interrupted = self._park() if policy is OnUpdate.INTERRUPT else 0
         self._settle()
@@ -135,6 +150,7 @@ class EngineCore:
             raise RunError(f"rollout engine {self._name} was told to resume while asleep; call wake() first")
         self.weights.check("resume")
         self._scheduler.resume()
+        self._in_place = True
 
     def check_paused(self, doing: str) -> None:
         """Raise `UpdateFailed` unless nothing decodes, nor will before `resume`."""
@@ -147,32 +163,38 @@ class EngineCore:
     def activate(self, version: int, load: Callable[[], None]) -> float:
         """``load`` it into the model and stamp ``version`` on what is sampled from now on; seconds taken.
 
-        Trajectories that are decoding go on with the keys and values that they have.
+        Calls that are decoding go on with the keys and values that they have, and so do the further calls of their
+        episodes; after a drain or an interrupt there are none.
         """
         self._activity.stop()
         start = self._clock()
         load()
         self._runner.refresh()
-        for group in self._groups:
-            group.prefilled = None  # its logits are the old version's
+        self._siblings.drop()
+        if self._in_place:
+            self._prefixes.renew()
+        else:
+            self._prefixes.clear()
         self.version = version
         return self._clock() - start
 
-    def abort(self, numbers: Iterable[int]) -> list[Finished]:
-        """End these training groups as they are."""
-        return self._end(numbered(tuple(numbers)))
+    def abort(self, client: str, numbers: Iterable[int]) -> list[Finished]:
+        """End these calls as they are."""
+        return self._end(self._calls.find(client, numbers))
 
-    def older_than(self, version: int) -> list[int]:
-        """Numbers of unfinished training groups with a token of an older version, in order of submission."""
-        return self._groups.older_than(version)
+    def abort_older_than(self, version: int) -> list[Finished]:
+        """End the unfinished training calls with a token of an older version."""
+        return self._end(self._calls.older_than(version))
 
-    def forget(self, owner: Hashable) -> None:
-        """Stop and drop everything that ``owner`` submitted."""
-        self._end(owned_by(owner))
+    def forget(self, client: str) -> None:
+        """Stop and drop everything that ``client`` submitted, and what is kept for its episodes."""
+        self._end(self._calls.of(client))
+        self._calls.forget(client)
+        self._prefixes.leave(client)
 
-    def in_flight(self) -> list[int]:
-        """Numbers of unfinished training groups, in order of submission."""
-        return self._groups.in_flight()
+    def release(self, trajectories: Sequence[TrajectoryId]) -> None:
+        """Give up what is kept for further calls of these episodes."""
+        self._prefixes.release(trajectories)
 
     def sleep(self, *, keep_weights: bool = True) -> None:
         """Free the KV cache and the weights' memory; what was decoding is parked. Raises `RunError` unless paused."""
@@ -208,6 +230,7 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """The engine's activity since the last call of this method."""
+        self._activity.lost(self._prefixes.lost)
         return self._activity.take(self._rows.active, self._scheduler.waiting, self.version)
 
     # ------------------------------------------------------------------------------------- stepping
@@ -224,7 +247,7 @@ class EngineCore:
         return self._scheduler.mode is Mode.DRAINING
 
     def step(self) -> list[Finished]:
-        """Start what fits, sample one token for every active row, and return the groups that this finished."""
+        """Start what fits, sample one token for every active row, and return the calls that this finished."""
         self.weights.check("decode")
         with self._activity.step() as step:
             scheduled = self._schedule(step)
@@ -234,45 +257,55 @@ class EngineCore:
         return finished
 
     def _schedule(self, step: Step) -> Scheduled:
-        """Choose the rows that go on and the trajectories that start, as memory and the prefill's budget allow."""
+        """Choose the rows that go on and the calls that start, as memory and the prefill's budget allow."""
         step.preempted = self._preempt()
         decoding = self._rows.active
         admission = StepAdmission(
-            rows=decoding, longest=self._longest, budget=self._max_batched_tokens, fits=self._runner.fits
+            rows=decoding,
+            longest=self._longest,
+            budget=self._max_batched_tokens,
+            fits=self._runner.fits,
+            kept=self._siblings.of,
+            find=self._prefixes.find,
         )
         starting = self._scheduler.take(self._rows.slots - decoding, admission)
-        # The contexts that they go on from and that no prefill of before was kept for.
-        to_prefill = [share for share in shared_contexts(starting) if self._kept(starting[share.start]) is None]
-        return Scheduled(decoding, starting, to_prefill, admission.positions)
+        return Scheduled(decoding, starting, admission.shares, admission.positions)
 
     def _run(self, scheduled: Scheduled, step: Step) -> torch.Tensor:
         """One forward pass over decoding rows and contexts. Returns the logits [A, V] of all rows, those that start
         last.
         """
         decoding, starting = scheduled.decoding, scheduled.starting
-        contexts = [starting[share.start].context for share in scheduled.missing]
-        step.prefilled = sum(map(len, contexts))
+        missing = [share for share in scheduled.shares if share.missing]
+        contexts = [Given(share.ids[share.found.length :], self._prefixes.gather(share.found)) for share in missing]
         tokens, lengths = self._rows.tokens[:decoding], self._rows.lengths[:decoding]
         decoded, prefilled = self._runner.step(tokens, lengths, contexts)
         lengths += 1
         logits = [decoded] if decoding else []
         if starting:
-            self._runner.cache.reserve(decoding + len(starting), scheduled.positions, lengths)
-            logits.append(torch.stack(self._start(starting, dict(zip(scheduled.missing, prefilled, strict=True)))))
+            self._reserve(decoding + len(starting), scheduled.positions)
+            for share, result in zip(missing, prefilled, strict=True):
+                share.prefilled = result
+            logits.append(self._start(scheduled, step))
         step.active = self._rows.active
         step.cached = self._rows.cached
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
-    def _postprocess(self, starting: Sequence[TrajectoryRun], logits: torch.Tensor) -> list[Finished]:
+    def _postprocess(self, starting: Sequence[CallRun], logits: torch.Tensor) -> list[Finished]:
         """Sample a token for every row, and take out the rows that it ends."""
         self._sample(logits)
         now = self._clock()
         for run in starting:
-            run.started = now if run.started is None else run.started
-            if run.group.oldest_version is None:
-                run.group.oldest_version = self.version
-        ended = [(self._remove(row), reason) for row, reason in self._ended()]
-        return [group for run, reason in ended for group in self._finish(run, reason, now)]
+            run.begin(now, self.version)
+        finished = []
+        for row, reason in self._ended():
+            run = self._rows.runs[row]
+            ending = self._prefixes.ending(self._rows, row)
+            self._remove(row)
+            if ending is not None:
+                self._prefixes.store(run, ending, self._runner.rows_of(self._rows.active))
+            finished.append(self._finish(run, reason, now))
+        return finished
 
     @property
     def _longest(self) -> int:
@@ -289,36 +322,43 @@ class EngineCore:
         while (active := self._rows.active) and not self._runner.fits(active, self._longest + 1):
             latest = max(range(active), key=lambda row: _later(self._rows.runs[row]))
             self._scheduler.put_back([self._remove(latest)])
-        self._runner.cache.reserve(active, self._longest + 1, self._rows.lengths[:active])
+        self._reserve(active, self._longest + 1)
         return before - active
 
-    def _kept(self, run: TrajectoryRun) -> Prefilled | None:
-        """A group's prompt is run once for all its fresh trajectories, and kept for those that start later."""
-        return run.group.prefilled if run.fresh else None
+    def _reserve(self, rows: int, positions: int) -> None:
+        """Make room for so many rows, the longest of ``positions``; blocks give way."""
+        self._prefixes.reserve(self._runner.rows_of(rows), positions, self._rows.lengths[: self._rows.active])
 
-    def _start(self, runs: list[TrajectoryRun], prefilled: Mapping[range, Prefilled]) -> list[torch.Tensor]:
-        """Give ``runs`` the next rows, their contexts in the cache; logits [V] of each one's next token."""
+    def _start(self, scheduled: Scheduled, step: Step) -> torch.Tensor:
+        """Give the calls that start the next rows, their contexts in the cache; logits [S, V] of their next tokens."""
         first = self._rows.active
-        for row, run in enumerate(runs, first):
+        for row, run in enumerate(scheduled.starting, first):
             self._rows.add(run)
-            sampling = run.group.request.sampling
+            sampling = run.call.sampling
             if sampling.repetition_penalty != 1:
                 self._seen.add(row, run.context)
             self._looks_for_text = self._looks_for_text or bool(sampling.stop)
-        logits: list[torch.Tensor] = []
-        for share in shared_contexts(runs):
-            leader = runs[share.start]
-            context = prefilled.get(share) or self._kept(leader)
-            assert context is not None
-            if leader.fresh:
-                leader.group.place(len(share), context)
-            self._runner.cache.fill(range(first + share.start, first + share.stop), context.kv)
-            logits += [context.logits] * len(share)
-        return logits
+        logits: list[torch.Tensor | None] = [None] * len(scheduled.starting)
+        for share in scheduled.shares:
+            prefilled = share.prefilled
+            assert prefilled is not None
+            step.prefilled += share.missing
+            step.found += len(share.ids) * len(share.runs) - share.missing
+            for run, place in zip(share.runs, share.places, strict=True):
+                if run.fresh:
+                    run.cached = len(share.ids) - (share.missing if run is share.runs[0] else 0)
+                    self._siblings.started(run)
+                self._prefixes.begin(run, share.shared)
+                logits[place] = prefilled.logits
+            if share.shared == len(share.ids):
+                self._siblings.keep(share.runs[0], prefilled)
+            for rows in neighbours(share.places):
+                self._runner.fill(range(first + rows.start, first + rows.stop), prefilled)
+        return torch.stack([one for one in logits if one is not None])
 
     def _sample(self, logits: torch.Tensor) -> None:
         """Sample from ``logits`` [A, V], one row each, and record the tokens."""
-        params = [run.group.request.sampling for run in self._rows.runs]
+        params = [run.call.sampling for run in self._rows.runs]
         rows, seen = self._rows, self._seen.of(self._rows.active)
         tokens, logprobs = self._runner.sample(logits, params, rows.uniforms(), rows.written, seen)
         if not np.isfinite(logprobs).all():
@@ -332,7 +372,7 @@ class EngineCore:
         """Rows that just got their last token, and why; the last row first."""
         ended = dict(self._rows.ended())
         for row, run in enumerate(self._rows.runs) if self._looks_for_text else ():
-            sampling = run.group.request.sampling
+            sampling = run.call.sampling
             if not sampling.stop or self._rows.written[row] <= sampling.min_tokens:
                 continue
             tail = self._rows.tail(row, window(sampling.stop)).tolist()
@@ -342,37 +382,42 @@ class EngineCore:
 
     # ------------------------------------------------------------------------------------- endings
 
-    def _remove(self, row: int) -> TrajectoryRun:
+    def _remove(self, row: int) -> CallRun:
         """Free a row; the last one moves into its place, in the cache too."""
         run, moved = self._rows.remove(row)
+        self._prefixes.end(run)
         if moved != row:
             self._runner.cache.move(moved, row, int(self._rows.lengths[row]))
             self._seen.move(moved, row)
         return run
 
-    def _finish(self, run: TrajectoryRun, reason: FinishReason, now: float) -> list[Finished]:
-        group = run.group
-        done = group.finish(run, reason, replica=self._name, text=self._decode_text, finished=now)
-        if done is None:
-            return []
-        self._groups.remove(group)
-        return [(group.owner, done)]
+    def _finish(self, run: CallRun, reason: FinishReason, now: float) -> Finished:
+        self._calls.remove(run)
+        return run.client, run.finish(reason, now)
 
-    def _end(self, belongs: Callable[[GroupRun], bool]) -> list[Finished]:
-        """Abort every trajectory of the groups that ``belongs`` names, wherever it is."""
-        rows = [row for row, run in enumerate(self._rows.runs) if belongs(run.group)]
-        ended = [self._remove(row) for row in reversed(rows)] + self._scheduler.remove(belongs)
+    def _end(self, runs: Collection[CallRun]) -> list[Finished]:
+        """Abort calls, wherever they are."""
+        wanted = frozenset(runs)
+        rows = [row for row, run in enumerate(self._rows.runs) if run in wanted]
+        waiting = self._scheduler.remove(wanted)
+        for run in waiting:
+            if run.fresh:
+                self._siblings.started(run)
+        ended = [self._remove(row) for row in reversed(rows)] + waiting
         now = self._clock()
-        finished = [group for run in ended for group in self._finish(run, FinishReason.ABORTED, now)]
+        finished = [self._finish(run, FinishReason.ABORTED, now) for run in ended]
         self._settle()
         return finished
 
     def _park(self) -> int:
-        """Take every decoding trajectory off its row, keeping its tokens. Returns their number."""
+        """Take every decoding call off its row, keeping its tokens, and drop all that was computed for those to come.
+
+        Returns how many there were.
+        """
         parked = [self._remove(row) for row in reversed(range(self._rows.active))]
         self._scheduler.put_back(parked)
-        for group in self._groups:
-            group.prefilled = None
+        self._siblings.drop()
+        self._prefixes.clear()
         return len(parked)
 
     def _settle(self) -> None:
@@ -383,17 +428,15 @@ class EngineCore:
             self._activity.stop()
 
 
-def _later(run: TrajectoryRun) -> tuple[bool, int]:
+def _later(run: CallRun) -> tuple[bool, int]:
     """Sorts by who has to give way: training before validation, then the younger."""
-    return run.group.request.priority is Priority.TRAINING, run.serial
+    return run.trains, run.serial
 
 
-def shared_contexts(runs: Sequence[TrajectoryRun]) -> Iterator[range]:
-    """Ranges of neighbours that go on from the same context: the fresh ones of a group together, others alone."""
+def neighbours(places: Sequence[int]) -> Iterator[range]:
+    """Cut increasing ``places`` into ranges without a gap."""
     start = 0
-    for index, run in enumerate(runs):
-        following = runs[index + 1] if index + 1 < len(runs) else None
-        shared = following is not None and run.fresh and following.fresh and following.group is run.group
-        if not shared:
-            yield range(start, index + 1)
+    for index, place in enumerate(places):
+        if index + 1 == len(places) or places[index + 1] != place + 1:
+            yield range(places[start], place + 1)
             start = index + 1

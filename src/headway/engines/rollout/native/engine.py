@@ -2,11 +2,11 @@
 
     event loop                                  decoding thread (owns model and KV cache)
     ──────────                                  ─────────────────────────────────────────
-    generate, pause, activate … ──commands────▶ read between two steps ─▶ EngineCore.step()
-    inboxes, answers  ◀───────────once a step── finished groups, answers
+    submit, pause, activate …   ──commands────▶ read between two steps ─▶ EngineCore.step()
+    inboxes, answers  ◀───────────once a step── finished calls, answers
 
 The decoding thread consumes commands, waits for one only when there is nothing to decode, and produces answers and
-finished groups. Receiving weights, which blocks without decoding, runs on a thread of its own: a shared pool may have
+finished calls. Receiving weights, which blocks without decoding, runs on a thread of its own: a shared pool may have
 fewer threads than there are replicas, and a transport waits for all of them.
 """
 
@@ -28,7 +28,8 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from headway.engines.rollout.inboxes import GroupInbox
+from headway.data.types import TrajectoryId
+from headway.engines.rollout.inboxes import CallInbox, Inboxes
 from headway.engines.rollout.native.core import EngineCore, Finished
 from headway.engines.rollout.native.graphs import CudaRecorder
 from headway.engines.served.update import (
@@ -50,10 +51,10 @@ from headway.errors import (
     boundary,
 )
 from headway.interfaces import (
+    Call,
     Capabilities,
     EngineStats,
-    FinishedGroup,
-    GenerateRequest,
+    FinishedCall,
     OnUpdate,
     Paused,
     ReceiveReport,
@@ -87,13 +88,15 @@ class NativeEngine:
     Args:
         model: a decoder on the device that it is to be served from; its first weights are version 0.
         name: of the replica, in results and messages.
-        seed: of the run; with a trajectory's id and a position it determines the uniform that a token is sampled with.
-        slots: trajectories that decode at once.
-        max_context: most tokens of prompt and response together.
-        max_batched_tokens: of the contexts that start in one step; a longer one starts alone.
-        kv_cache_bytes: where they are short, answers wait, or are parked and go on. Default: enough for ``slots``.
+        seed: of the run; with a trajectory's id, a call's key and a position it determines the uniform that a token is
+            sampled with.
+        slots: calls that decode at once.
+        max_context: most tokens of context and continuation together.
+        max_batched_tokens: prefilled in one step, unless one context alone is longer.
+        kv_cache_bytes: of what decodes and of contexts that go on later, together; where they are short, the latter
+            are prefilled again, and calls wait, or are parked and go on. Default: enough for ``slots`` of either kind.
         enforce_eager: on a GPU, decode without CUDA graphs (see `graphs`).
-        decode: token ids to text, for `Trajectory.text`; it gets the stop token too.
+        decode: token ids to text, to find stop strings; it gets the stop token too.
         receive: puts a version into a sink, blocking; a transport's end. Without it there are no updates.
         manifest: the layout of what it brings.
         dual_buffer: weights arrive in a back buffer in host memory, of the weights' size, while decoding goes on. Else
@@ -161,7 +164,9 @@ class NativeEngine:
 
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._unanswered: list[tuple[_Command, Any]] = []
-        self._inboxes: set[GroupInbox] = set()
+        self._inboxes = Inboxes(name)
+        self._clients: dict[str, CallInbox] = {}
+        """The inboxes that the decoding thread fills, by client."""
         self._outgoing: defaultdict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = defaultdict(list)
         self._over = threading.Lock()
         """Held to post a command, and to declare that none will be read any more."""
@@ -172,21 +177,27 @@ class NativeEngine:
 
     # ------------------------------------------------------------------------------------- the protocol
 
-    async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[FinishedGroup]:
-        """Submit all requests at once and yield each group when it is done.
+    async def submit(self, client: str, calls: Sequence[Call]) -> None:
+        """Submit all calls at once.
 
-        Leaving the iterator early drops the groups that are left. Raises `DataError`, before anything is submitted,
-        for a prompt that does not fit or parameters that make no sense.
+        Raises `DataError`, and submits nothing, for a context that does not fit or parameters that make no sense.
         """
-        inbox = GroupInbox.of(len(requests))
-        try:
-            await self._ask(lambda: self._submit(requests, inbox))
-            while inbox.missing:
-                yield await inbox.next()
-        finally:
-            missing = inbox.missing
-            # Nobody waits for it, and an engine that has ended does not care.
-            self._put(_Command(lambda: self._forget(inbox, missing), _always, inbox.loop, None))
+        inbox = self._inboxes.of(client)
+        await self._ask(lambda: self._submit(inbox, calls))
+
+    async def finished(self, client: str) -> AsyncIterator[Sequence[FinishedCall]]:
+        """Yield the finished calls of ``client``, in a batch for each step. Leaving it drops the client's other calls.
+
+        Raises `RunError` where another iterator of this client is open.
+        """
+        with self._inboxes.reading(client) as inbox:
+            try:
+                await self._ask(lambda: self._attend(inbox))
+                while True:
+                    yield await inbox.next()
+            finally:
+                # Nobody waits for it, and an engine that has ended does not care.
+                self._put(_Command(lambda: self._leave(inbox), _always, inbox.loop, None))
 
     async def pause(self, policy: OnUpdate) -> Paused:
         """Returns when nothing decodes any more under ``policy``; at once if the engine is paused already."""
@@ -226,26 +237,20 @@ class NativeEngine:
         """
         return await self._ask(self._core.probe)
 
-    async def abort(self, numbers: Sequence[int]) -> None:
-        """End these training groups as they are; unknown numbers are ignored."""
-        await self._ask(lambda: self._collect(self._core.abort(numbers)))
+    async def abort(self, client: str, numbers: Sequence[int]) -> None:
+        """End these calls of ``client`` as they are; unknown numbers are ignored."""
+        await self._ask(lambda: self._collect(self._core.abort(client, numbers)))
 
-    async def abort_older_than(self, version: int) -> list[int]:
-        """`abort` the training groups with a token of an older version; their numbers, in order of submission."""
+    async def abort_older_than(self, version: int) -> None:
+        """End the unfinished training calls with a token of an older version."""
+        await self._ask(lambda: self._collect(self._core.abort_older_than(version)))
 
-        def abort() -> list[int]:
-            numbers = self._core.older_than(version)
-            self._collect(self._core.abort(numbers))
-            return numbers
-
-        return await self._ask(abort)
-
-    async def in_flight(self) -> list[int]:
-        """Numbers of unfinished training groups, in order of submission."""
-        return await self._ask(self._core.in_flight)
+    async def release(self, trajectories: Sequence[TrajectoryId]) -> None:
+        """Give up what is kept for further calls of these episodes."""
+        await self._ask(lambda: self._core.release(trajectories))
 
     async def sleep(self, *, keep_weights: bool = True) -> None:
-        """Free the KV cache, and on a GPU the weights' memory; trajectories that were kept in place prefill again.
+        """Free the KV cache, and on a GPU the weights' memory; what was kept in place is prefilled again.
 
         The weights are kept in host memory, where those of a CPU are anyway. Without ``keep_weights`` they are lost,
         their memory is free on a CPU too, and the next version that is activated brings them back. Raises `RunError`
@@ -334,14 +339,17 @@ class NativeEngine:
         else:
             self._unanswered.append((command, result))
 
-    def _submit(self, requests: Sequence[GenerateRequest], inbox: GroupInbox) -> None:
-        self._core.submit(requests, inbox)
-        self._inboxes.add(inbox)
+    def _submit(self, inbox: CallInbox, calls: Sequence[Call]) -> None:
+        self._attend(inbox)
+        self._core.submit(inbox.client, calls)
 
-    def _forget(self, inbox: GroupInbox, missing: int) -> None:
-        if missing:  # looking through all that waits is slow
-            self._core.forget(inbox)
-        self._inboxes.discard(inbox)
+    def _attend(self, inbox: CallInbox) -> None:
+        self._clients[inbox.client] = inbox
+
+    def _leave(self, inbox: CallInbox) -> None:
+        if self._clients.get(inbox.client) is inbox:
+            del self._clients[inbox.client]
+            self._core.forget(inbox.client)
 
     def _start_writing(self, updates: Updates, version: int) -> Future[ReceiveReport]:
         self._core.check_paused(f"receive version {version}")
@@ -354,12 +362,15 @@ class NativeEngine:
         return self._core.activate(version, lambda: updates.load(version))
 
     def _collect(self, finished: list[Finished]) -> None:
-        for owner, group in finished:
-            assert isinstance(owner, GroupInbox)
-            self._outgoing[owner.loop].append(partial(owner.groups.put_nowait, group))
+        batches: dict[str, list[FinishedCall]] = {}
+        for client, call in finished:
+            batches.setdefault(client, []).append(call)
+        for client, batch in batches.items():
+            if (inbox := self._clients.get(client)) is not None:
+                self._outgoing[inbox.loop].append(partial(inbox.batches.put_nowait, batch))
 
     def _send(self) -> None:
-        """Cross to each event loop once, with the finished groups and the answers that there are for it."""
+        """Cross to each event loop once, with the finished calls and the answers that there are for it."""
         waiting = []
         for command, result in self._unanswered:
             if command.answerable():
@@ -388,8 +399,8 @@ class NativeEngine:
                 unread.append(command)
         for command in [*unread, *(command for command, _ in self._unanswered)]:
             self._outgoing[command.loop].append(partial(_fail, command.answer, error()))
-        for inbox in self._inboxes:
-            self._outgoing[inbox.loop].append(partial(inbox.groups.put_nowait, error()))
+        for inbox in self._clients.values():
+            self._outgoing[inbox.loop].append(partial(inbox.batches.put_nowait, error()))
         self._deliver()
 
     def _died(self, cause: BaseException) -> HeadwayError:

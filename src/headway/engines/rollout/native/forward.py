@@ -3,7 +3,13 @@
 `ModuleForward` works for any decoder whose attention goes through a `transformers` cache, and is the reference that the
 faster path (`fused`) is checked against.
 
-Shape suffixes: A decoding rows, B prompts, S padded prompt length, V vocabulary.
+On a CPU the queries of a prefill attend block by block: `BLOCK` of them, at fixed places, over the keys up to the
+block's end, whatever part of it is to be computed. A token's keys and values are then the same bits whether its context
+is prefilled whole or from some token on, and however long it is: matrix products, the other part of it, do not depend
+on what is beside a row (see `invariance`). On a GPU, whose kernels of a step differ with its shape anyway, contexts
+attend in one call.
+
+Shape suffixes: A decoding rows, C contexts, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,7 +22,8 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from headway.engines.rollout.native.cache import KvGeometry, SlotCache
-from headway.engines.rollout.native.windows import FULL, SLIDING, Windows
+from headway.engines.rollout.native.prefix_cache import BLOCK
+from headway.engines.rollout.native.windows import FULL, SLIDING, BlockMasks, Windows
 from headway.errors import ModelError
 
 
@@ -57,6 +64,21 @@ class Decoding:
     """Blocks that together have each row once."""
 
 
+@dataclass(frozen=True, slots=True)
+class Context:
+    """A context to prefill, or the rest of one."""
+
+    tokens: torch.Tensor
+    """[T], at least one."""
+    past: torch.Tensor | None = None
+    """[layers, 2·kv_heads, P, head_dim] keys and values of the P tokens before; None: there are none."""
+
+    @property
+    def start(self) -> int:
+        """P, the position of the first token."""
+        return 0 if self.past is None else self.past.shape[2]
+
+
 class PolicyForward(Protocol):
     """A decoder's forward pass. It computes with the module's weights as of the last `refresh`."""
 
@@ -64,16 +86,15 @@ class PolicyForward(Protocol):
     """A step without contexts never waits for the device, and reads weights where they stay (see `graphs`)."""
 
     def step(
-        self, decoding: Decoding | None, contexts: Sequence[torch.Tensor], least_rows: int
+        self, decoding: Decoding | None, contexts: Sequence[Context], least_rows: int
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Run one token for each row that is ``decoding``, and whole ``contexts`` [T] each, of one token at least.
+        """Run one token for each row that is ``decoding``, and all tokens of ``contexts``.
 
-        No context is padded to the length of another, and every matrix product has ``least_rows`` rows at least (see
-        `invariance`), as many as ``decoding`` has, if there is any: what comes out of a row or a context does not
-        depend on those beside it.
+        Every matrix product has ``least_rows`` rows at least (see `invariance`), as many as ``decoding`` has, if there
+        is any: what comes out of a row or a context does not depend on those beside it.
 
-        Returns the logits [A + B, V], of the rows and then at each context's last token, and the contexts' keys and
-        values [layers, 2·kv_heads, T, head_dim] each.
+        Returns the logits [A + C, V], of the rows and then at each context's last token, and keys and values
+        [layers, 2·kv_heads, T, head_dim] of each context's tokens.
         """
 
     def refresh(self) -> None:
@@ -88,13 +109,15 @@ class ModuleForward:
 
     recordable = False
 
-    def __init__(self, model: PreTrainedModel, windows: Windows) -> None:
+    def __init__(self, model: PreTrainedModel, max_context: int, windows: Windows) -> None:
         self._model = model
         self._windows = windows
         self._geometry = KvGeometry.of(model.config)
+        self._last_position = max_context - 1
+        self._masks = block_masks(windows, max_context, model.dtype, model.device)
 
     def step(
-        self, decoding: Decoding | None, contexts: Sequence[torch.Tensor], least_rows: int
+        self, decoding: Decoding | None, contexts: Sequence[Context], least_rows: int
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         logits = [] if decoding is None else [self._decode(decoding)]
         kv: list[torch.Tensor] = []
@@ -109,24 +132,63 @@ class ModuleForward:
     def release(self) -> None:
         """Do nothing: no memory is held beside the module's own."""
 
-    def _prefill(self, contexts: Sequence[torch.Tensor], least_rows: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def _prefill(self, contexts: Sequence[Context], least_rows: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
         logits: dict[int, torch.Tensor] = {}
         kv: dict[int, torch.Tensor] = {}
-        for indices in by_length(contexts):
-            ids = torch.stack([contexts[i] for i in indices])
-            if ids.numel() < least_rows:
-                ids = ids.repeat(-(-least_rows // ids.numel()), 1)
-            batch, length = ids.shape
-            mask, windowed = (
-                self._windows.causal(length, self._model.dtype, ids.device, windowed=kind).expand(batch, 1, -1, -1)
-                for kind in (False, True)
+        for indices in alike(contexts, BLOCK if self._masks else None):
+            together = [contexts[index] for index in indices]
+            ends, stored = self._run_blocks(together, least_rows)
+            logits.update(zip(indices, ends, strict=True))
+            kv.update(
+                (index, of[:, :, one.start : one.start + len(one.tokens)])
+                for index, one, of in zip(indices, together, stored, strict=False)
             )
-            store = _PrefillStore(self._geometry)
-            positions = torch.arange(length, device=ids.device)
-            ends = self._run(ids, positions.expand(batch, -1), mask, windowed, store, positions[-least_rows:])
-            logits.update(zip(indices, ends[:, -1], strict=False))
-            kv.update(zip(indices, torch.stack(store.stored).unbind(1), strict=False))
         return torch.stack([logits[i] for i in range(len(contexts))]), [kv[i] for i in range(len(contexts))]
+
+    def _run_blocks(
+        self, contexts: Sequence[Context], least_rows: int
+    ) -> tuple[list[torch.Tensor], Sequence[torch.Tensor]]:
+        """Run contexts that are `alike`, block after block.
+
+        Returns the logits [V] at each one's last token, and keys and values [layers, 2·kv_heads, ≥ P + T, head_dim].
+        """
+        start, device = contexts[0].start, contexts[0].tokens.device
+        lasts = [start + len(context.tokens) - 1 for context in contexts]
+        if self._masks is None:
+            blocks = [range(start, lasts[0] + 1)]
+        else:
+            firsts = range(start // BLOCK * BLOCK, lasts[0] + 1, BLOCK)
+            blocks = [range(first, first + BLOCK) for first in firsts]
+        contexts = [*contexts] * -(-least_rows // (len(contexts) * len(blocks[0])))  # some twice, if they are too few
+        pasts = [context.past for context in contexts if context.past is not None]
+        store = _PrefillStore(self._geometry, torch.stack(pasts) if pasts else None)
+        logits = torch.empty(0)
+        for block in blocks:
+            ids = torch.zeros(len(contexts), len(block), dtype=torch.int64, device=device)
+            for row, context in zip(ids, contexts, strict=True):
+                part = context.tokens[max(block.start - start, 0) : block.stop - start]
+                at = max(start - block.start, 0)
+                row[at : at + len(part)] = part
+            # No more logits than are wanted, and enough of them.
+            wanted = sorted({last - block.start for last in lasts}) if block is blocks[-1] else [0]
+            wanted += [at for at in range(len(block)) if at not in wanted][: max(0, least_rows - len(wanted))]
+            positions = torch.arange(block.start, block.stop, device=device).clamp_(max=self._last_position)
+            logits = self._run(
+                ids,
+                positions.expand(len(contexts), -1),
+                self._mask(block, windowed=False).expand(len(contexts), 1, -1, -1),
+                self._mask(block, windowed=True).expand(len(contexts), 1, -1, -1),
+                store.at(max(start - block.start, 0)),
+                torch.tensor(wanted, device=device),
+            )
+        ends = [row[wanted.index(last - blocks[-1].start)] for row, last in zip(logits, lasts, strict=False)]
+        return ends, torch.stack(store.stored).unbind(1)
+
+    def _mask(self, block: range, *, windowed: bool) -> torch.Tensor:
+        if self._masks is not None:
+            return self._masks.of(block.start // BLOCK, windowed=windowed)
+        device = self._model.device
+        return self._windows.causal(block, block.stop, self._model.dtype, device, windowed=windowed)
 
     def _decode(self, decoding: Decoding) -> torch.Tensor:
         tokens, lengths = decoding.tokens, decoding.lengths
@@ -164,21 +226,37 @@ class ModuleForward:
         return logits
 
 
-def by_length(contexts: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Indices of contexts that are equally long, together."""
-    groups: dict[int, list[int]] = {}
+def alike(contexts: Sequence[Context], block: int | None) -> list[list[int]]:
+    """Indices of contexts that begin at the same place and end in the same block, together; None: at the same place."""
+    groups: dict[tuple[int, int], list[int]] = {}
     for index, context in enumerate(contexts):
-        groups.setdefault(len(context), []).append(index)
+        stop = context.start + len(context.tokens)
+        groups.setdefault((context.start, stop if block is None else -(-stop // block)), []).append(index)
     return list(groups.values())
 
 
-class _PrefillStore(Cache):
-    """Collects each layer's keys and values."""
+def block_masks(windows: Windows, max_context: int, dtype: torch.dtype, device: torch.device) -> BlockMasks | None:
+    """The masks of a prefill that is cut into blocks; None where it is not."""
+    if device.type != "cpu":
+        return None
+    return BlockMasks(windows, -(-max_context // BLOCK) * BLOCK, BLOCK, dtype, device)
 
-    def __init__(self, geometry: KvGeometry) -> None:
+
+class _PrefillStore(Cache):
+    """Collects each layer's keys and values, behind those that are there."""
+
+    def __init__(self, geometry: KvGeometry, past: torch.Tensor | None) -> None:
+        """``past``: [C, layers, 2·kv_heads, P, head_dim]"""
         super().__init__(layers=[])
         self._geometry = geometry
-        self.stored: list[torch.Tensor] = []
+        self._known = 0
+        self.stored: list[torch.Tensor] = [] if past is None else list(past.unbind(1))
+        """[C, 2·kv_heads, T, head_dim] of each layer."""
+
+    def at(self, known: int) -> _PrefillStore:
+        """Take the next block, of which the first ``known`` tokens are there."""
+        self._known = known
+        return self
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -190,8 +268,13 @@ class _PrefillStore(Cache):
                     f"the native rollout engine expects keys and values of (heads, head_dim) {expected} in every "
                     f"layer; layer {layer_idx} has {(states.shape[1], states.shape[3])}"
                 )
-        self.stored.append(torch.cat([key_states, value_states], dim=1))
-        return key_states, value_states
+        kv = torch.cat([key_states, value_states], dim=1)[:, :, self._known :]
+        if layer_idx == len(self.stored):
+            self.stored.append(kv)
+        else:
+            self.stored[layer_idx] = torch.cat([self.stored[layer_idx], kv], dim=2)
+        keys, values = self.stored[layer_idx].chunk(2, dim=1)
+        return keys, values
 
 
 class _DecodeStore(Cache):

@@ -5,7 +5,7 @@ and gate, up are one matrix product each, keys and values are stored in one writ
 product that makes them. The module's own parameters become views of the joined matrices. What is derived from them is
 derived again by `refresh`: on a CPU the larger matrices have a second copy, see `projection`.
 
-Shape suffixes: N tokens, A decoding rows, B prompts, S padded prompt length, H query heads, K key-value heads,
+Shape suffixes: N tokens, A decoding rows, C contexts, H query heads, K key-value heads,
 D head_dim.
 """
 
@@ -24,7 +24,14 @@ from transformers import PreTrainedModel
 
 from headway.engines.rollout.native.attention import AttentionShape, DecodeAttention, PrefillAttention
 from headway.engines.rollout.native.cache import KvGeometry, SlotCache
-from headway.engines.rollout.native.forward import Decoding, ModuleForward, PolicyForward, RowBlock
+from headway.engines.rollout.native.forward import (
+    Context,
+    Decoding,
+    ModuleForward,
+    PolicyForward,
+    RowBlock,
+    block_masks,
+)
 from headway.engines.rollout.native.projection import Projection
 from headway.engines.rollout.native.rms_norm import RmsNorm
 from headway.engines.rollout.native.windows import Windows
@@ -49,7 +56,7 @@ def best_forward(model: PreTrainedModel, max_context: int) -> PolicyForward:
     """The fused forward where it is known to equal the module, else the module itself."""
     config = model.config
     windows = Windows.of(config, max_context)
-    module = ModuleForward(model, windows)
+    module = ModuleForward(model, max_context, windows)
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if config.model_type not in FAMILY or rope not in _FIXED_ROPE or config.hidden_act != "silu":
         return module
@@ -75,7 +82,7 @@ def _largest_difference(
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = (torch.arange(2 * length, device=model.device) * 7919 % vocabulary).view(2, length)
     lengths = torch.tensor([length, max(length // 2, 1)], device=model.device)
-    contexts = [row[:count] for row, count in zip(ids, lengths.tolist(), strict=True)]
+    contexts = [Context(row[:count]) for row, count in zip(ids, lengths.tolist(), strict=True)]
     logits = []
     with torch.inference_mode():
         for forward in (module, fused):
@@ -153,6 +160,7 @@ class FusedForward:
         self.shape = AttentionShape(
             int(config.num_attention_heads), geometry.kv_heads, geometry.head_dim, windows, model.dtype
         )
+        self._masks = block_masks(windows, max_context, model.dtype, model.device)
         self._norm = RmsNorm(float(config.rms_norm_eps), model.device, model.dtype)
         self._embedding = model.get_input_embeddings()
         self._final_norm = decoder.norm
@@ -162,13 +170,13 @@ class FusedForward:
             self._cos, self._sin = self._rotation(decoder.rotary_emb, max_context, model)
 
     def step(
-        self, decoding: Decoding | None, contexts: Sequence[torch.Tensor], least_rows: int
+        self, decoding: Decoding | None, contexts: Sequence[Context], least_rows: int
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         parts: list[DecodeAttention | PrefillAttention] = []
         if decoding is not None:
             parts.append(DecodeAttention(self.shape, decoding))
         if contexts:
-            prefill = PrefillAttention(self.shape, contexts)
+            prefill = PrefillAttention(self.shape, contexts, self._masks)
             parts.append(prefill)
         counts = [part.count for part in parts]
         fillers = max(0, least_rows - sum(counts))

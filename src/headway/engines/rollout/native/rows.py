@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.data.types import FinishReason
+from headway.data.types import FinishReason, SampledTokens
 from headway.engines.rollout.randomness import uniforms
-from headway.engines.rollout.work import TrajectoryRun, Written
+from headway.engines.rollout.work import CallRun
 
 
 class Rows:
@@ -22,7 +22,7 @@ class Rows:
 
     def __init__(self, slots: int, max_context: int) -> None:
         self.slots = slots
-        self.runs: list[TrajectoryRun] = []
+        self.runs: list[CallRun] = []
         self.tokens = np.zeros(slots, np.int64)
         """Last sampled token: the input of the next step."""
         self.lengths = np.zeros(slots, np.int64)
@@ -44,26 +44,31 @@ class Rows:
         """Tokens in the KV cache, of all rows."""
         return int(self.lengths[: self.active].sum())
 
-    def add(self, run: TrajectoryRun) -> None:
+    def add(self, run: CallRun) -> None:
         """Occupy the next row; its context is (about to be) in the cache's row of the same number."""
         row, written = self.active, len(run.written.ids)
         self.runs.append(run)
-        self.lengths[row] = len(run.group.prompt_ids) + written
+        self.lengths[row] = len(run.call.input_ids) + written
         self._written[row] = written
         self._limits[row] = run.limit
         self._keys[row] = run.key
-        self._set_stops(row, run.group.request.sampling.stop_token_ids)
+        self._set_stops(row, run.call.sampling.stop_token_ids)
         self._ids[row, :written] = run.written.ids
         self._logprobs[row, :written] = run.written.logprobs
         self._versions[row, :written] = run.written.versions
 
     @property
     def written(self) -> NDArray[np.int64]:
-        """[A] tokens that each row's answer has."""
+        """[A] tokens that each row's call has sampled."""
         return self._written[: self.active]
 
+    def context(self, row: int) -> NDArray[np.int64]:
+        """[T] the tokens of ``row`` that the KV cache has."""
+        given, length = self.runs[row].call.input_ids, int(self.lengths[row])
+        return np.concatenate([given, self._ids[row, : length - len(given)]], dtype=np.int64)
+
     def tail(self, row: int, count: int) -> NDArray[np.int32]:
-        """The last tokens of a row's answer, at most ``count``."""
+        """The last tokens that a row's call has sampled, at most ``count``."""
         end = int(self._written[row])
         return self._ids[row, max(0, end - count) : end]
 
@@ -90,14 +95,14 @@ class Rows:
             (int(row), FinishReason.STOP if stopped[row] else FinishReason.LENGTH) for row in np.flatnonzero(over)[::-1]
         ]
 
-    def remove(self, row: int) -> tuple[TrajectoryRun, int]:
+    def remove(self, row: int) -> tuple[CallRun, int]:
         """Free ``row``; the last row takes its place.
 
-        Returns the trajectory, its ``written`` up to date, and the number of the row that moved (``row`` if none did).
+        Returns the call, its ``written`` up to date, and the number of the row that moved (``row`` if none did).
         """
         run, last = self.runs[row], self.active - 1
         end = int(self._written[row])
-        run.written = Written(
+        run.written = SampledTokens(
             self._ids[row, :end].copy(), self._logprobs[row, :end].copy(), self._versions[row, :end].copy()
         )
         self.runs[row] = self.runs[last]

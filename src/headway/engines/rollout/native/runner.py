@@ -1,12 +1,13 @@
 """The model's side of a step: prefill, decode, sample. Mechanism only; who runs where is decided elsewhere.
 
-Shape suffixes: A decoding rows, B contexts of one prefill, V vocabulary.
+Shape suffixes: A decoding rows, B sequences, V vocabulary.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,13 +15,12 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from headway.engines.rollout.native import graphs
-from headway.engines.rollout.native.cache import ROOM_STEP, KvGeometry, SlotCache
-from headway.engines.rollout.native.forward import Decoding, PolicyForward, RowBlock
+from headway.engines.rollout.native.cache import ROOM_STEP, KvGeometry, SlotCache, enough
+from headway.engines.rollout.native.forward import Context, Decoding, PolicyForward, RowBlock
 from headway.engines.rollout.native.graphs import Recorder
 from headway.engines.rollout.native.invariance import TOGETHER, least_invariant_rows
 from headway.engines.rollout.native.sampling import BatchSampling, behaviour_logprobs, sample
 from headway.engines.rollout.native.windows import Windows
-from headway.engines.rollout.work import Prefilled
 from headway.errors import ConfigError
 from headway.interfaces import SamplingParams
 
@@ -52,6 +52,37 @@ def blocks_of(spans: NDArray[np.int64]) -> list[tuple[int, int, int]]:
                 continue
         blocks.append((start, stop, span))
     return blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A context to prefill, on the host; see `Context`."""
+
+    ids: NDArray[np.int64]
+    """[T] the tokens that are not there yet, at least one."""
+    past: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """The result of a prefill: enough to start any number of calls from its context."""
+
+    kv: torch.Tensor
+    """[layers, 2·kv_heads, T, head_dim]"""
+    logits: torch.Tensor
+    """[V], of the token that follows."""
+    past: torch.Tensor | None = None
+    """Keys and values like ``kv``, of the tokens before, if those were there."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the context."""
+        return self.kv.shape[2] + (0 if self.past is None else self.past.shape[2])
+
+    def copy(self) -> Prefilled:
+        """Copy it: this one is a view of what a whole step has prefilled."""
+        kv = self.kv.clone() if self.past is None else torch.cat([self.past, self.kv], dim=2)
+        return Prefilled(kv, self.logits.clone())
 
 
 class Runner:
@@ -100,9 +131,13 @@ class Runner:
         if recorder is not None:
             self._graphs = graphs.DecodeGraphs(forward, self.cache, recorder, self._window, self._dtype)
 
+    def rows_of(self, rows: int) -> int:
+        """Rows that a step of so many takes: fewer are filled up (see `invariance`)."""
+        return max(rows, self._least_rows)
+
     def fits(self, rows: int, positions: int) -> bool:
         """Tell whether the KV cache has memory for a step of so many rows, the longest of ``positions``."""
-        return self.cache.fits(max(rows, self._least_rows), positions)
+        return self.cache.fits(self.rows_of(rows), positions)
 
     def _tokens_in(self, kv_cache_bytes: int, slots: int) -> int:
         geometry = self._geometry
@@ -115,7 +150,7 @@ class Runner:
                 f"{self._max_context} (fewer rows are filled up, so that none depends on those beside it); give it "
                 f"{least * of_token / 2**30:.3g} or more, or let answers be shorter (data.max_response_length)"
             )
-        return min(tokens, max(slots, self._least_rows) * self._max_context)
+        return min(tokens, enough(max(slots, self._least_rows), self._max_context))
 
     @torch.inference_mode()
     def _least_invariant_rows(self) -> int | None:
@@ -149,9 +184,9 @@ class Runner:
         return slots
 
     def step(
-        self, tokens: NDArray[np.int64], lengths: NDArray[np.int64], contexts: Sequence[NDArray[np.int64]]
+        self, tokens: NDArray[np.int64], lengths: NDArray[np.int64], contexts: Sequence[Given]
     ) -> tuple[torch.Tensor, list[Prefilled]]:
-        """One token for each of rows 0..A-1, ``tokens`` [A] at positions ``lengths`` [A], and whole ``contexts``.
+        """One token for each of rows 0..A-1, ``tokens`` [A] at positions ``lengths`` [A], and all of ``contexts``.
 
         In one pass, except where a row's result depends on the number of rows: then each context has one of its own.
         Returns the rows' logits [A, V] and a result for each context.
@@ -165,14 +200,23 @@ class Runner:
         rows = self._decoding(tokens, lengths, self.cache) if len(tokens) else None
         if rows is not None and not self._mixes:
             decoded, rows = self._forward.step(rows, (), self._least_rows)[0][: len(tokens)], None
-        given = [self._to_device(context) for context in contexts]
+        given = [Context(self._to_device(context.ids), context.past) for context in contexts]
         together = [given] if self._mixes and (given or rows is not None) else [[context] for context in given]
         for batch in together:
             logits, kv = self._forward.step(rows, batch, self._least_rows)
             if rows is not None:
                 decoded, logits = logits[: len(tokens)], logits[len(rows.tokens) :]
-            prefilled += [Prefilled(of, last) for of, last in zip(kv, logits, strict=True)]
+            prefilled += [
+                Prefilled(of, last, context.past) for of, last, context in zip(kv, logits, batch, strict=True)
+            ]
         return decoded, prefilled
+
+    def fill(self, rows: range, prefilled: Prefilled) -> None:
+        """Let each of ``rows`` hold the context that was prefilled."""
+        past = prefilled.past
+        if past is not None:
+            self.cache.fill(rows, past)
+        self.cache.fill(rows, prefilled.kv, 0 if past is None else past.shape[2])
 
     def decode(self, tokens: NDArray[np.int64], lengths: NDArray[np.int64], cache: SlotCache) -> torch.Tensor:
         """Decode as `step` does, without contexts, and in another cache than the engine's own."""
@@ -213,7 +257,7 @@ class Runner:
         rows, length = ids.shape
         cache = self.cache.scratch(max(rows, self._least_rows), self._span(length, self.cache.context))
         nothing = np.zeros(0, np.int64)
-        _, prefilled = self.step(nothing, nothing, list(ids[:, :given]))
+        _, prefilled = self.step(nothing, nothing, [Given(row[:given]) for row in ids])
         for row, context in enumerate(prefilled):
             cache.fill(range(row, row + 1), context.kv)
         step = torch.stack([context.logits for context in prefilled])

@@ -45,9 +45,33 @@ class Windows:
         """Some layers are windowed and some are not."""
         return len(set(self.layers)) > 1
 
-    def causal(self, length: int, dtype: torch.dtype, device: torch.device, *, windowed: bool) -> torch.Tensor:
-        """[length, length]: 0 where a query (row) attends, else -inf."""
-        allowed = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    def causal(
+        self, queries: range, keys: int, dtype: torch.dtype, device: torch.device, *, windowed: bool
+    ) -> torch.Tensor:
+        """[Q, keys]: 0 where a query, at one of the positions ``queries``, attends, else -inf."""
+        ahead = torch.arange(keys, device=device) - torch.arange(queries.start, queries.stop, device=device)[:, None]
+        hidden = ahead > 0
         if windowed and self.size is not None:
-            allowed &= torch.ones_like(allowed).triu(1 - self.size)
-        return torch.zeros(length, length, dtype=dtype, device=device).masked_fill_(~allowed, -torch.inf)
+            hidden |= ahead <= -self.size
+        return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+
+
+class BlockMasks:
+    """The masks of blocks of queries at fixed places, each over all keys up to its own end: views of a single one.
+
+    A mask depends only on how far a key is before a query, so that of an early block is the end of that of a late one.
+    """
+
+    def __init__(self, windows: Windows, positions: int, block: int, dtype: torch.dtype, device: torch.device) -> None:
+        """``positions``: the most, a multiple of ``block``."""
+        last = range(positions - block, positions)
+        self._block, self._positions = block, positions
+        self._masks = [
+            windows.causal(last, positions, dtype, device, windowed=windowed)
+            for windowed in ((False, True) if windows.size is not None else (False,))
+        ]
+
+    def of(self, index: int, *, windowed: bool) -> torch.Tensor:
+        """[block, (index + 1) · block]: 0 where the ``index``-th block's queries attend, else -inf."""
+        mask = self._masks[windowed and len(self._masks) > 1]
+        return mask[:, self._positions - (index + 1) * self._block :]

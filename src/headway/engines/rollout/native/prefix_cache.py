@@ -1,0 +1,387 @@
+"""The prefix cache's bookkeeping: which blocks of memory hold the keys and values of which contexts. No tensor.
+
+A context is cut into blocks of `BLOCK` tokens. A block is found by what is before it and by its own token ids, which
+are compared, not only hashed: the cache is a tree, and a context a way down from its root.
+
+    root ─▶ tokens 0..31 ─▶ 32..63 ─▶ 64..76 of episode a (its last block, in part)
+                                 └──▶ 64..95 of episode b ─▶ …
+
+What is computed by decoding differs in its last bits from what a prefill computes for the same tokens. Blocks with
+sampled tokens, and all that follow them, are therefore found by their own episode alone, so that others that come by
+the same tokens change no bit of it. Whole blocks of prompts are everybody's.
+
+Blocks of open episodes are pinned. Of the others, the least recently used goes first, from the end of its context. When
+all are pinned, those of episodes that decode at the moment lose their pins, for they have everything in a row; then the
+youngest open episode loses its own, which is counted.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.data.types import TrajectoryId
+
+BLOCK = 32
+"""Tokens of a block."""
+
+Ids = NDArray[np.integer]
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """A block in use, or a root, which has no tokens."""
+
+    parent: _Node | None
+    ids: Ids
+    owner: TrajectoryId | None
+    """The one episode that finds it; None: all do."""
+    given: int
+    """Leading tokens that were prefilled and follow what is everybody's: their bits are, too."""
+    block: int
+    """Number of the block; -1 for a root, and for what is gone."""
+    depth: int
+    used: int = 0
+    """Time of the last use."""
+    pins: int = 0
+    shared: dict[bytes, _Node] = field(default_factory=dict)
+    own: dict[TrajectoryId, list[_Node]] = field(default_factory=dict)
+
+    @property
+    def idle(self) -> bool:
+        """It may go: nothing follows it and nobody pins it."""
+        return self.block >= 0 and not self.pins and not self.shared and not self.own
+
+
+@dataclass(slots=True, eq=False)
+class _Episode:
+    """An open episode: one that may call again."""
+
+    holder: Hashable
+    root: _Node
+    running: int = 0
+    """Calls of it that decode."""
+    leaves: list[_Node] = field(default_factory=list)
+    """The ends of its contexts, pinned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The part of a context that is there."""
+
+    blocks: tuple[int, ...] = ()
+    length: int = 0
+    """Tokens; the last block may count in part."""
+    shared: int = 0
+    """Leading tokens whose bits are everybody's: no sampled token is among them."""
+
+
+NOTHING = Found()
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Tokens ``start`` to ``stop`` of a context, to be copied into ``block``, from its position ``offset`` on."""
+
+    block: int
+    offset: int
+    start: int
+    stop: int
+
+
+class PrefixCache:
+    """The tree of blocks. Numbers of blocks are below `limit`, the lowest free one is taken first."""
+
+    def __init__(self, limit: int = 0) -> None:
+        self.limit = limit
+        self.lost = 0
+        """Times that an open episode lost its pins and had nothing in a row."""
+        self._time = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self._root = _root()
+        self._nodes: dict[int, _Node] = {}
+        """Nodes by block."""
+        self._free: list[int] = []
+        """Heap of free blocks below `top`."""
+        self.top = 0
+        """All blocks from here on are free."""
+        self._idle: list[tuple[int, int, int, _Node]] = []
+        """Heap of (last use, -depth, serial, node); entries may be out of date."""
+        self._serial = count()
+        self._episodes: dict[TrajectoryId, _Episode] = {}
+
+    def __len__(self) -> int:
+        """Blocks in use."""
+        return len(self._nodes)
+
+    # ------------------------------------------------------------------------------------- contexts
+
+    def find(self, ids: Ids, trajectory: TrajectoryId) -> Found:
+        """Find the longest part of the context ``ids`` [T] that is there for an episode, from its beginning on."""
+        if not self._nodes:
+            return NOTHING
+        node, length, shared = self._root_of(trajectory), 0, 0
+        way: list[_Node] = []
+        while length < len(ids):
+            child, common = self._next(node, ids[length : length + BLOCK], trajectory)
+            if child is None:
+                break
+            way.append(child)
+            if shared == length:
+                shared += min(common, child.given)
+            length += common
+            if common < BLOCK:
+                break
+            node = child
+        self._use(way)
+        return Found(tuple(node.block for node in way), length, shared)
+
+    def store(self, ids: Ids, trajectory: TrajectoryId, shared: int) -> list[Copy]:
+        """Keep the context ``ids`` [T] of an open episode; what has to be copied for that.
+
+        The first ``shared`` tokens were prefilled and follow what is everybody's. Keeps nothing for an episode that is
+        not open, and only a part where memory runs out and this is the youngest.
+        """
+        if (episode := self._episodes.get(trajectory)) is None:
+            return []
+        copies: list[Copy] = []
+        node, start = self._root_of(trajectory), 0
+        episode.root = node
+        while start < len(ids):
+            chunk = ids[start : start + BLOCK]
+            given = min(max(shared - start, 0), len(chunk))
+            everybodys = given == BLOCK
+            child = node.shared.get(_key(chunk)) if everybodys else None
+            if child is None and not everybodys:
+                child = self._extended(node, chunk, start, trajectory, copies)
+            if child is None:
+                node.pins += 1  # it has to stay while room is made
+                block = self._take(episode)
+                node.pins -= 1
+                if block is None:
+                    self._rest(node)
+                    return copies
+                child = _Node(node, chunk.copy(), None if everybodys else trajectory, given, block, node.depth + 1)
+                self._nodes[block] = child
+                if everybodys:
+                    node.shared[_key(chunk)] = child
+                else:
+                    node.own.setdefault(trajectory, []).append(child)
+                copies.append(Copy(block, 0, start, start + len(chunk)))
+            self._use([child])
+            node, start = child, start + BLOCK
+        if node.parent is not None:
+            self._pin(episode, node)
+        return copies
+
+    # ------------------------------------------------------------------------------------- episodes
+
+    def begin(self, trajectory: TrajectoryId, holder: Hashable) -> None:
+        """A call of an episode decodes; the episode is open from now on, until it is released or ``holder`` leaves."""
+        episode = self._episodes.get(trajectory)
+        if episode is None:
+            episode = self._episodes[trajectory] = _Episode(holder, self._root)
+        episode.root = self._root_of(trajectory)
+        episode.running += 1
+
+    def end(self, trajectory: TrajectoryId) -> None:
+        """A call of an episode decodes no longer."""
+        if (episode := self._episodes.get(trajectory)) is not None:
+            episode.running = max(0, episode.running - 1)
+
+    def is_open(self, trajectory: TrajectoryId) -> bool:
+        """Tell whether an episode is open."""
+        return trajectory in self._episodes
+
+    def release(self, trajectories: Iterable[TrajectoryId]) -> None:
+        """Give up what is kept for these episodes alone: they are over."""
+        for trajectory in trajectories:
+            if (episode := self._episodes.pop(trajectory, None)) is not None:
+                for leaf in episode.leaves:
+                    leaf.pins -= 1
+                    node = leaf
+                    while node.owner is not None and node.idle:
+                        node = self._remove(node)
+                    self._rest(node)
+
+    def leave(self, holder: Hashable) -> None:
+        """Release all episodes of ``holder``."""
+        self.release([trajectory for trajectory, episode in self._episodes.items() if episode.holder == holder])
+
+    def renew(self) -> None:
+        """The weights have changed: only open episodes go on with what they have, and nobody else finds it."""
+        self._root = _root()
+        while self._evict():
+            pass
+
+    def clear(self) -> None:
+        """Drop everything; all episodes count as not open."""
+        self._clear()
+
+    # ------------------------------------------------------------------------------------- memory
+
+    def resize(self, limit: int) -> list[tuple[int, int]]:
+        """Keep to blocks below ``limit``; the blocks that move for that, as (from, to), in this order."""
+        self.limit = limit
+        while len(self._nodes) > limit:
+            if not self._evict():
+                self._unpin_youngest(None)
+        if self.top <= limit:
+            return []
+        moves = []
+        self._free = [block for block in self._free if block < limit]
+        heapq.heapify(self._free)
+        for block in sorted(block for block in self._nodes if block >= limit):
+            target = heapq.heappop(self._free)
+            node = self._nodes[target] = self._nodes.pop(block)
+            node.block = target
+            moves.append((block, target))
+        self.top = limit
+        return moves
+
+    def _take(self, episode: _Episode) -> int | None:
+        """Take a block for ``episode``, which is storing; None where all are pinned by older ones."""
+        while len(self._nodes) >= self.limit:
+            if not self._evict() and self._unpin_youngest(episode) is episode:
+                return None
+        if self._free:
+            return heapq.heappop(self._free)
+        self.top += 1
+        return self.top - 1
+
+    def _evict(self) -> bool:
+        """Drop the least recently used block that may go, if there is one."""
+        while self._idle:
+            used, _, _, node = heapq.heappop(self._idle)
+            if not node.idle:
+                continue
+            if node.used > used:
+                self._rest(node)
+                continue
+            self._rest(self._remove(node))
+            return True
+        return False
+
+    def _unpin_youngest(self, storing: _Episode | None) -> _Episode:
+        """Take the pins of the youngest open episode: of those first that have everything in a row.
+
+        One that is ``storing`` may be that, without a pin yet.
+        """
+        holding = [episode for episode in self._episodes.values() if episode.leaves or episode is storing]
+        in_rows = [episode for episode in holding if episode.running and episode is not storing]
+        episode = (in_rows or holding)[-1]
+        self.lost += not in_rows
+        leaves, episode.leaves = episode.leaves, []
+        for leaf in leaves:
+            self._unpin(leaf)
+        return episode
+
+    # ------------------------------------------------------------------------------------- the tree
+
+    def _root_of(self, trajectory: TrajectoryId) -> _Node:
+        """The root for an episode: its own while it has something there, and goes on with it after `renew`."""
+        episode = self._episodes.get(trajectory)
+        return episode.root if episode is not None and (episode.leaves or episode.running) else self._root
+
+    def _next(self, node: _Node, chunk: Ids, trajectory: TrajectoryId) -> tuple[_Node | None, int]:
+        """The child of ``node`` to go on to, and how many tokens of ``chunk`` it has.
+
+        The episode's own, unless everybody's has the same bits and more of them.
+        """
+        own, common = self._own(node, chunk, trajectory)
+        if own is not None and (common > own.given or common == len(chunk)):
+            return own, common
+        if len(chunk) == BLOCK and (shared := node.shared.get(_key(chunk))) is not None:
+            return shared, BLOCK
+        return own, common
+
+    def _own(self, node: _Node, chunk: Ids, trajectory: TrajectoryId) -> tuple[_Node | None, int]:
+        """The child of ``node`` that its episode alone finds with the most tokens of ``chunk``, and how many."""
+        best, most = None, 0
+        for child in node.own.get(trajectory, ()):
+            if (common := _common(child.ids, chunk)) > most:
+                best, most = child, common
+        return best, most
+
+    def _extended(
+        self, node: _Node, chunk: Ids, start: int, trajectory: TrajectoryId, copies: list[Copy]
+    ) -> _Node | None:
+        """A child of the episode's own that holds ``chunk``, or that does when what is missing is added at its end."""
+        child, common = self._own(node, chunk, trajectory)
+        if child is None or common == len(chunk):
+            return child
+        if common < len(child.ids):
+            return None
+        child.ids = chunk.copy()
+        copies.append(Copy(child.block, common, start + common, start + len(chunk)))
+        return child
+
+    def _use(self, way: Sequence[_Node]) -> None:
+        self._time += 1
+        for node in way:
+            node.used = self._time
+
+    def _pin(self, episode: _Episode, leaf: _Node) -> None:
+        """Pin the end of a context; the ends that it goes on from need no pin any more."""
+        before, above = leaf, {leaf}
+        while before.parent is not None:
+            before = before.parent
+            above.add(before)
+        stays = [other for other in episode.leaves if other not in above]
+        leaf.pins += 1
+        for other in episode.leaves:
+            if other in above:
+                self._unpin(other)
+        episode.leaves = [*stays, leaf]
+
+    def _unpin(self, leaf: _Node) -> None:
+        leaf.pins -= 1
+        self._rest(leaf)
+
+    def _rest(self, node: _Node | None) -> None:
+        """Note that ``node`` may go, if it may."""
+        if node is None or not node.idle:
+            return
+        if len(self._idle) > 64 + 4 * len(self._nodes):
+            idle = (one for one in self._nodes.values() if one.idle and one is not node)
+            self._idle = [(one.used, -one.depth, next(self._serial), one) for one in idle]
+            heapq.heapify(self._idle)
+        heapq.heappush(self._idle, (node.used, -node.depth, next(self._serial), node))
+
+    def _remove(self, node: _Node) -> _Node:
+        """Free the block of an idle node; its parent."""
+        parent = node.parent
+        assert parent is not None
+        if node.owner is None:
+            del parent.shared[_key(node.ids)]
+        else:
+            siblings = parent.own[node.owner]
+            siblings.remove(node)
+            if not siblings:
+                del parent.own[node.owner]
+        del self._nodes[node.block]
+        heapq.heappush(self._free, node.block)
+        node.block = -1
+        return parent
+
+
+def _root() -> _Node:
+    return _Node(None, np.empty(0, np.int32), None, 0, -1, 0)
+
+
+def _key(chunk: Ids) -> bytes:
+    return chunk.astype(np.int32, copy=False).tobytes()
+
+
+def _common(first: Ids, second: Ids) -> int:
+    """Number of leading tokens that two blocks have in common."""
+    most = min(len(first), len(second))
+    same = first[:most] == second[:most]
+    return most if same.all() else int(same.argmin())
