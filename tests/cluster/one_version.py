@@ -14,7 +14,7 @@ from headway.config.schema import Config
 from headway.data.types import Outcomes, Prompt, Sample
 from headway.interfaces import (
     FinishedGroup,
-    GenerateRequest,
+    GroupRequest,
     OnUpdate,
     ReceiveReport,
     SamplingParams,
@@ -39,9 +39,9 @@ def tiny_config(backend: str, **sections: Any) -> Config:
     return Config(**base)
 
 
-def request(row: int) -> GenerateRequest:
+def request(row: int) -> GroupRequest:
     prompt = Prompt(epoch=0, row=row, attempt=0, source="test", text="", token_ids=np.array([5, 6, 7 + row], np.int32))
-    return GenerateRequest(number=row, prompt=prompt, n=N, sampling=SamplingParams(max_tokens=8, stop_token_ids=(1,)))
+    return GroupRequest(number=row, prompt=prompt, n=N, sampling=SamplingParams(max_tokens=8, stop_token_ids=(1,)))
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,11 @@ class Outcome:
 
 
 async def generate(workers: Workers, rows: range) -> list[FinishedGroup]:
-    groups = [group async for group in workers.rollouts[0].generate([request(row) for row in rows])]
+    (keeper,), replica = workers.keepers, workers.rollouts[0]
+    await keeper.join(replica)
+    await keeper.route([replica.name])
+    groups = [group async for group in keeper.generate([request(row) for row in rows])]
+    await keeper.leave(replica.name)
     return sorted(groups, key=lambda group: group.number)
 
 

@@ -33,6 +33,7 @@ def test_each_rank_and_replica_is_a_worker_on_a_device_of_its_own() -> None:
         ("rollout-0", 2),
         ("rollout-1", 3),
         ("rollout-2", 4),
+        ("keeper-0", 2),
     ]
     assert [s.arguments["rank"] for s in planned.workers[:2]] == [0, 1]
     assert {s.arguments["world_size"] for s in planned.workers[:2]} == {2}
@@ -40,14 +41,21 @@ def test_each_rank_and_replica_is_a_worker_on_a_device_of_its_own() -> None:
 
 def test_threads_divide_the_cores_of_a_machine_and_are_never_none() -> None:
     share = available_cores() // 2
-    assert {s.threads for s in plan().workers} == {max(1, share)}
+    assert {s.threads for s in plan().workers if not s.beside} == {max(1, share)}
     assert {s.threads for s in plan(rollout={"n_gpus_per_node": 200}).workers} == {1}
-    assert {s.threads for s in plan(machines=2).workers} == {max(1, share * 2)}
+    assert {s.threads for s in plan(machines=2).workers if not s.beside} == {max(1, share * 2)}
+    assert {s.threads for s in plan(machines=2).workers if s.beside} == {1}
 
 
 def test_threads_that_the_user_sets_are_kept() -> None:
     planned = plan(trainer={"threads": 3}, rollout={"threads": 5})
-    assert [s.threads for s in planned.workers] == [3, 5]
+    assert [s.threads for s in planned.workers if not s.beside] == [3, 5]
+
+
+def test_a_keeper_is_beside_a_replica_of_each_machine_unless_the_driver_keeps_the_groups() -> None:
+    planned = plan(rollout={"nnodes": 2, "n_gpus_per_node": 3})
+    assert [(s.name, s.device) for s in planned.workers if s.beside] == [("keeper-0", 1), ("keeper-1", 4)]
+    assert [rank.name for rank in planned.keepers] == ["keeper-0", "keeper-1"]
 
 
 def test_a_reference_without_ranks_of_its_own_runs_on_the_trainers() -> None:
@@ -70,6 +78,7 @@ def test_on_shared_devices_actor_and_rollout_are_parts_of_one_worker() -> None:
         ("actor-0", "FusedRole", 0),
         ("actor-1", "FusedRole", 1),
         ("actor-2", "ActorRole", 2),
+        ("keeper-0", "KeeperRole", 0),
     ]
     assert [(rank.name, rank.worker, rank.part) for rank in (*planned.actor, *planned.rollout)] == [
         ("actor-0", "actor-0", "actor"),

@@ -17,9 +17,10 @@ from headway.data.types import Group, ResponseAt
 from headway.engines.rollout.native.engine import NativeEngine
 from headway.engines.train.advantages import FetchAdvantages
 from headway.engines.train.fsdp import FsdpEngine
-from headway.interfaces import GenerateRequest, SamplingParams, StepContext
+from headway.episodes.alone import keeping
+from headway.interfaces import GroupRequest, SamplingParams, StepContext
 from headway.models.pretrained import load_model
-from headway.models.tokenizer import load_tokenizer
+from headway.models.tokenizer import load_tokenizer, text_of
 from headway.pipeline.fetches import outcomes
 from headway.user_code import load_function
 from headway.weights.outgoing import Stream
@@ -42,6 +43,7 @@ async def plain_loop(config_path: Path, out: Path) -> None:
             sink.filled(chunk.header)
         sink.ended(weights.digests)
 
+    decode = text_of(tokenizer)
     engine = NativeEngine(
         model,
         name="plain",
@@ -49,7 +51,7 @@ async def plain_loop(config_path: Path, out: Path) -> None:
         slots=config.rollout.max_concurrent,
         max_context=config.data.max_prompt_length + config.data.max_response_length,
         max_batched_tokens=config.rollout.max_batched_tokens,
-        decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+        decode=decode,
         receive=receive,
         manifest=manifest,
     )
@@ -57,12 +59,13 @@ async def plain_loop(config_path: Path, out: Path) -> None:
     advantages = FetchAdvantages(config.algorithm)
     for step in range(steps):
         batch = [prompts.next() for _ in range(config.actor.ppo_mini_batch_size)]
-        requests = [GenerateRequest(i, prompt, config.rollout.n, sampling) for i, prompt in enumerate(batch)]
+        requests = [GroupRequest(i, prompt, config.rollout.n, sampling) for i, prompt in enumerate(batch)]
         groups = []
-        async for done in engine.generate(requests):
-            rewards = torch.tensor([score(t.text, batch[done.number].answer) for t in done.trajectories]).numpy()
-            where = tuple(ResponseAt(done.tokens, k) for k in range(config.rollout.n))
-            groups.append(Group(done.number, batch[done.number], done.trajectories, where, rewards))
+        async with keeping(engine, decode=decode) as keeper:
+            async for done in keeper.generate(requests):
+                rewards = torch.tensor([score(t.text, batch[done.number].answer) for t in done.trajectories]).numpy()
+                where = tuple(ResponseAt(done.tokens, k) for k in range(config.rollout.n))
+                groups.append(Group(done.number, batch[done.number], done.trajectories, where, rewards))
         groups.sort(key=lambda group: group.number)
         rows = resolve([sample for group in groups for sample in group.samples()], lambda handle: handle)
         columns = advantages(rows, outcomes(groups))["advantages"]
