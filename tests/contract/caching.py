@@ -51,7 +51,7 @@ class Caching(OfEngine):
             self.check(replica, answers)
             await at_rest(replica)
 
-    @scenario()
+    @scenario(Feature.JOINING)
     async def test_what_comes_while_another_call_has_its_context_finds_it(self) -> None:
         async with self.harness.serve() as replica:
             calls = endless(1, n=3, length=PROMPT)
@@ -101,7 +101,7 @@ class Caching(OfEngine):
             self.check(replica, await collect(replica, make_calls(1, length=PROMPT, goes_on=True)))
             await at_rest(replica)
 
-    @pytest.mark.parametrize("policy", OnUpdate)
+    @pytest.mark.parametrize("policy", [OnUpdate.DRAIN, OnUpdate.INTERRUPT])
     @scenario()
     async def test_further_calls_share_nothing_with_the_version_before(self, policy: OnUpdate) -> None:
         async with self.harness.serve() as replica:
@@ -113,6 +113,20 @@ class Caching(OfEngine):
             assert second.done.cached <= PROMPT  # what the first one has computed under the new version
             assert first.versions == second.versions == [replica.version]
             self.check(replica, [first, second])
+            await conversation.leave()
+            await at_rest(replica)
+
+    @scenario()
+    async def test_after_keeping_an_episode_may_go_on_with_the_old_keys_and_values_and_no_other_does(self) -> None:
+        async with self.harness.serve() as replica:
+            conversation = _Conversation(replica)
+            (answer,) = await conversation.turn(make_calls(1, n=1, length=PROMPT, goes_on=True))
+            await update(replica, OnUpdate.KEEP)
+            (going_on,) = await conversation.turn([further(answer, key=1)])
+            assert going_on.whole
+            assert going_on.versions == [replica.version]
+            (another,) = await conversation.turn(make_calls(1, n=1, first=1, length=PROMPT))
+            self.check(replica, [another])
             await conversation.leave()
             await at_rest(replica)
 

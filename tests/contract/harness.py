@@ -42,6 +42,7 @@ class Feature(Enum):
     """What not every engine has, beside its `Capabilities`."""
 
     TOKENS = "token ids, log-probs and texts"
+    JOINING = "contexts that are found while another call decodes from them"
     SEVERAL = "a replica that starts in no time"
     TOGETHER = "calls that start in one step when they were submitted in one"
     SLEEP = "sleep"

@@ -78,7 +78,11 @@ class SimulatedHarness:
     step_s = STEP_S
 
     def __init__(self) -> None:
-        self.features = features_of(SimulatedRollout.capabilities) | {Feature.SEVERAL, Feature.TOGETHER}
+        self.features = features_of(SimulatedRollout.capabilities) | {
+            Feature.SEVERAL,
+            Feature.TOGETHER,
+            Feature.JOINING,
+        }
 
     def run(self, test: Coroutine[Any, Any, None]) -> None:
         async def bounded() -> None:

@@ -89,7 +89,7 @@ class VllmHarness:
     step_s = 0.01
 
     def __init__(self, folder: Path) -> None:
-        self.features = features_of(VllmEngine.capabilities) | {Feature.TOKENS, Feature.SHORT_MEMORY}
+        self.features = features_of(VllmEngine.capabilities) | {Feature.TOKENS, Feature.SHORT_MEMORY, Feature.JOINING}
         self._folder = folder
         self._started = 0
         self._shared: dict[tuple[int, bool], VllmReplica] = {}

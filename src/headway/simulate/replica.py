@@ -50,7 +50,7 @@ class DecodingReplica:
         contention: Contention | None = None,
     ) -> None:
         self.version = 0
-        """Stamped on every token that is sampled from now on; only to be changed while `stopped`."""
+        """Stamped on every token that is sampled from now on."""
         self.stopped = asyncio.Event()
         """A pause is in force and nothing computes any more."""
         self.paused = False
@@ -87,6 +87,8 @@ class DecodingReplica:
         """The timer is set for the end of the prefill: something waits that could start then."""
         self._halted = False
         """A pause that cuts holds: nothing may start."""
+        self._in_place = False
+        """What the present pause has cut goes on with what it has in the cache."""
 
         self._settled = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -147,6 +149,7 @@ class DecodingReplica:
         self.paused = True
         cut: list[CallRun] = []
         if policy is not OnUpdate.DRAIN:
+            self._in_place = policy is OnUpdate.KEEP
             self._halted = True
             cut = self._cut_all()
         if policy is OnUpdate.INTERRUPT:
@@ -160,10 +163,16 @@ class DecodingReplica:
             run.cached = False
         self._prefixes.clear()
 
+    def load(self, version: int) -> None:
+        """Sample with ``version`` from now on. Only while `stopped`."""
+        self.version = version
+        if self._in_place:
+            self._prefixes.go_on_in_place(version)
+
     def resume(self) -> None:
         """Go on: first what was cut, in its slots."""
         now = self._settle()
-        self.paused = self._halted = False
+        self.paused = self._halted = self._in_place = False
         self.stopped.set()  # whoever still waits for the end of a drain has to learn that it will not come
         self.stopped = asyncio.Event()
         for run in self._held:

@@ -194,7 +194,7 @@ class SimulatedRollout:
             )
         with self._standing_still("load"):
             await self._while_alive(asyncio.sleep(self._load_s))
-            self._replica.version = version
+            self._replica.load(version)
             self._loaded = self._whole = True
             if self._staged == version:  # the next one may have arrived meanwhile
                 self._staged = None
