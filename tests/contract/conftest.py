@@ -3,6 +3,7 @@
 import pytest
 
 for module in (
+    "caching",
     "ending",
     "harness",
     "logprobs",

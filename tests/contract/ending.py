@@ -9,7 +9,7 @@ import pytest
 
 from headway.errors import RunError
 from headway.interfaces import OnUpdate
-from tests.contract.harness import OfEngine, collect, endless, make_request, sampled, scenario, submit
+from tests.contract.harness import OfEngine, collect, endless, make_calls, sampled, scenario, submit
 
 JOIN_S = 20.0
 
@@ -19,12 +19,11 @@ class Ending(OfEngine):
     async def test_closing_while_busy_ends_every_call_and_leaves_nothing_behind(self) -> None:
         threads, tasks = set(threading.enumerate()), asyncio.all_tasks()
         async with self.harness.serve(fresh=True) as replica:
-            running = submit(replica, endless(1), endless(2), endless(3))
+            running = await submit(replica, endless(1), endless(2), endless(3))
             await sampled(replica, 20)
             draining = asyncio.create_task(replica.engine.pause(OnUpdate.DRAIN))
             await replica.tick()
-            held = submit(replica, endless(4))
-            await replica.tick()
+            held = await submit(replica, endless(4))
             await replica.engine.close()
             for call in (running, held, draining):
                 with pytest.raises(RunError, match="closed"):
@@ -39,16 +38,17 @@ class Ending(OfEngine):
     async def test_a_closed_engine_says_so_to_everybody(self) -> None:
         async with self.harness.serve(fresh=True) as replica:
             engine = replica.engine
-            await collect(replica, [make_request(1)])
+            await collect(replica, make_calls(1))
             await engine.close()
             await engine.close()  # twice is once
             for call in (
-                collect(replica, [make_request(2)]),
+                engine.submit("me", make_calls(2)),
+                anext(aiter(engine.finished("me"))),
                 engine.pause(OnUpdate.INTERRUPT),
                 engine.resume(),
-                engine.abort([1]),
+                engine.abort("me", [1]),
+                engine.release([]),
                 engine.abort_older_than(1),
-                engine.in_flight(),
                 engine.stats(),
                 engine.stage_weights(1),
             ):

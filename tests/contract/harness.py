@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
+from dataclasses import dataclass
 from enum import Enum
+from itertools import count
 from typing import Any, Protocol
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from headway.data.types import Prompt, ResponseTokens, Trajectory
-from headway.interfaces import Capabilities, FinishedGroup, GenerateRequest, OnUpdate, Priority, SamplingParams
+from headway.data.types import FinishReason, SampledTokens, TrajectoryId
+from headway.interfaces import Call, Capabilities, FinishedCall, OnUpdate, Priority, SamplingParams
 from headway.interfaces import RolloutEngine as Engine
 
 CONTEXT = 192
@@ -26,13 +29,22 @@ CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789+="
 """One token each, behind ``<pad>`` and ``<eos>``: all that the models know."""
 VOCABULARY = len(CHARACTERS) + 2
 STOP = 1
+BLOCK = 32
+"""Tokens that an engine may compute again although it has them, since its cache holds whole blocks: the fewest in one
+that vLLM takes on a CPU."""
+OF_ROW = 10_000
+"""Numbers of calls that belong to each row."""
+
+_strangers = map("client {}".format, count())
 
 
 class Feature(Enum):
     """What not every engine has, beside its `Capabilities`."""
 
     TOKENS = "token ids, log-probs and texts"
+    JOINING = "contexts that are found while another call decodes from them"
     SEVERAL = "a replica that starts in no time"
+    TOGETHER = "calls that start in one step when they were submitted in one"
     SLEEP = "sleep"
     BESIDE = "receiving weights while it decodes"
     IN_PLACE = "receiving weights over those that it serves"
@@ -71,7 +83,7 @@ class Replica(Protocol):
         """Give the engine the time for a step, about."""
 
     def holds(self) -> str:
-        """What it still remembers or occupies for requests; empty when nothing."""
+        """What it still remembers or occupies for calls; empty when nothing."""
 
 
 class Harness(Protocol):
@@ -89,7 +101,7 @@ class Harness(Protocol):
     samples: int
     """Answers for a test of a distribution."""
     many: int
-    """Requests for a test with as many as possible."""
+    """Calls for a test with as many as possible."""
     arrival_s: float
     """Between two of them, on average."""
     step_s: float
@@ -129,31 +141,50 @@ def scenario(*needed: Feature) -> Callable[[Callable[..., Coroutine[Any, Any, No
     return test_of
 
 
-# ------------------------------------------------------------------------------------------ requests
+# ------------------------------------------------------------------------------------------ calls
 
 
-def make_request(
-    number: int,
+def make_calls(
+    row: int,
     *,
     n: int = 4,
-    length: int | None = None,
     first: int = 0,
+    length: int | None = None,
     priority: Priority = Priority.TRAINING,
     epoch: int = 0,
     attempt: int = 0,
+    key: int = 0,
+    goes_on: bool = False,
     **sampling: Any,
-) -> GenerateRequest:
-    """A random prompt, the same for the same number and length; 16 tokens if nothing else is said."""
-    rng = np.random.default_rng(number)
+) -> list[Call]:
+    """The calls of ``n`` episodes of one prompt, from the ``first`` on, under the numbers `OF_ROW` · ``row`` + k.
+
+    The prompt is random, the same for the same row and length; answers have 16 tokens if nothing else is said.
+    """
+    rng = np.random.default_rng(row)
     tokens = rng.integers(2, VOCABULARY, length or int(rng.integers(3, 14))).astype(np.int32)
-    prompt = Prompt(epoch, number, attempt, "test", text_of(tokens), tokens)
-    return GenerateRequest(number, prompt, n, SamplingParams(**{"max_tokens": 16, **sampling}), priority, first)
+    return [
+        Call(
+            number=OF_ROW * row + k,
+            trajectory=TrajectoryId(epoch, row, attempt, k),
+            input_ids=tokens,
+            sampling=SamplingParams(**{"max_tokens": 16, **sampling}),
+            key=key,
+            priority=priority,
+            goes_on=goes_on,
+        )
+        for k in range(first, first + n)
+    ]
 
 
-def endless(number: int, **changes: Any) -> GenerateRequest:
+def endless(row: int, **changes: Any) -> list[Call]:
     """As long as the context allows."""
-    request = make_request(number, **changes)
-    return make_request(number, **{"max_tokens": CONTEXT - len(request.prompt.token_ids), **changes})
+    (call,) = make_calls(row, **{**changes, "n": 1})
+    return make_calls(row, **{"max_tokens": CONTEXT - len(call.input_ids), **changes})
+
+
+def numbers_of(calls: Iterable[Call]) -> list[int]:
+    return [call.number for call in calls]
 
 
 def text_of(ids: Sequence[int]) -> str:
@@ -161,31 +192,88 @@ def text_of(ids: Sequence[int]) -> str:
     return "".join(CHARACTERS[i - 2] for i in ids if i >= 2)
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A call, and what came of it."""
+
+    call: Call
+    done: FinishedCall
+
+    @property
+    def id(self) -> TrajectoryId:
+        return self.call.trajectory
+
+    @property
+    def row(self) -> int:
+        return self.call.trajectory.row
+
+    @property
+    def prompt(self) -> NDArray[np.int32]:
+        """[P]"""
+        return self.call.input_ids
+
+    @property
+    def tokens(self) -> SampledTokens:
+        """Only with `Feature.TOKENS`."""
+        assert self.done.tokens is not None
+        return self.done.tokens
+
+    @property
+    def ids(self) -> list[int]:
+        """Of `tokens`."""
+        ids: list[int] = self.tokens.ids.tolist()
+        return ids
+
+    @property
+    def length(self) -> int:
+        return self.done.length
+
+    @property
+    def whole(self) -> bool:
+        """It has all tokens that it was to have, and says so."""
+        limit = min(self.call.sampling.max_tokens, CONTEXT - len(self.prompt))
+        return (self.length, self.done.finish_reason) == (limit, FinishReason.LENGTH)
+
+    @property
+    def aborted(self) -> bool:
+        return self.done.finish_reason is FinishReason.ABORTED
+
+    @property
+    def versions(self) -> list[int]:
+        """One for each span of tokens."""
+        return [version for _, version in self.done.version_spans]
+
+
 # ------------------------------------------------------------------------------------------ doing
 
 
-async def collect(replica: Replica, requests: Sequence[GenerateRequest]) -> list[FinishedGroup]:
-    """In the order in which they finish."""
-    return [group async for group in replica.engine.generate(requests)]
+async def submit(replica: Replica, *parts: Sequence[Call], client: str | None = None) -> asyncio.Task[list[Answer]]:
+    """Have the calls taken, in one step, by a client of their own if none is named; the task is done when all are
+    finished, and drops those that are not when it is cancelled."""
+    client, calls = client or next(_strangers), {call.number: call for part in parts for call in part}
+    await replica.engine.submit(client, list(calls.values()))
+    task = asyncio.create_task(_collect(replica, client, calls))
+    await asyncio.sleep(0)  # it listens from now on
+    return task
 
 
-def submit(replica: Replica, *requests: GenerateRequest) -> asyncio.Task[list[FinishedGroup]]:
-    return asyncio.create_task(collect(replica, requests))
+async def _collect(replica: Replica, client: str, calls: dict[int, Call]) -> list[Answer]:
+    missing, answers = dict(calls), list[Answer]()
+    async with aclosing(replica.engine.finished(client)) as batches:  # type: ignore[type-var]
+        while missing:
+            answers += [Answer(missing.pop(done.number), done) for done in await anext(batches)]
+    return answers
+
+
+async def collect(replica: Replica, *parts: Sequence[Call]) -> list[Answer]:
+    """The calls of one client, in the order in which they finish."""
+    return await (await submit(replica, *parts))
 
 
 async def until(replica: Replica, condition: Callable[[], Awaitable[bool]]) -> None:
     """Ask between steps."""
     while not await condition():
         await replica.tick()
-
-
-async def taken(replica: Replica, *numbers: int) -> None:
-    """Wait until just these training groups are in flight."""
-
-    async def there() -> bool:
-        return await replica.engine.in_flight() == list(numbers)
-
-    await until(replica, there)
 
 
 async def sampled(replica: Replica, tokens: int) -> int:
@@ -210,7 +298,7 @@ async def swap(replica: Replica) -> None:
 
 
 async def update(replica: Replica, policy: OnUpdate) -> int:
-    """All that an update does to a replica; how many trajectories it interrupted."""
+    """All that an update does to a replica; how many calls it interrupted."""
     engine = replica.engine
     if engine.capabilities.double_buffered:
         version = await replica.stage()
@@ -229,7 +317,7 @@ async def at_rest(replica: Replica) -> None:
 
     async def idle() -> bool:
         stats = await replica.engine.stats()
-        return (stats.running, stats.waiting, await replica.engine.in_flight()) == (0, 0, [])
+        return (stats.running, stats.waiting) == (0, 0)
 
     await until(replica, idle)
     assert not replica.holds()
@@ -238,33 +326,30 @@ async def at_rest(replica: Replica) -> None:
 # ------------------------------------------------------------------------------------------ looking
 
 
-def trajectories(groups: Sequence[FinishedGroup]) -> list[Trajectory]:
-    """In order of number and k."""
-    return sorted((t for group in groups for t in group.trajectories), key=lambda t: t.id)
+def in_order(answers: Iterable[Answer]) -> list[Answer]:
+    """By episode."""
+    return sorted(answers, key=lambda answer: answer.id)
 
 
-def responses(groups: Sequence[FinishedGroup]) -> list[ResponseTokens]:
-    return [response for group in groups for response in group.tokens.responses]
+def of_row(answers: Iterable[Answer], row: int) -> list[Answer]:
+    """Of one prompt, in order of k."""
+    return in_order(answer for answer in answers if answer.row == row)
 
 
-def tokens_of(groups: Sequence[FinishedGroup]) -> dict[tuple[int, ...], list[int]]:
-    """Every trajectory's token ids, by its id."""
-    return {
-        trajectory.id: response.ids.tolist()
-        for group in groups
-        for trajectory, response in zip(group.trajectories, group.tokens.responses, strict=True)
-    }
+def tokens_of(answers: Iterable[Answer]) -> dict[TrajectoryId, list[int]]:
+    """Every answer's token ids, by its episode."""
+    return {answer.id: answer.ids for answer in answers}
 
 
-def versions_of(groups: Sequence[FinishedGroup]) -> set[int]:
-    return {version for t in trajectories(groups) for _, version in t.version_spans}
+def versions_of(answers: Iterable[Answer]) -> set[int]:
+    return {version for answer in answers for version in answer.versions}
 
 
-def tokens_by_version(groups: Sequence[FinishedGroup]) -> dict[int, int]:
+def tokens_by_version(answers: Iterable[Answer]) -> dict[int, int]:
     """Version → tokens that are stamped with it."""
     counts: dict[int, int] = {}
-    for t in trajectories(groups):
-        ends = [start for start, _ in t.version_spans[1:]] + [t.length]
-        for (start, version), end in zip(t.version_spans, ends, strict=True):
+    for answer in answers:
+        ends = [start for start, _ in answer.done.version_spans[1:]] + [answer.length]
+        for (start, version), end in zip(answer.done.version_spans, ends, strict=True):
             counts[version] = counts.get(version, 0) + end - start
     return counts

@@ -68,15 +68,15 @@ class NativeReplica:
         self._source.break_after = 2 if broken else None
 
     async def tick(self) -> None:
-        await self.engine.in_flight()  # answered between two steps
+        await self.engine.abort("nobody", ())  # answered between two steps
 
     def holds(self) -> str:
         core = self.engine._core
         left = {
             "rows": core._rows.active,
             "waiting": core._scheduler.waiting,
-            "groups": len(core._groups),
-            "calls": len(self.engine._inboxes),
+            "calls": len(core._calls),
+            "clients": len(self.engine._inboxes),
         }
         return ", ".join(f"{count} {what}" for what, count in left.items() if count)
 
@@ -98,7 +98,7 @@ class NativeHarness:
         self._dual_buffer = dual_buffer
         in_place = {Feature.IN_PLACE} if not dual_buffer else {Feature.BESIDE}
         declared = features_of(NativeEngine.capabilities) - {Feature.BESIDE}
-        self.features = declared | in_place | {Feature.TOKENS, Feature.SEVERAL, Feature.SHORT_MEMORY}
+        self.features = declared | in_place | {Feature.TOKENS, Feature.SEVERAL, Feature.TOGETHER, Feature.SHORT_MEMORY}
 
     def run(self, test: Coroutine[Any, Any, None]) -> None:
         async def bounded() -> None:

@@ -29,7 +29,7 @@ class SimulatedReplica:
         self.engine = SimulatedRollout(
             "replica",
             profile=RolloutProfile(slots=slots, decode=[(1, STEP_S)], prefill_s=0.0, prefill_token_s=0.0),
-            lengths=lambda id_, number: CONTEXT,
+            lengths=lambda id_: CONTEXT,
             receive=self._receive,
             load_s=2 * STEP_S,
         )
@@ -52,8 +52,10 @@ class SimulatedReplica:
         left = {
             "slots": replica._sharing.active,
             "waiting": len(replica._training) + len(replica._validation) + len(replica._held) + len(replica._cut),
-            "groups": len(replica._groups),
-            "calls": len(self.engine._outboxes) + len(self.engine._calls),
+            "calls": len(replica._runs),
+            "contexts": len(replica._prefixes._contexts) + len(replica._prefixes._kept),
+            "clients": len(self.engine._outboxes),
+            "futures": len(self.engine._waiting),
         }
         return ", ".join(f"{count} {what}" for what, count in left.items() if count)
 
@@ -76,7 +78,11 @@ class SimulatedHarness:
     step_s = STEP_S
 
     def __init__(self) -> None:
-        self.features = (features_of(SimulatedRollout.capabilities) | {Feature.SEVERAL}) - {Feature.TOKENS}
+        self.features = features_of(SimulatedRollout.capabilities) | {
+            Feature.SEVERAL,
+            Feature.TOGETHER,
+            Feature.JOINING,
+        }
 
     def run(self, test: Coroutine[Any, Any, None]) -> None:
         async def bounded() -> None:

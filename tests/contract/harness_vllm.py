@@ -12,15 +12,13 @@ from transformers import PreTrainedModel
 
 from headway.engines.rollout.vllm import VllmEngine
 from headway.models.make import character_tokenizer
-from tests.contract.harness import CHARACTERS, CONTEXT, Feature, features_of, text_of
+from tests.contract.harness import BLOCK, CHARACTERS, CONTEXT, Feature, at_rest, features_of
 from tests.contract.harness_native import SEED, model_of
 from tests.engines.rollout.serving import Source
 
 WAIT_S = 280.0
 """No test comes near it."""
 TICK_S = 0.002
-BLOCK = 32
-"""Tokens whose keys and values vLLM keeps together, where memory is short: the fewest that it takes on a CPU."""
 
 
 class VllmReplica:
@@ -37,11 +35,10 @@ class VllmReplica:
             slots=slots,
             max_context=CONTEXT,
             dtype="float32",
-            decode=text_of,
             receive=self._source.receive,
             manifest=self._source.manifest,
             kv_cache_gib=0.1,
-            options={} if contexts is None else _memory_for(contexts),
+            options={"block_size": BLOCK} | ({} if contexts is None else _memory_for(contexts)),
         )
 
     def model(self, version: int) -> PreTrainedModel:
@@ -65,14 +62,15 @@ class VllmReplica:
         left = {
             "running": len(core._running),
             "waiting": core._scheduler.waiting,
-            "groups": len(core._groups),
+            "calls": len(core._calls),
+            "clients": len(self.engine._inboxes) + len(self.engine._clients),
         }
         return ", ".join(f"{count} {what}" for what, count in left.items() if count)
 
 
 def _memory_for(contexts: int) -> dict[str, int]:
-    """vLLM's settings; one block is never given away."""
-    return {"block_size": BLOCK, "num_gpu_blocks_override": 1 + contexts * CONTEXT // BLOCK}
+    """A setting of vLLM's; one block is never given away."""
+    return {"num_gpu_blocks_override": 1 + contexts * CONTEXT // BLOCK}
 
 
 class VllmHarness:
@@ -91,7 +89,7 @@ class VllmHarness:
     step_s = 0.01
 
     def __init__(self, folder: Path) -> None:
-        self.features = features_of(VllmEngine.capabilities) | {Feature.TOKENS, Feature.SHORT_MEMORY}
+        self.features = features_of(VllmEngine.capabilities) | {Feature.TOKENS, Feature.SHORT_MEMORY, Feature.JOINING}
         self._folder = folder
         self._started = 0
         self._shared: dict[tuple[int, bool], VllmReplica] = {}
@@ -114,8 +112,7 @@ class VllmHarness:
         if replica is None:
             replica = await self._start(*kind)
         try:
-            assert await replica.engine.in_flight() == []
-            await replica.engine.stats()  # counts of the test before
+            await at_rest(replica)  # and counts of the test before are gone
             yield replica
         except BaseException:
             await replica.engine.close()

@@ -8,18 +8,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headway.interfaces import FinishedGroup, OnUpdate
+from headway.interfaces import OnUpdate
 from headway.models.probe import PROBE_PREFILL, probe_sequences
 from tests.contract.harness import (
     CONTEXT,
     VOCABULARY,
+    Answer,
     Feature,
     OfEngine,
     Replica,
     collect,
     endless,
-    make_request,
-    responses,
+    make_calls,
     sampled,
     scenario,
     submit,
@@ -33,66 +33,55 @@ class LogProbs(OfEngine):
     @scenario(Feature.TOKENS)
     async def test_log_probs_are_those_of_a_plain_forward(self) -> None:
         async with self.harness.serve() as replica:
-            groups = await collect(replica, [make_request(number, max_tokens=24) for number in range(5)])
-            assert_logprobs(replica, groups, self.harness.tolerance)
-            for response in responses(groups):
-                assert response.loss_mask.all()
-                assert set(response.versions.tolist()) == {replica.version}
+            answers = await collect(replica, *(make_calls(row, max_tokens=24) for row in range(5)))
+            assert_logprobs(replica, answers, self.harness.tolerance)
+            for answer in answers:
+                assert set(answer.tokens.versions.tolist()) == {replica.version}
 
     @scenario(Feature.TOKENS)
     async def test_the_reference_can_tell_two_versions_apart(self) -> None:
         async with self.harness.serve() as replica:
-            groups = await collect(replica, [make_request(1, n=1, max_tokens=8)])
-            own, other = (forward_logprobs(replica.model(replica.version + i), groups[0], 0) for i in (0, 1))
+            (answer,) = await collect(replica, make_calls(1, n=1, max_tokens=8))
+            own, other = (forward_logprobs(replica.model(replica.version + i), answer) for i in (0, 1))
             assert np.abs(own - other).max() > 1000 * self.harness.tolerance
 
     @scenario(Feature.TOKENS)
     async def test_after_an_interrupt_nothing_of_the_old_versions_cache_is_left(self) -> None:
         async with self.harness.serve() as replica:
-            running = submit(replica, *(endless(number) for number in range(4)))
+            running = await submit(replica, *(endless(row) for row in range(4)))
             for _ in range(2):
                 await sampled(replica, 10 * self.harness.slots)
                 await update(replica, OnUpdate.INTERRUPT)
-            groups = await running
-            assert _switches(groups) >= self.harness.slots
-            assert_logprobs(replica, groups, self.harness.tolerance)
+            answers = await running
+            assert _switches(answers) >= self.harness.slots
+            assert_logprobs(replica, answers, self.harness.tolerance)
 
     @scenario(Feature.TOKENS)
     async def test_what_is_kept_goes_on_with_the_old_keys_and_values(self) -> None:
         async with self.harness.serve() as replica:
-            running = submit(replica, *(endless(number, n=2) for number in range(3)))
+            running = await submit(replica, *(endless(row, n=2) for row in range(3)))
             for _ in range(2):
                 await sampled(replica, 10 * 6)
                 await update(replica, OnUpdate.KEEP)
-            groups = await running
-            assert _switches(groups) >= 3
-            for group in groups:
-                for k, (trajectory, response) in enumerate(
-                    zip(group.trajectories, group.tokens.responses, strict=True)
-                ):
-                    starts = [start for start, _ in trajectory.version_spans[1:]]
-                    models = [replica.model(version) for _, version in trajectory.version_spans]
-                    expected = across(models, starts, group, k)
-                    np.testing.assert_allclose(response.logprobs, expected, atol=self.harness.tolerance, rtol=0)
+            answers = await running
+            assert _switches(answers) >= 3
+            for answer in answers:
+                expected = across([replica.model(version) for version in answer.versions], answer)
+                np.testing.assert_allclose(answer.tokens.logprobs, expected, atol=self.harness.tolerance, rtol=0)
 
     @scenario(Feature.TOKENS)
-    async def test_after_keeping_new_requests_share_nothing_with_the_old_version(self) -> None:
-        """Neither a kept prompt of the same group, whose later answers start now, nor a cache of prefixes."""
+    async def test_after_keeping_new_calls_share_nothing_with_the_old_version(self) -> None:
+        """Neither the context of calls that go on in place, whose further answers start now, nor an earlier one's."""
         async with self.harness.serve() as replica:
             long = endless(5, length=CONTEXT - 40, n=2)
-            await collect(replica, [long])
-            held = submit(replica, endless(6, n=self.harness.slots + 4))
+            await collect(replica, long)
+            held = await submit(replica, endless(6, n=self.harness.slots + 4))
             await sampled(replica, 2 * self.harness.slots)
             await update(replica, OnUpdate.KEEP)
-            assert_logprobs(replica, await collect(replica, [long]), self.harness.tolerance)
-            (group,) = await held
-            late = [k for k, t in enumerate(group.trajectories) if t.oldest_version == replica.version]
+            assert_logprobs(replica, await collect(replica, long), self.harness.tolerance)
+            late = [answer for answer in await held if answer.versions[0] == replica.version]
             assert late
-            for k in late:
-                expected = forward_logprobs(replica.model(replica.version), group, k)
-                np.testing.assert_allclose(
-                    group.tokens.responses[k].logprobs, expected, atol=self.harness.tolerance, rtol=0
-                )
+            assert_logprobs(replica, late, self.harness.tolerance)
 
     @scenario(Feature.TOKENS)
     async def test_the_probe_tells_what_is_served(self) -> None:
@@ -105,9 +94,9 @@ class LogProbs(OfEngine):
                 await replica.engine.resume()
 
 
-def _switches(groups: Sequence[FinishedGroup]) -> int:
-    """Trajectories with tokens of two versions or more."""
-    return sum(len(t.version_spans) > 1 for group in groups for t in group.trajectories)
+def _switches(answers: Sequence[Answer]) -> int:
+    """Answers with tokens of two versions or more."""
+    return sum(len(answer.versions) > 1 for answer in answers)
 
 
 def _probe(replica: Replica) -> NDArray[np.float64]:

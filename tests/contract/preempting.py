@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from headway.data.types import FinishReason
 from headway.interfaces import OnUpdate
 from tests.contract.harness import (
     CONTEXT,
@@ -17,10 +16,9 @@ from tests.contract.harness import (
     scenario,
     submit,
     swap,
-    trajectories,
     versions_of,
 )
-from tests.contract.reference import assert_logprobs, forward_logprobs
+from tests.contract.reference import assert_logprobs
 from tests.contract.serving import Session
 from tests.tiers import mostly_slow
 
@@ -31,18 +29,18 @@ LONG = (60, CONTEXT - 20)
 class Preempting(OfEngine):
     @scenario(Feature.TOKENS, Feature.SHORT_MEMORY)
     async def test_answers_that_outgrow_memory_are_parked_and_go_on(self) -> None:
-        requests = [endless(number, n=3) for number in range(self.harness.slots + 2)]
+        parts = [endless(row, n=3) for row in range(self.harness.slots + 2)]
         async with self.harness.serve(short_memory=True) as replica:
-            groups = await collect(replica, requests)
+            answers = await collect(replica, *parts)
             stats = await replica.engine.stats()
             assert stats.preempted > 0
             # A token that was sampled is not sampled again, though its keys and values are computed again.
-            assert stats.generated_tokens == sum(t.length for t in trajectories(groups))
-            assert stats.prefilled_tokens > sum(t.prompt_length for t in trajectories(groups))
-            assert [t.length for t in trajectories(groups)] == [CONTEXT - t.prompt_length for t in trajectories(groups)]
-            assert {t.finish_reason for t in trajectories(groups)} == {FinishReason.LENGTH}
-            assert versions_of(groups) == {replica.version}
-            assert_logprobs(replica, groups, self.harness.tolerance)
+            assert stats.generated_tokens == sum(answer.length for answer in answers)
+            assert stats.prefilled_tokens > sum(len(part[0].input_ids) for part in parts)
+            assert len(answers) == 3 * len(parts)
+            assert all(answer.whole for answer in answers)
+            assert versions_of(answers) == {replica.version}
+            assert_logprobs(replica, answers, self.harness.tolerance)
             await at_rest(replica)
 
     @scenario(Feature.TOKENS, Feature.SHORT_MEMORY)
@@ -52,21 +50,17 @@ class Preempting(OfEngine):
 
     @scenario(Feature.TOKENS, Feature.SHORT_MEMORY)
     async def test_an_answer_that_waited_for_memory_shares_nothing_with_the_version_before(self) -> None:
-        """Although the others of its group went on in place, with a prompt of the old version."""
-        requests = [endless(number, n=2, length=100) for number in range(3 * self.harness.slots // 2)]
+        """Although others with its context went on in place, with keys and values of the old version."""
+        parts = [endless(row, n=2, length=100) for row in range(3 * self.harness.slots // 2)]
         async with self.harness.serve(short_memory=True) as replica:
-            running = submit(replica, *requests)
+            running = await submit(replica, *parts)
             await sampled(replica, 40)
             await replica.engine.pause(OnUpdate.KEEP)
             await swap(replica)
             await replica.engine.resume()
-            groups = await running
-            late = [(g, k) for g in groups for k, t in enumerate(g.trajectories) if t.oldest_version == replica.version]
+            late = [answer for answer in await running if answer.versions[0] == replica.version]
             assert late
-            for group, k in late:
-                expected = forward_logprobs(replica.model(replica.version), group, k)
-                reported = group.tokens.responses[k].logprobs
-                np.testing.assert_allclose(reported, expected, atol=self.harness.tolerance, rtol=0)
+            assert_logprobs(replica, late, self.harness.tolerance)
 
     @mostly_slow("seed", range(2), quick=range(1))
     @scenario(Feature.TOKENS, Feature.SHORT_MEMORY)
@@ -81,7 +75,7 @@ class Preempting(OfEngine):
     @scenario()
     async def test_an_interrupt_is_no_want_of_memory(self) -> None:
         async with self.harness.serve() as replica:
-            running = submit(replica, endless(1), endless(2))
+            running = await submit(replica, endless(1), endless(2))
             reports = []
             for _ in range(2):
                 reports.append(await replica.engine.stats())

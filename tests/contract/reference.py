@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache, PreTrainedModel
 
-from headway.interfaces import FinishedGroup, SamplingParams
-from tests.contract.harness import Replica, text_of
+from headway.interfaces import SamplingParams
+from tests.contract.harness import Answer, Replica, text_of
 
 Ids = tuple[int, ...]
 
@@ -43,20 +43,19 @@ def log_softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
-def forward_logprobs(model: PreTrainedModel, group: FinishedGroup, k: int) -> NDArray[np.float64]:
-    """[T] of one response, unfiltered at temperature 1."""
-    ids = group.tokens.responses[k].ids
-    logprobs = log_softmax(all_logits(model, group.tokens.prompt_ids, ids))
+def forward_logprobs(model: PreTrainedModel, answer: Answer) -> NDArray[np.float64]:
+    """[T] of one answer, unfiltered at temperature 1."""
+    ids = answer.tokens.ids
+    logprobs = log_softmax(all_logits(model, answer.prompt, ids))
     return logprobs[np.arange(len(ids)), ids]
 
 
-def across(
-    models: Sequence[PreTrainedModel], switches: Sequence[int], group: FinishedGroup, k: int
-) -> NDArray[np.float64]:
-    """[T] log-probs where ``models[i + 1]`` went on from token ``switches[i]`` with the old keys and values."""
-    prompt, ids = group.tokens.prompt_ids, group.tokens.responses[k].ids
+def across(models: Sequence[PreTrainedModel], answer: Answer) -> NDArray[np.float64]:
+    """[T] log-probs where each of ``models``, one for each span of versions, went on with the old keys and values."""
+    prompt, ids = answer.prompt, answer.tokens.ids
     whole = torch.from_numpy(np.concatenate([prompt, ids]).astype(np.int64))[None]
     # What new weights compute first is the last token that the old ones sampled.
+    switches = [start for start, _ in answer.done.version_spans[1:]]
     ends = [len(prompt) + switch - 1 for switch in switches] + [whole.shape[1]]
     cache, start, logits = DynamicCache(), 0, []
     with torch.no_grad():
@@ -67,15 +66,15 @@ def across(
     return logprobs[np.arange(len(ids)), ids]
 
 
-def assert_logprobs(replica: Replica, groups: Sequence[FinishedGroup], tolerance: float) -> None:
+def assert_logprobs(replica: Replica, answers: Iterable[Answer], tolerance: float) -> None:
     """Every token's log-prob is that of its version's model over the whole sequence before it."""
-    for group in groups:
-        for k, (trajectory, response) in enumerate(zip(group.trajectories, group.tokens.responses, strict=True)):
-            assert len(response.ids) == len(response.logprobs) == len(response.versions) == trajectory.length
-            for version in np.unique(response.versions):
-                mine = response.versions == version
-                expected = forward_logprobs(replica.model(int(version)), group, k)
-                np.testing.assert_allclose(response.logprobs[mine], expected[mine], atol=tolerance, rtol=0)
+    for answer in answers:
+        tokens = answer.tokens
+        assert len(tokens.ids) == len(tokens.logprobs) == len(tokens.versions) == answer.length
+        for version in np.unique(tokens.versions):
+            mine = tokens.versions == version
+            expected = forward_logprobs(replica.model(int(version)), answer)
+            np.testing.assert_allclose(tokens.logprobs[mine], expected[mine], atol=tolerance, rtol=0)
 
 
 # ------------------------------------------------------------------------------------------ distributions

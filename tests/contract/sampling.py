@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
 from headway.data.types import FinishReason
-from headway.interfaces import GenerateRequest
-from tests.contract.harness import STOP, Feature, OfEngine, Replica, collect, make_request, responses, scenario
+from tests.contract.harness import STOP, Answer, Feature, OfEngine, Replica, collect, make_calls, of_row, scenario
 from tests.contract.reference import ORDER, all_logits, answers_of_two, distribution, ends_with, fit
 from tests.tiers import mostly_slow
 
@@ -96,58 +96,56 @@ class Sampling(OfEngine):
         """Of whole answers of two tokens: a dependence between positions would show, too."""
         options, wrong = CASES[case]
         options = {"stop_token_ids": (), "max_tokens": 2, **options}
-        request = make_request(3, n=self.harness.samples, **options)
-        prompt = request.prompt.token_ids.tolist()
+        calls = make_calls(3, n=self.harness.samples, **options)
+        prompt = calls[0].input_ids.tolist()
         async with self.harness.serve(slots=self.harness.crowd) as replica:
-            groups = await collect(replica, [request])
+            answers = await collect(replica, calls)
             model = replica.model(replica.version)
-            counts = Counter(tuple(response.ids.tolist()) for response in responses(groups))
-            right = fit(counts, answers_of_two(model, prompt, request.sampling))
+            counts = Counter(tuple(answer.ids) for answer in answers)
+            right = fit(counts, answers_of_two(model, prompt, calls[0].sampling))
             assert right.p > SIGNIFICANT, right
             for changes, order in wrong:
-                params = make_request(3, **{**options, **changes}).sampling
+                (call,) = make_calls(3, n=1, **{**options, **changes})
                 # The test can tell: it would refuse an engine that does this instead.
-                assert fit(counts, answers_of_two(model, prompt, params, order)).p < SIGNIFICANT, (changes, order)
-            self.assert_reported(replica, request, groups[0].tokens.responses[:64])
+                assert fit(counts, answers_of_two(model, prompt, call.sampling, order)).p < SIGNIFICANT, (
+                    changes,
+                    order,
+                )
+            self.assert_reported(replica, answers[:64])
 
     @pytest.mark.parametrize("case", CASES)
     @scenario(Feature.TOKENS)
     async def test_a_log_prob_is_that_of_the_distribution_that_was_sampled_from(self, case: str) -> None:
         options, _ = CASES[case]
-        requests = [make_request(number, n=4, **{"max_tokens": 14, **options}) for number in (2, 4)]
         async with self.harness.serve() as replica:
-            groups = {group.number: group for group in await collect(replica, requests)}
-            for request in requests:
-                self.assert_reported(replica, request, groups[request.number].tokens.responses)
+            parts = [make_calls(row, n=4, **{"max_tokens": 14, **options}) for row in (2, 4)]
+            self.assert_reported(replica, await collect(replica, *parts))
 
     @scenario(Feature.TOKENS)
     async def test_greedy_takes_the_most_likely_token_and_reports_its_unfiltered_log_prob(self) -> None:
         plain = {"temperature": 0.0, "max_tokens": 14, "n": 2}
         biased = {"logit_bias": ((5, 2.0), (STOP, 30.0)), "repetition_penalty": 1.6, "stop_token_ids": (STOP,)}
-        requests = [
-            make_request(0, **plain),
-            make_request(1, **plain, top_k=1, top_p=0.1, min_p=0.9),
-            make_request(2, **plain, **biased, min_tokens=6),
+        parts = [
+            make_calls(0, **plain),
+            make_calls(1, **plain, top_k=1, top_p=0.1, min_p=0.9),
+            make_calls(2, **plain, **biased, min_tokens=6),
         ]
         async with self.harness.serve() as replica:
-            groups = {group.number: group for group in await collect(replica, requests)}
-            for request in requests:
-                group = groups[request.number]
-                first, second = group.tokens.responses
-                assert first.ids.tolist() == second.ids.tolist()
-                self.assert_reported(replica, request, group.tokens.responses)
-                for probabilities, token in self.steps(replica, request, first.ids):
+            answers = await collect(replica, *parts)
+            self.assert_reported(replica, answers)
+            for row in range(3):
+                first, second = of_row(answers, row)
+                assert first.ids == second.ids
+                for probabilities, token in self.steps(replica, first):
                     assert token == max(range(len(probabilities)), key=probabilities.__getitem__)
-            assert [len(r.ids) for r in groups[2].tokens.responses] == [7, 7]
+            assert [answer.length for answer in of_row(answers, 2)] == [7, 7]
 
     @scenario(Feature.TOKENS)
     async def test_rows_of_one_batch_are_sampled_each_in_its_own_way(self) -> None:
         ways = [options for options, _ in CASES.values()]
-        requests = [make_request(i, n=1, **{"max_tokens": 10, **ways[i % len(ways)]}) for i in range(3 * len(ways))]
+        parts = [make_calls(i, n=1, **{"max_tokens": 10, **ways[i % len(ways)]}) for i in range(3 * len(ways))]
         async with self.harness.serve() as replica:
-            groups = {group.number: group for group in await collect(replica, requests)}
-            for request in requests:
-                self.assert_reported(replica, request, groups[request.number].tokens.responses)
+            self.assert_reported(replica, await collect(replica, *parts))
 
     @scenario(Feature.TOKENS)
     async def test_an_answer_ends_where_its_options_say_and_says_why(self) -> None:
@@ -156,20 +154,16 @@ class Sampling(OfEngine):
             {"stop": ("e", "xy", "ab")},
             {"stop": ("e", "xy"), "stop_token_ids": (9, 11), "min_tokens": 5},
         ]
-        requests = [make_request(i, n=6, max_tokens=24, **options[i % 3]) for i in range(9)]
+        parts = [make_calls(i, n=6, max_tokens=24, **options[i % 3]) for i in range(9)]
         async with self.harness.serve() as replica:
             reasons: Counter[tuple[int, FinishReason]] = Counter()
-            groups = {group.number: group for group in await collect(replica, requests)}
-            for request in requests:
-                for t, response in zip(
-                    groups[request.number].trajectories, groups[request.number].tokens.responses, strict=True
-                ):
-                    ids = response.ids.tolist()
-                    ends = [ends_with(ids[:end], request.sampling) for end in range(1, len(ids) + 1)]
-                    assert not any(ends[:-1])
-                    assert t.finish_reason is (FinishReason.STOP if ends[-1] else FinishReason.LENGTH)
-                    assert ends[-1] or len(ids) == 24
-                    reasons[request.number % 3, t.finish_reason] += 1
+            for answer in await collect(replica, *parts):
+                ids, reason = answer.ids, answer.done.finish_reason
+                ends = [ends_with(ids[:end], answer.call.sampling) for end in range(1, len(ids) + 1)]
+                assert not any(ends[:-1])
+                assert reason is (FinishReason.STOP if ends[-1] else FinishReason.LENGTH)
+                assert ends[-1] or len(ids) == 24
+                reasons[answer.row % 3, reason] += 1
             assert all(reasons[i, FinishReason.STOP] > 2 for i in range(3))
             assert sum(reasons[i, FinishReason.LENGTH] for i in range(3)) > 0
 
@@ -177,31 +171,30 @@ class Sampling(OfEngine):
     async def test_a_stop_string_may_come_before_the_minimum_and_again_right_behind_it(self) -> None:
         """What came too early to end the answer does not hide what comes later."""
         often: Options = {"max_tokens": 40, "logit_bias": ((6, 8.0), (7, 8.0)), "stop": ("e", "ff"), "min_tokens": 6}
-        request = make_request(5, n=32, **often)
         async with self.harness.serve() as replica:
-            (group,) = await collect(replica, [request])
-        for response in group.tokens.responses:
-            ids = response.ids.tolist()
-            ends = [end for end in range(1, len(ids) + 1) if ends_with(ids[:end], request.sampling)]
+            answers = await collect(replica, make_calls(5, n=32, **often))
+        for answer in answers:
+            ids = answer.ids
+            ends = [end for end in range(1, len(ids) + 1) if ends_with(ids[:end], answer.call.sampling)]
             assert ends == [len(ids)]
 
     # ------------------------------------------------------------------------------------- references
 
-    def assert_reported(self, replica: Replica, request: GenerateRequest, sampled: Any) -> None:
+    def assert_reported(self, replica: Replica, answers: Sequence[Answer]) -> None:
         """Each token's log-prob is that of the exact distribution behind all tokens before it."""
-        tolerance = self.harness.tolerance / min(1.0, request.sampling.temperature or 1.0)
-        for response in sampled:
+        for answer in answers:
+            tolerance = self.harness.tolerance / min(1.0, answer.call.sampling.temperature or 1.0)
             for (probabilities, token), reported in zip(
-                self.steps(replica, request, response.ids), response.logprobs, strict=True
+                self.steps(replica, answer), answer.tokens.logprobs, strict=True
             ):
                 assert probabilities[token] > 0
                 assert abs(np.log(probabilities[token]) - reported) < tolerance
 
-    def steps(self, replica: Replica, request: GenerateRequest, ids: Any) -> list[tuple[list[float], int]]:
-        """For each of ``ids`` the probabilities that it was sampled from."""
-        prompt, answer = request.prompt.token_ids, ids.tolist()
-        logits = all_logits(replica.model(replica.version), prompt, ids).tolist()
+    def steps(self, replica: Replica, answer: Answer) -> list[tuple[list[float], int]]:
+        """For each of its tokens the probabilities that it was sampled from."""
+        logits = all_logits(replica.model(replica.version), answer.prompt, answer.tokens.ids).tolist()
+        ids = answer.ids
         return [
-            (distribution(logits[at], request.sampling, prompt.tolist(), answer[:at]), token)
-            for at, token in enumerate(answer)
+            (distribution(logits[at], answer.call.sampling, answer.prompt.tolist(), ids[:at]), token)
+            for at, token in enumerate(ids)
         ]

@@ -1,4 +1,4 @@
-"""Part of the contract: every request is answered once, whoever else is there, or refused at once."""
+"""Part of the contract: every call is answered once, whoever else is there, or refused at once."""
 
 from __future__ import annotations
 
@@ -9,51 +9,52 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from headway.data.types import FinishReason, Prompt
-from headway.errors import DataError
-from headway.interfaces import FinishedGroup, GenerateRequest, OnUpdate, Priority, SamplingParams
+from headway.data.types import FinishReason
+from headway.errors import DataError, RunError
+from headway.interfaces import Call, OnUpdate, Priority
 from tests.contract.harness import (
     CONTEXT,
     VOCABULARY,
+    Answer,
     Feature,
     OfEngine,
     Replica,
     at_rest,
     collect,
     endless,
-    make_request,
+    make_calls,
+    numbers_of,
+    of_row,
     sampled,
     scenario,
     submit,
     swap,
-    taken,
-    text_of,
-    tokens_of,
-    trajectories,
-    until,
     update,
 )
 from tests.contract.reference import assert_logprobs
 from tests.tiers import mostly_slow
 
-REFUSED: dict[str, GenerateRequest] = {
-    "no prompt": replace(make_request(0), prompt=Prompt(0, 0, 0, "test", "", np.zeros(0, np.int32))),
-    "no room": make_request(0, length=CONTEXT),
-    "a token above the vocabulary": replace(
-        make_request(0), prompt=Prompt(0, 0, 0, "test", "", np.array([3, VOCABULARY], np.int32))
-    ),
-    "no answers": make_request(0, n=0),
-    "no tokens": make_request(0, max_tokens=0),
-    "a negative temperature": make_request(0, temperature=-0.1),
-    "no mass": make_request(0, top_p=0.0),
-    "more than all mass": make_request(0, top_p=1.1),
-    "a negative rank": make_request(0, top_k=-1),
-    "a share above one": make_request(0, min_p=1.5),
-    "no penalty": make_request(0, repetition_penalty=0.0),
-    "a bias of an unknown token": make_request(0, logit_bias=((VOCABULARY, 1.0),)),
-    "an infinite bias": make_request(0, logit_bias=((3, float("-inf")),)),
-    "a minimum above the maximum": make_request(0, max_tokens=4, min_tokens=5),
-    "an empty stop string": make_request(0, stop=("",)),
+
+def one(**changes: object) -> Call:
+    (call,) = make_calls(0, n=1, **changes)  # type: ignore[arg-type]
+    return call
+
+
+REFUSED: dict[str, Call] = {
+    "no context": replace(one(), input_ids=np.zeros(0, np.int32)),
+    "no room": one(length=CONTEXT),
+    "a token above the vocabulary": replace(one(), input_ids=np.array([3, VOCABULARY], np.int32)),
+    "no tokens": one(max_tokens=0),
+    "a negative temperature": one(temperature=-0.1),
+    "no mass": one(top_p=0.0),
+    "more than all mass": one(top_p=1.1),
+    "a negative rank": one(top_k=-1),
+    "a share above one": one(min_p=1.5),
+    "no penalty": one(repetition_penalty=0.0),
+    "a bias of an unknown token": one(logit_bias=((VOCABULARY, 1.0),)),
+    "an infinite bias": one(logit_bias=((3, float("-inf")),)),
+    "a minimum above the maximum": one(max_tokens=4, min_tokens=5),
+    "an empty stop string": one(stop=("",)),
 }
 
 ROUNDS = 6
@@ -64,109 +65,146 @@ class Serving(OfEngine):
     # ------------------------------------------------------------------------------------- what is given back
 
     @scenario()
-    async def test_a_group_has_its_answers_in_order_and_says_whose_they_are(self) -> None:
-        requests = [
-            make_request(number, n=number + 1, max_tokens=5 + number, epoch=2, attempt=1) for number in range(5)
+    async def test_every_call_has_its_own_result_under_its_number(self) -> None:
+        calls = [
+            call for row in range(5) for call in make_calls(row, n=row + 1, max_tokens=5 + row, epoch=2, attempt=1)
         ]
         async with self.harness.serve() as replica:
-            groups = {group.number: group for group in await collect(replica, requests)}
-            for request in requests:
-                group = groups[request.number]
-                assert [t.id for t in group.trajectories] == [request.prompt.trajectory_id(k) for k in range(request.n)]
-                for t in group.trajectories:
-                    assert t.replica == replica.engine.name
-                    assert t.prompt_length == len(request.prompt.token_ids)
-                    assert t.length == request.sampling.max_tokens
-                    assert t.finish_reason is FinishReason.LENGTH
-                    assert t.version_spans == [[0, replica.version]]
-                    assert t.started <= t.finished
+            answers = await collect(replica, calls)
+            assert sorted(answer.done.number for answer in answers) == numbers_of(calls)
+            for answer in answers:
+                assert answer.length == answer.call.sampling.max_tokens
+                assert answer.done.finish_reason is FinishReason.LENGTH
+                assert answer.done.version_spans == [[0, replica.version]]
+                assert answer.done.started <= answer.done.finished
             await at_rest(replica)
 
     @scenario(Feature.TOKENS)
-    async def test_tokens_and_metadata_of_a_group_agree(self) -> None:
+    async def test_tokens_and_metadata_of_a_call_agree(self) -> None:
         async with self.harness.serve() as replica:
-            request = make_request(3, n=3, first=2)
-            (group,) = await collect(replica, [request])
-            assert group.tokens.prompt_ids.tolist() == request.prompt.token_ids.tolist()
-            assert group.tokens.prompt_ids.dtype == np.int32
-            for t, response in zip(group.trajectories, group.tokens.responses, strict=True):
-                arrays = (response.ids, response.logprobs, response.versions, response.loss_mask)
-                assert [a.dtype for a in arrays] == [np.int32, np.float32, np.int32, np.bool_]
-                assert {len(a) for a in arrays} == {t.length}
-                assert t.text == text_of(response.ids.tolist())
+            for answer in await collect(replica, make_calls(3, n=3, first=2)):
+                arrays = (answer.tokens.ids, answer.tokens.logprobs, answer.tokens.versions)
+                assert [a.dtype for a in arrays] == [np.int32, np.float32, np.int32]
+                assert {len(a) for a in arrays} == {answer.length}
 
     @pytest.mark.parametrize("length", [1, 2, CONTEXT - 2, CONTEXT - 1])
     @scenario()
-    async def test_a_prompt_of_any_length_that_leaves_room_is_answered(self, length: int) -> None:
+    async def test_a_context_of_any_length_that_leaves_room_is_continued(self, length: int) -> None:
         async with self.harness.serve() as replica:
-            groups = await collect(replica, [endless(1, n=3, length=length), make_request(2)])
-            ends = [(t.prompt_length, t.length, t.finish_reason) for t in trajectories(groups) if t.id.row == 1]
-            assert ends == [(length, CONTEXT - length, FinishReason.LENGTH)] * 3
+            answers = await collect(replica, endless(1, n=3, length=length), make_calls(2))
+            ends = [(answer.length, answer.done.finish_reason) for answer in of_row(answers, 1)]
+            assert ends == [(CONTEXT - length, FinishReason.LENGTH)] * 3
             if Feature.TOKENS in self.harness.features:
-                assert_logprobs(replica, groups, self.harness.tolerance)
+                assert_logprobs(replica, answers, self.harness.tolerance)
 
     @scenario(Feature.TOKENS)
     async def test_the_end_of_the_context_ends_an_answer(self) -> None:
         async with self.harness.serve() as replica:
-            request = make_request(1, n=2, length=CONTEXT - 5, max_tokens=10 * CONTEXT)
-            (group,) = await collect(replica, [request])
-            assert [(t.length, t.finish_reason) for t in group.trajectories] == [(5, FinishReason.LENGTH)] * 2
+            answers = await collect(replica, make_calls(1, n=2, length=CONTEXT - 5, max_tokens=10 * CONTEXT))
+            assert [(a.length, a.done.finish_reason) for a in answers] == [(5, FinishReason.LENGTH)] * 2
 
     @scenario()
-    async def test_parts_of_one_group_may_be_on_one_replica(self) -> None:
+    async def test_calls_of_one_prompt_may_come_apart_and_be_sampled_in_other_ways(self) -> None:
         """As ReMax's greedy baseline is, behind the group's sampled answers."""
-        sampled_part = make_request(4, n=3, max_tokens=30)
-        greedy = replace(sampled_part, n=1, first=3, sampling=SamplingParams(20, temperature=0.0))
         async with self.harness.serve() as replica:
-            running = submit(replica, sampled_part, greedy, make_request(5, n=1))
-            other = submit(replica, replace(sampled_part, n=2, first=7))
-            await taken(replica, 4, 5)  # a number comes once
-            parts = {len(group.trajectories): group for group in await running if group.number == 4}
-            assert [t.id.k for t in parts[3].trajectories] == [0, 1, 2]
-            assert [(t.id.k, t.length) for t in parts[1].trajectories] == [(3, 20)]
-            assert [t.id.k for group in await other for t in group.trajectories] == [7, 8]
+            running = await submit(
+                replica,
+                make_calls(4, n=3, max_tokens=30),
+                make_calls(4, n=1, first=3, max_tokens=20, temperature=0.0),
+                make_calls(5, n=1),
+            )
+            other = await submit(replica, make_calls(4, n=2, first=7, max_tokens=30))
+            answers = [*await running, *await other]
+            assert [a.id.k for a in of_row(answers, 4)] == [0, 1, 2, 3, 7, 8]
+            assert [a.length for a in of_row(answers, 4)] == [30, 30, 30, 20, 30, 30]
             if Feature.TOKENS in self.harness.features:
-                assert len({tuple(ids) for ids in tokens_of([*parts.values(), *other.result()]).values()}) == 6
+                assert len({tuple(answer.ids) for answer in of_row(answers, 4)}) == 6
+
+    # ------------------------------------------------------------------------------------- clients and batches
+
+    @scenario(Feature.TOGETHER)
+    async def test_what_one_step_finishes_comes_in_one_batch(self) -> None:
+        async with self.harness.serve() as replica:
+            calls = [call for row, tokens in enumerate([20, 20, 9]) for call in make_calls(row, n=2, max_tokens=tokens)]
+            await replica.engine.submit("me", calls)
+            batches = aiter(replica.engine.finished("me"))
+            came = [numbers_of(await anext(batches)) for _ in range(2)]
+            assert [sorted(batch) for batch in came] == [numbers_of(calls[4:]), numbers_of(calls[:4])]
+            await batches.aclose()  # type: ignore[attr-defined]
+            await at_rest(replica)
 
     @scenario()
-    async def test_an_abort_ends_all_parts_of_a_group(self) -> None:
+    async def test_what_was_finished_before_anybody_listened_is_there(self) -> None:
         async with self.harness.serve() as replica:
-            running = submit(replica, endless(4, n=2), endless(4, n=2, first=2), endless(5, n=1))
-            await sampled(replica, 20)
-            await replica.engine.abort([4])
-            assert await replica.engine.in_flight() == [5]
-            ends = {(t.id.row, t.finish_reason) for t in trajectories(await running)}
-            assert ends == {(4, FinishReason.ABORTED), (5, FinishReason.LENGTH)}
+            calls = make_calls(1, n=2, max_tokens=4)
+            await replica.engine.submit("me", calls)
+            await replica.engine.pause(OnUpdate.DRAIN)
+            await replica.engine.resume()
+            batches = aiter(replica.engine.finished("me"))
+            assert sorted(numbers_of(await anext(batches))) == numbers_of(calls)
+            await batches.aclose()  # type: ignore[attr-defined]
+
+    @scenario()
+    async def test_clients_may_use_the_same_numbers_and_get_their_own_results(self) -> None:
+        async with self.harness.serve() as replica:
+            calls = [[replace(call, number=call.number % 2) for call in make_calls(row, n=2)] for row in range(4)]
+            calls[1] = [replace(call, sampling=replace(call.sampling, max_tokens=7)) for call in calls[1]]
+            running = [await submit(replica, part, client=f"client {row}") for row, part in enumerate(calls)]
+            for row, task in enumerate(running):
+                answers = await task
+                assert sorted(answer.done.number for answer in answers) == [0, 1]
+                assert {answer.length for answer in answers} == {7 if row == 1 else 16}
+                if Feature.TOKENS in self.harness.features:
+                    assert_logprobs(replica, answers, self.harness.tolerance)
+            await at_rest(replica)
+
+    @scenario()
+    async def test_a_number_that_is_in_use_is_refused_and_harms_nobody(self) -> None:
+        async with self.harness.serve() as replica:
+            running = await submit(replica, endless(1, n=2), client="me")
+            for calls in ([*make_calls(2), *make_calls(1, n=1)], [*make_calls(2), *make_calls(2, n=1)]):
+                with pytest.raises(DataError, match="number"):
+                    await replica.engine.submit("me", calls)
+            assert all(answer.whole for answer in await running)
+            await at_rest(replica)
+
+    @scenario()
+    async def test_a_clients_results_are_read_by_one(self) -> None:
+        async with self.harness.serve() as replica:
+            running = await submit(replica, make_calls(1), client="me")
+            with pytest.raises(RunError, match="already"):
+                await anext(aiter(replica.engine.finished("me")))
+            assert len(await running) == 4
+            # Whoever has left may come back.
+            assert len(await (await submit(replica, make_calls(1), client="me"))) == 4
 
     # ------------------------------------------------------------------------------------- who goes first
 
     @scenario()
-    async def test_groups_start_in_order_and_are_yielded_when_they_are_done(self) -> None:
-        slots = self.harness.slots
-        requests = [make_request(n, n=slots // 2, max_tokens=m) for n, m in enumerate([150, 8, 20, 8, 4])]
+    async def test_calls_start_in_order_and_are_yielded_when_they_are_done(self) -> None:
+        half = self.harness.slots // 2
+        parts = [make_calls(row, n=half, max_tokens=tokens) for row, tokens in enumerate([150, 8, 20, 8, 4])]
         async with self.harness.serve() as replica:
-            groups = await collect(replica, requests)
-            # Two at a time: 1 makes room for 2, 2 for 3, 3 for 4, and 0 is still there.
-            assert [group.number for group in groups] == [1, 2, 3, 4, 0]
-            started = [min(t.started for t in trajectories(groups) if t.id.row == n) for n in range(5)]
+            answers = await collect(replica, *parts)
+            # Two rows at a time: 1 makes room for 2, 2 for 3, 3 for 4, and 0 is still there.
+            assert [answer.row for answer in answers[::half]] == [1, 2, 3, 4, 0]
+            started = [min(answer.done.started for answer in of_row(answers, row)) for row in range(5)]
             assert started == sorted(started)
 
     @scenario()
     async def test_validation_starts_before_training_that_waits(self) -> None:
         slots = self.harness.slots
         async with self.harness.serve() as replica:
-            training = submit(replica, *(endless(number, n=slots) for number in range(3)))
+            training = await submit(replica, *(endless(row, n=slots) for row in range(3)))
             await sampled(replica, slots)
-            validation = submit(
-                replica, *(make_request(n, n=2, max_tokens=4, priority=Priority.VALIDATION) for n in (100, 1))
+            validation = await submit(
+                replica, *(make_calls(row, n=2, max_tokens=4, priority=Priority.VALIDATION) for row in (100, 99))
             )
-            order = {
-                row: t.started for t in trajectories([*await training, *await validation]) if (row := t.id.row) != 1
-            }
-            assert order[0] < order[100] <= order[2]
-            first, second = (max(t.finished for t in g.trajectories) for g in validation.result())
-            assert max(first, second) <= min(t.finished for t in training.result()[1].trajectories)
-            assert await replica.engine.in_flight() == []
+            answers = [*await training, *await validation]
+            first = {row: min(answer.done.started for answer in of_row(answers, row)) for row in (0, 2, 100)}
+            assert first[0] < first[100] <= first[2]
+            last = max(answer.done.finished for answer in validation.result())
+            assert last <= min(answer.done.finished for answer in of_row(answers, 1))
 
     # ------------------------------------------------------------------------------------- what is refused
 
@@ -174,103 +212,105 @@ class Serving(OfEngine):
     @scenario(Feature.TOKENS)
     async def test_what_cannot_be_served_is_refused_and_harms_nobody_else(self, case: str) -> None:
         async with self.harness.serve() as replica:
-            running = submit(replica, make_request(1, max_tokens=40))
+            running = await submit(replica, make_calls(1, max_tokens=40), client="me")
             await sampled(replica, 4)
             with pytest.raises(DataError):
-                await collect(replica, [make_request(2), REFUSED[case], make_request(3)])
-            assert set(await replica.engine.in_flight()) <= {1}
-            groups = await running
-            assert [t.length for t in trajectories(groups)] == [40] * 4
-            assert_logprobs(replica, groups, self.harness.tolerance)
+                await replica.engine.submit("me", [*make_calls(2), REFUSED[case], *make_calls(3)])
+            stats = await replica.engine.stats()
+            assert stats.running + stats.waiting <= 4
+            answers = await running
+            assert [answer.length for answer in answers] == [40] * 4
+            assert_logprobs(replica, answers, self.harness.tolerance)
             await at_rest(replica)
 
     @scenario()
-    async def test_no_requests_are_no_groups(self) -> None:
+    async def test_no_calls_are_no_answers(self) -> None:
         async with self.harness.serve() as replica:
+            await replica.engine.submit("me", [])
             assert await collect(replica, []) == []
 
     # ------------------------------------------------------------------------------------- many, and at random
 
     @scenario()
-    async def test_thousands_of_requests_at_random_times_are_each_answered_once(self) -> None:
-        """Takes long: its many requests arrive one by one, while others decode."""
+    async def test_thousands_of_calls_at_random_times_are_each_answered_once(self) -> None:
+        """Takes long: its many calls arrive one by one, while others decode."""
         rng = np.random.default_rng(11)
         many, slots = self.harness.many, self.harness.crowd
         waits = rng.exponential(self.harness.arrival_s, many).cumsum()
         tokens = rng.integers(1, 4, many)
-        requests = [make_request(n, n=1, max_tokens=int(count), length=4) for n, count in enumerate(tokens)]
         answered: Counter[tuple[int, int, FinishReason]] = Counter()
 
-        async def ask(replica: Replica, request: GenerateRequest, wait: float) -> None:
+        async def ask(replica: Replica, row: int, wait: float) -> None:
             await asyncio.sleep(wait)
-            async for group in replica.engine.generate([request]):
-                (t,) = group.trajectories
-                answered[t.id.row, t.length, t.finish_reason] += 1
+            for call in await collect(replica, make_calls(row, n=1, max_tokens=int(tokens[row]), length=4)):
+                answered[call.row, call.length, call.done.finish_reason] += 1
 
         async with self.harness.serve(slots=slots) as replica:
             await replica.engine.stats()
             async with asyncio.TaskGroup() as tasks:
-                for request, wait in zip(requests, waits.tolist(), strict=True):
-                    tasks.create_task(ask(replica, request, wait))
-            assert answered == Counter({(n, int(tokens[n]), FinishReason.LENGTH): 1 for n in range(many)})
+                for row, wait in enumerate(waits.tolist()):
+                    tasks.create_task(ask(replica, row, wait))
+            assert answered == Counter({(row, int(tokens[row]), FinishReason.LENGTH): 1 for row in range(many)})
             assert (await replica.engine.stats()).generated_tokens == tokens.sum()
             await at_rest(replica)
 
     @scenario()
-    async def test_leaving_early_drops_what_was_not_yielded_and_nothing_else(self) -> None:
+    async def test_leaving_drops_what_was_not_yielded_and_nothing_of_other_clients(self) -> None:
         async with self.harness.serve() as replica:
-            running = submit(replica, endless(9, n=2))
-            generating = replica.engine.generate([make_request(0, n=1, max_tokens=2), endless(1), endless(2)])
-            async for group in generating:
-                assert group.number == 0
+            running = await submit(replica, endless(9, n=2))
+            await replica.engine.submit("me", [*make_calls(0, n=1, max_tokens=2), *endless(1), *endless(2)])
+            batches = replica.engine.finished("me")
+            async for batch in batches:
+                assert numbers_of(batch) == [0]
                 break
-            await generating.aclose()  # type: ignore[attr-defined]
-            await taken(replica, 9)
-            await replica.engine.stats()
-            assert (await replica.engine.stats()).waiting == 0
-            assert [t.length for t in trajectories(await running)] == [
-                CONTEXT - t.prompt_length for t in trajectories(running.result())
-            ]
+            await batches.aclose()  # type: ignore[attr-defined]
+            await self.others_alone(replica, 2)
+            assert [answer.whole for answer in await running] == [True, True]
             await at_rest(replica)
+
+    async def others_alone(self, replica: Replica, calls: int) -> None:
+        """Nothing else is left in the engine."""
+        stats = await replica.engine.stats()
+        assert stats.running + stats.waiting == calls
 
     @pytest.mark.parametrize("policy", OnUpdate)
     @scenario()
     async def test_leaving_while_paused_frees_everything(self, policy: OnUpdate) -> None:
         async with self.harness.serve() as replica:
-            running = submit(replica, endless(1), endless(2), endless(3))
+            running = await submit(replica, endless(1), endless(2), endless(3))
             await sampled(replica, 20)
             pausing = asyncio.create_task(replica.engine.pause(policy))
             await replica.tick()
-            held = submit(replica, endless(4))
-            await taken(replica, 1, 2, 3, 4)
+            held = await submit(replica, endless(4))
             for task in (running, held):
                 task.cancel()
                 await asyncio.wait([task])
             await pausing
             await at_rest(replica)
             await replica.engine.resume()
-            assert len(await collect(replica, [make_request(5)])) == 1
+            assert len(await collect(replica, make_calls(5))) == 4
 
     @scenario()
     async def test_cancelling_at_random_times_frees_everything_and_disturbs_nobody(self) -> None:
         rng = np.random.default_rng(3)
         async with self.harness.serve() as replica:
-            steady = [make_request(number, n=2, max_tokens=60) for number in range(40)]
-            undisturbed = submit(replica, *steady[:20])
+            steady = [make_calls(row, n=2, max_tokens=60) for row in range(40)]
+            undisturbed = await submit(replica, *steady[:20])
             for round_ in range(12):
-                calls = [
-                    submit(replica, *(endless(100 * round_ + 10 * i + j, n=3) for j in range(2))) for i in range(5)
+                tasks = [
+                    await submit(replica, *(endless(100 * round_ + 10 * i + j, n=3) for j in range(2)))
+                    for i in range(5)
                 ]
-                for call in rng.permutation(5):
+                for index in rng.permutation(5):
                     await asyncio.sleep(float(rng.uniform(0, 8 * self.harness.step_s)))
-                    calls[call].cancel()
-                await asyncio.wait(calls)
+                    tasks[index].cancel()
+                await asyncio.wait(tasks)
                 if round_ == 6:
-                    others = submit(replica, *steady[20:])
-            groups = [*await undisturbed, *await others]
-            assert [t.length for t in trajectories(groups)] == [60] * 80
+                    others = await submit(replica, *steady[20:])
+            answers = [*await undisturbed, *await others]
+            assert [answer.length for answer in answers] == [60] * 80
             if Feature.TOKENS in self.harness.features:
-                assert_logprobs(replica, groups, self.harness.tolerance)
+                assert_logprobs(replica, answers, self.harness.tolerance)
             await at_rest(replica)
 
     @mostly_slow("seed", range(4), quick=range(2))
@@ -281,7 +321,7 @@ class Serving(OfEngine):
 
 
 class Session:
-    """Requests, pauses, updates, sleeps, aborts and departures in a random order, and what must come of them."""
+    """Calls, pauses, updates, sleeps, aborts and departures in a random order, and what must come of them."""
 
     def __init__(
         self,
@@ -295,10 +335,12 @@ class Session:
         self.rng = rng
         self.features = features
         self.lengths = lengths
-        self.calls: dict[asyncio.Task[list[FinishedGroup]], list[GenerateRequest]] = {}
-        self.submitted: dict[int, int] = {}
-        """Group → version at its submission."""
-        self.aborted: set[int] = set()
+        self.clients: dict[str, asyncio.Task[list[Answer]]] = {}
+        self.asked: dict[str, list[Call]] = {}
+        self.submitted: dict[str, int] = {}
+        """Client → version at its submission."""
+        self.may_abort: dict[str, set[int]] = {}
+        """Client → calls that were to be aborted, some of which were finished before."""
 
     async def run(self, tolerance: float) -> None:
         await self.act()
@@ -317,41 +359,36 @@ class Session:
     async def settle(self, tolerance: float) -> int:
         """Wait for all answers and look at them; how often some were parked for want of memory."""
         whole = 0
-        for call, requests in self.calls.items():
-            groups = await call
-            assert sorted(group.number for group in groups) == sorted(request.number for request in requests)
-            whole += sum(map(self.check, groups, [_request_of(group, requests) for group in groups]))
+        for client, task in self.clients.items():
+            answers = await task
+            assert sorted(answer.done.number for answer in answers) == numbers_of(self.asked[client])
+            whole += sum(self.check(client, answer) for answer in answers)
             if Feature.TOKENS in self.features:
-                assert_logprobs(self.replica, groups, tolerance)
+                assert_logprobs(self.replica, answers, tolerance)
         assert whole > 0
         preempted = (await self.replica.engine.stats()).preempted
         await at_rest(self.replica)
         return preempted
 
-    def check(self, group: FinishedGroup, request: GenerateRequest) -> int:
-        """How many of its answers came to their end."""
-        assert [t.id.k for t in group.trajectories] == list(range(request.n))
-        for t in group.trajectories:
-            versions = [version for _, version in t.version_spans]
-            assert versions == sorted(set(versions))
-            assert all(self.submitted[group.number] <= v <= self.replica.version for v in versions)
-            if t.finish_reason is FinishReason.LENGTH:
-                assert t.length == request.sampling.max_tokens
-            else:
-                assert t.finish_reason is FinishReason.ABORTED
-                assert group.number in self.aborted
-        return sum(t.finish_reason is FinishReason.LENGTH for t in group.trajectories)
+    def check(self, client: str, answer: Answer) -> bool:
+        """Whether it came to its end."""
+        assert answer.versions == sorted(set(answer.versions))
+        assert all(self.submitted[client] <= version <= self.replica.version for version in answer.versions)
+        assert answer.whole or answer.aborted
+        if answer.aborted:
+            assert answer.done.number in self.may_abort[client]
+        return answer.whole
 
     # ------------------------------------------------------------------------------------- commands
 
     async def ask(self) -> None:
-        requests = []
+        client, calls = f"client {len(self.submitted)}", list[Call]()
         for _ in range(self.rng.integers(1, 4)):
-            number = len(self.submitted)
-            self.submitted[number] = self.replica.version
             n, length = (int(x) for x in self.rng.integers((1, self.lengths[0]), (6, self.lengths[1])))
-            requests.append(make_request(number, n=n, max_tokens=length))
-        self.calls[submit(self.replica, *requests)] = requests
+            calls += make_calls(100 * len(self.submitted) + len(calls), n=n, max_tokens=length)
+        self.submitted[client] = self.replica.version
+        self.asked[client], self.may_abort[client] = calls, set()
+        self.clients[client] = await submit(self.replica, calls, client=client)
 
     async def halt(self) -> None:
         # What is kept and updated has log-probs of two versions at once, which the reference here does not know.
@@ -372,27 +409,25 @@ class Session:
         await self.replica.engine.resume()
 
     async def abort(self) -> None:
-        if numbers := await self.replica.engine.in_flight():
-            self.aborted.add(chosen := int(self.rng.choice(numbers)))
-            await self.replica.engine.abort([chosen])
-            assert chosen not in await self.replica.engine.in_flight()
+        if unfinished := self.unfinished():
+            client = unfinished[self.rng.integers(len(unfinished))]
+            numbers = numbers_of(self.asked[client])[:: int(self.rng.integers(1, 3))]
+            self.may_abort[client].update(numbers)
+            await self.replica.engine.abort(client, numbers)
 
     async def abort_overdue(self) -> None:
         if self.rng.random() < 0.5:
-            self.aborted.update(await self.replica.engine.abort_older_than(self.replica.version))
+            for client in self.unfinished():
+                if self.submitted[client] < self.replica.version:
+                    self.may_abort[client].update(numbers_of(self.asked[client]))
+            await self.replica.engine.abort_older_than(self.replica.version)
 
     async def leave(self) -> None:
-        if running := [call for call in self.calls if not call.done()]:
-            call = running[self.rng.integers(len(running))]
-            gone = [request.number for request in self.calls.pop(call)]
-            call.cancel()
-            await asyncio.wait([call])
+        if unfinished := self.unfinished():
+            client = unfinished[self.rng.integers(len(unfinished))]
+            task = self.clients.pop(client)
+            task.cancel()
+            await asyncio.wait([task])
 
-            async def dropped() -> bool:
-                return not {*gone} & {*await self.replica.engine.in_flight()}
-
-            await until(self.replica, dropped)
-
-
-def _request_of(group: FinishedGroup, requests: list[GenerateRequest]) -> GenerateRequest:
-    return next(request for request in requests if request.number == group.number)
+    def unfinished(self) -> list[str]:
+        return [client for client, task in self.clients.items() if not task.done()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.contract.caching import Caching
 from tests.contract.ending import Ending
 from tests.contract.logprobs import LogProbs
 from tests.contract.pausing import Pausing
@@ -12,5 +13,5 @@ from tests.contract.serving import Serving
 from tests.contract.updating import Updating
 
 
-class Contract(LogProbs, Sampling, Reproducing, Pausing, Preempting, Updating, Serving, Ending):
+class Contract(LogProbs, Sampling, Reproducing, Pausing, Preempting, Caching, Updating, Serving, Ending):
     """All of it. A binding sets ``harness``."""

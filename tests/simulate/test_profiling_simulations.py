@@ -69,9 +69,9 @@ def simulate(profile: Profile, config: Config) -> list[Event]:
     return collector.events
 
 
-def configured(profile: Profile, mode: str, report_every_s: float = 600.0) -> Config:
+def configured(profile: Profile, mode: str, report_every_s: float = 600.0, versions: int = VERSIONS) -> Config:
     config = config_for(
-        profile, mode, train_devices=2, replicas=2, versions=VERSIONS, activity_interval_s=report_every_s
+        profile, mode, train_devices=2, replicas=2, versions=versions, activity_interval_s=report_every_s
     )
     workers = config.reward.model_copy(update={"workers": profile.reward.workers})
     return config.model_copy(update={"reward": workers})
@@ -83,8 +83,10 @@ def seconds_per_version(events: Sequence[Event]) -> float:
     return fmean(later - earlier for earlier, later in pairwise(ends.values()))
 
 
-def record(directory: Path, mode: str, profile: Profile = TRUE, *, report_every_s: float = 600.0) -> list[Event]:
-    config = configured(profile, mode, report_every_s)
+def record(
+    directory: Path, mode: str, profile: Profile = TRUE, *, report_every_s: float = 600.0, versions: int = VERSIONS
+) -> list[Event]:
+    config = configured(profile, mode, report_every_s, versions)
     run = RunDirectory.create(directory, config)
     events = simulate(profile, config)
     file = EventsFile(run.events, pytest.fail)

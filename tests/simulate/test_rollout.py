@@ -220,29 +220,34 @@ def test_of_a_call_that_does_not_go_on_nothing_is_kept_nor_of_an_episode_that_is
     assert run_virtual(main()) == [0, 0]
 
 
-@pytest.mark.parametrize("policy", OnUpdate)
-def test_what_one_version_has_computed_is_nothing_to_the_next(policy: OnUpdate):
+@pytest.mark.parametrize(
+    ("policies", "found"),
+    [
+        ([OnUpdate.DRAIN], 0),
+        ([OnUpdate.INTERRUPT], 0),
+        ([OnUpdate.KEEP], 20),
+        ([OnUpdate.DRAIN, OnUpdate.KEEP], 20),
+        ([OnUpdate.KEEP, OnUpdate.INTERRUPT], 0),
+        ([OnUpdate.INTERRUPT, OnUpdate.KEEP], 0),
+    ],
+)
+@pytest.mark.parametrize("during", ["the call", "the time between calls"])
+def test_what_one_version_has_computed_is_for_the_next_only_what_it_goes_on_from_in_place(
+    policies: list[OnUpdate], found: int, during: str
+):
     async def main() -> int:
         engine = replica(slots=1)
         second = asyncio.ensure_future(second_call(engine, tokens=22))
-        await asyncio.sleep(2.5)
-        async with paused(engine, policy):
-            await load(engine, 1)
+        await asyncio.sleep(1 if during == "the call" else 2.5)
+        pauses = [asyncio.ensure_future(engine.pause(policy)) for policy in policies]
+        await asyncio.gather(*pauses)
+        await load(engine, 1)
+        await engine.resume()
         return await second
 
-    assert run_virtual(main()) == 0
-
-
-def test_what_two_versions_have_sampled_is_not_kept():
-    async def main() -> int:
-        engine = replica(slots=1)
-        second = asyncio.ensure_future(second_call(engine, tokens=22))
-        await asyncio.sleep(1)
-        async with paused(engine, OnUpdate.KEEP):
-            await load(engine, 1)
-        return await second
-
-    assert run_virtual(main()) == 0
+    # An interrupted call is prefilled again under the version that it ends with.
+    again = 20 if during == "the call" and OnUpdate.INTERRUPT in policies else found
+    assert run_virtual(main()) == again
 
 
 def test_what_is_kept_gives_way_to_what_decodes():

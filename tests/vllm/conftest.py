@@ -30,11 +30,10 @@ if find_spec("vllm"):
 
     @pytest.fixture
     def served(one_engine: Served) -> Iterator[Served]:
-        """`one_engine`, with nothing in flight before and after."""
-        assert asyncio.run(one_engine.engine.in_flight()) == []
-        asyncio.run(one_engine.engine.stats())  # counts of the test before
+        """`one_engine`, with nothing in it before and after; counts are those of the test alone."""
+        asyncio.run(one_engine.at_rest())
         yield one_engine
-        assert asyncio.run(one_engine.engine.in_flight()) == []
+        asyncio.run(one_engine.at_rest())
 
     def _serving(folder: Path, *, tied: bool) -> Iterator[Served]:
         served = Served(folder, tied=tied)

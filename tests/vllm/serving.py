@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,15 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from headway.engines.rollout.vllm import VllmEngine
-from headway.interfaces import FinishedGroup, GenerateRequest, OnUpdate, Paused
+from headway.interfaces import Call, OnUpdate, Paused
 from headway.models.make import character_tokenizer
 from headway.models.probe import PROBE_PREFILL, probe_sequences
+from tests.contract import harness
+from tests.contract.harness import CHARACTERS, CONTEXT, VOCABULARY, Answer, in_order
+from tests.contract.reference import assert_logprobs
 from tests.engines.rollout.serving import Source
-from tests.engines.rollout.support import VOCABULARY, make_model, make_request, reference_logprobs
+from tests.engines.rollout.support import make_model
 
-CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789+="
-"""One token each, with two before them: all that the model knows."""
-CONTEXT = 192
 SLOTS = 8
 TOLERANCE = 5e-5
 """Of log-probs in float32."""
@@ -51,7 +50,6 @@ class Served:
             "slots": SLOTS,
             "max_context": CONTEXT,
             "dtype": "float32",
-            "decode": partial(self.tokenizer.decode, skip_special_tokens=True),
             "receive": self.source.receive,
             "manifest": self.source.manifest,
             "max_batched_tokens": 64,
@@ -59,10 +57,9 @@ class Served:
         }
         self.engine = VllmEngine(folder, **{**settings, **changes})
 
-    @property
-    def model(self) -> PreTrainedModel:
-        """That is served now."""
-        return self.models[self.version]
+    def model(self, version: int) -> PreTrainedModel:
+        """Whose weights are ``version``."""
+        return self.models[version]
 
     async def stage(self) -> int:
         """Bring another model's weights; their version."""
@@ -82,11 +79,18 @@ class Served:
         await self.engine.resume()
         return paused
 
-    async def collect(self, requests: Sequence[GenerateRequest]) -> list[FinishedGroup]:
-        """Their groups, in the order of the requests."""
-        async with asyncio.timeout(WAIT_S):
-            groups = {group.number: group async for group in self.engine.generate(requests)}
-        return [groups[request.number] for request in requests]
+    async def submit(self, *parts: Sequence[Call], client: str | None = None) -> asyncio.Task[list[Answer]]:
+        """The answers to come, in order of their episodes."""
+        task = await harness.submit(self, *parts, client=client)
+
+        async def answers() -> list[Answer]:
+            async with asyncio.timeout(WAIT_S):
+                return in_order(await task)
+
+        return asyncio.create_task(answers())
+
+    async def collect(self, *parts: Sequence[Call]) -> list[Answer]:
+        return await (await self.submit(*parts))
 
     async def sampled(self, tokens: int) -> None:
         """Wait until so many more tokens were sampled."""
@@ -101,32 +105,25 @@ class Served:
             while not await condition():  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
 
-    async def until_in_flight(self, numbers: list[int]) -> None:
-        async def there() -> bool:
-            return await self.engine.in_flight() == numbers
+    async def at_rest(self) -> None:
+        """Wait until nothing runs or waits."""
 
-        await self.until(there)
+        async def idle() -> bool:
+            stats = await self.engine.stats()
+            return stats.running + stats.waiting == 0
+
+        await self.until(idle)
 
     def probe_reference(self, temperature: float = 1.0) -> NDArray[np.float32]:
         ids = torch.from_numpy(probe_sequences(VOCABULARY))
         with torch.no_grad():
-            logprobs = torch.log_softmax(self.model(input_ids=ids).logits.float() / temperature, -1)
+            logprobs = torch.log_softmax(self.models[self.version](input_ids=ids).logits.float() / temperature, -1)
         scored = ids[:, PROBE_PREFILL:, None]
         return logprobs[:, PROBE_PREFILL - 1 : -1].gather(2, scored).reshape(-1).numpy()
 
-    def assert_logprobs(self, groups: Sequence[FinishedGroup]) -> None:
+    def assert_logprobs(self, answers: Iterable[Answer]) -> None:
         """Every token's log-prob is that of its version's model, over the whole sequence."""
-        for group in groups:
-            for k, response in enumerate(group.tokens.responses):
-                for version in np.unique(response.versions):
-                    mine = response.versions == version
-                    expected = reference_logprobs(self.models[int(version)], group, k)
-                    np.testing.assert_allclose(response.logprobs[mine], expected[mine], atol=TOLERANCE, rtol=0)
-
-
-def endless(number: int, **changes: Any) -> GenerateRequest:
-    """As long as the context allows."""
-    return make_request(number, **{"max_tokens": CONTEXT, "stop_token_ids": (), **changes})
+        assert_logprobs(self, answers, TOLERANCE)
 
 
 async def drains(served: Served) -> bool:

@@ -27,14 +27,14 @@ class Told:
         more: int = 0,
         preempted: int = 0,
     ) -> None:
-        """One in which ``first`` trajectories get their first token, behind ``prompts`` tokens of which ``context``
+        """One in which ``first`` calls get their first token, behind ``prompts`` tokens of which ``context``
         are computed, and others go on after ``latencies``; ``more``: tokens beyond one each that those compute;
         ``preempted``: so often were they before it.
         """
         goes_on = len(latencies)
         iteration: Any = SimpleNamespace(
             num_generation_tokens=first + goes_on,
-            prompt_token_stats=SimpleNamespace(computed=context, total=prompts),
+            prompt_token_stats=SimpleNamespace(computed=context, cached_tokens=prompts - context, total=prompts),
             inter_token_latencies_iter=list(latencies),
             time_to_first_tokens_iter=[0.5] * first,
             num_preempted_reqs=preempted,
@@ -68,7 +68,7 @@ def test_a_step_takes_what_vllm_says_and_where_it_cannot_know_until_now(told: To
     stats = told.activity.take(2, 0, 0)
     assert stats.prefill_steps == {4: (1, 2, 6, 1.0, 10)}
     assert stats.decode_steps == {2: (2, 0.75, 12 + 14)}
-    assert (stats.generated_tokens, stats.prefilled_tokens) == (6, 6)
+    assert (stats.generated_tokens, stats.prefilled_tokens, stats.cached_tokens) == (6, 6, 4)
     assert (stats.busy, stats.slot_seconds) == ([(100.0, 102.5)], 5.0)
 
 
@@ -153,7 +153,7 @@ def test_of_what_was_aborted_behind_an_interrupt_vllm_never_tells(told: Told) ->
 def test_without_vllms_details_tokens_are_counted_and_steps_are_not(told: Told) -> None:
     """As with ``rollout.vllm.engine_args.enable_logging_iteration_details: false``."""
     told.activity.running(1)
-    prompt = SimpleNamespace(computed=3, total=3)
+    prompt = SimpleNamespace(computed=3, cached_tokens=0, total=3)
     told.activity.step(
         SimpleNamespace(iteration_details=None, num_running_reqs=1),
         SimpleNamespace(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +13,11 @@ import pytest
 from headway.engines.rollout.vllm.activity import Activity
 from headway.engines.rollout.vllm.core import VllmCore
 from headway.errors import HeadwayError, NonFinite, RunError, WorkerDied
-from headway.interfaces import FinishedGroup, OnUpdate
-from tests.engines.rollout.support import VOCABULARY, make_request
+from headway.interfaces import FinishedCall, OnUpdate
+from tests.contract.harness import VOCABULARY, make_calls, numbers_of
+
+Told = list[tuple[str, Sequence[FinishedCall]] | HeadwayError]
+"""Batches of clients, and the engine's end."""
 
 SOON_S = 60.0
 """Nothing here takes any time but the import of vLLM: what is not there by then never comes."""
@@ -62,23 +65,20 @@ def _one_token(logprob: float) -> Any:
         weight_versions=[SimpleNamespace(start=0, end=1, version="0")],
         finish_reason="length",
     )
-    return SimpleNamespace(outputs=[answer])
+    return SimpleNamespace(outputs=[answer], num_cached_tokens=0)
 
 
 @asynccontextmanager
-async def core_over(llm: Scripted, delivered: list[FinishedGroup | HeadwayError]) -> AsyncIterator[VllmCore]:
-    def deliver(owner: Hashable, what: FinishedGroup | HeadwayError) -> None:
-        delivered.append(what)
-
+async def core_over(llm: Scripted, told: Told) -> AsyncIterator[VllmCore]:
     clock = asyncio.get_running_loop().time
     core = VllmCore(
         llm,
-        deliver,
+        lambda client, batch: told.append((client, batch)),
+        told.append,
         name="replica",
         seed=0,
         slots=2,
         max_context=32,
-        decode=str,
         clock=clock,
         activity=Activity(clock),
         temperature=1.0,
@@ -92,8 +92,7 @@ async def core_over(llm: Scripted, delivered: list[FinishedGroup | HeadwayError]
 async def blocked(call: Awaitable[object]) -> asyncio.Task[object]:
     """``call``, once it waits for something that will not come by itself."""
     task = asyncio.ensure_future(call)
-    for _ in range(20):
-        await asyncio.sleep(0)
+    await ticks()
     assert not task.done()
     return task  # type: ignore[return-value]
 
@@ -101,9 +100,9 @@ async def blocked(call: Awaitable[object]) -> asyncio.Task[object]:
 @pytest.mark.parametrize("how", ["closed", "ended"])
 async def test_a_drain_that_is_waited_for_ends_with_the_engine(how: str) -> None:
     llm = Scripted()
-    delivered: list[FinishedGroup | HeadwayError] = []
-    async with core_over(llm, delivered) as core, asyncio.timeout(SOON_S):
-        await core.submit([make_request(1, n=2)], "owner")
+    told: Told = []
+    async with core_over(llm, told) as core, asyncio.timeout(SOON_S):
+        await core.submit("me", make_calls(1, n=2))
         draining = await blocked(core.pause(OnUpdate.DRAIN))
         if how == "closed":
             await core.close(RunError("closed"))
@@ -111,7 +110,7 @@ async def test_a_drain_that_is_waited_for_ends_with_the_engine(how: str) -> None
             llm.die()
         with pytest.raises(RunError if how == "closed" else WorkerDied, match=how):
             await draining
-        assert [type(what) for what in delivered] == [RunError if how == "closed" else WorkerDied]
+        assert [type(what) for what in told] == [RunError if how == "closed" else WorkerDied]
 
 
 ORDERS: dict[str, Callable[[VllmCore], Awaitable[object]]] = {
@@ -144,27 +143,62 @@ async def test_an_order_that_vllm_never_answers_ends_with_the_engine(order: str,
 async def test_a_death_that_nobody_asks_about_reaches_those_who_wait_for_answers() -> None:
     """Paused, with a request that vLLM has not been told of: none of its own calls would fail."""
     llm = Scripted()
-    delivered: list[FinishedGroup | HeadwayError] = []
-    async with core_over(llm, delivered) as core:
+    told: Told = []
+    async with core_over(llm, told) as core:
         await core.pause(OnUpdate.INTERRUPT)
-        await core.submit([make_request(1, n=2)], "owner")
+        await core.submit("me", make_calls(1, n=2))
         llm.die()
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert [type(what) for what in delivered] == [WorkerDied]
+        await ticks()
+        assert [type(what) for what in told] == [WorkerDied]
         with pytest.raises(WorkerDied):
-            await core.in_flight()
+            await core.stats()
 
 
 async def test_what_still_finishes_behind_a_failure_is_nobodys() -> None:
     llm = Scripted()
-    delivered: list[FinishedGroup | HeadwayError] = []
-    async with core_over(llm, delivered) as core:
+    told: Told = []
+    async with core_over(llm, told) as core:
         llm.logprobs = [float("nan"), -0.5]
-        await core.submit([make_request(1, n=1), make_request(2, n=1)], "owner")
+        await core.submit("me", make_calls(1, n=2))
         tasks = list(core._following.values())
         await asyncio.wait(tasks)
         assert [task.exception() for task in tasks] == [None, None]
-        assert [type(what) for what in delivered] == [NonFinite]
+        assert [type(what) for what in told] == [NonFinite]
         with pytest.raises(NonFinite):
             await core.stats()
+
+
+async def test_what_vllm_tells_at_once_comes_in_one_batch_for_each_client() -> None:
+    llm = Scripted()
+    told: Told = []
+    async with core_over(llm, told) as core:
+        llm.logprobs = [-0.5, -0.25]
+        await core.submit("me", make_calls(1, n=1))
+        await core.submit("another", make_calls(1, n=1))
+        await ticks()
+        llm.logprobs = [-0.5, -0.25]
+        await core.submit("me", make_calls(2, n=2))
+        await ticks()
+        batches = [(what[0], numbers_of(what[1])) for what in told if isinstance(what, tuple)]
+        first, second, *_ = numbers_of(make_calls(2))
+        assert batches == [("me", [10_000]), ("another", [10_000]), ("me", [first, second])]
+
+
+async def test_of_a_client_that_left_and_came_back_only_the_new_calls_count() -> None:
+    llm = Scripted()
+    told: Told = []
+    async with core_over(llm, told) as core:
+        await core.pause(OnUpdate.INTERRUPT)
+        await core.submit("me", make_calls(1, n=2))
+        await core.forget("me")
+        llm.logprobs = [-0.5]
+        await core.submit("me", make_calls(1, n=1))
+        await core.resume()
+        await ticks()
+        assert [numbers_of(what[1]) for what in told if isinstance(what, tuple)] == [[10_000]]
+
+
+async def ticks() -> None:
+    """Turns of the loop in which all that comes by itself comes."""
+    for _ in range(20):
+        await asyncio.sleep(0)

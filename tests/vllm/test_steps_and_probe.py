@@ -9,13 +9,13 @@ import pytest
 
 from headway.errors import RunError
 from headway.interfaces import OnUpdate
-from tests.engines.rollout.support import make_request, tokens_of
-from tests.vllm.serving import TOLERANCE, Served, endless
+from tests.contract.harness import endless, make_calls, numbers_of, tokens_of
+from tests.vllm.serving import TOLERANCE, Served
 
 
 async def test_steps_are_told_with_what_each_computed(served: Served) -> None:
     prompt, tokens = 9, 10
-    await served.collect([make_request(1, n=1, max_tokens=tokens, stop_token_ids=(), length=prompt)])
+    await served.collect(make_calls(1, n=1, max_tokens=tokens, length=prompt))
     stats = await served.engine.stats()
     ((steps, active, prefilled, seconds, cached),) = stats.prefill_steps.values()
     assert (steps, active, prefilled, cached) == (1, 1, prompt, prompt)
@@ -27,24 +27,24 @@ async def test_steps_are_told_with_what_each_computed(served: Served) -> None:
 
 
 async def test_steps_add_up_to_what_was_generated_over_interrupts_and_aborts(served: Served) -> None:
-    task = asyncio.create_task(served.collect([endless(number, n=3) for number in range(5)]))
+    task = await served.submit(*(endless(row, n=3) for row in range(5)), client="me")
     parts = []
     for _ in range(3):
         await asyncio.sleep(0.1)
         await served.engine.pause(OnUpdate.INTERRUPT)
         parts.append(await served.engine.stats())
         await served.engine.resume()
-    await served.engine.abort([1, 4])
-    groups = await task
+    await served.engine.abort("me", numbers_of([*endless(1, n=3), *endless(4, n=3)]))
+    answers = await task
     parts.append(await served.engine.stats())
-    assert sum(part.generated_tokens for part in parts) == sum(t.length for g in groups for t in g.trajectories)
+    assert sum(part.generated_tokens for part in parts) == sum(answer.length for answer in answers)
     for part in parts:
         decoded = sum(active * steps for active, (steps, _, _) in part.decode_steps.items())
         assert decoded + sum(active for _, active, _, _, _ in part.prefill_steps.values()) == part.generated_tokens
         assert sum(tokens for _, _, tokens, _, _ in part.prefill_steps.values()) == part.prefilled_tokens
         # What an interrupt cut is prefilled again.
         assert part.prefilled_tokens > 0
-    await served.collect([make_request(1, n=1, max_tokens=1, length=5)])
+    await served.collect(make_calls(1, n=1, max_tokens=1, length=5))
     ((_, _, _, _, cached),) = (await served.engine.stats()).prefill_steps.values()
     assert cached == 5  # nothing is left of the others
 
@@ -62,9 +62,9 @@ async def test_the_probe_is_at_the_temperature_of_the_run(served: Served) -> Non
 
 
 async def test_a_probe_between_steps_changes_nothing(served: Served) -> None:
-    requests = [endless(number, n=2) for number in range(2)]
-    undisturbed = tokens_of(await served.collect(requests))
-    task = asyncio.create_task(served.collect(requests))
+    parts = [endless(row, n=2) for row in range(2)]
+    undisturbed = tokens_of(await served.collect(*parts))
+    task = await served.submit(*parts)
     for _ in range(3):
         await served.sampled(20)
         np.testing.assert_allclose(await served.engine.probe(), served.probe_reference(), atol=TOLERANCE, rtol=0)

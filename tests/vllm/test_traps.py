@@ -24,9 +24,9 @@ from headway.engines.rollout.vllm.launch import check_manifest, prepare_environm
 from headway.errors import ConfigError, ModelError, RunError, UpdateFailed, WorkerDied
 from headway.interfaces import OnUpdate
 from headway.weights.layout import Manifest, TensorSlot
+from tests.contract.harness import CONTEXT, endless, make_calls, tokens_of
 from tests.engines.rollout.serving import manifest_of
-from tests.engines.rollout.support import make_request, tokens_of
-from tests.vllm.serving import CONTEXT, TOLERANCE, WAIT_S, Served, drains, endless, tiny
+from tests.vllm.serving import TOLERANCE, WAIT_S, Served, drains, tiny
 
 Slots = list[tuple[str, list[int], str, int, int]]
 
@@ -47,7 +47,7 @@ def with_half_a_tensor(slots: Slots) -> Slots:
 @pytest.mark.parametrize("spoil", [without_three, with_a_stranger, with_half_a_tensor])
 async def test_a_load_that_fails_half_way_is_refused_and_the_next_version_heals(served: Served, spoil: object) -> None:
     """vLLM is left in the middle of a reload; requests that are in flight have to outlive that."""
-    task = asyncio.create_task(served.collect([endless(number, n=3) for number in range(2)]))
+    task = await served.submit(*(endless(row, n=3) for row in range(2)))
     await served.sampled(40)
     await connect(served, spoil)  # type: ignore[arg-type]
     version = await served.stage()
@@ -64,9 +64,9 @@ async def test_a_load_that_fails_half_way_is_refused_and_the_next_version_heals(
     served.version = version
     np.testing.assert_allclose(await served.engine.probe(), served.probe_reference(), atol=TOLERANCE, rtol=0)
     await served.engine.resume()
-    groups = await task
-    served.assert_logprobs(groups)
-    assert {len(t.version_spans) for g in groups for t in g.trajectories} == {2}
+    answers = await task
+    served.assert_logprobs(answers)
+    assert {len(answer.versions) for answer in answers} == {2}
 
 
 async def connect(served: Served, change: object) -> None:
@@ -82,10 +82,10 @@ async def connect(served: Served, change: object) -> None:
 
 async def test_prompts_that_do_not_fit_into_one_step_together_are_prefilled_one_by_one(served: Served) -> None:
     """In parts, each with a seed of its own, they would end vLLM on a CPU: its generators cannot be turned back."""
-    requests = [make_request(n, n=2, length=CONTEXT - 10, max_tokens=8, stop_token_ids=()) for n in range(5)]
-    together = await served.collect(requests)
+    parts = [make_calls(row, n=2, length=CONTEXT - 10, max_tokens=8) for row in range(5)]
+    together = await served.collect(*parts)
     served.assert_logprobs(together)
-    alone = [group for request in requests for group in await served.collect([request])]
+    alone = [answer for part in parts for answer in await served.collect(part)]
     assert tokens_of(together) == tokens_of(alone)
 
 
@@ -96,7 +96,7 @@ async def test_the_death_of_vllms_processes_reaches_whoever_waits(tmp_path: Path
     await served.engine.start()
     mine = set(psutil.Process().children(recursive=True)) - before
     try:
-        calls: list[asyncio.Task[object]] = [asyncio.create_task(served.collect([endless(1)]))]
+        calls: list[asyncio.Task[object]] = [await served.submit(endless(1))]  # type: ignore[list-item]
         await served.sampled(8)
         (core,) = (process for process in mine if "EngineCore" in f"{process.name()} {process.cmdline()}")
         core.suspend()
@@ -208,7 +208,7 @@ def test_the_back_buffer_says_when_memory_is_full(monkeypatch: pytest.MonkeyPatc
 def test_an_engine_without_vllm_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="not installed"):
-        VllmEngine(tmp_path, name="r", seed=0, slots=1, max_context=8, decode=str)
+        VllmEngine(tmp_path, name="r", seed=0, slots=1, max_context=8)
 
 
 async def test_a_model_that_vllm_cannot_compute_with_is_refused_at_the_start(tmp_path: Path) -> None:
@@ -222,12 +222,11 @@ async def test_a_model_that_vllm_cannot_compute_with_is_refused_at_the_start(tmp
 async def test_closing_while_busy_answers_everybody(tmp_path: Path) -> None:
     served = Served(tmp_path / "model")
     await served.engine.start()
-    calls = [asyncio.create_task(served.collect([endless(1), endless(2), endless(3)]))]
+    calls = [await served.submit(endless(1), endless(2), endless(3))]
     await served.sampled(20)
     calls.append(asyncio.create_task(served.engine.pause(OnUpdate.DRAIN)))
     await served.until(lambda: drains(served))
-    calls.append(asyncio.create_task(served.collect([endless(4)])))
-    await served.until_in_flight([1, 2, 3, 4])
+    calls.append(await served.submit(endless(4)))
     await served.engine.close()
     for call in calls:
         with pytest.raises(RunError, match="closed"):

@@ -9,34 +9,31 @@ import pytest
 
 from headway.errors import RunError
 from headway.interfaces import OnUpdate
+from tests.contract.harness import endless, make_calls, tokens_of
 from tests.contract.reference import across
-from tests.engines.rollout.support import make_request, tokens_of
-from tests.vllm.serving import TOLERANCE, Served, drains, endless
+from tests.vllm.serving import TOLERANCE, Served, drains
 
 
 async def test_a_drain_that_keeping_ended_leaves_keys_and_values_where_they_are(served: Served) -> None:
     old = served.version
-    task = asyncio.create_task(served.collect([endless(number, n=2) for number in range(2)]))
+    task = await served.submit(*(endless(row, n=2) for row in range(2)))
     await served.sampled(40)
     draining = asyncio.create_task(served.engine.pause(OnUpdate.DRAIN))
     await served.until(lambda: drains(served))
     await served.engine.pause(OnUpdate.KEEP)
     await draining
     await served.update(OnUpdate.KEEP)
-    groups = await task
-    for group in groups:
-        for k, trajectory in enumerate(group.trajectories):
-            (_, first), (switch, second) = trajectory.version_spans
-            assert (first, second) == (old, old + 1)
-            expected = across([served.models[old], served.models[old + 1]], [switch], group, k)
-            np.testing.assert_allclose(group.tokens.responses[k].logprobs, expected, atol=TOLERANCE, rtol=0)
+    for answer in await task:
+        assert answer.versions == [old, old + 1]
+        expected = across([served.models[old], served.models[old + 1]], answer)
+        np.testing.assert_allclose(answer.tokens.logprobs, expected, atol=TOLERANCE, rtol=0)
 
 
 async def test_an_interrupt_changes_no_token_when_the_weights_stay(served: Served) -> None:
     """What vLLM prefills again goes on with the generator that it had."""
-    requests = [endless(number, n=4) for number in range(3)]
-    undisturbed = tokens_of(await served.collect(requests))
-    task = asyncio.create_task(served.collect(requests))
+    parts = [endless(row, n=4) for row in range(3)]
+    undisturbed = tokens_of(await served.collect(*parts))
+    task = await served.submit(*parts)
     for _ in range(3):
         await served.sampled(50)
         await served.engine.pause(OnUpdate.INTERRUPT)
@@ -47,20 +44,19 @@ async def test_an_interrupt_changes_no_token_when_the_weights_stay(served: Serve
 
 async def test_activating_without_a_pause_swaps_between_two_steps(served: Served) -> None:
     """vLLM itself would not survive an update while it decodes."""
-    task = asyncio.create_task(served.collect([endless(0)]))
+    task = await served.submit(endless(0))
     await served.sampled(20)
     version = await served.stage()
     await served.engine.activate(version)
     served.version = version
     np.testing.assert_allclose(await served.engine.probe(), served.probe_reference(), atol=TOLERANCE, rtol=0)
-    (group,) = await task
-    assert [len(t.version_spans) for t in group.trajectories] == [2] * 4
+    assert [len(answer.versions) for answer in await task] == [2] * 4
 
 
 async def test_an_untied_head_is_updated_too(untied_engine: Served) -> None:
     await untied_engine.update(OnUpdate.INTERRUPT)
     await untied_engine.update(OnUpdate.DRAIN)
-    untied_engine.assert_logprobs(await untied_engine.collect([make_request(1, max_tokens=8)]))
+    untied_engine.assert_logprobs(await untied_engine.collect(make_calls(1, max_tokens=8)))
 
 
 async def test_sleeping_is_refused_where_it_would_free_nothing(served: Served) -> None:
@@ -68,4 +64,4 @@ async def test_sleeping_is_refused_where_it_would_free_nothing(served: Served) -
     with pytest.raises(RunError, match="cannot sleep"):
         await served.engine.sleep()
     await served.engine.resume()
-    assert len(await served.collect([make_request(1, max_tokens=3)])) == 1
+    assert len(await served.collect(make_calls(1, max_tokens=3))) == 4

@@ -8,7 +8,7 @@ before it left behind.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headway.data.types import TrajectoryId
 from headway.interfaces import Call
@@ -26,7 +26,7 @@ class _Kept:
 
 class PrefixCache:
     """The contexts of open calls, and what is kept for further calls of episodes. What one version computed is nothing
-    to another one.
+    to another one, unless the episode goes on in place (`go_on_in_place`).
 
     Kept tokens take what decoding leaves of the memory: those that were used least recently go first (`fit`).
     """
@@ -58,7 +58,6 @@ class PrefixCache:
 
         A call that goes on with tokens of its own is prefilled whole.
         """
-        run.computed_by = version
         if run.tokens:
             return run.context
         run.found = run.context if run.prompt.computed_by == version else self._found(run, version)
@@ -75,11 +74,15 @@ class PrefixCache:
     # ------------------------------------------------------------------------------------- between calls
 
     def keep(self, run: CallRun, version: int) -> None:
-        """Keep all tokens of a finished ``run`` for its episode's next call, if ``version`` computed all of them."""
+        """Keep all tokens of a finished ``run`` for its episode's next call under ``version``."""
         self._forget(run.call.trajectory)
-        if run.computed_by == version:
-            self._kept[run.call.trajectory] = _Kept(run.client, run.context, version)
-            self._kept_tokens += run.context
+        self._kept[run.call.trajectory] = _Kept(run.client, run.context, version)
+        self._kept_tokens += run.context
+
+    def go_on_in_place(self, version: int) -> None:
+        """Let episodes go on under ``version`` with what the version before has computed for them."""
+        for episode, kept in self._kept.items():
+            self._kept[episode] = replace(kept, computed_by=version)
 
     def fit(self, room: float) -> None:
         """Give up what is kept beyond ``room`` tokens."""

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from headway.data.types import FinishReason, TrajectoryId
+from headway.errors import DataError
 from headway.interfaces import Call, EngineStats, FinishedCall, OnUpdate
 from headway.simulate.activity import Activity
 from headway.simulate.contention import Contention
@@ -49,7 +50,7 @@ class DecodingReplica:
         contention: Contention | None = None,
     ) -> None:
         self.version = 0
-        """Stamped on every token that is sampled from now on; only to be changed while `stopped`."""
+        """Stamped on every token that is sampled from now on."""
         self.stopped = asyncio.Event()
         """A pause is in force and nothing computes any more."""
         self.paused = False
@@ -86,6 +87,8 @@ class DecodingReplica:
         """The timer is set for the end of the prefill: something waits that could start then."""
         self._halted = False
         """A pause that cuts holds: nothing may start."""
+        self._in_place = False
+        """What the present pause has cut goes on with what it has in the cache."""
 
         self._settled = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -98,7 +101,13 @@ class DecodingReplica:
     # ---------------------------------------------------------------- commands
 
     def submit(self, client: str, calls: Sequence[Call]) -> None:
-        """Take all calls at once. They come back from ``deliver`` when they are finished."""
+        """Take all calls at once. They come back from ``deliver`` when they are finished.
+
+        Raises `DataError` for a number that an open call of ``client`` has.
+        """
+        numbers = {(client, call.number) for call in calls}
+        if len(numbers) < len(calls) or not self._runs.keys().isdisjoint(numbers):
+            raise DataError(f"client {client} submitted a call under a number that another of its open calls has")
         for call in calls:
             length = min(self._lengths(call.trajectory), call.sampling.max_tokens)
             run = CallRun(call, client, self._serial, length, self._prefixes.open(call))
@@ -140,6 +149,7 @@ class DecodingReplica:
         self.paused = True
         cut: list[CallRun] = []
         if policy is not OnUpdate.DRAIN:
+            self._in_place = policy is OnUpdate.KEEP
             self._halted = True
             cut = self._cut_all()
         if policy is OnUpdate.INTERRUPT:
@@ -153,10 +163,16 @@ class DecodingReplica:
             run.cached = False
         self._prefixes.clear()
 
+    def load(self, version: int) -> None:
+        """Sample with ``version`` from now on. Only while `stopped`."""
+        self.version = version
+        if self._in_place:
+            self._prefixes.go_on_in_place(version)
+
     def resume(self) -> None:
         """Go on: first what was cut, in its slots."""
         now = self._settle()
-        self.paused = self._halted = False
+        self.paused = self._halted = self._in_place = False
         self.stopped.set()  # whoever still waits for the end of a drain has to learn that it will not come
         self.stopped = asyncio.Event()
         for run in self._held:

@@ -83,6 +83,8 @@ class SimulatedRollout:
         self._died: BaseException | None = None
         self._outboxes: dict[str, Outbox] = {}
         """Outboxes of the clients, from the first call or `finished` to the end of that."""
+        self._read: set[str] = set()
+        """Clients whose outbox is read."""
         self._waiting: dict[asyncio.Future[Any], None] = {}
         """Futures that methods under way wait for, but for finished calls and the end of a drain."""
 
@@ -94,14 +96,20 @@ class SimulatedRollout:
     # ---------------------------------------------------------------- calls
 
     async def submit(self, client: str, calls: Sequence[Call]) -> None:
-        """Take all of ``calls`` in one step."""
+        """Take all of ``calls`` in one step. Raises `DataError` for a number that an open call of the client has."""
         self._check_alive()
         self._outboxes.setdefault(client, asyncio.Queue())
         self._replica.submit(client, calls)
 
     async def finished(self, client: str) -> AsyncIterator[Sequence[FinishedCall]]:
-        """Yield the calls of ``client`` that were finished at one moment; leaving drops the others."""
+        """Yield the calls of ``client`` that were finished at one moment; leaving drops the others.
+
+        Raises `RunError` where somebody iterates over them already: each batch comes once.
+        """
         self._check_alive()
+        if client in self._read:
+            raise RunError(f"rollout engine {self.name}: finished({client!r}) is iterated over already")
+        self._read.add(client)
         outbox = self._outboxes.setdefault(client, asyncio.Queue())
         try:
             while True:
@@ -113,6 +121,7 @@ class SimulatedRollout:
                 yield batch
         finally:
             del self._outboxes[client]
+            self._read.remove(client)
             if self._died is None:
                 self._replica.drop(client)
 
@@ -185,7 +194,7 @@ class SimulatedRollout:
             )
         with self._standing_still("load"):
             await self._while_alive(asyncio.sleep(self._load_s))
-            self._replica.version = version
+            self._replica.load(version)
             self._loaded = self._whole = True
             if self._staged == version:  # the next one may have arrived meanwhile
                 self._staged = None

@@ -26,7 +26,6 @@ class CallRun:
         "cached",
         "call",
         "client",
-        "computed_by",
         "context",
         "found",
         "joined",
@@ -59,8 +58,6 @@ class CallRun:
         self.started: float | None = None
         self.cached = False
         """The run's context is in the KV cache."""
-        self.computed_by: int | None = None
-        """The version that computed what it has in the cache when it starts."""
         self.segment = 0
         """Number of the uninterrupted stretch in a slot that the run is in; 0 while it is in none."""
         self.joined = 0.0

@@ -44,7 +44,6 @@ class ReplicaSpec:
             "max_context": data.max_prompt_length + data.max_response_length,
             "max_batched_tokens": rollout.max_batched_tokens,
             "enforce_eager": rollout.enforce_eager,
-            "decode": self.decode,
             "receive": self.receive,
             "manifest": self.manifest,
             "temperature": rollout.temperature,
@@ -64,6 +63,7 @@ async def start_native(replica: ReplicaSpec) -> Any:
     model = (await asyncio.to_thread(load)).to(replica.device)
     return NativeEngine(
         model,
+        decode=replica.decode,
         dual_buffer=config.rollout.enable_dual_buffer and config.placement.kind == "split",
         kv_cache_bytes=None if config.rollout.kv_cache_gib is None else int(config.rollout.kv_cache_gib * 2**30),
         consume_bucket_bytes=bucket_bytes(config.rollout.param_update_consume_bucket_size_mb),

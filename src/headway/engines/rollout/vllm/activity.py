@@ -9,11 +9,11 @@ from headway.engines.rollout.activity import Counts
 
 
 class Activity(Counts):
-    """The activity of vLLM, which steps for as long as it has a trajectory and is not paused; what a step did, it says
+    """The activity of vLLM, which steps for as long as it has a call and is not paused; what a step did, it says
     behind each.
 
-    Prefilled tokens are those that a step computed beside one for each trajectory that goes on: of an interrupted
-    trajectory's context all but the last, and nothing of what is found in the prefix cache.
+    Prefilled tokens are those that a step computed beside one for each call that goes on: of an interrupted
+    call's context all but the last, and nothing of what is found in the prefix cache.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -28,36 +28,36 @@ class Activity(Counts):
         """True once a step was recorded since computing began."""
         self._running = 0
         self._cached = 0
-        """Tokens of all trajectories that have some, their prompts' included."""
+        """Tokens of all calls that have some, their prompts' included."""
         self._inside = 0
         """Trajectories that have a place in vLLM's memory, by its last step."""
         self._cut = 0
         """Trajectories whose cache an order cleared, as long as vLLM has not reported them as preempted."""
 
-    def running(self, trajectories: int, *, halted: bool = False) -> None:
-        """Set how many trajectories vLLM has from now on; they compute unless it is ``halted``."""
+    def running(self, calls: int, *, halted: bool = False) -> None:
+        """Set how many calls vLLM has from now on; they compute unless it is ``halted``."""
         now = self._clock()
         self._count_slots(now)
-        self._cut = min(self._cut, trajectories)  # it never tells of those that were aborted before they went on
+        self._cut = min(self._cut, calls)  # it never tells of those that were aborted before they went on
         if halted:
-            trajectories = 0
-        self._running = trajectories
-        if trajectories and self._since is None:
+            calls = 0
+        self._running = calls
+        if calls and self._since is None:
             self._since = self._last = now
             self._goes_on = False
-        elif not trajectories and self._since is not None:
+        elif not calls and self._since is not None:
             self._busy.append((self._since, now))
             self._since = None
 
     def interrupted(self) -> None:
-        """Keys and values of all trajectories are gone, by an order: vLLM calls that a preemption, too."""
+        """Keys and values of all calls are gone, by an order: vLLM calls that a preemption, too."""
         self._cut += self._inside
         self._inside = 0
 
     def step(self, scheduler: Any, iteration: Any) -> None:
         """Record a step of vLLM from its ``SchedulerStats`` and ``IterationStats``, either of which may be None.
 
-        A step lasts from the end of the one before to its own end, by vLLM's clock, if a trajectory has tokens of both.
+        A step lasts from the end of the one before to its own end, by vLLM's clock, if a call has tokens of both.
         If none has, or the engine was halted in between (vLLM's times would include the halt), it ends at this call.
         """
         details = getattr(scheduler, "iteration_details", None)
@@ -69,6 +69,7 @@ class Activity(Counts):
             ordered = min(self._cut, iteration.num_preempted_reqs)
             self._cut -= ordered
             self._preempted += iteration.num_preempted_reqs - ordered
+            self._found += iteration.prompt_token_stats.cached_tokens
             self._cached += iteration.num_generation_tokens + iteration.prompt_token_stats.total
             latencies = iteration.inter_token_latencies_iter
             active = len(latencies) + len(iteration.time_to_first_tokens_iter)
@@ -84,8 +85,26 @@ class Activity(Counts):
             self._count(active=active, prefilled=prefilled, seconds=seconds, cached=self._cached - active)
 
     def ended(self, tokens: int) -> None:
-        """Note that a trajectory ended with ``tokens`` tokens, its prompt's included; 0 if it never got a token."""
+        """Note that a call ended with ``tokens`` tokens, its prompt's included; 0 if it never got a token."""
         self._cached -= tokens
+
+    def stat_logger(self, *_: Any) -> Any:
+        """Make the stat logger that vLLM calls behind each step."""
+        count = self.step
+
+        class Counts:
+            """A stat logger for vLLM."""
+
+            def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+                count(scheduler_stats, iteration_stats)
+
+            def log(self) -> None: ...
+
+            def log_engine_initialized(self) -> None: ...
+
+            def record_sleep_state(self, is_awake: int, level: int) -> None: ...
+
+        return Counts()
 
     def _close(self) -> None:
         now = self._clock()

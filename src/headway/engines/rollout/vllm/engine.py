@@ -2,7 +2,7 @@
 
 any event loop                            vLLM's loop                        receiving thread
 ──────────────                            ───────────                        ────────────────
-generate, pause, activate … ──commands──▶ VllmCore ══▶ vLLM's processes      fill ◀── a transport
+submit, pause, activate … ────commands──▶ VllmCore ══▶ vLLM's processes      fill ◀── a transport
 inboxes, answers ◀────────────────────────┘                ▲                   │
                                                            └── shared memory ◀─┘
 """
@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headway.engines.rollout.inboxes import GroupInbox
+from headway.data.types import TrajectoryId
+from headway.engines.rollout.inboxes import CallInbox, Inboxes
 from headway.engines.rollout.vllm.activity import Activity
 from headway.engines.rollout.vllm.buffer import SharedBackBuffer
 from headway.engines.rollout.vllm.core import VllmCore
@@ -38,10 +39,10 @@ from headway.engines.rollout.vllm.launch import (
 from headway.engines.served.update import Updates, cannot_stage, not_staged, nothing_to_activate, outcome
 from headway.errors import HeadwayError, RunError, StallError, UpdateFailed, WorkerDied, boundary
 from headway.interfaces import (
+    Call,
     Capabilities,
     EngineStats,
-    FinishedGroup,
-    GenerateRequest,
+    FinishedCall,
     OnUpdate,
     Paused,
     ReceiveReport,
@@ -62,11 +63,10 @@ class VllmEngine:
     Args:
         model_path: a Hugging Face folder; its weights are version 0.
         name: of the replica, in results and messages.
-        seed: of the run; with a trajectory's id it determines the seed of its request.
-        slots: trajectories that decode at once: vLLM never has more of them.
-        max_context: most tokens of prompt and response together.
+        seed: of the run; with a call's episode and key it determines the seed of its request.
+        slots: calls that decode at once: vLLM never has more of them.
+        max_context: most tokens of a call's context and answer together.
         dtype: of weights and arithmetic, as torch spells it without the prefix; ``auto``: the folder's.
-        decode: token ids to text, for `Trajectory.text`; it gets the stop token too.
         receive: puts a version into a sink, blocking; a transport's end. Without it there are no updates.
         manifest: the layout of what it brings.
         temperature: of the run's sampling, for `probe`; each request has its own.
@@ -78,11 +78,13 @@ class VllmEngine:
         sleep: the device's memory can be given back (GPUs).
         options: further arguments of vLLM's ``AsyncEngineArgs``.
 
-    Reproducible: each trajectory's request has a seed of its own, whose generator vLLM keeps through its pauses: what
+    Reproducible: each call's request has a seed of its own, whose generator vLLM keeps through its pauses: what
     is sampled depends on when and with whom only where vLLM's logits do. The seeds are Headway's, what they draw is
     vLLM's: the native engine samples other answers. Where memory for keys and values is short of a whole context for
     each slot it is not, and `capabilities` say so once it has started: what vLLM preempts keeps its generator, but is
     prefilled again, which may change the last bits of its logits.
+
+    What calls have in common is found by vLLM's own prefix cache, which keeps what it has room for.
 
     New weights arrive in a buffer of shared memory, of the weights' size, while vLLM decodes; its workers, which have
     to run on this machine, load them from there.
@@ -100,7 +102,6 @@ class VllmEngine:
         seed: int,
         slots: int,
         max_context: int,
-        decode: Callable[[Sequence[int]], str],
         dtype: str = "auto",
         receive: Callable[[int, WeightSink], None] | None = None,
         manifest: Manifest | None = None,
@@ -133,7 +134,6 @@ class VllmEngine:
             "seed": seed,
             "slots": slots,
             "max_context": max_context,
-            "decode": decode,
             "clock": clock,
             "temperature": temperature,
         }
@@ -147,6 +147,10 @@ class VllmEngine:
             self._beside = _Beside(f"rollout engine {name}", self._buffer)
             self._updates = Updates(f"rollout engine {name}", self._beside, receive, torch.device("cpu"))
         self._core: VllmCore | None = None
+        self._inboxes = Inboxes(name)
+        """The inboxes of the clients, who read them on event loops of their own."""
+        self._clients: dict[str, CallInbox] = {}
+        """The same, for vLLM's loop alone: of clients that it has heard of, and that have not left."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._answering: set[asyncio.Task[Any]] = set()
@@ -166,21 +170,32 @@ class VllmEngine:
 
     # ------------------------------------------------------------------------------------- the protocol
 
-    async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[FinishedGroup]:
-        """Submit all requests at once and yield each group when it is done.
+    async def submit(self, client: str, calls: Sequence[Call]) -> None:
+        """Take all of ``calls`` in one step, or none.
 
-        Leaving the iterator early drops the groups that are left. Raises `DataError`, before anything is submitted,
-        for a prompt that does not fit or parameters that make no sense.
+        Raises `DataError` for a context that does not fit, parameters that make no sense, or a number that is in use.
         """
-        inbox = GroupInbox.of(len(requests))
-        try:
-            await self._ask(self._there.submit(requests, inbox))
-            while inbox.missing:
-                yield await inbox.next()
-        finally:
-            if inbox.missing:
+        core = self._there
+        await self._ask(self._submit(core, self._inboxes.of(client), calls))
+
+    async def finished(self, client: str) -> AsyncIterator[Sequence[FinishedCall]]:
+        """Yield the finished calls of ``client``, in one batch for each step that finished some.
+
+        Leaving drops its other calls. Raises `RunError` where somebody iterates over them already.
+        """
+        core = self._there
+        with self._inboxes.reading(client) as inbox:
+            try:
+                await self._ask(self._submit(core, inbox, ()))
+                while True:
+                    yield await inbox.next()
+            finally:
                 with contextlib.suppress(RunError):  # it has ended, and with it everything that was left
-                    self._post(self._there.forget(inbox))
+                    self._post(self._forget(core, inbox))
+
+    async def release(self, trajectories: Sequence[TrajectoryId]) -> None:
+        """Do nothing: vLLM's cache keeps whatever it has room for, and nothing for any episode."""
+        self._check_open()
 
     async def pause(self, policy: OnUpdate) -> Paused:
         """Returns when nothing decodes any more under ``policy``; soon, if the engine is paused already."""
@@ -225,17 +240,13 @@ class VllmEngine:
         """
         return await self._ask(self._there.probe())
 
-    async def abort(self, numbers: Sequence[int]) -> None:
-        """End these training groups as they are; unknown numbers are ignored."""
-        await self._ask(self._there.abort(numbers))
+    async def abort(self, client: str, numbers: Sequence[int]) -> None:
+        """End these calls of ``client`` as they are; unknown numbers are ignored."""
+        await self._ask(self._there.abort(client, numbers))
 
-    async def abort_older_than(self, version: int) -> list[int]:
-        """`abort` the training groups with a token of an older version; their numbers, in order of submission."""
-        return await self._ask(self._there.abort_older_than(version))
-
-    async def in_flight(self) -> list[int]:
-        """Numbers of unfinished training groups, in order of submission."""
-        return await self._ask(self._there.in_flight())
+    async def abort_older_than(self, version: int) -> None:
+        """End the unfinished training calls with a token of an older version."""
+        await self._ask(self._there.abort_older_than(version))
 
     async def sleep(self, *, keep_weights: bool = True) -> None:
         """Free the device's memory, where `capabilities` says so. Raises `RunError` elsewhere, and unless paused."""
@@ -316,12 +327,12 @@ class VllmEngine:
 
     async def _live(self) -> None:
         activity = Activity(self._clock)
-        llm = start(self._settings, _counting(activity))
+        llm = start(self._settings, activity.stat_logger)
         try:
             sleep = self._settings.sleep and not is_cpu_build()
             roomy = is_roomy(llm, self.slots)
             self.capabilities = replace(VllmEngine.capabilities, sleep=sleep, reproducible=roomy)
-            core = VllmCore(llm, self._deliver, activity=activity, can_sleep=sleep, **self._core_settings)
+            core = VllmCore(llm, self._deliver, self._end, activity=activity, can_sleep=sleep, **self._core_settings)
             await core.begin()
             if self._buffer is not None:
                 slots = [(s.name, list(s.shape), s.dtype, s.offset, s.nbytes) for s in self._buffer.manifest.slots]
@@ -338,13 +349,29 @@ class VllmEngine:
                 handler.cancel()  # or it takes the end of vLLM's processes for a failure, and says so
             llm.shutdown(timeout=CLOSE_TIMEOUT_S / 2)  # killed, they would leave shared memory behind
 
-    def _deliver(self, owner: Hashable, group: FinishedGroup | HeadwayError) -> None:
-        assert isinstance(owner, GroupInbox)
-        with contextlib.suppress(RuntimeError):  # that loop was closed: nobody there waits any more
-            owner.loop.call_soon_threadsafe(owner.groups.put_nowait, group)
+    async def _submit(self, core: VllmCore, inbox: CallInbox, calls: Sequence[Call]) -> None:
+        self._clients.setdefault(inbox.client, inbox)
+        await core.submit(inbox.client, calls)
+
+    async def _forget(self, core: VllmCore, inbox: CallInbox) -> None:
+        self._clients.pop(inbox.client, None)
+        await core.forget(inbox.client)
+
+    def _deliver(self, client: str, batch: Sequence[FinishedCall]) -> None:
+        if (inbox := self._clients.get(client)) is not None:
+            _put(inbox, batch)
+
+    def _end(self, error: HeadwayError) -> None:
+        for inbox in self._clients.values():
+            _put(inbox, error)
 
     def _over(self) -> RunError:
         return RunError(f"rollout engine {self.name} is closed")
+
+
+def _put(inbox: CallInbox, what: Sequence[FinishedCall] | HeadwayError) -> None:
+    with contextlib.suppress(RuntimeError):  # that loop was closed: nobody there waits any more
+        inbox.loop.call_soon_threadsafe(inbox.batches.put_nowait, what)
 
 
 class _Beside:
@@ -367,23 +394,3 @@ class _Beside:
             raise not_staged(self._name, version, self._buffer.version)
         self.into_workers()
         self._buffer.clear()
-
-
-def _counting(activity: Activity) -> Callable[..., Any]:
-    """The stat logger that vLLM calls behind each step."""
-
-    class Counts:
-        """A stat logger for vLLM."""
-
-        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...
-
-        def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
-            activity.step(scheduler_stats, iteration_stats)
-
-        def log(self) -> None: ...
-
-        def log_engine_initialized(self) -> None: ...
-
-        def record_sleep_state(self, is_awake: int, level: int) -> None: ...
-
-    return Counts

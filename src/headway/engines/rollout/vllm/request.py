@@ -1,4 +1,4 @@
-"""One trajectory as a request of vLLM's, and what vLLM gives back as a trajectory's tokens."""
+"""One call as a request of vLLM's, and what vLLM gives back as its tokens."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from headway.data.types import FinishReason
-from headway.engines.rollout.work import TrajectoryRun, Written, not_finite
+from headway.data.types import FinishReason, SampledTokens
+from headway.engines.rollout.work import CallRun, not_finite
 from headway.errors import RunError
 
 _FIRST_AND_LAST = 2**31
@@ -18,15 +18,15 @@ _SEED_BITS = 63
 """Bits of a seed: vLLM's seeds are signed."""
 
 
-def prompt_of(run: TrajectoryRun, version: int) -> Any:
-    """The prompt as token ids. Only prompts that came under the same version of the weights share keys and values."""
+def prompt_of(run: CallRun, version: int) -> Any:
+    """The context as token ids. Only those that came under the same version of the weights share keys and values."""
     from vllm.inputs import tokens_input  # type: ignore[import-not-found]
 
-    return tokens_input(run.group.prompt_ids.tolist(), cache_salt=f"headway-{version}")
+    return tokens_input(run.call.input_ids.tolist(), cache_salt=f"headway-{version}")
 
 
-def sampling_of(run: TrajectoryRun) -> Any:
-    """vLLM's sampling parameters: a seed of its own for each trajectory, log-probs of the sampled tokens, no text.
+def sampling_of(run: CallRun) -> Any:
+    """vLLM's sampling parameters: a seed of its own for each call, log-probs of the sampled tokens, no text.
 
     Before ``min_tokens`` vLLM withholds the tokenizer's end-of-sequence, too, whatever the request's stop tokens are;
     and it takes temperatures between 0 and 0.01 for 0.01.
@@ -35,7 +35,7 @@ def sampling_of(run: TrajectoryRun) -> Any:
 
     from vllm import SamplingParams  # type: ignore[import-not-found]
 
-    sampling = run.group.request.sampling
+    sampling = run.call.sampling
     bias: defaultdict[int, float] = defaultdict(float)
     for token, added in sampling.logit_bias:
         bias[token] += added
@@ -65,7 +65,7 @@ def has_tokens(output: Any) -> bool:
     return bool(output.outputs[0].token_ids)
 
 
-def written_of(output: Any, replica: str) -> Written:
+def written_of(output: Any, replica: str) -> SampledTokens:
     """The tokens of a last output, their log-probs, and the version that vLLM says sampled each of them.
 
     Raises `NonFinite` for weights that give no distribution, and `RunError` when the three do not agree in length.
@@ -83,7 +83,7 @@ def written_of(output: Any, replica: str) -> Written:
         )
     if not all(map(math.isfinite, logprobs.tolist())):
         raise not_finite(replica, int(versions[-1]))
-    return Written(ids, logprobs, versions)
+    return SampledTokens(ids, logprobs, versions)
 
 
 def reason_of(output: Any) -> FinishReason | None:
