@@ -17,8 +17,10 @@ SPECIAL = {
     "qwen2_5": ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"],
     "qwen3": ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<think>", "</think>"],
     "llama3": ["<|end_of_text|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
-    "mistral": ["</s>", "<s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]"]
-    + ["[TOOL_RESULTS]", "[/TOOL_RESULTS]"],
+    "mistral": [
+        *["</s>", "<s>", "[INST]", "[/INST]", "[TOOL_CALLS]"],
+        *["[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"],
+    ],
     "deepseek_r1": ["<|end|>", "<|begin|>", "<|User|>", "<|Assistant|>"],
 }
 """Template → its tokenizer's special tokens: first the end of sequence, then the beginning where it has one."""

@@ -45,7 +45,7 @@ from headway.episodes.messages import (
     said,
     tool_result,
 )
-from headway.errors import ConfigError, DataError, boundary, cut
+from headway.errors import ConfigError, DataError, boundary, cut, writable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -134,8 +134,8 @@ class ChatRenderer:
             )
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """The ids [N] of rendered text; nothing is added to it."""
-        return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
+        """The ids [N] of rendered text; nothing is added to it, and what UTF-8 has no bytes for is spelled out."""
+        return np.asarray(self.tokenizer.encode(writable(text), add_special_tokens=False), np.int32)
 
     def ended(self, ids: Sequence[int] | NDArray[np.int32]) -> bool:
         """Tell whether sampled ``ids`` [T] end their turn; False where they were cut off."""
@@ -160,7 +160,9 @@ class ChatRenderer:
         name = f"{MARK}tool"
         call = calls_made("", [(CALL_ID, name, {})])
         try:
-            text = self.render([said("user", "x"), call, tool_result(CALL_ID, name, f"{MARK}result")], [_tool(name)])
+            text = self.render(
+                [said("user", "x"), call, tool_result(CALL_ID, name, f"{MARK}result")], [probe_tool(name)]
+            )
         except DataError:
             return False
         return text.count(name) > 1 and f"{MARK}result" in text
@@ -177,13 +179,15 @@ class ChatRenderer:
     def example_call(self, name: str, arguments: Mapping[str, Any]) -> str | None:
         """A call as the template writes it in an answer; None where it writes none."""
         question, call = [said("user", "x")], calls_made("", [(CALL_ID, name, arguments)])
-        tools = [_tool(name)]
+        tools = [probe_tool(name)]
         try:
             text = self.render([*question, call], tools, generation_prompt=False)
             openings = [self.render(question, tools), self.render(question, tools, generation_prompt=False)]
         except DataError:
             return None
         answer = next((text[len(opening) :] for opening in openings if text.startswith(opening)), text)
+        if name not in answer:
+            return None
         return answer.partition(self._turn_end)[0] if self._turn_end_id is not None else answer
 
     def tail(self, before: str, chat: str, answer: Message, marks: Marked) -> str | None:
@@ -318,7 +322,7 @@ def _common(one: str, other: str) -> str:
     return one[:length]
 
 
-def _tool(name: str) -> ToolSchema:
+def probe_tool(name: str) -> ToolSchema:
     """A tool of that name, to try a template with."""
     parameters = {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}, "required": ["x"]}
     return {"type": "function", "function": {"name": name, "description": "x", "parameters": parameters}}
