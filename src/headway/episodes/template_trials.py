@@ -40,7 +40,8 @@ class TemplateReport:
         return (
             f"the model's chat template changes the history: it {'; it '.join(self.changes)}. The next prompt then "
             "does not begin with the ids that were sampled: it is rendered whole, prefilled again, and begins a "
-            "further sample (a fork, counted in the metrics). To avoid that, give the tokenizer a template that only appends"
+            "further sample (a fork, counted in the metrics). To avoid that, give the tokenizer a template that only "
+            "appends"
         )
 
 
