@@ -76,10 +76,22 @@ class ChatPrompt:
     """Number of ids at the end that were made of text for this prompt; all of them unless it extends another."""
     digest: bytes = field(repr=False)
     """Digest of the messages and the tools."""
-    text: str = field(repr=False)
-    """The rendered chat, with marks behind the answers at ``marked``."""
+    parts: tuple[NDArray[np.int32], ...] = field(repr=False)
+    """The stretches that ``ids`` are made of. Prompts share them, so that an episode's memory grows with its tokens."""
     marked: tuple[int, ...] = field(repr=False)
     """Indices of messages that are answers of this episode."""
+    text: tuple[int, bytes] = field(repr=False)
+    """Length and digest of the rendered chat, with marks in the answers at ``marked``."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """An answer of the episode: its prompt, less the ids in one piece, and its sampled ids."""
+
+    parts: tuple[NDArray[np.int32], ...]
+    marked: tuple[int, ...]
+    text: tuple[int, bytes]
+    sampled: NDArray[np.int32]
 
 
 class ChatRenderer:
@@ -190,18 +202,18 @@ class ChatRenderer:
             return None
         return answer.partition(self._turn_end)[0] if self._turn_end_id is not None else answer
 
-    def tail(self, before: str, chat: str, answer: Message, marks: Marked) -> str | None:
-        """The part of a rendered ``chat`` after an answer; None where it does not go on with ``before`` and the answer.
+    def tail(self, start: int, chat: str, answer: Message, marks: Marked) -> str | None:
+        """The part of a rendered ``chat`` after an answer; None where what stands at ``start`` is not the answer.
 
         Args:
-            before: the chat as it was rendered for the answer, generation prompt included.
+            start: where the answer begins: after the generation prompt.
             chat: the chat with the answer, marked, and all that follows.
             answer: the answer's message, without marks.
             marks: those of the answer.
         """
-        if not marks.marks or not chat.startswith(before):
+        if not marks.marks:
             return None
-        start = at = len(before)
+        at = start
         for n, mark in enumerate(marks.marks):
             if (found := chat.find(mark, at)) < 0:
                 return None
@@ -251,8 +263,8 @@ class Conversations:
 
     def __init__(self, renderer: ChatRenderer) -> None:
         self._renderer = renderer
-        self._answers: dict[bytes, tuple[ChatPrompt, NDArray[np.int32]]] = {}
-        """Digest of the messages up to an answer → its prompt and its sampled ids."""
+        self._answers: dict[bytes, _Stored] = {}
+        """Answers by the digest of the messages up to them."""
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] | None = None) -> ChatPrompt:
         """The prompt of the turn that answers ``messages``.
@@ -271,18 +283,20 @@ class Conversations:
         last = next((i for i in reversed(range(len(chat))) if digests[i + 1] in self._answers), None)
         if last is None:
             return self._whole(PromptKind.NEW, chat, tools, digests[-1])
-        before, sampled = self._answers[digests[last + 1]]
-        positions = (*before.marked, last)
+        stored = self._answers[digests[last + 1]]
+        positions = (*stored.marked, last)
         marks = {i: marked(chat[i], i) for i in positions}
-        text = self._renderer.render(
-            [marks[i].message if i in marks else message for i, message in enumerate(chat)], tools
-        )
-        tail = self._renderer.tail(before.text, text, chat[last], marks[last])
+        shown = [marks[i].message if i in marks else message for i, message in enumerate(chat)]
+        text = self._renderer.render(shown, tools)
+        start = stored.text[0]
+        same = _extent(text[:start]) == stored.text
+        tail = self._renderer.tail(start, text, chat[last], marks[last]) if same else None
         if tail is None:
             return self._whole(PromptKind.REWRITTEN, chat, tools, digests[-1], text, positions)
-        tail_ids = self._renderer.encode_tail(tail, sampled)
-        ids = np.concatenate([before.ids, sampled, tail_ids])
-        return ChatPrompt(ids, PromptKind.EXTENDED, len(tail_ids), digests[-1], text, positions)
+        tail_ids = self._renderer.encode_tail(tail, stored.sampled)
+        parts = (*stored.parts, stored.sampled, tail_ids)
+        ids = np.concatenate(parts)
+        return ChatPrompt(ids, PromptKind.EXTENDED, len(tail_ids), digests[-1], parts, positions, _extent(text))
 
     def answered(
         self,
@@ -300,7 +314,8 @@ class Conversations:
         ids = np.array(sampled, np.int32)
         forms = [said("assistant", self._renderer.text(ids)), *([] if message is None else [dict(message)])]
         for form in plain_messages(forms):
-            self._answers[_digest(message_key(form), prompt.digest)] = (prompt, ids)
+            stored = _Stored(prompt.parts, prompt.marked, prompt.text, ids)
+            self._answers[_digest(message_key(form), prompt.digest)] = stored
 
     def _whole(
         self,
@@ -313,7 +328,7 @@ class Conversations:
     ) -> ChatPrompt:
         whole = self._renderer.render(chat, tools)
         ids = self._renderer.encode(whole)
-        return ChatPrompt(ids, kind, len(ids), digest, whole if text is None else text, positions)
+        return ChatPrompt(ids, kind, len(ids), digest, (ids,), positions, _extent(whole if text is None else text))
 
 
 def _common(one: str, other: str) -> str:
@@ -341,6 +356,11 @@ def _says(region: str, answer: Message, *, alone: bool) -> bool:
 
 def _squeezed(text: str) -> str:
     return "".join(text.split())
+
+
+def _extent(text: str) -> tuple[int, bytes]:
+    """The length and the digest of ``text``."""
+    return len(text), _digest(text)
 
 
 def _digest(text: str, before: bytes = b"") -> bytes:
