@@ -127,6 +127,53 @@ def test_qwen3_without_thinking_loses_the_empty_thinking_of_its_generation_promp
     assert second.kind is PromptKind.REWRITTEN
 
 
+@pytest.mark.parametrize("template", ["qwen2_5", "llama3"])
+def test_many_turns_are_one_row(template):
+    renderer = renderer_of(template)
+    chats, transcript, chat = Conversations(renderer), Transcript(), [USER]
+    for turn in range(5):
+        prompt = chats.prompt(chat, TOOLS)
+        assert prompt.kind is (PromptKind.EXTENDED if turn else PromptKind.NEW)
+        sampled = np.array(ended(renderer, f"the answer is {turn}\n"), np.int32)
+        tokens = SampledTokens(sampled, np.zeros(len(sampled), np.float32), np.zeros(len(sampled), np.int32))
+        assert transcript.add(prompt.ids, tokens) is (turn > 0)
+        chats.answered(prompt, sampled)
+        chat += [said("assistant", f"the answer is {turn}"), said("user", "no")]  # as a program that strips text
+    [row] = transcript.rows()
+    assert len(row.turns) == 5
+    assert renderer.tokenizer.decode(row.ids[row.loss_mask]).count("the answer is") == 5
+
+
+def test_an_answer_whose_own_thinking_is_cut_is_rendered_whole():
+    renderer = renderer_of("qwen3")
+    sampled = ended(renderer, "<think>\nhm\n</think>\n\n12")
+    first, second = two_turns(renderer, sampled, said("assistant", renderer.text(sampled)), said("user", "no"))
+    assert second.kind is PromptKind.REWRITTEN
+    assert not grows(first, second, sampled)
+
+
+def test_thinking_apart_from_the_text_counts_as_part_of_the_answer():
+    kinds = []
+    for template in ("qwen3", "llama3"):
+        renderer = renderer_of(template)
+        call = calls_made("", [("call00000", "add", {"a": 1})]) | {"reasoning_content": "hm"}
+        sampled = ended(renderer, "<think>hm</think>")
+        kinds.append(two_turns(renderer, sampled, call, tool_result("call00000", "add", "3"), tools=TOOLS)[1].kind)
+    assert kinds == [PromptKind.EXTENDED, PromptKind.REWRITTEN]
+
+
+def test_a_template_that_adds_to_an_answer_renders_whole():
+    old = "{{ ' (old)' if m.role == 'assistant' and loop.revindex > 2 else '' }}"
+    template = (
+        "{% for m in messages %}{{ m.role + m.content }}" + old + "{{ '<|im_end|>' }}{% endfor %}"
+        "{{ 'assistant' if add_generation_prompt else '' }}"
+    )
+    renderer = ChatRenderer(plain_tokenizer(template))
+    no = said("user", "no")
+    kinds = [two_turns(renderer, renderer.encode("12"), said("assistant", "12"), *[no] * n)[1].kind for n in (1, 2)]
+    assert kinds == [PromptKind.EXTENDED, PromptKind.REWRITTEN]
+
+
 def test_a_template_that_always_cuts_thinking_renders_whole():
     renderer = renderer_of("deepseek_r1")
     sampled = ended(renderer, "hm\n</think>\n\n12")
@@ -301,10 +348,10 @@ def dialogs(draw):
     turn = st.tuples(
         st.lists(st.integers(0, 10_000), max_size=8),
         st.booleans(),
-        st.sampled_from(["user", "tool", "raw tool", "edit"]),
+        st.sampled_from(["user", "tool", "raw tool", "tool", "user", "edit"]),
         st.text("ab <|>{}\n", max_size=6),
     )
-    return template, draw(st.booleans()), draw(st.lists(turn, min_size=1, max_size=4))
+    return template, draw(st.booleans()), draw(st.lists(turn, min_size=1, max_size=5))
 
 
 @given(dialogs())

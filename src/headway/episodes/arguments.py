@@ -95,5 +95,5 @@ def _object(values: Mapping[str, Any], schema: Mapping[str, Any], where: str) ->
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Equal as JSON has it: true is not 1."""
+    """Tell whether two values are equal as JSON has it: true is not 1."""
     return one == other and isinstance(one, bool) is isinstance(other, bool)

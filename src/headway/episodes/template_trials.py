@@ -1,4 +1,4 @@
-"""What a chat template does to the history of an agent, found by rendering small chats; said to the user at the start.
+"""Trials of a chat template: what it changes in the history of an agent, found by rendering small chats.
 
 report = try_template(renderer, tools=True)
 if report.note:
@@ -77,7 +77,7 @@ def _keeps(renderer: ChatRenderer, role: str, text: str) -> bool:
 
 
 def _rewrites(renderer: ChatRenderer, role: str, tools: bool, cuts: bool) -> Iterator[str]:
-    """Yield what else is written differently once a message of ``role`` follows."""
+    """Yield the rest of what is written differently once a message of ``role`` follows."""
     text = "" if role == "tool" else "ok"
     for start, end in _THINKING:
         if renderer.generation_prompt.rstrip().endswith(start):

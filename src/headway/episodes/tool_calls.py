@@ -3,8 +3,8 @@
     parser = choose_parser(renderer, "auto")            # one for a run; raises ConfigError where none fits
     answer = parser.parse(renderer.text(sampled), tools)
     chats.answered(prompt, sampled, answer.message)
-    said = [await call_it(call) if call.problem is None else call.error for call in answer.calls]
-    messages += [answer.message, *result_messages(answer, said, report.error_role)]
+    texts = [call.error or (await by_name[call.name].call(call.arguments)).text for call in answer.calls]
+    messages += [answer.message, *result_messages(answer, texts, report.error_role)]
 
 A call that cannot be made has a ``problem``, to be counted, and an ``error``, the message for the model.
 """

@@ -116,7 +116,7 @@ def make_tool(function: Callable[..., Any], spec: str) -> Tool:
 
 
 def shown_to_model(value: Any) -> str:
-    """What a tool returned as the model reads it: text as it is, plain data as JSON, anything else as it prints."""
+    """Text of what a tool returned, for the model: text as it is, plain data as JSON, anything else as it prints."""
     if isinstance(value, str):
         return value
     try:
