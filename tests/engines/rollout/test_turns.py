@@ -154,7 +154,7 @@ def test_a_prefill_gives_the_same_bits_however_it_is_cut_and_whoever_is_beside_i
         beside, kvs = forward.step(None, [*others, Context(ids), Context(ids[70:], kv[:, :, :70])], 16)
         assert torch.equal(beside[4], logits) and torch.equal(kvs[4], kv)
         assert torch.equal(beside[5], logits) and torch.equal(kvs[5], kv[:, :, 70:])
-        longer, (kv_longer,) = forward.step(None, [Context(torch.cat([ids, others[3].tokens[:90]]))], 16)
+        _longer, (kv_longer,) = forward.step(None, [Context(torch.cat([ids, others[3].tokens[:90]]))], 16)
         assert torch.equal(kv_longer[:, :, : len(ids)], kv)
 
 
@@ -192,7 +192,10 @@ def test_ten_turns_prefill_little_more_than_what_is_new() -> None:
     new = len(episode.contexts[-1])
     assert stats.prefilled_tokens <= 1.1 * new + BLOCK * 10
     # Sharper: the prompt, what the environment said, and each answer's last token, which no step has computed.
-    said = [len(b) - len(a) - call.length for a, b, call in zip(episode.contexts, episode.contexts[1:], episode.calls)]
+    said = [
+        len(b) - len(a) - call.length
+        for a, b, call in zip(episode.contexts, episode.contexts[1:], episode.calls, strict=False)
+    ]
     assert stats.prefilled_tokens == len(episode.contexts[0]) + sum(said) + 9
     assert stats.cached_tokens == sum(map(len, episode.contexts)) - stats.prefilled_tokens
     assert [call.cached for call in episode.calls][:1] == [0]
