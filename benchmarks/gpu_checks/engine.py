@@ -16,10 +16,11 @@ from headway.config.learning import ActorConfig
 from headway.config.model import ModelConfig
 from headway.config.schema import Config, RolloutConfig
 from headway.data.collate import Row
+from headway.data.types import GroupTokens, ResponseTokens
 from headway.engines.rollout.native.core import EngineCore
 from headway.engines.rollout.native.graphs import Compute, CudaRecorder, Recorder
 from headway.engines.train.fsdp.engine import FsdpEngine
-from headway.interfaces import FinishedGroup, GenerateRequest, OnUpdate
+from headway.interfaces import Call, FinishedCall, FinishedGroup, GroupRequest, OnUpdate
 
 TEMPERATURE = 0.8
 FLOAT32_TOLERANCE = 1e-3
@@ -143,7 +144,7 @@ def same(expected: Tokens, found: Tokens, this: str, other: str) -> None:
         )
 
 
-def generated(model: PreTrainedModel, request: GenerateRequest) -> list[int]:
+def generated(model: PreTrainedModel, request: GroupRequest) -> list[int]:
     """Greedy tokens by ``transformers.generate``."""
     ids = torch.from_numpy(request.prompt.token_ids.astype(np.int64))[None].to(model.device)
     with torch.inference_mode():
@@ -153,21 +154,36 @@ def generated(model: PreTrainedModel, request: GenerateRequest) -> list[int]:
     return [int(token) for token in out[0, ids.shape[1] :]]
 
 
-def finish(
-    core: EngineCore, asked: Sequence[GenerateRequest], interrupt_after: int | None = None
-) -> list[FinishedGroup]:
+def finish(core: EngineCore, asked: Sequence[GroupRequest], interrupt_after: int | None = None) -> list[FinishedGroup]:
     """Answer all; after so many steps everything that decodes is interrupted, and goes on from its context."""
-    core.submit(asked, "check")
-    groups: list[FinishedGroup] = []
+    owners = [(request, k) for request in asked for k in range(request.n)]
+    calls = [
+        Call(number, request.prompt.trajectory_id(k), request.prompt.token_ids, request.sampling)
+        for number, (request, k) in enumerate(owners)
+    ]
+    core.submit("check", calls)
+    done: dict[int, FinishedCall] = {}
     with torch.inference_mode():
         for step in range(MOST_STEPS):
             if not core.has_work:
-                return sorted(groups, key=lambda group: group.number)
+                return _groups(asked, [done[number] for number in range(len(calls))])
             if step == interrupt_after:
                 core.pause(OnUpdate.INTERRUPT)
                 core.resume()
-            groups += [group for _, group in core.step()]
-    raise AssertionError(f"{len(asked) - len(groups)} of {len(asked)} requests unfinished after {MOST_STEPS} steps")
+            done.update((call.number, call) for _, call in core.step())
+    raise AssertionError(f"{len(calls) - len(done)} of {len(calls)} answers unfinished after {MOST_STEPS} steps")
+
+
+def _groups(asked: Sequence[GroupRequest], calls: Sequence[FinishedCall]) -> list[FinishedGroup]:
+    """Groups of ``asked`` from the answers to all of them, in order."""
+    left, groups = iter(calls), []
+    for request in asked:
+        tokens = [next(left).tokens for _ in range(request.n)]
+        responses = tuple(
+            ResponseTokens(t.ids, t.logprobs, t.versions, np.ones(len(t.ids), np.bool_)) for t in tokens if t
+        )
+        groups.append(FinishedGroup(request.number, (), GroupTokens(request.prompt.token_ids, responses)))
+    return groups
 
 
 def tokens_of(groups: Sequence[FinishedGroup]) -> Tokens:
