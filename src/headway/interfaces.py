@@ -229,7 +229,7 @@ class EngineStats:
     preempted: int = 0
     """Number of times that an answer was parked because memory for keys and values ran short."""
     unpinned: int = 0
-    """Number of times that an open episode lost what was kept for its next call because that memory ran short."""
+    """Number of times that an open episode lost what was kept for its next call, because memory ran short."""
     running: int = 0
     waiting: int = 0
     version: int = 0

@@ -25,7 +25,7 @@ from headway.config.schema import Config
 from headway.data.rows import by_source
 from headway.data.sources import DataBundle, Rows, build_sources, read_rows
 from headway.errors import ConfigError, DataError, ModelError, UserCodeError, WorkerDied, boundary
-from headway.models.folder import SAFETENSORS, SAFETENSORS_INDEX, check_folder, find_folder
+from headway.models.folder import SAFETENSORS, SAFETENSORS_INDEX, check_folder, find_folder, read_object
 from headway.models.logits import is_known
 from headway.rewards.pool import RewardPool
 from headway.rewards.request import RewardSpec
@@ -74,6 +74,17 @@ def check_inputs(config: Config) -> Rows:
     return rows
 
 
+def check_positions(config: Config) -> None:
+    """Check the lengths of ``data`` against ``config.json`` of the model's folder, without loading anything.
+
+    Raises:
+        ConfigError: more tokens may come than the model has positions.
+    """
+    if config.model.path is not None and (folder := find_folder(config.model.path)) is not None:
+        described = read_object(folder / "config.json")
+        _check_positions(config, described.get("text_config", described).get("max_position_embeddings"), LOWER)
+
+
 def check_model(config: Config, rows: Rows, *, when_too_long: str = LOWER) -> DataBundle | None:
     """Open all of the model but its weights, and tokenize the first prompts of ``rows``. Returns the sources of
     prompts; None where there is no model yet, only one to make.
@@ -111,7 +122,7 @@ def check_model(config: Config, rows: Rows, *, when_too_long: str = LOWER) -> Da
     model_config = load_config(config.model.path, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=trust_remote_code)
     with boundary(f"{config.model.path}: cannot build the model that config.json describes", ModelError):
-        _check_positions(config, model_config, when_too_long)
+        _check_positions(config, getattr(model_config, "max_position_embeddings", None), when_too_long)
         _check_vocabulary(config.model.path, model_config, tokenizer)
         _check_biases(config, model_config)
         _check_engine(config, model_config)
@@ -190,8 +201,7 @@ def _check_vocabulary(path: str, model_config: Any, tokenizer: Any) -> None:
         )
 
 
-def _check_positions(config: Config, model_config: Any, way_out: str) -> None:
-    limit = getattr(model_config, "max_position_embeddings", None)
+def _check_positions(config: Config, limit: int | None, way_out: str) -> None:
     length = config.data.max_prompt_length + config.data.max_response_length
     if limit is not None and length > limit:
         raise ConfigError(

@@ -267,7 +267,7 @@ CASES = {
     "tokenizer.json that is not JSON": written("model/tokenizer.json", b"\x00\xff"),
     "no token that ends": doing(model_without_end, dry=False),
     "more tokens than the model has": doing(smaller_embedding, dry=False),
-    "lengths beyond the positions": setting("data.max_response_length=400", dry=False),
+    "lengths beyond the positions": setting("data.max_response_length=400"),
     "a bias for no token": setting("rollout.logit_bias={48: 1.0}", *CORRECTED, dry=False),
     "no memory for an answer": setting("rollout.kv_cache_gib=1e-7", dry=False),
     "weights of another model": model_says(dry=False, hidden_size=32),

@@ -23,6 +23,13 @@ def test_gpus_that_are_wanted_and_not_there_are_told_with_what_computes_instead(
     assert notes(minimal, gpus=8) == notes(minimal, gpus=None) == notes(minimal, "cluster.device=cpu") == []
 
 
+def test_gpus_that_are_insisted_on_are_told_to_be_missing_whatever_the_backend(minimal: Load) -> None:
+    for backend in ("ray", "inline"):
+        (note,) = notes_on(minimal, "cluster.device=cuda", f"cluster.backend={backend}", cores=1)
+        assert note.startswith("cluster.device=cuda, and there is no GPU here: a run on this machine is refused")
+        assert notes_on(minimal, "cluster.device=cuda", f"cluster.backend={backend}", gpus=8) == []
+
+
 def test_more_processes_than_cores_are_told_where_they_compute_on_the_cpu(minimal: Load) -> None:
     (note,) = notes(minimal, "cluster.device=cpu", cores=2)
     assert note.startswith("8 worker processes (actor 6, rollout 2) on 2 cores")

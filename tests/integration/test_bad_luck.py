@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+import typer
 
 from headway.app import train
-from headway.app.interrupts import Interrupts, terminations_as_interrupts
+from headway.app.interrupts import Interrupts
+from headway.cli.common import errors_as_messages
 from headway.cli.training import load_checked
 from headway.cluster.engines import TrainGroup
 from headway.cluster.processes import descendants
@@ -25,6 +27,7 @@ from headway.errors import RunError
 from headway.events import Event, Note
 from headway.pipeline.run import Pipeline
 from headway.reports.bundle import Reports
+from headway.terminations import terminations_as_interrupts
 from tests.integration.support import alive, finish, make_job, run_here, start, summary, wait_for
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo.yaml"
@@ -89,7 +92,7 @@ async def test_before_the_pipeline_one_signal_leaves_at_once(number: signal.Sign
 async def test_the_pipeline_is_asked_first_and_left_at_the_second_signal(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headway.app.interrupts.SAME_S", 0.01)
+    monkeypatch.setattr("headway.terminations.SAME_S", 0.01)
     listener = Listener()
 
     async def run() -> None:
@@ -173,6 +176,16 @@ def test_sigterm_is_an_interrupt_after_the_event_loop_too() -> None:
         asyncio.run(run())
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_command_that_is_terminated_before_any_run_is_interrupted_in_one_line(
+    number: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit) as left, errors_as_messages(debug=False):
+        os.kill(os.getpid(), number)
+    assert left.value.exit_code == 130
+    assert capfd.readouterr().err == "interrupted\n"
 
 
 # ---------------------------------------------------------------------------------------- whole runs, in this process

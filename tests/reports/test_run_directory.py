@@ -105,6 +105,14 @@ def test_a_disk_without_room_is_refused_and_taken_when_it_has_some(size: int, tm
     assert RunDirectory.create(tmp_path / "a", CONFIG).config.exists()
 
 
+def test_a_refused_start_leaves_no_directory_that_it_made(tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    with files_of_at_most(0), pytest.raises(UserError, match="cannot be written"):
+        RunDirectory.create(there / "deep" / "run", CONFIG)
+    assert [*there.iterdir()] == []
+
+
 def test_a_run_holds_room_for_its_summary_until_that_is_written(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, CONFIG)
     held = {path.name for path in tmp_path.iterdir() if path.is_file() and path.stat().st_blocks * 512 >= ROOM}

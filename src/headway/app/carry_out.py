@@ -8,7 +8,7 @@ import shlex
 import time
 from collections.abc import Callable
 
-from headway.app.interrupts import note, terminations_as_interrupts
+from headway.app.interrupts import note
 from headway.app.run import Run, Start, is_of_the_end
 from headway.cluster.hardware import available_cores
 from headway.cluster.process import math_environment
@@ -23,6 +23,7 @@ from headway.reports.bundle import Reports
 from headway.reports.checkpoints import Checkpoints
 from headway.reports.events_file import look_through
 from headway.reports.run_directory import RunDirectory
+from headway.terminations import terminations_as_interrupts
 
 
 def carry_out(

@@ -1,14 +1,12 @@
 """Interrupts of a run, before, while and after it trains: Ctrl-C, SIGTERM and SIGHUP.
 
-`timeout` sends its signal twice, to the process and to its group; the shell of a terminal that closes sends SIGHUP, and
-the kernel sends it again when the shell has ended. Neither means a second request: see `Repeats`.
+Outside of a run's event loop, and before there is one: `headway.terminations`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,37 +15,11 @@ from typing import Any
 from headway.events import Note
 from headway.pipeline.run import Pipeline
 from headway.reports.bundle import Reports
-
-SAME_S = 1.0
-"""Seconds within which a repeated SIGTERM or SIGHUP counts as the same signal, sent in two ways."""
+from headway.terminations import Repeats, interrupting_signals
 
 
 def note(reports: Reports, text: str) -> None:
     reports.emit(Note(time=time.monotonic(), level="info", text=text))
-
-
-def _signals() -> tuple[signal.Signals, ...]:
-    """Return the signals that interrupt a run. An ignored SIGHUP stays ignored: the run was started with ``nohup``."""
-    if threading.current_thread() is not threading.main_thread():
-        return ()
-    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return (signal.SIGINT, signal.SIGTERM) if ignored else (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class Repeats:
-    """Detector of signals that repeat one already counted."""
-
-    def __init__(self) -> None:
-        self._counted: dict[int, float] = {}
-        """Time at which each signal, by number, was counted last, on the monotonic clock."""
-
-    def is_one(self, number: int) -> bool:
-        """Tell whether this signal repeats one less than `SAME_S` ago. Never true of Ctrl-C: users press it twice."""
-        now = time.monotonic()
-        if number != signal.SIGINT and now - self._counted.get(number, -SAME_S) < SAME_S:
-            return True
-        self._counted[number] = now
-        return False
 
 
 class Interrupts:
@@ -71,7 +43,7 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         self._task, loop = asyncio.current_task(), asyncio.get_running_loop()
-        for number in _signals():
+        for number in interrupting_signals():
             self._before[number] = signal.getsignal(number)
             loop.add_signal_handler(number, self._on_signal, number)
         return self
@@ -107,20 +79,3 @@ class Interrupts:
         else:
             self._task.cancel()
             self._task = None
-
-
-@contextmanager
-def terminations_as_interrupts() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise `KeyboardInterrupt`, as Ctrl-C does, outside of event loops. For the main thread."""
-    repeats = Repeats()
-
-    def interrupt(number: int, frame: object) -> None:
-        if not repeats.is_one(number):
-            raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in _signals() if number != signal.SIGINT}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

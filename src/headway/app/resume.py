@@ -93,9 +93,10 @@ def _newest(directory: RunDirectory, checkpoints: Checkpoints, record: Record, c
             f"{path}: {directory.events.name} does not tell of any checkpoint that is there ({found}); a run cannot be "
             "resumed without its record"
         )
+    oftener = "" if config.trainer.save_freq == 1 else " trainer.save_freq=1"
     raise UserError(
         f"{path}: there is no complete checkpoint to resume from; {when_saved(config)}. Start over "
-        f"with: headway train {directory.config} run.dir=ANOTHER trainer.save_freq=1"
+        f"with: headway train {directory.config} run.dir=ANOTHER{oftener}"
     )
 
 

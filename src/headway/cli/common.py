@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperCommand
 
 from headway.errors import EXIT_INTERRUPTED, HeadwayError
+from headway.terminations import terminations_as_interrupts
 
 EXIT_FAILED = 1
 
@@ -26,7 +27,8 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 def errors_as_messages(debug: bool) -> Iterator[None]:
     """End the command with one message on stderr and the error's exit code, without a traceback unless ``debug``."""
     try:
-        yield
+        with terminations_as_interrupts():
+            yield
     except KeyboardInterrupt:
         say("interrupted")
         raise typer.Exit(EXIT_INTERRUPTED) from None

@@ -15,9 +15,13 @@ NVIDIA, AMD = Path("/proc/driver/nvidia/gpus"), Path("/dev/kfd")
 def machine_notes(config: Config, *, cores: int, gpus: int | None) -> Iterator[str]:
     """Notes on a run on this machine with ``cores``, and ``gpus`` where their number is known.
 
-    Says nothing of a run that joins a cluster elsewhere, or is one process.
+    Says nothing of a run that joins a cluster elsewhere, and nothing of cores where a run is one process.
     """
-    if config.cluster.address is not None or config.cluster.backend == "inline":
+    if config.cluster.address is not None:
+        return
+    if config.cluster.device == "cuda" and gpus == 0:
+        yield "cluster.device=cuda, and there is no GPU here: a run on this machine is refused. cpu is for small models"
+    if config.cluster.backend == "inline":
         return
     placement = resolve_placement(config)
     processes = len({device for devices in placement.devices.values() for device in devices})
@@ -27,7 +31,8 @@ def machine_notes(config: Config, *, cores: int, gpus: int | None) -> Iterator[s
             f"there is no GPU here, and cluster.device=auto: all {processes} processes ({asked}) compute on the CPU, "
             "which is for small models alone. Set cluster.device=cuda to be refused instead, or cpu if it is meant"
         )
-    if (config.cluster.device == "cpu" or gpus == 0) and processes > cores:
+    on_cpus = config.cluster.device == "cpu" or (config.cluster.device == "auto" and gpus == 0)
+    if on_cpus and processes > cores:
         yield (
             f"{processes} worker processes ({asked}) on {cores} {'core' if cores == 1 else 'cores'}: they take turns, "
             "and each is slower for it. Lower trainer.n_gpus_per_node and rollout.n_gpus_per_node"

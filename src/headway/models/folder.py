@@ -51,10 +51,10 @@ def check_folder(path: str) -> str | None:
         if (folder / ADAPTER).exists():
             raise _adapter(path, folder)
         raise ModelError(f"{path}: the folder has no config.json; give a Hugging Face model folder")
-    config = _object(folder / "config.json")
+    config = read_object(folder / "config.json")
     for name in OPTIONAL_JSON:
         if (folder / name).exists():
-            _object(folder / name)
+            read_object(folder / name)
     if not config.get("model_type") and "auto_map" not in config:
         raise ModelError(f"{folder / 'config.json'}: there is no model_type; give a Hugging Face model folder")
     if quantisation := config.get("quantization_config"):
@@ -121,7 +121,7 @@ def _check_weights(path: str, folder: Path) -> None:
     if (folder / SAFETENSORS).exists():
         _check_safetensors(folder / SAFETENSORS)
     elif (folder / SAFETENSORS_INDEX).exists():
-        places = _object(folder / SAFETENSORS_INDEX).get("weight_map")
+        places = read_object(folder / SAFETENSORS_INDEX).get("weight_map")
         if not isinstance(places, Mapping) or not places or not all(isinstance(v, str) for v in places.values()):
             raise ModelError(f"{folder / SAFETENSORS_INDEX}: there is no weight_map of tensors to files; {GET_AGAIN}")
         shards = sorted(set(places.values()))
@@ -167,7 +167,7 @@ def _check_safetensors(file: Path) -> None:
         raise ModelError(f"{file}: has {size} bytes, and its header tells of {whole}; {GET_AGAIN}")
 
 
-def _object(file: Path) -> dict[str, Any]:
+def read_object(file: Path) -> dict[str, Any]:
     """Read the object that a JSON file holds."""
     try:
         content = json.loads(file.read_text(encoding="utf-8-sig"))
@@ -182,7 +182,7 @@ def _object(file: Path) -> dict[str, Any]:
 
 
 def _adapter(path: str, folder: Path) -> ModelError:
-    base = _object(folder / ADAPTER).get("base_model_name_or_path") or "its base model"
+    base = read_object(folder / ADAPTER).get("base_model_name_or_path") or "its base model"
     return ModelError(
         f"{path}: an adapter (LoRA), not a whole model; merge it into {base} (merge_and_unload() of peft) and give the "
         "merged folder"

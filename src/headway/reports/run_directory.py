@@ -14,7 +14,7 @@ import fcntl
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +88,8 @@ class RunDirectory:
         Raises `Occupied` when it holds anything already, and `UserError` when it cannot be written.
         """
         run = cls(path)
-        with _writable(path):
+        made = [folder for folder in (path, *path.parents) if not folder.exists()]
+        with _writable(path), _removed_on_error(made):
             try:
                 path.mkdir(parents=True, exist_ok=True)
                 run.check_free()
@@ -104,6 +105,9 @@ class RunDirectory:
                     folder.mkdir(exist_ok=True)
             except OSError:
                 run.config.unlink(missing_ok=True)  # or the directory would pass for one that holds a run
+                for folder in (run.tensorboard, run.checkpoints, run.logs):
+                    with suppress(OSError):
+                        folder.rmdir()
                 raise
         return run
 
@@ -220,6 +224,18 @@ def _replace(path: Path, text: str) -> None:
     except OSError:
         with suppress(OSError):
             draft.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def _removed_on_error(folders: Sequence[Path]) -> Iterator[None]:
+    """Remove ``folders``, innermost first, where an `OSError` ends the block and they are empty."""
+    try:
+        yield
+    except OSError:
+        for folder in folders:
+            with suppress(OSError):
+                folder.rmdir()
         raise
 
 

@@ -122,7 +122,7 @@ class Runner:
             context=max_context,
             dtype=model.dtype,
             device=model.device,
-            tokens=None if kv_cache_bytes is None else self._tokens_in(kv_cache_bytes, slots),
+            tokens=self._enough(slots) if kv_cache_bytes is None else self._tokens_in(kv_cache_bytes, slots),
             room_step=ROOM_STEP if recorder is None else graphs.SPAN_STEP,  # another room is another shape to record
         )
         self.roomy = self.cache.tokens >= slots * max_context
@@ -150,7 +150,11 @@ class Runner:
                 f"{self._max_context} (fewer rows are filled up, so that none depends on those beside it); give it "
                 f"{least * of_token / 2**30:.3g} or more, or let answers be shorter (data.max_response_length)"
             )
-        return min(tokens, enough(max(slots, self._least_rows), self._max_context))
+        return min(tokens, self._enough(slots))
+
+    def _enough(self, slots: int) -> int:
+        """Tokens for ``slots`` contexts in rows or in blocks, beside the rows that fill a step up."""
+        return enough(slots + self._least_rows - 1, self._max_context)
 
     @torch.inference_mode()
     def _least_invariant_rows(self) -> int | None:

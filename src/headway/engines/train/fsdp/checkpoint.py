@@ -81,6 +81,8 @@ def save_checkpoint(model: nn.Module, optimizer: Optimizer, path: Path, state: M
 
         def give_up() -> str:
             why = _no_room(temporary)
+            if why and len(list(path.parent.glob("version_*"))) > 1:
+                why += ", or keep fewer checkpoints (trainer.max_actor_ckpt_to_keep)"
             rmtree(temporary, ignore_errors=True)
             return why
 
@@ -101,7 +103,7 @@ def _no_room(folder: Path) -> str:
             os.fsync(file.fileno())
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return f"{error.strerror}; make room there, or set trainer.max_actor_ckpt_to_keep lower"
+            return f"{error.strerror}; make room there"
     return ""
 
 

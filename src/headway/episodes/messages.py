@@ -1,0 +1,152 @@
+"""Chat messages: what programs give, made plain; what they are compared by; and marks that show where an answer ends.
+
+messages = plain_messages([{"role": "user", "content": [{"type": "text", "text": "2 + 2?"}], "name": None}])
+assert messages == [said("user", "2 + 2?")]
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from headway.errors import UserCodeError, shown
+
+Message = dict[str, Any]
+"""A chat message as templates take it: ``role``, ``content``, and perhaps ``tool_calls`` and others."""
+ToolSchema = Mapping[str, Any]
+"""A tool as ``transformers.utils.get_json_schema`` describes it."""
+
+MARK = "hWqXanswerZ"
+"""Beginning of all marks: letters alone, so that no template trims, splits or escapes it."""
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+"""The names under which a message has its thinking apart from its text."""
+
+
+def said(role: str, content: str) -> Message:
+    """A message of text."""
+    return {"role": role, "content": content}
+
+
+def calls_made(content: str, calls: Iterable[tuple[str, str, Mapping[str, Any]]]) -> Message:
+    """An assistant's message with tool calls, each of an id, a name and arguments."""
+    return {
+        **said("assistant", content),
+        "tool_calls": [
+            {"id": id, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+            for id, name, arguments in calls
+        ],
+    }
+
+
+def tool_result(id: str, name: str, content: str) -> Message:
+    """A message with the result of the call ``id`` of the tool ``name``."""
+    return {**said("tool", content), "name": name, "tool_call_id": id}
+
+
+def plain_messages(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
+    """Copy ``messages`` as templates want them: without what is None, text in one piece, arguments as objects.
+
+    Raises:
+        UserCodeError: one of them is no chat message, or there are none.
+    """
+    plain = [_plain(message) for message in messages]
+    if not plain:
+        raise UserCodeError("there are no chat messages to answer; give at least one")
+    return plain
+
+
+def message_key(message: Message) -> str:
+    """The text by which a plain message is compared with others.
+
+    Of an answer only what it says and calls counts: not the white space around it, nor the ids of its calls.
+    """
+    if message["role"] != "assistant":
+        return _json(message)
+    content = message.get("content", "")
+    return _json(
+        [
+            "assistant",
+            content.strip() if isinstance(content, str) else content,
+            reasoning_of(message),
+            [_function(call) for call in message.get("tool_calls", [])],
+        ]
+    )
+
+
+def reasoning_of(message: Message) -> str:
+    """The thinking that ``message`` has apart from its text; empty if none."""
+    return next((str(message[name]) for name in _REASONING if message.get(name)), "")
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """A copy of an answer with marks."""
+
+    message: Message
+    text: str | None
+    """Mark behind the text; None where the answer has calls alone, or its content is not text."""
+    calls: tuple[str, ...]
+    """Marks in place of each call's arguments."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """All marks, in the order in which templates write them."""
+        return ((self.text,) if self.text is not None else ()) + self.calls
+
+
+def marked(message: Message, index: int) -> Marked:
+    """Mark an answer, the plain message at ``index`` of its chat."""
+    content, calls = message.get("content", ""), message.get("tool_calls", [])
+    copy, text = dict(message), None
+    if isinstance(content, str) and (content.strip() or not calls):
+        text = f"{MARK}{index}n0z"
+        copy["content"] = content + text
+    arguments = tuple(f"{MARK}{index}n{n}z" for n in range(1, len(calls) + 1))
+    if calls:
+        copy["tool_calls"] = [_calling(call, {"x": mark}) for call, mark in zip(calls, arguments, strict=True)]
+    return Marked(copy, text, arguments)
+
+
+def _plain(message: Mapping[str, Any]) -> Message:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise UserCodeError(
+            f'a chat message is {shown(message)}; expected a dict like {{"role": "user", "content": "…"}}'
+        )
+    plain = {name: value for name, value in message.items() if value is not None}
+    content = plain.get("content")
+    if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
+        plain["content"] = "".join(str(part.get("text", "")) for part in content)
+    calls = plain.pop("tool_calls", None) or []
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) and _function(call) for call in calls):
+        raise UserCodeError(
+            f"tool_calls of a chat message are {shown(calls)}; expected a list of dicts like "
+            '{"id": "…", "type": "function", "function": {"name": "…", "arguments": {…}}}'
+        )
+    if calls:
+        plain["tool_calls"] = [_calling(call, _function(call).get("arguments", {})) for call in calls]
+    return plain
+
+
+def _function(call: Mapping[str, Any]) -> dict[str, Any]:
+    """The name and the arguments of a call; empty for what is none."""
+    function = call.get("function", call)
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        return {}
+    return {"name": function["name"], "arguments": function.get("arguments", {})}
+
+
+def _calling(call: Mapping[str, Any], arguments: Any) -> dict[str, Any]:
+    """Copy a call, with other ``arguments``; those that are JSON text, as OpenAI's clients have them, become values."""
+    if isinstance(arguments, str):
+        with suppress(ValueError):  # a template may take text, too
+            arguments = json.loads(arguments)
+    if isinstance(function := call.get("function"), Mapping):
+        return {**call, "function": {**function, "arguments": arguments}}
+    return {**call, "arguments": arguments}
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)

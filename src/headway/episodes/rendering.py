@@ -1,0 +1,367 @@
+"""Chat messages to token ids, turn by turn: the prompt of a turn is the ids that were there and the rendered tail.
+
+    messages ──template──▶  [ what was there ][ the answer ][ end of turn, new messages, generation prompt ]
+                                                             └──────────── tail: rendered, tokenised ─────┘
+    ids      ────────────▶  [ the prompt's ids + the sampled ids, as stored ][ the tail's ids ]
+
+Where the template ends the answer is found by marks: the chat is rendered with a mark after the answer's text (and in
+place of its calls' arguments), and the tail is what follows the mark. If the template writes anything before it
+otherwise than it did when the answer was sampled, or leaves a part of the answer out, the chat is rendered whole
+instead, and the transcript forks. Sampled ids are never made of text again.
+
+    renderer = ChatRenderer(tokenizer)                  # one for a run
+    chats = Conversations(renderer)                     # one for each episode
+    prompt = chats.prompt(messages)                     # prompt.ids is the context of the turn
+    sampled = ...                                       # the ids that the engine sampled after it
+    chats.answered(prompt, sampled)
+    messages.append({"role": "assistant", "content": renderer.text(sampled)})
+    messages.append({"role": "user", "content": "Go on."})
+    prompt = chats.prompt(messages)                     # begins with the first prompt's ids and ``sampled``
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from headway.episodes.messages import (
+    MARK,
+    Marked,
+    Message,
+    ToolSchema,
+    calls_made,
+    marked,
+    message_key,
+    plain_messages,
+    reasoning_of,
+    said,
+    tool_result,
+)
+from headway.errors import ConfigError, DataError, boundary, cut, writable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CALL_ID = "call00000"
+"""An id of a call that all templates take: Mistral's want nine letters and digits."""
+
+
+class PromptKind(StrEnum):
+    """The way in which a prompt's ids were made."""
+
+    NEW = "new"
+    """Rendered whole: the messages go on with no answer of this episode, or with an edited one."""
+    EXTENDED = "extended"
+    """The ids of an earlier prompt, those sampled after it, and the rendered tail."""
+    REWRITTEN = "rewritten"
+    """Rendered whole: the messages go on with an answer, but the template writes what came before differently."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """The prompt of one turn."""
+
+    ids: NDArray[np.int32]
+    """[P] the context to call the policy with."""
+    kind: PromptKind
+    tail: int
+    """Number of ids at the end that were made of text for this prompt; all of them unless it extends another."""
+    digest: bytes = field(repr=False)
+    """Digest of the messages and the tools."""
+    parts: tuple[NDArray[np.int32], ...] = field(repr=False)
+    """The stretches that ``ids`` are made of. Prompts share them, so that an episode's memory grows with its tokens."""
+    marked: tuple[int, ...] = field(repr=False)
+    """Indices of messages that are answers of this episode."""
+    text: tuple[int, bytes] = field(repr=False)
+    """Length and digest of the rendered chat, with marks in the answers at ``marked``."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """An answer of the episode: its prompt, less the ids in one piece, and its sampled ids."""
+
+    parts: tuple[NDArray[np.int32], ...]
+    marked: tuple[int, ...]
+    text: tuple[int, bytes]
+    sampled: NDArray[np.int32]
+
+
+class ChatRenderer:
+    """A tokenizer's chat template, and how it ends an assistant's turn.
+
+    Args:
+        tokenizer: with a chat template.
+        options: further variables of the template, as ``{"enable_thinking": False}``.
+        stop_ids: tokens that end a turn beside the template's own and the end of sequence.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template, or one that cannot render a question and its answer.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        options: Mapping[str, Any] | None = None,
+        stop_ids: Collection[int] = (),
+    ) -> None:
+        if not tokenizer.chat_template:
+            raise ConfigError(
+                "the model's tokenizer has no chat template, and turns of chat messages need one; use an instruct "
+                "model, or give the tokenizer a template (tokenizer.chat_template, chat_template.jinja in its folder)"
+            )
+        self.tokenizer = tokenizer
+        self._options = dict(options or {})
+        self._turn_end, self._turn_end_id = self._find_turn_end()
+        eos = tokenizer.eos_token_id
+        ends = {self._turn_end_id, *(eos if isinstance(eos, list) else [eos]), *stop_ids}
+        self.end_ids: frozenset[int] = frozenset(int(id) for id in ends if id is not None)
+        """Tokens that end a turn: one of them, sampled last, stands for the template's own end of the turn."""
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema] | None = None, generation_prompt: bool = True
+    ) -> str:
+        """The text that the template makes of the whole chat.
+
+        Raises:
+            DataError: the template refuses the messages; the message has its reason.
+        """
+        roles = ", ".join(str(message.get("role")) for message in messages)
+        with boundary(f"the tokenizer's chat template fails on messages of {cut(roles)}", DataError):
+            return str(
+                self.tokenizer.apply_chat_template(
+                    list(messages),
+                    tools=list(tools) if tools else None,
+                    tokenize=False,
+                    add_generation_prompt=generation_prompt,
+                    **self._options,
+                )
+            )
+
+    def encode(self, text: str) -> NDArray[np.int32]:
+        """The ids [N] of rendered text; nothing is added to it, and what UTF-8 has no bytes for is spelled out."""
+        return np.asarray(self.tokenizer.encode(writable(text), add_special_tokens=False), np.int32)
+
+    def ended(self, ids: Sequence[int] | NDArray[np.int32]) -> bool:
+        """Tell whether sampled ``ids`` [T] end their turn; False where they were cut off."""
+        return len(ids) > 0 and int(ids[-1]) in self.end_ids
+
+    def text(self, ids: Sequence[int] | NDArray[np.int32]) -> str:
+        """The text of sampled ``ids`` [T], special tokens and all, without the token that ends the turn."""
+        kept = [int(id) for id in (ids[:-1] if self.ended(ids) else ids)]
+        return str(self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    @cached_property
+    def generation_prompt(self) -> str:
+        """The text that the template opens an answer with; empty where it writes nothing."""
+        question = [said("user", "x")]
+        before = self.render(question, generation_prompt=False)
+        text = self.render(question)
+        return text[len(before) :] if text.startswith(before) else ""
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        """The template tells the model of its tools, and of their results."""
+        name = f"{MARK}tool"
+        call = calls_made("", [(CALL_ID, name, {})])
+        try:
+            text = self.render(
+                [said("user", "x"), call, tool_result(CALL_ID, name, f"{MARK}result")], [probe_tool(name)]
+            )
+        except DataError:
+            return False
+        return text.count(name) > 1 and f"{MARK}result" in text
+
+    def demand_tools(self) -> None:
+        """Raise `ConfigError` if the template does not show tools, with what to do about it."""
+        if not self.shows_tools:
+            raise ConfigError(
+                "there are tools, but the model's chat template does not show them to the model, or has no place for "
+                "their results; use a model that was trained with tools, give its tokenizer a template for them, or "
+                "describe the tools in the prompt and leave rollout.tools and chat.turn(tools=…) out"
+            )
+
+    def example_call(self, name: str, arguments: Mapping[str, Any]) -> str | None:
+        """A call as the template writes it in an answer; None where it writes none."""
+        question, call = [said("user", "x")], calls_made("", [(CALL_ID, name, arguments)])
+        tools = [probe_tool(name)]
+        try:
+            text = self.render([*question, call], tools, generation_prompt=False)
+            openings = [self.render(question, tools), self.render(question, tools, generation_prompt=False)]
+        except DataError:
+            return None
+        answer = next((text[len(opening) :] for opening in openings if text.startswith(opening)), text)
+        if name not in answer:
+            return None
+        return answer.partition(self._turn_end)[0] if self._turn_end_id is not None else answer
+
+    def tail(self, start: int, chat: str, answer: Message, marks: Marked) -> str | None:
+        """The part of a rendered ``chat`` after an answer; None where what stands at ``start`` is not the answer.
+
+        Args:
+            start: where the answer begins: after the generation prompt.
+            chat: the chat with the answer, marked, and all that follows.
+            answer: the answer's message, without marks.
+            marks: those of the answer.
+        """
+        if not marks.marks:
+            return None
+        at = start
+        for n, mark in enumerate(marks.marks):
+            if (found := chat.find(mark, at)) < 0:
+                return None
+            if n == 0 and not _says(chat[start:found], answer, alone=marks.text is not None):
+                return None
+            at = found + len(mark)
+        end = chat.find(self._turn_end, at) if self._turn_end_id is not None else at
+        if marks.calls and self._turn_end_id is None:  # where a call ends cannot be told from text alone
+            return None
+        if end < 0 or (not marks.calls and chat[at:end].strip()) or MARK in chat[end:]:
+            return None
+        return chat[end:]
+
+    def encode_tail(self, tail: str, answer: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
+        """The ids of ``tail`` after the sampled ids of ``answer``, which has the end of its turn, or was cut off."""
+        ids = self.encode(tail)
+        return ids[1:] if self._turn_end_id is not None and self.ended(answer) else ids
+
+    def _find_turn_end(self) -> tuple[str, int | None]:
+        """The text that ends an answer: that of a special token, with its id, or what the template writes, if any."""
+        chat = [said("user", "x"), said("assistant", MARK)]
+        try:
+            alone = self.render(chat, generation_prompt=False)
+            followed = self.render([*chat, said("user", "y")])
+        except DataError as error:
+            raise ConfigError(f"{error}; turns of chat messages need a template that renders these") from error
+        if MARK not in alone or MARK not in followed:
+            raise ConfigError(
+                "the tokenizer's chat template leaves an answer out of the chat; turns of chat messages need a "
+                "template that renders them"
+            )
+        text = _common(alone.partition(MARK)[2], followed.partition(MARK)[2])
+        first = int(ids[0]) if len(ids := self.encode(text)) else None
+        if first is not None and first in self.tokenizer.added_tokens_decoder:
+            token = str(self.tokenizer.added_tokens_decoder[first].content)
+            if text.startswith(token):
+                return token, first
+        return text, None
+
+
+class Conversations:
+    """The chat turns of one episode, however many conversations it holds.
+
+    Messages go on with an earlier answer if they begin with the messages of its prompt and the answer, under the same
+    tools. Of several answers with the same text to the same messages, they go on with the last.
+    """
+
+    def __init__(self, renderer: ChatRenderer) -> None:
+        self._renderer = renderer
+        self._answers: dict[bytes, _Stored] = {}
+        """Answers by the digest of the messages up to them."""
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] | None = None) -> ChatPrompt:
+        """The prompt of the turn that answers ``messages``.
+
+        Raises:
+            UserCodeError: ``messages`` are no chat messages.
+            ConfigError: there are ``tools``, and the template does not show them.
+            DataError: the template refuses the messages.
+        """
+        if tools:
+            self._renderer.demand_tools()
+        chat = plain_messages(messages)
+        digests = [_digest(json.dumps(list(tools or ()), sort_keys=True, default=str))]
+        for message in chat:
+            digests.append(_digest(message_key(message), digests[-1]))
+        last = next((i for i in reversed(range(len(chat))) if digests[i + 1] in self._answers), None)
+        if last is None:
+            return self._whole(PromptKind.NEW, chat, tools, digests[-1])
+        stored = self._answers[digests[last + 1]]
+        positions = (*stored.marked, last)
+        marks = {i: marked(chat[i], i) for i in positions}
+        shown = [marks[i].message if i in marks else message for i, message in enumerate(chat)]
+        text = self._renderer.render(shown, tools)
+        start = stored.text[0]
+        same = _extent(text[:start]) == stored.text
+        tail = self._renderer.tail(start, text, chat[last], marks[last]) if same else None
+        if tail is None:
+            return self._whole(PromptKind.REWRITTEN, chat, tools, digests[-1], text, positions)
+        tail_ids = self._renderer.encode_tail(tail, stored.sampled)
+        parts = (*stored.parts, stored.sampled, tail_ids)
+        ids = np.concatenate(parts)
+        return ChatPrompt(ids, PromptKind.EXTENDED, len(tail_ids), digests[-1], parts, positions, _extent(text))
+
+    def answered(
+        self,
+        prompt: ChatPrompt,
+        sampled: Sequence[int] | NDArray[np.int32],
+        message: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Store what was sampled after ``prompt``.
+
+        Args:
+            sampled: the ids [T].
+            message: the answer as the program will have it in its messages. Its whole text as ``content`` is known
+                without saying.
+        """
+        ids = np.array(sampled, np.int32)
+        forms = [said("assistant", self._renderer.text(ids)), *([] if message is None else [dict(message)])]
+        for form in plain_messages(forms):
+            stored = _Stored(prompt.parts, prompt.marked, prompt.text, ids)
+            self._answers[_digest(message_key(form), prompt.digest)] = stored
+
+    def _whole(
+        self,
+        kind: PromptKind,
+        chat: Sequence[Message],
+        tools: Sequence[ToolSchema] | None,
+        digest: bytes,
+        text: str | None = None,
+        positions: tuple[int, ...] = (),
+    ) -> ChatPrompt:
+        whole = self._renderer.render(chat, tools)
+        ids = self._renderer.encode(whole)
+        return ChatPrompt(ids, kind, len(ids), digest, (ids,), positions, _extent(whole if text is None else text))
+
+
+def _common(one: str, other: str) -> str:
+    """The text that both begin with."""
+    length = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return one[:length]
+
+
+def probe_tool(name: str) -> ToolSchema:
+    """A tool of that name, to try a template with."""
+    parameters = {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}, "required": ["x"]}
+    return {"type": "function", "function": {"name": name, "description": "x", "parameters": parameters}}
+
+
+def _says(region: str, answer: Message, *, alone: bool) -> bool:
+    """Tell whether ``region``, written by a template, has all that ``answer`` says, white space aside.
+
+    ``alone``: and nothing else, but what goes with thinking that the message has apart from its text.
+    """
+    written, text, reasoning = (_squeezed(part) for part in (region, answer.get("content", ""), reasoning_of(answer)))
+    if not alone:
+        return reasoning in written
+    return written == text if not reasoning else written.endswith(text) and reasoning in written
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+def _extent(text: str) -> tuple[int, bytes]:
+    """The length and the digest of ``text``."""
+    return len(text), _digest(text)
+
+
+def _digest(text: str, before: bytes = b"") -> bytes:
+    return xxhash.xxh3_128_digest(before + text.encode(errors="surrogatepass"))

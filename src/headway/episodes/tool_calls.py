@@ -1,0 +1,197 @@
+"""Tool calls of an answer: read from its text, checked against the tools, never an exception.
+
+    parser = choose_parser(renderer, "auto")            # one for a run; raises ConfigError where none fits
+    answer = parser.parse(renderer.text(sampled), tools)
+    chats.answered(prompt, sampled, answer.message)
+    texts = [call.error or (await by_name[call.name].call(call.arguments)).text for call in answer.calls]
+    messages += [answer.message, *result_messages(answer, texts, report.error_role)]
+
+A call that cannot be made has a ``problem``, to be counted, and an ``error``, the message for the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from headway.episodes.arguments import Misfit, fitted
+from headway.episodes.call_formats import FORMATS, Written, WrittenCall, read_call
+from headway.episodes.messages import Message, ToolSchema, calls_made, reasoning_of, said, tool_result
+from headway.episodes.rendering import ChatRenderer, probe_tool
+from headway.errors import ConfigError, said_by
+
+AUTO, TEMPLATE = "auto", "template"
+PARSER_NAMES = (TEMPLATE, *FORMATS)
+"""Names of the parsers: the tokenizer's response template, and the known forms."""
+
+
+class CallProblem(StrEnum):
+    """The reason why a call cannot be made."""
+
+    UNREADABLE = "unreadable"
+    UNKNOWN_TOOL = "unknown_tool"
+    BAD_ARGUMENTS = "bad_arguments"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call in an answer."""
+
+    id: str
+    name: str
+    """The tool's name; may be empty where the call is unreadable."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """The arguments by name, as the tool's schema has them; where there is a problem, as they were written."""
+    problem: CallProblem | None = None
+    """None: it can be made."""
+    error: str = ""
+    """Message for the model where there is a problem."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer of the model, read."""
+
+    text: str
+    """All of it, without the token that ended the turn."""
+    content: str
+    """Text beside the calls, with the thinking unless a response template has it apart; all, if one is unreadable."""
+    calls: tuple[ToolCall, ...]
+    message: Message
+    """The answer as a chat message: with ``tool_calls`` where all calls could be read, else of its whole text."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolParser:
+    """A reader of answers."""
+
+    name: str
+    read: Callable[[str, Sequence[ToolSchema]], Written] = field(repr=False)
+    """Called with an answer's text and the tools."""
+    opening: str = ""
+    """The text that the template opens an answer with; thinking may begin there."""
+
+    def parse(self, text: str, tools: Sequence[ToolSchema], first_id: int = 0) -> Answer:
+        """Read the answer ``text``, calls to ``tools`` in it; without tools all of it is text.
+
+        ``first_id`` numbers its first call: give the number of calls so far, so that ids differ in a conversation.
+        """
+        if not tools:
+            return Answer(text, text, (), said("assistant", text))
+        thinking, rest = ("", text) if self.name == TEMPLATE else _split_thinking(text, self.opening)
+        written = self.read(rest, tools)
+        calls = tuple(_checked(call, f"call{first_id + n:05d}", tools) for n, call in enumerate(written.calls))
+        if any(call.problem is CallProblem.UNREADABLE for call in calls):
+            return Answer(text, text, calls, said("assistant", text))
+        content = thinking + written.content
+        message = said("assistant", content)
+        if calls:
+            content = content.rstrip()
+            message = calls_made(content, [(call.id, call.name, call.arguments) for call in calls])
+        if written.reasoning:
+            message["reasoning_content"] = written.reasoning
+        return Answer(text, content, calls, message)
+
+
+def result_messages(answer: Answer, said_of_calls: Sequence[str], error_role: str = "tool") -> list[Message]:
+    """The messages that tell the model what came of its calls, one text for each call.
+
+    Args:
+        error_role: role of what answers an unreadable call: `TemplateReport.error_role`.
+    """
+    if "tool_calls" in answer.message or error_role == "tool":
+        pairs = zip(answer.calls, said_of_calls, strict=True)
+        return [tool_result(call.id, call.name or "unknown", text) for call, text in pairs]
+    return [said(error_role, "\n".join(said_of_calls))]
+
+
+def choose_parser(renderer: ChatRenderer, choice: str = AUTO) -> ToolParser:
+    """The parser named ``choice``, or for ``auto`` the one that fits the tokenizer.
+
+    That is its response template where it has one, else the form that reads a call which its chat template wrote.
+
+    Raises:
+        ConfigError: there is no parser of that name, or none fits.
+    """
+    names = ", ".join(PARSER_NAMES)
+    if choice not in (AUTO, *PARSER_NAMES):
+        raise ConfigError(f"rollout.tool_parser={choice}: there is no such parser; there are {names}, and auto")
+    has_template = getattr(renderer.tokenizer, "response_template", None) is not None
+    if choice == TEMPLATE and not has_template:
+        raise ConfigError(
+            "rollout.tool_parser=template: the model's tokenizer has no response template (response_template in "
+            f"tokenizer_config.json); give it one, or name one of {', '.join(FORMATS)}"
+        )
+    if choice == TEMPLATE or (choice == AUTO and has_template):
+        return ToolParser(TEMPLATE, _by_template(renderer), renderer.generation_prompt)
+    if choice != AUTO:
+        return _by_form(choice, renderer)
+    arguments = {"x": "seven", "n": 7}
+    written = renderer.example_call("look_up", arguments)
+    for name in FORMATS if written is not None else ():
+        parser = _by_form(name, renderer)
+        found = parser.read(_split_thinking(written or "", parser.opening)[1], [probe_tool("look_up")]).calls
+        if [(call.name, call.arguments) for call in found] == [("look_up", arguments)]:
+            return parser
+    raise ConfigError(
+        "there are tools, but no parser reads the calls that the model's chat template writes"
+        + (f", such as {written.strip()!r}" if written else "")
+        + f"; name one in rollout.tool_parser ({names}), or give the tokenizer a response template"
+    )
+
+
+def _by_form(name: str, renderer: ChatRenderer) -> ToolParser:
+    form = FORMATS[name]
+    return ToolParser(name, lambda text, tools: form(text), renderer.generation_prompt)
+
+
+def _by_template(renderer: ChatRenderer) -> Callable[[str, Sequence[ToolSchema]], Written]:
+    """A reader by the tokenizer's own response template."""
+
+    def read(text: str, tools: Sequence[ToolSchema]) -> Written:
+        try:
+            message = renderer.tokenizer.parse_response(
+                text, prefix=renderer.generation_prompt, tools=[dict(tool) for tool in tools]
+            )
+            calls = tuple(read_call(call) for call in _flat(message.get("tool_calls")))
+            content = message.get("content")
+            return Written(content if isinstance(content, str) else "", calls, reasoning_of(message))
+        except Exception as cause:  # templates are the user's, and raise whatever their parts do
+            return Written(text, (WrittenCall(problem=f"the answer cannot be read: {said_by(cause)}"),))
+
+    return read
+
+
+def _flat(calls: Any) -> list[Any]:
+    """Calls one by one: a field of a response template may repeat, hold a list, or both."""
+    if not isinstance(calls, list):
+        return [] if calls is None else [calls]
+    return [one for call in calls for one in _flat(call)]
+
+
+def _split_thinking(text: str, opening: str) -> tuple[str, str]:
+    """The thinking at the beginning of an answer, and the rest: what is called in a thought is not called."""
+    for start, end in (("<think>", "</think>"), ("[THINK]", "[/THINK]")):
+        if text.lstrip().startswith(start) or opening.rstrip().endswith(start):
+            thinking, found, rest = text.partition(end)
+            return thinking + found, rest
+    return "", text
+
+
+def _checked(call: WrittenCall, id: str, tools: Sequence[ToolSchema]) -> ToolCall:
+    """The call as it can be made, or why it cannot be."""
+    if call.arguments is None:
+        return ToolCall(
+            id, call.name, {}, CallProblem.UNREADABLE, f"Error: the tool call cannot be read: {call.problem}"
+        )
+    parameters = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
+    if call.name not in parameters:
+        error = f"Error: there is no tool {call.name!r}; there are: {', '.join(parameters)}"
+        return ToolCall(id, call.name, call.arguments, CallProblem.UNKNOWN_TOOL, error)
+    try:
+        return ToolCall(id, call.name, fitted(call.arguments, parameters[call.name] or {}))
+    except Misfit as misfit:
+        error = f"Error: the arguments of {call.name} do not fit: {misfit}"
+        return ToolCall(id, call.name, call.arguments, CallProblem.BAD_ARGUMENTS, error)

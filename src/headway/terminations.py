@@ -1,0 +1,57 @@
+"""SIGTERM and SIGHUP outside of event loops: they are Ctrl-C by other means. Imports nothing heavy.
+
+`timeout` sends its signal twice, to the process and to its group; the shell of a terminal that closes sends SIGHUP, and
+the kernel sends it again when the shell has ended. Neither means a second request: see `Repeats`.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+SAME_S = 1.0
+"""Seconds within which a repeated SIGTERM or SIGHUP counts as the same signal, sent in two ways."""
+
+
+def interrupting_signals() -> tuple[signal.Signals, ...]:
+    """Return the signals that interrupt a run. An ignored SIGHUP stays ignored: the run was started with ``nohup``."""
+    if threading.current_thread() is not threading.main_thread():
+        return ()
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return (signal.SIGINT, signal.SIGTERM) if ignored else (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Repeats:
+    """Detector of signals that repeat one already counted."""
+
+    def __init__(self) -> None:
+        self._counted: dict[int, float] = {}
+        """Time at which each signal, by number, was counted last, on the monotonic clock."""
+
+    def is_one(self, number: int) -> bool:
+        """Tell whether this signal repeats one less than `SAME_S` ago. Never true of Ctrl-C: users press it twice."""
+        now = time.monotonic()
+        if number != signal.SIGINT and now - self._counted.get(number, -SAME_S) < SAME_S:
+            return True
+        self._counted[number] = now
+        return False
+
+
+@contextmanager
+def terminations_as_interrupts() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP raise `KeyboardInterrupt`, as Ctrl-C does, outside of event loops. For the main thread."""
+    repeats = Repeats()
+
+    def interrupt(number: int, frame: object) -> None:
+        if not repeats.is_one(number):
+            raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in interrupting_signals() if number != signal.SIGINT}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
