@@ -52,7 +52,7 @@ def test_threads_that_the_user_sets_are_kept() -> None:
     assert [s.threads for s in planned.workers if not s.beside] == [3, 5]
 
 
-def test_a_keeper_is_beside_a_replica_of_each_machine_unless_the_driver_keeps_the_groups() -> None:
+def test_a_keeper_is_beside_a_replica_of_each_machine() -> None:
     planned = plan(rollout={"nnodes": 2, "n_gpus_per_node": 3})
     assert [(s.name, s.device) for s in planned.workers if s.beside] == [("keeper-0", 1), ("keeper-1", 4)]
     assert [rank.name for rank in planned.keepers] == ["keeper-0", "keeper-1"]

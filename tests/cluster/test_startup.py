@@ -38,6 +38,9 @@ class PlannedWorker:
     async def stream(self, method: str, *args: Any) -> AsyncGenerator[tuple[Any, Any], None]:
         yield method, args
 
+    def peer(self) -> PlannedWorker:
+        return self
+
     async def heartbeat(self) -> Heartbeat:
         return Heartbeat("")
 
@@ -95,7 +98,7 @@ class PlannedCluster:
         self.log.append("stopped")
 
 
-EVERYTHING_ENDED = {"actor-0 killed", "rollout-0 killed", "stopped"}
+EVERYTHING_ENDED = ["rollout-0 killed", "actor-0 killed", "keeper-0 killed", "stopped"]
 
 
 async def start(
@@ -146,7 +149,7 @@ async def test_watching_raises_when_a_worker_dies_that_is_needed_and_replicas_te
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     workers = await start(PlannedCluster(), monkeypatch)
-    assert [worker.name for worker in workers.living()] == ["actor-0", "rollout-0"]
+    assert [worker.name for worker in workers.living()] == ["actor-0", "keeper-0", "rollout-0"]
     async with asyncio.timeout(5):
         with pytest.raises(WorkerDied, match="worker actor-0 died"):
             await workers.watch()
@@ -158,7 +161,7 @@ async def test_an_engine_that_cannot_sleep_cannot_share_its_device(monkeypatch: 
     cluster = PlannedCluster()
     with pytest.raises(ConfigError, match=r"placement.kind=shared: the rollout engine of rollout-0 cannot give"):
         await start(cluster, monkeypatch, placement={"kind": "shared"})
-    assert set(cluster.log) == {"reserved", "actor-0 killed", "stopped"}
+    assert set(cluster.log) == {"reserved", "actor-0 killed", "keeper-0 killed", "stopped"}
 
 
 async def test_workers_get_a_models_folder_as_an_absolute_path_and_a_name_as_it_is(

@@ -54,7 +54,7 @@ class ClusterPlan:
     actor: tuple[Rank, ...]
     rollout: tuple[Rank, ...]
     keepers: tuple[Rank, ...]
-    """Keepers, one for each machine of the rollout role; empty where the driver's process keeps the groups."""
+    """Keepers, one for each machine of the rollout role."""
     ref: tuple[Rank, ...]
     """Ranks of the reference; empty without one, or where it shares the trainer's ranks."""
     logp: tuple[Rank, ...]
@@ -66,13 +66,7 @@ class ClusterPlan:
 
 
 def plan_cluster(
-    config: Config,
-    placement: Placement,
-    *,
-    model_path: str,
-    total_optimizer_steps: int,
-    machines: int = 1,
-    with_keepers: bool = True,
+    config: Config, placement: Placement, *, model_path: str, total_optimizer_steps: int, machines: int = 1
 ) -> ClusterPlan:
     """Spread the roles over the placement's devices.
 
@@ -120,11 +114,11 @@ def plan_cluster(
         for rank, device in enumerate(own[role]):
             arguments = {**common, **further, "rank": rank, "world_size": len(own[role])}
             workers.append(WorkerSpec(f"{role}-{rank}", kind, device, train_threads, arguments))
-    keepers: list[WorkerSpec] = []
-    if with_keepers:
-        for index in range(min(max(1, config.rollout.nnodes), len(generate))):
-            device = generate[index * len(generate) // max(1, config.rollout.nnodes)]
-            keepers.append(WorkerSpec(f"{KEEPER}-{index}", KeeperRole, device, 1, common, beside=True))
+    nodes = min(max(1, config.rollout.nnodes), len(generate))
+    keepers = [
+        WorkerSpec(f"{KEEPER}-{index}", KeeperRole, generate[index * len(generate) // nodes], 1, common, beside=True)
+        for index in range(nodes)
+    ]
     workers += keepers
     hosts = {spec.device: spec.name for spec in workers if spec.role is FusedRole}
 

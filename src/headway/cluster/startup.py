@@ -18,7 +18,7 @@ from headway.cluster.exchange import Exchange, WeightPaths, WithinProcesses, exc
 from headway.cluster.hardware import Hardware
 from headway.cluster.keepers import RemoteKeeper
 from headway.cluster.memory_files import directory_in_memory, remove_abandoned
-from headway.cluster.plan import KEEPER, ClusterPlan, Rank, WorkerSpec, plan_cluster
+from headway.cluster.plan import ClusterPlan, Rank, WorkerSpec, plan_cluster
 from headway.cluster.replacements import Replacements
 from headway.cluster.roles.actor import ActorRole
 from headway.cluster.roles.critic import CriticRole
@@ -33,10 +33,8 @@ from headway.concurrently import concurrently
 from headway.config.placement import CRITIC, REF, resolve_placement
 from headway.config.schema import Config
 from headway.config.transports import TRANSPORTS, transport_of
-from headway.episodes.keeper import GroupKeeper
 from headway.errors import ConfigError
 from headway.interfaces import Capabilities, Keeper, OnUpdate, PolicyReceiver
-from headway.models.tokenizer import load_tokenizer, text_of
 from headway.weights.layout import Manifest
 from headway.weights.transports.links import Address
 
@@ -147,7 +145,6 @@ class Startup:
             model_path=self._model_path,
             total_optimizer_steps=self._total_optimizer_steps,
             machines=self._cluster.machines,
-            with_keepers=self._cluster.separate_processes,
         )
         await self._wait("devices to be free", self._cluster.reserve(plan))
         directory = self._directory(stack)  # made before the workers: it is removed when they have ended
@@ -257,11 +254,7 @@ class Startup:
         )
 
     async def _start_keepers(self, plan: ClusterPlan, workers: dict[str, Worker]) -> tuple[Keeper, ...]:
-        """Start the keepers of ``plan``; where it has none, make one on this process's event loop."""
-        if not plan.keepers:
-            trusts = self._config.model.trust_remote_code
-            tokenizer = load_tokenizer(self._model_path, trust_remote_code=trusts)
-            return (GroupKeeper(KEEPER, text_of(tokenizer)),)
+        """Start the keepers of ``plan``."""
         keepers = [workers[rank.worker] for rank in plan.keepers]
         await concurrently(
             self._wait(f"{worker.name} to load the tokenizer", worker.call("build")) for worker in keepers
