@@ -41,7 +41,7 @@ class Phase:
 
 PHASES = {
     "start": Phase("actor-0", "build"),
-    "validation": Phase("rollout-0", "generate"),
+    "validation": Phase("rollout-0", "engine.submit"),
     "training": Phase("actor-0", "train_step", nth=2),
     "gather": Phase("actor-0", "gather_weights", ("mode=overlapped",)),
     "send": Phase("actor-0", "send_weights"),
@@ -234,6 +234,9 @@ def test_a_damaged_checkpoint_is_one_line_that_does_not_send_to_that_checkpoint_
 # ---------------------------------------------------------------------------------------- deaths, inline
 
 
+Stream = Callable[..., AsyncGenerator[Any, None]]
+
+
 class Deaths:
     """Inline workers that can die: whoever waits for one that did, or calls it, is told so, as Ray tells it."""
 
@@ -242,7 +245,7 @@ class Deaths:
         self._dead: dict[str, asyncio.Event] = {}
         self._unheard: list[asyncio.Future[Any]] = []
         """What dead workers were doing: their threads are this process's, and come to an end."""
-        call, stream, kill = InlineWorker.call, InlineWorker.stream, InlineWorker.kill
+        call, kill = InlineWorker.call, InlineWorker.kill
 
         async def mortal_call(worker: InlineWorker, method: str, *args: Any) -> Any:
             self._moments.called(worker.name, method)
@@ -250,14 +253,17 @@ class Deaths:
                 raise _death(worker.name)
             return await self._unless_dead(worker.name, call(worker, method, *args))
 
-        async def mortal_stream(worker: InlineWorker, method: str, *args: Any) -> AsyncGenerator[Any, None]:
-            self._moments.called(worker.name, method)
-            items = stream(worker, method, *args)
-            while True:
-                try:
-                    yield await self._unless_dead(worker.name, anext(items))
-                except StopAsyncIteration:
-                    return
+        def mortal(stream: Stream) -> Stream:
+            async def mortal_stream(worker: InlineWorker, method: str, *args: Any) -> AsyncGenerator[Any, None]:
+                self._moments.called(worker.name, method)
+                items = stream(worker, method, *args)
+                while True:
+                    try:
+                        yield await self._unless_dead(worker.name, anext(items))
+                    except StopAsyncIteration:
+                        return
+
+            return mortal_stream
 
         async def mortal_died(worker: InlineWorker) -> NoReturn:
             await self._of(worker.name).wait()
@@ -272,7 +278,8 @@ class Deaths:
         for name, method in (
             ("call", mortal_call),
             ("keep", mortal_call),
-            ("stream", mortal_stream),
+            ("stream", mortal(InlineWorker.stream)),
+            ("each", mortal(InlineWorker.each)),
             ("died", mortal_died),
             ("kill", mortal_kill),
         ):
@@ -384,7 +391,9 @@ def test_a_process_that_is_killed_in_a_phase_ends_the_run_in_the_same_way_on_ray
     def kill() -> None:
         os.kill(pids[victim], signal.SIGKILL)
 
-    moments, up, call, stream = Moments(PHASES[name], kill), RayWorker.up, RayWorker.call, RayWorker.stream
+    # Keepers call replicas themselves: what the driver sees of a validation is what it asks a keeper for.
+    phase = Phase("keeper-0", "generate") if name == "validation" else PHASES[name]
+    moments, up, call, stream = Moments(phase, kill), RayWorker.up, RayWorker.call, RayWorker.stream
 
     async def noted_up(worker: RayWorker) -> None:
         await up(worker)

@@ -9,14 +9,18 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from headway.errors import HeadwayError, RunError, WorkerDied
+from headway.cluster.ray_deaths import death
+from headway.errors import HeadwayError, RunError
 
 
 class RayPeer:
     """`headway.cluster.worker_group.Peer` over the handle of an actor. Can be pickled."""
 
-    def __init__(self, name: str, actor: Any) -> None:
+    def __init__(self, name: str, pid: int | None, log: str, actor: Any) -> None:
+        """``log``: path of the worker's log, for messages."""
         self.name = name
+        self._pid = pid
+        self._log = log
         self._actor = actor
 
     async def call(self, method: str, *args: Any) -> Any:
@@ -42,5 +46,7 @@ class RayPeer:
             cause = error.cause
             if isinstance(cause, HeadwayError):
                 return cause
-            return RunError(f"worker {self.name} failed in {doing!r}: {type(cause).__name__}: {cause}")
-        return WorkerDied(f"worker {self.name} died: its process ended during {doing!r}")
+            return RunError(
+                f"worker {self.name} failed in {doing!r}: {type(cause).__name__}: {cause}. Its log: {self._log}"
+            )
+        return death(self.name, self._pid, self._log, doing, error)

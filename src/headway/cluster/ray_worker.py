@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
@@ -22,6 +21,7 @@ from headway.cluster.network import network_environment
 from headway.cluster.plan import WorkerSpec
 from headway.cluster.process import ProcessSettings, set_up_process
 from headway.cluster.processes import Watched
+from headway.cluster.ray_deaths import death
 from headway.cluster.ray_node import RayNode
 from headway.cluster.ray_peer import RayPeer
 from headway.cluster.role_host import RoleHost
@@ -33,9 +33,6 @@ from headway.progress import Heartbeat
 
 MAX_CALLS = 100_000
 """Maximum number of calls at once on one actor: each admitted group is one, and a pause must get through."""
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_VANISHED = "Worker unexpectedly exits with a connection error"
-"""Text in Ray's error for a process of which only a closed connection is left: SIGKILL ended it, or a crash."""
 END_TIMEOUT_S = 10.0
 """Seconds for a killed process to end."""
 
@@ -206,7 +203,7 @@ class RayWorker:
                 raise
 
     def peer(self) -> RayPeer:
-        return RayPeer(self.name, self._actor)
+        return RayPeer(self.name, self.pid, self._log, self._actor)
 
     async def heartbeat(self) -> Heartbeat:
         with self._failures("heartbeat"):
@@ -283,10 +280,7 @@ class RayWorker:
         if isinstance(error, RayActorError | OutOfMemoryError):
             if ray_here is not None:
                 ray_here.keep_logs()
-            process = "its process" if self.pid is None else f"its process (pid {self.pid})"
-            return WorkerDied(
-                f"worker {self.name} died: {process} ended during {doing!r}. Its log: {self._log}. {why_it_died(error)}"
-            )
+            return death(self.name, self.pid, self._log, doing, error)
         return RunError(f"worker {self.name}, {doing!r}: {type(error).__name__}: {error}")
 
 
@@ -298,21 +292,3 @@ def _node() -> str:
 def _described(node: str) -> dict[str, Any] | None:
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     return next((known for known in nodes if known["NodeID"] == node), None)
-
-
-def why_it_died(error: RayError) -> str:
-    """Describe for the user why a process ended. If somebody else killed it, Ray lists only possible causes."""
-    ray_says = str(error)
-    if isinstance(error, OutOfMemoryError):
-        return (
-            f"Ray ended it because its machine's memory had almost run out: {ray_says.splitlines()[0]}. Fewer "
-            "workers or smaller batches need less; RAY_memory_usage_threshold says how full is too full"
-        )
-    if _VANISHED in ray_says:
-        return (
-            "If the log does not tell why, the process was killed from outside: most often by the kernel, because "
-            "memory had run out (`dmesg` tells; fewer workers or smaller batches need less)"
-        )
-    # The first lines, without their colours and the list of ids.
-    lines = (_COLOUR.sub("", line).strip() for line in ray_says.splitlines() if line.strip() and line[0] != "\t")
-    return f"Ray says: {' '.join(lines)[:300]}"
