@@ -39,7 +39,7 @@ class RunState:
     gave_up: bool = False
     """True once a stop has given up the rest of the version that was begun, because its scores do not come."""
     waiting_again: deque[Prompt] = field(default_factory=deque)
-    """Prompts whose group was lost with its replica; admitted again, before any new one."""
+    """Prompts whose groups a resumed run lost; admitted again, before any new one."""
     validating: set[str] = field(default_factory=set)
     """Names of the replicas whose validation is submitted or running."""
     changed: Signal = field(default_factory=Signal)
@@ -175,12 +175,6 @@ class RunState:
         failed = {why: count for (end, why), count in self._discarded_in_row.items() if end is Fate.FAILED}
         if not self._scored and fate is Fate.FAILED and sum(failed.values()) >= FAILED_AT_FIRST:
             raise never_scored(f"the first {FAILED_AT_FIRST} groups", Counter(failed).elements())
-
-    def run_again(self, number: int, reason: str) -> None:
-        """Drop a group that was lost through no fault of its own; its prompt comes back in a new group."""
-        if self.ledger.is_open(number):
-            self.waiting_again.append(self.ledger.prompt(number))
-            self._end_early(number, Fate.DROPPED, reason)
 
     def drop_unscored(self, number: int, reason: str) -> None:
         """Drop a group because its scores are no longer waited for. Does not count as a failure of the reward."""
