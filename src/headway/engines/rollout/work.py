@@ -42,26 +42,28 @@ class CallRun:
     """Tokens of the call's own context that were found in a prefix cache when it started."""
 
     @classmethod
-    def of(cls, call: Call, client: str, *, seed: int, serial: int, max_context: int, vocabulary: int) -> CallRun:
-        """Check a call, the ``serial``-th of an engine, and set it up.
+    def of(
+        cls,
+        call: Call,
+        client: str,
+        *,
+        seed: int,
+        serial: int,
+        max_context: int,
+        vocabulary: int,
+        like: CallRun | None = None,
+    ) -> CallRun:
+        """Check a call, the ``serial``-th of an engine, and set it up. What it has in common with ``like`` is right.
 
         Raises `DataError` for a context that is empty, leaves no room for a token or has tokens that the model does not
         know, and for sampling parameters that make no sense.
         """
         sampling, ids = call.sampling, call.input_ids
-        check_sampling(sampling, vocabulary)
+        if like is None or like.call.sampling is not sampling:
+            check_sampling(sampling, vocabulary)
         room = max_context - len(ids)
-        if len(ids) == 0 or room < 1:
-            raise DataError(
-                f"row {call.trajectory.row} asks for an answer to a prompt of {len(ids)} tokens; the engine needs a "
-                f"prompt, and room for a token in its context of {max_context} (shorten the prompt, or raise "
-                "data.max_prompt_length or data.max_response_length)"
-            )
-        if (lowest := int(ids.min())) < 0 or int(ids.max()) >= vocabulary:
-            raise DataError(
-                f"the prompt of row {call.trajectory.row} has token ids from {lowest} to {ids.max()}, but the model "
-                f"knows 0 to {vocabulary - 1}; do tokenizer and model belong together?"
-            )
+        if like is None or like.call.input_ids is not ids:
+            check_context(call, max_context, vocabulary)
         key = trajectory_key(seed if sampling.seed is None else sampling.seed, call.trajectory, call.key)
         return cls(call, client, serial, key, min(sampling.max_tokens, room))
 
@@ -102,6 +104,22 @@ class CallRun:
             finished=finished,
             tokens=self.written,
             cached=self.cached,
+        )
+
+
+def check_context(call: Call, max_context: int, vocabulary: int) -> None:
+    """Raise `DataError` if a model of so many tokens cannot go on from a call's context."""
+    ids = call.input_ids
+    if not 0 < len(ids) < max_context:
+        raise DataError(
+            f"row {call.trajectory.row} asks for an answer to a prompt of {len(ids)} tokens; the engine needs a "
+            f"prompt, and room for a token in its context of {max_context} (shorten the prompt, or raise "
+            "data.max_prompt_length or data.max_response_length)"
+        )
+    if (lowest := int(ids.min())) < 0 or int(ids.max()) >= vocabulary:
+        raise DataError(
+            f"the prompt of row {call.trajectory.row} has token ids from {lowest} to {ids.max()}, but the model "
+            f"knows 0 to {vocabulary - 1}; do tokenizer and model belong together?"
         )
 
 

@@ -116,13 +116,12 @@ class PrefillAttention:
         self._sizes = [sum(len(contexts[index].tokens) for index in indices) for indices in groups]
         self._stored: list[torch.Tensor] = []
         self.tokens = torch.cat([context.tokens for context in ordered])
-        self.positions = torch.cat(
-            [torch.arange(one.start, one.start + len(one.tokens), device=device) for one in ordered]
-        )
-        self.count = len(self.tokens)
-        ends = torch.tensor(self._lengths, device=device).cumsum(0)
-        self._places = torch.tensor(self._order, device=device).argsort()
-        self.last = ends[self._places] - 1
+        ends = np.cumsum(self._lengths)
+        self.count = int(ends[-1])
+        before = ends - self._lengths - [context.start for context in ordered]
+        self.positions = torch.from_numpy(np.arange(self.count) - np.repeat(before, self._lengths)).to(device)
+        self._places = np.argsort(self._order)
+        self.last = torch.from_numpy(ends[self._places] - 1).to(device)
 
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         """Attention outputs [N, H·D] of one layer, for its queries, keys and values ``qkv`` [N, H + 2K, D]."""
@@ -143,28 +142,29 @@ class PrefillAttention:
         start, device = contexts[0].start, contexts[0].tokens.device
         pasts = [context.past for context in contexts if context.past is not None]
         past = torch.stack(pasts) if pasts else None
-        lengths = [len(context.tokens) for context in contexts]
+        length = len(contexts[0].tokens)
         if masks is None:
-            queries = (slice(None), start + lengths[0], self._whole(start, lengths[0], device))
+            queries = (slice(None), start + length, self._whole(start, length, device))
             return _Alike(len(contexts), start, start, None, None, past, (queries,))
-        blocks = range(start // BLOCK, -(-(start + lengths[0]) // BLOCK))
-        first, span = blocks.start * BLOCK, len(blocks) * BLOCK
-        before = np.cumsum([0, *lengths[:-1]])
-        at = np.arange(first - start, first - start + span)  # in a context's tokens
-        laid = (before[:, None] + np.clip(at, 0, np.array(lengths)[:, None] - 1)).reshape(-1)
-        own = (at >= 0) & (at < np.array(lengths)[:, None])
+        blocks = range(start // BLOCK, -(-(start + length) // BLOCK))
+        first = blocks.start * BLOCK
+        lengths = np.array([[len(context.tokens)] for context in contexts])
+        at = np.arange(first - start, blocks.stop * BLOCK - start)  # in a context's tokens
+        own = (at >= 0) & (at < lengths)
         calls = tuple(
             (
                 slice(block * BLOCK - first, (block + 1) * BLOCK - first),
                 (block + 1) * BLOCK,
-                (masks.of(block, windowed=False), masks.of(block, windowed=True)),
+                masks.of(block),
             )
             for block in blocks
         )
         if own.all():
             return _Alike(len(contexts), start, first, None, None, past, calls)
         places = torch.from_numpy(np.flatnonzero(own)).to(device)
-        return _Alike(len(contexts), start, first, torch.from_numpy(laid).to(device), places, past, calls)
+        nearest = np.minimum(np.maximum(at, 0), lengths - 1) + (np.cumsum(lengths)[:, None] - lengths)
+        laid = torch.from_numpy(nearest.reshape(-1)).to(device)
+        return _Alike(len(contexts), start, first, laid, places, past, calls)
 
     def _whole(self, start: int, length: int, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The masks of contexts that attend in one call; None where SDPA's own causal one is meant."""

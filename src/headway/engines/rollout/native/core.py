@@ -120,15 +120,20 @@ class EngineCore:
     def submit(self, client: str, calls: Sequence[Call]) -> None:
         """Queue all calls at once, or none: raises `DataError` for one that cannot be served."""
 
+        before: CallRun | None = None
+
         def check(call: Call, serial: int) -> CallRun:
-            return CallRun.of(
+            nonlocal before
+            before = CallRun.of(
                 call,
                 client,
                 seed=self._seed,
                 serial=serial,
                 max_context=self._max_context,
                 vocabulary=self._vocabulary,
+                like=before,
             )
+            return before
 
         runs = self._calls.submit(client, calls, check)
         for run in runs:

@@ -186,7 +186,7 @@ class ModuleForward:
 
     def _mask(self, block: range, *, windowed: bool) -> torch.Tensor:
         if self._masks is not None:
-            return self._masks.of(block.start // BLOCK, windowed=windowed)
+            return self._masks.of(block.start // BLOCK)[windowed]
         device = self._model.device
         return self._windows.causal(block, block.stop, self._model.dtype, device, windowed=windowed)
 

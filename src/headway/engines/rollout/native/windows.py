@@ -66,12 +66,16 @@ class BlockMasks:
         """``positions``: the most, a multiple of ``block``."""
         last = range(positions - block, positions)
         self._block, self._positions = block, positions
-        self._masks = [
-            windows.causal(last, positions, dtype, device, windowed=windowed)
-            for windowed in ((False, True) if windows.size is not None else (False,))
-        ]
+        full = windows.causal(last, positions, dtype, device, windowed=False)
+        windowed = None if windows.size is None else windows.causal(last, positions, dtype, device, windowed=True)
+        self._masks = (full, full if windowed is None else windowed)
+        self._of: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def of(self, index: int, *, windowed: bool) -> torch.Tensor:
-        """[block, (index + 1) · block]: 0 where the ``index``-th block's queries attend, else -inf."""
-        mask = self._masks[windowed and len(self._masks) > 1]
-        return mask[:, self._positions - (index + 1) * self._block :]
+    def of(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Full and windowed mask [block, (index + 1) · block]: 0 where the ``index``-th block's queries attend."""
+        masks = self._of.get(index)
+        if masks is None:
+            start = self._positions - (index + 1) * self._block
+            full, windowed = self._masks
+            masks = self._of[index] = (full[:, start:], windowed[:, start:])
+        return masks
