@@ -29,6 +29,7 @@ from tests.contract.harness import (
     scenario,
     submit,
     swap,
+    until,
     update,
 )
 from tests.contract.reference import assert_logprobs
@@ -267,14 +268,14 @@ class Serving(OfEngine):
                 assert numbers_of(batch) == [0]
                 break
             await batches.aclose()  # type: ignore[attr-defined]
-            await self.others_alone(replica, 2)
+            await until(replica, lambda: self.has(replica, 2))
             assert [answer.whole for answer in await running] == [True, True]
             await at_rest(replica)
 
-    async def others_alone(self, replica: Replica, calls: int) -> None:
-        """Nothing else is left in the engine."""
+    async def has(self, replica: Replica, calls: int) -> bool:
+        """Whether there are just so many calls in the engine."""
         stats = await replica.engine.stats()
-        assert stats.running + stats.waiting == calls
+        return stats.running + stats.waiting == calls
 
     @pytest.mark.parametrize("policy", OnUpdate)
     @scenario()
