@@ -38,11 +38,15 @@ NEW = 5
 
 
 class Caching(OfEngine):
+    """Each test has prompts of its own: a replica that many share may still have those of others."""
+
     @scenario()
     async def test_a_context_that_calls_share_is_prefilled_once(self) -> None:
         async with self.harness.serve() as replica:
             await replica.engine.stats()
-            answers = await collect(replica, make_calls(1, n=5, length=PROMPT), make_calls(2, n=1, length=PROMPT - 3))
+            answers = await collect(
+                replica, make_calls(111, n=5, length=PROMPT), make_calls(112, n=1, length=PROMPT - 3)
+            )
             stats = await replica.engine.stats()
             contexts = PROMPT + PROMPT - 3
             assert contexts <= stats.prefilled_tokens <= contexts + 4 * BLOCK
@@ -54,7 +58,7 @@ class Caching(OfEngine):
     @scenario(Feature.JOINING)
     async def test_what_comes_while_another_call_has_its_context_finds_it(self) -> None:
         async with self.harness.serve() as replica:
-            calls = endless(1, n=3, length=PROMPT)
+            calls = endless(121, n=3, length=PROMPT)
             first = await submit(replica, calls[:1])
             await sampled(replica, 4)
             for call in calls[1:]:
@@ -67,7 +71,7 @@ class Caching(OfEngine):
     async def test_calls_that_wait_for_a_slot_find_the_context_too(self) -> None:
         async with self.harness.serve() as replica:
             n = 2 * self.harness.slots + 3
-            answers = await collect(replica, make_calls(1, n=n, length=PROMPT, max_tokens=5))
+            answers = await collect(replica, make_calls(131, n=n, length=PROMPT, max_tokens=5))
             assert sum(answer.done.cached >= PROMPT - BLOCK for answer in answers) == n - 1
             self.check(replica, answers)
 
@@ -77,7 +81,7 @@ class Caching(OfEngine):
     async def test_a_call_that_continues_an_earlier_one_finds_it(self) -> None:
         """Over several turns, of episodes that have a prompt in common."""
         async with self.harness.serve() as replica:
-            first = make_calls(1, n=3, length=PROMPT, max_tokens=7, goes_on=True)
+            first = make_calls(141, n=3, length=PROMPT, max_tokens=7, goes_on=True)
             conversation = _Conversation(replica)
             answers = await conversation.turn(first)
             self.check(replica, answers)
@@ -98,7 +102,7 @@ class Caching(OfEngine):
     @scenario()
     async def test_leaving_gives_up_what_was_kept_for_the_clients_episodes(self) -> None:
         async with self.harness.serve() as replica:
-            self.check(replica, await collect(replica, make_calls(1, length=PROMPT, goes_on=True)))
+            self.check(replica, await collect(replica, make_calls(151, length=PROMPT, goes_on=True)))
             await at_rest(replica)
 
     @pytest.mark.parametrize("policy", [OnUpdate.DRAIN, OnUpdate.INTERRUPT])
@@ -106,7 +110,7 @@ class Caching(OfEngine):
     async def test_further_calls_share_nothing_with_the_version_before(self, policy: OnUpdate) -> None:
         async with self.harness.serve() as replica:
             conversation = _Conversation(replica)
-            answers = await conversation.turn(make_calls(1, n=2, length=PROMPT, goes_on=True))
+            answers = await conversation.turn(make_calls(161, n=2, length=PROMPT, goes_on=True))
             await update(replica, policy)
             (first,), (second,) = [await conversation.turn([further(answer, key=1)]) for answer in answers]
             assert first.done.cached == 0
@@ -120,12 +124,12 @@ class Caching(OfEngine):
     async def test_after_keeping_an_episode_may_go_on_with_the_old_keys_and_values_and_no_other_does(self) -> None:
         async with self.harness.serve() as replica:
             conversation = _Conversation(replica)
-            (answer,) = await conversation.turn(make_calls(1, n=1, length=PROMPT, goes_on=True))
+            (answer,) = await conversation.turn(make_calls(171, n=1, length=PROMPT, goes_on=True))
             await update(replica, OnUpdate.KEEP)
             (going_on,) = await conversation.turn([further(answer, key=1)])
             assert going_on.whole
             assert going_on.versions == [replica.version]
-            (another,) = await conversation.turn(make_calls(1, n=1, first=1, length=PROMPT))
+            (another,) = await conversation.turn(make_calls(171, n=1, first=1, length=PROMPT))
             self.check(replica, [another])
             await conversation.leave()
             await at_rest(replica)
@@ -135,7 +139,7 @@ class Caching(OfEngine):
         """Forks of an episode: in its prompt, in its continuation, behind it; in the middle of a block, at its end."""
         async with self.harness.serve() as replica:
             conversation = _Conversation(replica)
-            (answer,) = await conversation.turn(make_calls(1, n=1, length=PROMPT - 5, max_tokens=9, goes_on=True))
+            (answer,) = await conversation.turn(make_calls(181, n=1, length=PROMPT - 5, max_tokens=9, goes_on=True))
             forks = [
                 _with_another_token(further(answer, key=key), at)
                 for key, at in enumerate((3, BLOCK, PROMPT - 20, PROMPT - 5, PROMPT - 1, PROMPT + 7), 2)
@@ -159,7 +163,7 @@ class Caching(OfEngine):
     async def test_further_calls_survive_an_interrupt_and_the_end_of_others(self) -> None:
         async with self.harness.serve() as replica:
             conversation = _Conversation(replica)
-            answers = await conversation.turn(make_calls(1, n=4, length=PROMPT, goes_on=True))
+            answers = await conversation.turn(make_calls(201, n=4, length=PROMPT, goes_on=True))
             calls = [further(answer, key=1, max_tokens=30) for answer in answers]
             gone = await submit(replica, calls[2:])
             running = asyncio.create_task(conversation.turn(calls[:2]))
