@@ -38,7 +38,7 @@ async def workers(ray_here: None, tmp_path: Path) -> AsyncIterator[list[RayWorke
     cluster = RayCluster(config, tmp_path)
     await cluster.connect()
     specs = echo_specs(2, config)
-    await cluster.reserve(ClusterPlan(tuple(specs), *[()] * 5, inside_fetch=frozenset(), shared=False))
+    await cluster.reserve(ClusterPlan(tuple(specs), *[()] * 6, inside_fetch=frozenset(), shared=False))
     started = [cluster.launch(spec) for spec in specs]
     await asyncio.gather(*(worker.up() for worker in started))
     yield started
@@ -196,7 +196,7 @@ async def test_a_machine_with_too_few_gpus_is_told_at_once(
     config = Config()
     cluster = RayCluster(config, tmp_path)
     assert await cluster.connect() == "cuda"
-    plan = ClusterPlan(tuple(echo_specs(2, config)), *[()] * 5, inside_fetch=frozenset(), shared=False)
+    plan = ClusterPlan(tuple(echo_specs(2, config)), *[()] * 6, inside_fetch=frozenset(), shared=False)
     with pytest.raises(
         ConfigError, match=r"needs 2 GPUs, for echo-0, echo-1, and this machine has 1\. Set .*device=cpu"
     ):
@@ -209,7 +209,7 @@ async def test_a_machine_with_too_little_memory_for_so_many_processes_is_told_at
     config = Config(cluster={"device": "cpu"})  # type: ignore[arg-type]
     cluster = RayCluster(config, tmp_path)
     await cluster.connect()
-    plan = ClusterPlan(tuple(echo_specs(5000, config)), *[()] * 5, inside_fetch=frozenset(), shared=False)
+    plan = ClusterPlan(tuple(echo_specs(5000, config)), *[()] * 6, inside_fetch=frozenset(), shared=False)
     with pytest.raises(ConfigError, match=r"needs 5000 processes, each with 128 MiB or more, and Ray has [\d.]+ GiB"):
         await cluster.reserve(plan)
 

@@ -86,6 +86,7 @@ def look(
         workers=(),
         actor=tuple(ranks("actor")),
         rollout=tuple(ranks("rollout")),
+        keepers=(),
         ref=(),
         logp=tuple(ranks("logp")),
         critic=tuple(ranks("critic")),

@@ -110,7 +110,7 @@ def test_the_engines_log_probs_are_those_of_the_models_own_logits(family: str) -
     model = make_model(family)
     core = make_core(model, temperature=TEMPERATURE)
     assert isinstance(core._runner._forward, ModuleForward)
-    core.submit([make_request(0, length=3), make_request(1, length=13)], "test")
+    core.ask([make_request(0, length=3), make_request(1, length=13)])
     for group in finish(core):
         for response in group.tokens.responses:
             ids = np.concatenate([group.tokens.prompt_ids, response.ids])

@@ -201,7 +201,7 @@ def test_a_run_trains_in_another_thread_than_the_main_one(recipe: Path, tmp_path
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("during", ["headway.models.make.make_model", "headway.models.pretrained.load_tokenizer"])
+@pytest.mark.parametrize("during", ["headway.models.make.make_model", "headway.models.tokenizer.load_tokenizer"])
 def test_one_signal_while_a_model_is_made_or_warmed_up_leaves_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, during: str, number: signal.Signals
 ) -> None:

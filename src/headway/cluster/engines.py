@@ -108,6 +108,7 @@ class RolloutReplica:
         self._verify = verify
         self.capabilities = capabilities
         self.slots = slots
+        self._worker = worker
         self.calls = calls = ReplicaCalls(worker.name, slots, worker.peer())
         """The replica as keepers call it; can be sent to another process."""
         self.submit, self.finished, self.abort, self.release = calls.submit, calls.finished, calls.abort, calls.release

@@ -61,7 +61,6 @@ async def test_only_what_sleeps_is_woken(
         seed=0,
         slots=2,
         max_context=32,
-        decode=str,
         clock=clock,
         activity=Activity(clock),
         temperature=1.0,

@@ -16,10 +16,9 @@ import asyncio
 import queue
 import threading
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -31,6 +30,7 @@ from transformers import PreTrainedModel
 from headway.data.types import TrajectoryId
 from headway.engines.rollout.inboxes import CallInbox, Inboxes
 from headway.engines.rollout.native.core import EngineCore, Finished
+from headway.engines.rollout.native.crossing import Command, Outgoing, always
 from headway.engines.rollout.native.graphs import CudaRecorder
 from headway.engines.served.update import (
     BufferedIntake,
@@ -66,20 +66,6 @@ T = TypeVar("T")
 
 CLOSE_TIMEOUT_S = 60.0
 """Seconds for the decoding thread to finish the step it is in."""
-
-
-def _always() -> bool:
-    return True
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Command:
-    """Something for the decoding thread to do, and where the answer goes once ``answerable``; None if nobody asks."""
-
-    run: Callable[[], Any]
-    answerable: Callable[[], bool]
-    loop: asyncio.AbstractEventLoop
-    answer: asyncio.Future[Any] | None
 
 
 class NativeEngine:
@@ -162,12 +148,12 @@ class NativeEngine:
             )
             self._updates = Updates(whose, intake, receive, model.device)
 
-        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
-        self._unanswered: list[tuple[_Command, Any]] = []
+        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._unanswered: list[tuple[Command, Any]] = []
         self._inboxes = Inboxes(name)
         self._clients: dict[str, CallInbox] = {}
         """The inboxes that the decoding thread fills, by client."""
-        self._outgoing: defaultdict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = defaultdict(list)
+        self._outgoing = Outgoing()
         self._over = threading.Lock()
         """Held to post a command, and to declare that none will be read any more."""
         self._ended: Callable[[], HeadwayError] | None = None
@@ -197,7 +183,7 @@ class NativeEngine:
                     yield await inbox.next()
             finally:
                 # Nobody waits for it, and an engine that has ended does not care.
-                self._put(_Command(lambda: self._leave(inbox), _always, inbox.loop, None))
+                self._put(Command(lambda: self._leave(inbox), always, inbox.loop, None))
 
     async def pause(self, policy: OnUpdate) -> Paused:
         """Returns when nothing decodes any more under ``policy``; at once if the engine is paused already."""
@@ -280,16 +266,16 @@ class NativeEngine:
 
     # ------------------------------------------------------------------------------------- event loop's side
 
-    async def _ask(self, run: Callable[[], T], answerable: Callable[[], bool] = _always) -> T:
+    async def _ask(self, run: Callable[[], T], answerable: Callable[[], bool] = always) -> T:
         """Run something between two steps on the decoding thread; its result, or what it raised."""
         self._check_alive()
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
-        if not self._put(_Command(run, answerable, loop, answer)):
+        if not self._put(Command(run, answerable, loop, answer)):
             self._check_alive()
         return await answer
 
-    def _put(self, command: _Command) -> bool:
+    def _put(self, command: Command) -> bool:
         with self._over:
             if self._ended is None:
                 self._commands.put(command)
@@ -328,11 +314,11 @@ class NativeEngine:
                 return False
             self._run(command)
 
-    def _run(self, command: _Command) -> None:
+    def _run(self, command: Command) -> None:
         try:
             result = command.run()
         except HeadwayError as error:
-            self._outgoing[command.loop].append(partial(_fail, command.answer, error))
+            self._outgoing.fail(command, error)
         except BaseException:
             self._unanswered.append((command, None))  # learns with all the others that the thread has ended
             raise
@@ -367,27 +353,18 @@ class NativeEngine:
             batches.setdefault(client, []).append(call)
         for client, batch in batches.items():
             if (inbox := self._clients.get(client)) is not None:
-                self._outgoing[inbox.loop].append(partial(inbox.batches.put_nowait, batch))
+                self._outgoing.put(inbox.loop, partial(inbox.batches.put_nowait, batch))
 
     def _send(self) -> None:
         """Cross to each event loop once, with the finished calls and the answers that there are for it."""
         waiting = []
         for command, result in self._unanswered:
             if command.answerable():
-                self._outgoing[command.loop].append(partial(_fulfil, command.answer, result))
+                self._outgoing.answer(command, result)
             else:
                 waiting.append((command, result))
         self._unanswered = waiting
-        self._deliver()
-
-    def _deliver(self) -> None:
-        for loop, deliveries in self._outgoing.items():
-            try:
-                loop.call_soon_threadsafe(_run_all, deliveries)
-            except RuntimeError:
-                # The loop was closed: nobody there waits any more.
-                continue
-        self._outgoing = defaultdict(list)
+        self._outgoing.send()
 
     def _end(self, error: Callable[[], HeadwayError]) -> None:
         """Refuse further commands, and tell everyone who still waits."""
@@ -398,10 +375,10 @@ class NativeEngine:
             if (command := self._commands.get_nowait()) is not None:
                 unread.append(command)
         for command in [*unread, *(command for command, _ in self._unanswered)]:
-            self._outgoing[command.loop].append(partial(_fail, command.answer, error()))
+            self._outgoing.fail(command, error())
         for inbox in self._clients.values():
-            self._outgoing[inbox.loop].append(partial(inbox.batches.put_nowait, error()))
-        self._deliver()
+            self._outgoing.put(inbox.loop, partial(inbox.batches.put_nowait, error()))
+        self._outgoing.send()
 
     def _died(self, cause: BaseException) -> HeadwayError:
         if isinstance(cause, NonFinite):  # no fault of this replica's: another would find the same
@@ -412,18 +389,3 @@ class NativeEngine:
 
     def _closed(self) -> RunError:
         return RunError(f"rollout engine {self.name} is closed")
-
-
-def _run_all(deliveries: list[Callable[[], None]]) -> None:
-    for deliver in deliveries:
-        deliver()
-
-
-def _fulfil(answer: asyncio.Future[Any] | None, result: Any) -> None:
-    if answer is not None and not answer.done():
-        answer.set_result(result)
-
-
-def _fail(answer: asyncio.Future[Any] | None, error: HeadwayError) -> None:
-    if answer is not None and not answer.done():
-        answer.set_exception(error)
