@@ -40,7 +40,7 @@ def watched(core: AskedCore, steps: int = 10**6) -> tuple[list[FinishedGroup], i
             done = core.step()
             finished += core.groups(done)
             parked += core._scheduler.queued > before
-            assert core._rows.active * cache.room <= cache.tokens
+            assert core._batch.rows.active * cache.room <= cache.tokens
             assert cache._kv.numel() == cache.tokens * GEOMETRY.layers * 2 * 2 * 12
     return finished, parked
 
@@ -117,7 +117,7 @@ def test_training_gives_way_to_validation() -> None:
     parked = 0
     with torch.inference_mode():
         for _ in range(200):
-            assert sum(not run.trains for run in core._rows.runs) == 2 or not core._rows.active
+            assert sum(not run.trains for run in core._batch.rows.runs) == 2 or not core._batch.rows.active
             queued = core._scheduler.queued
             core.groups(core.step())
             parked += core._scheduler.queued > queued

@@ -100,7 +100,7 @@ def test_prompts_that_were_prefilled_for_later_are_freed_too() -> None:
     core = make_core(MODEL, slots=2)
     core.ask([make_request(0, n=4)], "owner")
     steps(core, 1)
-    (context,) = core._siblings._contexts.values()
+    (context,) = core._batch.siblings._contexts.values()
     assert context.kept is not None
     kept = weakref.ref(context.kept.kv)
     del context

@@ -1,8 +1,8 @@
 """The engine without its thread: commands and one decode step, synchronous and deterministic.
 
-    submit ─▶ Scheduler ─take─▶ Rows ◀─▶ Runner (prefill, decode, sample) ─▶ finished calls
-                  ▲               │ put_back (an interrupt, or no memory)
-                  └───────────────┘
+    submit ─▶ Scheduler ─take─▶ Batch ◀─▶ Runner (prefill, decode, sample) ─▶ finished calls
+                  ▲               │
+                  └───────────────┘ put_back (an interrupt, or no memory)
 
 A step is schedule ▶ run ▶ postprocess, and gives every active row exactly one token: rows that were decoding run one
 position; rows that just started take theirs from their prefill. Which rows run in a step depends on what was submitted
@@ -11,8 +11,7 @@ and on the steps made so far, never on the time. Commands run between two steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -21,17 +20,12 @@ from transformers import PreTrainedModel
 
 from headway.data.types import FinishReason, TrajectoryId
 from headway.engines.rollout.calls import OpenCalls
-from headway.engines.rollout.native.activity import Activity, Step
-from headway.engines.rollout.native.admission import Share, StepAdmission
+from headway.engines.rollout.native.activity import Activity
+from headway.engines.rollout.native.batch import Batch
 from headway.engines.rollout.native.fused import best_forward
 from headway.engines.rollout.native.graphs import Recorder
-from headway.engines.rollout.native.prefixes import Prefixes
 from headway.engines.rollout.native.prepare import prepare_model
-from headway.engines.rollout.native.rows import Rows
-from headway.engines.rollout.native.runner import Given, Runner
-from headway.engines.rollout.native.seen import SeenTokens
-from headway.engines.rollout.native.siblings import Siblings
-from headway.engines.rollout.native.stop_strings import completed, window
+from headway.engines.rollout.native.runner import Runner
 from headway.engines.rollout.scheduler import Mode, Scheduler
 from headway.engines.rollout.work import CallRun, not_finite
 from headway.engines.served.weights import ServedWeights
@@ -41,23 +35,6 @@ from headway.models.probe import PROBE_PREFILL, probe_sequences
 
 Finished = tuple[str, FinishedCall]
 """A finished call and its client."""
-
-KEPT_SHARE = 8
-"""One in so many tokens of the KV cache's memory may be taken beside it, for prefills that calls wait for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scheduled:
-    """The work that one step does."""
-
-    decoding: int
-    """Number of rows that decode another token."""
-    starting: list[CallRun]
-    """Calls that start in this step, in the rows after the decoding ones."""
-    shares: list[Share]
-    """The same calls, by context."""
-    positions: int
-    """Number of positions of the longest row, its next token included."""
 
 
 class EngineCore:
@@ -81,17 +58,11 @@ class EngineCore:
         self._name = name
         self._seed = seed
         self._max_context = max_context
-        self._max_batched_tokens = max_batched_tokens
         self._vocabulary = len(model.get_input_embeddings().weight)
-        self._decode_text = decode
         self._temperature = temperature
         self._clock = clock
         prepare_model(model, max_context)
         self._scheduler = Scheduler()
-        self._rows = Rows(slots, max_context)
-        self._seen = SeenTokens(slots, self._vocabulary, model.device)
-        self._looks_for_text = False
-        """True once a request with stop strings was submitted."""
         self._runner = Runner(
             model,
             best_forward(model, max_context),
@@ -100,11 +71,12 @@ class EngineCore:
             kv_cache_bytes=kv_cache_bytes,
             recorder=recorder,
         )
+        self._batch = Batch(
+            self._runner, slots=slots, max_context=max_context, max_batched_tokens=max_batched_tokens, decode=decode
+        )
         self.weights = ServedWeights(model, f"rollout engine {name}")  # after the runner, which may repack them
         self._activity = Activity(clock)
         self._calls = OpenCalls()
-        self._siblings = Siblings(max(max_context, self._runner.cache.tokens // KEPT_SHARE))
-        self._prefixes = Prefixes(self._runner.cache)
         self._in_place = True
         """New weights find what goes on with the keys and values of old ones: nothing decodes at the end of a drain."""
         self._asleep = False
@@ -137,7 +109,7 @@ class EngineCore:
 
         runs = self._calls.submit(client, calls, check)
         for run in runs:
-            self._siblings.expect(run)
+            self._batch.siblings.expect(run)
         self._scheduler.submit(runs)
 
     def pause(self, policy: OnUpdate) -> Paused:
@@ -175,11 +147,11 @@ class EngineCore:
         start = self._clock()
         load()
         self._runner.refresh()
-        self._siblings.drop()
+        self._batch.siblings.drop()
         if self._in_place:
-            self._prefixes.renew()
+            self._batch.prefixes.renew()
         else:
-            self._prefixes.clear()
+            self._batch.prefixes.clear()
         self.version = version
         return self._clock() - start
 
@@ -195,11 +167,11 @@ class EngineCore:
         """Stop and drop everything that ``client`` submitted, and what is kept for its episodes."""
         self._end(self._calls.of(client))
         self._calls.forget(client)
-        self._prefixes.leave(client)
+        self._batch.prefixes.leave(client)
 
     def release(self, trajectories: Sequence[TrajectoryId]) -> None:
         """Give up what is kept for further calls of these episodes."""
-        self._prefixes.release(trajectories)
+        self._batch.prefixes.release(trajectories)
 
     def sleep(self, *, keep_weights: bool = True) -> None:
         """Free the KV cache and the weights' memory; what was decoding is parked. Raises `RunError` unless paused."""
@@ -235,8 +207,8 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """The engine's activity since the last call of this method."""
-        self._activity.lost(self._prefixes.lost)
-        return self._activity.take(self._rows.active, self._scheduler.waiting, self.version)
+        self._activity.lost(self._batch.prefixes.lost)
+        return self._activity.take(self._batch.active, self._scheduler.waiting, self.version)
 
     # ------------------------------------------------------------------------------------- stepping
 
@@ -245,7 +217,7 @@ class EngineCore:
         """A step would sample something."""
         if self._scheduler.mode is Mode.PAUSED or self.weights.problem is not None:
             return False
-        return bool(self._rows.active or self._scheduler.queued)
+        return bool(self._batch.active or self._scheduler.queued)
 
     @property
     def draining(self) -> bool:
@@ -255,67 +227,22 @@ class EngineCore:
         """Start what fits, sample one token for every active row, and return the calls that this finished."""
         self.weights.check("decode")
         with self._activity.step() as step:
-            scheduled = self._schedule(step)
-            logits = self._run(scheduled, step)
-            finished = self._postprocess(scheduled.starting, logits)
+            step.preempted = self._preempt()
+            admission = self._batch.admission()
+            starting = self._scheduler.take(self._batch.rows.slots - self._batch.active, admission)
+            logits = self._batch.run(starting, admission, step)
+            finished = self._postprocess(starting, logits)
         self._settle()
         return finished
 
-    def _schedule(self, step: Step) -> Scheduled:
-        """Choose the rows that go on and the calls that start, as memory and the prefill's budget allow."""
-        step.preempted = self._preempt()
-        decoding = self._rows.active
-        admission = StepAdmission(
-            rows=decoding,
-            longest=self._longest,
-            budget=self._max_batched_tokens,
-            fits=self._runner.fits,
-            kept=self._siblings.of,
-            find=self._prefixes.find,
-        )
-        starting = self._scheduler.take(self._rows.slots - decoding, admission)
-        return Scheduled(decoding, starting, admission.shares, admission.positions)
-
-    def _run(self, scheduled: Scheduled, step: Step) -> torch.Tensor:
-        """One forward pass over decoding rows and contexts. Returns the logits [A, V] of all rows, those that start
-        last.
-        """
-        decoding, starting = scheduled.decoding, scheduled.starting
-        missing = [share for share in scheduled.shares if share.missing]
-        contexts = [Given(share.ids[share.found.length :], self._prefixes.gather(share.found)) for share in missing]
-        tokens, lengths = self._rows.tokens[:decoding], self._rows.lengths[:decoding]
-        decoded, prefilled = self._runner.step(tokens, lengths, contexts)
-        lengths += 1
-        logits = [decoded] if decoding else []
-        if starting:
-            self._reserve(decoding + len(starting), scheduled.positions)
-            for share, result in zip(missing, prefilled, strict=True):
-                share.prefilled = result
-            logits.append(self._start(scheduled, step))
-        step.active = self._rows.active
-        step.cached = self._rows.cached
-        return logits[0] if len(logits) == 1 else torch.cat(logits)
-
     def _postprocess(self, starting: Sequence[CallRun], logits: torch.Tensor) -> list[Finished]:
         """Sample a token for every row, and take out the rows that it ends."""
-        self._sample(logits)
+        if not self._batch.sample(logits, self.version):
+            raise not_finite(self._name, self.version)
         now = self._clock()
         for run in starting:
             run.begin(now, self.version)
-        finished = []
-        for row, reason in self._ended():
-            run = self._rows.runs[row]
-            ending = self._prefixes.ending(self._rows, row)
-            self._remove(row)
-            if ending is not None:
-                self._prefixes.store(run, ending, self._runner.rows_of(self._rows.active))
-            finished.append(self._finish(run, reason, now))
-        return finished
-
-    @property
-    def _longest(self) -> int:
-        """Positions that the longest row has."""
-        return int(self._rows.lengths[: self._rows.active].max(initial=0))
+        return [self._finish(self._batch.take_out(row), reason, now) for row, reason in self._batch.ended()]
 
     def _preempt(self) -> int:
         """Make room for every row's next token; where there is not enough, the rows that came last are parked.
@@ -323,78 +250,15 @@ class EngineCore:
         Those of validation only when no others are left. All keep what they wrote, and are the first to go on. Returns
         how many were parked.
         """
-        before = self._rows.active
-        while (active := self._rows.active) and not self._runner.fits(active, self._longest + 1):
-            latest = max(range(active), key=lambda row: _later(self._rows.runs[row]))
-            self._scheduler.put_back([self._remove(latest)])
-        self._reserve(active, self._longest + 1)
-        return before - active
-
-    def _reserve(self, rows: int, positions: int) -> None:
-        """Make room for so many rows, the longest of ``positions``; blocks give way."""
-        self._prefixes.reserve(self._runner.rows_of(rows), positions, self._rows.lengths[: self._rows.active])
-
-    def _start(self, scheduled: Scheduled, step: Step) -> torch.Tensor:
-        """Give the calls that start the next rows, their contexts in the cache; logits [S, V] of their next tokens."""
-        first = self._rows.active
-        for row, run in enumerate(scheduled.starting, first):
-            self._rows.add(run)
-            sampling = run.call.sampling
-            if sampling.repetition_penalty != 1:
-                self._seen.add(row, run.context)
-            self._looks_for_text = self._looks_for_text or bool(sampling.stop)
-        logits: list[torch.Tensor | None] = [None] * len(scheduled.starting)
-        for share in scheduled.shares:
-            prefilled = share.prefilled
-            assert prefilled is not None
-            step.prefilled += share.missing
-            step.found += len(share.ids) * len(share.runs) - share.missing
-            for run, place in zip(share.runs, share.places, strict=True):
-                if run.fresh:
-                    run.cached = len(share.ids) - (share.missing if run is share.runs[0] else 0)
-                    self._siblings.started(run)
-                self._prefixes.begin(run, share.shared)
-                logits[place] = prefilled.logits
-            if share.shared == len(share.ids):
-                self._siblings.keep(share.runs[0], prefilled)
-            for rows in neighbours(share.places):
-                self._runner.fill(range(first + rows.start, first + rows.stop), prefilled)
-        return torch.stack([one for one in logits if one is not None])
-
-    def _sample(self, logits: torch.Tensor) -> None:
-        """Sample from ``logits`` [A, V], one row each, and record the tokens."""
-        params = [run.call.sampling for run in self._rows.runs]
-        rows, seen = self._rows, self._seen.of(self._rows.active)
-        tokens, logprobs = self._runner.sample(logits, params, rows.uniforms(), rows.written, seen)
-        if not np.isfinite(logprobs).all():
-            raise not_finite(self._name, self.version)
-        self._rows.record(tokens, logprobs, self.version)
-        if seen is not None:
-            penalised = [row for row, p in enumerate(params) if p.repetition_penalty != 1]
-            self._seen.record(penalised, tokens[penalised])
-
-    def _ended(self) -> list[tuple[int, FinishReason]]:
-        """Rows that just got their last token, and why; the last row first."""
-        ended = dict(self._rows.ended())
-        for row, run in enumerate(self._rows.runs) if self._looks_for_text else ():
-            sampling = run.call.sampling
-            if not sampling.stop or self._rows.written[row] <= sampling.min_tokens:
-                continue
-            tail = self._rows.tail(row, window(sampling.stop)).tolist()
-            if completed(tail, sampling.stop, self._decode_text):
-                ended[row] = FinishReason.STOP
-        return sorted(ended.items(), reverse=True)
+        batch = self._batch
+        before = batch.active
+        while batch.active and not batch.fits:
+            latest = max(range(batch.active), key=lambda row: _later(batch.rows.runs[row]))
+            self._scheduler.put_back([batch.remove(latest)])
+        batch.reserve()
+        return before - batch.active
 
     # ------------------------------------------------------------------------------------- endings
-
-    def _remove(self, row: int) -> CallRun:
-        """Free a row; the last one moves into its place, in the cache too."""
-        run, moved = self._rows.remove(row)
-        self._prefixes.end(run)
-        if moved != row:
-            self._runner.cache.move(moved, row, int(self._rows.lengths[row]))
-            self._seen.move(moved, row)
-        return run
 
     def _finish(self, run: CallRun, reason: FinishReason, now: float) -> Finished:
         self._calls.remove(run)
@@ -403,12 +267,12 @@ class EngineCore:
     def _end(self, runs: Collection[CallRun]) -> list[Finished]:
         """Abort calls, wherever they are."""
         wanted = frozenset(runs)
-        rows = [row for row, run in enumerate(self._rows.runs) if run in wanted]
+        rows = [row for row, run in enumerate(self._batch.rows.runs) if run in wanted]
         waiting = self._scheduler.remove(wanted)
         for run in waiting:
             if run.fresh:
-                self._siblings.started(run)
-        ended = [self._remove(row) for row in reversed(rows)] + waiting
+                self._batch.siblings.started(run)
+        ended = [self._batch.remove(row) for row in reversed(rows)] + waiting
         now = self._clock()
         finished = [self._finish(run, FinishReason.ABORTED, now) for run in ended]
         self._settle()
@@ -419,15 +283,14 @@ class EngineCore:
 
         Returns how many there were.
         """
-        parked = [self._remove(row) for row in reversed(range(self._rows.active))]
+        parked = [self._batch.remove(row) for row in reversed(range(self._batch.active))]
         self._scheduler.put_back(parked)
-        self._siblings.drop()
-        self._prefixes.clear()
+        self._batch.drop_kept()
         return len(parked)
 
     def _settle(self) -> None:
         """Close the busy span and end a drain, where nothing is left to compute."""
-        if self.draining and not self._rows.active and not self._scheduler.queued:
+        if self.draining and not self._batch.active and not self._scheduler.queued:
             self._scheduler.drained()
         if not self.has_work:
             self._activity.stop()
@@ -436,12 +299,3 @@ class EngineCore:
 def _later(run: CallRun) -> tuple[bool, int]:
     """Sorts by who has to give way: training before validation, then the younger."""
     return run.trains, run.serial
-
-
-def neighbours(places: Sequence[int]) -> Iterator[range]:
-    """Cut increasing ``places`` into ranges without a gap."""
-    start = 0
-    for index, place in enumerate(places):
-        if index + 1 == len(places) or places[index + 1] != place + 1:
-            yield range(places[start], place + 1)
-            start = index + 1

@@ -103,17 +103,17 @@ class Runner:
         Raises `ConfigError` where ``kv_cache_bytes`` (default: enough for ``slots``) are too few for one context.
         """
         self._forward = forward
-        self._device, self._dtype = model.device, model.dtype
+        self.device, self._dtype = model.device, model.dtype
         self._max_context = max_context
         self._window = Windows.of(model.config, max_context).size
         self._least_rows = 1
         self._geometry = KvGeometry.of(model.config)
-        self._vocabulary = len(model.get_input_embeddings().weight)
+        self.vocabulary = len(model.get_input_embeddings().weight)
         least_rows = self._least_invariant_rows()
         self.invariant = least_rows is not None
         """A row's logits do not depend on how many are beside it, or on which."""
         self._least_rows = least_rows or self._fixed_rows(slots)
-        self._mixes = self.invariant or self._device.type != "cpu"
+        self._mixes = self.invariant or self.device.type != "cpu"
         if not forward.recordable:
             recorder = None
         self.cache = SlotCache(
@@ -159,15 +159,15 @@ class Runner:
     @torch.inference_mode()
     def _least_invariant_rows(self) -> int | None:
         """See `invariance`. On a GPU the kernels of a step differ with its shape: not looked for."""
-        if self._device.type != "cpu":
+        if self.device.type != "cpu":
             return None
         context = min(40, self._max_context)
         lengths = 1 + 7 * np.arange(TOGETHER) % (context - 1) if context > 1 else np.zeros(TOGETHER, np.int64)
-        tokens = 11 * np.arange(TOGETHER) % self._vocabulary
+        tokens = 11 * np.arange(TOGETHER) % self.vocabulary
         noise = torch.Generator().manual_seed(0)
 
         def decode(rows: int) -> torch.Tensor:
-            cache = SlotCache(self._geometry, slots=rows, context=context, dtype=self._dtype, device=self._device)
+            cache = SlotCache(self._geometry, slots=rows, context=context, dtype=self._dtype, device=self.device)
             noise.manual_seed(0)
             for row in range(rows):
                 shape = (self._geometry.layers, 2 * self._geometry.kv_heads, int(lengths[row]), self._geometry.head_dim)
@@ -178,7 +178,7 @@ class Runner:
 
     def _fixed_rows(self, slots: int) -> int:
         """Rows of every call, where their number matters: then that is always the same."""
-        if self._device.type != "cpu":
+        if self.device.type != "cpu":
             return 1
         logger.warning(
             "a row's logits depend on the number of rows beside it here, so every decoding step is filled up to %d "
@@ -265,7 +265,7 @@ class Runner:
         for row, context in enumerate(prefilled):
             cache.fill(range(row, row + 1), context.kv)
         step = torch.stack([context.logits for context in prefilled])
-        sampling = BatchSampling.of([SamplingParams(1, temperature)] * rows, step.shape[1], self._device)
+        sampling = BatchSampling.of([SamplingParams(1, temperature)] * rows, step.shape[1], self.device)
         scores = []
         for at in range(given, length):
             targets = self._to_device(ids[:, at])
@@ -283,7 +283,7 @@ class Runner:
         seen: torch.Tensor | None,
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """One token per row of ``logits`` [A, V]: tokens [A] and their log-probs [A]. See `BatchSampling.of`."""
-        sampling = BatchSampling.of(rows, logits.shape[1], self._device, written, seen)
+        sampling = BatchSampling.of(rows, logits.shape[1], self.device, written, seen)
         tokens, logprobs = sample(logits, sampling, self._to_device(uniforms))
         return tokens.cpu().numpy(), logprobs.cpu().numpy()
 
@@ -291,7 +291,7 @@ class Runner:
         """Partition the rows into neighbours that attend together, each over its own longest row."""
         # On a GPU the time of a step is the number of its kernels: one block.
         whole = (0, len(lengths), int(lengths.max()) + 1)
-        blocks = blocks_of(lengths + 1) if self._device.type == "cpu" else [whole]
+        blocks = blocks_of(lengths + 1) if self.device.type == "cpu" else [whole]
         return [
             RowBlock.of(range(start, stop), self._span(span, room), on_device, self._window, self._dtype)
             for start, stop, span in blocks
@@ -301,4 +301,4 @@ class Runner:
         return min(-(-positions // SPAN_STEP) * SPAN_STEP, most)
 
     def _to_device(self, array: NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return torch.from_numpy(array).to(self.device)
