@@ -153,7 +153,6 @@ async def _updates(kind: str, path: Path, rounds: int) -> list[dict[str, Any]]:
         slots=REQUESTS,
         max_context=PROMPT + TOKENS,
         max_batched_tokens=BATCHED_TOKENS,
-        decode=lambda ids: "",
         receive=receive,
         manifest=manifest,
     )
@@ -177,7 +176,7 @@ async def _native(path: Path, **settings: Any) -> Any:
     from headway.engines.rollout.native import NativeEngine
     from headway.models.pretrained import load_model
 
-    return NativeEngine(load_model(path, dtype=torch.float32), **settings)
+    return NativeEngine(load_model(path, dtype=torch.float32), decode=lambda ids: "", **settings)
 
 
 async def _vllm(path: Path, **settings: Any) -> Any:

@@ -13,6 +13,7 @@ for module in (
     "reproducing",
     "sampling",
     "serving",
+    "sessions",
     "updating",
 ):
     pytest.register_assert_rewrite(f"tests.contract.{module}")

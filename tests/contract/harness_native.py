@@ -73,7 +73,7 @@ class NativeReplica:
     def holds(self) -> str:
         core = self.engine._core
         left = {
-            "rows": core._rows.active,
+            "rows": core._batch.active,
             "waiting": core._scheduler.waiting,
             "calls": len(core._calls),
             "clients": len(self.engine._inboxes),

@@ -19,7 +19,7 @@ from tests.contract.harness import (
     versions_of,
 )
 from tests.contract.reference import assert_logprobs
-from tests.contract.serving import Session
+from tests.contract.sessions import Session
 from tests.tiers import mostly_slow
 
 LONG = (60, CONTEXT - 20)
