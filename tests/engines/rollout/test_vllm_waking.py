@@ -56,7 +56,8 @@ async def test_only_what_sleeps_is_woken(
     llm = Noting()
     core = VllmCore(
         llm,
-        lambda owner, what: None,
+        lambda client, batch: None,
+        lambda error: None,
         name="replica",
         seed=0,
         slots=2,
