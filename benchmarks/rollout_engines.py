@@ -59,7 +59,7 @@ class Native:
             slots=setting.concurrent,
             max_context=setting.context,
             max_batched_tokens=BATCHED_TOKENS,
-            decode=lambda ids: "",  # no other engine makes text either
+            decode=lambda ids: "",
         )
         self._row = 0
 
@@ -70,16 +70,18 @@ class Native:
         import numpy as np
 
         from headway.data.types import Prompt
-        from headway.interfaces import GenerateRequest, SamplingParams
+        from headway.episodes.alone import keeping
+        from headway.interfaces import GroupRequest, SamplingParams
 
         asked = []
         for number, request in enumerate(requests):
             self._row += 1  # other uniforms in each round
             prompt = Prompt(0, self._row, 0, "bench", "", np.array(request.prompt, np.int32))
-            asked.append(GenerateRequest(number, prompt, 1, SamplingParams(request.tokens)))
+            asked.append(GroupRequest(number, prompt, 1, SamplingParams(request.tokens)))
         lengths = [0] * len(asked)
-        async for group in self._engine.generate(asked):
-            lengths[group.number] = group.trajectories[0].length
+        async with keeping(self._engine) as keeper:
+            async for group in keeper.generate(asked):
+                lengths[group.number] = group.trajectories[0].length
         return lengths
 
     def close(self) -> None:

@@ -260,16 +260,18 @@ class _Updater:
         import numpy as np
 
         from headway.data.types import Prompt
-        from headway.interfaces import GenerateRequest, SamplingParams
+        from headway.episodes.alone import keeping
+        from headway.interfaces import GroupRequest, SamplingParams
 
         asked = [
-            GenerateRequest(
+            GroupRequest(
                 row, Prompt(0, row, 0, "bench", "", np.arange(1, PROMPT + 1, dtype=np.int32)), 1, SamplingParams(TOKENS)
             )
             for row in range(REQUESTS)
         ]
-        async for _ in self._engine.generate(asked):
-            raise RuntimeError("a request ended in mid-flight")
+        async with keeping(self._engine) as keeper:
+            async for _ in keeper.generate(asked):
+                raise RuntimeError("a request ended in mid-flight")
 
 
 def main(engine: str, path: str, threads: str, rounds: str) -> None:

@@ -16,10 +16,11 @@ from headway.config.learning import ActorConfig
 from headway.config.model import ModelConfig
 from headway.config.schema import Config, RolloutConfig
 from headway.data.collate import Row
+from headway.data.types import GroupTokens, ResponseTokens
 from headway.engines.rollout.native.core import EngineCore
 from headway.engines.rollout.native.graphs import Compute, CudaRecorder, Recorder
 from headway.engines.train.fsdp.engine import FsdpEngine
-from headway.interfaces import FinishedGroup, GenerateRequest, OnUpdate
+from headway.interfaces import Call, GroupRequest, OnUpdate
 
 TEMPERATURE = 0.8
 FLOAT32_TOLERANCE = 1e-3
@@ -143,7 +144,7 @@ def same(expected: Tokens, found: Tokens, this: str, other: str) -> None:
         )
 
 
-def generated(model: PreTrainedModel, request: GenerateRequest) -> list[int]:
+def generated(model: PreTrainedModel, request: GroupRequest) -> list[int]:
     """Greedy tokens by ``transformers.generate``."""
     ids = torch.from_numpy(request.prompt.token_ids.astype(np.int64))[None].to(model.device)
     with torch.inference_mode():
@@ -153,25 +154,36 @@ def generated(model: PreTrainedModel, request: GenerateRequest) -> list[int]:
     return [int(token) for token in out[0, ids.shape[1] :]]
 
 
-def finish(
-    core: EngineCore, asked: Sequence[GenerateRequest], interrupt_after: int | None = None
-) -> list[FinishedGroup]:
+def finish(core: EngineCore, asked: Sequence[GroupRequest], interrupt_after: int | None = None) -> list[GroupTokens]:
     """Answer all; after so many steps everything that decodes is interrupted, and goes on from its context."""
-    core.submit(asked, "check")
-    groups: list[FinishedGroup] = []
+    places = [(request, k) for request in asked for k in range(request.n)]
+    calls = [
+        Call(number, request.prompt.trajectory_id(k), request.prompt.token_ids, request.sampling)
+        for number, (request, k) in enumerate(places)
+    ]
+    core.submit("check", calls)
+    answers: dict[int, ResponseTokens] = {}
     with torch.inference_mode():
         for step in range(MOST_STEPS):
             if not core.has_work:
-                return sorted(groups, key=lambda group: group.number)
+                break
             if step == interrupt_after:
                 core.pause(OnUpdate.INTERRUPT)
                 core.resume()
-            groups += [group for _, group in core.step()]
-    raise AssertionError(f"{len(asked) - len(groups)} of {len(asked)} requests unfinished after {MOST_STEPS} steps")
+            for _, call in core.step():
+                assert call.tokens is not None
+                mask = np.ones(call.length, np.bool_)
+                answers[call.number] = ResponseTokens(call.tokens.ids, call.tokens.logprobs, call.tokens.versions, mask)
+    require(len(answers) == len(calls), f"{len(answers)} of {len(calls)} answers after {MOST_STEPS} steps")
+    numbers = iter(range(len(calls)))
+    return [
+        GroupTokens(request.prompt.token_ids, tuple(answers[next(numbers)] for _ in range(request.n)))
+        for request in asked
+    ]
 
 
-def tokens_of(groups: Sequence[FinishedGroup]) -> Tokens:
-    return {(group.number, k): r.ids.tolist() for group in groups for k, r in enumerate(group.tokens.responses)}
+def tokens_of(groups: Sequence[GroupTokens]) -> Tokens:
+    return {(number, k): r.ids.tolist() for number, group in enumerate(groups) for k, r in enumerate(group.responses)}
 
 
 def _core(setting: Setting, model: PreTrainedModel, recorder: Recorder | None = None) -> EngineCore:

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwe
 
 from benchmarks.gpu_checks.setting import Setting
 from headway.data.collate import Row
-from headway.data.types import Prompt
-from headway.interfaces import FinishedGroup, GenerateRequest, SamplingParams
+from headway.data.types import GroupTokens, Prompt
+from headway.interfaces import GroupRequest, SamplingParams
 from headway.models.pretrained import load_model
 from headway.weights.buckets import Shard, pack
 from headway.weights.layout import Manifest, buckets, build_manifest
@@ -92,29 +92,29 @@ def on_device(folder: Path, setting: Setting, dtype: torch.dtype = torch.float32
 
 def requests(
     lengths: Sequence[int], vocabulary: int, *, n: int = 1, tokens: int, temperature: float = 1.0
-) -> list[GenerateRequest]:
+) -> list[GroupRequest]:
     """One for each prompt length, each with ``n`` answers of ``tokens`` tokens."""
     noise = np.random.default_rng(0)
     asked = []
     for number, length in enumerate(lengths):
         ids = noise.integers(0, vocabulary, length).astype(np.int32)
         prompt = Prompt(epoch=0, row=number, attempt=0, source="check", text="", token_ids=ids)
-        asked.append(GenerateRequest(number, prompt, n, SamplingParams(tokens, temperature=temperature)))
+        asked.append(GroupRequest(number, prompt, n, SamplingParams(tokens, temperature=temperature)))
     return asked
 
 
-def rows_of(groups: Sequence[FinishedGroup]) -> list[Row]:
+def rows_of(groups: Sequence[GroupTokens]) -> list[Row]:
     """What was generated, as the trainer gets it."""
     return [
         Row(
-            input_ids=np.concatenate([group.tokens.prompt_ids, response.ids]),
-            prompt_length=len(group.tokens.prompt_ids),
+            input_ids=np.concatenate([group.prompt_ids, response.ids]),
+            prompt_length=len(group.prompt_ids),
             logprobs=response.logprobs,
             versions=response.versions,
             loss_mask=response.loss_mask,
         )
         for group in groups
-        for response in group.tokens.responses
+        for response in group.responses
     ]
 
 

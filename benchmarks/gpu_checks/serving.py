@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from benchmarks.gpu_checks.models import Shape, checked_shape, manifest_of, on_device, peaked_model, requests, windows
 from benchmarks.gpu_checks.setting import Passed, Setting, require
 from headway.engines.rollout.native import NativeEngine
-from headway.interfaces import FinishedGroup, GenerateRequest, OnUpdate
+from headway.episodes.alone import keeping
+from headway.interfaces import FinishedGroup, GroupRequest, OnUpdate
 from headway.weights.layout import Manifest
 from headway.weights.outgoing import Stream
 from headway.weights.protocols import WeightSink
@@ -238,5 +239,6 @@ async def _serving(setting: Setting, model: PreTrainedModel, context: int, **mor
         await engine.close()
 
 
-async def _answers(engine: NativeEngine, asked: Sequence[GenerateRequest]) -> list[FinishedGroup]:
-    return [group async for group in engine.generate(asked)]
+async def _answers(engine: NativeEngine, asked: Sequence[GroupRequest]) -> list[FinishedGroup]:
+    async with keeping(engine) as keeper:
+        return [group async for group in keeper.generate(asked)]

@@ -31,6 +31,7 @@ from headway.config.schema import Config
 from headway.data.collate import Row
 from headway.engines.rollout.native import NativeEngine
 from headway.engines.train.fsdp.engine import FsdpEngine
+from headway.episodes.alone import keeping
 from headway.interfaces import StepContext
 from headway.models.pretrained import load_model
 
@@ -262,7 +263,8 @@ def _native(setting: Setting, folder: Path, *, eager: bool) -> Decode:
                 asked = requests([PROMPT] * count, shape_of(setting).vocabulary, tokens=tokens)
                 for _ in range(2):  # the first records graphs
                     started = time.perf_counter()
-                    groups = [group async for group in engine.generate(asked)]
+                    async with keeping(engine) as keeper:
+                        groups = [group async for group in keeper.generate(asked)]
                     seconds = time.perf_counter() - started
                 written = sum(group.trajectories[0].length for group in groups)
                 require(written == count * tokens, f"{count} answers have {written} tokens, not {count * tokens}")

@@ -25,8 +25,9 @@ from headway.config.schema import TaskConfig
 from headway.data.tasks import make_task
 from headway.data.types import Prompt
 from headway.engines.rollout.native.engine import NativeEngine
+from headway.episodes.alone import keeping
 from headway.errors import ModelError, UserCodeError, boundary
-from headway.interfaces import GenerateRequest, SamplingParams
+from headway.interfaces import GroupRequest, SamplingParams
 
 EVALUATION_SLOTS = 128
 GRAD_CLIP = 1.0
@@ -172,15 +173,20 @@ class _Evaluation:
             slots=EVALUATION_SLOTS,
             max_context=self._max_context,
             max_batched_tokens=4096,
-            decode=lambda ids: self._tokenizer.decode(ids, skip_special_tokens=True),
+            decode=self._text,
         )
         right = 0.0
-        requests = [GenerateRequest(i, prompt, 1, self._sampling) for i, prompt in enumerate(self._held_out)]
+        requests = [GroupRequest(i, prompt, 1, self._sampling) for i, prompt in enumerate(self._held_out)]
         try:
-            async for finished in engine.generate(requests):
-                prompt = self._held_out[finished.number]
-                with boundary(f"{prompt.source}: its score()", UserCodeError):
-                    right += self._task.score(finished.trajectories[0].text, prompt.answer, prompt.extra)
+            async with keeping(engine, decode=self._text) as keeper:
+                async for finished in keeper.generate(requests):
+                    prompt = self._held_out[finished.number]
+                    with boundary(f"{prompt.source}: its score()", UserCodeError):
+                        right += self._task.score(finished.trajectories[0].text, prompt.answer, prompt.extra)
         finally:
             await engine.close()
         return right / len(self._held_out)
+
+    def _text(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return text
