@@ -160,7 +160,7 @@ async def _slept(setting: Setting, keep: bool) -> dict[str, float]:
 
     asked = requests([40] * 4, shape.vocabulary, tokens=16)
     # In place: a back buffer is host memory, which a GPU does not see, and a CPU would count.
-    more = {"receive": receive, "manifest": manifest, "dual_buffer": False}
+    more = {"receive": receive, "manifest": manifest, "dual_buffer": False, "kv_cache_bytes": _kv_bytes(shape)}
     async with _serving(setting, model, shape.context, **more) as engine, asyncio.timeout(WAIT_S):
         await _answers(engine, asked)
         before = await engine.probe()
