@@ -59,7 +59,7 @@ class Native:
             slots=setting.concurrent,
             max_context=setting.context,
             max_batched_tokens=BATCHED_TOKENS,
-            decode=lambda ids: "",  # no other engine makes text either
+            decode=lambda ids: "",
         )
         self._row = 0
 

@@ -20,7 +20,7 @@ from headway.data.types import GroupTokens, ResponseTokens
 from headway.engines.rollout.native.core import EngineCore
 from headway.engines.rollout.native.graphs import Compute, CudaRecorder, Recorder
 from headway.engines.train.fsdp.engine import FsdpEngine
-from headway.interfaces import Call, FinishedCall, FinishedGroup, GroupRequest, OnUpdate
+from headway.interfaces import Call, GroupRequest, OnUpdate
 
 TEMPERATURE = 0.8
 FLOAT32_TOLERANCE = 1e-3
@@ -154,40 +154,36 @@ def generated(model: PreTrainedModel, request: GroupRequest) -> list[int]:
     return [int(token) for token in out[0, ids.shape[1] :]]
 
 
-def finish(core: EngineCore, asked: Sequence[GroupRequest], interrupt_after: int | None = None) -> list[FinishedGroup]:
+def finish(core: EngineCore, asked: Sequence[GroupRequest], interrupt_after: int | None = None) -> list[GroupTokens]:
     """Answer all; after so many steps everything that decodes is interrupted, and goes on from its context."""
-    owners = [(request, k) for request in asked for k in range(request.n)]
+    places = [(request, k) for request in asked for k in range(request.n)]
     calls = [
         Call(number, request.prompt.trajectory_id(k), request.prompt.token_ids, request.sampling)
-        for number, (request, k) in enumerate(owners)
+        for number, (request, k) in enumerate(places)
     ]
     core.submit("check", calls)
-    done: dict[int, FinishedCall] = {}
+    answers: dict[int, ResponseTokens] = {}
     with torch.inference_mode():
         for step in range(MOST_STEPS):
             if not core.has_work:
-                return _groups(asked, [done[number] for number in range(len(calls))])
+                break
             if step == interrupt_after:
                 core.pause(OnUpdate.INTERRUPT)
                 core.resume()
-            done.update((call.number, call) for _, call in core.step())
-    raise AssertionError(f"{len(calls) - len(done)} of {len(calls)} answers unfinished after {MOST_STEPS} steps")
+            for _, call in core.step():
+                assert call.tokens is not None
+                mask = np.ones(call.length, np.bool_)
+                answers[call.number] = ResponseTokens(call.tokens.ids, call.tokens.logprobs, call.tokens.versions, mask)
+    require(len(answers) == len(calls), f"{len(answers)} of {len(calls)} answers after {MOST_STEPS} steps")
+    numbers = iter(range(len(calls)))
+    return [
+        GroupTokens(request.prompt.token_ids, tuple(answers[next(numbers)] for _ in range(request.n)))
+        for request in asked
+    ]
 
 
-def _groups(asked: Sequence[GroupRequest], calls: Sequence[FinishedCall]) -> list[FinishedGroup]:
-    """Groups of ``asked`` from the answers to all of them, in order."""
-    left, groups = iter(calls), []
-    for request in asked:
-        tokens = [next(left).tokens for _ in range(request.n)]
-        responses = tuple(
-            ResponseTokens(t.ids, t.logprobs, t.versions, np.ones(len(t.ids), np.bool_)) for t in tokens if t
-        )
-        groups.append(FinishedGroup(request.number, (), GroupTokens(request.prompt.token_ids, responses)))
-    return groups
-
-
-def tokens_of(groups: Sequence[FinishedGroup]) -> Tokens:
-    return {(group.number, k): r.ids.tolist() for group in groups for k, r in enumerate(group.tokens.responses)}
+def tokens_of(groups: Sequence[GroupTokens]) -> Tokens:
+    return {(number, k): r.ids.tolist() for number, group in enumerate(groups) for k, r in enumerate(group.responses)}
 
 
 def _core(setting: Setting, model: PreTrainedModel, recorder: Recorder | None = None) -> EngineCore:

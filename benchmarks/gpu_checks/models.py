@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwe
 
 from benchmarks.gpu_checks.setting import Setting
 from headway.data.collate import Row
-from headway.data.types import Prompt
-from headway.interfaces import FinishedGroup, GroupRequest, SamplingParams
+from headway.data.types import GroupTokens, Prompt
+from headway.interfaces import GroupRequest, SamplingParams
 from headway.models.pretrained import load_model
 from headway.weights.buckets import Shard, pack
 from headway.weights.layout import Manifest, buckets, build_manifest
@@ -103,18 +103,18 @@ def requests(
     return asked
 
 
-def rows_of(groups: Sequence[FinishedGroup]) -> list[Row]:
+def rows_of(groups: Sequence[GroupTokens]) -> list[Row]:
     """What was generated, as the trainer gets it."""
     return [
         Row(
-            input_ids=np.concatenate([group.tokens.prompt_ids, response.ids]),
-            prompt_length=len(group.tokens.prompt_ids),
+            input_ids=np.concatenate([group.prompt_ids, response.ids]),
+            prompt_length=len(group.prompt_ids),
             logprobs=response.logprobs,
             versions=response.versions,
             loss_mask=response.loss_mask,
         )
         for group in groups
-        for response in group.tokens.responses
+        for response in group.responses
     ]
 
 

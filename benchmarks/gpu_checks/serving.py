@@ -160,11 +160,11 @@ async def _slept(setting: Setting, keep: bool) -> dict[str, float]:
 
     asked = requests([40] * 4, shape.vocabulary, tokens=16)
     # In place: a back buffer is host memory, which a GPU does not see, and a CPU would count.
-    more = {"receive": receive, "manifest": manifest, "dual_buffer": False}
+    more = {"receive": receive, "manifest": manifest, "dual_buffer": False, "kv_cache_bytes": _kv_bytes(shape)}
     async with _serving(setting, model, shape.context, **more) as engine, asyncio.timeout(WAIT_S):
         await _answers(engine, asked)
         before = await engine.probe()
-        held = manifest.nbytes * keep * setting.on_gpu + manifest.nbytes * (not keep) + _kv_bytes(engine, shape)
+        held = manifest.nbytes * keep * setting.on_gpu + manifest.nbytes * (not keep) + _kv_bytes(shape)
         await engine.pause(OnUpdate.INTERRUPT)
         awake = free_bytes(setting)
         await engine.sleep(keep_weights=keep)
@@ -190,10 +190,10 @@ def free_bytes(setting: Setting) -> int:
     return -int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _kv_bytes(engine: NativeEngine, shape: Shape) -> int:
+def _kv_bytes(shape: Shape) -> int:
     """Size of the engine's cache, in float32."""
     head_dim = shape.hidden // shape.heads
-    return engine._core._runner.cache.tokens * shape.layers * 2 * shape.kv_heads * head_dim * 4
+    return SLOTS * shape.context * shape.layers * 2 * shape.kv_heads * head_dim * 4
 
 
 def _random(shape: Shape, setting: Setting) -> Any:

@@ -74,7 +74,13 @@ async def test_a_version_equals_one_process_bit_for_bit_and_a_killed_replica_end
         await workers.close()
     assert set(family.left_after(0)) <= others
     assert not ray.is_initialized()
-    assert {path.name for path in (tmp_path / "logs").iterdir()} == {"actor-0.log", "rollout-0.log", "ray.log", "ray"}
+    assert {path.name for path in (tmp_path / "logs").iterdir()} == {
+        "actor-0.log",
+        "keeper-0.log",
+        "rollout-0.log",
+        "ray.log",
+        "ray",
+    }
     assert "A worker died or was killed" in (tmp_path / "logs" / "ray.log").read_text()
     out, err = capfd.readouterr()
     assert "raylet" not in out

@@ -50,8 +50,9 @@ class RolloutConfig(Section):
     max_batched_tokens: Positive = 4096
     """Most prompt tokens of the answers that start in one step."""
     kv_cache_gib: float | None = Field(None, gt=0)
-    """Memory in GiB for keys and values. Where it is short, answers wait, or are parked and go on. Default with
-    ``native``: enough for ``max_concurrent`` answers; with ``vllm``: 1 on a CPU, vLLM's own choice elsewhere."""
+    """Memory in GiB for keys and values, those of episodes between two turns included. Where it is short, these are
+    prefilled again, and answers wait, or are parked and go on. Default with ``native``: enough for ``max_concurrent``
+    open episodes; with ``vllm``: 1 on a CPU, vLLM's own choice elsewhere."""
     enforce_eager: bool = False
     """Decode without CUDA graphs on GPUs: slower, with less memory. On CPUs there are none."""
     nnodes: NonNegative = 1

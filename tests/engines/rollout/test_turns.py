@@ -20,6 +20,7 @@ from headway.engines.rollout.native.prefix_cache import BLOCK
 from headway.engines.rollout.native.windows import Windows
 from headway.interfaces import Call, FinishedCall, OnUpdate, Priority, SamplingParams
 from tests.engines.rollout.support import FAMILIES, TOLERANCE, VOCABULARY, activate, make_core, make_model
+from tests.engines.rollout.test_graphs import Replays
 
 LONG = 12 * BLOCK
 OF_TOKEN = 2 * 2 * 2 * 12 * 4
@@ -142,6 +143,8 @@ def test_a_prefill_gives_the_same_bits_however_it_is_cut_and_whoever_is_beside_i
 ) -> None:
     model = long_model(family, **sizes)
     windows = Windows.of(model.config, LONG)
+    if not make_core(model)._runner.invariant:
+        pytest.skip("this CPU's matrix products depend on the number of their rows")
     forward = kind(model, LONG, windows)
     torch.manual_seed(0)
     ids = torch.randint(0, VOCABULARY, (5 * BLOCK + 7,))
@@ -154,7 +157,7 @@ def test_a_prefill_gives_the_same_bits_however_it_is_cut_and_whoever_is_beside_i
         beside, kvs = forward.step(None, [*others, Context(ids), Context(ids[70:], kv[:, :, :70])], 16)
         assert torch.equal(beside[4], logits) and torch.equal(kvs[4], kv)
         assert torch.equal(beside[5], logits) and torch.equal(kvs[5], kv[:, :, 70:])
-        _longer, (kv_longer,) = forward.step(None, [Context(torch.cat([ids, others[3].tokens[:90]]))], 16)
+        _, (kv_longer,) = forward.step(None, [Context(torch.cat([ids, others[3].tokens[:90]]))], 16)
         assert torch.equal(kv_longer[:, :, : len(ids)], kv)
 
 
@@ -169,6 +172,24 @@ def test_both_forwards_agree_on_a_continued_prefill(family: str) -> None:
         plain = model(input_ids=ids[None]).logits[0, -1]
     torch.testing.assert_close(results[0], results[1], atol=TOLERANCE, rtol=0)
     torch.testing.assert_close(results[0][0], plain, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("fused", [True, False])
+def test_where_prefills_are_not_cut_into_blocks_they_are_as_right(
+    family: str, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: contexts attend in one call, whatever of them is there already."""
+    for module in ("forward", "fused"):
+        monkeypatch.setattr(f"headway.engines.rollout.native.{module}.block_masks", lambda *_: None)
+    if not fused:
+        monkeypatch.setattr("headway.engines.rollout.native.fused.FAMILY", frozenset())
+    model = long_model(family)
+    core = long_core(model)
+    played = episodes(3, turns=3)
+    play(core, played)
+    assert_reference(model, played)
+    assert all(call.cached for episode in played for call in episode.calls[1:])
 
 
 # ------------------------------------------------------------------------------------------ episodes
@@ -192,10 +213,8 @@ def test_ten_turns_prefill_little_more_than_what_is_new() -> None:
     new = len(episode.contexts[-1])
     assert stats.prefilled_tokens <= 1.1 * new + BLOCK * 10
     # Sharper: the prompt, what the environment said, and each answer's last token, which no step has computed.
-    said = [
-        len(b) - len(a) - call.length
-        for a, b, call in zip(episode.contexts, episode.contexts[1:], episode.calls, strict=False)
-    ]
+    grown = np.diff([len(context) for context in episode.contexts])
+    said = [by - call.length for by, call in zip(grown, episode.calls, strict=False)]
     assert stats.prefilled_tokens == len(episode.contexts[0]) + sum(said) + 9
     assert stats.cached_tokens == sum(map(len, episode.contexts)) - stats.prefilled_tokens
     assert [call.cached for call in episode.calls][:1] == [0]
@@ -221,17 +240,17 @@ def test_the_episodes_of_a_prompt_have_its_blocks_in_common() -> None:
     core = long_core(long_model(), slots=6)
     played = episodes(6, turns=1, prompt=3 * BLOCK + 5)
     play(core, played, release=False)
-    assert len(core._prefixes) == 3 + 6
+    assert len(core._batch.prefixes) == 3 + 6
     core.release([episode.id for episode in played[1:]])
-    assert len(core._prefixes) == 3 + 1
+    assert len(core._batch.prefixes) == 3 + 1
     core.release([played[0].id])
-    assert len(core._prefixes) == 3
+    assert len(core._batch.prefixes) == 3
 
 
 def test_single_answers_leave_nothing_behind() -> None:
     core = long_core(long_model(), slots=3)
     play(core, episodes(8, turns=1, prompt=3 * BLOCK + 5, goes_on=False))
-    assert len(core._prefixes) == 0 and not core._siblings._contexts and not core._siblings._kept
+    assert len(core._batch.prefixes) == 0 and not core._batch.siblings._contexts and not core._batch.siblings._kept
     assert core.stats().prefilled_tokens == 3 * BLOCK + 5
 
 
@@ -271,7 +290,7 @@ def after_one_turn(core: EngineCore, count: int = 2) -> list[Episode]:
     while not all(episode.calls for episode in played):
         for call in step(core):
             played[call.number].take(call)
-    assert len(core._prefixes) > 0
+    assert len(core._batch.prefixes) > 0
     core.stats()
     return played
 
@@ -283,7 +302,7 @@ def test_nothing_of_an_old_version_is_found_under_a_new_one(policy: OnUpdate) ->
     played = after_one_turn(core)
     core.pause(policy)
     activate(core, 1, new)
-    assert len(core._prefixes) == 0
+    assert len(core._batch.prefixes) == 0
     core.resume()
     play(core, played)
     assert core.stats().prefilled_tokens == sum(len(episode.contexts[1]) for episode in played)
@@ -327,13 +346,13 @@ def test_an_interrupt_and_sleep_drop_what_is_there() -> None:
     core = long_core(long_model())
     played = after_one_turn(core)
     core.pause(OnUpdate.INTERRUPT)
-    assert len(core._prefixes) == 0
+    assert len(core._batch.prefixes) == 0
     core.resume()
     play(core, played, release=False)
-    assert len(core._prefixes) > 0
+    assert len(core._batch.prefixes) > 0
     core.pause(OnUpdate.KEEP)
     core.sleep()
-    assert len(core._prefixes) == 0 and core._runner.cache.lent == 0
+    assert len(core._batch.prefixes) == 0 and core._runner.cache.lent == 0
     core.wake()
     core.resume()
     again = Episode(0, played[0].contexts[1], 1)
@@ -342,6 +361,16 @@ def test_an_interrupt_and_sleep_drop_what_is_there() -> None:
 
 
 # ------------------------------------------------------------------------------------------ memory
+
+
+def test_recorded_steps_write_over_no_block() -> None:
+    """Rows that fill a recorded step up are written to, too."""
+    model, replays = long_model(), Replays()
+    core = long_core(model, slots=6, recorder=replays)
+    played = episodes(6, turns=10, words=(8, 16), answer=12)
+    play(core, played, at_once=2)
+    assert_reference(model, played)
+    assert replays.replayed > 0
 
 
 def test_as_many_open_episodes_as_slots_keep_what_they_have() -> None:
@@ -377,7 +406,7 @@ def test_the_youngest_open_episode_loses_its_pins_first() -> None:
     played = episodes(4, turns=1, prompt=LONG // 2)
     play(core, played, at_once=1, release=False)
     core.stats()
-    found = [core._prefixes._tree.find(episode.context, episode.id).length for episode in played]
+    found = [core._batch.prefixes._tree.find(episode.context, episode.id).length for episode in played]
     assert found == sorted(found, reverse=True), "the older, the more is left of it"
 
 
@@ -385,20 +414,20 @@ def test_what_a_client_leaves_behind_is_given_up() -> None:
     core = long_core(long_model())
     after_one_turn(core)
     core.forget("me")
-    while core._prefixes._tree._evict():
+    while core._batch.prefixes._tree._evict():
         pass
-    assert len(core._prefixes) == 0
+    assert len(core._batch.prefixes) == 0
 
 
 def test_aborted_calls_leave_their_episode_as_it_was() -> None:
     core = long_core(long_model())
     played = after_one_turn(core)
-    blocks = len(core._prefixes)
+    blocks = len(core._batch.prefixes)
     core.submit("me", [episode.call() for episode in played])
     step(core)
     ended = core.abort("me", [episode.k for episode in played])
     assert {call.finish_reason for _, call in ended} == {FinishReason.ABORTED}
-    assert len(core._prefixes) == blocks
+    assert len(core._batch.prefixes) == blocks
     play(core, played)
     assert all(episode.calls[1].cached for episode in played)
 
