@@ -23,9 +23,12 @@ for variable, value in {
 }.items():
     os.environ.setdefault(variable, value)
 
-# A shell's background jobs ignore Ctrl-C, and so would every process that tests send it to.
+# A shell's background jobs ignore Ctrl-C, what nohup starts ignores SIGHUP, and so would every process that tests send
+# them to.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 settings.register_profile("headway", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("headway")

@@ -36,6 +36,8 @@ def why_not() -> str | None:
     """Why such machines cannot be made here; None where they can."""
     if os.geteuid() != 0:
         return "needs root, for network namespaces"
+    if REPOSITORY.is_relative_to("/tmp"):
+        return "needs a clone outside /tmp, which each machine has for itself"
     if missing := [program for program in PROGRAMS if shutil.which(program) is None]:
         return f"needs {', '.join(missing)}"
     tried = subprocess.run(
