@@ -81,8 +81,8 @@ def check_positions(config: Config) -> None:
         ConfigError: more tokens may come than the model has positions.
     """
     if config.model.path is not None and (folder := find_folder(config.model.path)) is not None:
-        described = read_object(folder / "config.json")
-        _check_positions(config, described.get("text_config", described).get("max_position_embeddings"), LOWER)
+        limit = read_object(folder / "config.json").get("max_position_embeddings")
+        _check_positions(config, limit if isinstance(limit, int) else None, LOWER)  # `check_model` tells of odd values
 
 
 def check_model(config: Config, rows: Rows, *, when_too_long: str = LOWER) -> DataBundle | None:

@@ -40,16 +40,29 @@ class Repeats:
         return False
 
 
-@contextmanager
-def terminations_as_interrupts() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise `KeyboardInterrupt`, as Ctrl-C does, outside of event loops. For the main thread."""
-    repeats = Repeats()
+class _Interrupt:
+    """Signal handler that raises `KeyboardInterrupt`, once for a signal that is sent in two ways."""
 
-    def interrupt(number: int, frame: object) -> None:
-        if not repeats.is_one(number):
+    def __init__(self) -> None:
+        self._repeats = Repeats()
+
+    def __call__(self, number: int, frame: object) -> None:
+        if not self._repeats.is_one(number):
             raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in interrupting_signals() if number != signal.SIGINT}
+
+@contextmanager
+def terminations_as_interrupts() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP raise `KeyboardInterrupt`, as Ctrl-C does, outside of event loops. For the main thread.
+
+    Within another such block this does nothing: one handler counts what is sent in two ways, wherever it arrives.
+    """
+    interrupt = _Interrupt()
+    before = {
+        number: signal.signal(number, interrupt)
+        for number in interrupting_signals()
+        if number != signal.SIGINT and not isinstance(signal.getsignal(number), _Interrupt)
+    }
     try:
         yield
     finally:

@@ -167,6 +167,13 @@ def test_a_termination_is_an_interrupt_where_no_event_loop_runs_and_itself_again
     assert signal.getsignal(number) is before
 
 
+def test_a_termination_that_arrives_again_as_its_block_is_left_counts_once() -> None:
+    with terminations_as_interrupts():
+        with pytest.raises(KeyboardInterrupt), terminations_as_interrupts():
+            os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)  # the same, to the process group
+
+
 def test_sigterm_is_an_interrupt_after_the_event_loop_too() -> None:
     async def run() -> None:
         with interrupts(Listener()):

@@ -75,6 +75,11 @@ def test_a_name_that_no_file_can_have_is_refused_with_the_reason(tmp_path: Path)
         RunDirectory(tmp_path / ("a" * 300)).check_free()
 
 
+def test_a_name_that_is_too_long_is_refused_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="File name too long"):
+        RunDirectory.create(tmp_path / ("x" * 300) / "run", CONFIG)
+
+
 def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a").touch()
     with pytest.raises(UserError, match="is a file"):

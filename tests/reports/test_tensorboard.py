@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import headway
+from headway.reports import tensorboard
 from headway.reports.tensorboard import TensorBoardFile
 from tests.full_disk import files_of_at_most
 
@@ -33,7 +35,11 @@ def test_each_versions_numbers_are_scalars_at_that_step(tmp_path: Path) -> None:
     assert scalars(tmp_path) == {"reward/mean": [(0, 0.5), (1, 0.75)], "lag/max": [(0, 1.0)]}
 
 
-def test_what_is_undone_is_forgotten_and_the_rest_stays_as_it_was_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("opened_before", [0, 8, 9, 98])
+def test_what_is_undone_is_forgotten_and_the_rest_stays_as_it_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened_before: int
+) -> None:
+    monkeypatch.setattr(tensorboard, "_NUMBER", count(opened_before))
     first = TensorBoardFile(tmp_path, pytest.fail)
     for version in range(4):
         first.on_row({"version": version, "reward/mean": float(version)})

@@ -14,7 +14,7 @@ import fcntl
 import json
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,8 +88,7 @@ class RunDirectory:
         Raises `Occupied` when it holds anything already, and `UserError` when it cannot be written.
         """
         run = cls(path)
-        made = [folder for folder in (path, *path.parents) if not folder.exists()]
-        with _writable(path), _removed_on_error(made):
+        with _writable(path), _removed_on_error(run.tensorboard, run.checkpoints, run.logs, path, *path.parents):
             try:
                 path.mkdir(parents=True, exist_ok=True)
                 run.check_free()
@@ -105,9 +104,6 @@ class RunDirectory:
                     folder.mkdir(exist_ok=True)
             except OSError:
                 run.config.unlink(missing_ok=True)  # or the directory would pass for one that holds a run
-                for folder in (run.tensorboard, run.checkpoints, run.logs):
-                    with suppress(OSError):
-                        folder.rmdir()
                 raise
         return run
 
@@ -228,12 +224,13 @@ def _replace(path: Path, text: str) -> None:
 
 
 @contextmanager
-def _removed_on_error(folders: Sequence[Path]) -> Iterator[None]:
-    """Remove ``folders``, innermost first, where an `OSError` ends the block and they are empty."""
+def _removed_on_error(*folders: Path) -> Iterator[None]:
+    """Remove those of ``folders``, innermost first, that the block made and an `OSError` left empty."""
+    made = [folder for folder in folders if not folder.exists()]
     try:
         yield
     except OSError:
-        for folder in folders:
+        for folder in made:
             with suppress(OSError):
                 folder.rmdir()
         raise

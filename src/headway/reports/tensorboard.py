@@ -16,7 +16,7 @@ from typing import Any
 from headway.errors import said_by
 
 _NUMBER = count()
-"""Counter that numbers the files that this process opens."""
+"""Numbers the files that this process opens. Padded in a name, since readers go through the files by their names."""
 
 
 class TensorBoardFile:
@@ -72,8 +72,8 @@ class _Records:
         plugin = SummaryMetadata.PluginData(plugin_name="scalars")
         self._metadata = SummaryMetadata(plugin_data=plugin, data_class=DATA_CLASS_SCALAR)
         self._tensor = partial(TensorProto, dtype=DT_FLOAT)
-        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBER)}"
-        self._writer = RecordWriter((directory / name).open("xb"))
+        opened = f"{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBER):06d}"
+        self._writer = RecordWriter((directory / f"events.out.tfevents.{opened}").open("xb"))
         self.write(self._event(wall_time=time.time(), file_version="brain.Event:2"))
         self._writer.flush()
 
