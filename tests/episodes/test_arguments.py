@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.episodes.arguments import Misfit, fitted
-from headway.episodes.tools import make_tool
+from headway.programs.tools import make_tool
 
 
 class Colour(Enum):

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from headway.data.types import SampledTokens
-from headway.episodes.messages import calls_made, said, tool_result
 from headway.episodes.rendering import ChatRenderer, Conversations, PromptKind, probe_tool
 from headway.episodes.transcript import Transcript
 from headway.errors import ConfigError, DataError, UserCodeError
+from headway.programs.messages import calls_made, said, tool_result
 from tests.episodes.conftest import TEMPLATES, renderer_of, tokenizer_of
 
 APPENDING = ("qwen2_5", "llama3", "mistral")

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from copy import copy
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.episodes.call_formats import FORMATS
-from headway.episodes.messages import said, tool_result
 from headway.episodes.rendering import ChatRenderer, Conversations, PromptKind
-from headway.episodes.tool_calls import CallProblem, ToolParser, choose_parser, result_messages
+from headway.episodes.tool_calls import ToolParser, choose_parser
 from headway.errors import ConfigError
+from headway.programs.messages import CallProblem, said, tool_result
 from tests.episodes.conftest import renderer_of, tokenizer_of
 
 
@@ -187,10 +188,13 @@ def test_ids_of_calls_are_numbered_through_a_conversation():
 def test_results_are_messages_of_the_tools_or_one_of_the_users():
     answer = parse("hermes", HERMES * 2)
     expected = [tool_result("call00000", "add", "3"), tool_result("call00001", "add", "4")]
-    assert result_messages(answer, ["3", "4"], "user") == expected
+    assert replace(answer, error_role="user").results(["3", "4"]) == expected
     unreadable = parse("hermes", f"{HERMES}<tool_call>{{")
-    assert [message["role"] for message in result_messages(unreadable, ["3", "no"], "tool")] == ["tool", "tool"]
-    assert result_messages(unreadable, ["3", "no"], "user") == [said("user", "3\nno")]
+    assert [message["role"] for message in replace(unreadable, error_role="tool").results(["3", "no"])] == [
+        "tool",
+        "tool",
+    ]
+    assert replace(unreadable, error_role="user").results(["3", "no"]) == [said("user", "3\nno")]
 
 
 @pytest.mark.parametrize(
@@ -236,7 +240,7 @@ def test_an_answer_that_a_response_template_took_apart_goes_on(with_response_tem
     first = chats.prompt([said("user", "add")], TOOLS)
     answer = choose_parser(renderer).parse(renderer.text(sampled), TOOLS)
     chats.answered(first, sampled, answer.message)
-    second = chats.prompt([said("user", "add"), answer.message, *result_messages(answer, ["3"])], TOOLS)
+    second = chats.prompt([said("user", "add"), answer.message, *answer.results(["3"])], TOOLS)
     assert second.kind is PromptKind.EXTENDED
 
 

@@ -1,15 +1,17 @@
 """A chat with tools from its messages to its rows, all parts together."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from headway.data.types import SampledTokens
-from headway.episodes.messages import said
 from headway.episodes.rendering import Conversations
 from headway.episodes.template_trials import try_template
-from headway.episodes.tool_calls import choose_parser, result_messages
-from headway.episodes.tools import make_tool
+from headway.episodes.tool_calls import choose_parser
 from headway.episodes.transcript import Transcript
+from headway.programs.messages import said
+from headway.programs.tools import make_tool
 from tests.episodes.conftest import renderer_of
 
 
@@ -45,7 +47,7 @@ async def test_calls_good_and_bad_are_answered_and_all_that_was_sampled_is_train
         chat.append(answer.message)
         if answer.calls:
             texts = [one.error or (await tool.call(one.arguments)).text for one in answer.calls]
-            chat += result_messages(answer, texts, report.error_role)
+            chat += replace(answer, error_role=report.error_role).results(texts)
             told += texts
     assert [text[:30] for text in told] == [
         "3",

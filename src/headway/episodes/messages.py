@@ -1,7 +1,7 @@
 """Chat messages: what programs give, made plain; what they are compared by; and marks that show where an answer ends.
 
 messages = plain_messages([{"role": "user", "content": [{"type": "text", "text": "2 + 2?"}], "name": None}])
-assert messages == [said("user", "2 + 2?")]
+assert messages == [{"role": "user", "content": "2 + 2?"}]
 """
 
 from __future__ import annotations
@@ -13,37 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.errors import UserCodeError, shown
-
-Message = dict[str, Any]
-"""A chat message as templates take it: ``role``, ``content``, and perhaps ``tool_calls`` and others."""
-ToolSchema = Mapping[str, Any]
-"""A tool as ``transformers.utils.get_json_schema`` describes it."""
+from headway.programs.messages import Message
 
 MARK = "hWqXanswerZ"
 """Beginning of all marks: letters alone, so that no template trims, splits or escapes it."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 """The names under which a message has its thinking apart from its text."""
-
-
-def said(role: str, content: str) -> Message:
-    """A message of text."""
-    return {"role": role, "content": content}
-
-
-def calls_made(content: str, calls: Iterable[tuple[str, str, Mapping[str, Any]]]) -> Message:
-    """An assistant's message with tool calls, each of an id, a name and arguments."""
-    return {
-        **said("assistant", content),
-        "tool_calls": [
-            {"id": id, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
-            for id, name, arguments in calls
-        ],
-    }
-
-
-def tool_result(id: str, name: str, content: str) -> Message:
-    """A message with the result of the call ``id`` of the tool ``name``."""
-    return {**said("tool", content), "name": name, "tool_call_id": id}
 
 
 def plain_messages(messages: Iterable[Mapping[str, Any]]) -> list[Message]:

@@ -32,20 +32,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from headway.episodes.messages import (
-    MARK,
-    Marked,
-    Message,
-    ToolSchema,
-    calls_made,
-    marked,
-    message_key,
-    plain_messages,
-    reasoning_of,
-    said,
-    tool_result,
-)
+from headway.episodes.messages import MARK, Marked, marked, message_key, plain_messages, reasoning_of
 from headway.errors import ConfigError, DataError, boundary, cut, writable
+from headway.programs.messages import Message, ToolSchema, calls_made, said, tool_result
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from headway.episodes.messages import Message, ToolSchema, calls_made, said, tool_result
 from headway.episodes.rendering import CALL_ID, ChatRenderer, Conversations, PromptKind, probe_tool
 from headway.errors import DataError
+from headway.programs.messages import Message, ToolSchema, calls_made, said, tool_result
 
 _THOUGHT, _TOOL = "hWqXthoughtZ", "look_up"
 _THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))

@@ -4,7 +4,7 @@
     answer = parser.parse(renderer.text(sampled), tools)
     chats.answered(prompt, sampled, answer.message)
     texts = [call.error or (await by_name[call.name].call(call.arguments)).text for call in answer.calls]
-    messages += [answer.message, *result_messages(answer, texts, report.error_role)]
+    messages += [answer.message, *answer.results(texts)]
 
 A call that cannot be made has a ``problem``, to be counted, and an ``error``, the message for the model.
 """
@@ -13,54 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
 from headway.episodes.arguments import Misfit, fitted
 from headway.episodes.call_formats import FORMATS, Written, WrittenCall, read_call
-from headway.episodes.messages import Message, ToolSchema, calls_made, reasoning_of, said, tool_result
+from headway.episodes.messages import reasoning_of
 from headway.episodes.rendering import ChatRenderer, probe_tool
 from headway.errors import ConfigError, said_by
+from headway.programs.messages import CallProblem, ToolCall, ToolSchema, TurnAnswer, calls_made, said
 
 AUTO, TEMPLATE = "auto", "template"
 PARSER_NAMES = (TEMPLATE, *FORMATS)
 """Names of the parsers: the tokenizer's response template, and the known forms."""
-
-
-class CallProblem(StrEnum):
-    """The reason why a call cannot be made."""
-
-    UNREADABLE = "unreadable"
-    UNKNOWN_TOOL = "unknown_tool"
-    BAD_ARGUMENTS = "bad_arguments"
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A call in an answer."""
-
-    id: str
-    name: str
-    """The tool's name; may be empty where the call is unreadable."""
-    arguments: dict[str, Any] = field(default_factory=dict)
-    """The arguments by name, as the tool's schema has them; where there is a problem, as they were written."""
-    problem: CallProblem | None = None
-    """None: it can be made."""
-    error: str = ""
-    """Message for the model where there is a problem."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """An answer of the model, read."""
-
-    text: str
-    """All of it, without the token that ended the turn."""
-    content: str
-    """Text beside the calls, with the thinking unless a response template has it apart; all, if one is unreadable."""
-    calls: tuple[ToolCall, ...]
-    message: Message
-    """The answer as a chat message: with ``tool_calls`` where all calls could be read, else of its whole text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +37,18 @@ class ToolParser:
     opening: str = ""
     """The text that the template opens an answer with; thinking may begin there."""
 
-    def parse(self, text: str, tools: Sequence[ToolSchema], first_id: int = 0) -> Answer:
+    def parse(self, text: str, tools: Sequence[ToolSchema], first_id: int = 0) -> TurnAnswer:
         """Read the answer ``text``, calls to ``tools`` in it; without tools all of it is text.
 
         ``first_id`` numbers its first call: give the number of calls so far, so that ids differ in a conversation.
         """
         if not tools:
-            return Answer(text, text, (), said("assistant", text))
+            return TurnAnswer(text, text, said("assistant", text))
         thinking, rest = ("", text) if self.name == TEMPLATE else _split_thinking(text, self.opening)
         written = self.read(rest, tools)
         calls = tuple(_checked(call, f"call{first_id + n:05d}", tools) for n, call in enumerate(written.calls))
         if any(call.problem is CallProblem.UNREADABLE for call in calls):
-            return Answer(text, text, calls, said("assistant", text))
+            return TurnAnswer(text, text, said("assistant", text), calls)
         content = thinking + written.content
         message = said("assistant", content)
         if calls:
@@ -92,19 +56,7 @@ class ToolParser:
             message = calls_made(content, [(call.id, call.name, call.arguments) for call in calls])
         if written.reasoning:
             message["reasoning_content"] = written.reasoning
-        return Answer(text, content, calls, message)
-
-
-def result_messages(answer: Answer, said_of_calls: Sequence[str], error_role: str = "tool") -> list[Message]:
-    """The messages that tell the model what came of its calls, one text for each call.
-
-    Args:
-        error_role: role of what answers an unreadable call: `TemplateReport.error_role`.
-    """
-    if "tool_calls" in answer.message or error_role == "tool":
-        pairs = zip(answer.calls, said_of_calls, strict=True)
-        return [tool_result(call.id, call.name or "unknown", text) for call, text in pairs]
-    return [said(error_role, "\n".join(said_of_calls))]
+        return TurnAnswer(text, content, message, calls)
 
 
 def choose_parser(renderer: ChatRenderer, choice: str = AUTO) -> ToolParser:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from transformers.utils import get_json_schema
 
-from headway.episodes.tools import load_tools, make_tool
 from headway.errors import UserCodeError
+from headway.programs.tools import load_tools, make_tool
 
 FILE = '''
 import asyncio

@@ -1,0 +1,123 @@
+"""The words between a program and the keeper of its episode: chat messages, tool calls, turns. Plain data that pickles.
+
+keeper ──EpisodeStart──▶ program ──TurnRequest──▶ keeper ──TurnAnswer──▶ program ··· ──EpisodeEnd──▶ keeper
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+Message = dict[str, Any]
+"""A chat message as templates take it: ``role``, ``content``, and perhaps ``tool_calls`` and others."""
+ToolSchema = Mapping[str, Any]
+"""A tool as ``transformers.utils.get_json_schema`` describes it."""
+
+
+def said(role: str, content: str) -> Message:
+    """Make a message of text."""
+    return {"role": role, "content": content}
+
+
+def calls_made(content: str, calls: Iterable[tuple[str, str, Mapping[str, Any]]]) -> Message:
+    """Make an assistant's message with tool calls, each of an id, a name and arguments."""
+    return {
+        **said("assistant", content),
+        "tool_calls": [
+            {"id": id, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+            for id, name, arguments in calls
+        ],
+    }
+
+
+def tool_result(id: str, name: str, content: str) -> Message:
+    """Make a message with the result of the call ``id`` of the tool ``name``."""
+    return {**said("tool", content), "name": name, "tool_call_id": id}
+
+
+class CallProblem(StrEnum):
+    """The reason why a tool call cannot be made."""
+
+    UNREADABLE = "unreadable"
+    UNKNOWN_TOOL = "unknown_tool"
+    BAD_ARGUMENTS = "bad_arguments"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A tool call in an answer of the model."""
+
+    id: str
+    name: str
+    """The tool's name; may be empty where the call is unreadable."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """The arguments by name, as the tool's schema has them; where there is a problem, as they were written."""
+    problem: CallProblem | None = None
+    """The reason why the call cannot be made; None where it can."""
+    error: str = ""
+    """Message for the model where there is a problem."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeStart:
+    """The task of one episode, given to its program."""
+
+    name: str
+    """Name of the episode in messages for people: its epoch, row, attempt and k."""
+    messages: list[Message]
+    """The prompt as chat messages."""
+    row: Mapping[str, Any]
+    """Columns of the data set's row by name, ``answer`` among them."""
+    seed: int
+    """Seed of the episode, below 2^32: the same at every try, another one for each episode of a group."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRequest:
+    """A program's request for one turn of the policy."""
+
+    messages: list[Message]
+    tools: list[ToolSchema] | None = None
+    max_tokens: int | None = None
+    """Most tokens to sample; None for what the run allows, which is the bound in any case."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnAnswer:
+    """One turn of the policy, read."""
+
+    text: str
+    """All of the answer, without the token that ended it."""
+    content: str
+    """Text beside the tool calls."""
+    message: Message
+    """The answer as the chat message to go on with."""
+    calls: tuple[ToolCall, ...] = ()
+    finish_reason: str = "stop"
+    """``stop``, or ``length`` where the answer was cut off."""
+    error_role: str = "tool"
+    """Role of the message that answers a call which cannot be read."""
+
+    def results(self, texts: Sequence[str]) -> list[Message]:
+        """Make the messages that tell the model what came of its calls, one of ``texts`` for each of `calls`."""
+        if "tool_calls" in self.message or self.error_role == "tool":
+            pairs = zip(self.calls, texts, strict=True)
+            return [tool_result(call.id, call.name or "unknown", text) for call, text in pairs]
+        return [said(self.error_role, "\n".join(texts))]
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeEnd:
+    """The result of a program that has ended by itself, or after its last turn was refused for a limit."""
+
+    reward: float | None = None
+    """The episode's reward; None where the program gave none."""
+    turn_rewards: tuple[float, ...] = ()
+    """Rewards of turns by the turn's number, from 0; empty where the program gave none to single turns. They are not
+    in ``reward``: where there are both, the reward is given on top."""
+    tool_errors: int = 0
+    """Number of tools and steps that raised."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers to report, by name."""
