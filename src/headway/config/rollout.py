@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from headway.config.programs import ProgramKeys
 from headway.config.section import Every, NonNegative, Positive, Probability, Section
 
 
@@ -16,7 +17,7 @@ class VllmConfig(Section):
     """Further arguments of vLLM's ``AsyncEngineArgs``, such as ``gpu_memory_utilization``."""
 
 
-class RolloutConfig(Section):
+class RolloutConfig(ProgramKeys):
     """Generation: sampling, the engine, its devices, validation, the length of the run."""
 
     name: Literal["native", "vllm"] = "native"

@@ -235,12 +235,17 @@ class RewardFunctionConfig(Section):
         return self.name or self.function.rpartition(":")[2]
 
 
+PROGRAM = "program"
+"""Name of the reward that is the one that each episode's program gives."""
+
+
 class RewardConfig(Section):
     """The reward, which turns a response into a number (docs/rewards.md)."""
 
     function: str = "exact_match"
     """The reward's function: ``exact_match``, ``math_verify``, ``regex``, ``format``, ``task`` (the task's own
-    verifier) or ``file.py:function``: a function of one's own, or one that was written for TRL or verl."""
+    verifier) or ``file.py:function``: a function of one's own, or one that was written for TRL or verl; or ``program``,
+    the rewards of ``rollout.environment`` or ``rollout.program``, where it is the default."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Parameters of the function (verl's ``reward_kwargs``)."""
     functions: Annotated[tuple[RewardFunctionConfig, ...], Field(min_length=1)] | None = None
@@ -258,6 +263,11 @@ class RewardConfig(Section):
     def all(self) -> tuple[RewardFunctionConfig, ...]:
         """All reward functions: ``functions``, or the one ``function``."""
         return self.functions or (RewardFunctionConfig(function=self.function, params=self.params),)
+
+    @property
+    def by_program(self) -> bool:
+        """True where episodes have the rewards that their programs give."""
+        return self.functions is None and self.function == PROGRAM
 
 
 class Admission(StrEnum):
@@ -413,6 +423,18 @@ class Config(Section):
     trainer: TrainerConfig = TrainerConfig()
     cluster: ClusterConfig = ClusterConfig()
     reports: ReportsConfig = ReportsConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _programs_give_rewards(cls, values: Any) -> Any:
+        """Take the program's own rewards where there is one that gives some, and no reward function is given."""
+        if not isinstance(values, Mapping):
+            return values
+        rollout, reward = values.get("rollout"), values.get("reward") or {}
+        gives = isinstance(rollout, Mapping) and (rollout.get("environment") or rollout.get("program"))
+        if not gives or not isinstance(reward, Mapping) or reward.get("function") or reward.get("functions"):
+            return values
+        return {**values, "reward": {**reward, "function": PROGRAM}}
 
     @property
     def groups_per_fetch(self) -> int:

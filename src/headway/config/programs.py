@@ -1,0 +1,60 @@
+"""Keys of the section ``rollout`` for programs, which make episodes of many turns, and their limits."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from headway.config.section import NonNegative, Positive, Section
+
+Limit = Literal["turns", "tokens", "step", "time"]
+"""A limit of an episode: ``max_turns``; the tokens of a conversation; ``step_timeout_s``; ``episode_timeout_s``."""
+
+
+class ProgramKeys(Section):
+    """Programs of episodes: user code that calls the policy, where it runs, and its limits (docs/agents.md)."""
+
+    tools: tuple[str, ...] = ()
+    """Tools that the model may call, each ``file.py:function`` with types and a docstring."""
+    environment: str | None = None
+    """An environment, ``file.py:Class``, in the form of TRL, Gymnasium, GEM or SkyRL-gym, by which it is recognised."""
+    program: str | None = None
+    """A program of one's own, ``file.py:function``: ``async def run(row, chat)``, which returns the reward."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the environment's constructor, or further ones of the program, by name."""
+    tool_parser: str = "auto"
+    """Parser of tool calls: ``template``, ``hermes``, ``llama3``, ``mistral``, or ``auto`` for the one that reads what
+    the model's chat template writes."""
+    runners: Positive = 2
+    """Number of processes that asynchronous programs share, on each machine that has replicas."""
+    environment_processes: Positive = 64
+    """Most processes of synchronous environments and tools, one for each episode that is open, on each machine that
+    has replicas. Further episodes wait before their first turn."""
+    stall_s: float = Field(2.0, gt=0)
+    """Seconds without a sign of a runner's event loop after which the runner is replaced."""
+    max_turns: Positive = 10
+    """Most turns of an episode."""
+    max_turn_tokens: Positive | None = None
+    """Most tokens of one turn. Default: what ``data.max_response_length``, which counts all tokens after an episode's
+    prompt, those of tools and environments too, leaves."""
+    step_timeout_s: float = Field(60.0, gt=0)
+    """Most seconds that a program may take between two turns."""
+    episode_timeout_s: float = Field(600.0, gt=0)
+    """Most seconds of an episode. Clocks of steps and episodes stop while the policy is halted or asleep."""
+    train_on_limit: tuple[Limit, ...] = ("turns", "tokens")
+    """Limits that leave an episode trained on, with the reward that it has by then. An episode that another one ends
+    has failed."""
+    min_episodes: Positive | None = None
+    """Fewest episodes of a group that must not have failed for the others to be trained on. Default: ``k`` for
+    estimators of pass@k, 2 for those that compare the episodes of a group, else 1."""
+    episode_retries: NonNegative = 2
+    """Number of times that a program is run again for what is away for a time: a lost runner, a connection."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the processes that hold user code: name there → name in your environment. Their values
+    are never written down, and are shown as ***."""
+
+    @property
+    def has_program(self) -> bool:
+        """True where episodes are made by user code."""
+        return bool(self.tools or self.environment or self.program)
