@@ -33,13 +33,27 @@ class MakeModelConfig(Section):
     tie_word_embeddings: bool = True
     """Use the embedding as the output layer, too."""
     vocabulary: str = Field("0123456789abcdefghijklmnopqrstuvwxyz:=,|+-*() ", min_length=1)
-    """Characters of the tokenizer; padding and end-of-sequence are added."""
+    """Characters of the tokenizer; ``<pad>`` and ``<eos>``, padding and end-of-sequence, are added."""
+    special_tokens: tuple[str, ...] = ()
+    """Further tokens of several characters, such as ``<|user|>``: each one id, wherever a text has it."""
+    chat_template: str | None = None
+    """Chat template of the tokenizer, in Jinja. Its ``eos_token`` is ``<eos>``, with which an answer has to end.
+    Default: none, so that prompts are text."""
 
     @field_validator("vocabulary")
     @classmethod
     def _each_character_once(cls, value: str) -> str:
         if repeated := [character for character, count in Counter(value).items() if count > 1]:
             raise ValueError(f"expected each character once, but {', '.join(map(repr, repeated))} repeats")
+        return value
+
+    @field_validator("special_tokens")
+    @classmethod
+    def _longer_than_characters(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if short := [token for token in value if len(token) < 2]:
+            raise ValueError(f"expected tokens of two characters or more, but {', '.join(map(repr, short))} is shorter")
+        if taken := [token for token, count in Counter([*value, "<pad>", "<eos>"]).items() if count > 1]:
+            raise ValueError(f"expected each token once beside <pad> and <eos>, but {', '.join(map(repr, taken))} repeats")
         return value
 
     @model_validator(mode="after")
@@ -64,12 +78,17 @@ class GiveUpConfig(Section):
 
 
 class WarmupConfig(Section):
-    """Supervised steps on the task until held-out greedy accuracy lies in ``target``."""
+    """Supervised steps on the task's solutions until held-out greedy accuracy lies in ``target``, or ``max_steps`` of
+    them on ``demonstrations``."""
 
+    demonstrations: str | None = None
+    """Teach from conversations instead of the task's solutions: ``file.py:function``, called with a ``random.Random``,
+    returns one as a list of chat messages, in which ``rollout.tools`` may be called. What the assistant says is
+    learned, for exactly ``max_steps`` steps."""
     target: tuple[float, float] = (0.4, 0.6)
     """The window of held-out greedy accuracy in which warm-up stops."""
     batch_size: Positive = 128
-    """Number of problems in one supervised step."""
+    """Number of problems, or of demonstrations, in one supervised step."""
     lr: float = Field(1e-3, gt=0)
     """Learning rate of the first supervised step."""
     eval_every: Positive = 20
@@ -78,7 +97,8 @@ class WarmupConfig(Section):
     min_steps: NonNegative = 0
     """First step at which the window counts: before that, accuracy may be right by a skill half learned."""
     max_steps: Positive = 2000
-    """Step at which the learning rate reaches zero, linearly; a warm-up outside the window by then has failed."""
+    """Step at which the learning rate reaches zero, linearly; a warm-up outside the window by then has failed, and one
+    on demonstrations is over."""
     give_up: GiveUpConfig | None = None
     """Teach from imperfect solutions. Default: the task's own solutions, all of which are right."""
     params: dict[str, Any] = Field(default_factory=dict)

@@ -3,6 +3,13 @@
 The tokenizer has one token for each character of ``vocabulary``, after ``<pad>`` (id 0) and ``<eos>`` (id 1). Encoding
 adds nothing, decoding joins without spaces, so text survives a round trip exactly. A character outside the vocabulary
 is an error rather than an unknown token: a model that was made for a task can say nothing sensible about it.
+
+With special tokens and a chat template the model chats:
+
+    special_tokens: ["<|user|>", "<|assistant|>"]
+    chat_template: >-
+      {% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}
+      {%- if add_generation_prompt %}<|assistant|>{% endif %}
 """
 
 from __future__ import annotations
@@ -39,7 +46,8 @@ def make_model(config: MakeModelConfig, seed: int, path: Path) -> None:
         ModelError: an odd ``head_dim``, or a vocabulary that the architecture's tokenizer cannot have.
     """
     make_tokenizer = qwen2_character_tokenizer if config.architecture == "qwen2" else character_tokenizer
-    tokenizer = make_tokenizer(config.vocabulary, config.max_position_embeddings)
+    tokenizer = make_tokenizer(config.vocabulary, config.max_position_embeddings, config.special_tokens)
+    tokenizer.chat_template = config.chat_template
     architecture = _architecture(config, tokenizer)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -47,8 +55,11 @@ def make_model(config: MakeModelConfig, seed: int, path: Path) -> None:
     export(model, tokenizer, path)
 
 
-def character_tokenizer(vocabulary: str, max_length: int) -> PreTrainedTokenizerFast:
-    """A tokenizer with one token for each character of ``vocabulary``, and ``<pad>`` and ``<eos>`` before them.
+def character_tokenizer(
+    vocabulary: str, max_length: int, special_tokens: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
+    """A tokenizer with one token for each character of ``vocabulary``, ``<pad>`` and ``<eos>`` before them, and
+    ``special_tokens`` after them.
 
     Encoding text with any other character raises; see the module's docstring.
     """
@@ -59,12 +70,15 @@ def character_tokenizer(vocabulary: str, max_length: int) -> PreTrainedTokenizer
         tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=EOS,
+        extra_special_tokens=list(special_tokens),
         model_max_length=max_length,
         clean_up_tokenization_spaces=False,
     )
 
 
-def qwen2_character_tokenizer(vocabulary: str, max_length: int) -> PreTrainedTokenizerFast:
+def qwen2_character_tokenizer(
+    vocabulary: str, max_length: int, special_tokens: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
     """A character tokenizer for Qwen2, whose folders `AutoTokenizer` always opens as Qwen2's own byte-level class.
 
     Qwen2's class leaves characters that it does not know out, without an error.
@@ -82,6 +96,7 @@ def qwen2_character_tokenizer(vocabulary: str, max_length: int) -> PreTrainedTok
         unk_token=PAD,  # never produced; any other name would be added to the vocabulary
         pad_token=PAD,
         eos_token=EOS,
+        extra_special_tokens=list(special_tokens),
         model_max_length=max_length,
         clean_up_tokenization_spaces=False,
     )
