@@ -98,6 +98,31 @@ class ScoringFailed(RunError):
     """
 
 
+class EpisodeOver(HeadwayError):
+    """Error in place of a turn: a limit has ended the episode. ``limit``: "turns", "tokens", "time" or "step"."""
+
+    @property
+    def limit(self) -> str:
+        """Name of the limit."""
+        return str(self.args[0])
+
+
+class ProgramFailed(RunError):
+    """Error of an episode's program: user code raised, or returned what it may not."""
+
+
+class ProgramAway(ProgramFailed):
+    """Error of a program for what is away for a time, such as a server; the program is run again after a pause."""
+
+
+class ProgramLost(RunError):
+    """Error for a program whose process ended. ``culprit``: whether it was the one that ran then; None if unknown."""
+
+    def __init__(self, message: str, culprit: bool | None = None) -> None:
+        super().__init__(message)
+        self.culprit = culprit
+
+
 @contextmanager
 def boundary(doing: str, error: type[HeadwayError]) -> Iterator[None]:
     """Turn every exception of foreign code in the block into ``error``, once, with ``doing`` in the message.

@@ -82,7 +82,8 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
     emit = fan_out([*observers, movement])
     state = _state(config, parts, emit)
     keepers = Keepers(parts.keepers)
-    halts = Halts(state, OnUpdate(config.async_training.on_update), keepers.route)
+    by_episodes = config.rollout.has_program and config.async_training.drain == "episode"
+    halts = Halts(state, OnUpdate(config.async_training.on_update), keepers, by_episodes=by_episodes)
     timeout_s = config.param_update.timeout_s
     fleet = Fleet(parts.rollouts, parts.receivers, state, listeners=[keepers, halts], timeout_s=timeout_s)
     prompts = Prompts(parts.source)

@@ -82,6 +82,8 @@ class TurnRequest:
     tools: list[ToolSchema] | None = None
     max_tokens: int | None = None
     """Most tokens to sample; None for what the run allows, which is the bound in any case."""
+    rewards: tuple[float, ...] = ()
+    """Rewards of the turns so far, by the turn's number."""
 
 
 @dataclass(frozen=True, slots=True)
