@@ -15,9 +15,10 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headway.concurrently import concurrently
-from headway.data.types import FinishReason, GroupTokens, ResponseTokens, SampledTokens, Trajectory, TrajectoryId
+from headway.data.types import FinishReason, GroupTokens, RowAt, RowTokens, SampledTokens, Trajectory, TrajectoryId
 from headway.episodes.lines import CallEngine, Line
 from headway.episodes.routing import Routes
 from headway.errors import DataError, HeadwayError, WorkerDied
@@ -251,17 +252,18 @@ class GroupKeeper:
             group.inbox.put_nowait(_finished_group(group))
 
     def _trajectory(self, id: TrajectoryId, group: _Group, finished: FinishedCall, replica: str) -> Trajectory:
-        tokens = finished.tokens
+        tokens, prompt_length = finished.tokens, len(group.request.prompt.token_ids)
         return Trajectory(
             id=id,
             replica=replica,
             text="" if tokens is None or self._decode is None else self._decode(tokens.ids.tolist()),
-            prompt_length=len(group.request.prompt.token_ids),
+            prompt_length=prompt_length,
             length=finished.length,
             finish_reason=finished.finish_reason,
             version_spans=finished.version_spans,
             started=finished.started,
             finished=finished.finished,
+            rows=(RowAt(id.k, prompt_length, finished.length),),
         )
 
     def _abort(self, groups: Iterable[_Group]) -> None:
@@ -304,16 +306,14 @@ def _nothing() -> FinishedCall:
 
 def _finished_group(group: _Group) -> FinishedGroup:
     trajectories, calls = zip(*(group.done[k] for k in range(group.request.episodes)), strict=True)
-    responses = tuple(_response(call) for call in calls)
     prompt_ids = np.asarray(group.request.prompt.token_ids, np.int32)
     simulated = all(call.tokens is None for call in calls)
     return FinishedGroup(
         number=group.request.number,
         trajectories=trajectories,
-        tokens=None if simulated else GroupTokens(prompt_ids, responses),
+        tokens=None if simulated else GroupTokens(tuple(_row(prompt_ids, call) for call in calls)),
     )
 
 
-def _response(call: FinishedCall) -> ResponseTokens:
-    tokens = call.tokens if call.tokens is not None else SampledTokens.nothing()
-    return ResponseTokens(tokens.ids, tokens.logprobs, tokens.versions, np.ones(len(tokens.ids), np.bool_))
+def _row(prompt_ids: NDArray[np.int32], call: FinishedCall) -> RowTokens:
+    return RowTokens.answer(prompt_ids, call.tokens if call.tokens is not None else SampledTokens.nothing())
