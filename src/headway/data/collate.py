@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.data.types import Handle, Sample
+from headway.data.types import Handle, Sample, TrajectoryId, TurnSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,15 +24,19 @@ class Row:
     """Token ids of prompt and response, [P + T]."""
     prompt_length: int
     logprobs: NDArray[np.float32]
-    """Log-probs of the response under the behaviour policy, [T]."""
+    """Log-probs of the response under the behaviour policy, [T]; 0 in holes."""
     versions: NDArray[np.int32]
-    """Version of the weights that sampled each response token, [T]."""
+    """Version of the weights that sampled each response token, [T]; -1 in holes."""
     loss_mask: NDArray[np.bool_]
-    """True for response tokens that the policy wrote, [T]."""
+    """True for response tokens that the row trains, [T]."""
     columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     """Further numbers for each response token, by name, [T] each. See `headway.data.types.Sample`."""
     finished: bool = True
-    """False where the answer was cut off."""
+    """False where the episode was cut off."""
+    episode: TrajectoryId | None = None
+    """The episode that the row is of; None for a row that is a whole one."""
+    turns: tuple[TurnSpan, ...] = ()
+    """The turns that are trained in the row, in order; empty for one turn, which is the whole response."""
 
 
 def resolve(samples: Sequence[Sample], get: Callable[[Handle[Any]], Any]) -> list[Row]:
@@ -47,16 +51,18 @@ def resolve(samples: Sequence[Sample], get: Callable[[Handle[Any]], Any]) -> lis
     rows = []
     for sample in samples:
         group = fetch(sample.tokens)
-        response = group.responses[sample.k]
+        tokens = group.rows[sample.index]
         rows.append(
             Row(
-                input_ids=np.concatenate([group.prompt_ids, response.ids]),
-                prompt_length=len(group.prompt_ids),
-                logprobs=response.logprobs,
-                versions=response.versions,
-                loss_mask=np.zeros_like(response.loss_mask) if sample.masked else response.loss_mask,
+                input_ids=np.concatenate([tokens.prompt_ids, tokens.ids]),
+                prompt_length=len(tokens.prompt_ids),
+                logprobs=tokens.logprobs,
+                versions=tokens.versions,
+                loss_mask=np.zeros_like(tokens.loss_mask) if sample.masked else tokens.loss_mask,
                 columns={name: fetch(c.handle)[c.index] for name, c in sample.columns.items()},
                 finished=sample.finished,
+                episode=sample.episode,
+                turns=tokens.turns,
             )
         )
     return rows

@@ -15,8 +15,6 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from headway.data.types import (
     FinishReason,
     GroupTokens,
@@ -29,7 +27,6 @@ from headway.episodes.calls import Asked, Calls, Home, nothing_sampled
 from headway.episodes.deadlines import Clock
 from headway.episodes.lines import CallEngine
 from headway.episodes.programs import Hosting, MadeEpisode, ProgramEpisode
-from headway.episodes.record import single_row
 from headway.errors import HeadwayError, RunError, WorkerDied, boundary
 from headway.interfaces import FinishedCall, FinishedGroup, GroupRequest, Priority, SamplingParams
 
@@ -256,8 +253,7 @@ class GroupKeeper:
             group.inbox.put_nowait(_finished_group(group))
 
     def _of_one_turn(self, group: _Group, asked: Asked, finished: FinishedCall) -> MadeEpisode:
-        tokens = finished.tokens
-        prompt_ids = group.request.prompt.token_ids
+        tokens, prompt_ids = finished.tokens, group.request.prompt.token_ids
         trajectory = Trajectory(
             id=asked.trajectory,
             replica=asked.replica,
@@ -268,9 +264,10 @@ class GroupKeeper:
             version_spans=finished.version_spans,
             started=finished.started,
             finished=finished.finished,
-            rows=(RowAt(0, len(prompt_ids), finished.length),),
+            rows=(RowAt(0, len(prompt_ids), finished.length),) if finished.length else (),
         )
-        return MadeEpisode(trajectory, [single_row(prompt_ids, tokens)] if tokens is not None else [])
+        rows = [RowTokens.answer(prompt_ids, tokens)] if tokens is not None and finished.length else []
+        return MadeEpisode(trajectory, rows)
 
     def _abort(self, groups: Iterable[_Group]) -> None:
         """End ``groups`` as they are: what replicas have of them comes back."""
@@ -304,13 +301,13 @@ def _finished_group(group: _Group) -> FinishedGroup:
     """Put the episodes of ``group`` together, in order of k, and number their rows."""
     trajectories: list[Trajectory] = []
     rows: list[RowTokens] = []
-    simulated = False
+    count, simulated = 0, False
     for k in range(group.request.episodes):
         made = group.done[k]
         simulated |= len(made.rows) < len(made.trajectory.rows)
-        first = sum(len(t.rows) for t in trajectories)
-        numbered = tuple(at._replace(index=first + n) for n, at in enumerate(made.trajectory.rows))
-        trajectories.append(replace(made.trajectory, rows=numbered) if first else made.trajectory)
+        numbered = tuple(at._replace(index=count + n) for n, at in enumerate(made.trajectory.rows))
+        trajectories.append(replace(made.trajectory, rows=numbered) if count else made.trajectory)
+        count += len(numbered)
         rows += made.rows
     tokens = None if simulated else GroupTokens(tuple(rows))
     return FinishedGroup(group.request.number, tuple(trajectories), tokens)

@@ -140,19 +140,6 @@ def row_tokens(row: Row) -> RowTokens:
     )
 
 
-def single_row(prompt_ids: NDArray[np.int32], tokens: SampledTokens) -> RowTokens:
-    """Make the row of an episode of one turn."""
-    length = len(tokens.ids)
-    return RowTokens(
-        prompt_ids=prompt_ids,
-        ids=tokens.ids,
-        logprobs=tokens.logprobs,
-        versions=tokens.versions,
-        loss_mask=np.ones(length, np.bool_),
-        turns=(TurnSpan(0, 0, length),),
-    )
-
-
 def spans_of(calls: Sequence[FinishedCall]) -> list[list[int]]:
     """``[[start, version], …]`` of the tokens of several calls, one after the other."""
     spans: list[list[int]] = []

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import AsyncGenerator
 
-from headway.data.types import FinishReason, Group, ResponseAt
+from headway.data.types import FinishReason, Group
 from headway.events import TrajectoryFinished
 from headway.interfaces import FinishedGroup, GroupRequest, Keeper
 from headway.pipeline.channel import Channel
@@ -67,8 +67,7 @@ class Generate(Stage[Share, Group]):
                     self._state.discard(finished.number, Fate.DROPPED, reason)
                 else:
                     prompt = self._state.ledger.prompt(finished.number)
-                    responses = tuple(ResponseAt(finished.tokens, k) for k in range(len(finished.trajectories)))
-                    yield Group(finished.number, prompt, finished.trajectories, responses)
+                    yield Group(finished.number, prompt, finished.trajectories, finished.tokens)
 
     def _report(self, finished: FinishedGroup) -> None:
         for trajectory in finished.trajectories:

@@ -92,7 +92,6 @@ class Reward(Stage[Group, Group]):
     def _split_baseline(self, group: Group, rewards: NDArray[np.float32]) -> NDArray[np.float32]:
         group.baseline = float(rewards[self._n])
         group.trajectories = group.trajectories[: self._n]
-        group.responses = group.responses[: self._n]
         return rewards[: self._n]
 
     async def send_output_data(self, group: Group) -> bool:
