@@ -1,7 +1,7 @@
 """The calls of one keeper: each goes to a replica, and to another one where that is lost.
 
-    ask ──▶ a replica that takes calls? ──yes──▶ Line ──▶ done(call, result)
-                 │ no: wait for `route`            └ the replica is lost: ask again
+ask ──▶ a replica that takes calls? ──yes──▶ Line ──▶ done(call, result)
+             │ no: wait for `route`            └ the replica is lost: ask again
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ class Deadline:
         self._callback = callback
         self._timer: asyncio.TimerHandle | None = None
 
-    def run(self, loop: asyncio.AbstractEventLoop) -> None:
+    def run(self) -> None:
         """Count the seconds that are left, from now on."""
-        self._timer = loop.call_later(self._left, self._over)
+        self._timer = asyncio.get_running_loop().call_later(self._left, self._over)
 
     def hold(self, now: float) -> None:
         """Stop counting, at ``now`` on the loop's clock."""
@@ -51,7 +51,6 @@ class Clock:
 
     def __init__(self) -> None:
         self._deadlines: dict[Deadline, None] = {}
-        self._loop = asyncio.get_running_loop()
         self._running = True
         self._stood = 0.0
         """Seconds for which the clock stood still before."""
@@ -60,14 +59,14 @@ class Clock:
 
     def time(self) -> float:
         """Seconds on this clock, which stands still between `stop` and `go_on`."""
-        return (self._loop.time() if self._running else self._stopped) - self._stood
+        return (asyncio.get_running_loop().time() if self._running else self._stopped) - self._stood
 
     def deadline(self, seconds: float, callback: Callable[[], object]) -> Deadline:
         """Make a deadline that calls ``callback`` on the loop in ``seconds`` of this clock."""
         deadline = Deadline(self, seconds, callback)
         self._deadlines[deadline] = None
         if self._running:
-            deadline.run(self._loop)
+            deadline.run()
         return deadline
 
     def forget(self, deadline: Deadline) -> None:
@@ -77,7 +76,7 @@ class Clock:
     def stop(self) -> None:
         """Let time stand still. A clock that stands still stays so."""
         if self._running:
-            self._running, self._stopped = False, self._loop.time()
+            self._running, self._stopped = False, asyncio.get_running_loop().time()
             for deadline in self._deadlines:
                 deadline.hold(self._stopped)
 
@@ -85,6 +84,6 @@ class Clock:
         """Let time run again."""
         if not self._running:
             self._running = True
-            self._stood += self._loop.time() - self._stopped
+            self._stood += asyncio.get_running_loop().time() - self._stopped
             for deadline in self._deadlines:
-                deadline.run(self._loop)
+                deadline.run()

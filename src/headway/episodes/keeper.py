@@ -5,8 +5,8 @@
       FinishedGroup            └────── FinishedCall ◀──┘
 
 An episode of the program of one turn is one call with the prompt's ids; one of a user's program is a
-`headway.episodes.programs.ProgramEpisode`. All of it runs on one event loop: the driver's where roles run in its process,
-else that of an actor beside the replicas, so that tokens stay away from the driver.
+`headway.episodes.programs.ProgramEpisode`. All of it runs on one event loop: the driver's where roles run in its
+process, else that of an actor beside the replicas, so that tokens stay away from the driver.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from headway.data.types import (
     GroupTokens,
     RowAt,
     RowTokens,
-    SampledTokens,
     Trajectory,
 )
 from headway.episodes.calls import Asked, Calls, Home, nothing_sampled
@@ -57,8 +56,9 @@ class _Group:
     @property
     def oldest_version(self) -> int | None:
         """The oldest version in a finished call; None before the first token."""
-        episodes = [*(made.trajectory for made in self.done.values()), *(one for one, _ in self.programs.values())]
-        return min((v for one in episodes if (v := one.oldest_version) is not None), default=None)
+        versions = [made.trajectory.oldest_version for made in self.done.values()]
+        versions += [episode.oldest_version for episode, _ in self.programs.values()]
+        return min((version for version in versions if version is not None), default=None)
 
 
 class GroupKeeper:
@@ -305,7 +305,7 @@ def _finished_group(group: _Group) -> FinishedGroup:
     for k in range(group.request.episodes):
         made = group.done[k]
         simulated |= len(made.rows) < len(made.trajectory.rows)
-        numbered = tuple(at._replace(index=count + n) for n, at in enumerate(made.trajectory.rows))
+        numbered = tuple(replace(at, index=count + n) for n, at in enumerate(made.trajectory.rows))
         trajectories.append(replace(made.trajectory, rows=numbered) if count else made.trajectory)
         count += len(numbered)
         rows += made.rows

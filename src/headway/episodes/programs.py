@@ -38,9 +38,7 @@ MOST_LOSSES = 20
 class Programs(Protocol):
     """Where programs run: `headway.runners.Runners`, or a simulation."""
 
-    async def run(
-        self, job: EpisodeStart, on_ask: Turn, *, on_begin: Callable[[], object] | None = None
-    ) -> EpisodeEnd:
+    async def run(self, job: EpisodeStart, on_ask: Turn, *, on_begin: Callable[[], object] | None = None) -> EpisodeEnd:
         """Run a program to its end; its turns are ``on_ask``'s. ``on_begin`` is called when it begins.
 
         Raises:
@@ -133,7 +131,7 @@ class ProgramEpisode:
         clock: Clock,
         home: Home,
         on_aborted: Callable[[], object],
-        on_failed: Callable[[HeadwayError], object],
+        on_failed: Callable[[HeadwayError], None],
     ) -> None:
         """
         Args:

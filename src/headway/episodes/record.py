@@ -1,7 +1,7 @@
 """The record of one episode: what its turns are called with, and what was sampled.
 
-    TurnRequest ─▶ Record.prompt ─▶ Prompted (ids, key) ─▶ a call ─▶ Record.answered ─▶ TurnAnswer
-                                                                            └──▶ rows to train on, in the end
+TurnRequest ─▶ Record.prompt ─▶ Prompted (ids, key) ─▶ a call ─▶ Record.answered ─▶ TurnAnswer
+                                                                        └──▶ rows to train on, in the end
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.data.types import FinishReason, RowTokens, SampledTokens, TurnSpan
+from headway.data.types import FinishReason, RowTokens, TurnSpan
 from headway.episodes.rendering import ChatPrompt, ChatRenderer, Conversations
 from headway.episodes.template_trials import try_template
 from headway.episodes.tool_calls import AUTO, ToolParser, choose_parser

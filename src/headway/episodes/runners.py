@@ -11,8 +11,7 @@ from headway.episodes.programs import Turn
 from headway.errors import ConfigError, RunError
 from headway.programs.messages import EpisodeEnd, EpisodeStart
 from headway.programs.spec import ProgramSpec
-from headway.runners import Runners
-from headway.user_code import resolve_spec
+from headway.runners.host import Runners
 
 
 class ProgramRunners:
@@ -25,7 +24,8 @@ class ProgramRunners:
             logs: the directory for what programs print.
         """
         self._name = name
-        self._config = config
+        self._rollout = config.rollout
+        self._spec = ProgramSpec.of(config)
         self._log = None if logs is None else logs / f"{name}-programs.log"
         self._runners: Runners | None = None
 
@@ -36,3 +36,56 @@ class ProgramRunners:
             UserError: the code cannot be used; says why.
             WorkerDied: a process ended while it loaded the code.
         """
+        rollout, environment = self._rollout, variables(self._rollout.env)
+        synchronous = Runners(
+            f"{self._name}: environment",
+            self._spec,
+            processes=rollout.environment_processes,
+            at_once=1,
+            forked=True,
+            stall_s=None,
+            log_path=self._log,
+            env=environment,
+        )
+        described = await synchronous.start()
+        if not described.is_async:
+            self._runners = synchronous
+            return
+        await synchronous.close()
+        self._runners = Runners(
+            f"{self._name}: runner",
+            self._spec,
+            processes=rollout.runners,
+            at_once=None,
+            forked=False,
+            stall_s=rollout.stall_s,
+            log_path=self._log,
+            env=environment,
+        )
+        await self._runners.start()
+
+    async def run(self, job: EpisodeStart, on_ask: Turn, *, on_begin: Callable[[], object] | None = None) -> EpisodeEnd:
+        """See `headway.episodes.programs.Programs.run`."""
+        if self._runners is None:
+            raise RunError(f"{self._name}: the runners were not started")
+        end: EpisodeEnd = await self._runners.run(job, on_ask, on_begin=on_begin)
+        return end
+
+    async def close(self) -> None:
+        """End all processes."""
+        if self._runners is not None:
+            await self._runners.close()
+
+
+def variables(names: dict[str, str]) -> dict[str, str]:
+    """Values of ``rollout.env``, from this process's environment.
+
+    Raises:
+        ConfigError: one of them is not set.
+    """
+    missing = [name for name in names.values() if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"rollout.env: {', '.join(missing)} is not set in the environment; export it before the run, or drop it"
+        )
+    return {name: os.environ[theirs] for name, theirs in names.items()}

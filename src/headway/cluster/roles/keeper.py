@@ -13,7 +13,6 @@ from headway.cluster.worker_group import Dispatch, register
 from headway.data.types import GroupTokens
 from headway.episodes.hosting import chat_hosting
 from headway.episodes.keeper import GroupKeeper
-from headway.episodes.runners import ProgramRunners
 from headway.errors import HeadwayError
 from headway.interfaces import FinishedGroup, GroupRequest
 from headway.models.tokenizer import load_tokenizer, text_of, torch_hidden
@@ -31,15 +30,15 @@ class KeeperRole(Role):
     def build(self) -> None:
         """Load the tokenizer."""
         with torch_hidden():
-            self._tokenizer = load_tokenizer(
-                self._model_path, trust_remote_code=self._config.model.trust_remote_code
-            )
+            self._tokenizer = load_tokenizer(self._model_path, trust_remote_code=self._config.model.trust_remote_code)
 
     @register(Dispatch.RANK_ZERO)
     async def serve(self) -> None:
         """Begin to keep groups, on the running loop. Starts the runners of the program, where there is one."""
         hosting = None
         if self._config.rollout.has_program:
+            from headway.episodes.runners import ProgramRunners
+
             programs = ProgramRunners(self.name, self._config, self._logs)
             with torch_hidden():
                 hosting = chat_hosting(self._config, self._tokenizer, programs)
