@@ -240,6 +240,8 @@ class ProgramEpisode:
             if one.limit is None or (task := asyncio.current_task()) is None or task.cancelling():
                 raise
             return EpisodeEnd(turn_rewards=one.rewards)  # it was ended by a limit, not from outside
+        except EpisodeOver:
+            return EpisodeEnd(turn_rewards=one.rewards)
         finally:
             one.stepping.cancel()
             self._program_waits(one)
