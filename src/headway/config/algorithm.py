@@ -53,6 +53,8 @@ def idle_estimator_keys(config: Config) -> Iterator[Idle]:
     for key, users in ESTIMATOR_KEYS.items():
         if chosen not in users and not names_a_file(chosen):
             yield f"algorithm.{key}", f"algorithm.adv_estimator is {chosen}"
+    if not config.rollout.has_program:
+        yield "algorithm.turn_discount", "without rollout.tools, environment or program an episode is one turn"
 
 
 def idle_loss_keys(config: Config) -> Iterator[Idle]:
@@ -136,6 +138,11 @@ def algorithm_problems(config: Config) -> Iterator[str]:
         yield (
             "algorithm.policy_loss.loss_mode=t_ppo leaves out the last tokens of answers that were cut off; without "
             "algorithm.policy_loss.ignore_last it is ppo_clip: give that, or choose ppo_clip"
+        )
+    if isinstance(loss, TPpo) and config.rollout.has_program:
+        yield (
+            "algorithm.policy_loss.loss_mode=t_ppo leaves out the last tokens of answers that were cut off, and those "
+            "of an episode with a program may be a tool's, or of an answer that had ended; choose ppo_clip"
         )
     if actor.use_kl_loss and actor.use_bias_correction_kl and actor.kl_loss_type.endswith("+"):
         yield (

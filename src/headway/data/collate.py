@@ -1,6 +1,6 @@
 """Collation: from samples to rows, and from rows to the micro-batches that an engine runs.
 
-samples ─▶ split_by_tokens ─▶ one list per data-parallel rank      (driver: metadata only)
+samples ─▶ split_by_tokens ─▶ one list per data-parallel rank      (driver: metadata only; whole episodes)
 samples ─▶ resolve ─▶ rows ─▶ token_budget_batches ─▶ collate      (worker: arrays)
 """
 
@@ -69,26 +69,51 @@ def resolve(samples: Sequence[Sample], get: Callable[[Handle[Any]], Any]) -> lis
 
 
 def split_by_tokens(samples: Sequence[Sample], ranks: int) -> list[list[int]]:
-    """Indices of ``samples`` for each rank, token counts balanced (longest first to the lightest rank)."""
+    """Indices of ``samples`` for each rank, token counts balanced (longest first to the lightest rank).
+
+    The samples of an episode are on one rank: whatever is said of sequences needs all of them.
+    """
+    episodes: dict[TrajectoryId, list[int]] = {}
+    for index, sample in enumerate(samples):
+        episodes.setdefault(sample.episode, []).append(index)
+    tokens = {episode: sum(samples[i].total_length for i in indices) for episode, indices in episodes.items()}
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
-    for index in sorted(range(len(samples)), key=lambda i: (-samples[i].total_length, i)):
+    for episode, indices in sorted(episodes.items(), key=lambda item: (-tokens[item[0]], item[1][0])):
         lightest = min(range(ranks), key=lambda r: (loads[r], r))
-        shares[lightest].append(index)
-        loads[lightest] += samples[index].total_length
+        shares[lightest] += indices
+        loads[lightest] += tokens[episode]
     return [sorted(share) for share in shares]
 
 
-def token_budget_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Partition indices into batches whose padded size (rows × longest) is at most ``budget``, sorted by length.
+def by_episode(rows: Sequence[Row]) -> list[list[int]]:
+    """Indices of the rows of each episode, in the order of their first ones. See `Row.episode`."""
+    episodes: dict[TrajectoryId | int, list[int]] = {}
+    for index, row in enumerate(rows):
+        episodes.setdefault(index if row.episode is None else row.episode, []).append(index)
+    return list(episodes.values())
 
-    A row longer than the budget is a batch of its own.
+
+def exceeds(unit: Sequence[int], lengths: Sequence[int], budget: int) -> bool:
+    """Tell whether the padded rows of ``unit`` are more than ``budget`` tokens together; one row never is."""
+    return len(unit) > 1 and len(unit) * max(lengths[i] for i in unit) > budget
+
+
+def token_budget_batches(
+    lengths: Sequence[int], budget: int, together: Sequence[Sequence[int]] | None = None
+) -> list[list[int]]:
+    """Partition indices into batches whose padded size (rows × longest) is at most ``budget``, longest first.
+
+    A row longer than the budget is a batch of its own. ``together`` partitions the indices into units that share a
+    batch, except for those that exceed the budget by themselves: these are split freely. None: there are no units.
     """
+    units: list[Sequence[int]] = []
+    for unit in together if together is not None else ([index] for index in range(len(lengths))):
+        units += [[index] for index in unit] if exceeds(unit, lengths, budget) else [unit]
     batches: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    for unit in sorted(units, key=lambda unit: (-max(lengths[i] for i in unit), unit[0])):
         longest = lengths[batches[-1][0]] if batches else 0
-        if batches and (len(batches[-1]) + 1) * longest <= budget:
-            batches[-1].append(index)
-        else:
-            batches.append([index])
+        if not batches or (len(batches[-1]) + len(unit)) * longest > budget:
+            batches.append([])
+        batches[-1] += sorted(unit, key=lambda i: (-lengths[i], i))
     return batches
