@@ -170,7 +170,7 @@ def test_the_program_gets_its_prompt_its_row_and_a_seed_of_its_own():
 
 @pytest.mark.parametrize(("limits", "turns", "limit"), [
     (Limits(max_length=400, max_turns=2), 2, "turns"),
-    (Limits(max_length=90, max_turns=9), 2, "tokens"),
+    (Limits(max_length=75, max_turns=9), 2, "tokens"),
 ])  # fmt: skip
 def test_a_limit_ends_an_episode_which_is_trained_with_the_reward_that_it_has(limits, turns, limit):
     (episode,) = made(lambda start, ask: talk(start, ask, 9), limits=limits).trajectories

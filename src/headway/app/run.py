@@ -99,7 +99,7 @@ class Run:
             rollouts=workers.rollouts,
             keepers=workers.keepers,
             trainer=workers.train,
-            reward=reward,
+            reward=None if config.reward.by_program else reward,
             advantages=workers.train.advantages,
             group_filter=_group_filter(config),
             shaping=_shaping(config),

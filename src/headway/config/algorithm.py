@@ -196,3 +196,13 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             "actor.loss_agg_mode=seq-mean-token-sum-norm divides by a constant length: set actor.loss_scale_factor, "
             "for example to data.max_response_length"
         )
+
+
+def min_episodes(config: Config) -> int:
+    """Fewest episodes of a group that must not have failed: ``rollout.min_episodes``, or what the estimator needs."""
+    algorithm, rollout = config.algorithm, config.rollout
+    if rollout.min_episodes is not None:
+        return rollout.min_episodes
+    of_k = {"pass_at_k": algorithm.pass_k, "grpo_passk": algorithm.pass_k}
+    least = of_k.get(algorithm.adv_estimator, 2 if algorithm.adv_estimator in GROUP_RELATIVE else 1)
+    return min(least, rollout.n)

@@ -14,7 +14,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from headway.data.types import Prompt
+import numpy as np
+
+from headway.data.types import Prompt, Trajectory
 from headway.errors import ScoringFailed
 from headway.interfaces import RewardFn, Scores
 from headway.pipeline.signal import Signal
@@ -35,7 +37,8 @@ class GivenUp(ScoringFailed):
 class Scoring:
     """Access to the run's reward for the stages; a stop can give up scores that do not come."""
 
-    def __init__(self, reward: RewardFn) -> None:
+    def __init__(self, reward: RewardFn | None) -> None:
+        """``reward``: None where episodes have the rewards that their programs gave."""
         self._reward = reward
         self._awaited: dict[asyncio.Task[Scores], None] = {}
         """Tasks of the scores that are awaited, in the order in which they were requested."""
@@ -55,14 +58,20 @@ class Scoring:
         """Seconds that a stop waits without any score: longer than the slowest one took so far, within limits."""
         return min(MOST_PATIENCE_S, LEAST_PATIENCE_S + (self._longest_s or 0.0))
 
-    async def score(self, prompt: Prompt, responses: Sequence[str]) -> Scores:
-        """Return scores from the reward. Raises its error, or `GivenUp` when the run stops before they come."""
+    async def score(self, prompt: Prompt, episodes: Sequence[Trajectory]) -> Scores:
+        """Return the scores of episodes, none of which failed: their own, or what the reward says of their answers.
+
+        Raises `ScoringFailed`, or `GivenUp` when the run stops before scores come.
+        """
+        if self._reward is None:
+            return Scores(np.array([_own_reward(episode) for episode in episodes], np.float32))
         if self.closed:
             raise GivenUp(INTERRUPTED)
+        reward = self._reward
         started = now()
         if not self._awaited:
             self._moved = started
-        task = asyncio.get_running_loop().create_task(self._reward.score(prompt, responses))
+        task = asyncio.get_running_loop().create_task(reward.score(prompt, [episode.text for episode in episodes]))
         self._awaited[task] = None
         self._changed.changed()
         try:
@@ -103,3 +112,12 @@ class Scoring:
                 task.cancel()
             self._moved = now()
             on_given_up(len(self._awaited))
+
+
+def _own_reward(episode: Trajectory) -> float:
+    """The reward of an episode, those of its turns included. A limit leaves one without any at 0."""
+    if episode.reward is None and not episode.turn_rewards and episode.limit is None:
+        raise ScoringFailed(
+            "the program gave no reward; return one from it, or name a reward.function that scores the last answer"
+        )
+    return (episode.reward or 0.0) + sum(episode.turn_rewards)
