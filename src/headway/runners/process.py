@@ -180,7 +180,8 @@ class Nursery:
                 self.process.channel.send(order)
             else:
                 self.process.channel.send_with(order, descriptor)
-            await asyncio.wait([told, self.process.ended], timeout=TOLD_S, return_when=asyncio.FIRST_COMPLETED)
+            waited: list[asyncio.Future[Any]] = [told, self.process.ended]
+            await asyncio.wait(waited, timeout=TOLD_S, return_when=asyncio.FIRST_COMPLETED)
             if not told.done():
                 how = "has ended" if self.process.ended.done() else f"did not answer within {TOLD_S:g} s"
                 raise ConnectionError(f"the process that forks them {how}")
@@ -203,7 +204,13 @@ class Note:
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("headway-runner")
         os.truncate(self.descriptor, mmap.PAGESIZE)
-        self._view = memoryview(mmap.mmap(self.descriptor, mmap.PAGESIZE)).cast("Q")
+        self._memory = mmap.mmap(self.descriptor, mmap.PAGESIZE)
+        self._view = memoryview(self._memory).cast("Q")
+
+    def close(self) -> None:
+        """Give the memory back. Nothing can be read any more."""
+        self._view.release()
+        self._memory.close()
 
     @property
     def whose(self) -> int:

@@ -167,6 +167,8 @@ class Runner:
         """Fail what it had when its process has ended."""
         whose = self._note.whose if self._note is not None else None
         self.lose(lambda number: self._ended(end, self._blame(number, whose, end)))
+        if self._note is not None:
+            self._note.close()
 
     def _blame(self, number: int, whose: int | None, end: str) -> bool | None:
         if self._alone:

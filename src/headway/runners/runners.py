@@ -239,10 +239,7 @@ class Runners:
         runner = Runner(self._name, alone=self._alone, note=note, on_room=self._on_room)
         try:
             if self._forked:
-                try:
-                    described = await self._fork(runner)
-                except RunnerLost:  # a nursery that has ended costs no job; one that does not come up does
-                    described = await self._fork(runner)
+                described = await self._fork(runner)
                 self._watch(runner.process, runner)
             else:
                 runner.process = self._launch().spawn(runner.on_frame, note)
@@ -257,12 +254,18 @@ class Runners:
 
     async def _fork(self, runner: Runner) -> Any:
         """Give ``runner`` a process that the nursery forks. Returns what the code describes itself as."""
-        if self._nursery is None or self._nursery.lost:
-            self._nursery = Nursery(self._launch())
-            self._watch(self._nursery.process)
-        nursery = self._nursery
-        described = await self._loaded(nursery.process)
-        runner.process = await nursery.fork(runner.on_frame)
+        for tries_left in (1, 0):  # a nursery that has ended costs no job; one that does not come up does
+            if self._nursery is None or self._nursery.lost:
+                self._nursery = Nursery(self._launch())
+                self._watch(self._nursery.process)
+            nursery = self._nursery
+            described = await self._loaded(nursery.process)
+            try:
+                runner.process = await nursery.fork(runner.on_frame)
+                break
+            except RunnerLost:
+                if not tries_left or self._closed:
+                    raise
         return described
 
     async def _loaded(self, process: Process) -> Any:
@@ -279,13 +282,13 @@ class Runners:
 
     def _on_process_end(self, process: Process, runner: Runner | None, ended: asyncio.Future[str]) -> None:
         self._alive.discard(process)
-        if runner is None or runner not in self._runners:
+        if runner is None:
             return
-        self._runners.remove(runner)
         over_a_job = runner.dying or bool(runner.jobs)
         runner.on_end(ended.result())
-        if self._closed:
+        if self._closed or runner not in self._runners:
             return
+        self._runners.remove(runner)
         if over_a_job and not self._forked and self._size < self._processes:
             self._begin_launch()  # the next job finds it loaded
         self._give_room()
