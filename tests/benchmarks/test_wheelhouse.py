@@ -59,9 +59,7 @@ def test_what_wheels_require_is_collected_too_and_what_the_image_has_is_not(
 ) -> None:
     a_project(tmp_path, ["torch>=2", "ray>=2", "blend>=5", "a>=1"], ["a==1", "b==2", "c==3", "Blend==5.2"])
     monkeypatch.chdir(tmp_path)
-    calls = index(
-        monkeypatch, {"Blend": [], "a": ["b>=1", "numpy"], "b": ["c; python_version < '3.13'", "a"], "c": []}
-    )
+    calls = index(monkeypatch, {"Blend": [], "a": ["b>=1", "numpy"], "b": ["c; python_version < '3.13'", "a"], "c": []})
     stale = tmp_path / "out" / "old-1-py3-none-any.whl"
     stale.parent.mkdir()
     stale.touch()
