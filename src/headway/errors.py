@@ -59,6 +59,23 @@ class WorkerDied(RunError):
     """Error for a worker process that ended while the run needed it."""
 
 
+class UserCodeFailed(RunError):
+    """Error for a job in a runner whose user code raised. The message is the exception's type and text, one line."""
+
+
+class RunnerLost(RunError):
+    """Error for a job whose runner, the process that held its user code, ended or was ended before the job was over."""
+
+    def __init__(self, message: str, *, end: str = "", culprit: bool | None = None, timed_out: bool = False) -> None:
+        """Say in ``end`` how the process ended, such as ``exit code 3`` or ``SIGKILL``, in ``culprit`` whether it was
+        executing this very job (None: not known), and in ``timed_out`` whether a time limit of the job's was behind it.
+        """
+        super().__init__(message)
+        self.end = end
+        self.culprit = culprit
+        self.timed_out = timed_out
+
+
 class StageFailed(RunError):
     """Error for an exception of a stage's own code; the cause is chained."""
 

@@ -27,8 +27,8 @@ from headway.data.sources import DataBundle, Rows, build_sources, read_rows
 from headway.errors import ConfigError, DataError, ModelError, UserCodeError, WorkerDied, boundary
 from headway.models.folder import SAFETENSORS, SAFETENSORS_INDEX, check_folder, find_folder, read_object
 from headway.models.logits import is_known
-from headway.rewards.pool import RewardPool
 from headway.rewards.request import RewardSpec
+from headway.rewards.runners import RewardRunners
 from headway.rewards.scorers import make_scorer
 from headway.user_code import check_call, load_function, names_a_file
 
@@ -149,10 +149,10 @@ def go_offline_without_a_hub(config: Config) -> None:
 
 
 async def _load_in_a_process(spec: RewardSpec) -> None:
-    pool = RewardPool(spec, workers=1, retries=0, log_path=None)
+    reward = RewardRunners(spec, workers=1, retries=0, log_path=None)
     limit = max(LOAD_TIMEOUT_S, spec.timeout_s)
     try:
-        await asyncio.wait_for(pool.start(), limit)
+        await asyncio.wait_for(reward.start(), limit)
     except TimeoutError:
         raise UserCodeError(
             f"{spec.function} was not imported within {limit:g} s; see to it that the file imports quickly, or raise "
@@ -163,7 +163,7 @@ async def _load_in_a_process(spec: RewardSpec) -> None:
             f"{cause}; see to it that the file imports, quickly and without ending its process"
         ) from cause
     finally:
-        await pool.close()
+        await reward.close()
 
 
 def _check_device(config: Config) -> None:
