@@ -98,6 +98,39 @@ class ScoringFailed(RunError):
     """
 
 
+class ProgramFailed(RunError):
+    """Error when an episode's program failed: user code raised, or returned what it must not.
+
+    An episode that failed is data, not a crash, and is not an episode with a reward of 0 either: it is not trained on.
+    """
+
+
+class ProgramAway(ProgramFailed):
+    """Error when an episode's program failed for something that is away for a time: it may be run again."""
+
+
+class Unavailable(HeadwayError, ConnectionError):
+    """Error for user code to raise where what it needs is away for a time: the episode's program is run again.
+
+    Of what a tool raises this alone is not told to the model.
+    """
+
+
+class EpisodeOver(HeadwayError):
+    """Error that a program meets in place of a turn, after a limit of the episode: there will be no further turn.
+
+    A program may catch it and return a reward. Where it does not, it has the rewards that it gave before.
+    """
+
+    def __init__(self, limit: str) -> None:
+        super().__init__(limit)
+        self.limit = limit
+        """``turns``, ``tokens``, ``time`` (seconds of the episode) or ``step`` (seconds between two turns)."""
+
+    def __str__(self) -> str:
+        return f"the episode is over: its limit of {self.limit} is reached, and there will be no further turn"
+
+
 @contextmanager
 def boundary(doing: str, error: type[HeadwayError]) -> Iterator[None]:
     """Turn every exception of foreign code in the block into ``error``, once, with ``doing`` in the message.
