@@ -115,29 +115,37 @@ class ScoringFailed(RunError):
     """
 
 
-class EpisodeOver(HeadwayError):
-    """Error in place of a turn: a limit has ended the episode. ``limit``: "turns", "tokens", "time" or "step"."""
-
-    @property
-    def limit(self) -> str:
-        """Name of the limit."""
-        return str(self.args[0])
-
-
 class ProgramFailed(RunError):
-    """Error of an episode's program: user code raised, or returned what it may not."""
+    """Error when an episode's program failed: user code raised, or returned what it must not.
+
+    An episode that failed is data, not a crash, and is not an episode with a reward of 0 either: it is not trained on.
+    """
 
 
 class ProgramAway(ProgramFailed):
-    """Error of a program for what is away for a time, such as a server; the program is run again after a pause."""
+    """Error when an episode's program failed for something that is away for a time: it may be run again."""
 
 
-class ProgramLost(RunError):
-    """Error for a program whose process ended. ``culprit``: whether it was the one that ran then; None if unknown."""
+class Unavailable(HeadwayError, ConnectionError):
+    """Error for user code to raise where what it needs is away for a time: the episode's program is run again.
 
-    def __init__(self, message: str, culprit: bool | None = None) -> None:
-        super().__init__(message)
-        self.culprit = culprit
+    Of what a tool raises this alone is not told to the model.
+    """
+
+
+class EpisodeOver(HeadwayError):
+    """Error that a program meets in place of a turn, after a limit of the episode: there will be no further turn.
+
+    A program may catch it and return a reward. Where it does not, it has the rewards that it gave before.
+    """
+
+    def __init__(self, limit: str) -> None:
+        super().__init__(limit)
+        self.limit = limit
+        """``turns``, ``tokens``, ``time`` (seconds of the episode) or ``step`` (seconds between two turns)."""
+
+    def __str__(self) -> str:
+        return f"the episode is over: its limit of {self.limit} is reached, and there will be no further turn"
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from headway.episodes.alone import keeping
 from headway.episodes.keeper import GroupKeeper
 from headway.episodes.programs import Hosting, Limits, Turn
 from headway.episodes.record import Chats
-from headway.errors import EpisodeOver, ProgramAway, ProgramFailed, ProgramLost
+from headway.errors import EpisodeOver, ProgramAway, ProgramFailed, RunnerLost
 from headway.interfaces import Call, FinishedCall, FinishedGroup, GroupRequest, SamplingParams
 from headway.programs.messages import EpisodeEnd, EpisodeStart, Message, TurnRequest, said
 from headway.simulate.clock import run_virtual
@@ -79,7 +79,7 @@ class Here:
         async def ask(request: TurnRequest) -> Any:
             nonlocal asked
             if asked == turns:
-                raise ProgramLost("its runner was killed by SIGKILL", culprit)
+                raise RunnerLost("its runner was killed by SIGKILL", culprit=culprit)
             asked += 1
             return await on_ask(request)
 
@@ -365,7 +365,7 @@ def test_what_a_program_does_not_ask_again_is_not_trained():
         for text in ("one", "two") if tries == 1 else ("three",):
             await ask(TurnRequest([said("user", text)]))
         if tries == 1:
-            raise ProgramLost("its runner was killed by SIGKILL", culprit=False)
+            raise RunnerLost("its runner was killed by SIGKILL", culprit=False)
         return EpisodeEnd(1.0)
 
     policy = Policy()

@@ -23,7 +23,7 @@ from headway.data.types import FinishReason, RowAt, RowTokens, Trajectory, Traje
 from headway.episodes.calls import Asked, Calls, Home
 from headway.episodes.deadlines import Clock, Deadline
 from headway.episodes.record import Prompted, Record, spans_of
-from headway.errors import EpisodeOver, HeadwayError, ProgramAway, ProgramLost, RunError
+from headway.errors import EpisodeOver, HeadwayError, ProgramAway, RunnerLost, RunError
 from headway.interfaces import FinishedCall, GroupRequest, SamplingParams
 from headway.programs.messages import EpisodeEnd, EpisodeStart, TurnAnswer, TurnRequest
 
@@ -42,7 +42,7 @@ class Programs(Protocol):
         """Run a program to its end; its turns are ``on_ask``'s. ``on_begin`` is called when it begins.
 
         Raises:
-            ProgramLost: its process ended.
+            RunnerLost: its process ended.
             ProgramAway: something that it needs is away for a time.
             HeadwayError: it failed.
         """
@@ -174,7 +174,7 @@ class ProgramEpisode:
         one = _Try(self._hosting.record())
         end, failure = EpisodeEnd(), None
         retrying = AsyncRetrying(
-            retry=retry_if_exception_type((ProgramAway, ProgramLost)),
+            retry=retry_if_exception_type((ProgramAway, RunnerLost)),
             stop=self._given_up,
             wait=wait_exponential(multiplier=0.5, max=LONGEST_PAUSE_S),
             reraise=True,
@@ -264,7 +264,7 @@ class ProgramEpisode:
     def _given_up(self, state: RetryCallState) -> bool:
         """Tell whether the last failure was one too many. Those that other episodes caused are hardly counted."""
         error = state.outcome.exception() if state.outcome is not None else None
-        if isinstance(error, ProgramLost) and error.culprit is False:
+        if isinstance(error, RunnerLost) and error.culprit is False:
             self._losses += 1
             return self._losses > MOST_LOSSES
         return self._tries - self._losses > self._limits.retries

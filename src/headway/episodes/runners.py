@@ -8,10 +8,11 @@ from pathlib import Path
 
 from headway.config.schema import Config
 from headway.episodes.programs import Turn
+from headway.config.programs import ProgramKeys
 from headway.errors import ConfigError, RunError
 from headway.programs.messages import EpisodeEnd, EpisodeStart
-from headway.programs.spec import ProgramSpec
-from headway.runners.host import Runners
+from headway.programs.program import ProgramSpec
+from headway.runners.runners import Runners
 
 
 class ProgramRunners:
@@ -25,7 +26,7 @@ class ProgramRunners:
         """
         self._name = name
         self._rollout = config.rollout
-        self._spec = ProgramSpec.of(config)
+        self._spec = program_spec(config.rollout)
         self._log = None if logs is None else logs / f"{name}-programs.log"
         self._runners: Runners | None = None
 
@@ -75,6 +76,17 @@ class ProgramRunners:
         """End all processes."""
         if self._runners is not None:
             await self._runners.close()
+
+
+def program_spec(rollout: ProgramKeys) -> ProgramSpec:
+    """The program of the section ``rollout``, with absolute paths."""
+    return ProgramSpec(
+        tools=rollout.tools,
+        environment=rollout.environment,
+        program=rollout.program,
+        params=rollout.params,
+        max_turns=rollout.max_turns,
+    ).resolved()
 
 
 def variables(names: dict[str, str]) -> dict[str, str]:

@@ -13,6 +13,7 @@ from headway.cluster.worker_group import Dispatch, register
 from headway.data.types import GroupTokens
 from headway.episodes.hosting import chat_hosting
 from headway.episodes.keeper import GroupKeeper
+from headway.episodes.runners import ProgramRunners
 from headway.errors import HeadwayError
 from headway.interfaces import FinishedGroup, GroupRequest
 from headway.models.tokenizer import load_tokenizer, text_of, torch_hidden
@@ -37,8 +38,6 @@ class KeeperRole(Role):
         """Begin to keep groups, on the running loop. Starts the runners of the program, where there is one."""
         hosting = None
         if self._config.rollout.has_program:
-            from headway.episodes.runners import ProgramRunners
-
             programs = ProgramRunners(self.name, self._config, self._logs)
             with torch_hidden():
                 hosting = chat_hosting(self._config, self._tokenizer, programs)
