@@ -42,7 +42,7 @@ def test_the_last_checkpoint_is_saved_once_and_holds_the_books():
     assert state["ledger"] == {
         "admitted": 96,
         "fates": {"trained": 96},
-        "episode_fates": {"failed": 0, "trained": 768},
+        "episode_fates": {"failed": 0, "trained": 192},
         "open": [],
     }
     assert state["source"] == {"given": 96}

@@ -75,15 +75,17 @@ class Run:
         tokenizer = load_tokenizer(self._model_path, trust_remote_code=config.model.trust_remote_code)
         data = build_sources(config, tokenizer, self._rows)
         self._report_left_out("held-out", data.left_out_by_source["val"])
-        reward = RewardRunners(
-            RewardSpec.of(config),
-            workers=config.reward.workers,
-            retries=config.reward.retries,
-            log_path=reports.directory.logs / "reward.log",
-            on_timeout=self._report_timeout,
-        )
-        stack.push_async_callback(reward.close)
-        await reward.start()
+        reward = None
+        if not config.reward.by_program:
+            reward = RewardRunners(
+                RewardSpec.of(config),
+                workers=config.reward.workers,
+                retries=config.reward.retries,
+                log_path=reports.directory.logs / "reward.log",
+                on_timeout=self._report_timeout,
+            )
+            stack.push_async_callback(reward.close)
+            await reward.start()
         workers = await start_backend(
             config,
             model_path=self._model_path,
@@ -99,7 +101,7 @@ class Run:
             rollouts=workers.rollouts,
             keepers=workers.keepers,
             trainer=workers.train,
-            reward=None if config.reward.by_program else reward,
+            reward=reward,
             advantages=workers.train.advantages,
             group_filter=_group_filter(config),
             shaping=_shaping(config),

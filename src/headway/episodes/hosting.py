@@ -20,9 +20,7 @@ def chat_hosting(config: Config, tokenizer: PreTrainedTokenizerBase, programs: P
         ConfigError: the tokenizer has no chat template; or there are tools, and it does not show them, or nothing reads
             its calls.
     """
-    chats = Chats(ChatRenderer(tokenizer), config.rollout.tool_parser)
-    if config.rollout.tools:
-        _ = chats.for_tools
+    chats = chats_of(config, tokenizer)
     return Hosting(
         programs,
         chats.record,
@@ -30,6 +28,14 @@ def chat_hosting(config: Config, tokenizer: PreTrainedTokenizerBase, programs: P
         seed=config.run.seed,
         stop_ids=tuple(sorted(chats.renderer.end_ids)),
     )
+
+
+def chats_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> Chats:
+    """The chats that ``tokenizer`` renders. Raises `ConfigError` where it cannot, as `chat_hosting` does."""
+    chats = Chats(ChatRenderer(tokenizer), config.rollout.tool_parser)
+    if config.rollout.tools:
+        _ = chats.for_tools
+    return chats
 
 
 def limits_of(config: Config) -> Limits:

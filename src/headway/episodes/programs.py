@@ -23,7 +23,7 @@ from headway.data.types import FinishReason, RowAt, RowTokens, Trajectory, Traje
 from headway.episodes.calls import Asked, Calls, Home
 from headway.episodes.deadlines import Clock, Deadline
 from headway.episodes.record import Prompted, Record, spans_of
-from headway.errors import EpisodeOver, HeadwayError, ProgramAway, RunnerLost, RunError
+from headway.errors import EpisodeOver, HeadwayError, ProgramAway, RunError, RunnerLost
 from headway.interfaces import FinishedCall, GroupRequest, SamplingParams
 from headway.programs.messages import EpisodeEnd, EpisodeStart, TurnAnswer, TurnRequest
 

@@ -6,32 +6,31 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from headway.config.schema import Config
-from headway.episodes.programs import Turn
 from headway.config.programs import ProgramKeys
+from headway.episodes.programs import Turn
 from headway.errors import ConfigError, RunError
 from headway.programs.messages import EpisodeEnd, EpisodeStart
-from headway.programs.program import ProgramSpec
+from headway.programs.program import ProgramDescription, ProgramSpec
 from headway.runners.runners import Runners
 
 
 class ProgramRunners:
     """`headway.episodes.programs.Programs` in processes of their own."""
 
-    def __init__(self, name: str, config: Config, logs: Path | None) -> None:
+    def __init__(self, name: str, rollout: ProgramKeys, logs: Path | None) -> None:
         """
         Args:
             name: of the keeper, for messages.
-            logs: the directory for what programs print.
+            logs: the directory for what programs print; None for this process's stderr.
         """
         self._name = name
-        self._rollout = config.rollout
-        self._spec = program_spec(config.rollout)
+        self._rollout = rollout
+        self._spec = program_spec(rollout)
         self._log = None if logs is None else logs / f"{name}-programs.log"
         self._runners: Runners | None = None
 
-    async def start(self) -> None:
-        """Load the user's code, and start the first process.
+    async def start(self) -> ProgramDescription:
+        """Load the user's code, and start the first process. Returns what the code turned out to be.
 
         Raises:
             UserError: the code cannot be used; says why.
@@ -48,10 +47,10 @@ class ProgramRunners:
             log_path=self._log,
             env=environment,
         )
-        described = await synchronous.start()
+        self._runners = synchronous
+        described: ProgramDescription = await synchronous.start()
         if not described.is_async:
-            self._runners = synchronous
-            return
+            return described
         await synchronous.close()
         self._runners = Runners(
             f"{self._name}: runner",
@@ -64,6 +63,7 @@ class ProgramRunners:
             env=environment,
         )
         await self._runners.start()
+        return described
 
     async def run(self, job: EpisodeStart, on_ask: Turn, *, on_begin: Callable[[], object] | None = None) -> EpisodeEnd:
         """See `headway.episodes.programs.Programs.run`."""

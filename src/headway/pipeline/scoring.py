@@ -14,13 +14,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from headway.data.types import Prompt, Trajectory
 from headway.errors import ScoringFailed
 from headway.interfaces import RewardFn, Scores
 from headway.pipeline.signal import Signal
 from headway.pipeline.state import now
+from headway.rewards.own import own_scores
 
 LEAST_PATIENCE_S = 5.0
 MOST_PATIENCE_S = 30.0
@@ -64,7 +63,7 @@ class Scoring:
         Raises `ScoringFailed`, or `GivenUp` when the run stops before scores come.
         """
         if self._reward is None:
-            return Scores(np.array([_own_reward(episode) for episode in episodes], np.float32))
+            return own_scores(episodes)
         if self.closed:
             raise GivenUp(INTERRUPTED)
         reward = self._reward
@@ -112,12 +111,3 @@ class Scoring:
                 task.cancel()
             self._moved = now()
             on_given_up(len(self._awaited))
-
-
-def _own_reward(episode: Trajectory) -> float:
-    """The reward of an episode, those of its turns included. A limit leaves one without any at 0."""
-    if episode.reward is None and not episode.turn_rewards and episode.limit is None:
-        raise ScoringFailed(
-            "the program gave no reward; return one from it, or name a reward.function that scores the last answer"
-        )
-    return (episode.reward or 0.0) + sum(episode.turn_rewards)
