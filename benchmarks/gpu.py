@@ -26,7 +26,7 @@ MINUTES = 8.0
 LEAST_S = 5.0
 """A check is not begun with less time than that."""
 NEEDED = (
-    *("torch", "transformers", "numpy", "safetensors", "jaxtyping", "math_verify", "omegaconf", "pebble", "pydantic"),
+    *("torch", "transformers", "numpy", "safetensors", "jaxtyping", "math_verify", "omegaconf", "pydantic"),
     *("rich", "tensorboard", "typer", "xxhash"),
 )
 NO_GPU = 2

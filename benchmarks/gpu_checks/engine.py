@@ -16,7 +16,7 @@ from headway.config.learning import ActorConfig
 from headway.config.model import ModelConfig
 from headway.config.schema import Config, RolloutConfig
 from headway.data.collate import Row
-from headway.data.types import GroupTokens, ResponseTokens
+from headway.data.types import GroupTokens, RowTokens
 from headway.engines.rollout.native.core import EngineCore
 from headway.engines.rollout.native.graphs import Compute, CudaRecorder, Recorder
 from headway.engines.train.fsdp.engine import FsdpEngine
@@ -162,7 +162,7 @@ def finish(core: EngineCore, asked: Sequence[GroupRequest], interrupt_after: int
         for number, (request, k) in enumerate(places)
     ]
     core.submit("check", calls)
-    answers: dict[int, ResponseTokens] = {}
+    answers: dict[int, RowTokens] = {}
     with torch.inference_mode():
         for step in range(MOST_STEPS):
             if not core.has_work:
@@ -172,18 +172,14 @@ def finish(core: EngineCore, asked: Sequence[GroupRequest], interrupt_after: int
                 core.resume()
             for _, call in core.step():
                 assert call.tokens is not None
-                mask = np.ones(call.length, np.bool_)
-                answers[call.number] = ResponseTokens(call.tokens.ids, call.tokens.logprobs, call.tokens.versions, mask)
+                answers[call.number] = RowTokens.answer(calls[call.number].input_ids, call.tokens)
     require(len(answers) == len(calls), f"{len(answers)} of {len(calls)} answers after {MOST_STEPS} steps")
     numbers = iter(range(len(calls)))
-    return [
-        GroupTokens(request.prompt.token_ids, tuple(answers[next(numbers)] for _ in range(request.n)))
-        for request in asked
-    ]
+    return [GroupTokens(tuple(answers[next(numbers)] for _ in range(request.n))) for request in asked]
 
 
 def tokens_of(groups: Sequence[GroupTokens]) -> Tokens:
-    return {(number, k): r.ids.tolist() for number, group in enumerate(groups) for k, r in enumerate(group.responses)}
+    return {(number, k): r.ids.tolist() for number, group in enumerate(groups) for k, r in enumerate(group.rows)}
 
 
 def _core(setting: Setting, model: PreTrainedModel, recorder: Recorder | None = None) -> EngineCore:

@@ -107,14 +107,14 @@ def rows_of(groups: Sequence[GroupTokens]) -> list[Row]:
     """What was generated, as the trainer gets it."""
     return [
         Row(
-            input_ids=np.concatenate([group.prompt_ids, response.ids]),
-            prompt_length=len(group.prompt_ids),
-            logprobs=response.logprobs,
-            versions=response.versions,
-            loss_mask=response.loss_mask,
+            input_ids=np.concatenate([row.prompt_ids, row.ids]),
+            prompt_length=len(row.prompt_ids),
+            logprobs=row.logprobs,
+            versions=row.versions,
+            loss_mask=row.loss_mask,
         )
         for group in groups
-        for response in group.responses
+        for row in group.rows
     ]
 
 

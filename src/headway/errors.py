@@ -59,6 +59,23 @@ class WorkerDied(RunError):
     """Error for a worker process that ended while the run needed it."""
 
 
+class UserCodeFailed(RunError):
+    """Error for a job in a runner whose user code raised. The message is the exception's type and text, one line."""
+
+
+class RunnerLost(RunError):
+    """Error for a job whose runner, the process that held its user code, ended or was ended before the job was over."""
+
+    def __init__(self, message: str, *, end: str = "", culprit: bool | None = None, timed_out: bool = False) -> None:
+        """Say in ``end`` how the process ended, such as ``exit code 3`` or ``SIGKILL``, in ``culprit`` whether it was
+        executing this very job (None: not known), and in ``timed_out`` whether a time limit of the job's was behind it.
+        """
+        super().__init__(message)
+        self.end = end
+        self.culprit = culprit
+        self.timed_out = timed_out
+
+
 class StageFailed(RunError):
     """Error for an exception of a stage's own code; the cause is chained."""
 
@@ -96,6 +113,39 @@ class ScoringFailed(RunError):
 
     A rollout that cannot be scored is data, not a crash: the pipeline turns this into the group's ``failed`` fate.
     """
+
+
+class ProgramFailed(RunError):
+    """Error when an episode's program failed: user code raised, or returned what it must not.
+
+    An episode that failed is data, not a crash, and is not an episode with a reward of 0 either: it is not trained on.
+    """
+
+
+class ProgramAway(ProgramFailed):
+    """Error when an episode's program failed for something that is away for a time: it may be run again."""
+
+
+class Unavailable(HeadwayError, ConnectionError):
+    """Error for user code to raise where what it needs is away for a time: the episode's program is run again.
+
+    Of what a tool raises this alone is not told to the model.
+    """
+
+
+class EpisodeOver(HeadwayError):
+    """Error that a program meets in place of a turn, after a limit of the episode: there will be no further turn.
+
+    A program may catch it and return a reward. Where it does not, it has the rewards that it gave before.
+    """
+
+    def __init__(self, limit: str) -> None:
+        super().__init__(limit)
+        self.limit = limit
+        """``turns``, ``tokens``, ``time`` (seconds of the episode) or ``step`` (seconds between two turns)."""
+
+    def __str__(self) -> str:
+        return f"the episode is over: its limit of {self.limit} is reached, and there will be no further turn"
 
 
 @contextmanager

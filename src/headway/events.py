@@ -150,6 +150,13 @@ class TrajectoryFinished(Event):
     finished: float
     baseline: bool = False
     """True where the trajectory is not trained on: its reward is its group's baseline."""
+    turns: int = 1
+    failure: str | None = None
+    """Reason why the episode failed; None where it did not."""
+    limit: str | None = None
+    """The limit that ended the episode: ``turns``, ``tokens``, ``step`` or ``time``; None for none."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Numbers of an episode that a program made: seconds of its environment, forks, tool errors, its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

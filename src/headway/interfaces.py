@@ -381,8 +381,14 @@ class Keeper(Protocol):
     async def leave(self, replica: str) -> None:
         """Ask the unfinished calls of ``replica`` again of others: it is gone."""
 
-    async def route(self, replicas: Sequence[str]) -> None:
-        """Send new calls to these replicas alone."""
+    async def route(self, replicas: Sequence[str], *, halted: bool = False) -> None:
+        """Send new calls to these replicas alone. ``halted``: they wait there, and clocks of episodes stand still."""
+
+    async def hold(self) -> None:
+        """Start no training group any more; return when all that were started are done, or `go_on` was called."""
+
+    async def go_on(self) -> None:
+        """Start the groups that were held back, and new ones again."""
 
     async def abort(self, numbers: Sequence[int]) -> None:
         """End these training groups as they are. Unknown numbers are ignored."""

@@ -17,22 +17,26 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from headway.cluster.address import check_listens
 from headway.config.schema import Config
 from headway.data.rows import by_source
 from headway.data.sources import DataBundle, Rows, build_sources, read_rows
+from headway.episodes.hosting import chats_of
+from headway.episodes.runners import ProgramRunners, program_spec
 from headway.errors import ConfigError, DataError, ModelError, UserCodeError, WorkerDied, boundary
 from headway.models.folder import SAFETENSORS, SAFETENSORS_INDEX, check_folder, find_folder, read_object
 from headway.models.logits import is_known
-from headway.rewards.pool import RewardPool
 from headway.rewards.request import RewardSpec
+from headway.rewards.runners import RewardRunners
 from headway.rewards.scorers import make_scorer
 from headway.user_code import check_call, load_function, names_a_file
 
 CONNECT_TIMEOUT_S = 10.0
+D = TypeVar("D", covariant=True)
+
 LOAD_TIMEOUT_S = 30.0
 """Seconds for a process to start and import the reward's file: long enough for torch and transformers, too."""
 LOWER = "lower the lengths"
@@ -66,9 +70,16 @@ def check_inputs(config: Config) -> Rows:
             _check_unknown_family(config)
     rows = read_rows(config)
     _check_answers(config, rows)
+    if config.rollout.has_program:
+        _check_program(config, rows)
+    if config.reward.by_program:
+        return rows
     spec = replace(RewardSpec.of(config), columns=rows.columns, lacked=rows.lacked)
     if names_a_file(spec.function):
-        asyncio.run(_load_in_a_process(spec))
+        reward = RewardRunners(spec, workers=1, retries=0, log_path=None)
+        limit = max(LOAD_TIMEOUT_S, spec.timeout_s)
+        advice = "raise reward.timeout_s above the time that it needs"
+        asyncio.run(_load_in_a_process(reward, spec.function, limit, advice))
     else:
         make_scorer(spec)
     return rows
@@ -128,6 +139,8 @@ def check_model(config: Config, rows: Rows, *, when_too_long: str = LOWER) -> Da
         _check_engine(config, model_config)
         _check_built(config, model_config)  # after the others: odd values may keep a model from being built
         _check_kv_cache(config, model_config)
+        if config.rollout.has_program:
+            chats_of(config, tokenizer)
     return build_sources(config, tokenizer, rows)
 
 
@@ -148,22 +161,41 @@ def go_offline_without_a_hub(config: Config) -> None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-async def _load_in_a_process(spec: RewardSpec) -> None:
-    pool = RewardPool(spec, workers=1, retries=0, log_path=None)
-    limit = max(LOAD_TIMEOUT_S, spec.timeout_s)
+def _check_program(config: Config, rows: Rows) -> None:
+    """Load the program in a process of its own, and check that rows have the columns that it needs."""
+    programs = ProgramRunners("preflight", config.rollout, None)
+    shown = program_spec(config.rollout).shown
+    described = asyncio.run(
+        _load_in_a_process(programs, shown, LOAD_TIMEOUT_S, "load what takes long at the first episode")
+    )
+    if rows.columns is not None and (missing := [name for name in described.columns if name not in rows.columns]):
+        raise UserCodeError(
+            f"{shown} needs {', '.join(missing)}, and the rows have {', '.join(sorted(rows.columns)) or 'nothing'} "
+            "beside prompt and answer; give the rows that column, or the parameter a default"
+        )
+    if config.reward.by_program and described.gives_reward is False:
+        raise ConfigError(f"reward.function=program, and {shown} gives no reward; name a function that scores answers")
+
+
+class _Loadable(Protocol[D]):
+    async def start(self) -> D: ...
+
+    async def close(self) -> None: ...
+
+
+async def _load_in_a_process(runners: _Loadable[D], shown: str, limit: float, advice: str) -> D:
     try:
-        await asyncio.wait_for(pool.start(), limit)
+        return await asyncio.wait_for(runners.start(), limit)
     except TimeoutError:
         raise UserCodeError(
-            f"{spec.function} was not imported within {limit:g} s; see to it that the file imports quickly, or raise "
-            "reward.timeout_s above the time that it needs"
+            f"{shown} was not imported within {limit:g} s; see to it that the file imports quickly, or {advice}"
         ) from None
     except WorkerDied as cause:  # an end of that process, or its silence, is only ever the user's code's doing
         raise UserCodeError(
             f"{cause}; see to it that the file imports, quickly and without ending its process"
         ) from cause
     finally:
-        await pool.close()
+        await runners.close()
 
 
 def _check_device(config: Config) -> None:

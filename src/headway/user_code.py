@@ -1,4 +1,4 @@
-"""Functions of the user's own, named as ``file.py:function``: rewards, losses, advantages."""
+"""What the user wrote, named as ``file.py:function``: rewards, losses, advantages, programs."""
 
 from __future__ import annotations
 
@@ -34,17 +34,39 @@ def load_function(spec: str) -> Callable[..., Any]:
     Raises:
         UserCodeError: the file is missing or does not import, or has no callable of that name.
     """
-    path_text, _, name = resolve_spec(spec).rpartition(":")
-    path = Path(path_text)
+    path, function = _load(spec)
+    if not callable(function):
+        what = (
+            f"has no function {_name(spec)!r}" if function is None else f"has {_name(spec)!r}, but it is not a function"
+        )
+        raise UserCodeError(f"{spec}: {path} {what}; name one that it defines, as file.py:function")
+    return function  # type: ignore[no-any-return]  # getattr is Any; callable() was checked
+
+
+def load_object(spec: str) -> Any:
+    """Import the file of ``file.py:name`` and return what has that name: a class, a function, or another object.
+
+    Raises:
+        UserCodeError: the file is missing or does not import, or has nothing of that name.
+    """
+    path, found = _load(spec)
+    if found is None:
+        raise UserCodeError(f"{spec}: {path} has no {_name(spec)!r}; name what it defines, as file.py:name")
+    return found
+
+
+def _load(spec: str) -> tuple[Path, Any]:
+    """The file of ``spec``, and what has its name there; None where nothing has."""
+    path = Path(resolve_spec(spec).rpartition(":")[0])
     with boundary(f"{spec}: the file cannot be read", UserCodeError):
         there = path.is_file()
     if not there:
         raise UserCodeError(f"{spec}: there is no file {path}")
-    function = getattr(_import_file(path), name, None)
-    if not callable(function):
-        what = f"has no function {name!r}" if function is None else f"has {name!r}, but it is not a function"
-        raise UserCodeError(f"{spec}: {path} {what}; name one that it defines, as file.py:function")
-    return function  # type: ignore[no-any-return]  # getattr is Any; callable() was checked
+    return path, getattr(_import_file(path), _name(spec), None)
+
+
+def _name(spec: str) -> str:
+    return spec.rpartition(":")[2]
 
 
 def check_call(spec: str, function: Callable[..., Any], positional: Sequence[str], named: Sequence[str] = ()) -> None:

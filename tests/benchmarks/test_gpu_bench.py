@@ -182,8 +182,8 @@ def test_without_a_gpu_nothing_is_run_or_written_and_the_exit_code_is_2(
 
 def test_a_python_without_headways_packages_is_told_of_the_wheelhouse(monkeypatch: pytest.MonkeyPatch) -> None:
     right = gpu.find_spec
-    monkeypatch.setattr(gpu, "find_spec", lambda name: None if name in ("pebble", "pydantic") else right(name))
-    assert "lacks pebble, pydantic; " in (gpu.why_not("cuda") or "")
+    monkeypatch.setattr(gpu, "find_spec", lambda name: None if name in ("omegaconf", "pydantic") else right(name))
+    assert "lacks omegaconf, pydantic; " in (gpu.why_not("cuda") or "")
     assert "make wheelhouse" in (gpu.why_not("cuda") or "")
 
 

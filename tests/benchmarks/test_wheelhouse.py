@@ -57,17 +57,15 @@ def a_project(folder: Path, dependencies: Sequence[str], pins: Sequence[str]) ->
 def test_what_wheels_require_is_collected_too_and_what_the_image_has_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    a_project(tmp_path, ["torch>=2", "ray>=2", "pebble>=5", "a>=1"], ["a==1", "b==2", "c==3", "Pebble==5.2"])
+    a_project(tmp_path, ["torch>=2", "ray>=2", "blend>=5", "a>=1"], ["a==1", "b==2", "c==3", "Blend==5.2"])
     monkeypatch.chdir(tmp_path)
-    calls = index(
-        monkeypatch, {"Pebble": [], "a": ["b>=1", "numpy"], "b": ["c; python_version < '3.13'", "a"], "c": []}
-    )
+    calls = index(monkeypatch, {"Blend": [], "a": ["b>=1", "numpy"], "b": ["c; python_version < '3.13'", "a"], "c": []})
     stale = tmp_path / "out" / "old-1-py3-none-any.whl"
     stale.parent.mkdir()
     stale.touch()
     found = collect("3.12", tmp_path / "out")
-    assert calls == [["a==1", "Pebble==5.2"], ["b==2"], ["c==3"]]
-    assert [one.name.split("-")[0] for one in found] == ["Pebble", "a", "b", "c"]
+    assert calls == [["a==1", "Blend==5.2"], ["b==2"], ["c==3"]]
+    assert [one.name.split("-")[0] for one in found] == ["Blend", "a", "b", "c"]
 
 
 def test_a_package_without_a_pin_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +129,8 @@ import sys
 sys.modules.update(dict.fromkeys({left_out!r}))  # importing one of them raises ImportError
 import headway.app, headway.cli, headway.cluster.backend, headway.cluster.inline, headway.cluster.startup
 import headway.cluster.roles.actor, headway.cluster.roles.rollout, headway.engines.rollout.native.engine
-import headway.engines.train.fsdp.engine, headway.rewards.mathematics, headway.rewards.worker, headway.warmup
+import headway.engines.train.fsdp.engine, headway.rewards.mathematics, headway.rewards.scorers, headway.warmup
+import headway.runners.inside
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from headway.reports.tensorboard import TensorBoardFile

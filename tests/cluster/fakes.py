@@ -16,22 +16,21 @@ from numpy.typing import NDArray
 from headway.cluster.plan import WorkerSpec
 from headway.cluster.roles.role import Role
 from headway.cluster.worker_group import Collect, Dispatch, register
-from headway.data.types import Column, GroupTokens, ResponseTokens, Sample
+from headway.data.types import Column, GroupTokens, RowTokens, Sample, SampledTokens, TrajectoryId
 from headway.errors import UpdateFailed
 
 
 def group_tokens(length: int, fill: float) -> GroupTokens:
-    response = ResponseTokens(
+    sampled = SampledTokens(
         ids=np.full(length, 7, np.int32),
         logprobs=np.full(length, fill, np.float32),
         versions=np.zeros(length, np.int32),
-        loss_mask=np.ones(length, bool),
     )
-    return GroupTokens(prompt_ids=np.array([1, 2], np.int32), responses=(response,))
+    return GroupTokens((RowTokens.answer(np.array([1, 2], np.int32), sampled),))
 
 
-def sample(tokens: Any, length: int) -> Sample:
-    return Sample(tokens=tokens, k=0, prompt_length=2, length=length)
+def sample(tokens: Any, length: int, k: int = 0) -> Sample:
+    return Sample(tokens=tokens, index=0, prompt_length=2, length=length, episode=TrajectoryId(0, 0, 0, k))
 
 
 class EchoRole(Role):

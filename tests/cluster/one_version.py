@@ -86,12 +86,13 @@ async def one_version(workers: Workers) -> Outcome:
     """Raises whatever an engine raises."""
     groups = await generate(workers, range(2))
     trajectories = [(group, t) for group in groups for t in group.trajectories]
-    samples = [Sample(group.tokens, t.id.k, t.prompt_length, t.length) for group, t in trajectories]
+    samples = [Sample(group.tokens, t.id.k, t.prompt_length, t.length, t.id) for group, t in trajectories]
     outcomes = Outcomes(
         ids=tuple(t.id for _, t in trajectories),
         rewards=np.array([t.id.k - 1.5 for _, t in trajectories], np.float32),
         groups=np.array([group.number for group, _ in trajectories]),
         finished=np.ones(len(trajectories), np.bool_),
+        episode_of=np.arange(len(trajectories)),
     )
     assert workers.ref is not None
     reference = await workers.ref.forward_logprobs(samples)

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from headway.cluster.worker_group import WorkerGroup
 from headway.config.schema import Config
 from headway.data.types import Sample
 from headway.errors import ConfigError, ModelError, RunError, StallError, UpdateFailed, WorkerDied
-from tests.cluster.fakes import EchoRole, echo_specs, group_tokens
+from tests.cluster.fakes import EchoRole, echo_specs, group_tokens, sample
 from tests.cluster.one_version import tiny_config
 
 
@@ -52,7 +53,7 @@ def ranks(workers: list[RayWorker]) -> Any:
 
 
 def put_samples(*lengths: int) -> list[Sample]:
-    return [Sample(ray.put(group_tokens(n, float(n))), k=0, prompt_length=2, length=n) for n in lengths]
+    return [sample(ray.put(group_tokens(n, float(n))), n, k) for k, n in enumerate(lengths)]
 
 
 async def test_a_worker_has_its_threads_its_log_and_one_thread_for_its_role(workers: list[RayWorker]) -> None:
@@ -98,10 +99,7 @@ async def test_columns_stay_behind_references_and_are_read_by_the_rank_that_need
     values = [ray.get(column.handle)[column.index] for column in columns]
     assert [len(v) for v in values] == [3, 9, 5, 1]
     assert [float(v[0]) for v in values] == [103.0, 109.0, 105.0, 101.0]
-    with_columns = [
-        Sample(s.tokens, 0, 2, s.length, columns={"ref_logprobs": column})
-        for s, column in zip(samples, columns, strict=True)
-    ]
+    with_columns = [replace(s, columns={"ref_logprobs": column}) for s, column in zip(samples, columns, strict=True)]
     # Rank zero answers for its share: the longest sample and the shortest.
     assert await ranks(workers).columns_seen(with_columns) == [109.0, 101.0]
 
@@ -113,7 +111,7 @@ async def test_a_stream_brings_metadata_and_leaves_the_rest_behind_references_th
     assert [number for number, _ in pairs] == [0, 1, 2]
     await workers[0].kill()
     tokens = ray.get(pairs[2][1])
-    np.testing.assert_array_equal(tokens.responses[0].logprobs, np.full(3, 2.0, np.float32))
+    np.testing.assert_array_equal(tokens.rows[0].logprobs, np.full(3, 2.0, np.float32))
 
 
 async def test_a_stream_that_is_left_early_ends_where_it_runs(workers: list[RayWorker]) -> None:

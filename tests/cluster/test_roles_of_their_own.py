@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ from headway.cluster.ray_worker import RayWorker
 from headway.config.placement import ACTOR, CRITIC, LOGP, REF, ROLLOUT, resolve_placement
 from headway.config.schema import Config
 from headway.data.collate import Row, resolve
-from headway.data.types import Column, Outcomes, Sample
+from headway.data.types import Column, GroupTokens, Outcomes, RowTokens, Sample, TrajectoryId
 from headway.engines.train.advantages import FetchAdvantages
 from headway.engines.train.fsdp.critic import FsdpCritic
 from headway.errors import ConfigError, RunError, WorkerDied
@@ -116,12 +116,13 @@ async def one_version(workers: Workers, cfg: Config, get: Get) -> Outcome:
     assert workers.ref is not None and workers.critic is not None and workers.proximal is not None
     groups = await generate(workers, range(2))
     trajectories = [(group, t) for group in groups for t in group.trajectories]
-    samples = [Sample(group.tokens, t.id.k, t.prompt_length, t.length) for group, t in trajectories]
+    samples = [Sample(group.tokens, t.id.k, t.prompt_length, t.length, t.id) for group, t in trajectories]
     outcomes = Outcomes(
         ids=tuple(t.id for _, t in trajectories),
         rewards=np.array([t.id.k - 1.5 + group.number for group, t in trajectories], np.float32),
         groups=np.array([group.number for group, _ in trajectories]),
         finished=np.array([t.id.k != 2 for _, t in trajectories], np.bool_),
+        episode_of=np.arange(len(trajectories)),
     )
     current = arrays(await workers.train.forward_logprobs(samples), get)
     columns = {
@@ -279,7 +280,7 @@ async def test_the_critic_is_the_engine_that_it_is_made_of_and_comes_back_from_a
         assert critic is not None
         await critic.save(tmp_path / "critic")
         samples = [
-            Sample(cast(Any, Whole(row)), 0, row.prompt_length, len(row.logprobs), columns=as_columns(row))
+            Sample(as_group(row), 0, row.prompt_length, len(row.logprobs), episode_of(row), columns=as_columns(row))
             for row in outcome.rows
         ]
         second = await critic.train_step(samples)
@@ -290,18 +291,15 @@ async def test_the_critic_is_the_engine_that_it_is_made_of_and_comes_back_from_a
         await workers.close()
 
 
-class Whole:
-    """Stands for a group's tokens: one row that is there already."""
-
-    def __init__(self, row: Row) -> None:
-        self.prompt_ids = row.input_ids[: row.prompt_length]
-        self.responses = [Response(row)]
+def as_group(row: Row) -> GroupTokens:
+    """A group of this row alone."""
+    prompt, response = np.split(row.input_ids, [row.prompt_length])
+    return GroupTokens((RowTokens(prompt, response, row.logprobs, row.versions, row.loss_mask, row.turns),))
 
 
-class Response:
-    def __init__(self, row: Row) -> None:
-        self.ids = row.input_ids[row.prompt_length :]
-        self.logprobs, self.versions, self.loss_mask = row.logprobs, row.versions, row.loss_mask
+def episode_of(row: Row) -> TrajectoryId:
+    assert row.episode is not None
+    return row.episode
 
 
 def as_columns(row: Row) -> dict[str, Column]:

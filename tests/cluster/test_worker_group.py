@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.cluster.worker_group import Collect, Dispatch, WorkerGroup, register, registered
-from headway.data.types import Column, Handle, Sample
+from headway.data.types import Column, Handle, Sample, TrajectoryId
 from headway.errors import StallError
 from headway.progress import Heartbeat
 from headway.simulate.clock import run_virtual
@@ -77,7 +77,9 @@ def group(*workers: Scripted) -> WorkerGroup:
 
 
 def samples(*lengths: int) -> list[Sample]:
-    return [Sample(tokens=i, k=0, prompt_length=0, length=n) for i, n in enumerate(lengths)]
+    return [
+        Sample(i, index=0, prompt_length=0, length=n, episode=TrajectoryId(0, i, 0, 0)) for i, n in enumerate(lengths)
+    ]
 
 
 async def test_one_to_all_calls_every_rank_with_the_same_arguments_and_answers_with_rank_zeros_result() -> None:

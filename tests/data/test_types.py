@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headway.data.types import FinishReason, Group, Prompt, Trajectory
+from headway.data.types import FinishReason, Group, Prompt, RowAt, Trajectory
 from headway.errors import RunError
 
 PROMPT = Prompt(epoch=0, row=0, attempt=0, source="test", text="", token_ids=np.array([1], np.int32))
@@ -23,10 +23,11 @@ def group(*version_spans: list[list[int]]) -> Group:
             version_spans=spans,
             started=0.0,
             finished=1.0,
+            rows=(RowAt(k, 1, 8 if spans else 0),),
         )
         for k, spans in enumerate(version_spans)
     )
-    return Group(number=7, prompt=PROMPT, trajectories=trajectories, responses=())
+    return Group(number=7, prompt=PROMPT, trajectories=trajectories, tokens=None)
 
 
 def test_a_group_is_as_old_as_its_oldest_token() -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from headway.config.loading import load
 from headway.data.collate import resolve
 from headway.data.sources import build_sources
-from headway.data.types import Group, ResponseAt
+from headway.data.types import Group
 from headway.engines.rollout.native.engine import NativeEngine
 from headway.engines.train.advantages import FetchAdvantages
 from headway.engines.train.fsdp import FsdpEngine
@@ -64,8 +64,7 @@ async def plain_loop(config_path: Path, out: Path) -> None:
         async with keeping(engine, decode=decode) as keeper:
             async for done in keeper.generate(requests):
                 rewards = torch.tensor([score(t.text, batch[done.number].answer) for t in done.trajectories]).numpy()
-                where = tuple(ResponseAt(done.tokens, k) for k in range(config.rollout.n))
-                groups.append(Group(done.number, batch[done.number], done.trajectories, where, rewards))
+                groups.append(Group(done.number, batch[done.number], done.trajectories, done.tokens, rewards))
         groups.sort(key=lambda group: group.number)
         rows = resolve([sample for group in groups for sample in group.samples()], lambda handle: handle)
         columns = advantages(rows, outcomes(groups))["advantages"]

@@ -39,7 +39,12 @@ def test_the_last_checkpoint_is_saved_once_and_holds_the_books():
     path, state = run.trainer.saved[-1]
     assert path.name == "version_6"
     assert (state["version"], state["consumed"], state["admitted"], state["discarded"]) == (6, 96, 96, 0)
-    assert state["ledger"] == {"admitted": 96, "fates": {"trained": 96}, "open": []}
+    assert state["ledger"] == {
+        "admitted": 96,
+        "fates": {"trained": 96},
+        "episode_fates": {"failed": 0, "trained": 192},
+        "open": [],
+    }
     assert state["source"] == {"given": 96}
 
 

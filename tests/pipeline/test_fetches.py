@@ -51,7 +51,7 @@ class Alone:
 
     async def rewarded(self, number: int) -> None:
         self.state.rewarded(number)
-        await self.state.queue.send(Group(number, prompt(0, number), (), ()))
+        await self.state.queue.send(Group(number, prompt(0, number), (), None))
 
     def trains(self, fetch: Fetch | None) -> None:
         assert fetch is not None

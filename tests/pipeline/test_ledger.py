@@ -65,7 +65,24 @@ def test_the_checkpoint_names_the_rows_that_are_open():
         ledger.admit(prompt(1, row, attempt=3))
     ledger.settle(1, Fate.TRAINED)
     state = ledger.state()
-    assert state == {"admitted": 3, "fates": {"trained": 1}, "open": [[0, 1, 4, 3], [2, 1, 2, 3]]}
+    fates = {"fates": {"trained": 1}, "episode_fates": {"failed": 0, "trained": 1}}
+    assert state == {"admitted": 3, **fates, "open": [[0, 1, 4, 3], [2, 1, 2, 3]]}
+
+
+def test_episodes_have_the_fate_of_their_group_unless_they_failed_before():
+    ledger = Ledger(episodes=4)
+    for row in range(4):
+        ledger.admit(prompt(0, row))
+    ledger.episodes_failed(0, 1)
+    ledger.episodes_failed(2, 3)
+    ledger.settle(0, Fate.TRAINED)
+    ledger.settle(1, Fate.FILTERED)
+    counts = ledger.episode_counts()
+    assert counts == {"admitted": 16, "trained": 3, "filtered": 4, "failed": 4, "dropped": 0, "in_flight": 5}
+    with pytest.raises(LedgerImbalance, match="group 2 cannot have 5 failed episodes"):
+        ledger.episodes_failed(2, 2)
+    with pytest.raises(LedgerImbalance, match="not open"):
+        ledger.episodes_failed(1, 1)
 
 
 # ---------------------------------------------------------------------------------------------- the run's state

@@ -26,7 +26,7 @@ def queue(window: int | None = 1, b: int = 10, eta: Fraction = Fraction(0)) -> M
 
 
 def group(number: int) -> Group:
-    return Group(number, prompt(0, number), (), ())
+    return Group(number, prompt(0, number), (), None)
 
 
 async def put(queue: MessageQueue, *numbers: int) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from headway.data.types import Sample
+from headway.data.types import Sample, TrajectoryId
 from headway.errors import RunError
 from headway.interfaces import GatherReport, OverlappingTrainEngine, SendReport, StepContext
 from headway.simulate.clock import run_virtual
@@ -19,7 +19,9 @@ UPDATE = UpdateProfile.model_validate(
     {"nbytes": 8, "gather": {"latency_s": 1}, "send": {"bytes_per_s": 4}, "register": {"latency_s": 1}}
 )
 """gather takes 1 s, send 2 s, register 1 s."""
-SAMPLES = [Sample(tokens=None, k=k, prompt_length=3, length=length) for k, length in enumerate((5, 9))]
+SAMPLES = [
+    Sample(None, k, prompt_length=3, length=length, episode=TrajectoryId(0, 0, 0, k)) for k, length in enumerate((5, 9))
+]
 """20 tokens."""
 
 

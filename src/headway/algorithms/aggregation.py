@@ -2,7 +2,7 @@
 ranks.
 
 The totals are those of the whole mini-batch, over all ranks, so the loss and its gradient do not depend on how the
-mini-batch was split. One row must be one whole answer for the modes that count answers.
+mini-batch was split. Answers are counted as episodes: where one has several rows, `token_weights` gets its length.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headway.algorithms.registry import Registry
@@ -20,11 +20,18 @@ from headway.errors import ConfigError
 class Aggregation(Protocol):
     """Function that gives the weights [N, T] of a micro-batch's tokens, exactly 0 where masked.
 
-    ``loss_scale_factor`` is passed only where one is set.
+    ``length_N1`` counts the valid tokens of each row's whole episode. ``loss_scale_factor`` is passed only where one is
+    set.
     """
 
     def __call__(
-        self, mask: Bool[Tensor, "N T"], *, total_tokens: float, total_sequences: float, loss_scale_factor: float = ...
+        self,
+        mask: Bool[Tensor, "N T"],
+        length_N1: Int[Tensor, "N 1"],
+        *,
+        total_tokens: float,
+        total_sequences: float,
+        loss_scale_factor: float = ...,
     ) -> Tensor: ...
 
 
@@ -33,7 +40,12 @@ AGGREGATIONS: Registry[Aggregation] = Registry("aggregation", "actor.loss_agg_mo
 
 @AGGREGATIONS.register("token-mean")
 def token_mean(
-    mask: Bool[Tensor, "N T"], *, total_tokens: float, total_sequences: float, loss_scale_factor: float | None = None
+    mask: Bool[Tensor, "N T"],
+    length_N1: Int[Tensor, "N 1"],
+    *,
+    total_tokens: float,
+    total_sequences: float,
+    loss_scale_factor: float | None = None,
 ) -> Float[Tensor, "N T"]:
     """Weigh every token the same, so long answers count more: 1/total_tokens. DAPO, arXiv:2503.14476, section 3.3."""
     return mask.float() / max(total_tokens, 1.0)
@@ -41,16 +53,25 @@ def token_mean(
 
 @AGGREGATIONS.register("seq-mean-token-mean")
 def seq_mean_token_mean(
-    mask: Bool[Tensor, "N T"], *, total_tokens: float, total_sequences: float, loss_scale_factor: float | None = None
+    mask: Bool[Tensor, "N T"],
+    length_N1: Int[Tensor, "N 1"],
+    *,
+    total_tokens: float,
+    total_sequences: float,
+    loss_scale_factor: float | None = None,
 ) -> Float[Tensor, "N T"]:
     """Weigh every answer the same: 1/(total_sequences · |y_i|). GRPO, arXiv:2402.03300, equation 3."""
-    length_N1 = mask.sum(dim=1, keepdim=True).clamp(min=1)
-    return mask.float() / (length_N1 * max(total_sequences, 1.0))
+    return mask.float() / (length_N1.clamp(min=1) * max(total_sequences, 1.0))
 
 
 @AGGREGATIONS.register("seq-mean-token-sum")
 def seq_mean_token_sum(
-    mask: Bool[Tensor, "N T"], *, total_tokens: float, total_sequences: float, loss_scale_factor: float | None = None
+    mask: Bool[Tensor, "N T"],
+    length_N1: Int[Tensor, "N 1"],
+    *,
+    total_tokens: float,
+    total_sequences: float,
+    loss_scale_factor: float | None = None,
 ) -> Float[Tensor, "N T"]:
     """Weights of the mean over answers of their summed losses, the policy gradient's own: 1/total_sequences.
 
@@ -61,7 +82,12 @@ def seq_mean_token_sum(
 
 @AGGREGATIONS.register("seq-mean-token-sum-norm")
 def seq_mean_token_sum_norm(
-    mask: Bool[Tensor, "N T"], *, total_tokens: float, total_sequences: float, loss_scale_factor: float | None = None
+    mask: Bool[Tensor, "N T"],
+    length_N1: Int[Tensor, "N 1"],
+    *,
+    total_tokens: float,
+    total_sequences: float,
+    loss_scale_factor: float | None = None,
 ) -> Float[Tensor, "N T"]:
     """Weights of a sequence mean over a constant length: 1/(total_sequences · loss_scale_factor) for each token.
 
@@ -86,6 +112,7 @@ def token_weights(
     total_tokens: float,
     total_sequences: float,
     loss_scale_factor: float | None = None,
+    lengths: Int[Tensor, " N"] | None = None,
 ) -> Float[Tensor, "N T"]:
     """Weights of a micro-batch's tokens under ``mode``; an empty micro-batch or sequence weighs 0.
 
@@ -93,12 +120,16 @@ def token_weights(
         mask: True at valid tokens.
         mode: name in `AGGREGATIONS`.
         total_tokens: valid tokens of the whole mini-batch, over all ranks.
-        total_sequences: sequences with at least one valid token of the whole mini-batch, over all ranks.
+        total_sequences: episodes with at least one valid token of the whole mini-batch, over all ranks.
         loss_scale_factor: constant length, for ``seq-mean-token-sum-norm``.
+        lengths: valid tokens of each row's whole episode; None: each row is one.
 
     Raises:
         ConfigError: unknown ``mode``, or one that lacks its constant.
     """
     constant = {} if loss_scale_factor is None else {"loss_scale_factor": loss_scale_factor}
-    weights_NT = AGGREGATIONS.get(mode)(mask, total_tokens=total_tokens, total_sequences=total_sequences, **constant)
+    length_N1 = mask.sum(dim=1, keepdim=True) if lengths is None else lengths[:, None]
+    weights_NT = AGGREGATIONS.get(mode)(
+        mask, length_N1, total_tokens=total_tokens, total_sequences=total_sequences, **constant
+    )
     return torch.where(mask, weights_NT, 0.0)

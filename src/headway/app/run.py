@@ -26,8 +26,8 @@ from headway.reports.bundle import Reports
 from headway.reports.checkpoints import Checkpoints, Retention
 from headway.reports.exported import version_of, write_version
 from headway.reports.run_directory import RunDirectory
-from headway.rewards.pool import HOPELESS, RewardPool
 from headway.rewards.request import RewardSpec
+from headway.rewards.runners import HOPELESS, RewardRunners
 
 if TYPE_CHECKING:
     from headway.cluster.backend import Workers
@@ -75,15 +75,17 @@ class Run:
         tokenizer = load_tokenizer(self._model_path, trust_remote_code=config.model.trust_remote_code)
         data = build_sources(config, tokenizer, self._rows)
         self._report_left_out("held-out", data.left_out_by_source["val"])
-        reward = RewardPool(
-            RewardSpec.of(config),
-            workers=config.reward.workers,
-            retries=config.reward.retries,
-            log_path=reports.directory.logs / "reward.log",
-            on_timeout=self._report_timeout,
-        )
-        stack.push_async_callback(reward.close)
-        await reward.start()
+        reward = None
+        if not config.reward.by_program:
+            reward = RewardRunners(
+                RewardSpec.of(config),
+                workers=config.reward.workers,
+                retries=config.reward.retries,
+                log_path=reports.directory.logs / "reward.log",
+                on_timeout=self._report_timeout,
+            )
+            stack.push_async_callback(reward.close)
+            await reward.start()
         workers = await start_backend(
             config,
             model_path=self._model_path,

@@ -36,8 +36,14 @@ class RemoteKeeper:
     async def leave(self, replica: str) -> None:
         await self._worker.call("leave", replica)
 
-    async def route(self, replicas: Sequence[str]) -> None:
-        await self._worker.call("route", list(replicas))
+    async def route(self, replicas: Sequence[str], *, halted: bool = False) -> None:
+        await self._worker.call("route", list(replicas), halted)
+
+    async def hold(self) -> None:
+        await self._worker.call("hold")
+
+    async def go_on(self) -> None:
+        await self._worker.call("go_on")
 
     async def abort(self, numbers: Sequence[int]) -> None:
         await self._worker.call("abort", list(numbers))

@@ -6,6 +6,7 @@ A worker is a process and has one role, or, on a device that actor and rollout s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from headway.cluster.hardware import available_cores
@@ -66,12 +67,18 @@ class ClusterPlan:
 
 
 def plan_cluster(
-    config: Config, placement: Placement, *, model_path: str, total_optimizer_steps: int, machines: int = 1
+    config: Config,
+    placement: Placement,
+    *,
+    model_path: str,
+    total_optimizer_steps: int,
+    machines: int = 1,
+    logs: Path | None = None,
 ) -> ClusterPlan:
     """Spread the roles over the placement's devices.
 
     A role that shares a device with the trainer runs on all of the trainer's ranks. Threads that are not set divide a
-    machine's cores among its workers, at least one each.
+    machine's cores among its workers, at least one each. ``logs``: the directory for what programs print.
     """
     train, generate = placement.devices[ACTOR], placement.devices[ROLLOUT]
     inside = frozenset(role for role in (REF, LOGP, CRITIC) if placement.shared(role, ACTOR))
@@ -116,7 +123,14 @@ def plan_cluster(
             workers.append(WorkerSpec(f"{role}-{rank}", kind, device, train_threads, arguments))
     nodes = min(max(1, config.rollout.nnodes), len(generate))
     keepers = [
-        WorkerSpec(f"{KEEPER}-{index}", KeeperRole, generate[index * len(generate) // nodes], 1, common, beside=True)
+        WorkerSpec(
+            f"{KEEPER}-{index}",
+            KeeperRole,
+            generate[index * len(generate) // nodes],
+            1,
+            {**common, "logs": logs},
+            beside=True,
+        )
         for index in range(nodes)
     ]
     workers += keepers

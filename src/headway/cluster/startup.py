@@ -145,6 +145,7 @@ class Startup:
             model_path=self._model_path,
             total_optimizer_steps=self._total_optimizer_steps,
             machines=self._cluster.machines,
+            logs=(self._run_dir / "logs").absolute(),
         )
         await self._wait("devices to be free", self._cluster.reserve(plan))
         directory = self._directory(stack)  # made before the workers: it is removed when they have ended

@@ -53,6 +53,8 @@ def idle_estimator_keys(config: Config) -> Iterator[Idle]:
     for key, users in ESTIMATOR_KEYS.items():
         if chosen not in users and not names_a_file(chosen):
             yield f"algorithm.{key}", f"algorithm.adv_estimator is {chosen}"
+    if not config.rollout.has_program:
+        yield "algorithm.turn_discount", "without rollout.tools, environment or program an episode is one turn"
 
 
 def idle_loss_keys(config: Config) -> Iterator[Idle]:
@@ -137,6 +139,11 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             "algorithm.policy_loss.loss_mode=t_ppo leaves out the last tokens of answers that were cut off; without "
             "algorithm.policy_loss.ignore_last it is ppo_clip: give that, or choose ppo_clip"
         )
+    if isinstance(loss, TPpo) and config.rollout.has_program:
+        yield (
+            "algorithm.policy_loss.loss_mode=t_ppo leaves out the last tokens of answers that were cut off, and those "
+            "of an episode with a program may be a tool's, or of an answer that had ended; choose ppo_clip"
+        )
     if actor.use_kl_loss and actor.use_bias_correction_kl and actor.kl_loss_type.endswith("+"):
         yield (
             f"actor.kl_loss_type={actor.kl_loss_type} with actor.use_bias_correction_kl: both mend the gradient, and "
@@ -189,3 +196,13 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             "actor.loss_agg_mode=seq-mean-token-sum-norm divides by a constant length: set actor.loss_scale_factor, "
             "for example to data.max_response_length"
         )
+
+
+def min_episodes(config: Config) -> int:
+    """Fewest episodes of a group that must not have failed: ``rollout.min_episodes``, or what the estimator needs."""
+    algorithm, rollout = config.algorithm, config.rollout
+    if rollout.min_episodes is not None:
+        return rollout.min_episodes
+    of_k = {"pass_at_k": algorithm.pass_k, "grpo_passk": algorithm.pass_k}
+    least = of_k.get(algorithm.adv_estimator, 2 if algorithm.adv_estimator in GROUP_RELATIVE else 1)
+    return min(least, rollout.n)

@@ -11,6 +11,7 @@ from headway.config.idle import without_effect
 from headway.config.loading import LoadedConfig, mode_config
 from headway.config.placement import ACTOR, LOGP, resolve_placement
 from headway.config.presets import preset
+from headway.config.programs import program_problems
 from headway.config.schema import Config, Order
 from headway.config.transports import TRANSPORTS, WITHIN_PROCESS, transport_of
 from headway.errors import ConfigError
@@ -27,6 +28,7 @@ def diagnose(loaded: LoadedConfig) -> list[str]:
         _model,
         _data,
         _reward,
+        _programs,
         _length,
         _sampling,
         algorithm_problems,
@@ -82,6 +84,12 @@ def _data(config: Config) -> Iterator[str]:
         yield f"data.train: weight has no effect: {data.sources[0].label} is the only source; drop it"
     if any(source.weight is not None for source in data.val_sources):
         yield "data.val: weight has no effect: every held-out prompt is asked at each validation; drop it"
+
+
+def _programs(config: Config) -> Iterator[str]:
+    yield from program_problems(
+        config.rollout, by_program=config.reward.by_program, max_response_length=config.data.max_response_length
+    )
 
 
 def _reward(config: Config) -> Iterator[str]:

@@ -10,6 +10,7 @@ from math import floor
 
 from headway.config.algorithm import idle_correction_keys, idle_estimator_keys, idle_loss_keys, idle_role_keys
 from headway.config.placement import needs_reference
+from headway.config.programs import idle_program_keys
 from headway.config.schema import Config, Order
 from headway.config.transports import TRANSPORTS, transport_of
 
@@ -23,6 +24,7 @@ def without_effect(config: Config) -> dict[str, str]:
     for rules in (
         _model,
         _engine,
+        _programs,
         _data,
         _reward,
         _validation,
@@ -41,6 +43,12 @@ def without_effect(config: Config) -> dict[str, str]:
 def _model(config: Config) -> Iterator[Idle]:
     if config.model.path is None:
         yield "model.trust_remote_code", "the model is made, not loaded"
+
+
+def _programs(config: Config) -> Iterator[Idle]:
+    yield from idle_program_keys(config.rollout)
+    if not config.rollout.has_program or config.async_training.on_update != "drain":
+        yield "async_training.drain", "it is for on_update=drain and episodes that a program makes"
 
 
 def _data(config: Config) -> Iterator[Idle]:

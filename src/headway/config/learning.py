@@ -146,6 +146,12 @@ class CorrectionConfig(Section):
     delta: float | None = Field(None, gt=0)
     """``off_policy_sequence_mask``: largest mean of log(π_behav/π_θ) of a bad answer, in nats per token."""
 
+    @property
+    def looks_at_sequences(self) -> bool:
+        """True where it looks at whole sequences, or may do so."""
+        by_token = self.name in ("truncate", "mask", "reject") and self.level == "token" and self.veto is None
+        return self.name is not None and not by_token
+
 
 class RolloutCorrectionConfig(CorrectionConfig):
     """Correction by w = π_prox/π_behav where the two differ (``async_training.use_rollout_log_probs: false``)."""
@@ -178,6 +184,8 @@ class AlgorithmConfig(Section):
     """Discount γ from token to token (``gae``, ``reinforce_plus_plus``)."""
     lam: float = Field(1.0, ge=0, le=1)
     """λ of generalized advantage estimation (``gae``)."""
+    turn_discount: float = Field(1.0, ge=0, le=1)
+    """Discount of rewards and values from each turn of an episode to the next (docs/algorithms/gae.md)."""
     pass_k: Positive = 4
     """Number k of answers in pass@k (``pass_at_k``)."""
     policy_loss: ChosenLoss = PpoClip()
@@ -190,6 +198,12 @@ class AlgorithmConfig(Section):
     kl_penalty: Literal["k1", "k2", "k3", "abs"] = "k1"
     """The KL estimator in the reward (docs/algorithms/kl.md)."""
     kl_ctrl: KlCtrlConfig = KlCtrlConfig()
+
+    @property
+    def looks_at_sequences(self) -> bool:
+        """True where the policy loss, or a correction, looks at whole sequences, or may do so."""
+        corrections = self.rollout_correction.all
+        return self.policy_loss.looks_at_sequences or any(one.looks_at_sequences for one in corrections)
 
 
 class GuardConfig(Section):

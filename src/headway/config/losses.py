@@ -29,6 +29,8 @@ class PolicyLossConfig(Section):
     """True where the loss looks at ``actor.clip_ratio``, ``clip_ratio_low`` and ``clip_ratio_high``."""
     weighs_behaviour: ClassVar[bool] = False
     """True where the loss weighs by π_θ/π_behav itself: then there is no need of π_prox, or of a correction."""
+    looks_at_sequences: ClassVar[bool] = False
+    """True where the loss looks at whole sequences, and not at single tokens alone."""
 
     @model_validator(mode="before")
     @classmethod
@@ -63,12 +65,14 @@ class Gspo(PolicyLossConfig):
     """GSPO: the geometric mean of an answer's ratios is clipped, to ranges of about 3e-4 (docs/algorithms/gspo.md)."""
 
     loss_mode: Literal["gspo"] = "gspo"
+    looks_at_sequences: ClassVar[bool] = True
 
 
 class Gmpo(PolicyLossConfig):
     """GMPO: the geometric mean of an answer's ratios, whose logarithms are clipped (docs/algorithms/gspo.md)."""
 
     loss_mode: Literal["gmpo"] = "gmpo"
+    looks_at_sequences: ClassVar[bool] = True
 
 
 class Gpg(PolicyLossConfig):
@@ -148,6 +152,7 @@ class OwnLoss(PolicyLossConfig):
     """A loss of the user's own (docs/your-own.md). All further keys are its parameters, as ``params.own.KEY``."""
 
     model_config = ConfigDict(extra="allow")
+    looks_at_sequences: ClassVar[bool] = True
 
     loss_mode: str = Field(examples=[OWN])
     """The user's own loss, as ``file.py:function``."""

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from headway.config.section import NonNegative, Positive, Section
+from headway.user_code import names_a_file
+
+if TYPE_CHECKING:
+    from headway.config.rollout import RolloutConfig
+
+_EXAMPLES = {"tools": "look_up", "environment": "Game", "program": "run"}
 
 Limit = Literal["turns", "tokens", "step", "time"]
 """A limit of an episode: ``max_turns``; the tokens of a conversation; ``step_timeout_s``; ``episode_timeout_s``."""
@@ -58,3 +65,43 @@ class ProgramKeys(Section):
     def has_program(self) -> bool:
         """True where episodes are made by user code."""
         return bool(self.tools or self.environment or self.program)
+
+
+def program_problems(rollout: RolloutConfig, *, by_program: bool, max_response_length: int) -> Iterator[str]:
+    """What is wrong with programs and their limits. ``by_program``: the reward is the program's own."""
+    given = {"tools": rollout.tools, "environment": rollout.environment, "program": rollout.program}
+    chosen = [f"rollout.{name}" for name, value in given.items() if value]
+    if len(chosen) > 1:
+        yield f"{' and '.join(chosen)} are given, and each makes the episodes by itself; keep one of them"
+    for name, value in given.items():
+        for spec in value if isinstance(value, tuple) else [value] if value else []:
+            if not names_a_file(spec):
+                yield f"rollout.{name}={spec}: expected file.py:name, such as {name}.py:{_EXAMPLES[name]}"
+    if by_program and not (rollout.environment or rollout.program):
+        yield (
+            "reward.function=program is the reward of rollout.environment or rollout.program, and none is given; name "
+            "a function that scores the last answer"
+        )
+    if rollout.step_timeout_s > rollout.episode_timeout_s:
+        yield (
+            f"rollout.step_timeout_s={rollout.step_timeout_s:g} is more than the whole episode may take, "
+            f"rollout.episode_timeout_s={rollout.episode_timeout_s:g}; lower the one or raise the other"
+        )
+    if rollout.max_turn_tokens is not None and rollout.max_turn_tokens > max_response_length:
+        yield (
+            f"rollout.max_turn_tokens={rollout.max_turn_tokens} is more than all turns may have together, "
+            f"data.max_response_length={max_response_length}; lower the one or raise the other"
+        )
+    if rollout.min_episodes is not None and rollout.min_episodes > rollout.n:
+        yield f"rollout.min_episodes={rollout.min_episodes} is more than a group has, rollout.n={rollout.n}; lower it"
+
+
+def idle_program_keys(rollout: RolloutConfig) -> Iterator[tuple[str, str]]:
+    """Keys of programs that change nothing → why."""
+    if not rollout.has_program:
+        for key in ProgramKeys.model_fields:
+            if key not in ("tools", "environment", "program", "env"):
+                yield f"rollout.{key}", "answers have one turn: no rollout.tools, environment or program is given"
+        return
+    if rollout.tools:
+        yield "rollout.params", "tools take no parameters but those of their calls"

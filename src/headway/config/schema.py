@@ -303,6 +303,9 @@ class AsyncTrainingConfig(Section):
     on_update: Literal["drain", "interrupt", "keep"] = "drain"
     """Treatment of answers in flight when new weights arrive: ``drain`` finishes them first, ``interrupt`` stops
     them and goes on under the new weights, ``keep`` goes on in place with the old KV cache."""
+    drain: Literal["episode", "turn"] = "episode"
+    """Unit that ``on_update: drain`` finishes where a program makes the episodes: all episodes of the groups that were
+    started, or the turns that decode."""
     fill_queue: bool = False
     """Let the first fetch wait until ⌊(1+η)·B⌋ groups are queued: for studies of staleness, of which η is only a
     bound."""

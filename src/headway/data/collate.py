@@ -1,6 +1,6 @@
 """Collation: from samples to rows, and from rows to the micro-batches that an engine runs.
 
-samples ─▶ split_by_tokens ─▶ one list per data-parallel rank      (driver: metadata only)
+samples ─▶ split_by_tokens ─▶ one list per data-parallel rank      (driver: metadata only; whole episodes)
 samples ─▶ resolve ─▶ rows ─▶ token_budget_batches ─▶ collate      (worker: arrays)
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.data.types import Handle, Sample
+from headway.data.types import Handle, Sample, TrajectoryId, TurnSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,15 +24,19 @@ class Row:
     """Token ids of prompt and response, [P + T]."""
     prompt_length: int
     logprobs: NDArray[np.float32]
-    """Log-probs of the response under the behaviour policy, [T]."""
+    """Log-probs of the response under the behaviour policy, [T]; 0 in holes."""
     versions: NDArray[np.int32]
-    """Version of the weights that sampled each response token, [T]."""
+    """Version of the weights that sampled each response token, [T]; -1 in holes."""
     loss_mask: NDArray[np.bool_]
-    """True for response tokens that the policy wrote, [T]."""
+    """True for response tokens that the row trains, [T]."""
     columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     """Further numbers for each response token, by name, [T] each. See `headway.data.types.Sample`."""
     finished: bool = True
-    """False where the answer was cut off."""
+    """False where the episode was cut off."""
+    episode: TrajectoryId | None = None
+    """The episode that the row is of; None for a row that is a whole one."""
+    turns: tuple[TurnSpan, ...] = ()
+    """The turns that are trained in the row, in order; empty for one turn, which is the whole response."""
 
 
 def resolve(samples: Sequence[Sample], get: Callable[[Handle[Any]], Any]) -> list[Row]:
@@ -47,42 +51,69 @@ def resolve(samples: Sequence[Sample], get: Callable[[Handle[Any]], Any]) -> lis
     rows = []
     for sample in samples:
         group = fetch(sample.tokens)
-        response = group.responses[sample.k]
+        tokens = group.rows[sample.index]
         rows.append(
             Row(
-                input_ids=np.concatenate([group.prompt_ids, response.ids]),
-                prompt_length=len(group.prompt_ids),
-                logprobs=response.logprobs,
-                versions=response.versions,
-                loss_mask=np.zeros_like(response.loss_mask) if sample.masked else response.loss_mask,
+                input_ids=np.concatenate([tokens.prompt_ids, tokens.ids]),
+                prompt_length=len(tokens.prompt_ids),
+                logprobs=tokens.logprobs,
+                versions=tokens.versions,
+                loss_mask=np.zeros_like(tokens.loss_mask) if sample.masked else tokens.loss_mask,
                 columns={name: fetch(c.handle)[c.index] for name, c in sample.columns.items()},
                 finished=sample.finished,
+                episode=sample.episode,
+                turns=tokens.turns,
             )
         )
     return rows
 
 
 def split_by_tokens(samples: Sequence[Sample], ranks: int) -> list[list[int]]:
-    """Indices of ``samples`` for each rank, token counts balanced (longest first to the lightest rank)."""
+    """Indices of ``samples`` for each rank, token counts balanced (longest first to the lightest rank).
+
+    The samples of an episode are on one rank: whatever is said of sequences needs all of them.
+    """
+    episodes: dict[TrajectoryId, list[int]] = {}
+    for index, sample in enumerate(samples):
+        episodes.setdefault(sample.episode, []).append(index)
+    tokens = {episode: sum(samples[i].total_length for i in indices) for episode, indices in episodes.items()}
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
-    for index in sorted(range(len(samples)), key=lambda i: (-samples[i].total_length, i)):
+    for episode, indices in sorted(episodes.items(), key=lambda item: (-tokens[item[0]], item[1][0])):
         lightest = min(range(ranks), key=lambda r: (loads[r], r))
-        shares[lightest].append(index)
-        loads[lightest] += samples[index].total_length
+        shares[lightest] += indices
+        loads[lightest] += tokens[episode]
     return [sorted(share) for share in shares]
 
 
-def token_budget_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Partition indices into batches whose padded size (rows × longest) is at most ``budget``, sorted by length.
+def by_episode(rows: Sequence[Row]) -> list[list[int]]:
+    """Indices of the rows of each episode, in the order of their first ones. See `Row.episode`."""
+    episodes: dict[TrajectoryId | int, list[int]] = {}
+    for index, row in enumerate(rows):
+        episodes.setdefault(index if row.episode is None else row.episode, []).append(index)
+    return list(episodes.values())
 
-    A row longer than the budget is a batch of its own.
+
+def exceeds(unit: Sequence[int], lengths: Sequence[int], budget: int) -> bool:
+    """Tell whether the padded rows of ``unit`` are more than ``budget`` tokens together; one row never is."""
+    return len(unit) > 1 and len(unit) * max(lengths[i] for i in unit) > budget
+
+
+def token_budget_batches(
+    lengths: Sequence[int], budget: int, together: Sequence[Sequence[int]] | None = None
+) -> list[list[int]]:
+    """Partition indices into batches whose padded size (rows × longest) is at most ``budget``, longest first.
+
+    A row longer than the budget is a batch of its own. ``together`` partitions the indices into units that share a
+    batch, except for those that exceed the budget by themselves: these are split freely. None: there are no units.
     """
+    units: list[Sequence[int]] = []
+    for unit in together if together is not None else ([index] for index in range(len(lengths))):
+        units += [[index] for index in unit] if exceeds(unit, lengths, budget) else [unit]
     batches: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    for unit in sorted(units, key=lambda unit: (-max(lengths[i] for i in unit), unit[0])):
         longest = lengths[batches[-1][0]] if batches else 0
-        if batches and (len(batches[-1]) + 1) * longest <= budget:
-            batches[-1].append(index)
-        else:
-            batches.append([index])
+        if not batches or (len(batches[-1]) + len(unit)) * longest > budget:
+            batches.append([])
+        batches[-1] += sorted(unit, key=lambda i: (-lengths[i], i))
     return batches

@@ -1,4 +1,4 @@
-"""The nouns of the pipeline: prompt, trajectory, group, training sample. Plain data; numpy, never torch.
+"""The nouns of the pipeline: prompt, trajectory, group, row, training sample. Plain data; numpy, never torch.
 
 Token arrays stay behind a `Handle` once a group left its engine: the driver reads metadata only and passes handles on,
 so a group's tokens travel from the process that sampled them to the process that trains on them, and nowhere else. A
@@ -25,7 +25,7 @@ Handle = Union[T, Any]  # noqa: UP007 - a generic alias needs this spelling on P
 
 
 class ColumnName(StrEnum):
-    """Name of a column, which holds one number for each response token of a trajectory."""
+    """Name of a column, which holds one number for each response token of a row."""
 
     ADVANTAGES = "advantages"
     RETURNS = "returns"
@@ -35,7 +35,7 @@ class ColumnName(StrEnum):
 
 
 class TrajectoryId(NamedTuple):
-    """A trajectory's identity: the ``attempt``-th run of ``row`` in ``epoch``, answer ``k``. Keys its randomness."""
+    """A trajectory's identity: the ``attempt``-th run of ``row`` in ``epoch``, episode ``k``. Keys its randomness."""
 
     epoch: int
     row: int
@@ -89,25 +89,50 @@ class SampledTokens:
         return cls(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseTokens:
-    """One response, token by token. All arrays are [T]."""
+class TurnSpan(NamedTuple):
+    """The place of one turn's sampled tokens in the response arrays of a row: ``[start, stop)``."""
 
+    number: int
+    """The turn's number in its episode, from 0."""
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowTokens:
+    """A row to train on: a prompt [P] that the policy read first, and the response [T] behind it.
+
+    The response begins with the first token that is trained. Between turns it has what the policy only read, such as a
+    tool's output: holes of ``loss_mask``.
+    """
+
+    prompt_ids: NDArray[np.int32]
+    """Token ids of the prompt, [P]. Rows of a group with the same prompt share the array."""
     ids: NDArray[np.int32]
+    """Token ids of the response, [T]."""
     logprobs: NDArray[np.float32]
-    """Log-prob (nats) under the very distribution the token was sampled from (temperature and filters applied)."""
+    """Log-prob (nats) of each response token under the very distribution that it was sampled from (temperature and
+    filters applied), [T]; 0 in holes."""
     versions: NDArray[np.int32]
-    """Version of the weights that sampled the token, stamped by the engine."""
+    """Version of the weights that sampled each response token, stamped by the engine, [T]; -1 in holes."""
     loss_mask: NDArray[np.bool_]
-    """True where the policy wrote the token (everywhere, unless text was inserted)."""
+    """True at the response tokens that are trained in this row, [T]: those of its turns."""
+    turns: tuple[TurnSpan, ...]
+    """The turns that are trained in this row, in order."""
+
+    @classmethod
+    def answer(cls, prompt_ids: NDArray[np.int32], tokens: SampledTokens) -> RowTokens:
+        """Make the row of an episode of one turn."""
+        length = len(tokens.ids)
+        mask = np.ones(length, np.bool_)
+        return cls(prompt_ids, tokens.ids, tokens.logprobs, tokens.versions, mask, (TurnSpan(0, 0, length),))
 
 
 @dataclass(frozen=True, slots=True)
 class GroupTokens:
-    """The tokens behind a group's handle: the shared prompt [P] and each trajectory's response."""
+    """The tokens behind a group's handle: the rows of all its episodes, in order of k, then as they began."""
 
-    prompt_ids: NDArray[np.int32]
-    responses: tuple[ResponseTokens, ...]
+    rows: tuple[RowTokens, ...]
 
 
 def version_spans(versions: NDArray[np.int32]) -> list[list[int]]:
@@ -121,48 +146,80 @@ def version_spans(versions: NDArray[np.int32]) -> list[list[int]]:
 
 
 @dataclass(frozen=True, slots=True)
+class RowAt:
+    """What the driver knows of a row: where it is, and how long."""
+
+    index: int
+    """Its index in `GroupTokens.rows`."""
+    prompt_length: int
+    """Number of prompt tokens, P."""
+    length: int
+    """Number of response tokens, T, holes included."""
+
+
+@dataclass(frozen=True, slots=True)
 class Trajectory:
-    """Metadata of one response: what the driver may look at. Its tokens are behind ``group.responses[k]``."""
+    """Metadata of one episode: what the driver may look at. Its tokens are behind ``group.tokens``, in its ``rows``."""
 
     id: TrajectoryId
     replica: str
     text: str
+    """Text of its last answer."""
     prompt_length: int
+    """Number of tokens of its first turn's context."""
     length: int
-    """Response tokens, end-of-sequence included."""
+    """Number of sampled tokens of all turns, end-of-sequence included."""
     finish_reason: FinishReason
+    """How its last answer ended."""
     version_spans: list[list[int]]
+    """Versions of its sampled tokens, all turns one after the other. See `version_spans`."""
     started: float
     """Time on the event clock, in seconds, at which the first token was sampled."""
     finished: float
+    rows: tuple[RowAt, ...]
+    """Its rows, as they began. A single answer has one, an episode that failed has none."""
+    turns: int = 1
+    reward: float | None = None
+    """Reward given by its program; None where it gave none."""
+    turn_rewards: tuple[float, ...] = ()
+    """Rewards of its turns, by number, where its program gave any; beside ``reward``."""
+    failure: str | None = None
+    """Why the episode failed; None where it did not."""
+    limit: str | None = None
+    """The limit that ended it: ``turns``, ``tokens``, ``step`` or ``time``; None where none did."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers to be reported, by name: seconds in its environment, tool errors, forks."""
+
+    @property
+    def complete(self) -> bool:
+        """True where it ended by itself: its last answer was not cut off, and no limit ended it."""
+        return self.finish_reason is FinishReason.STOP and self.limit is None
 
     @property
     def oldest_version(self) -> int | None:
-        """The oldest version of its tokens; None for a trajectory without tokens."""
+        """The oldest version of its tokens; None for an episode without tokens."""
         spans = self.version_spans
         return spans[0][1] if len(spans) == 1 else min((version for _, version in spans), default=None)
 
 
 @dataclass(frozen=True, slots=True)
-class ResponseAt:
-    """The place of one response's tokens: ``responses[index]`` of the `GroupTokens` behind ``tokens``."""
-
-    tokens: Handle[GroupTokens]
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
 class Outcomes:
-    """The outcomes of the trajectories of one fetch, in the order of its samples [S]."""
+    """The outcomes of the E episodes of one fetch, and which of its S samples are whose."""
 
     ids: tuple[TrajectoryId, ...]
+    """Identities of the episodes, E of them."""
     rewards: NDArray[np.float32]
+    """Each episode's own reward, [E]."""
     groups: NDArray[np.int64]
-    """Number of each sample's group, [S]."""
+    """Number of each episode's group, [E]."""
     finished: NDArray[np.bool_]
-    """False for each sample whose answer was cut off, [S]."""
+    """False for each episode that was cut off, [E]."""
+    episode_of: NDArray[np.int64]
+    """Index of each sample's episode, [S], ascending."""
     baselines: NDArray[np.float32] | None = None
-    """Reward of the greedy answer to each sample's prompt, [S], where one was generated."""
+    """Reward of the greedy answer to each episode's prompt, [E], where one was generated."""
+    turn_rewards: tuple[tuple[float, ...], ...] = ()
+    """Rewards of each episode's turns, by number, E of them; empty where no episode has any."""
 
 
 @dataclass(slots=True)
@@ -173,32 +230,45 @@ class Group:
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
     """The group's trajectories, in order of k."""
-    responses: tuple[ResponseAt, ...]
-    """Place of each trajectory's tokens: all behind one handle, unless the group was split over replicas."""
+    tokens: Handle[GroupTokens]
     rewards: NDArray[np.float32] | None = None
     """Reward of each trajectory, [n]; set by the stage Reward."""
     baseline: float | None = None
     """The reward of the policy's greedy answer, where one was generated (ReMax)."""
     columns: dict[str, tuple[Column, ...]] = field(default_factory=dict)
-    """The numbers computed per token, by name: one [T] column per trajectory. See `Sample.columns`."""
+    """The numbers computed per token, by name: one [T] column per row, in the order of `samples`. See `Sample.columns`.
+    """
 
     def samples(self, columns: Collection[str] = (), *, mask_cut_off: bool = False) -> list[Sample]:
         """The samples of the group for a forward or training step, with those of ``columns`` that it has.
 
-        ``mask_cut_off``: answers that did not end by themselves are in no loss (overlong filtering).
+        There is one for each row of each trajectory, in order. ``mask_cut_off``: episodes that did not end by
+        themselves are in no loss (overlong filtering).
         """
-        return [
-            Sample(
-                tokens=at.tokens,
-                k=at.index,
-                prompt_length=trajectory.prompt_length,
-                length=trajectory.length,
-                columns={name: self.columns[name][k] for name in columns if name in self.columns},
-                finished=trajectory.finish_reason is FinishReason.STOP,
-                masked=mask_cut_off and trajectory.finish_reason is not FinishReason.STOP,
-            )
-            for k, (at, trajectory) in enumerate(zip(self.responses, self.trajectories, strict=True))
-        ]
+        samples: list[Sample] = []
+        present = {name: self.columns[name] for name in columns if name in self.columns}
+        for trajectory in self.trajectories:
+            complete = trajectory.complete
+            for at in trajectory.rows:
+                place = len(samples)
+                samples.append(
+                    Sample(
+                        tokens=self.tokens,
+                        index=at.index,
+                        prompt_length=at.prompt_length,
+                        length=at.length,
+                        episode=trajectory.id,
+                        columns={name: of_rows[place] for name, of_rows in present.items()},
+                        finished=complete,
+                        masked=mask_cut_off and not complete,
+                    )
+                )
+        return samples
+
+    @property
+    def row_count(self) -> int:
+        """Number of rows of its trajectories."""
+        return sum(len(trajectory.rows) for trajectory in self.trajectories)
 
     @property
     def oldest_version(self) -> int:
@@ -215,7 +285,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A [T] float32 array of one trajectory that may live elsewhere: item ``index`` of the list behind ``handle``."""
+    """A [T] float32 array of one row that may live elsewhere: item ``index`` of the list behind ``handle``."""
 
     handle: Handle[list[NDArray[np.float32]]]
     index: int
@@ -223,18 +293,20 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One trajectory on its way through a forward or training step."""
+    """One row of an episode on its way through a forward or training step."""
 
     tokens: Handle[GroupTokens]
-    k: int
-    """Index of the response among those behind ``tokens``."""
+    index: int
+    """Index of the row among those behind ``tokens``."""
     prompt_length: int
     length: int
+    episode: TrajectoryId
+    """The episode that the row is of. Its rows lie next to each other."""
     columns: Mapping[str, Column] = field(default_factory=dict)
     """Further per-token inputs, by name: ``ref_logprobs``, ``prox_logprobs``, ``values``, ``advantages``, ``returns``.
     """
     finished: bool = True
-    """False where the answer was cut off."""
+    """False where the episode was cut off."""
     masked: bool = False
     """True if the sample is in no loss: none of its tokens counts."""
 

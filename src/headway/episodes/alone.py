@@ -8,11 +8,15 @@ from contextlib import asynccontextmanager
 
 from headway.episodes.keeper import GroupKeeper
 from headway.episodes.lines import CallEngine
+from headway.episodes.programs import Hosting
 
 
 @asynccontextmanager
 async def keeping(
-    *engines: CallEngine, decode: Callable[[Sequence[int]], str] | None = None, name: str = "keeper"
+    *engines: CallEngine,
+    decode: Callable[[Sequence[int]], str] | None = None,
+    hosting: Hosting | None = None,
+    name: str = "keeper",
 ) -> AsyncIterator[GroupKeeper]:
     """A keeper of ``engines``, all of which take calls. An engine that fails ends every `GroupKeeper.generate`.
 
@@ -20,7 +24,7 @@ async def keeping(
         async for group in keeper.generate(requests):
             ...
     """
-    keeper = GroupKeeper(name, decode)
+    keeper = GroupKeeper(name, decode, hosting)
     for engine in engines:
         await keeper.join(engine)
     await keeper.route([engine.name for engine in engines])

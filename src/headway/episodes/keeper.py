@@ -1,27 +1,33 @@
 """The keeper of groups: it makes their episodes with calls to replicas, and hands each group on when it is whole.
 
-    generate ─▶ group ─▶ n episodes ─call─▶ Line ─▶ a replica
+    generate ─▶ group ─▶ n episodes ─call─▶ Calls ─▶ a replica
                   ▲            ▲                       │
       FinishedGroup            └────── FinishedCall ◀──┘
 
-An episode of the program of one turn is one call with the prompt's ids. All of it runs on one event loop: the driver's
-where roles run in its process, else that of an actor beside the replicas, so that tokens stay away from the driver.
+An episode of the program of one turn is one call with the prompt's ids; one of a user's program is a
+`headway.episodes.programs.ProgramEpisode`. All of it runs on one event loop: the driver's where roles run in its
+process, else that of an actor beside the replicas, so that tokens stay away from the driver.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-import numpy as np
-
-from headway.concurrently import concurrently
-from headway.data.types import FinishReason, GroupTokens, ResponseTokens, SampledTokens, Trajectory, TrajectoryId
-from headway.episodes.lines import CallEngine, Line
-from headway.episodes.routing import Routes
-from headway.errors import DataError, HeadwayError, WorkerDied
-from headway.interfaces import Call, FinishedCall, FinishedGroup, GroupRequest, Priority, SamplingParams
+from headway.data.types import (
+    FinishReason,
+    GroupTokens,
+    RowAt,
+    RowTokens,
+    Trajectory,
+)
+from headway.episodes.calls import Asked, Calls, Home, nothing_sampled
+from headway.episodes.deadlines import Clock
+from headway.episodes.lines import CallEngine
+from headway.episodes.programs import Hosting, MadeEpisode, ProgramEpisode
+from headway.errors import HeadwayError, RunError, WorkerDied, boundary
+from headway.interfaces import FinishedCall, FinishedGroup, GroupRequest, Priority, SamplingParams
 
 
 @dataclass(slots=True, eq=False)
@@ -31,13 +37,15 @@ class _Group:
     request: GroupRequest
     inbox: asyncio.Queue[FinishedGroup | HeadwayError]
     """The queue of the `generate` call that asked for the group."""
-    on: str | None
-    """The one replica for all of its calls; None for any."""
+    home: Home
     missing: int
     """Episodes that are not over."""
-    home: str | None = None
-    done: dict[int, tuple[Trajectory, FinishedCall]] = field(default_factory=dict)
+    done: dict[int, MadeEpisode] = field(default_factory=dict)
     """Finished episodes by k."""
+    calls: dict[int, Asked] = field(default_factory=dict)
+    """Calls of episodes of one turn, by k."""
+    programs: dict[int, tuple[ProgramEpisode, asyncio.Task[None]]] = field(default_factory=dict)
+    """Episodes of programs that are not over, by k."""
     aborted: bool = False
 
     def sampling(self, k: int) -> SamplingParams:
@@ -48,18 +56,9 @@ class _Group:
     @property
     def oldest_version(self) -> int | None:
         """The oldest version in a finished call; None before the first token."""
-        versions = [oldest for t, _ in self.done.values() if (oldest := t.oldest_version) is not None]
-        return min(versions, default=None)
-
-
-@dataclass(slots=True, eq=False)
-class _Open:
-    """A call that a replica has not finished."""
-
-    group: _Group
-    k: int
-    call: Call
-    replica: str
+        versions = [made.trajectory.oldest_version for made in self.done.values()]
+        versions += [episode.oldest_version for episode, _ in self.programs.values()]
+        return min((version for version in versions if version is not None), default=None)
 
 
 class GroupKeeper:
@@ -68,24 +67,26 @@ class GroupKeeper:
     Args:
         name: of the keeper, under which replicas know its calls.
         decode: token ids to text, the stop token included; None where tokens are only simulated.
+        hosting: what makes episodes by a user's program; None for the program of one turn.
     """
 
     def __init__(
         self,
         name: str,
         decode: Callable[[Sequence[int]], str] | None = None,
+        hosting: Hosting | None = None,
     ) -> None:
         self.name = name
         self._decode = decode
-        self._lines: dict[str, Line] = {}
-        self._routes = Routes()
+        self._hosting = hosting
+        self._calls = Calls(name)
+        self._clock = Clock()
         self._groups: dict[_Group, None] = {}
-        self._open: dict[int, _Open] = {}
-        """Calls by number."""
-        self._waiting: list[tuple[_Group, int]] = []
-        """(group, k) of episodes whose call waits for a replica that takes calls."""
-        self._calls = 0
-        self._failures: asyncio.Queue[tuple[str, HeadwayError]] = asyncio.Queue()
+        """Groups that were started and are not over."""
+        self._held: dict[_Group, None] | None = None
+        """Groups that wait for `go_on`; None while none has to."""
+        self._changed = asyncio.Event()
+        """Set when a group is over."""
         self._ended: HeadwayError | None = None
 
     # ------------------------------------------------------------------------------------- groups
@@ -96,13 +97,16 @@ class GroupKeeper:
         """See `headway.interfaces.Keeper.generate`."""
         if self._ended is not None:
             raise self._ended
-        if on is not None and on not in self._lines:
+        if on is not None and not self._calls.knows(on):
             raise WorkerDied(f"{on} is gone")
         inbox: asyncio.Queue[FinishedGroup | HeadwayError] = asyncio.Queue()
-        groups = [_Group(request, inbox, on, request.episodes) for request in requests]
+        groups = [_Group(request, inbox, Home(on), request.episodes) for request in requests]
         missing = len(groups)
         for group in groups:
-            self._start(group)
+            if self._held is not None and _trains(group):
+                self._held[group] = None
+            else:
+                self._start(group)
         try:
             while missing:
                 finished = await inbox.get()
@@ -130,44 +134,37 @@ class GroupKeeper:
 
     async def join(self, replica: CallEngine) -> None:
         """See `headway.interfaces.Keeper.join`."""
-        self._routes.add(replica.name, replica.slots)
-        self._lines[replica.name] = Line(
-            self.name,
-            replica,
-            on_finished=self._on_finished,
-            on_refused=self._on_refused,
-            on_failed=lambda name, error: self._failures.put_nowait((name, error)),
-        )
+        self._calls.join(replica)
 
     async def leave(self, replica: str) -> None:
         """See `headway.interfaces.Keeper.leave`."""
-        if (line := self._lines.pop(replica, None)) is None:
-            return
-        self._routes.remove(replica)
-        lost = [one for one in self._open.values() if one.replica == replica]
-        for one in lost:
-            del self._open[one.call.number]
-        pinned = dict.fromkeys(one.group for one in lost if one.group.on == replica)
-        for group in pinned:
-            group.inbox.put_nowait(WorkerDied(f"{replica} is gone"))
-        self._drop(pinned)
-        for one in lost:
-            if one.group in self._groups:
-                self._ask(one.group, one.k)
-        await line.close()
+        await self._calls.leave(replica)
 
-    async def route(self, replicas: Sequence[str]) -> None:
+    async def route(self, replicas: Sequence[str], *, halted: bool = False) -> None:
         """See `headway.interfaces.Keeper.route`."""
-        self._routes.open(replicas)
-        if self._routes.any:
-            waiting, self._waiting = self._waiting, []
-            for group, k in waiting:
-                self._ask(group, k)
+        if halted:
+            self._clock.stop()
+        else:
+            self._clock.go_on()
+        self._calls.route(replicas)
 
-    async def failures(self) -> AsyncGenerator[tuple[str, HeadwayError], None]:
+    async def hold(self) -> None:
+        """See `headway.interfaces.Keeper.hold`."""
+        self._held = {} if self._held is None else self._held
+        while self._held is not None and any(_trains(group) for group in self._groups):
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def go_on(self) -> None:
+        """See `headway.interfaces.Keeper.go_on`."""
+        held, self._held = self._held or {}, None
+        self._changed.set()
+        for group in held:
+            self._start(group)
+
+    def failures(self) -> AsyncGenerator[tuple[str, HeadwayError], None]:
         """See `headway.interfaces.Keeper.failures`."""
-        while True:
-            yield await self._failures.get()
+        return self._calls.failures()
 
     def end(self, error: HeadwayError) -> None:
         """Raise ``error`` from `generate` from now on, calls under way included."""
@@ -177,143 +174,140 @@ class GroupKeeper:
         self._drop(list(self._groups))
 
     async def close(self) -> None:
-        """Leave all replicas."""
-        lines, self._lines = self._lines, {}
-        await concurrently(line.close() for line in lines.values())
+        """Leave all replicas, and end all programs."""
+        self._drop(list(self._groups))
+        await self._calls.close()
+        if self._hosting is not None:
+            await self._hosting.programs.close()
 
     # ------------------------------------------------------------------------------------- episodes
 
     def _start(self, group: _Group) -> None:
         self._groups[group] = None
         for k in range(group.request.episodes):
-            self._ask(group, k)
+            if self._hosting is not None:
+                self._begin(group, k, self._hosting)
+            else:
+                self._ask(group, k)
 
     def _ask(self, group: _Group, k: int) -> None:
-        """Call the policy for episode ``k``, once some replica takes calls."""
-        if group.aborted:
-            self._over(group, k, None)
-            return
-        replica = self._replica_for(group)
-        if replica is None:
-            self._waiting.append((group, k))
-            return
-        self._calls += 1
+        """Make episode ``k`` by the program of one turn: one call."""
         request = group.request
-        call = Call(
-            number=self._calls,
-            trajectory=request.prompt.trajectory_id(k),
-            input_ids=request.prompt.token_ids,
-            sampling=group.sampling(k),
+        group.calls[k] = asked = Asked(
+            request.prompt.trajectory_id(k),
+            request.prompt.token_ids,
+            group.sampling(k),
+            group.home,
+            done=lambda asked, finished: self._on_finished(group, k, asked, finished),
+            failed=lambda asked, error: self._on_failed(group, error),
             priority=request.priority,
         )
-        self._open[call.number] = _Open(group, k, call, replica)
-        self._lines[replica].submit(call)
+        self._calls.ask(asked)
 
-    def _replica_for(self, group: _Group) -> str | None:
-        if group.on is not None:
-            self._routes.count(group.on)
-            return group.on
-        if not self._routes.any:
-            return None
-        if group.home is None:
-            group.home = self._routes.home()
-        return self._routes.choose(group.home)
+    def _on_finished(self, group: _Group, k: int, asked: Asked, finished: FinishedCall) -> None:
+        del group.calls[k]
+        if finished.finish_reason is FinishReason.ABORTED:
+            self._abort([group])
+        self._over(group, k, self._of_one_turn(group, asked, finished))
 
-    def _on_finished(self, replica: str, batch: Sequence[FinishedCall]) -> None:
-        for finished in batch:
-            if (one := self._open.pop(finished.number, None)) is None:
-                continue  # its group was dropped
-            self._routes.finished(replica)
-            if finished.finish_reason is FinishReason.ABORTED and not one.group.aborted:
-                self._abort([one.group])
-            self._over(one.group, one.k, finished, replica)
+    def _on_failed(self, group: _Group, error: HeadwayError) -> None:
+        group.inbox.put_nowait(error)
+        self._drop([group])
 
-    def _on_refused(self, replica: str, calls: Sequence[Call], error: DataError) -> None:
-        """Fail the groups of calls that an engine did not take: those of one message, which it takes whole or not."""
-        groups = []
-        for call in calls:
-            if (one := self._open.pop(call.number, None)) is not None:
-                self._routes.finished(replica)
-                groups.append(one.group)
-        for inbox in dict.fromkeys(group.inbox for group in groups):
-            inbox.put_nowait(error)
-        self._drop(groups)
+    def _begin(self, group: _Group, k: int, hosting: Hosting) -> None:
+        """Begin episode ``k`` of a user's program."""
+        episode = ProgramEpisode(
+            group.request,
+            k,
+            group.sampling(k),
+            hosting,
+            self._calls,
+            self._clock,
+            group.home,
+            on_aborted=lambda: self._abort([group]),
+            on_failed=lambda error: self._on_failed(group, error),
+        )
 
-    def _over(self, group: _Group, k: int, finished: FinishedCall | None, replica: str = "") -> None:
-        """End episode ``k`` with its call, or without one where it was aborted before."""
+        async def make() -> None:
+            try:
+                with boundary(name, RunError):
+                    made = await episode.make()
+            except HeadwayError as error:
+                self._on_failed(group, error)
+                return
+            group.programs.pop(k, None)
+            self._over(group, k, made)
+
+        name = f"{self.name}, episode {tuple(episode.id)}"
+        group.programs[k] = episode, asyncio.get_running_loop().create_task(make(), name=name)
+
+    def _over(self, group: _Group, k: int, made: MadeEpisode) -> None:
+        """End episode ``k``, and with the last one the group."""
         if group not in self._groups:
             return
-        finished = _nothing() if finished is None else finished
-        group.done[k] = (self._trajectory(group.request.prompt.trajectory_id(k), group, finished, replica), finished)
+        group.done[k] = made
         group.missing -= 1
         if group.missing == 0:
             del self._groups[group]
+            self._changed.set()
             group.inbox.put_nowait(_finished_group(group))
 
-    def _trajectory(self, id: TrajectoryId, group: _Group, finished: FinishedCall, replica: str) -> Trajectory:
-        tokens = finished.tokens
-        return Trajectory(
-            id=id,
-            replica=replica,
+    def _of_one_turn(self, group: _Group, asked: Asked, finished: FinishedCall) -> MadeEpisode:
+        tokens, prompt_ids = finished.tokens, group.request.prompt.token_ids
+        trajectory = Trajectory(
+            id=asked.trajectory,
+            replica=asked.replica,
             text="" if tokens is None or self._decode is None else self._decode(tokens.ids.tolist()),
-            prompt_length=len(group.request.prompt.token_ids),
+            prompt_length=len(prompt_ids),
             length=finished.length,
             finish_reason=finished.finish_reason,
             version_spans=finished.version_spans,
             started=finished.started,
             finished=finished.finished,
+            rows=(RowAt(0, len(prompt_ids), finished.length),) if finished.length else (),
         )
+        rows = [RowTokens.answer(prompt_ids, tokens)] if tokens is not None and finished.length else []
+        return MadeEpisode(trajectory, rows)
 
     def _abort(self, groups: Iterable[_Group]) -> None:
         """End ``groups`` as they are: what replicas have of them comes back."""
-        ending = {group for group in groups if not group.aborted}
-        if not ending:
-            return
-        for group in ending:
+        for group in [group for group in groups if not group.aborted and group in self._groups]:
             group.aborted = True
-        waiting = [(group, k) for group, k in self._waiting if group in ending]
-        self._waiting = [(group, k) for group, k in self._waiting if group not in ending]
-        for one in self._open.values():
-            if one.group in ending:
-                self._lines[one.replica].abort(one.call.number)
-        for group, k in waiting:
-            self._over(group, k, None)
+            for asked in self._calls.abort(list(group.calls.values())):
+                self._on_finished(group, asked.trajectory.k, asked, nothing_sampled())
+            for k, (episode, task) in list(group.programs.items()):
+                task.cancel()
+                del group.programs[k]
+                self._over(group, k, episode.aborted())
 
     def _drop(self, groups: Iterable[_Group]) -> None:
         """Forget ``groups``: nobody waits for them any more."""
-        dropped = {group for group in groups if self._groups.pop(group, self) is not self}
-        if not dropped:
-            return
-        self._waiting = [(group, k) for group, k in self._waiting if group not in dropped]
-        for one in [one for one in self._open.values() if one.group in dropped]:
-            del self._open[one.call.number]
-            self._routes.finished(one.replica)
-            if (line := self._lines.get(one.replica)) is not None:
-                line.abort(one.call.number)
+        for group in groups:
+            if self._held is not None:
+                self._held.pop(group, None)
+            if self._groups.pop(group, self) is self:
+                continue
+            self._changed.set()
+            self._calls.drop(group.calls.values())
+            for _, task in group.programs.values():
+                task.cancel()
 
 
 def _trains(group: _Group) -> bool:
     return group.request.priority is Priority.TRAINING
 
 
-def _nothing() -> FinishedCall:
-    """Result of an episode that was aborted before any replica had its call."""
-    now = asyncio.get_running_loop().time()
-    return FinishedCall(0, 0, [], FinishReason.ABORTED, now, now)
-
-
 def _finished_group(group: _Group) -> FinishedGroup:
-    trajectories, calls = zip(*(group.done[k] for k in range(group.request.episodes)), strict=True)
-    responses = tuple(_response(call) for call in calls)
-    prompt_ids = np.asarray(group.request.prompt.token_ids, np.int32)
-    simulated = all(call.tokens is None for call in calls)
-    return FinishedGroup(
-        number=group.request.number,
-        trajectories=trajectories,
-        tokens=None if simulated else GroupTokens(prompt_ids, responses),
-    )
-
-
-def _response(call: FinishedCall) -> ResponseTokens:
-    tokens = call.tokens if call.tokens is not None else SampledTokens.nothing()
-    return ResponseTokens(tokens.ids, tokens.logprobs, tokens.versions, np.ones(len(tokens.ids), np.bool_))
+    """Put the episodes of ``group`` together, in order of k, and number their rows."""
+    trajectories: list[Trajectory] = []
+    rows: list[RowTokens] = []
+    count, simulated = 0, False
+    for k in range(group.request.episodes):
+        made = group.done[k]
+        simulated |= len(made.rows) < len(made.trajectory.rows)
+        numbered = tuple(replace(at, index=count + n) for n, at in enumerate(made.trajectory.rows))
+        trajectories.append(replace(made.trajectory, rows=numbered) if count else made.trajectory)
+        count += len(numbered)
+        rows += made.rows
+    tokens = None if simulated else GroupTokens(tuple(rows))
+    return FinishedGroup(group.request.number, tuple(trajectories), tokens)

@@ -21,8 +21,8 @@ from headway.evaluation.figures import Answer, Solved
 from headway.evaluation.settings import Job
 from headway.interfaces import FinishedGroup, GroupRequest, RolloutEngine, SamplingParams
 from headway.models.tokenizer import text_of
-from headway.rewards.pool import RewardPool
 from headway.rewards.request import RewardSpec
+from headway.rewards.runners import RewardRunners
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,7 +86,7 @@ async def solve(
     columns = tuple(name for name in prompts[0].extra if all(name in prompt.extra for prompt in prompts))
     spec = replace(RewardSpec.of(config), columns=columns)
     async with AsyncExitStack() as stack:
-        reward = RewardPool(spec, workers=config.reward.workers, retries=config.reward.retries, log_path=None)
+        reward = RewardRunners(spec, workers=config.reward.workers, retries=config.reward.retries, log_path=None)
         stack.push_async_callback(reward.close)
         await reward.start()
         engine = await _start_engine(config, questions.tokenizer)
@@ -144,7 +144,7 @@ async def _start_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> R
 async def _ask(
     engine: RolloutEngine,
     decode: Callable[[Sequence[int]], str],
-    reward: RewardPool,
+    reward: RewardRunners,
     prompts: Sequence[Prompt],
     n: int,
     sampling: SamplingParams,
@@ -169,7 +169,7 @@ async def _ask(
     return found
 
 
-async def _scored(reward: RewardPool, prompt: Prompt, finished: FinishedGroup) -> Solved:
+async def _scored(reward: RewardRunners, prompt: Prompt, finished: FinishedGroup) -> Solved:
     trajectories, failure = finished.trajectories, None
     rewards: Sequence[float] = [0.0] * len(trajectories)
     parts: Mapping[str, Sequence[float | None]] = {}

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
 
 from headway.data.types import Column, Group, Outcomes, Sample
-from headway.data.types import FinishReason as Finish
 from headway.pipeline.state import RunState
 
 
@@ -30,31 +30,40 @@ class Fetch:
     groups: list[Group]
 
     def samples(self, columns: Collection[str] = ()) -> list[Sample]:
-        """Return a sample for each trajectory of the fetch, in order, with these ``columns``."""
+        """Return a sample for each row of the fetch, in order, with these ``columns``."""
         return [sample for group in self.groups for sample in group.samples(columns)]
 
     def add(self, name: str, columns: Iterable[Column]) -> None:
-        """Set the column ``name`` of every trajectory of the fetch, in order."""
+        """Set the column ``name`` of every row of the fetch, in order."""
         add_column(self.groups, name, columns)
 
 
 def add_column(groups: Sequence[Group], name: str, columns: Iterable[Column]) -> None:
-    """Set the column ``name`` of every trajectory of ``groups``, in order."""
+    """Set the column ``name`` of every row of ``groups``, in order."""
     following = iter(columns)
     for group in groups:
-        group.columns[name] = tuple(next(following) for _ in group.trajectories)
+        group.columns[name] = tuple(islice(following, group.row_count))
 
 
 def outcomes(groups: Sequence[Group]) -> Outcomes:
-    """Return what advantages are computed from, beside tokens. Every group must have its rewards."""
-    trajectories = [t for group in groups for t in group.trajectories]
-    baselines = [group.baseline for group in groups for _ in group.trajectories if group.baseline is not None]
+    """Return what advantages are computed from, beside tokens. Every group must have its rewards.
+
+    Episodes that failed are in no statistic: they are left out, and have no samples either.
+    """
+    kept = []
+    for group in groups:
+        assert group.rewards is not None, f"group {group.number} was not rewarded"
+        of_group = zip(group.trajectories, group.rewards, strict=True)
+        kept += [(group, trajectory, reward) for trajectory, reward in of_group if trajectory.failure is None]
+    baselines = [group.baseline for group, _, _ in kept if group.baseline is not None]
     return Outcomes(
-        ids=tuple(t.id for t in trajectories),
-        rewards=np.concatenate([group.rewards for group in groups]).astype(np.float32),
-        groups=np.array([group.number for group in groups for _ in group.trajectories], dtype=np.int64),
-        finished=np.array([t.finish_reason is Finish.STOP for t in trajectories], dtype=np.bool_),
+        ids=tuple(t.id for _, t, _ in kept),
+        rewards=np.array([reward for _, _, reward in kept], dtype=np.float32),
+        groups=np.array([group.number for group, _, _ in kept], dtype=np.int64),
+        finished=np.array([t.complete for _, t, _ in kept], dtype=np.bool_),
+        episode_of=np.repeat(np.arange(len(kept), dtype=np.int64), [len(t.rows) for _, t, _ in kept]),
         baselines=np.array(baselines, dtype=np.float32) if baselines else None,
+        turn_rewards=tuple(t.turn_rewards for _, t, _ in kept) if any(t.turn_rewards for _, t, _ in kept) else (),
     )
 
 

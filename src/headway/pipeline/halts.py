@@ -1,6 +1,6 @@
 """Halting and resuming of replicas: for new weights, and for a trainer that shares their devices.
 
-    halt(replica, why):  wait for its validation ▶ no new requests to it ▶ pause(policy)
+    halt(replica, why):  wait for its validation ▶ [finish episodes] ▶ no new requests to it ▶ pause(policy)
     release(replica, why):  what was to be checked first ▶ resume ▶ new requests again, once nobody else halts it
 
 ``drain`` lets what was submitted finish, ``interrupt`` and ``keep`` cut it; the tokens so far stay.
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from headway.events import ReplicaHalted
 from headway.interfaces import OnUpdate, RolloutEngine
+from headway.pipeline.keepers import Keepers
 from headway.pipeline.receiver import Gone, Replica
 from headway.pipeline.signal import Gate
 from headway.pipeline.state import RunState, now
@@ -37,10 +38,12 @@ class Halt:
 class Halts:
     """Halts of the replicas of a run. Also a `FleetListener`, in order to know which replicas serve."""
 
-    def __init__(self, state: RunState, policy: OnUpdate, route: Callable[[Collection[str]], None]) -> None:
-        """``route`` is called with the names of the replicas that take new calls, whenever those may have changed."""
+    def __init__(self, state: RunState, policy: OnUpdate, keepers: Keepers, *, by_episodes: bool = False) -> None:
+        """``keepers`` hear which replicas take new calls. ``by_episodes``: a drain finishes all episodes of the groups
+        that were started, whose next turns need the replica, before it pauses that."""
         self.policy = policy
-        self._route = route
+        self._keepers = keepers
+        self._by_episodes = by_episodes and policy is OnUpdate.DRAIN
         self.gate = Gate()
         """Gate that is shut while every serving replica is halted."""
         self._state = state
@@ -73,6 +76,8 @@ class Halts:
                 halted.by.append(why)
                 return Halt([why], stopped=halted.stopped)
             asked = now()
+            if self._by_episodes:
+                await self._keepers.hold()
             await self._state.changed.until(lambda: replica.name not in self._state.validating)
             # Not before that wait: training generation goes on beside a validation, refills included.
             halt = self._halts[replica.name] = Halt([why], validation_s=now() - asked)
@@ -82,6 +87,8 @@ class Halts:
                 paused = await replica.pause(self.policy)
             except Gone:
                 del self._halts[replica.name]
+                if self._by_episodes:
+                    await self._keepers.go_on()
                 raise
             halt.stopped, halt.interrupted = now(), paused.interrupted
             return halt
@@ -96,7 +103,11 @@ class Halts:
         if halt.by:
             return
         del self._halts[replica.name]
-        await replica.resume()
+        try:
+            await replica.resume()
+        finally:
+            if self._by_episodes:
+                await self._keepers.go_on()
         if replica.name in self._serving and replica.name not in self._halts:  # lost, or halted again, meanwhile
             self._available[replica.name] = None
             self._set_gate()
@@ -121,4 +132,5 @@ class Halts:
 
     def _set_gate(self) -> None:
         self.gate.set(bool(self._available) or not self._serving)
-        self._route(tuple(self._available or self._serving))  # where every one is halted, calls can wait inside them
+        # Where every one is halted, calls can wait inside them.
+        self._keepers.route(tuple(self._available or self._serving), halted=not self._available)

@@ -29,6 +29,7 @@ class Keepers:
         self._orders: dict[str, asyncio.Queue[Order]] = {keeper.name: asyncio.Queue() for keeper in keepers}
         self._load = dict.fromkeys(self._orders, 0)
         """Unfinished groups of each keeper."""
+        self._holds = 0
 
     def start(
         self, tasks: Tasks, on_failed: Callable[[str, HeadwayError], Coroutine[Any, Any, None]]
@@ -48,10 +49,22 @@ class Keepers:
         """Order every keeper to ask the calls of ``replica`` again of others."""
         self._order(lambda keeper: keeper.leave(replica))
 
-    def route(self, replicas: Iterable[str]) -> None:
-        """Order every keeper to send new calls to ``replicas`` alone."""
+    def route(self, replicas: Iterable[str], *, halted: bool = False) -> None:
+        """Order every keeper to send new calls to ``replicas`` alone, where they wait if these are ``halted``."""
         names = list(replicas)
-        self._order(lambda keeper: keeper.route(names))
+        self._order(lambda keeper: keeper.route(names, halted=halted))
+
+    async def hold(self) -> None:
+        """Have keepers start no training group; return when all that were started are done. `go_on` ends it, once for
+        each `hold`."""
+        self._holds += 1
+        await concurrently(keeper.hold() for keeper in self._keepers)
+
+    async def go_on(self) -> None:
+        """Have keepers start groups again, if nobody else holds them."""
+        self._holds -= 1
+        if not self._holds:
+            await concurrently(keeper.go_on() for keeper in self._keepers)
 
     async def abort_older_than(self, version: int) -> None:
         """End the training groups that have a token of an older version in a finished call."""

@@ -21,12 +21,20 @@ class Fate(StrEnum):
 
 
 class Ledger:
-    """Record of admitted groups: each is open until it is settled, once. Holds the prompts of the open ones."""
+    """Record of admitted groups: each is open until it is settled, once. Holds the prompts of the open ones.
 
-    def __init__(self) -> None:
+    A second account has the groups' episodes: each has the fate of its group, or failed before.
+    """
+
+    def __init__(self, episodes: int = 1) -> None:
+        """``episodes``: of each group, its baseline included."""
         self.admitted = 0
+        self._episodes = episodes
         self._open: dict[int, Prompt] = {}
         self._fates: Counter[Fate] = Counter()
+        self._failed: Counter[int] = Counter()
+        """Failed episodes of open groups, by the group's number."""
+        self._episode_fates: Counter[Fate] = Counter()
 
     def admit(self, prompt: Prompt) -> int:
         """Open a new group for ``prompt``. Returns the group's number."""
@@ -51,6 +59,28 @@ class Ledger:
         if self._open.pop(number, None) is None:
             raise LedgerImbalance(f"group {number} cannot end as {fate}: it is not open (admitted: {self.admitted})")
         self._fates[fate] += 1
+        failed = self._failed.pop(number, 0)
+        self._episode_fates[fate] += self._episodes - failed
+        self._episode_fates[Fate.FAILED] += failed
+
+    def episodes_failed(self, number: int, count: int) -> None:
+        """Record that ``count`` episodes of the open group ``number`` have failed. Raises `LedgerImbalance` for more
+        than it has, or a group that is not open.
+        """
+        self._failed[number] += count
+        if number not in self._open or self._failed[number] > self._episodes:
+            raise LedgerImbalance(
+                f"group {number} cannot have {self._failed[number]} failed episodes: it has {self._episodes}, and is "
+                f"{'open' if number in self._open else 'not open'}"
+            )
+
+    def episode_counts(self) -> dict[str, int]:
+        """Return the numbers of ``admitted`` episodes and, adding up to it, of each fate."""
+        counts = {fate.value: self._episode_fates[fate] for fate in Fate}
+        failed = self._failed.total()
+        counts[Fate.FAILED.value] += failed
+        counts[Fate.IN_FLIGHT.value] += len(self._open) * self._episodes - failed
+        return {"admitted": self.admitted * self._episodes, **counts}
 
     @property
     def open_numbers(self) -> list[int]:
@@ -67,6 +97,7 @@ class Ledger:
         return {
             "admitted": self.admitted,
             "fates": {fate.value: count for fate, count in sorted(self._fates.items())},
+            "episode_fates": {fate.value: count for fate, count in sorted(self._episode_fates.items())},
             "open": [[n, p.epoch, p.row, p.attempt] for n, p in sorted(self._open.items())],
         }
 
@@ -74,4 +105,6 @@ class Ledger:
         """Restore what `state` returned. ``open_prompts``: number → prompt of each group that was open then."""
         self.admitted = state["admitted"]
         self._fates = Counter({Fate(fate): count for fate, count in state["fates"].items()})
+        self._episode_fates = Counter({Fate(fate): count for fate, count in state["episode_fates"].items()})
+        self._failed = Counter()
         self._open = dict(open_prompts)

@@ -32,7 +32,8 @@ class Parts:
     keepers: Sequence[Keeper]
     """The keepers, which make groups with calls to ``rollouts``. One at least."""
     trainer: TrainEngine
-    reward: RewardFn
+    reward: RewardFn | None
+    """The reward of answers; None where episodes have the rewards that their programs give."""
     advantages: AdvantageFn
     group_filter: GroupFilter | None = None
     shaping: Shaping | None = None

@@ -14,11 +14,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from headway.data.types import Prompt
+from headway.data.types import Prompt, Trajectory
 from headway.errors import ScoringFailed
 from headway.interfaces import RewardFn, Scores
 from headway.pipeline.signal import Signal
 from headway.pipeline.state import now
+from headway.rewards.own import own_scores
 
 LEAST_PATIENCE_S = 5.0
 MOST_PATIENCE_S = 30.0
@@ -35,7 +36,8 @@ class GivenUp(ScoringFailed):
 class Scoring:
     """Access to the run's reward for the stages; a stop can give up scores that do not come."""
 
-    def __init__(self, reward: RewardFn) -> None:
+    def __init__(self, reward: RewardFn | None) -> None:
+        """``reward``: None where episodes have the rewards that their programs gave."""
         self._reward = reward
         self._awaited: dict[asyncio.Task[Scores], None] = {}
         """Tasks of the scores that are awaited, in the order in which they were requested."""
@@ -55,14 +57,20 @@ class Scoring:
         """Seconds that a stop waits without any score: longer than the slowest one took so far, within limits."""
         return min(MOST_PATIENCE_S, LEAST_PATIENCE_S + (self._longest_s or 0.0))
 
-    async def score(self, prompt: Prompt, responses: Sequence[str]) -> Scores:
-        """Return scores from the reward. Raises its error, or `GivenUp` when the run stops before they come."""
+    async def score(self, prompt: Prompt, episodes: Sequence[Trajectory]) -> Scores:
+        """Return the scores of episodes, none of which failed: their own, or what the reward says of their answers.
+
+        Raises `ScoringFailed`, or `GivenUp` when the run stops before scores come.
+        """
+        if self._reward is None:
+            return own_scores(episodes)
         if self.closed:
             raise GivenUp(INTERRUPTED)
+        reward = self._reward
         started = now()
         if not self._awaited:
             self._moved = started
-        task = asyncio.get_running_loop().create_task(self._reward.score(prompt, responses))
+        task = asyncio.get_running_loop().create_task(reward.score(prompt, [episode.text for episode in episodes]))
         self._awaited[task] = None
         self._changed.changed()
         try:

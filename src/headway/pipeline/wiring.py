@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from headway.config.algorithm import GROUP_RELATIVE
+from headway.config.algorithm import GROUP_RELATIVE, min_episodes
 from headway.config.schema import Config
 from headway.data.types import Group
 from headway.events import WAITS_FOR_GROUPS, Emit, Observer, fan_out
@@ -82,7 +82,8 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
     emit = fan_out([*observers, movement])
     state = _state(config, parts, emit)
     keepers = Keepers(parts.keepers)
-    halts = Halts(state, OnUpdate(config.async_training.on_update), keepers.route)
+    by_episodes = config.rollout.has_program and config.async_training.drain == "episode"
+    halts = Halts(state, OnUpdate(config.async_training.on_update), keepers, by_episodes=by_episodes)
     timeout_s = config.param_update.timeout_s
     fleet = Fleet(parts.rollouts, parts.receivers, state, listeners=[keepers, halts], timeout_s=timeout_s)
     prompts = Prompts(parts.source)
@@ -115,7 +116,7 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
     )
     upstream: list[AnyStage] = [
         loader,
-        Generate(state, waves, unrewarded, keepers, halts, n=config.rollout.n),
+        Generate(state, waves, unrewarded, keepers, halts, n=config.rollout.n, min_episodes=min_episodes(config)),
         *_rewarding(config, parts, state, scoring, unrewarded),
     ]
     columns, source, follows = _columns(parts, state, fleet, fetches, critic)
@@ -200,7 +201,8 @@ def _state(config: Config, parts: Parts, emit: Emit) -> RunState:
         max_lag=settings.max_lag,
         drops_overdue=settings.on_overdue == "drop",
     )
-    return RunState(staleness, Ledger(), MessageQueue(staleness), emit)
+    ledger = Ledger(config.rollout.n + parts.greedy_baseline)
+    return RunState(staleness, ledger, MessageQueue(staleness), emit)
 
 
 def _critic(config: Config, parts: Parts, emit: Emit) -> Critic | None:

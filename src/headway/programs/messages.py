@@ -37,6 +37,20 @@ def tool_result(id: str, name: str, content: str) -> Message:
     return {**said("tool", content), "name": name, "tool_call_id": id}
 
 
+def with_text(messages: Sequence[Message], text: str, between: str = "") -> list[Message]:
+    """Append ``text`` to the last message where that is the user's, behind ``between`` if it says something already.
+
+    Else the text is a user's message of its own. ``messages`` are left as they are.
+    """
+    if not messages or messages[-1].get("role") != "user":
+        return [*messages, said("user", text)]
+    content = messages[-1].get("content")
+    joined: Any = [*content, {"type": "text", "text": text}] if isinstance(content, list) else text
+    if isinstance(content, str) and content:
+        joined = content + between + text
+    return [*messages[:-1], {**messages[-1], "content": joined}]
+
+
 class CallProblem(StrEnum):
     """The reason why a tool call cannot be made."""
 
@@ -82,6 +96,8 @@ class TurnRequest:
     tools: list[ToolSchema] | None = None
     max_tokens: int | None = None
     """Most tokens to sample; None for what the run allows, which is the bound in any case."""
+    rewards: tuple[float, ...] = ()
+    """Rewards of the turns so far, by the turn's number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +134,6 @@ class EpisodeEnd:
     """Rewards of turns by the turn's number, from 0; empty where the program gave none to single turns. They are not
     in ``reward``: where there are both, the reward is given on top."""
     tool_errors: int = 0
-    """Number of tools and steps that raised."""
+    """Number of calls of tools that raised."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers to report, by name."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from inspect import Parameter
 from typing import Any
 
-from headway.errors import UserCodeError, said_by, writable
+from headway.errors import ProgramFailed, Unavailable, UserCodeError, said_by, writable
 from headway.user_code import load_function
 
 EXPECTED = (
@@ -49,6 +49,8 @@ class Tool:
     schema: dict[str, Any] = field(repr=False)
     """``{"type": "function", "function": {"name": …, "description": …, "parameters": …}}``."""
     function: Callable[..., Any] = field(repr=False)
+    show: Callable[[Any], str] = field(default_factory=lambda: shown_to_model, repr=False)
+    """Turns what the function returns into the text that the model is told."""
 
     @property
     def is_async(self) -> bool:
@@ -56,15 +58,17 @@ class Tool:
         return inspect.iscoroutinefunction(self.function)
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
-        """Call the tool with ``arguments`` that fit its schema. Whatever it raises becomes a message to the model.
+        """Call the tool with ``arguments`` that fit its schema. What it raises becomes a message to the model.
 
-        Cancellation and interrupts pass through.
+        Cancellation and interrupts pass through, and so does `Unavailable`: the model has no part in that.
         """
         try:
             value = self.function(**arguments)
             if inspect.isawaitable(value):
                 value = await value
-            return ToolResult(writable(shown_to_model(value)))
+            return ToolResult(writable(self.show(value)))
+        except (Unavailable, ProgramFailed):
+            raise
         except (Exception, SystemExit) as cause:  # a tool that calls sys.exit() ends no process of ours
             return ToolResult(f"Error: {self.name} failed: {said_by(cause)}", failed=True)
 

@@ -1,8 +1,8 @@
-"""Requests to a reward worker: which rewards it runs, and a group. Plain data that pickles."""
+"""What the processes that score are given: which rewards they run, and groups. Plain data that pickles."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,8 @@ from headway.user_code import names_a_file, resolve_spec
 
 if TYPE_CHECKING:
     from headway.config.schema import Config
+    from headway.interfaces import Scores
+    from headway.runners.hosted import Ask
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class RewardPart:
 
 @dataclass(frozen=True, slots=True)
 class RewardSpec:
-    """The rewards that a worker scores with. Nothing is checked here; the worker finds out whether they exist."""
+    """The rewards that a process scores with. Nothing is checked here; `load` finds out whether they exist."""
 
     parts: tuple[RewardPart, ...]
     timeout_s: float
@@ -74,6 +76,30 @@ class RewardSpec:
         too.
         """
         return ", ".join(part.function for part in self.parts)
+
+    @property
+    def shown(self) -> str:
+        return self.function
+
+    def load(self) -> HostedReward:
+        """Load the rewards, in the process that scores with them. Raises `ConfigError` or `UserCodeError`."""
+        from headway.rewards.scorers import make_scorer  # here, so that only who scores pays for the import
+
+        return HostedReward(make_scorer(self))
+
+
+class HostedReward:
+    """Rewards, loaded: what a runner holds."""
+
+    def __init__(self, scorer: Callable[[ScoreRequest], Scores]) -> None:
+        self._scorer = scorer
+
+    def describe(self) -> None:
+        """Tell nothing: all rewards are the same to their host."""
+
+    async def serve(self, job: ScoreRequest, ask: Ask) -> Scores:
+        """Return the group's scores. Raises `ScoringFailed` with the reason."""
+        return self._scorer(job)
 
 
 @dataclass(frozen=True, slots=True)

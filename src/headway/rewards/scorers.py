@@ -1,4 +1,4 @@
-"""A group's scores: each reward of the sum by its kind, checked, then added up. Runs in a worker, without torch.
+"""A group's scores: each reward of the sum by its kind, checked, then added up. Runs in a runner, without torch.
 
 ScoreRequest ─▶ part: built-in | task | user's function ─▶ n values, None where it does not apply ─┐
              └▶ part: …                                                                           ─┴▶ Σ weight · value
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import numbers
 import re
-import signal
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -24,6 +23,7 @@ from headway.interfaces import Scores
 from headway.rewards.built_in import BUILT_IN, make_rule
 from headway.rewards.request import RewardPart, RewardSpec, ScoreRequest
 from headway.rewards.user_function import UserFunction
+from headway.runners.alarm import killed_after
 from headway.user_code import load_function, names_a_file
 
 Scorer = Callable[[ScoreRequest], Scores]
@@ -105,22 +105,6 @@ def _user_scorer(function: UserFunction, timeout_s: float) -> Callable[[ScoreReq
 
 
 @contextmanager
-def killed_after(seconds: float) -> Iterator[None]:
-    """Let the kernel end this process when the block takes longer than ``seconds``.
-
-    The alarm's default action needs no interpreter: it also ends a call that never gives it back (a regular expression
-    that backtracks for ever). The pool reads the signal from the exit code. A call that takes the alarm for itself is
-    left to the pool's limit on the whole group.
-    """
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # each time: user code may have set a handler of its own
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-@contextmanager
 def _attributed(name: str | None) -> Iterator[None]:
     """Turn an exception in the block into `ScoringFailed` under the part's ``name``, and print the traceback."""
     where = f"{name}: " if name is not None else ""
@@ -130,7 +114,7 @@ def _attributed(name: str | None) -> Iterator[None]:
         raise ScoringFailed(writable(f"{where}{error}")) from error
     except HeadwayError:
         raise
-    except BaseException as error:  # an interrupt, too: a worker ignores Ctrl-C, so that the function itself raised it
+    except BaseException as error:  # an interrupt, too: runners ignore Ctrl-C, so that the function itself raised it
         with suppress(OSError):  # it may also have closed what this process prints to
             traceback.print_exc()
         # As text: the user's exception may not survive pickling, or need modules that the driver lacks.

@@ -22,7 +22,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from headway.data.types import GroupTokens, Prompt, ResponseTokens, Trajectory
+from headway.data.types import GroupTokens, Prompt, RowAt, RowTokens, Trajectory
 from headway.engines.rollout.native.core import EngineCore, Finished
 from headway.engines.served.weights import Contents
 from headway.interfaces import Call, FinishedCall, FinishedGroup, GroupRequest, Priority, SamplingParams
@@ -89,14 +89,14 @@ class Asked:
             version_spans=call.version_spans,
             started=call.started,
             finished=call.finished,
+            rows=(RowAt(k, len(self.request.prompt.token_ids), call.length),),
         )
 
     def group(self) -> FinishedGroup:
         ks = range(self.request.n)
-        tokens = [self.done[k].tokens for k in ks]
-        responses = tuple(ResponseTokens(t.ids, t.logprobs, t.versions, np.ones(len(t.ids), bool)) for t in tokens)
         prompt = np.asarray(self.request.prompt.token_ids, np.int32)
-        return FinishedGroup(self.request.number, tuple(map(self.trajectory, ks)), GroupTokens(prompt, responses))
+        rows = tuple(RowTokens.answer(prompt, self.done[k].tokens) for k in ks)
+        return FinishedGroup(self.request.number, tuple(map(self.trajectory, ks)), GroupTokens(rows))
 
 
 class AskedCore(EngineCore):
@@ -214,12 +214,12 @@ def steps(core: AskedCore, count: int) -> list[FinishedGroup]:
 
 def tokens_of(groups: Sequence[FinishedGroup]) -> dict[tuple[int, int], list[int]]:
     """Every trajectory's token ids by (number, k)."""
-    return {(g.number, k): r.ids.tolist() for g in groups for k, r in enumerate(g.tokens.responses)}
+    return {(g.number, k): r.ids.tolist() for g in groups for k, r in enumerate(g.tokens.rows)}
 
 
 def reference_logprobs(model: PreTrainedModel, group: FinishedGroup, k: int) -> NDArray[np.float32]:
     """[T] log-probs of one response by a plain Hugging Face forward over prompt and response."""
-    prompt, response = group.tokens.prompt_ids, group.tokens.responses[k].ids
+    prompt, response = group.tokens.rows[0].prompt_ids, group.tokens.rows[k].ids
     ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))
     with torch.no_grad():
         logprobs = torch.log_softmax(model(input_ids=ids[None]).logits[0].float(), -1)
@@ -230,7 +230,7 @@ def reference_logprobs(model: PreTrainedModel, group: FinishedGroup, k: int) -> 
 def assert_logprobs(groups: Sequence[FinishedGroup], model_of: Mapping[int, PreTrainedModel]) -> None:
     """Every token's log-prob is that of its version's model, over the whole sequence; no other version sampled."""
     for group in groups:
-        for k, response in enumerate(group.tokens.responses):
+        for k, response in enumerate(group.tokens.rows):
             assert set(response.versions.tolist()) <= set(model_of)
             for version in np.unique(response.versions):
                 mine = response.versions == version

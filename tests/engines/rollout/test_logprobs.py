@@ -92,9 +92,9 @@ def test_keep_goes_on_with_the_old_keys_and_values_under_the_new_weights() -> No
     activate(core, 1, new)
     core.resume()
     (group,) = finish(core)
-    for response in group.tokens.responses:
+    for response in group.tokens.rows:
         assert response.versions.tolist() == [0] * 4 + [1] * 12
-        ids = torch.from_numpy(np.concatenate([group.tokens.prompt_ids, response.ids]).astype(np.int64))[None]
+        ids = torch.from_numpy(np.concatenate([group.tokens.rows[0].prompt_ids, response.ids]).astype(np.int64))[None]
         cached = 6 + 4 - 1  # the last sampled token is not in the cache yet
         with torch.no_grad():
             cache = DynamicCache(config=old.config)
@@ -114,7 +114,7 @@ def test_an_update_without_a_pause_happens_between_two_tokens() -> None:
     steps(core, 2)
     activate(core, 5, updated(old, seed=2))
     (group,) = finish(core)
-    assert all(r.versions.tolist() == [0] * 3 + [1] * 2 + [5] * 11 for r in group.tokens.responses)
+    assert all(r.versions.tolist() == [0] * 3 + [1] * 2 + [5] * 11 for r in group.tokens.rows)
     assert group.trajectories[0].version_spans == [[0, 0], [3, 1], [5, 5]]
 
 
@@ -140,7 +140,7 @@ def test_trajectories_that_start_after_an_update_do_not_see_the_old_prompt() -> 
     activate(core, 1, new)
     (group,) = finish(core)
     for k in range(2, 6):
-        response = group.tokens.responses[k]
+        response = group.tokens.rows[k]
         assert (response.versions == 1).all()
         np.testing.assert_allclose(response.logprobs, reference_logprobs(new, group, k), atol=TOLERANCE, rtol=0)
 
@@ -225,7 +225,7 @@ def test_temperature_scales_the_reported_log_probs() -> None:
     head = sharper.lm_head
     sharper.lm_head = torch.nn.Linear(head.in_features, head.out_features, bias=False)
     sharper.lm_head.weight.data = head.weight.data * 2
-    for k, response in enumerate(group.tokens.responses):
+    for k, response in enumerate(group.tokens.rows):
         np.testing.assert_allclose(response.logprobs, reference_logprobs(sharper, group, k), atol=TOLERANCE, rtol=0)
 
 
@@ -234,9 +234,9 @@ def test_greedy_decoding_equals_generate() -> None:
     core = make_core(model)
     core.ask([make_request(i, n=1, temperature=0.0, stop_token_ids=()) for i in range(4)], "owner")
     for group in finish(core):
-        prompt = torch.from_numpy(group.tokens.prompt_ids.astype(np.int64))[None]
+        prompt = torch.from_numpy(group.tokens.rows[0].prompt_ids.astype(np.int64))[None]
         expected = model.generate(prompt, do_sample=False, max_new_tokens=16)[0, prompt.shape[1] :]
-        assert group.tokens.responses[0].ids.tolist() == expected.tolist()
+        assert group.tokens.rows[0].ids.tolist() == expected.tolist()
         assert group.trajectories[0].finish_reason is FinishReason.LENGTH
 
 
@@ -245,7 +245,7 @@ def test_bfloat16_is_served_with_float32_log_probs() -> None:
     core = make_core(model)
     core.ask([make_request(i) for i in range(3)], "owner")
     for group in finish(core):
-        for k, response in enumerate(group.tokens.responses):
+        for k, response in enumerate(group.tokens.rows):
             assert response.logprobs.dtype == np.float32
             np.testing.assert_allclose(response.logprobs, reference_logprobs(model, group, k), atol=0.2, rtol=0)
 

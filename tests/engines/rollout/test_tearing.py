@@ -88,8 +88,8 @@ def assert_from_the_table(groups: list[FinishedGroup]) -> set[int]:
     """The versions that sampled."""
     seen: set[int] = set()
     for group in groups:
-        for response in group.tokens.responses:
-            before = np.concatenate([group.tokens.prompt_ids[-1:], response.ids[:-1]])
+        for response in group.tokens.rows:
+            before = np.concatenate([group.tokens.rows[0].prompt_ids[-1:], response.ids[:-1]])
             expected = TABLE[response.versions, before, response.ids]
             np.testing.assert_allclose(response.logprobs, expected, atol=1e-5, rtol=0)
             assert (np.diff(response.versions) >= 0).all()

@@ -52,6 +52,7 @@ def fetch(seed: int = 0, *, holes: bool = True, groups: Sequence[int] = GROUPS) 
         rewards=(2 * rng.standard_normal(len(groups))).astype(np.float32),
         groups=np.array(groups, dtype=np.int64),
         finished=rng.random(len(groups)) < 0.6,
+        episode_of=np.arange(len(groups)),
     )
     return rows, outcomes
 
@@ -267,6 +268,7 @@ def test_trajectories_of_a_fetch_may_come_in_any_order(order: list[int], estimat
         rewards=outcomes.rewards[order],
         groups=outcomes.groups[order],
         finished=outcomes.finished[order],
+        episode_of=np.arange(len(order)),
     )
     got = compute([rows[i] for i in order], shuffled, **algorithm)
     for name, arrays in expected.items():
@@ -284,6 +286,7 @@ def test_a_group_gets_the_same_advantages_whatever_else_is_in_its_fetch(estimato
             rewards=outcomes.rewards[at],
             groups=outcomes.groups[at],
             finished=outcomes.finished[at],
+            episode_of=np.arange(len(at)),
         )
         assert_equal(
             compute([rows[i] for i in at], alone, adv_estimator=estimator)["advantages"], [whole[i] for i in at]

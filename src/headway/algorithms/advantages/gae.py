@@ -15,6 +15,8 @@ from headway.algorithms.advantages.tokens import Closed, check_share, sums_ahead
 def gae(inputs: AdvantageInputs, *, gamma: float = 1.0, lam: float = 1.0, whitened: bool = True) -> Advantages:
     """Estimate A_t = Σ_i (γλ)^i · δ_{t+i} with δ_t = r_t + γ·V_{t+1} − V_t, and the critic's targets A_t + V_t.
 
+    At the step from one turn to the next γ is γ·``inputs.turn_discount``, both here and there.
+
     t counts tokens that count: a hole is stepped over, and V_{t+1} is that of the next token which the policy wrote.
     After the last one V is 0 where the answer is ``finished``. Where it was cut off, the value of the state that was
     reached is not known, and the last known one, V of the last token, stands for it.
@@ -43,7 +45,8 @@ def gae(inputs: AdvantageInputs, *, gamma: float = 1.0, lam: float = 1.0, whiten
         last_S = written_S[cut_S] - 1
         next_ST[cut_S, last_S] = values_ST[cut_S, last_S]
     # Behind the last token rewards and values are 0, and so is what is summed there.
-    advantages_ST = sums_ahead(rewards_ST + gamma * next_ST - values_ST, gamma * lam)
+    errors_ST = rewards_ST + inputs.decay(closed, gamma) * next_ST - values_ST
+    advantages_ST = sums_ahead(errors_ST, inputs.decay(closed, gamma * lam))
     returns_ST = closed.reopen(advantages_ST + values_ST)
     advantages_ST = closed.reopen(advantages_ST)
     if whitened:

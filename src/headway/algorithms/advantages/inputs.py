@@ -6,6 +6,9 @@ Tokens *count* when they lie within the trajectory's length and ``mask`` has no 
 other tokens are never read: they may hold anything, NaN too, and leave no trace; advantages there are 0. Nothing decays
 over a hole: to discounting and to GAE, the tokens on its two sides are neighbours.
 
+A trajectory is an episode, with the tokens of all its turns one after the other, whichever rows they are trained in.
+From one turn to the next ``turn_discount`` δ applies: an episode's score is Σ δ^t·r_t over its turns t.
+
 Shape suffixes: S trajectories of one fetch, T response tokens (padded).
 """
 
@@ -18,6 +21,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from headway.algorithms.advantages.tokens import Closed, check_share
 from headway.algorithms.registry import Registry
 from headway.errors import ConfigError, RunError
 
@@ -27,6 +31,7 @@ class AdvantageInputs:
     """All trajectories of one fetch, in any order. Groups may differ in size.
 
     Raises:
+        ConfigError: ``turn_discount`` is not in [0, 1].
         ValueError: tensors of shapes that do not belong together.
     """
 
@@ -37,7 +42,8 @@ class AdvantageInputs:
     lengths: Int[Tensor, " S"]
     """Response tokens of each trajectory, holes included."""
     token_rewards: Float[Tensor, "S T"] | None = None
-    """Rewards of single tokens. Where given, they replace ``rewards``: a trajectory's own is their sum."""
+    """Rewards of single tokens. Where given, they replace ``rewards``: a trajectory's own is their sum, discounted by
+    turns."""
     mask: Bool[Tensor, "S T"] | None = None
     """True at tokens that the policy wrote; False in holes, such as the output of a tool. Default: no holes."""
     values: Float[Tensor, "S T"] | None = None
@@ -46,6 +52,10 @@ class AdvantageInputs:
     """The reward of the policy's greedy answer to the same prompt."""
     finished: Bool[Tensor, " S"] | None = None
     """Flag of each trajectory, False where its answer was cut off before its end. Default: all are finished."""
+    turns: Int[Tensor, "S T"] | None = None
+    """Number of the turn that each token is of, from 0, never less than the one before. Default: all are of turn 0."""
+    turn_discount: float = 1.0
+    """Discount δ from one turn to the next, in [0, 1]."""
 
     def __post_init__(self) -> None:
         size = self.rewards.shape[0]
@@ -54,20 +64,21 @@ class AdvantageInputs:
             if tensor is not None and tensor.shape != (size,):
                 raise ValueError(f"{name} of {size} trajectories has the shape [{size}], not {list(tensor.shape)}")
         shape = (size, self.width)
-        for name in ("token_rewards", "mask", "values"):
+        for name in ("token_rewards", "mask", "values", "turns"):
             tensor = getattr(self, name)
             if tensor is not None and tensor.shape != shape:
                 raise ValueError(
                     f"{name} has the shape {list(tensor.shape)}; for {size} trajectories, like the others of one value "
                     f"per token, it should be {list(shape)}"
                 )
+        check_share("turn_discount", self.turn_discount)
         if size and int(self.lengths.max()) > self.width:
             raise ValueError(f"a trajectory of {int(self.lengths.max())} tokens in tensors for {self.width}")
 
     @property
     def width(self) -> int:
         """T, the padded length: that of the tensors with one value per token, or else of the longest trajectory."""
-        for tensor in (self.token_rewards, self.mask, self.values):
+        for tensor in (self.token_rewards, self.mask, self.values, self.turns):
             if tensor is not None:
                 return tensor.shape[-1]
         return int(self.lengths.max()) if self.lengths.numel() else 0
@@ -84,7 +95,10 @@ class AdvantageInputs:
             RunError: a reward is not finite.
         """
         if self.token_rewards is not None:
-            return self.rewards_of_tokens().sum(dim=1)
+            rewards_ST = self.rewards_of_tokens()
+            if self.turns is not None and self.turn_discount != 1.0:
+                rewards_ST = rewards_ST * self.turn_discount ** self.turns.double()
+            return rewards_ST.sum(dim=1)
         _check_finite(self.rewards, "reward")
         return self.rewards.double()
 
@@ -101,6 +115,17 @@ class AdvantageInputs:
         written_S = counts_ST.sum(dim=1)
         last_ST = counts_ST & (counts_ST.cumsum(dim=1) == written_S[:, None])
         return torch.where(last_ST, self.rewards.double()[:, None], 0.0)
+
+    def decay(self, closed: Closed, per_token: float) -> float | Float[Tensor, "S T"]:
+        """The decay from each token to the next one that counts, where ``closed`` has put them: ``per_token``, times
+        δ for each turn that lies between the two.
+        """
+        if self.turns is None or self.turn_discount == 1.0:
+            return per_token
+        turns_ST = closed.close(torch.where(closed.counts, self.turns, 0))
+        ahead_ST = torch.zeros_like(turns_ST)
+        ahead_ST[:, :-1] = (turns_ST[:, 1:] - turns_ST[:, :-1]).clamp(min=0)  # behind the last token there is no turn
+        return per_token * self.turn_discount ** ahead_ST.double()
 
     def values_of_tokens(self, estimator: str) -> Float[Tensor, "S T"]:
         """The critic's values, float64, 0 at tokens that do not count.

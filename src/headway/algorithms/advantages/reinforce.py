@@ -17,6 +17,8 @@ from headway.algorithms.advantages.tokens import Closed, check_share, sums_ahead
 def reinforce_plus_plus(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Float[Tensor, "S T"]:
     """The return of each token, Σ_{u ≥ t} γ^(u − t)·r_u, whitened over all tokens of the fetch that count.
 
+    At the step from one turn to the next γ is γ·``inputs.turn_discount``.
+
     Groups play no part: one answer per prompt is enough. A KL penalty per token, which the paper subtracts from the
     reward, goes into ``token_rewards``. Whitening divides by sqrt(var + 1e-8) with the unbiased variance, as in verl.
 
@@ -31,7 +33,7 @@ def reinforce_plus_plus(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Float
     """
     check_share("gamma", gamma)
     closed = Closed.over(inputs.counts())
-    returns_ST = closed.reopen(sums_ahead(closed.close(inputs.rewards_of_tokens()), gamma))
+    returns_ST = closed.reopen(sums_ahead(closed.close(inputs.rewards_of_tokens()), inputs.decay(closed, gamma)))
     return whiten(returns_ST, closed.counts.double()).to(inputs.rewards.dtype)
 
 
@@ -58,7 +60,8 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Tensor:
 
 @ADVANTAGES.register("remax")
 def remax(inputs: AdvantageInputs) -> Tensor:
-    """Advantages r − r_greedy, of the policy's own greedy answer; with rewards of tokens, Σ_{u ≥ t} r_u − r_greedy.
+    """Advantages r − r_greedy, of the policy's own greedy answer; with rewards of tokens, Σ_{u ≥ t} r_u − r_greedy,
+    r_u discounted by the turns between t and u.
 
     Returns:
         [S, T] where there are rewards of tokens or a mask, [S] otherwise.
@@ -72,5 +75,7 @@ def remax(inputs: AdvantageInputs) -> Tensor:
     greedy_S = inputs.greedy_rewards("remax")
     if inputs.token_rewards is None:
         return inputs.shared(inputs.scores() - greedy_S)
-    returns_ST = sums_ahead(inputs.rewards_of_tokens(), 1.0)
+    closed = Closed.over(inputs.counts())
+    returns_ST = sums_ahead(closed.close(inputs.rewards_of_tokens()), inputs.decay(closed, 1.0))
+    returns_ST = closed.reopen(returns_ST)
     return (returns_ST - greedy_S[:, None]).masked_fill(~inputs.counts(), 0.0).to(inputs.rewards.dtype)

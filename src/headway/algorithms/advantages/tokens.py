@@ -37,14 +37,23 @@ class Closed:
         return torch.where(self.counts, values.gather(1, self.slots), 0.0)
 
 
-def sums_ahead(values: Float[Tensor, "S T"], decay: float) -> Float[Tensor, "S T"]:
+def sums_ahead(values: Float[Tensor, "S T"], decay: float | Float[Tensor, "S T"]) -> Float[Tensor, "S T"]:
     """Sum Σ_{i ≥ 0} decay^i · values[t + i] for every t: what the recursion y_t = x_t + decay · y_{t+1} gives.
 
-    By doubling, in ⌈log2 T⌉ vectorised passes: after the pass with stride s, y_t holds the terms i < 2s. For decay in
-    [0, 1] no term is ever divided by a power of it, so nothing overflows, however long the row.
+    ``decay`` may be one number, or one for each t. By doubling, in ⌈log2 T⌉ vectorised passes: after the pass with
+    stride s, y_t holds the terms i < 2s. For decay in [0, 1] no term is ever divided by a power of it, so nothing
+    overflows, however long the row.
     """
     result_ST = values.clone()
     stride = 1
+    if isinstance(decay, Tensor):
+        product_ST = decay.clone()
+        """Product of the decays over ``stride`` tokens, from each t on."""
+        while stride < values.shape[1]:
+            result_ST[:, :-stride] += product_ST[:, :-stride] * result_ST[:, stride:]
+            product_ST[:, :-stride] = product_ST[:, :-stride] * product_ST[:, stride:]
+            stride *= 2
+        return result_ST
     while stride < values.shape[1]:
         # The product is a new tensor, made before the sum is written: both sides of this line overlap in memory.
         result_ST[:, :-stride] += decay**stride * result_ST[:, stride:]

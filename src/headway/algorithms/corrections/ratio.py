@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headway.algorithms.corrections.base import CORRECTIONS, CorrectionParams, Level
-from headway.algorithms.losses import MAX_LOG_RATIO, LossInputs, log_ratio
+from headway.algorithms.losses import MAX_LOG_RATIO, LossInputs, anywhere_in_sequence, log_ratio, sequence_sum
 from headway.errors import ConfigError
 
 Action = Literal["truncate", "mask", "reject", "veto"]
@@ -66,15 +66,17 @@ class RatioCorrection:
     ) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
         """Compute weights and metrics of ``inputs``; ``params`` is not looked at."""
         log_ratio_NT = log_ratio(inputs.old_logprobs, inputs.behaviour_logprobs, inputs.mask)
-        ratio_NT = ratio_at(self.level, log_ratio_NT, inputs.mask)
-        weights_NT, metrics = self._act(ratio_NT)
+        ratio_NT = ratio_at(self.level, log_ratio_NT, inputs.mask, inputs.episodes)
+        weights_NT, metrics = self._act(ratio_NT, inputs.episodes)
         if self.veto is not None:
-            vetoed_NT = _whole_answers(log_ratio_NT.exp() < self.veto)
+            vetoed_NT = anywhere_in_sequence(log_ratio_NT.exp() < self.veto, inputs.episodes)
             weights_NT = weights_NT.masked_fill(vetoed_NT, 0.0)
             metrics["correction/vetoed"] = vetoed_NT.to(weights_NT.dtype)
         return weights_NT, {"correction/weight": weights_NT, **metrics}
 
-    def _act(self, ratio_NT: Float[Tensor, "N T"]) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
+    def _act(
+        self, ratio_NT: Float[Tensor, "N T"], episodes: Int[Tensor, " N"] | None
+    ) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
         outside_NT = self._outside(ratio_NT)
         match self.action:
             case "truncate":
@@ -85,7 +87,8 @@ class RatioCorrection:
             case "reject":
                 weights_NT = torch.ones_like(ratio_NT).masked_fill(outside_NT, 0.0)
             case "veto":
-                outside_NT = _whole_answers(outside_NT)
+                # A masked position has ratio 1, and so is outside no bounds.
+                outside_NT = anywhere_in_sequence(outside_NT, episodes)
                 weights_NT = torch.ones_like(ratio_NT).masked_fill(outside_NT, 0.0)
         return weights_NT, {"correction/rejected": outside_NT.to(ratio_NT.dtype)}
 
@@ -98,25 +101,25 @@ class RatioCorrection:
         return outside_NT
 
 
-def ratio_at(level: Level, log_ratio_NT: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"]) -> Float[Tensor, "N T"]:
+def ratio_at(
+    level: Level,
+    log_ratio_NT: Float[Tensor, "N T"],
+    mask: Bool[Tensor, "N T"],
+    episodes: Int[Tensor, " N"] | None = None,
+) -> Float[Tensor, "N T"]:
     """The ratio that a level speaks of, at every token; ``log_ratio_NT`` is 0 where masked.
 
     ``token`` is low in variance and biased; ``sequence``, the product over the answer, is the unbiased weight of an
-    answer and of enormous variance; ``geometric`` is the product's |y|-th root: a measure of drift, not a weight. One
-    row must be one whole answer. The answer's log-ratio is clamped to ±20 as a token's is.
+    answer and of enormous variance; ``geometric`` is the product's |y|-th root: a measure of drift, not a weight. An
+    answer is a row, or all rows with the same label in ``episodes``. Its log-ratio is clamped to ±20 as a token's is.
     """
     if level == "token":
         return log_ratio_NT.exp()
-    total_N1 = log_ratio_NT.sum(dim=1, keepdim=True, dtype=torch.float64)
+    total_N1 = sequence_sum(log_ratio_NT, episodes)
     if level == "geometric":
-        total_N1 = total_N1 / mask.sum(dim=1, keepdim=True).clamp(min=1)
+        total_N1 = total_N1 / sequence_sum(mask, episodes).clamp(min=1)
     ratio_N1 = total_N1.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().to(log_ratio_NT.dtype)
     return ratio_N1.expand_as(log_ratio_NT)
-
-
-def _whole_answers(outside_NT: Bool[Tensor, "N T"]) -> Bool[Tensor, "N T"]:
-    """Spread True over the rows that have one; a masked position has ratio 1 and so is outside no bounds."""
-    return outside_NT.any(dim=1, keepdim=True).expand_as(outside_NT)
 
 
 def _check_bound(name: str, value: float | None, action: Action) -> None:

@@ -22,8 +22,8 @@ def off_policy_sequence_mask(
     """Mask answers: w = 0 where A < 0 and the mean over the answer of log(π_behav/π_θ) is above ``delta``, else 1.
 
     The mean is the k1 estimate of KL(π_behav‖π_θ), over the answer's valid tokens, in nats per token, and uses the
-    *current* policy: it is computed anew at every step. A good answer is kept however old it is. One row must be one
-    whole answer.
+    *current* policy: it is computed anew at every step. A good answer is kept however old it is. An answer is an
+    episode, with all its rows.
 
     Metrics: ``correction/weight`` is w, ``correction/rejected`` is 1 where it is 0.
 
@@ -36,7 +36,7 @@ def off_policy_sequence_mask(
     delta = check_delta(params.delta)
     drift_NT = -log_ratio(inputs.logprobs.detach(), inputs.behaviour_logprobs, inputs.mask)
     negative_NT = cleaned_advantages(inputs, drift_NT) < 0
-    rejected_NT = negative_NT & (sequence_mean(drift_NT, inputs.mask) > delta)
+    rejected_NT = negative_NT & (sequence_mean(drift_NT, inputs.mask, inputs.episodes) > delta)
     weights_NT = torch.ones_like(drift_NT).masked_fill(rejected_NT, 0.0)
     return weights_NT, {"correction/weight": weights_NT, "correction/rejected": rejected_NT.to(weights_NT.dtype)}
 

@@ -17,7 +17,10 @@ from headway.algorithms.losses.base import (
     LossInputs,
     PolicyLoss,
     PolicyLossParams,
+    anywhere_in_sequence,
     log_ratio,
+    sequence_mean,
+    sequence_sum,
 )
 from headway.algorithms.losses.clipped import dual_clip, ppo_clip, t_ppo
 from headway.algorithms.losses.covariance import clip_cov, kl_cov
@@ -31,6 +34,7 @@ __all__ = [
     "LossInputs",
     "PolicyLoss",
     "PolicyLossParams",
+    "anywhere_in_sequence",
     "cispo",
     "clip_cov",
     "dppo_kl",
@@ -43,6 +47,8 @@ __all__ = [
     "log_ratio",
     "ppo_clip",
     "sapo",
+    "sequence_mean",
+    "sequence_sum",
     "t_ppo",
     "truncated_is",
 ]

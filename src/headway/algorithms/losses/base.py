@@ -1,6 +1,9 @@
 """Parts that all policy losses share: their inputs, their parameters, their registry, and the safe log-ratio.
 
-Shape suffixes: N sequences of a micro-batch (one row is one answer), T response tokens (padded), 1 a broadcast column.
+A *sequence* is an episode: one row, or several, which are then told by `LossInputs.episodes`. Whatever a loss or a
+correction says of sequences goes through `sequence_sum`, `sequence_mean` and `anywhere_in_sequence`.
+
+Shape suffixes: N rows of a micro-batch, T response tokens (padded), 1 a broadcast column.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headway.algorithms.registry import Registry
@@ -39,6 +42,8 @@ class LossInputs:
     entropy: Float[Tensor, "N T"] | None = None
     finished: Bool[Tensor, " N"] | None = None
     """Flags of the answers that have ended; ``None``: all have. Only ``t_ppo`` asks."""
+    episodes: Int[Tensor, " N"] | None = None
+    """Label of each row's episode: rows with the same one are one sequence. None: each row is a sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +87,31 @@ def cleaned_advantages(inputs: LossInputs, like: Tensor) -> Float[Tensor, "N T"]
     return clean(inputs.advantages.detach(), inputs.mask).to(like.dtype)
 
 
-def sequence_mean(values: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"]) -> Float[Tensor, "N 1"]:
-    """Mean of each row's valid tokens, 0 for a row without one. ``values`` are 0 where masked.
+def sequence_sum(values: Tensor, episodes: Int[Tensor, " N"] | None) -> Float[Tensor, "N 1"]:
+    """Sum of ``values`` [N, T], which are 0 where masked, over each row's sequence: all rows with its label.
 
-    Summed in float64: the signs of log-ratios cancel, and what is left is compared with clip ranges of 1e-4.
+    In float64: the signs of log-ratios cancel, and what is left is compared with clip ranges of 1e-4.
     """
-    length_N1 = mask.sum(dim=1, keepdim=True).clamp(min=1)
-    return (values.sum(dim=1, keepdim=True, dtype=torch.float64) / length_N1).to(values.dtype)
+    total_N1 = values.sum(dim=1, keepdim=True, dtype=torch.float64)
+    if episodes is None:
+        return total_N1
+    # A product with the indicators of the sequences: the same sum every time, which a scatter on a GPU is not.
+    return (episodes[:, None] == episodes[None, :]).double() @ total_N1
+
+
+def sequence_mean(
+    values: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"], episodes: Int[Tensor, " N"] | None = None
+) -> Float[Tensor, "N 1"]:
+    """Mean over the valid tokens of each row's sequence, 0 where it has none. ``values`` are 0 where masked."""
+    length_N1 = mask.sum(dim=1, keepdim=True) if episodes is None else sequence_sum(mask, episodes)
+    return (sequence_sum(values, episodes) / length_N1.clamp(min=1)).to(values.dtype)
+
+
+def anywhere_in_sequence(flags: Bool[Tensor, "N T"], episodes: Int[Tensor, " N"] | None) -> Bool[Tensor, "N T"]:
+    """Spread True over all rows of the sequences that have one."""
+    if episodes is None:
+        return flags.any(dim=1, keepdim=True).expand_as(flags)
+    return (sequence_sum(flags, episodes) > 0).expand_as(flags)
 
 
 @torch.no_grad()

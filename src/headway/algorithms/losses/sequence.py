@@ -5,7 +5,7 @@ Both are given per token: in value, each token has its answer's loss; in gradien
 aggregations weigh long answers more. The token form also takes advantages that differ within an answer, and corrections
 that weigh tokens.
 
-One row must be one whole answer: an answer spread over rows has several means.
+An answer is an episode: where one has several rows, the mean runs over the trained tokens of all of them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def gspo(inputs: LossInputs, params: PolicyLossParams[Gspo]) -> tuple[Float[Tens
     """
     log_ratio_NT = log_ratio(inputs.logprobs, inputs.old_logprobs, inputs.mask)
     advantages_NT = cleaned_advantages(inputs, log_ratio_NT)
-    ratio_NT = _shared(log_ratio_NT, sequence_mean(log_ratio_NT, inputs.mask)).exp()
+    ratio_NT = _shared(log_ratio_NT, sequence_mean(log_ratio_NT, inputs.mask, inputs.episodes)).exp()
     losses_NT, clipped_NT = clipped_surrogate(ratio_NT, advantages_NT, params)
     return losses_NT, {"clip_fraction": clipped_NT, "approx_kl": approx_kl(log_ratio_NT)}
 
@@ -68,7 +68,7 @@ def gmpo(inputs: LossInputs, params: PolicyLossParams[Gmpo]) -> tuple[Float[Tens
     bounded_NT = torch.where(
         advantages_NT > 0, log_ratio_NT.clamp(max=params.clip_high), log_ratio_NT.clamp(min=-params.clip_low)
     )
-    ratio_NT = _shared(bounded_NT, sequence_mean(bounded_NT, inputs.mask)).exp()
+    ratio_NT = _shared(bounded_NT, sequence_mean(bounded_NT, inputs.mask, inputs.episodes)).exp()
     clipped_NT = (bounded_NT != log_ratio_NT) & (advantages_NT != 0)
     metrics = {"clip_fraction": clipped_NT.to(ratio_NT.dtype), "approx_kl": approx_kl(log_ratio_NT)}
     return -ratio_NT * advantages_NT, metrics

@@ -4,32 +4,45 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from headway.cluster.calls import ReplicaCalls
 from headway.cluster.roles.role import Role
 from headway.cluster.worker_group import Dispatch, register
 from headway.data.types import GroupTokens
+from headway.episodes.hosting import chat_hosting
 from headway.episodes.keeper import GroupKeeper
+from headway.episodes.runners import ProgramRunners
 from headway.errors import HeadwayError
 from headway.interfaces import FinishedGroup, GroupRequest
 from headway.models.tokenizer import load_tokenizer, text_of, torch_hidden
 
 
 class KeeperRole(Role):
-    """A `GroupKeeper` and its tokenizer."""
+    """A `GroupKeeper`, its tokenizer and, where a program makes the episodes, the runners of that."""
+
+    def __init__(self, *, logs: Path | None = None, **arguments: Any) -> None:
+        """``logs``: the directory for what programs print; None for the worker's own output."""
+        super().__init__(**arguments)
+        self._logs = logs
 
     @register(Dispatch.RANK_ZERO)
     def build(self) -> None:
         """Load the tokenizer."""
         with torch_hidden():
-            self._decode = text_of(
-                load_tokenizer(self._model_path, trust_remote_code=self._config.model.trust_remote_code)
-            )
+            self._tokenizer = load_tokenizer(self._model_path, trust_remote_code=self._config.model.trust_remote_code)
 
     @register(Dispatch.RANK_ZERO)
     async def serve(self) -> None:
-        """Begin to keep groups, on the running loop."""
-        self._keeper = GroupKeeper(self.name, self._decode)
+        """Begin to keep groups, on the running loop. Starts the runners of the program, where there is one."""
+        hosting = None
+        if self._config.rollout.has_program:
+            programs = ProgramRunners(self.name, self._config.rollout, self._logs)
+            with torch_hidden():
+                hosting = chat_hosting(self._config, self._tokenizer, programs)
+            await programs.start()
+        self._keeper = GroupKeeper(self.name, text_of(self._tokenizer), hosting)
 
     async def generate(
         self, requests: Sequence[GroupRequest], on: str | None
@@ -46,9 +59,17 @@ class KeeperRole(Role):
         """Have the keeper ask the calls of ``replica`` again of others."""
         await self._keeper.leave(replica)
 
-    async def route(self, replicas: Sequence[str]) -> None:
+    async def route(self, replicas: Sequence[str], halted: bool) -> None:
         """Have the keeper send new calls to these replicas alone."""
-        await self._keeper.route(replicas)
+        await self._keeper.route(replicas, halted=halted)
+
+    async def hold(self) -> None:
+        """Have the keeper start no training group any more, and wait until those that it has are done."""
+        await self._keeper.hold()
+
+    async def go_on(self) -> None:
+        """Have the keeper start groups again."""
+        await self._keeper.go_on()
 
     async def abort(self, numbers: Sequence[int]) -> None:
         """Have the keeper end these training groups as they are."""

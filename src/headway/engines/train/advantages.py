@@ -1,4 +1,4 @@
-"""Advantages of a fetch: from its rows and rewards to the estimators' tensors, and back.
+"""Advantages of a fetch: from its episodes and rewards to the estimators' tensors, and back to rows.
 
 rewards ─▶ [− kl_coef · KL(π_prox‖π_ref) per token] ─▶ estimator ─▶ advantages, and a critic's returns
 """
@@ -19,10 +19,11 @@ from headway.algorithms.kl import kl_in_reward
 from headway.config.learning import AlgorithmConfig
 from headway.data.collate import Row
 from headway.data.types import ColumnName, Outcomes
+from headway.engines.train.episodes import Episodes, Get, turn_numbers
 from headway.errors import RunError
 
 Arrays = list[NDArray[np.float32]]
-"""Float32 arrays [T], one for each trajectory."""
+"""Float32 arrays, one [T] for each row, or one [L] for each episode."""
 
 
 class FetchAdvantages:
@@ -43,36 +44,61 @@ class FetchAdvantages:
         self._algorithm = algorithm
 
     def __call__(self, rows: Sequence[Row], outcomes: Outcomes) -> dict[str, Arrays]:
-        """Compute the ``advantages`` of each trajectory, and ``returns`` where the estimator has a critic.
+        """Compute the ``advantages`` of each row, and ``returns`` where the estimator has a critic.
 
-        ``rows`` have the columns that are asked for: ``values``; ``ref_logprobs`` and ``prox_logprobs``.
+        ``rows`` have the columns that are asked for: ``values``; ``ref_logprobs`` and ``prox_logprobs``. Those of an
+        episode are looked at together.
 
         Raises `RunError`, naming a trajectory, for a reward, a value or an advantage that is not finite.
         """
+        episodes = Episodes(rows, outcomes.episode_of)
         _check_finite("rewards", [np.atleast_1d(reward) for reward in outcomes.rewards], outcomes)
-        if ColumnName.VALUES in rows[0].columns:
-            _check_finite(
-                "the critic's values", [row.columns[ColumnName.VALUES][row.loss_mask] for row in rows], outcomes
-            )
-        inputs = self._penalised(_inputs(rows, outcomes), rows, outcomes)
+        _check_finite("rewards of turns", [np.array(rewards) for rewards in outcomes.turn_rewards], outcomes)
+        inputs = self._inputs(episodes, outcomes)
         estimate = self._estimator(inputs, **self._params)
-        columns: dict[str, list[NDArray[np.float32]]] = {ColumnName.ADVANTAGES: _arrays(estimate, inputs)}
+        columns: dict[str, Arrays] = {ColumnName.ADVANTAGES: _arrays(estimate, inputs)}
         if isinstance(estimate, Advantages):
             columns[ColumnName.RETURNS] = _arrays(estimate.returns, inputs)
         for name, arrays in columns.items():
             _check_finite(name, arrays, outcomes)
-        return columns
+        return {name: episodes.cut(arrays) for name, arrays in columns.items()}
 
-    def _penalised(self, inputs: AdvantageInputs, rows: Sequence[Row], outcomes: Outcomes) -> AdvantageInputs:
+    def _inputs(self, episodes: Episodes, outcomes: Outcomes) -> AdvantageInputs:
+        masks = episodes.join(lambda row: row.loss_mask)
+
+        def known(name: str, get: Get) -> torch.Tensor:
+            arrays = episodes.join(get)
+            _check_finite(name, [array[mask] for array, mask in zip(arrays, masks, strict=True)], outcomes)
+            return _padded(arrays)
+
+        valued = all(ColumnName.VALUES in row.columns for row in episodes.rows)
+        inputs = AdvantageInputs(
+            rewards=torch.from_numpy(outcomes.rewards),
+            groups=torch.from_numpy(outcomes.groups),
+            lengths=torch.tensor([len(mask) for mask in masks]),
+            mask=None if all(mask.all() for mask in masks) else _padded(masks),
+            values=known("the critic's values", _values) if valued else None,
+            # Every answer was scored as it is, also one that was cut off: nothing comes after its last token.
+            finished=None,
+            baselines=torch.from_numpy(outcomes.baselines) if outcomes.baselines is not None else None,
+            turn_discount=self._algorithm.turn_discount,
+        )
+        if outcomes.turn_rewards or self._algorithm.turn_discount != 1.0:
+            turns = episodes.join(turn_numbers)
+            token_rewards = inputs.rewards_of_tokens()
+            if outcomes.turn_rewards:
+                token_rewards += _padded(_rewards_of_turns(outcomes.turn_rewards, turns, masks))
+            inputs = replace(inputs, token_rewards=token_rewards, turns=_padded(turns))
         if not self._algorithm.use_kl_in_reward:
             return inputs
-        for name in (ColumnName.REF_LOGPROBS, ColumnName.PROX_LOGPROBS):
-            known = [row.columns.get(name, row.logprobs)[row.loss_mask] for row in rows]
-            _check_finite(name, known, outcomes)
+        reference, policy = (
+            known(ColumnName.REF_LOGPROBS, _ref_logprobs),
+            known(ColumnName.PROX_LOGPROBS, _prox_logprobs),
+        )
         rewards, _ = kl_in_reward(
             inputs.rewards_of_tokens(),
-            _padded(rows, inputs.width, lambda row: row.columns.get(ColumnName.PROX_LOGPROBS, row.logprobs)),
-            _padded(rows, inputs.width, lambda row: row.columns[ColumnName.REF_LOGPROBS]),
+            policy,
+            reference,
             inputs.counts(),
             coef=self._algorithm.kl_ctrl.kl_coef,
             kind=self._algorithm.kl_penalty,
@@ -80,27 +106,39 @@ class FetchAdvantages:
         return replace(inputs, token_rewards=rewards)
 
 
-def _inputs(rows: Sequence[Row], outcomes: Outcomes) -> AdvantageInputs:
-    lengths = torch.tensor([len(row.logprobs) for row in rows])
-    width = int(lengths.max())
-    mask = _padded(rows, width, lambda row: row.loss_mask)
-    valued = all(ColumnName.VALUES in row.columns for row in rows)
-    return AdvantageInputs(
-        rewards=torch.from_numpy(outcomes.rewards),
-        groups=torch.from_numpy(outcomes.groups),
-        lengths=lengths,
-        mask=None if all(row.loss_mask.all() for row in rows) else mask,
-        values=_padded(rows, width, lambda row: row.columns[ColumnName.VALUES]) if valued else None,
-        # Every answer was scored as it is, also one that was cut off: nothing comes after its last token.
-        finished=None,
-        baselines=torch.from_numpy(outcomes.baselines) if outcomes.baselines is not None else None,
-    )
+def _rewards_of_turns(
+    rewards: Sequence[Sequence[float]], turns: Sequence[NDArray[np.int64]], masks: Sequence[NDArray[np.bool_]]
+) -> list[NDArray[np.float64]]:
+    """The rewards of each episode's turns, [L], each at the last trained token of its turn.
+
+    That of a turn without one is at the last token before it, or at the episode's first.
+    """
+    placed = []
+    for of_turns, turns_L, mask_L in zip(rewards, turns, masks, strict=True):
+        result_L = np.zeros(len(mask_L))
+        trained = np.flatnonzero(mask_L)
+        if len(trained) and of_turns:
+            last = np.searchsorted(turns_L[trained], np.arange(len(of_turns)), side="right") - 1
+            np.add.at(result_L, trained[last.clip(min=0)], np.asarray(of_turns, np.float64))
+        placed.append(result_L)
+    return placed
 
 
-def _padded(rows: Sequence[Row], width: int, get: Callable[[Row], NDArray[Any]]) -> torch.Tensor:
-    """The array [T] that ``get`` returns for each row, as one tensor [S, width], zero-padded on the right."""
-    arrays = [get(row) for row in rows]
-    padded = np.zeros((len(rows), width), dtype=arrays[0].dtype)
+def _values(row: Row) -> NDArray[np.float32]:
+    return row.columns[ColumnName.VALUES]
+
+
+def _ref_logprobs(row: Row) -> NDArray[np.float32]:
+    return row.columns[ColumnName.REF_LOGPROBS]
+
+
+def _prox_logprobs(row: Row) -> NDArray[np.float32]:
+    return row.columns.get(ColumnName.PROX_LOGPROBS, row.logprobs)
+
+
+def _padded(arrays: Sequence[NDArray[Any]]) -> torch.Tensor:
+    """The arrays, one [L] for each episode, as one tensor, zero-padded on the right."""
+    padded = np.zeros((len(arrays), max(map(len, arrays))), dtype=arrays[0].dtype)
     for i, values in enumerate(arrays):
         padded[i, : len(values)] = values
     return torch.from_numpy(padded)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import AsyncGenerator
 
-from headway.data.types import FinishReason, Group, ResponseAt
+from headway.data.types import FinishReason, Group, Trajectory
 from headway.events import TrajectoryFinished
 from headway.interfaces import FinishedGroup, GroupRequest, Keeper
 from headway.pipeline.channel import Channel
@@ -40,14 +40,20 @@ class Generate(Stage[Share, Group]):
         halts: Halts,
         *,
         n: int,
+        min_episodes: int = 1,
     ) -> None:
-        """``n``: trajectories of a group that are trained on; a further one is its baseline."""
+        """
+        Args:
+            n: trajectories of a group that are trained on; a further one is its baseline.
+            min_episodes: fewest of them that must not have failed.
+        """
         super().__init__(state.emit, output=output, gate=halts.gate)
         self._state = state
         self._waves = input
         self._keepers = keepers
         self._halts = halts
         self._n = n
+        self._min_episodes = min_episodes
         self._shares: deque[Share] = deque()
 
     async def get_input_data(self) -> Share | None:
@@ -65,10 +71,22 @@ class Generate(Stage[Share, Group]):
                 if any(t.finish_reason is FinishReason.ABORTED for t in finished.trajectories):
                     reason = "overdue" if self._state.staleness.drops_overdue else "aborted"
                     self._state.discard(finished.number, Fate.DROPPED, reason)
-                else:
-                    prompt = self._state.ledger.prompt(finished.number)
-                    responses = tuple(ResponseAt(finished.tokens, k) for k in range(len(finished.trajectories)))
-                    yield Group(finished.number, prompt, finished.trajectories, responses)
+                elif (made := self._made(finished)) is not None:
+                    yield Group(finished.number, self._state.ledger.prompt(finished.number), made, finished.tokens)
+
+    def _made(self, finished: FinishedGroup) -> tuple[Trajectory, ...] | None:
+        """The episodes that have not failed; None where they are too few, or the baseline is missing."""
+        failed = [t for t in finished.trajectories if t.failure is not None]
+        if not failed:
+            return finished.trajectories
+        self._state.ledger.episodes_failed(finished.number, len(failed))
+        made = tuple(t for t in finished.trajectories if t.failure is None)
+        enough = sum(t.id.k < self._n for t in made) >= self._min_episodes
+        if enough and all(t.id.k < self._n for t in failed):
+            return made
+        worst = next((t for t in failed if t.id.k >= self._n), failed[0])
+        self._state.discard(finished.number, Fate.FAILED, f"{len(failed)} of its episodes failed: {worst.failure}")
+        return None
 
     def _report(self, finished: FinishedGroup) -> None:
         for trajectory in finished.trajectories:
@@ -85,5 +103,9 @@ class Generate(Stage[Share, Group]):
                     started=trajectory.started,
                     finished=trajectory.finished,
                     baseline=trajectory.id.k >= self._n,
+                    turns=trajectory.turns,
+                    failure=trajectory.failure,
+                    limit=trajectory.limit,
+                    metrics=dict(trajectory.metrics),
                 )
             )

@@ -62,7 +62,7 @@ class Reward(Stage[Group, Group]):
 
     async def process_data(self, group: Group) -> AsyncGenerator[Group, None]:
         try:
-            scores = await self._reward.score(group.prompt, [t.text for t in group.trajectories])
+            scores = await self._reward.score(group.prompt, group.trajectories)
         except GivenUp as given_up:
             self._state.drop_unscored(group.number, str(given_up))
             return
@@ -73,9 +73,12 @@ class Reward(Stage[Group, Group]):
         if self._shaping is not None:
             shaped = self._shaping(rewards, np.array([t.length for t in group.trajectories]))
         warning = self._equal.look(shaped) if self._equal is not None and self._filter is None else None
-        if len(rewards) > self._n:
-            rewards, shaped = rewards[: self._n], self._split_baseline(group, shaped)
-        parts = {name: values[: self._n] for name, values in scores.parts.items()} if len(scores.parts) > 1 else {}
+        n = sum(t.id.k < self._n for t in group.trajectories)
+        if len(rewards) > n:
+            group.baseline = float(shaped[n])
+            group.trajectories = group.trajectories[:n]
+            rewards, shaped = rewards[:n], shaped[:n]
+        parts = {name: values[:n] for name, values in scores.parts.items()} if len(scores.parts) > 1 else {}
         self._emit(GroupRewarded(time=now(), number=group.number, rewards=rewards.tolist(), parts=parts))
         reason = None
         if self._filter is not None:
@@ -86,14 +89,9 @@ class Reward(Stage[Group, Group]):
         if reason is not None:
             self._state.discard(group.number, Fate.FILTERED, reason)
             return
-        group.rewards = shaped
+        of_turns = [sum(t.turn_rewards) for t in group.trajectories]
+        group.rewards = shaped - np.array(of_turns, np.float32) if any(of_turns) else shaped
         yield group
-
-    def _split_baseline(self, group: Group, rewards: NDArray[np.float32]) -> NDArray[np.float32]:
-        group.baseline = float(rewards[self._n])
-        group.trajectories = group.trajectories[: self._n]
-        group.responses = group.responses[: self._n]
-        return rewards[: self._n]
 
     async def send_output_data(self, group: Group) -> bool:
         sent = await super().send_output_data(group)

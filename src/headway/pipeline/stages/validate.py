@@ -180,9 +180,12 @@ class Validate(Stage[Validation, None]):
 
     async def _score(self, finished: FinishedGroup, timeouts: Timeouts | None) -> Score:
         prompt = self._prompts[finished.number]
+        made = [t for t in finished.trajectories if t.failure is None]
         score: Score
         try:
-            scores = await self._reward.score(prompt, [t.text for t in finished.trajectories])
+            if not made:
+                raise ScoringFailed(str(finished.trajectories[0].failure))
+            scores = await self._reward.score(prompt, made)
             score = float(scores.rewards.mean())
         except GivenUp:
             raise

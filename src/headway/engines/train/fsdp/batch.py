@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.data.collate import Row, token_budget_batches
+from headway.data.collate import Row, by_episode, exceeds, token_budget_batches
 from headway.data.types import ColumnName
 
 
@@ -80,9 +80,19 @@ def required_column(row: Row, name: str) -> NDArray[np.float32]:
     return row.columns[name]
 
 
-def split_by_budget(rows: Sequence[Row], token_budget: int) -> list[list[int]]:
-    """Indices of ``rows`` for each micro-batch: rows × longest is at most ``token_budget`` tokens."""
-    return token_budget_batches([len(row.input_ids) for row in rows], token_budget)
+def split_by_budget(rows: Sequence[Row], token_budget: int, *, whole_episodes: bool = False) -> list[list[int]]:
+    """Indices of ``rows`` for each micro-batch: rows × longest is at most ``token_budget`` tokens.
+
+    ``whole_episodes``: the rows of an episode share a micro-batch, unless they alone are more than the budget.
+    """
+    lengths = [len(row.input_ids) for row in rows]
+    return token_budget_batches(lengths, token_budget, by_episode(rows) if whole_episodes else None)
+
+
+def rows_apart(rows: Sequence[Row], token_budget: int) -> list[int]:
+    """Indices of the rows of episodes that no micro-batch of ``token_budget`` tokens holds whole."""
+    lengths = [len(row.input_ids) for row in rows]
+    return [i for unit in by_episode(rows) if exceeds(unit, lengths, token_budget) for i in unit]
 
 
 def filler_row() -> Row:

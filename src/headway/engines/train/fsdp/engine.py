@@ -23,8 +23,9 @@ from torch.distributed.tensor import DTensor
 from headway.config.schema import Config
 from headway.data.collate import Row
 from headway.engines.train.fsdp import objective
-from headway.engines.train.fsdp.batch import collate
-from headway.engines.train.fsdp.collectives import on_rank_zero
+from headway.engines.train.fsdp.apart import NOTHING_APART, Apart
+from headway.engines.train.fsdp.batch import collate, rows_apart
+from headway.engines.train.fsdp.collectives import on_rank_zero, reduce_numbers
 from headway.engines.train.fsdp.forward import forward_sharded
 from headway.engines.train.fsdp.gather import gather
 from headway.engines.train.fsdp.learner import Learner
@@ -88,15 +89,33 @@ class FsdpEngine:
     def train_step(self, rows: Sequence[Row], context: StepContext) -> StepReport:
         """Take one optimizer step on a mini-batch of which ``rows`` are this rank's share. See `Learner.step`."""
         self._at_version.stepping(context.version)
-        return self._learner.step(rows, partial(self._part, context))
+        whole = self._objective.looks_at_sequences
+        part = partial(self._part, context, apart=self._apart(rows) if whole else NOTHING_APART)
+        return self._learner.step(rows, part, whole_episodes=whole)
 
-    def _part(self, context: StepContext, rows: Sequence[Row], totals: Totals) -> tuple[torch.Tensor, Sums]:
+    def _apart(self, rows: Sequence[Row]) -> Apart:
+        """Look at the episodes of ``rows`` that no micro-batch holds whole, in a pass without gradient."""
+        indices = rows_apart(rows, self._token_budget)
+        (most,) = reduce_numbers([len(indices)], dist.ReduceOp.MAX, self._device)
+        if not most:
+            return NOTHING_APART
+        apart = [rows[i] for i in indices]
+        return Apart(apart, self.forward_logprobs(apart))
+
+    def _part(
+        self, context: StepContext, rows: Sequence[Row], totals: Totals, *, apart: Apart = NOTHING_APART
+    ) -> tuple[torch.Tensor, Sums]:
         batch = collate(rows, self._device)
+        others = apart.beside(rows)
         columns = objective.collate_columns(
-            rows, self._device, with_ref=self._objective.needs_ref, with_prox=self._objective.needs_prox
+            [*rows, *others.rows],
+            self._device,
+            with_ref=self._objective.needs_ref,
+            with_prox=self._objective.needs_prox,
+            lengths=totals.lengths,
         )
         logprobs, entropy = self._policy(batch.input_ids, batch.predictors, batch.targets)
-        return self._objective(batch, columns, totals, logprobs, entropy, context)
+        return self._objective(batch, columns, totals, logprobs, entropy, context, others.logprobs)
 
     @property
     def _token_budget(self) -> int:

@@ -17,12 +17,15 @@ from headway.engines.train.fsdp.sharding import reshard
 from headway.progress import advance
 
 
-def micro_batches(rows: Sequence[Row], token_budget: int, device: torch.device) -> list[list[int]]:
+def micro_batches(
+    rows: Sequence[Row], token_budget: int, device: torch.device, *, whole_episodes: bool = False
+) -> list[list[int]]:
     """Indices of this rank's ``rows``, micro-batch by micro-batch; as many of them on every rank. Collective.
 
     A rank that has fewer of its own ends with empty ones, each of which stands for one `filler_row`.
+    ``whole_episodes``: see `split_by_budget`.
     """
-    batches = split_by_budget(rows, token_budget)
+    batches = split_by_budget(rows, token_budget, whole_episodes=whole_episodes)
     (most,) = reduce_numbers([len(batches)], dist.ReduceOp.MAX, device)
     return batches + [[] for _ in range(int(most) - len(batches))]
 

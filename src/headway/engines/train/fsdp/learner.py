@@ -58,15 +58,17 @@ class Learner:
             module.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
         )
 
-    def step(self, rows: Sequence[Row], part: StepPart) -> StepReport:
+    def step(self, rows: Sequence[Row], part: StepPart, *, whole_episodes: bool = False) -> StepReport:
         """Take one optimizer step on a mini-batch of which ``rows`` are this rank's share.
+
+        ``whole_episodes``: the rows of an episode share a micro-batch, as far as the budget allows.
 
         A loss or gradient that is not finite on any rank skips the step on all: weights and optimizer are unchanged.
         The learning-rate schedule counts skipped steps too, so that it ends where the run does. The metrics of a
         skipped step are not finite.
         """
         try:
-            metrics = self._backward(rows, part)
+            metrics = self._backward(rows, part, whole_episodes=whole_episodes)
             metrics["lr"] = learning_rate(self._optim, self._steps, self._total_steps)
             finite = math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
             if finite:
@@ -90,12 +92,13 @@ class Learner:
         extra: dict[str, Any] = state["extra"]
         return extra
 
-    def _backward(self, rows: Sequence[Row], part: StepPart) -> dict[str, float]:
+    def _backward(self, rows: Sequence[Row], part: StepPart, *, whole_episodes: bool = False) -> dict[str, float]:
         """Leave the mini-batch's gradient in the parameters; returns the metrics, equal on all ranks."""
         mine = count(rows)
-        totals = Totals(*reduce_numbers([mine.tokens, mine.sequences], dist.ReduceOp.SUM, self._device))
+        tokens, sequences = reduce_numbers([mine.tokens, mine.sequences], dist.ReduceOp.SUM, self._device)
+        totals = Totals(tokens, sequences, mine.lengths)
         parts = []
-        batches = micro_batches(rows, self._token_budget, self._device)
+        batches = micro_batches(rows, self._token_budget, self._device, whole_episodes=whole_episodes)
         for done, indices in enumerate(batches, 1):
             loss, sums = part(rows_of(rows, indices), totals)
             loss.backward()

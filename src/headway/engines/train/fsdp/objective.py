@@ -4,6 +4,8 @@
 
 The weights carry the whole mini-batch's normaliser, so neither the loss nor its gradient depends on how it was split.
 
+Losses and corrections that look at sequences see whole episodes: `apart` brings the rows that a micro-batch lacks.
+
 Shape suffixes: N rows, T padded length of the responses, M response tokens.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -25,8 +28,8 @@ from headway.algorithms.kl import kl_penalty
 from headway.algorithms.losses import POLICY_LOSSES, LossInputs, PolicyLossParams, log_ratio
 from headway.config.learning import ActorConfig, CorrectionConfig, RolloutCorrectionConfig
 from headway.config.schema import Config
-from headway.data.collate import Row
-from headway.data.types import ColumnName
+from headway.data.collate import Row, by_episode
+from headway.data.types import ColumnName, TrajectoryId
 from headway.engines.train.fsdp.batch import MicroBatch, required_column, response_aligned
 from headway.engines.train.fsdp.sums import HEALTH, Sums, Totals
 from headway.interfaces import StepContext
@@ -51,16 +54,32 @@ class LossColumns:
     """The version that sampled each token."""
     ref_logprobs: Float[Tensor, "N T"] | None
     finished: Bool[Tensor, " N"]
-    """Flag of each answer, False where it was cut off."""
+    """Flag of each row's episode, False where it was cut off."""
+    episodes: Int[Tensor, " N"] | None = None
+    """Label of each row's episode; None where each row is one."""
+    lengths: Int[Tensor, " N"] | None = None
+    """Number of tokens of each row's whole episode that the loss counts; None where each row is one."""
 
 
 def collate_columns(
-    rows: Sequence[Row], device: torch.device, *, with_ref: bool, with_prox: bool = False
+    rows: Sequence[Row],
+    device: torch.device,
+    *,
+    with_ref: bool,
+    with_prox: bool = False,
+    lengths: Mapping[TrajectoryId, int] = MappingProxyType({}),
 ) -> LossColumns:
     """Collate the loss's tensors for ``rows``: the columns that it always reads, and those that are asked for.
 
-    Raises `ValueError` for a row that lacks one of them.
+    ``lengths``: see `sums.Totals`; without any, each row is an episode. Raises `ValueError` for a row that lacks a
+    column.
     """
+    labels = np.empty(len(rows), np.int64)
+    tokens = np.empty(len(rows), np.int64)
+    for label, own in enumerate(by_episode(rows) if lengths else ()):
+        episode = rows[own[0]].episode
+        whole = lengths.get(episode) if episode is not None else None
+        labels[own], tokens[own] = label, rows[own[0]].loss_mask.sum() if whole is None else whole
 
     def floats(get: Callable[[Row], NDArray[np.float32]]) -> Tensor:
         return response_aligned(rows, get, np.float32, device)
@@ -79,6 +98,8 @@ def collate_columns(
         versions=response_aligned(rows, lambda row: row.versions, np.int64, device),
         ref_logprobs=floats(lambda row: required_column(row, ColumnName.REF_LOGPROBS)) if with_ref else None,
         finished=torch.tensor([row.finished for row in rows], device=device),
+        episodes=torch.from_numpy(labels).to(device) if lengths else None,
+        lengths=torch.from_numpy(tokens).to(device) if lengths else None,
     )
 
 
@@ -95,10 +116,16 @@ class Objective:
         self._recomputed = actor.prox_logp_method == "recompute" and not own
         self._kl_in_reward = config.algorithm.use_kl_in_reward
         self._corrections = _corrections(config.algorithm.rollout_correction)
+        self._looks_at_sequences = config.algorithm.looks_at_sequences
 
     @property
     def needs_ref(self) -> bool:
         return self._actor.use_kl_loss or self._kl_in_reward
+
+    @property
+    def looks_at_sequences(self) -> bool:
+        """Tell whether the loss, or a correction, looks at sequences: they then need their episodes whole."""
+        return self._looks_at_sequences
 
     @property
     def needs_prox(self) -> bool:
@@ -113,10 +140,18 @@ class Objective:
         logprobs: Tensor,
         entropy: Tensor,
         context: StepContext,
+        others: Sequence[NDArray[np.float32]] = (),
     ) -> tuple[Float[Tensor, ""], Sums]:
-        """Compute the micro-batch's part of loss and sums. ``logprobs`` and ``entropy`` [M] are the policy's."""
-        mask_NT = columns.mask
+        """Compute the micro-batch's part of loss and sums. ``logprobs`` and ``entropy`` [M] are the policy's.
+
+        ``others``: log-probs of further rows of ``columns``, behind those of ``batch``, which count elsewhere.
+        """
         entropy_NT, logprobs_NT = batch.unflatten(entropy), batch.unflatten(logprobs)
+        mask_NT = columns.mask
+        if others:
+            entropy_NT, logprobs_NT = _beside(entropy_NT, None, columns), _beside(logprobs_NT, others, columns)
+            mask_NT = mask_NT.clone()
+            mask_NT[len(batch.input_ids) :] = False
         params = self._params
         if context.clip_scale != 1.0:
             scale = context.clip_scale
@@ -126,10 +161,11 @@ class Objective:
             old_logprobs=self._proximal(columns, logprobs_NT, context),
             behaviour_logprobs=columns.logprobs,
             advantages=columns.advantages,
-            mask=mask_NT,
+            mask=columns.mask,
             ref_logprobs=columns.ref_logprobs,
             entropy=entropy_NT,
             finished=columns.finished,
+            episodes=columns.episodes,
         )
         weights_NT = token_weights(
             mask_NT,
@@ -137,6 +173,7 @@ class Objective:
             total_tokens=totals.tokens,
             total_sequences=totals.sequences,
             loss_scale_factor=self._actor.loss_scale_factor,
+            lengths=columns.lengths,
         )
         policy_NT, per_token = self._loss(inputs, params)
         if self._corrections is not None:
@@ -158,7 +195,7 @@ class Objective:
         if self._actor.entropy_coeff > 0:
             loss = loss - self._actor.entropy_coeff * (weights_NT * entropy_NT).sum()
         sums = {name: value.detach().double() for name, value in {"loss": loss, **terms}.items()}
-        return loss, sums | self._sums(per_token, inputs, columns, totals, context)
+        return loss, sums | self._sums(per_token, inputs, mask_NT, columns, totals, context)
 
     def _proximal(self, columns: LossColumns, logprobs_NT: Tensor, context: StepContext) -> Float[Tensor, "N T"]:
         if not self._log_linear:
@@ -177,12 +214,13 @@ class Objective:
         self,
         per_token: Mapping[str, Tensor],
         inputs: LossInputs,
+        mask_NT: Bool[Tensor, "N T"],
         columns: LossColumns,
         of: Totals,
         context: StepContext,
     ) -> Sums:
         """The sums that metrics come from: means over tokens, and health over all tokens and by lag."""
-        mask_NT, current, behaviour = inputs.mask, inputs.logprobs, inputs.behaviour_logprobs
+        current, behaviour = inputs.logprobs, inputs.behaviour_logprobs
         ratio_NT = log_ratio(current, behaviour, mask_NT).exp()
         outside_NT = (ratio_NT < 1 - self._params.clip_low) | (ratio_NT > 1 + self._params.clip_high)
         assert inputs.entropy is not None
@@ -199,6 +237,18 @@ class Objective:
         parts = health.ratio_sums(current, behaviour, mask_NT)
         parts |= health.lag_sums(current, behaviour, mask_NT, lags_NT, by_lag)
         return sums | {HEALTH + name: value for name, value in parts.items()}
+
+
+def _beside(
+    own_NT: Float[Tensor, "N T"], others: Sequence[NDArray[np.float32]] | None, columns: LossColumns
+) -> Float[Tensor, "N T"]:
+    """Put the values of further rows, or zeros, behind those of the micro-batch's own, in the shape of ``columns``."""
+    rows, width = columns.mask.shape
+    result_NT = own_NT.new_zeros(rows, width)
+    for place, values in enumerate(others or (), len(own_NT)):
+        result_NT[place, : len(values)] = torch.from_numpy(values).to(own_NT)
+    own_NT = torch.nn.functional.pad(own_NT, (0, width - own_NT.shape[1]))
+    return torch.cat([own_NT, result_NT[len(own_NT) :]])
 
 
 def _corrections(config: RolloutCorrectionConfig) -> tuple[Correction, CorrectionParams] | None:

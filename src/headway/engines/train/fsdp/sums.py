@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from headway.algorithms import health
-from headway.data.collate import Row
+from headway.data.collate import Row, by_episode
+from headway.data.types import TrajectoryId
 
 Sums = dict[str, Tensor]
 """Sums for a step's metrics: float64 tensors by name. Those in `MAXIMA` are reduced by maximum, all others by sum."""
@@ -25,13 +26,21 @@ class Totals:
     tokens: float
     """Number of tokens that the loss counts."""
     sequences: float
-    """Number of sequences with at least one token that the loss counts."""
+    """Number of episodes with at least one token that the loss counts."""
+    lengths: Mapping[TrajectoryId, int] = field(default_factory=dict)
+    """Numbers of tokens that the loss counts, of those episodes of this rank that have several rows."""
 
 
 def count(rows: Sequence[Row]) -> Totals:
-    """Count the tokens and sequences of this rank's ``rows``: its share of the mini-batch's totals."""
+    """Count the tokens and episodes of this rank's ``rows``: its share of the mini-batch's totals."""
     tokens = [int(row.loss_mask.sum()) for row in rows]
-    return Totals(tokens=float(sum(tokens)), sequences=float(sum(n > 0 for n in tokens)))
+    episodes = by_episode(rows)
+    several = {rows[own[0]].episode: sum(tokens[i] for i in own) for own in episodes if len(own) > 1}
+    return Totals(
+        tokens=float(sum(tokens)),
+        sequences=float(sum(any(tokens[i] for i in own) for own in episodes)),
+        lengths={episode: length for episode, length in several.items() if episode is not None},
+    )
 
 
 def merge(parts: Sequence[Sums]) -> Sums:

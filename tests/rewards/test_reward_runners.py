@@ -1,4 +1,4 @@
-"""The pool of reward processes: what it returns, how each failure reads, and that no process survives it."""
+"""The processes that score: what they return, how each failure reads, and that no process survives it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -24,10 +23,9 @@ from headway.data.tasks import make_task
 from headway.data.types import Prompt
 from headway.errors import ConfigError, ScoringFailed, UserCodeError, WorkerDied
 from headway.interfaces import Scores
-from headway.rewards import pool as pool_module
-from headway.rewards import worker
-from headway.rewards.pool import RewardPool
-from headway.rewards.request import RewardPart, RewardSpec, ScoreRequest
+from headway.rewards import runners as runners_module
+from headway.rewards.request import RewardPart, RewardSpec
+from headway.rewards.runners import RewardRunners
 
 USER_FILE = '''
 import asyncio, os, re, signal, subprocess, sys
@@ -174,7 +172,7 @@ def prompt(answer: object = "yes", **extra: object) -> Prompt:
 
 
 @contextlib.asynccontextmanager
-async def pool_of(
+async def reward_of(
     function: str,
     *,
     task: TaskConfig | None = None,
@@ -184,43 +182,43 @@ async def pool_of(
     log_path: Path | None = None,
     params: Any = None,
     on_timeout: Any = None,
-) -> AsyncIterator[RewardPool]:
+) -> AsyncIterator[RewardRunners]:
     spec = RewardSpec(
         (RewardPart.of(function, **(params or {})),), timeout_s, *((task.name, task.params) if task else ())
     )
-    pool = RewardPool(spec, workers=workers, retries=retries, log_path=log_path, on_timeout=on_timeout)
+    reward = RewardRunners(spec, workers=workers, retries=retries, log_path=log_path, on_timeout=on_timeout)
     try:
-        await pool.start()
-        yield pool
+        await reward.start()
+        yield reward
     finally:
-        await pool.close()
+        await reward.close()
 
 
 async def test_a_group_is_scored_in_order(user_file: Path) -> None:
-    async with pool_of(f"{user_file}:right") as pool:
-        rewards = (await pool.score(prompt(), ["yes", "no", "yes"])).rewards
-        nothing = (await pool.score(prompt(), [])).rewards
+    async with reward_of(f"{user_file}:right") as reward:
+        rewards = (await reward.score(prompt(), ["yes", "no", "yes"])).rewards
+        nothing = (await reward.score(prompt(), [])).rewards
     assert rewards.tolist() == [1.0, 0.0, 1.0]
     assert rewards.dtype == nothing.dtype == np.float32
     assert nothing.shape == (0,)
 
 
-async def test_an_asynchronous_function_scores_in_the_pool(user_file: Path) -> None:
-    async with pool_of(f"{user_file}:awaited") as pool:
-        assert (await pool.score(prompt(), ["no", "yes"])).rewards.tolist() == [0.0, 1.0]
+async def test_an_asynchronous_function_scores_in_a_process(user_file: Path) -> None:
+    async with reward_of(f"{user_file}:awaited") as reward:
+        assert (await reward.score(prompt(), ["no", "yes"])).rewards.tolist() == [0.0, 1.0]
 
 
 async def test_exact_match_compares_with_the_answer() -> None:
-    async with pool_of("exact_match") as pool:
-        assert (await pool.score(prompt(42), ["42 ", "43"])).rewards.tolist() == [1.0, 0.0]
+    async with reward_of("exact_match") as reward:
+        assert (await reward.score(prompt(42), ["42 ", "43"])).rewards.tolist() == [1.0, 0.0]
 
 
 async def test_a_tasks_own_verifier_scores() -> None:
     """Starts workers that import the tasks of another library."""
     config = TaskConfig(name="reasoning_gym/countdown", size=10, val_size=1)
     problem = make_task(config.name, config.params, seed=0, problems=10).problem(3)
-    async with pool_of("task", task=config) as pool:
-        scores = await pool.score(
+    async with reward_of("task", task=config) as reward:
+        scores = await reward.score(
             prompt(problem.answer, **problem.extra), [f"<answer>{problem.answer}</answer>", "no idea"]
         )
     assert scores.rewards[0] == 1.0
@@ -228,8 +226,8 @@ async def test_a_tasks_own_verifier_scores() -> None:
 
 
 async def test_workers_stay_light(user_file: Path) -> None:
-    async with pool_of(f"{user_file}:light") as pool:
-        assert (await pool.score(prompt(), ["a"])).rewards.tolist() == [0.0]
+    async with reward_of(f"{user_file}:light") as reward:
+        assert (await reward.score(prompt(), ["a"])).rewards.tolist() == [0.0]
 
 
 @pytest.mark.parametrize(
@@ -253,37 +251,37 @@ async def test_workers_stay_light(user_file: Path) -> None:
 async def test_what_a_function_does_wrong_is_the_reason(
     user_file: Path, tmp_path: Path, function: str, reason: str
 ) -> None:
-    async with pool_of(f"{user_file}:{function}", log_path=tmp_path / "logs" / "reward.log") as pool:
+    async with reward_of(f"{user_file}:{function}", log_path=tmp_path / "logs" / "reward.log") as reward:
         with pytest.raises(ScoringFailed) as error:
-            await pool.score(prompt(solution=None), ["a", "b"])
+            await reward.score(prompt(solution=None), ["a", "b"])
     assert str(error.value).startswith(reason)
 
 
 async def test_a_traceback_goes_to_the_log(user_file: Path, tmp_path: Path) -> None:
     log = tmp_path / "reward.log"
-    async with pool_of(f"{user_file}:raises", log_path=log) as pool:
+    async with reward_of(f"{user_file}:raises", log_path=log) as reward:
         with pytest.raises(ScoringFailed):
-            await pool.score(prompt(), ["a"])
+            await reward.score(prompt(), ["a"])
     assert "in raises" in log.read_text()
 
 
 async def test_a_failure_is_tried_again_within_the_budget(user_file: Path) -> None:
-    async with pool_of(f"{user_file}:succeeds_the_second_time", retries=1) as pool:
-        assert (await pool.score(prompt(), ["a"])).rewards.tolist() == [1.0]
+    async with reward_of(f"{user_file}:succeeds_the_second_time", retries=1) as reward:
+        assert (await reward.score(prompt(), ["a"])).rewards.tolist() == [1.0]
 
 
-async def test_endless_and_dying_calls_fail_their_group_and_the_pool_goes_on(user_file: Path) -> None:
+async def test_endless_and_dying_calls_fail_their_group_and_the_others_go_on(user_file: Path) -> None:
     """Waits for time-outs, and for workers that start in the place of dead ones."""
     timeouts: list[int] = []
-    async with pool_of(f"{user_file}:moody", timeout_s=0.3, on_timeout=timeouts.append) as pool:
+    async with reward_of(f"{user_file}:moody", timeout_s=0.3, on_timeout=timeouts.append) as reward:
         for response, reason in [
             ("loop", "timeout after 0.3 s"),
             ("backtrack", "timeout after 0.3 s"),
             ("die", "worker ended with exit code 3"),
         ]:
             with pytest.raises(ScoringFailed, match=reason):
-                await pool.score(prompt(), ["fine", response])
-            assert (await pool.score(prompt(), ["fine"])).rewards.tolist() == [1.0]
+                await reward.score(prompt(), ["fine", response])
+            assert (await reward.score(prompt(), ["fine"])).rewards.tolist() == [1.0]
     assert timeouts == [1, 2]
 
 
@@ -291,17 +289,17 @@ async def test_a_reward_that_only_times_out_is_not_tried_on_everything_that_wait
     user_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Waits for several time-outs, after each of which a worker starts anew."""
-    monkeypatch.setattr(pool_module, "HOPELESS", 2)
+    monkeypatch.setattr(runners_module, "HOPELESS", 2)
     timeouts: list[int] = []
-    async with pool_of(f"{user_file}:moody", timeout_s=0.3, retries=1, on_timeout=timeouts.append) as pool:
-        waiting = (pool.score(prompt(), ["loop"]) for _ in range(100))
+    async with reward_of(f"{user_file}:moody", timeout_s=0.3, retries=1, on_timeout=timeouts.append) as reward:
+        waiting = (reward.score(prompt(), ["loop"]) for _ in range(100))
         ends = Counter(str(end) for end in await asyncio.gather(*waiting, return_exceptions=True))
         assert ends == {"timeout after 0.3 s": 1, "not tried, for all before had timeout after 0.3 s": 99}
         assert 2 <= len(timeouts) < 10
-        assert (await pool.score(prompt(), ["fine"])).rewards.tolist() == [1.0]
+        assert (await reward.score(prompt(), ["fine"])).rewards.tolist() == [1.0]
         before = len(timeouts)
         with pytest.raises(ScoringFailed, match=r"^timeout after 0.3 s"):
-            await pool.score(prompt(), ["loop"])
+            await reward.score(prompt(), ["loop"])
         assert len(timeouts) == before + 2, "it has worked once, so that it is tried again"
 
 
@@ -310,41 +308,24 @@ async def test_a_worker_that_is_killed_while_it_scores_costs_one_try_of_its_own_
     user_file: Path, tmp_path: Path, retries: int, lost: list[str]
 ) -> None:
     params = {"marker": str(tmp_path / "killed")}
-    async with pool_of(f"{user_file}:killed_the_first_time", retries=retries, params=params) as pool:
-        scored = await asyncio.gather(*(pool.score(prompt(), [response]) for response in "abc"), return_exceptions=True)
+    async with reward_of(f"{user_file}:killed_the_first_time", retries=retries, params=params) as reward:
+        scored = await asyncio.gather(
+            *(reward.score(prompt(), [response]) for response in "abc"), return_exceptions=True
+        )
     assert [str(failure) for failure in scored if isinstance(failure, ScoringFailed)] == lost
     assert [one.rewards.tolist() for one in scored if isinstance(one, Scores)] == [[1.0]] * (3 - len(lost))
 
 
 async def test_a_call_that_takes_the_alarm_for_itself_ends_by_the_groups_limit(user_file: Path) -> None:
-    async with pool_of(f"{user_file}:takes_the_alarm", timeout_s=0.2) as pool:
+    async with reward_of(f"{user_file}:takes_the_alarm", timeout_s=0.2) as reward:
         with pytest.raises(ScoringFailed, match=r"timeout after 0.2 s"):
-            await pool.score(prompt(), ["a"])
+            await reward.score(prompt(), ["a"])
 
 
 async def test_a_function_that_forks_is_answered_by_its_worker(user_file: Path) -> None:
-    async with pool_of(f"{user_file}:forks") as pool:
+    async with reward_of(f"{user_file}:forks") as reward:
         for responses in (["a"], ["bb", "ccc"], ["dddd"]):
-            assert (await pool.score(prompt(), responses)).rewards.tolist() == [len(text) for text in responses]
-
-
-@pytest.mark.parametrize("ends_by", ["returning", "raising"])
-def test_a_child_that_a_function_forks_ends_where_the_worker_goes_on(monkeypatch, ends_by: str) -> None:
-    """Else there would be two processes at the worker's pipes, and twice as many after each call."""
-    children = []
-
-    def forks(request: ScoreRequest) -> Scores:
-        children.append(os.fork())
-        if ends_by == "raising":
-            raise ScoringFailed("no")
-        return Scores(np.ones(1, np.float32))
-
-    monkeypatch.setattr(worker._Process, "scorer", staticmethod(forks))
-    with contextlib.suppress(ScoringFailed):
-        worker.score(ScoreRequest("", ["a"], "", "", {}))
-    if children == [0]:
-        os._exit(1)  # the child, and it went on
-    assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == 0
+            assert (await reward.score(prompt(), responses)).rewards.tolist() == [len(text) for text in responses]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="watches processes through pidfd")
@@ -352,49 +333,49 @@ def test_a_child_that_a_function_forks_ends_where_the_worker_goes_on(monkeypatch
 async def test_what_a_function_starts_ends_with_its_worker(user_file: Path, tmp_path: Path, response: str) -> None:
     """Whether the worker is killed over it, or closed later on."""
     pid_file = tmp_path / "pid"
-    async with pool_of(f"{user_file}:starts_a_process", timeout_s=2, params={"pid_file": str(pid_file)}) as pool:
-        scored = asyncio.create_task(pool.score(prompt(), [response]))
+    async with reward_of(f"{user_file}:starts_a_process", timeout_s=2, params={"pid_file": str(pid_file)}) as reward:
+        scored = asyncio.create_task(reward.score(prompt(), [response]))
         await asyncio.wait([scored])
         assert isinstance(scored.exception(), ScoringFailed if response == "waits" else type(None))
     with contextlib.suppress(ProcessLookupError), ended(int(pid_file.read_text())):
         pass
 
 
-async def test_functions_for_trl_and_verl_score_in_the_pool(user_file: Path) -> None:
-    async with pool_of(f"{user_file}:for_trl") as pool:
-        assert (await pool.score(prompt(solution="a"), ["a", "b"])).rewards.tolist() == [1.0, 0.0]
-    async with pool_of(f"{user_file}:for_verl", params={"scale": 0.5}) as pool:
-        assert (await pool.score(prompt(), ["yes", "b"])).rewards.tolist() == [0.5, 0.0]
+async def test_functions_for_trl_and_verl_score_in_a_process(user_file: Path) -> None:
+    async with reward_of(f"{user_file}:for_trl") as reward:
+        assert (await reward.score(prompt(solution="a"), ["a", "b"])).rewards.tolist() == [1.0, 0.0]
+    async with reward_of(f"{user_file}:for_verl", params={"scale": 0.5}) as reward:
+        assert (await reward.score(prompt(), ["yes", "b"])).rewards.tolist() == [0.5, 0.0]
 
 
 async def test_the_parts_of_a_sum_come_with_it(user_file: Path) -> None:
     parts = (RewardPart.of(f"{user_file}:right"), RewardPart("exact_match", "exact", 0.5))
-    pool = RewardPool(RewardSpec(parts, timeout_s=10), workers=1, retries=0, log_path=None)
+    reward = RewardRunners(RewardSpec(parts, timeout_s=10), workers=1, retries=0, log_path=None)
     try:
-        scores = await pool.score(prompt(), ["yes", " yes"])
-        nothing = await pool.score(prompt(), [])
+        scores = await reward.score(prompt(), ["yes", " yes"])
+        nothing = await reward.score(prompt(), [])
     finally:
-        await pool.close()
+        await reward.close()
     assert scores.rewards.tolist() == [1.5, 0.5]
     assert scores.parts == {"right": [1.0, 0.0], "exact": [1.0, 1.0]}
     assert (nothing.rewards.tolist(), nothing.parts) == ([], {"right": [], "exact": []})
 
 
-async def test_math_verify_scores_in_the_pool_and_is_killed_over_what_never_ends(tmp_path: Path) -> None:
+async def test_math_verify_scores_in_a_process_and_is_killed_over_what_never_ends(tmp_path: Path) -> None:
     """A tower of powers is one multiplication that never gives the interpreter back."""
     log = tmp_path / "reward.log"
-    async with pool_of("math_verify", timeout_s=3, log_path=log) as pool:
-        assert (await pool.score(prompt("1/2"), [r"\boxed{0.5}", "0.4"])).rewards.tolist() == [1.0, 0.0]
+    async with reward_of("math_verify", timeout_s=3, log_path=log) as reward:
+        assert (await reward.score(prompt("1/2"), [r"\boxed{0.5}", "0.4"])).rewards.tolist() == [1.0, 0.0]
         with pytest.raises(ScoringFailed, match="timeout after 3 s"):
-            await pool.score(prompt("1/2"), [r"\boxed{9^{9^{9^9}}}"])
-        assert (await pool.score(prompt("1/2"), ["2/4"])).rewards.tolist() == [1.0]
+            await reward.score(prompt("1/2"), [r"\boxed{9^{9^{9^9}}}"])
+        assert (await reward.score(prompt("1/2"), ["2/4"])).rewards.tolist() == [1.0]
     assert log.read_text() == ""
 
 
 async def test_one_groups_endless_call_does_not_hold_up_the_others(user_file: Path) -> None:
-    async with pool_of(f"{user_file}:moody", timeout_s=5, workers=2) as pool:
-        endless = asyncio.create_task(pool.score(prompt(), ["loop"]))
-        others = await asyncio.gather(*(pool.score(prompt(), ["fine"]) for _ in range(20)))
+    async with reward_of(f"{user_file}:moody", timeout_s=5, workers=2) as reward:
+        endless = asyncio.create_task(reward.score(prompt(), ["loop"]))
+        others = await asyncio.gather(*(reward.score(prompt(), ["fine"]) for _ in range(20)))
         assert not endless.done()
         assert [scores.rewards.tolist() for scores in others] == [[1.0]] * 20
         endless.cancel()
@@ -404,65 +385,31 @@ async def test_one_groups_endless_call_does_not_hold_up_the_others(user_file: Pa
 
 async def test_what_workers_print_goes_to_the_log_only(user_file: Path, tmp_path: Path, capfd) -> None:
     log = tmp_path / "reward.log"
-    async with pool_of(f"{user_file}:talks", log_path=log) as pool:
-        assert (await pool.score(prompt(), ["a", "b"])).rewards.tolist() == [1.0, 1.0]
+    async with reward_of(f"{user_file}:talks", log_path=log) as reward:
+        assert (await reward.score(prompt(), ["a", "b"])).rewards.tolist() == [1.0, 1.0]
     assert log.stat().st_size > 6_000_000
     assert b"straight to the descriptor" in log.read_bytes()
     assert capfd.readouterr() == ("", "")
 
 
-async def sessions_of(workers: list[int]) -> set[int]:
-    """Of the processes, as soon as all lead one of their own, or as they are after a while."""
-    for _ in range(200):
-        sessions = {os.getsid(pid) for pid in workers}
-        if sessions == set(workers):
-            break
-        await asyncio.sleep(0.05)
-    return sessions
-
-
 async def test_closing_leaves_no_process_and_fails_what_is_still_awaited(user_file: Path) -> None:
-    pool = RewardPool(
+    reward = RewardRunners(
         RewardSpec((RewardPart.of(f"{user_file}:moody"),), timeout_s=60), workers=2, retries=3, log_path=None
     )
-    await pool.start()
-    workers = list(pool._pool._pool_manager.worker_manager.workers)
-    endless = [asyncio.create_task(pool.score(prompt(), ["loop"])) for _ in range(3)]
+    await reward.start()
+    endless = [asyncio.create_task(reward.score(prompt(), ["loop"])) for _ in range(3)]
     await asyncio.sleep(0)
-    sessions = await sessions_of(workers)
-    await pool.close()
+    workers = [process.pid for process in reward._runners._alive]
+    await reward.close()
     for result in await asyncio.gather(*endless, return_exceptions=True):
         assert isinstance(result, ScoringFailed)
     assert len(workers) == 2
-    assert sessions == set(workers), "no signal to this process's group, or of its terminal, reaches them"
     for pid in workers:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
     with pytest.raises(ScoringFailed, match="closed"):
-        await pool.score(prompt(), ["fine"])
-    await pool.close()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads masks of signals from /proc")
-async def test_no_signal_of_a_terminal_reaches_a_worker_while_it_starts_now_or_later(user_file: Path) -> None:
-    """Processes begin with the mask of the thread that starts them; later ones are started by the pool's threads."""
-    of_a_terminal = sum(1 << (number - 1) for number in (signal.SIGINT, signal.SIGHUP))
-
-    def holding_back() -> dict[int, bool]:
-        masks = {}
-        for task in Path("/proc/self/task").iterdir():
-            status = (task / "status").read_text()
-            (blocked,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigBlk"))
-            masks[int(task.name)] = int(blocked, 16) & of_a_terminal == of_a_terminal
-        return masks
-
-    before = holding_back()
-    async with pool_of(f"{user_file}:pids"):
-        after = holding_back()
-        names = {thread.native_id: thread.name for thread in threading.enumerate()}
-    new = {names.get(task, "?"): held for task, held in after.items() if task not in before}
-    assert sum(new.values()) >= 3, f"the pool's own threads: {new}"
-    assert not after[threading.main_thread().native_id or 0]
+        await reward.score(prompt(), ["fine"])
+    await reward.close()
 
 
 @pytest.mark.parametrize(
@@ -471,20 +418,20 @@ async def test_no_signal_of_a_terminal_reaches_a_worker_while_it_starts_now_or_l
 async def test_a_reward_that_closes_its_output_costs_its_own_group_alone(
     user_file: Path, function: str, reason: str
 ) -> None:
-    async with pool_of(f"{user_file}:{function}") as pool:
+    async with reward_of(f"{user_file}:{function}") as reward:
         with pytest.raises(ScoringFailed, match=reason):
-            await pool.score(prompt(), ["a"])
+            await reward.score(prompt(), ["a"])
 
 
 async def test_a_killed_idle_worker_is_replaced(user_file: Path) -> None:
-    async with pool_of(f"{user_file}:pids") as pool:
-        before = int((await pool.score(prompt(), ["a"])).rewards[0])
+    async with reward_of(f"{user_file}:pids") as reward:
+        before = int((await reward.score(prompt(), ["a"])).rewards[0])
         with ended(before):
             os.kill(before, signal.SIGKILL)
         scores = None
-        for _ in range(5):  # the pool may lose a try while it finds out
+        for _ in range(5):  # a try may be lost until its end is seen
             with contextlib.suppress(ScoringFailed):
-                scores = await pool.score(prompt(), ["a"])
+                scores = await reward.score(prompt(), ["a"])
                 break
         assert scores is not None
         assert int(scores.rewards[0]) != before
@@ -503,30 +450,30 @@ async def test_a_file_that_cannot_score_is_found_at_the_start(
 ) -> None:
     (tmp_path / "mine.py").write_text(content)
     with pytest.raises(UserCodeError, match=message):
-        async with pool_of(f"{tmp_path}/mine.py:{function}"):
+        async with reward_of(f"{tmp_path}/mine.py:{function}"):
             pass
 
 
 async def test_a_file_that_ends_its_process_is_found_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import os; os._exit(7)")
     with pytest.raises(WorkerDied, match="ended while it loaded"):
-        async with pool_of(f"{tmp_path}/mine.py:score"):
+        async with reward_of(f"{tmp_path}/mine.py:score"):
             pass
 
 
 async def test_a_file_whose_import_never_ends_is_found_at_the_start(monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(pool_module, "START_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(runners_module, "START_TIMEOUT_S", 0.5)
     (tmp_path / "mine.py").write_text("while True: pass")
     with pytest.raises(WorkerDied, match=r"no reward worker was ready within 0.5 s: it was loading .*mine.py:score"):
-        async with pool_of(f"{tmp_path}/mine.py:score", timeout_s=0.25):
+        async with reward_of(f"{tmp_path}/mine.py:score", timeout_s=0.25):
             pass
 
 
 async def test_a_start_may_take_as_long_as_a_call_where_that_is_longer(monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(pool_module, "START_TIMEOUT_S", 0.25)
+    monkeypatch.setattr(runners_module, "START_TIMEOUT_S", 0.25)
     (tmp_path / "mine.py").write_text("while True: pass")
     with pytest.raises(WorkerDied, match=r"no reward worker was ready within 0.5 s: it was loading .*mine.py:score"):
-        async with pool_of(f"{tmp_path}/mine.py:score", timeout_s=0.5):
+        async with reward_of(f"{tmp_path}/mine.py:score", timeout_s=0.5):
             pass
 
 
@@ -537,7 +484,7 @@ async def test_whatever_is_raised_while_a_worker_loads_the_reward_is_told_at_the
     )
     log = tmp_path / "reward.log"
     with pytest.raises(UserCodeError, match=r"mine\.py:score cannot be loaded: Odd: no score in here$"):
-        async with pool_of(f"{tmp_path}/mine.py:score", log_path=log):
+        async with reward_of(f"{tmp_path}/mine.py:score", log_path=log):
             pass
     assert "in __getattr__" in log.read_text()
 
@@ -548,8 +495,8 @@ async def test_a_function_for_trl_gets_messages_where_the_row_has_them(tmp_path:
         "    return [float(p[0]['content'] == c[0]['content']) for p, c in zip(prompts, completions)]"
     )
     chat = replace(prompt(), messages=[{"role": "user", "content": "echo"}])
-    async with pool_of(f"{tmp_path}/mine.py:score") as pool:
-        assert (await pool.score(chat, ["echo", "question"])).rewards.tolist() == [1.0, 0.0]
+    async with reward_of(f"{tmp_path}/mine.py:score") as reward:
+        assert (await reward.score(chat, ["echo", "question"])).rewards.tolist() == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -557,7 +504,7 @@ async def test_a_function_for_trl_gets_messages_where_the_row_has_them(tmp_path:
 )
 async def test_an_unknown_reward_is_a_config_error(function: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        async with pool_of(function):
+        async with reward_of(function):
             pass
 
 
@@ -565,14 +512,15 @@ PARENT = """
 import asyncio, sys
 import numpy as np
 from headway.data.types import Prompt
-from headway.rewards.pool import RewardPool
+from headway.rewards.runners import RewardRunners
 from headway.rewards.request import RewardPart, RewardSpec
 
 async def main():
-    pool = RewardPool(RewardSpec((RewardPart.of(sys.argv[1]),), timeout_s=600), workers=1, retries=0, log_path=None)
-    await pool.start()
-    print(next(iter(pool._pool._pool_manager.worker_manager.workers)), flush=True)
-    await pool.score(Prompt(0, 0, 0, "", "", np.zeros(1, np.int32)), [sys.argv[2]])
+    spec = RewardSpec((RewardPart.of(sys.argv[1]),), timeout_s=600)
+    reward = RewardRunners(spec, workers=1, retries=0, log_path=None)
+    await reward.start()
+    print(reward._runners._runners[0].process.pid, flush=True)
+    await reward.score(Prompt(0, 0, 0, "", "", np.zeros(1, np.int32)), [sys.argv[2]])
 
 if __name__ == "__main__":
     asyncio.run(main())

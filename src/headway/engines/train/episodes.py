@@ -1,0 +1,95 @@
+"""Rows joined to episodes, and what was computed for episodes cut into rows again.
+
+    rows ─▶ join ─▶ one array [L] per episode ─▶ an estimator ─▶ one array [L] per episode ─▶ cut ─▶ rows
+
+An episode of one row is that row as it is, holes included. One of several rows has the tokens that they train, in the
+order of its turns: so it is defined what comes before what, also where turns fork.
+
+Shape suffixes: T response tokens of a row, L tokens of an episode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.data.collate import Row
+
+Get = Callable[[Row], NDArray[Any]]
+"""Function that returns an array [T] of a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Several:
+    """The rows of an episode that has several."""
+
+    rows: tuple[int, ...]
+    order: NDArray[np.int64]
+    """Indices into the trained tokens of the rows, one row after the other, that put them into the order of turns."""
+
+
+class Episodes:
+    """The episodes of a fetch's rows."""
+
+    def __init__(self, rows: Sequence[Row], episode_of: NDArray[np.int64]) -> None:
+        """``episode_of`` [S] has the index of each row's episode, ascending from 0.
+
+        Raises:
+            ValueError: they are not one index for each row, ascending without gaps.
+        """
+        steps = np.diff(episode_of, prepend=-1)
+        if len(episode_of) != len(rows) or not ((steps == 0) | (steps == 1)).all() or (steps[:1] == 0).any():
+            raise ValueError(f"{len(rows)} rows are of the episodes {episode_of}; expected 0, 1, … in order, one each")
+        starts = np.flatnonzero(steps)
+        self.rows = rows
+        self._places = [range(a, b) for a, b in zip(starts, [*starts[1:], len(rows)], strict=True)]
+        self._several = {episode: self._in_order(place) for episode, place in enumerate(self._places) if len(place) > 1}
+
+    def join(self, get: Get) -> list[NDArray[Any]]:
+        """The arrays [L] of the episodes, from those [T] that ``get`` returns of their rows."""
+        if not self._several:
+            return [get(row) for row in self.rows]
+        joined = []
+        for episode, place in enumerate(self._places):
+            if (several := self._several.get(episode)) is None:
+                joined.append(get(self.rows[place[0]]))
+            else:
+                trained = [get(self.rows[i])[self.rows[i].loss_mask] for i in several.rows]
+                joined.append(np.concatenate(trained)[several.order])
+        return joined
+
+    def cut(self, arrays: Sequence[NDArray[np.float32]]) -> list[NDArray[np.float32]]:
+        """The arrays [T] of the rows, from those [L] of their episodes; 0 in the holes of rows that were joined."""
+        if not self._several:
+            return list(arrays)
+        result: list[NDArray[np.float32]] = []
+        for episode, (place, array) in enumerate(zip(self._places, arrays, strict=True)):
+            if (several := self._several.get(episode)) is None:
+                result.append(array)
+                continue
+            trained = np.empty_like(array)
+            trained[several.order] = array
+            start = 0
+            for row in (self.rows[i] for i in place):
+                values = np.zeros(len(row.loss_mask), np.float32)
+                stop = start + int(row.loss_mask.sum())
+                values[row.loss_mask] = trained[start:stop]
+                result.append(values)
+                start = stop
+        return result
+
+    def _in_order(self, place: range) -> _Several:
+        numbers = [turn_numbers(self.rows[i])[self.rows[i].loss_mask] for i in place]
+        return _Several(tuple(place), np.argsort(np.concatenate(numbers), kind="stable"))
+
+
+def turn_numbers(row: Row) -> NDArray[np.int64]:
+    """The number [T] of the turn that each response token of ``row`` is of; a hole has that of the turn before it."""
+    if not row.turns:
+        return np.zeros(len(row.loss_mask), np.int64)
+    starts = [0, *(turn.start for turn in row.turns[1:]), len(row.loss_mask)]
+    return np.repeat(np.array([turn.number for turn in row.turns], np.int64), np.diff(starts))

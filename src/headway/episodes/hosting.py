@@ -1,0 +1,52 @@
+"""What makes episodes by a user's program, from a configuration: limits, and the chat that a tokenizer renders."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headway.config.schema import Config
+from headway.episodes.programs import Hosting, Limits, Programs
+from headway.episodes.record import Chats
+from headway.episodes.rendering import ChatRenderer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def chat_hosting(config: Config, tokenizer: PreTrainedTokenizerBase, programs: Programs) -> Hosting:
+    """Hosting of the episodes of ``config`` by ``programs``, whose chats ``tokenizer`` renders.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template; or there are tools, and it does not show them, or nothing reads
+            its calls.
+    """
+    chats = chats_of(config, tokenizer)
+    return Hosting(
+        programs,
+        chats.record,
+        limits_of(config),
+        seed=config.run.seed,
+        stop_ids=tuple(sorted(chats.renderer.end_ids)),
+    )
+
+
+def chats_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> Chats:
+    """The chats that ``tokenizer`` renders. Raises `ConfigError` where it cannot, as `chat_hosting` does."""
+    chats = Chats(ChatRenderer(tokenizer), config.rollout.tool_parser)
+    if config.rollout.tools:
+        _ = chats.for_tools
+    return chats
+
+
+def limits_of(config: Config) -> Limits:
+    """Limits of the episodes of ``config``."""
+    rollout, data = config.rollout, config.data
+    return Limits(
+        max_length=data.max_prompt_length + data.max_response_length,
+        max_turns=rollout.max_turns,
+        max_turn_tokens=rollout.max_turn_tokens,
+        step_timeout_s=rollout.step_timeout_s,
+        episode_timeout_s=rollout.episode_timeout_s,
+        train_on=tuple(rollout.train_on_limit),
+        retries=rollout.episode_retries,
+    )

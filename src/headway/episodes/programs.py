@@ -1,0 +1,427 @@
+"""One episode that a program makes: turns, limits, and the log by which it can be made again.
+
+    program ──TurnRequest──▶ limits ▶ record.prompt ▶ known in the log? ─no─▶ a call of the policy
+       ▲                                                   │ yes                     │
+       └────────────── TurnAnswer ◀── record.answered ◀────┴─────────────────────────┘
+
+A runner that dies has its programs run again from the beginning. The log answers the calls that it knows, by key and
+context; whatever a program asks otherwise than before is sampled anew, and what it does not ask again is not trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential
+
+from headway.concurrently import failure_ignored
+from headway.data.types import FinishReason, RowAt, RowTokens, Trajectory, TrajectoryId
+from headway.episodes.calls import Asked, Calls, Home
+from headway.episodes.deadlines import Clock, Deadline
+from headway.episodes.record import Prompted, Record, spans_of
+from headway.errors import EpisodeOver, HeadwayError, ProgramAway, RunError, RunnerLost
+from headway.interfaces import FinishedCall, GroupRequest, SamplingParams
+from headway.programs.messages import EpisodeEnd, EpisodeStart, TurnAnswer, TurnRequest
+
+Turn = Callable[[TurnRequest], Awaitable[TurnAnswer]]
+
+LONGEST_PAUSE_S = 30.0
+"""Most seconds before a program is run again for something that was away."""
+MOST_LOSSES = 20
+"""Number of runners that an episode may lose to other episodes' doing."""
+
+
+class Programs(Protocol):
+    """Where programs run: `headway.runners.Runners`, or a simulation."""
+
+    async def run(self, job: EpisodeStart, on_ask: Turn, *, on_begin: Callable[[], object] | None = None) -> EpisodeEnd:
+        """Run a program to its end; its turns are ``on_ask``'s. ``on_begin`` is called when it begins.
+
+        Raises:
+            RunnerLost: its process ended.
+            ProgramAway: something that it needs is away for a time.
+            HeadwayError: it failed.
+        """
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of an episode, as ``rollout``'s keys describe them."""
+
+    max_length: int
+    """Most tokens of a conversation, its prompt included."""
+    max_turns: int
+    max_turn_tokens: int | None = None
+    step_timeout_s: float = 60.0
+    episode_timeout_s: float = 600.0
+    train_on: tuple[str, ...] = ("turns", "tokens")
+    """Limits that leave an episode trained on."""
+    retries: int = 2
+    """Number of times that a program is run again for what is away for a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hosting:
+    """What a keeper needs in order to have programs make its episodes."""
+
+    programs: Programs
+    record: Callable[[], Record]
+    """Makes the record of an episode."""
+    limits: Limits
+    seed: int = 0
+    """Seed of the run."""
+    stop_ids: tuple[int, ...] = ()
+    """Tokens that end a turn, beside those of the sampling."""
+
+
+@dataclass(frozen=True, slots=True)
+class MadeEpisode:
+    """An episode that is over."""
+
+    trajectory: Trajectory
+    """Metadata, with rows numbered from 0."""
+    rows: list[RowTokens]
+
+
+@dataclass(slots=True, eq=False)
+class _Logged:
+    """A call that was made, at whatever try."""
+
+    ids: np.ndarray[Any, Any]
+    result: asyncio.Future[FinishedCall]
+    asked: Asked
+
+
+@dataclass(slots=True, eq=False)
+class _Try:
+    """One run of the program."""
+
+    record: Record
+    turns: int = 0
+    calls: list[FinishedCall] = field(default_factory=list)
+    text: str = ""
+    """Text of the last answer."""
+    limit: str | None = None
+    rewards: tuple[float, ...] = ()
+    """Rewards of turns, as the program told them with its last request."""
+    waiting: int = 0
+    """Turns that the program waits for."""
+    step: Deadline | None = None
+    ending: Deadline | None = None
+    """The deadline of the program's end, once a turn was refused."""
+    stepping: asyncio.Task[EpisodeEnd] | None = None
+
+
+class ProgramEpisode:
+    """An episode on its way. `make` makes it; `oldest_version` says how old its tokens are meanwhile."""
+
+    def __init__(
+        self,
+        request: GroupRequest,
+        k: int,
+        sampling: SamplingParams,
+        hosting: Hosting,
+        calls: Calls,
+        clock: Clock,
+        home: Home,
+        on_aborted: Callable[[], object],
+        on_failed: Callable[[HeadwayError], None],
+    ) -> None:
+        """
+        Args:
+            home: of the group, for the first call.
+            on_aborted: called when an engine has ended a call of this episode.
+            on_failed: called when no engine takes a call of this episode, with the reason.
+        """
+        self.id: TrajectoryId = request.prompt.trajectory_id(k)
+        self._request = request
+        self._sampling = replace(
+            sampling, stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *hosting.stop_ids)))
+        )
+        self._hosting = hosting
+        self._limits = hosting.limits
+        self._calls = calls
+        self._clock = clock
+        self._home = home
+        self._on_aborted = on_aborted
+        self._on_failed = on_failed
+        self._log: dict[int, _Logged] = {}
+        self._replicas: dict[str, None] = {}
+        """Replicas that may keep a prefix of this episode."""
+        self._losses = 0
+        self._tries = 0
+        self._environment_s = 0.0
+        self._left = 0.0
+        """Time on the clock at which the program had nothing more to wait for."""
+        self._over_time = False
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest version in a finished call; None before the first token."""
+        versions = [v for one in self._log.values() if one.result.done() for v in _versions(one.result)]
+        return min(versions, default=None)
+
+    async def make(self) -> MadeEpisode:
+        """Run the program to its end. A failure is the episode's, and never raised."""
+        started = asyncio.get_running_loop().time()
+        whole: list[Deadline] = []
+        one = _Try(self._hosting.record())
+        end, failure = EpisodeEnd(), None
+        retrying = AsyncRetrying(
+            retry=retry_if_exception_type((ProgramAway, RunnerLost)),
+            stop=self._given_up,
+            wait=wait_exponential(multiplier=0.5, max=LONGEST_PAUSE_S),
+            reraise=True,
+        )
+        try:
+            async for attempt in retrying:
+                with attempt:
+                    self._tries += 1
+                    one = _Try(self._hosting.record())
+                    end = await self._run(one, whole)
+        except HeadwayError as error:
+            failure = str(error)
+        finally:
+            for deadline in whole:
+                deadline.cancel()
+            self._calls.drop(logged.asked for logged in self._log.values() if not logged.result.done())
+            self._calls.release(self.id, self._replicas)
+        if failure is None and one.limit is not None and one.limit not in self._limits.train_on:
+            failure = _limit_text(one.limit, self._limits)
+        return self._made(one, end, failure, started)
+
+    def aborted(self) -> MadeEpisode:
+        """The episode as it is where its group was aborted: without rows."""
+        calls = [one.result.result() for one in self._log.values() if _versions(one.result)]
+        now = asyncio.get_running_loop().time()
+        trajectory = Trajectory(
+            id=self.id,
+            replica=next(reversed(self._replicas), ""),
+            text="",
+            prompt_length=len(self._request.prompt.token_ids),
+            length=sum(call.length for call in calls),
+            finish_reason=FinishReason.ABORTED,
+            version_spans=spans_of(calls),
+            started=calls[0].started if calls else now,
+            finished=now,
+            rows=(),
+            turns=len(calls),
+        )
+        return MadeEpisode(trajectory, [])
+
+    # ------------------------------------------------------------------------------------- the program
+
+    async def _run(self, one: _Try, whole: list[Deadline]) -> EpisodeEnd:
+        """Run the program once."""
+
+        def begin() -> None:
+            if not whole:
+                whole.append(self._clock.deadline(self._limits.episode_timeout_s, lambda: self._time_is_over(one)))
+            self._program_goes_on(one)
+
+        start = EpisodeStart(
+            name=f"episode {tuple(self.id)}",
+            messages=self._messages(),
+            row=self._row(),
+            seed=_seed(self._hosting.seed, self.id),
+        )
+        one.stepping = asyncio.get_running_loop().create_task(
+            self._hosting.programs.run(start, lambda request: self._turn(one, request), on_begin=begin)
+        )
+        try:
+            end = await one.stepping
+        except asyncio.CancelledError:
+            if one.limit is None or (task := asyncio.current_task()) is None or task.cancelling():
+                raise
+            return EpisodeEnd(turn_rewards=one.rewards)  # it was ended by a limit, not from outside
+        except EpisodeOver:
+            return EpisodeEnd(turn_rewards=one.rewards)
+        finally:
+            one.stepping.cancel()
+            self._program_waits(one)
+            if one.ending is not None:
+                one.ending.cancel()
+        if not isinstance(end, EpisodeEnd):
+            raise RunError(f"a program ended with {end!r} in place of its end")
+        if one.turns == 0 and one.limit is None:
+            raise RunError("the program ended without a turn of the policy; call chat.turn(messages) at least once")
+        return end
+
+    def _messages(self) -> list[dict[str, Any]]:
+        prompt = self._request.prompt
+        return prompt.messages if prompt.messages is not None else [{"role": "user", "content": prompt.text}]
+
+    def _row(self) -> Mapping[str, Any]:
+        prompt = self._request.prompt
+        return {**prompt.extra, "answer": prompt.answer, "source": prompt.source}
+
+    def _given_up(self, state: RetryCallState) -> bool:
+        """Tell whether the last failure was one too many. Those that other episodes caused are hardly counted."""
+        error = state.outcome.exception() if state.outcome is not None else None
+        if isinstance(error, RunnerLost) and error.culprit is False:
+            self._losses += 1
+            return self._losses > MOST_LOSSES
+        return self._tries - self._losses > self._limits.retries
+
+    # ------------------------------------------------------------------------------------- turns
+
+    async def _turn(self, one: _Try, request: TurnRequest) -> TurnAnswer:
+        """Answer the program's request for a turn. Raises `EpisodeOver` at a limit."""
+        self._program_waits(one)
+        one.waiting += 1
+        one.rewards = request.rewards
+        try:
+            return await self._answer(one, request)
+        finally:
+            one.waiting -= 1
+            if one.waiting == 0:
+                self._program_goes_on(one)
+
+    async def _answer(self, one: _Try, request: TurnRequest) -> TurnAnswer:
+        if self._over_time:
+            one.limit = one.limit or "time"
+        if one.limit is None and one.turns >= self._limits.max_turns:
+            one.limit = "turns"
+        if one.limit is not None:
+            raise self._over(one, one.limit)
+        prompted = one.record.prompt(request)
+        room = self._limits.max_length - len(prompted.ids)
+        if room < 1:
+            raise self._over(one, "tokens")
+        one.turns += 1
+        finished = await self._call(prompted, min(room, *self._most_tokens(request)))
+        one.calls.append(finished)
+        answer = one.record.answered(prompted, request, finished)
+        one.text = answer.text
+        return answer
+
+    def _over(self, one: _Try, limit: str) -> EpisodeOver:
+        """Refuse a turn. From the first refusal on the program has the time of one step to end, whatever it asks."""
+        one.limit = limit
+        if one.ending is None:
+            one.ending = self._clock.deadline(self._limits.step_timeout_s, lambda: self._end(one, limit))
+        return EpisodeOver(limit)
+
+    def _most_tokens(self, request: TurnRequest) -> list[int]:
+        wanted = (self._sampling.max_tokens, self._limits.max_turn_tokens, request.max_tokens)
+        return [most for most in wanted if most is not None]
+
+    async def _call(self, prompted: Prompted, max_tokens: int) -> FinishedCall:
+        """Call the policy, unless the log knows the call."""
+        logged = self._log.get(prompted.key)
+        if logged is None or not np.array_equal(logged.ids, prompted.ids):
+            logged = self._ask(prompted, max_tokens)
+            self._log[prompted.key] = logged
+        return await asyncio.shield(logged.result)
+
+    def _ask(self, prompted: Prompted, max_tokens: int) -> _Logged:
+        result = failure_ignored(asyncio.get_running_loop().create_future())
+        asked = Asked(
+            self.id,
+            prompted.ids,
+            replace(self._sampling, max_tokens=max_tokens),
+            self._home,
+            done=lambda asked, finished: self._finished(result, asked, finished),
+            failed=lambda asked, error: self._on_failed(error),
+            priority=self._request.priority,
+            key=prompted.key,
+            goes_on=True,
+        )
+        self._calls.ask(asked)
+        return _Logged(prompted.ids, result, asked)
+
+    def _finished(self, result: asyncio.Future[FinishedCall], asked: Asked, finished: FinishedCall) -> None:
+        self._replicas[asked.replica] = None
+        if self._home.on is None:
+            self._home = Home(replica=asked.replica)
+        if finished.finish_reason is FinishReason.ABORTED:
+            self._on_aborted()
+        elif not result.done():
+            result.set_result(finished)
+
+    # ------------------------------------------------------------------------------------- time
+
+    def _program_goes_on(self, one: _Try) -> None:
+        """Begin a step: the program has all that it asked for."""
+        self._left = self._clock.time()
+        one.step = self._clock.deadline(self._limits.step_timeout_s, lambda: self._end(one, "step"))
+
+    def _program_waits(self, one: _Try) -> None:
+        """End the step, if one is under way."""
+        if one.step is not None:
+            one.step.cancel()
+            one.step = None
+            self._environment_s += self._clock.time() - self._left
+
+    def _time_is_over(self, one: _Try) -> None:
+        """Let the program end at its next turn; the turn that it waits for is its last."""
+        self._over_time = True
+
+    def _end(self, one: _Try, limit: str) -> None:
+        """End the program where it is."""
+        one.limit = one.limit or limit
+        if one.stepping is not None:
+            one.stepping.cancel()
+
+    # ------------------------------------------------------------------------------------- the end
+
+    def _made(self, one: _Try, end: EpisodeEnd, failure: str | None, started: float) -> MadeEpisode:
+        rows = one.record.rows() if failure is None else []
+        calls = one.calls
+        now = asyncio.get_running_loop().time()
+        last = calls[-1] if calls else None
+        trajectory = Trajectory(
+            id=self.id,
+            replica=next(reversed(self._replicas), ""),
+            text=one.text,
+            prompt_length=rows[0].prompt_ids.size if rows else len(self._request.prompt.token_ids),
+            length=sum(call.length for call in calls),
+            finish_reason=last.finish_reason if last is not None else FinishReason.STOP,
+            version_spans=spans_of(calls),
+            started=calls[0].started if calls else started,
+            finished=last.finished if last is not None else now,
+            rows=tuple(RowAt(index, len(row.prompt_ids), len(row.ids)) for index, row in enumerate(rows)),
+            turns=len(calls),
+            reward=end.reward,
+            turn_rewards=end.turn_rewards,
+            failure=failure,
+            limit=one.limit,
+            metrics={
+                "environment_s": self._environment_s,
+                "tool_errors": end.tool_errors,
+                "tries": self._tries,
+                "cached_tokens": sum(call.cached for call in calls),
+                **one.record.metrics,
+                **end.metrics,
+            },
+        )
+        return MadeEpisode(trajectory, rows)
+
+
+def _versions(result: asyncio.Future[FinishedCall]) -> list[int]:
+    if result.cancelled() or result.exception() is not None:
+        return []
+    return [version for _, version in result.result().version_spans]
+
+
+def _seed(seed: int, id: TrajectoryId) -> int:
+    """Seed below 2^32 of one episode."""
+    return int(np.random.SeedSequence([seed, *id]).generate_state(1)[0])
+
+
+def _limit_text(limit: str, limits: Limits) -> str:
+    match limit:
+        case "turns":
+            return f"rollout.max_turns={limits.max_turns} was reached"
+        case "tokens":
+            return f"its conversation has the {limits.max_length} tokens that there may be"
+        case "step":
+            return f"a step took longer than rollout.step_timeout_s={limits.step_timeout_s:g}"
+        case _:
+            return f"it took longer than rollout.episode_timeout_s={limits.episode_timeout_s:g}"

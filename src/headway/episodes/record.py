@@ -1,0 +1,152 @@
+"""The record of one episode: what its turns are called with, and what was sampled.
+
+TurnRequest ─▶ Record.prompt ─▶ Prompted (ids, key) ─▶ a call ─▶ Record.answered ─▶ TurnAnswer
+                                                                        └──▶ rows to train on, in the end
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.data.types import FinishReason, RowTokens, TurnSpan
+from headway.episodes.rendering import ChatPrompt, ChatRenderer, Conversations
+from headway.episodes.template_trials import try_template
+from headway.episodes.tool_calls import AUTO, ToolParser, choose_parser
+from headway.episodes.transcript import Row, Transcript
+from headway.errors import RunError
+from headway.interfaces import FinishedCall
+from headway.programs.messages import TurnAnswer, TurnRequest, said
+
+
+@dataclass(frozen=True, slots=True)
+class Prompted:
+    """The context of one turn."""
+
+    ids: NDArray[np.int32]
+    """[P] the token ids to call the policy with."""
+    key: int
+    """Key of the call within its episode."""
+    chat: Any = None
+    """Whatever the record wants back with the answer."""
+
+
+class Record(Protocol):
+    """What a keeper asks of the record of an episode."""
+
+    def prompt(self, request: TurnRequest) -> Prompted:
+        """Make the context of the turn that ``request`` asks for.
+
+        Raises:
+            HeadwayError: the messages are none, or the template refuses them.
+        """
+
+    def answered(self, prompted: Prompted, request: TurnRequest, finished: FinishedCall) -> TurnAnswer:
+        """Store the result of a call, and read it for the program."""
+
+    def rows(self) -> list[RowTokens]:
+        """Return the rows to train on."""
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Numbers to report of the episode, by name."""
+
+
+class Chats:
+    """The chat template and the tool parser of a run, from which episodes get their records."""
+
+    def __init__(self, renderer: ChatRenderer, parser: str = AUTO) -> None:
+        """``parser``: name of the parser of tool calls, ``rollout.tool_parser``; it is looked up at the first tool."""
+        self.renderer = renderer
+        self._parser = parser
+
+    @cached_property
+    def for_tools(self) -> tuple[ToolParser, str]:
+        """The parser of tool calls, and the role of the message that answers a call which cannot be read.
+
+        Raises:
+            ConfigError: the template does not show tools, or no parser reads its calls.
+        """
+        report = try_template(self.renderer, tools=True)
+        return choose_parser(self.renderer, self._parser), report.error_role
+
+    def record(self) -> ChatRecord:
+        """Make the record of an episode."""
+        return ChatRecord(self)
+
+
+class ChatRecord:
+    """`Record` of chat messages, by a tokenizer's template. Its tokens are those that were sampled, never realigned."""
+
+    def __init__(self, run: Chats) -> None:
+        self._run = run
+        self._chats = Conversations(run.renderer)
+        self._transcript = Transcript()
+        self._calls = 0
+        self._problems = 0
+
+    def prompt(self, request: TurnRequest) -> Prompted:
+        """See `Record.prompt`."""
+        if request.tools:
+            self._run.for_tools  # noqa: B018 - raises before the call, not after it
+        chat = self._chats.prompt(request.messages, request.tools)
+        return Prompted(chat.ids, self._transcript.next_key(chat.ids), chat)
+
+    def answered(self, prompted: Prompted, request: TurnRequest, finished: FinishedCall) -> TurnAnswer:
+        """See `Record.answered`."""
+        chat, tokens = prompted.chat, finished.tokens
+        assert isinstance(chat, ChatPrompt)
+        if tokens is None:
+            raise RunError("a chat needs tokens, and this engine only simulates them")
+        self._transcript.add(prompted.ids, tokens)
+        text, error_role = self._run.renderer.text(tokens.ids), "tool"
+        if request.tools:
+            parser, error_role = self._run.for_tools
+            answer = parser.parse(text, request.tools, self._calls)
+        else:
+            answer = TurnAnswer(text, text, said("assistant", text))
+        self._calls += len(answer.calls)
+        self._problems += sum(call.problem is not None for call in answer.calls)
+        self._chats.answered(chat, tokens.ids, answer.message)
+        cut_off = finished.finish_reason is not FinishReason.STOP
+        return replace(answer, finish_reason="length" if cut_off else "stop", error_role=error_role)
+
+    def rows(self) -> list[RowTokens]:
+        """See `Record.rows`."""
+        return [row_tokens(row) for row in self._transcript.rows()]
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Forks and calls that could not be made."""
+        return {"forks": self._transcript.forks, "tool_call_problems": self._problems}
+
+
+def row_tokens(row: Row) -> RowTokens:
+    """Cut a row of a transcript before its first trained token: what comes before is its prompt."""
+    start = row.turns[0].start
+    spans = tuple(TurnSpan(turn.number, turn.start - start, turn.stop - start) for turn in row.turns)
+    return RowTokens(
+        prompt_ids=row.ids[:start],
+        ids=row.ids[start:],
+        logprobs=row.logprobs[start:],
+        versions=row.versions[start:],
+        loss_mask=row.loss_mask[start:],
+        turns=spans,
+    )
+
+
+def spans_of(calls: Sequence[FinishedCall]) -> list[list[int]]:
+    """``[[start, version], …]`` of the tokens of several calls, one after the other."""
+    spans: list[list[int]] = []
+    offset = 0
+    for call in calls:
+        for start, version in call.version_spans:
+            if not spans or spans[-1][1] != version:
+                spans.append([offset + start, version])
+        offset += call.length
+    return spans

@@ -1,0 +1,103 @@
+"""The runners of one keeper's programs: shared by asynchronous ones, a process for each episode of synchronous ones."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from headway.config.programs import ProgramKeys
+from headway.episodes.programs import Turn
+from headway.errors import ConfigError, RunError
+from headway.programs.messages import EpisodeEnd, EpisodeStart
+from headway.programs.program import ProgramDescription, ProgramSpec
+from headway.runners.runners import Runners
+
+
+class ProgramRunners:
+    """`headway.episodes.programs.Programs` in processes of their own."""
+
+    def __init__(self, name: str, rollout: ProgramKeys, logs: Path | None) -> None:
+        """
+        Args:
+            name: of the keeper, for messages.
+            logs: the directory for what programs print; None for this process's stderr.
+        """
+        self._name = name
+        self._rollout = rollout
+        self._spec = program_spec(rollout)
+        self._log = None if logs is None else logs / f"{name}-programs.log"
+        self._runners: Runners | None = None
+
+    async def start(self) -> ProgramDescription:
+        """Load the user's code, and start the first process. Returns what the code turned out to be.
+
+        Raises:
+            UserError: the code cannot be used; says why.
+            WorkerDied: a process ended while it loaded the code.
+        """
+        rollout, environment = self._rollout, variables(self._rollout.env)
+        synchronous = Runners(
+            f"{self._name}: environment",
+            self._spec,
+            processes=rollout.environment_processes,
+            at_once=1,
+            forked=True,
+            stall_s=None,
+            log_path=self._log,
+            env=environment,
+        )
+        self._runners = synchronous
+        described: ProgramDescription = await synchronous.start()
+        if not described.is_async:
+            return described
+        await synchronous.close()
+        self._runners = Runners(
+            f"{self._name}: runner",
+            self._spec,
+            processes=rollout.runners,
+            at_once=None,
+            forked=False,
+            stall_s=rollout.stall_s,
+            log_path=self._log,
+            env=environment,
+        )
+        await self._runners.start()
+        return described
+
+    async def run(self, job: EpisodeStart, on_ask: Turn, *, on_begin: Callable[[], object] | None = None) -> EpisodeEnd:
+        """See `headway.episodes.programs.Programs.run`."""
+        if self._runners is None:
+            raise RunError(f"{self._name}: the runners were not started")
+        end: EpisodeEnd = await self._runners.run(job, on_ask, on_begin=on_begin)
+        return end
+
+    async def close(self) -> None:
+        """End all processes."""
+        if self._runners is not None:
+            await self._runners.close()
+
+
+def program_spec(rollout: ProgramKeys) -> ProgramSpec:
+    """The program of the section ``rollout``, with absolute paths."""
+    return ProgramSpec(
+        tools=rollout.tools,
+        environment=rollout.environment,
+        program=rollout.program,
+        params=rollout.params,
+        max_turns=rollout.max_turns,
+    ).resolved()
+
+
+def variables(names: dict[str, str]) -> dict[str, str]:
+    """Values of ``rollout.env``, from this process's environment.
+
+    Raises:
+        ConfigError: one of them is not set.
+    """
+    missing = [name for name in names.values() if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"rollout.env: {', '.join(missing)} is not set in the environment; export it before the run, or drop it"
+        )
+    return {name: os.environ[theirs] for name, theirs in names.items()}

@@ -1,0 +1,154 @@
+"""The forms of user code, and how they are told apart.
+
+| form | has |
+|---|---|
+| SkyRL-gym | ``init`` and ``step`` |
+| TRL | ``reset``, and ``get_reward`` or methods that are tools |
+| Gymnasium and GEM | ``reset`` that takes a seed, and ``step`` |
+
+An environment is a class, or a function that makes one: of that one is made to see its form, unless it has a parameter
+``extras``, which makes it one of SkyRL-gym.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from headway.errors import UserCodeError, shown
+from headway.programs.gym import GymProgram
+from headway.programs.instances import Instances
+from headway.programs.own import EXPECTED, OwnProgram, check_arguments
+from headway.programs.program import Program, ProgramSpec
+from headway.programs.skyrl import SkyrlProgram
+from headway.programs.tool_loop import ToolLoop
+from headway.programs.tools import load_tools
+from headway.programs.trl import TrlProgram, tool_names
+from headway.user_code import load_object
+
+_GYMS = ("gymnasium", "gem", "gym")
+
+
+def load_program(spec: ProgramSpec) -> Program:
+    """Import the code that ``spec`` names, and return the program that it is.
+
+    Raises:
+        UserCodeError: the code does not import, has none of the forms, or does not go with what else the spec has.
+    """
+    if spec.environment is not None and spec.program is not None:
+        raise UserCodeError(
+            "rollout.environment and rollout.program are both given; an episode has one program: drop one"
+        )
+    if spec.environment is not None:
+        return _environment(spec, load_object(spec.environment))
+    if spec.program is not None:
+        if spec.tools:
+            raise UserCodeError(
+                f"rollout.tools beside rollout.program: {spec.shown} gives the model its tools itself, by "
+                "chat.turn(messages, tools=[…]); drop rollout.tools"
+            )
+        return _own(spec, load_object(spec.program))
+    if not spec.tools:
+        raise UserCodeError("there is no program; give rollout.tools, rollout.environment or rollout.program")
+    return ToolLoop(load_tools(spec.tools))
+
+
+def _own(spec: ProgramSpec, found: Any) -> OwnProgram:
+    if inspect.isclass(found) and not hasattr(found, "run") and hasattr(found, "step"):
+        raise UserCodeError(f"{spec.shown}: it has step(), as environments have; name it in rollout.environment")
+    return OwnProgram(found, spec.shown, spec.params)
+
+
+def _environment(spec: ProgramSpec, found: Any) -> Program:
+    who = spec.shown
+    if inspect.iscoroutinefunction(found):
+        raise UserCodeError(f"{who}: it is an async function; name it in rollout.program, where {EXPECTED}")
+    if not callable(found):
+        raise UserCodeError(
+            f"{who}: it is {shown(found)}, and episodes need an environment each; name its class, or a function that "
+            "makes one"
+        )
+    if _is_skyrl(found):
+        _refuse_tools(spec)
+        return SkyrlProgram(found, who, spec.params, spec.max_turns)
+    check_arguments(who, found, (), spec.params)
+    instances = Instances(partial(found, **spec.params), who)
+    if inspect.isclass(found):
+        return _recognised(spec, instances, found, found)
+    with instances.one() as environment:
+        return _recognised(spec, instances, type(environment), environment)
+
+
+def _recognised(spec: ProgramSpec, instances: Instances, kind: type, environment: Any) -> Program:
+    """The program of an environment's class; ``environment`` is one of it, or the class again."""
+    match _form_of(kind, environment, bool(spec.tools)):
+        case "TRL":
+            return TrlProgram(instances, spec.shown, kind, load_tools(spec.tools))
+        case "gym":
+            _refuse_tools(spec)
+            return GymProgram(instances, spec.shown, environment)
+        case _:
+            raise UserCodeError(_lacking(spec.shown, kind, environment))
+
+
+def _form_of(kind: type, environment: Any, has_tools: bool) -> str | None:
+    def has(name: str) -> bool:
+        return callable(getattr(environment, name, None))
+
+    if not has("reset"):
+        return None
+    if any(base.__module__.partition(".")[0] in _GYMS for base in kind.__mro__) and has("step"):
+        return "gym"
+    if has("get_reward") or (has("step") and _step_is_a_tool(environment)):
+        return "TRL"
+    if has("step"):
+        return "gym"
+    return "TRL" if tool_names(kind) or has_tools else None
+
+
+def _step_is_a_tool(environment: Any) -> bool:
+    """Tell a tool that is named step from Gymnasium's: it returns text, and ``reset`` names no seed."""
+    try:
+        returns = inspect.signature(environment.step).return_annotation
+        return returns in (str, "str") and "seed" not in inspect.signature(environment.reset).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def _is_skyrl(found: Callable[..., Any]) -> bool:
+    if inspect.isclass(found):
+        return callable(getattr(found, "init", None)) and callable(getattr(found, "step", None))
+    try:
+        return "extras" in inspect.signature(found).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def _lacking(who: str, kind: type, environment: Any) -> str:
+    """The message for an environment of no known form."""
+    if callable(getattr(environment, "run", None)):
+        return f"{who}: it has run(), as programs have; name it in rollout.program"
+    forms: Mapping[str, Mapping[str, str]] = {
+        "TRL's": {"reset": "reset(**row)", "get_reward": "get_reward() or methods that are tools"},
+        "Gymnasium's and GEM's": {"reset": "reset(seed)", "step": "step(action)"},
+        "SkyRL-gym's": {"init": "init(prompt)", "step": "step(action)"},
+    }
+    said = []
+    for form, methods in forms.items():
+        lacks = [how for name, how in methods.items() if not callable(getattr(environment, name, None))]
+        said.append(f"{form} has {' and '.join(methods.values())}: here is no {' and no '.join(lacks)}")
+    own = [name for name, _ in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")]
+    return (
+        f"{who}: {kind.__name__} has none of the forms of an environment. {'; '.join(said)}. "
+        f"It has {', '.join(f'{name}()' for name in own) or 'no public methods'}"
+    )
+
+
+def _refuse_tools(spec: ProgramSpec) -> None:
+    if spec.tools:
+        raise UserCodeError(
+            f"rollout.tools beside {spec.shown}: there an action is all of the model's text, and tools are not called"
+            "; drop rollout.tools, or write the environment in TRL's form"
+        )

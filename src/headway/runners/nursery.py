@@ -1,0 +1,46 @@
+"""The nursery: a process that has loaded the user's code once, and forks runners that have it, too.
+
+It has one thread and no event loop, and runs nothing of the user's any more. An ended runner stays a zombie until the
+host asks for its end, so that its process id is nobody else's meanwhile.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import sys
+import threading
+from contextlib import suppress
+
+from headway.runners.inside import die_with, forking_a_runner
+from headway.runners.wire import HEADER, KINDS, BlockingChannel, Frame, Kind
+
+
+def fork_runners(sock: socket.socket) -> BlockingChannel:
+    """Fork runners by the host's orders on ``sock``. Returns in each runner alone, with its connection."""
+    if threading.active_count() > 1:
+        print("the user's code has started threads when it was imported; forked processes lack them", file=sys.stderr)
+    nursery = os.getpid()
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()  # else each runner would print what is left
+    gc.collect()
+    gc.freeze()  # pages that the collector does not write to stay shared
+    sock.setblocking(True)
+    while True:
+        data, descriptors, *_ = socket.recv_fds(sock, HEADER.size, 1)
+        if not data:
+            os._exit(0)
+        _, kind, order, detail = HEADER.unpack(data)
+        if KINDS[kind] is Kind.REAP:
+            sock.sendall(Frame(Kind.REAPED, order, os.waitstatus_to_exitcode(os.waitpid(detail, 0)[1])).packed())
+            continue
+        with forking_a_runner():
+            pid = os.fork()
+        if pid == 0:
+            os.setsid()
+            die_with(nursery)
+            os.close(sock.detach())
+            return BlockingChannel(socket.socket(fileno=descriptors[0]))
+        os.close(descriptors[0])
+        sock.sendall(Frame(Kind.FORKED, order, pid).packed())

@@ -1,0 +1,89 @@
+"""Secrets taken out of texts that people read: error messages, and the log of what runners print."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+
+MASK = "***"
+SHORTEST = 3
+"""Fewest characters of a value that is hidden: shorter ones are no secrets, and stand everywhere."""
+CHUNK = 1 << 16
+
+
+class Redaction:
+    """The values that no text may show, also as JSON or Python would spell them."""
+
+    def __init__(self, values: Iterable[str] = ()) -> None:
+        spelled = {one for value in values for one in (value, json.dumps(value)[1:-1], repr(value)[1:-1])}
+        # The longest first: one value may be a part of another.
+        self._values = sorted((one for one in spelled if len(one) >= SHORTEST), key=len, reverse=True)
+        self._encoded = [one.encode("utf-8", "surrogateescape") for one in self._values]
+
+    def __bool__(self) -> bool:
+        return bool(self._values)
+
+    def of(self, text: str) -> str:
+        """Return ``text`` with each of the values replaced by ``***``."""
+        for value in self._values:
+            text = text.replace(value, MASK)
+        return text
+
+    def of_bytes(self, data: bytes) -> bytes:
+        """Return ``data`` with each of the values replaced by ``***``."""
+        for value in self._encoded:
+            data = data.replace(value, MASK.encode())
+        return data
+
+    def begins_in(self, data: bytes) -> int:
+        """Return the position in ``data`` from which on it may be the beginning of a value; its length if nowhere."""
+        longest = max(map(len, self._encoded), default=1) - 1
+        for begin in range(max(0, len(data) - longest), len(data)):
+            if any(value.startswith(data[begin:]) for value in self._encoded):
+                return begin
+        return len(data)
+
+
+class RedactedLog:
+    """A pipe, read on the running event loop, whose contents go to a file without the secrets in them.
+
+    A pipe, and not Python's streams, because C code and the processes that user code starts print, too.
+    """
+
+    def __init__(self, target: int, redaction: Redaction) -> None:
+        """Write to the file descriptor ``target``, which stays the caller's."""
+        self._target, self._redaction = target, redaction
+        self._reader, self.writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        self._held = b""
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._reader, self._pass_on)
+
+    def close(self) -> None:
+        """Write what has arrived, and close the pipe."""
+        while self._pass_on():
+            pass
+        self._write(self._redaction.of_bytes(self._held))
+        self._loop.remove_reader(self._reader)
+        os.close(self._reader)
+        os.close(self.writer)
+
+    def _pass_on(self) -> bool:
+        """Write one chunk, but for an end that may be half a secret. Returns False where nothing had arrived."""
+        try:
+            data = os.read(self._reader, CHUNK)
+        except BlockingIOError:
+            return False
+        data = self._redaction.of_bytes(self._held + data)
+        whole = self._redaction.begins_in(data)
+        self._held = data[whole:]
+        self._write(data[:whole])
+        return True
+
+    def _write(self, data: bytes) -> None:
+        with suppress(OSError):  # a full disk costs the log, and no job
+            while data:
+                data = data[os.write(self._target, data) :]

@@ -1,0 +1,141 @@
+"""Serving many jobs at once on one event loop, which notes in a file that the host reads whose step it is making."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import socket
+import types
+from collections.abc import Coroutine, Generator
+from contextvars import Context, ContextVar
+from functools import partial
+from itertools import count
+from typing import Any
+
+from headway.errors import HeadwayError, RunError, said_by
+from headway.runners.hosted import Hosted
+from headway.runners.inside import print_traceback
+from headway.runners.redaction import Redaction
+from headway.runners.wire import Channel, Frame, Kind, pickled_error, unpickled
+
+NOBODY = 0
+_whose: ContextVar[int] = ContextVar("job", default=NOBODY)
+"""Number of the job that a task belongs to: tasks that user code starts inherit it."""
+
+
+def serve_shared(sock: socket.socket, hosted: Hosted, redaction: Redaction, note: memoryview) -> None:
+    """Serve jobs until the host closes the connection. ``note`` gets the number of the job whose step is being made,
+    0 where it is none's, and the count of all steps.
+    """
+    asyncio.run(_Shared(hosted, redaction, note).serve(sock))
+
+
+class Left(Exception):
+    """Exception for a task that `sys.exit` or an interrupt of its own ended: these would stop the event loop."""
+
+
+class _Shared:
+    def __init__(self, hosted: Hosted, redaction: Redaction, note: memoryview) -> None:
+        self._hosted, self._redaction, self._note = hosted, redaction, note
+        self._pid = os.getpid()
+        self._jobs: dict[int, asyncio.Task[Frame]] = {}
+        self._asks: dict[tuple[int, int], asyncio.Future[Any]] = {}
+        self._numbers = count(1)
+
+    async def serve(self, sock: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_task_factory(self._task)
+        self._ended = loop.create_future()
+        self._channel = Channel(sock, self._on_frame, partial(os._exit, 0))
+        await self._ended
+
+    def _on_frame(self, frame: Frame) -> None:
+        match frame.kind:
+            case Kind.JOB:
+                context = Context()
+                context.run(_whose.set, frame.job)
+                job = asyncio.get_running_loop().create_task(self._job(frame.job, frame.payload), context=context)
+                job.add_done_callback(partial(self._on_job_end, frame.job))
+                self._jobs[frame.job] = job
+            case Kind.CANCEL if frame.job in self._jobs:
+                self._jobs[frame.job].cancel()
+            case Kind.ANSWER | Kind.REFUSAL:
+                answered = self._asks.get((frame.job, frame.detail))
+                if answered is not None and not answered.done():
+                    answered.set_result(frame)
+            case Kind.PING:
+                self._channel.send(Frame(Kind.PONG))
+            case _:
+                pass
+
+    async def _job(self, number: int, payload: bytes) -> Frame:
+        """Do a job, and return what to tell the host of its end."""
+        try:
+            result = await self._hosted.serve(pickle.loads(payload), partial(self._ask, number))
+            return Frame(Kind.RESULT, number, 0, pickle.dumps(result))
+        except BaseException as error:
+            if not isinstance(error, HeadwayError | asyncio.CancelledError):
+                print_traceback()
+            return Frame(Kind.ERROR, number, 0, pickled_error(error, self._redaction))
+
+    def _on_job_end(self, number: int, job: asyncio.Task[Frame]) -> None:
+        del self._jobs[number]
+        if job.cancelled():  # before its first step
+            self._channel.send(Frame(Kind.ERROR, number, 0, pickled_error(asyncio.CancelledError(), self._redaction)))
+        else:
+            self._channel.send(job.result())
+
+    async def _ask(self, number: int, message: Any) -> Any:
+        payload = pickle.dumps(message)
+        if number not in self._jobs:
+            raise RunError("the job that asks has ended")
+        key = number, next(self._numbers)
+        self._asks[key] = asyncio.get_running_loop().create_future()
+        self._channel.send(Frame(Kind.ASK, *key, payload))
+        try:
+            answer: Frame = await self._asks[key]
+        except asyncio.CancelledError:
+            self._channel.send(Frame(Kind.WITHDRAWN, *key))
+            raise
+        finally:
+            del self._asks[key]
+        if answer.kind is Kind.REFUSAL:
+            raise pickle.loads(answer.payload)
+        return unpickled(answer.payload, "the answer")
+
+    def _task(
+        self, loop: asyncio.AbstractEventLoop, coroutine: Any, *, context: Context | None = None, **others: Any
+    ) -> asyncio.Task[Any]:
+        """Make a task that notes whose steps it makes."""
+        if not asyncio.iscoroutine(coroutine):
+            raise TypeError(f"a coroutine was expected, got {coroutine!r}")
+        number = _whose.get() if context is None else context.get(_whose, NOBODY)
+        return asyncio.Task(self._noting(coroutine, number), loop=loop, context=context, **others)
+
+    async def _noting(self, coroutine: Coroutine[Any, Any, Any], number: int) -> Any:
+        return await self._steps(coroutine, number)
+
+    @types.coroutine
+    def _steps(self, coroutine: Coroutine[Any, Any, Any], number: int) -> Generator[Any, Any, Any]:
+        """Step through ``coroutine``; what it waits for is the task's to wait for."""
+        note, pid = self._note, self._pid
+        value, error = None, None
+        while True:
+            note[0] = number
+            note[1] += 1
+            try:
+                awaited = coroutine.send(value) if error is None else coroutine.throw(error)
+            except StopIteration as stop:
+                return stop.value
+            except (SystemExit, KeyboardInterrupt) as end:
+                raise Left(said_by(end)) from end
+            finally:
+                note[0], error = NOBODY, None
+                if os.getpid() != pid:  # a child that user code has forked returns: there is one loop at the connection
+                    os._exit(0)
+            value = None
+            try:
+                value = yield awaited
+            except BaseException as thrown:
+                error = thrown

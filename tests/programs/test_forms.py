@@ -1,0 +1,137 @@
+"""The form of user code is recognised by what it has, and what has none is told what each form has."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+from headway.errors import UserCodeError
+from headway.programs.program import ProgramSpec
+
+METHODS = {
+    "reset": "def reset(self, **row): ...",
+    "seeded": "def reset(self, seed=None): ...",
+    "step": "def step(self, action): ...",
+    "tool step": "def step(self, action: str) -> str: 'a tool'",
+    "init": "def init(self, prompt): ...",
+    "get_reward": "def get_reward(self): ...",
+    "look": "def look(self) -> str:\n            '''Look.'''",
+    "nothing": "x = 1",
+}
+
+
+def a_class(*methods: str, bases: str = "", head: str = "") -> str:
+    body = "\n        ".join(METHODS[method] for method in methods)
+    return f"\n    {head}\n    class Game({bases}):\n        {body}\n"
+
+
+@pytest.mark.parametrize(
+    ("methods", "form"),
+    [
+        (("reset", "look"), "TRL"),
+        (("reset", "get_reward"), "TRL"),
+        (("reset", "tool step"), "TRL"),
+        (("seeded", "step", "get_reward"), "TRL"),
+        (("seeded", "step"), "Gymnasium and GEM"),
+        (("reset", "step"), "Gymnasium and GEM"),
+        (("seeded", "tool step"), "Gymnasium and GEM"),
+        (("init", "step"), "SkyRL-gym"),
+        (("init", "step", "seeded"), "SkyRL-gym"),
+    ],
+)
+def test_an_environment_is_recognised_by_its_methods(environment, methods, form):
+    program = environment(a_class(*methods)).load()._program
+    assert type(program).__name__ == {"TRL": "TrlProgram", "SkyRL-gym": "SkyrlProgram"}.get(form, "GymProgram")
+
+
+def test_a_class_of_gymnasiums_is_an_environment_of_its_form_whatever_else_it_has(environment):
+    base = "Base = type('Env', (), {'__module__': 'gymnasium.core'})"
+    program = environment(a_class("seeded", "step", "get_reward", bases="Base", head=base)).load()._program
+    assert type(program).__name__ == "GymProgram"
+
+
+def test_an_environment_of_no_form_is_told_what_each_form_has_and_it_has_not(environment):
+    with pytest.raises(UserCodeError) as refused:
+        environment(a_class("step", "get_reward")).load()
+    assert str(refused.value) == (
+        "environment game.py:Game: Game has none of the forms of an environment. "
+        "TRL's has reset(**row) and get_reward() or methods that are tools: here is no reset(**row); "
+        "Gymnasium's and GEM's has reset(seed) and step(action): here is no reset(seed); "
+        "SkyRL-gym's has init(prompt) and step(action): here is no init(prompt). It has get_reward(), step()"
+    )
+    with pytest.raises(
+        UserCodeError, match=r"here is no reset\(seed\) and no step\(action\); .* It has no public methods$"
+    ):
+        environment(a_class("nothing"), file="other.py").load()
+
+
+def test_an_environment_with_a_reset_alone_needs_tools(environment, tools):
+    spec = environment(a_class("reset"))
+    with pytest.raises(UserCodeError, match=r"here is no get_reward\(\) or methods that are tools; "):
+        spec.load()
+    more = tools('def look() -> int:\n    """Look."""\n    return 1', "look")
+    ProgramSpec(environment=spec.environment, tools=more.tools).load()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("agent", r"it is an async function; name it in rollout.program, where a program is async def run"),
+        ("Agent", r"it has run\(\), as programs have; name it in rollout.program"),
+        (
+            "game",
+            r"it is <.*Game.*>, and episodes need an environment each; name its class, or a function that makes one",
+        ),
+        ("nobody", "has no 'nobody'; name what it defines, as file.py:name"),
+        ("nothing", r"NoneType has none of the forms"),
+    ],
+)
+def test_what_is_no_environment_is_refused_with_what_to_do(environment, name, message):
+    more = """
+    async def agent(row, chat): ...
+    class Agent:
+        async def run(self, row, chat): ...
+    game = Game()
+    def nothing(): ...
+    """
+    with pytest.raises(UserCodeError, match=message):
+        environment(a_class("reset", "look") + more, name).load()
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (ProgramSpec(), "there is no program; give rollout.tools, rollout.environment or rollout.program"),
+        (ProgramSpec(environment="a.py:A", program="b.py:b"), "rollout.environment and rollout.program are both given"),
+        (
+            ProgramSpec(tools=("a.py:f",), program="b.py:b"),
+            "rollout.tools beside rollout.program: program b.py:b gives the",
+        ),
+        (ProgramSpec(environment="nowhere.py:A"), "nowhere.py:A: there is no file "),
+    ],
+)
+def test_specs_that_contradict_themselves_are_refused(spec, message):
+    with pytest.raises(UserCodeError, match=message):
+        spec.load()
+
+
+def test_a_spec_pickles_and_is_found_from_another_folder(environment, tmp_path, monkeypatch):
+    environment(a_class("seeded", "step"))
+    monkeypatch.chdir(tmp_path)
+    spec = ProgramSpec(environment="game.py:Game", tools=("game.py:f",), params={"x": 1}).resolved()
+    assert spec == pickle.loads(pickle.dumps(spec))
+    assert spec.environment == f"{tmp_path}/game.py:Game"
+    assert spec.tools == (f"{tmp_path}/game.py:f",)
+    assert spec.shown == "environment game.py:Game"
+
+
+def test_a_process_for_user_code_imports_neither_torch_nor_numpy():
+    code = (
+        "import sys; import headway.programs.forms; "
+        "print([m for m in ('torch', 'numpy', 'transformers', 'ray', 'pydantic') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[]\n"

@@ -1,0 +1,152 @@
+"""Runners that are lost: event loops that stand still, what the host may not take for that, and deaths."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway.errors import RunnerLost
+from headway.runners.runners import Runners
+from tests.runners.test_runners import ended, runners_of
+
+STALL_S = 0.5
+
+
+async def patiently(runners: Runners, *job: Any, on_ask: Any = None, tries: int = 5) -> Any:
+    """Run a job, and again as long as it was lost by no fault of its own."""
+    for tries_left in range(tries, -1, -1):
+        try:
+            return await runners.run(job, on_ask)
+        except RunnerLost as lost:
+            if lost.culprit is not False or not tries_left:
+                raise
+    raise AssertionError("unreachable")
+
+
+@pytest.mark.parametrize("job", ["holds_the_loop", "holds_the_loop_in_a_task"])
+async def test_a_job_that_holds_its_event_loop_is_named_and_the_others_of_its_runner_are_not(job: str) -> None:
+    async with runners_of("shared", stall_s=STALL_S) as runners:
+        before = await runners.run(("pid",))
+        other = asyncio.create_task(runners.run(("sleeps", 60)))
+        await asyncio.sleep(0)
+        began = time.monotonic()
+        with pytest.raises(RunnerLost, match=rf"held its runner's event loop for more than {STALL_S} s") as lost:
+            await runners.run((job, 60))
+        assert STALL_S <= time.monotonic() - began < 20 * STALL_S
+        assert (lost.value.culprit, lost.value.timed_out) == (True, True)
+        with pytest.raises(RunnerLost, match="its runner was lost: another job held its event loop") as lost:
+            await other
+        assert (lost.value.culprit, lost.value.timed_out) == (False, False)
+        assert await runners.run(("pid",)) != before
+
+
+@pytest.mark.parametrize("job", ["backtracks", "keeps_the_lock", "stops"])
+async def test_a_loop_that_nothing_of_python_can_interrupt_is_replaced(job: str) -> None:
+    async with runners_of("shared", stall_s=STALL_S) as runners:
+        with pytest.raises(RunnerLost, match="held its runner's event loop"):
+            await runners.run((job,))
+        assert await runners.run(("echo", 1)) == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(signal.SIGKILL, "ended with SIGKILL"), (signal.SIGSTOP, "something held its event loop")]
+)
+async def test_of_a_runner_that_somebody_else_kills_or_stops_no_job_is_to_blame(number: int, text: str) -> None:
+    async with runners_of("shared", processes=2, stall_s=STALL_S) as runners:
+        await runners.start()
+        jobs = [asyncio.create_task(runners.run(("sleeps", 3 * STALL_S))) for _ in range(6)]
+        await asyncio.sleep(0.1)
+        os.kill(runners._runners[0].process.pid, number)
+        ends = await asyncio.gather(*jobs, return_exceptions=True)
+        lost = [end for end in ends if isinstance(end, RunnerLost)]
+        assert [end for end in ends if not isinstance(end, RunnerLost)] == ["slept"] * 3
+        assert [(text in str(end), end.culprit) for end in lost] == [(True, None)] * 3
+
+
+async def test_the_log_shows_where_a_loop_was_held(tmp_path: Path) -> None:
+    async with runners_of("shared", stall_s=STALL_S, log_path=tmp_path / "log") as runners:
+        with pytest.raises(RunnerLost):
+            await runners.run(("backtracks",))
+        await runners.run(("echo", 1))
+    assert "in backtracks" in (tmp_path / "log").read_text()
+
+
+async def test_a_loop_that_is_slow_is_not_replaced() -> None:
+    """Over 1 s: steps without a look at the connection, and single steps just shorter than the limit."""
+    async with runners_of("shared", stall_s=STALL_S) as runners:
+        before = await runners.run(("pid",))
+        assert await runners.run(("steps_for", 3 * STALL_S)) == "stepped"
+        held = [runners.run(("holds_the_loop", 0.4 * STALL_S)) for _ in range(4)]
+        assert await asyncio.gather(*held) == ["held"] * 4
+        assert await runners.run(("pid",)) == before
+
+
+async def test_a_host_that_stands_still_itself_replaces_nobody() -> None:
+    """Takes several times the limit, during which the host's loop is blocked and the runner's is not."""
+    async with runners_of("shared", stall_s=STALL_S) as runners:
+        before = await runners.run(("pid",))
+        sleeping = asyncio.create_task(runners.run(("sleeps", 4 * STALL_S)))
+        asking = asyncio.create_task(runners.run(("asks", 3, 0.1), answer))
+        await asyncio.sleep(0.1)
+        time.sleep(5 * STALL_S)  # noqa: ASYNC251
+        assert (await sleeping, await asking) == ("slept", [0, 1, 2])
+        assert await runners.run(("pid",)) == before
+
+
+async def test_runners_without_jobs_are_not_looked_after() -> None:
+    async with runners_of("shared", stall_s=STALL_S) as runners:
+        await runners.run(("echo", 1))
+        await asyncio.sleep(STALL_S / 4)
+        assert runners._ticking is None
+        assert await runners.run(("echo", 2)) == 2
+
+
+async def test_a_killed_nursery_takes_its_runners_along_and_is_replaced() -> None:
+    async with runners_of("forked", processes=3) as runners:
+        pids = await asyncio.gather(*(runners.run(("pid",)) for _ in range(3)))
+        jobs = [asyncio.create_task(patiently(runners, "asks_and_blocks", 4, 0.05, on_ask=answer)) for _ in range(9)]
+        await asyncio.sleep(0.05)
+        assert runners._nursery is not None
+        with ended(pids[0]):
+            os.kill(runners._nursery.process.pid, signal.SIGKILL)
+        assert await asyncio.gather(*jobs) == [[0, 1, 2, 3]] * 9
+
+
+async def test_jobs_lost_with_a_nursery_are_not_to_blame() -> None:
+    async with runners_of("forked") as runners:
+        begun = asyncio.Event()
+        job = asyncio.create_task(runners.run(("holds_the_loop", 60), on_begin=begun.set))
+        await begun.wait()
+        assert runners._nursery is not None
+        os.kill(runners._nursery.process.pid, signal.SIGKILL)
+        with pytest.raises(RunnerLost, match="its runner was lost: it ended with the process that forked it") as lost:
+            await job
+        assert lost.value.culprit is False
+
+
+async def test_a_nursery_that_was_killed_while_idle_costs_no_job() -> None:
+    async with runners_of("forked") as runners:
+        with pytest.raises(RunnerLost):
+            await runners.run(("dies",))
+        assert runners._nursery is not None
+        os.kill(runners._nursery.process.pid, signal.SIGKILL)
+        assert await runners.run(("echo", 1)) == 1
+
+
+async def test_an_idle_runner_that_was_killed_costs_no_job_once_its_end_is_seen() -> None:
+    async with runners_of("spawned") as runners:
+        pid = await runners.run(("pid",))
+        with ended(pid):
+            os.kill(pid, signal.SIGKILL)
+        await asyncio.sleep(0.05)
+        assert await runners.run(("pid",)) != pid
+
+
+async def answer(message: Any) -> Any:
+    return message
