@@ -244,7 +244,7 @@ def _check_positions(config: Config, limit: int | None, way_out: str) -> None:
 
 
 def _check_own_functions(config: Config) -> None:
-    """Check that own losses, estimators and corrections can be called: otherwise the first step would find out."""
+    """Check that own losses, estimators, corrections and demonstrations can be called, before anything needs them."""
     algorithm = config.algorithm
     for spec, positional, named in (
         (algorithm.policy_loss.loss_mode, LOSS_PARAMETERS, ()),
@@ -253,6 +253,9 @@ def _check_own_functions(config: Config) -> None:
     ):
         if names_a_file(spec):
             check_call(spec, load_function(spec), positional, named)
+    warmup = config.model.warmup
+    if warmup is not None and warmup.demonstrations is not None:
+        check_call(warmup.demonstrations, load_function(warmup.demonstrations), ("rng",))
 
 
 def _check_biases(config: Config, model_config: Any) -> None:

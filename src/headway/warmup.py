@@ -1,4 +1,5 @@
-"""Supervised warm-up of a made model: steps on the task's own solutions until held-out greedy accuracy is in a window.
+"""Supervised warm-up of a made model, on one loop: on a task's solutions until held-out greedy accuracy is in a window,
+or on demonstrations for a fixed number of steps.
 
 model ─▶ [ eval_every steps ─▶ greedy accuracy ]* ─▶ model, in place
                 ▲                  │ above the window: back to the last weights not above it, with a quarter of the
@@ -9,18 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import islice
 from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from headway.config.model import GiveUpConfig, WarmupConfig
+from headway.config.model import WarmupConfig
 from headway.config.schema import TaskConfig
 from headway.data.tasks import make_task
 from headway.data.types import Prompt
@@ -28,49 +27,49 @@ from headway.engines.rollout.native.engine import NativeEngine
 from headway.episodes.alone import keeping
 from headway.errors import ModelError, UserCodeError, boundary
 from headway.interfaces import GroupRequest, SamplingParams
+from headway.lessons import IGNORED, Batch
 from headway.models.tokenizer import text_of
 
 EVALUATION_SLOTS = 128
 GRAD_CLIP = 1.0
-IGNORED = -100
-"""Target of positions that are not trained on, as for cross-entropy in torch."""
 
 
 @dataclass(frozen=True, slots=True)
 class WarmupResult:
-    accuracy: float
+    accuracy: float | None
+    """Held-out greedy accuracy; None where there is no evaluation."""
     steps: int
 
 
 def warm_up(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    task: TaskConfig,
+    batches: Iterator[Batch],
     config: WarmupConfig,
-    held_out: Sequence[Prompt],
-    *,
-    seed: int,
-    max_response_length: int,
+    evaluate: Callable[[PreTrainedModel], float] | None,
     report: Callable[[str], None],
 ) -> WarmupResult:
-    """Train ``model`` in place until its greedy accuracy on ``held_out`` lies in ``config.target``.
+    """Train ``model`` in place on ``batches`` until what ``evaluate`` says of it lies in ``config.target``.
 
-    ``held_out`` follows the task's own distribution; training problems follow it with ``config.params`` on top, and are
-    never among the held-out ones. Where accuracy leaves the window again and does not come back, the last weights
-    inside count. Raises `ModelError` when ``config.max_steps`` never led into it.
+    Where accuracy leaves the window again and does not come back, the last weights inside count. Without ``evaluate``
+    it trains for ``config.max_steps`` steps, and the loss is reported instead.
+
+    Raises:
+        ModelError: ``config.max_steps`` never led into the window.
     """
     low, high = config.target
-    batches = _batches(tokenizer, task, config, {prompt.text for prompt in held_out}, seed)
-    evaluate = _Evaluation(tokenizer, task, held_out, seed, max_response_length)
     lr, interval, steps, accuracy = config.lr, config.eval_every, 0, 0.0
     optimizer = _optimizer(model, lr)
     below = copy.deepcopy(model.state_dict())
     inside: tuple[WarmupResult, dict[str, Any]] | None = None
     while steps < config.max_steps:
+        losses = []
         for batch in islice(batches, min(interval, config.max_steps - steps)):
             _set_lr(optimizer, lr * (1 - steps / config.max_steps))
-            _step(model, optimizer, batch)
+            losses.append(_step(model, optimizer, batch))
             steps += 1
+        if evaluate is None:
+            report(f"{steps} supervised steps, loss {sum(losses) / len(losses):.3f}")
+            continue
         accuracy = evaluate(model)
         report(f"{steps} supervised steps, held-out accuracy {accuracy:.3f}")
         if accuracy > high:
@@ -83,6 +82,8 @@ def warm_up(
             inside = WarmupResult(accuracy, steps), below
             if steps >= config.min_steps:
                 return inside[0]
+    if evaluate is None:
+        return WarmupResult(None, steps)
     if inside is not None:
         model.load_state_dict(inside[1])
         return inside[0]
@@ -101,7 +102,8 @@ def _set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def _step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: Batch) -> float:
+    """Make one step; returns the mean loss of a learned token in nats."""
     inputs, targets = batch
     model.train()
     logits = model(inputs, use_cache=False).logits
@@ -110,41 +112,10 @@ def _step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: tuple
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP)
     optimizer.step()
+    return loss.item()
 
 
-def _batches(
-    tokenizer: PreTrainedTokenizerBase, task: TaskConfig, config: WarmupConfig, held_out: set[str], seed: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield batches without end: ``inputs`` and ``targets`` [config.batch_size, T], of which only answers count."""
-    lessons = make_task(task.name, {**task.params, **config.params}, seed=seed)
-    rng = random.Random(seed)
-    index = count()
-    while True:
-        inputs: list[torch.Tensor] = []
-        targets: list[torch.Tensor] = []
-        while len(inputs) < config.batch_size:
-            problem = lessons.problem(next(index))
-            if problem.prompt in held_out:
-                continue
-            prompt = tokenizer(problem.prompt, add_special_tokens=False)["input_ids"]
-            solution = _solution(problem.answer, config.give_up, rng)
-            answer = [*tokenizer(solution, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-            inputs.append(torch.tensor([*prompt, *answer[:-1]]))
-            targets.append(torch.tensor([IGNORED] * (len(prompt) - 1) + answer))
-        yield (
-            pad_sequence(inputs, batch_first=True, padding_value=tokenizer.pad_token_id),
-            pad_sequence(targets, batch_first=True, padding_value=IGNORED),
-        )
-
-
-def _solution(answer: str, give_up: GiveUpConfig | None, rng: random.Random) -> str:
-    """Return the solution that the model is to learn: the answer or, for a long one, sometimes that it gives up."""
-    if give_up is not None and len(answer) > give_up.above and rng.random() < give_up.rate:
-        return give_up.answer
-    return answer
-
-
-class _Evaluation:
+class Evaluation:
     """Evaluation of greedy accuracy on the held-out problems, by the task's own verifier, through the native engine."""
 
     def __init__(

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import chain, count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headway.app.carry_out import carry_out, set_math_environment
 from headway.config.loading import LoadedConfig
+from headway.config.model import WarmupConfig
 from headway.config.schema import Config
 from headway.data.sources import Rows, build_sources
+from headway.data.tokenize import PromptTokenizer
+from headway.data.types import Prompt
+from headway.episodes.hosting import chats_of
 from headway.errors import UserError
 from headway.preflight import check_inputs, check_model
+from headway.programs.tools import load_tools
 from headway.reports.bundle import Reports, open_reports
 from headway.reports.run_directory import Occupied, RunDirectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from headway.lessons import Lesson
 
 
 def train(loaded: LoadedConfig) -> int:
@@ -67,24 +79,50 @@ def _prepare_model(config: Config, rows: Rows, reports: Reports) -> str:
 def _warm_up(config: Config, rows: Rows, path: Path, reports: Reports) -> None:
     import torch
 
+    from headway.lessons import batches
     from headway.models.pretrained import load_model, without_progress_bars
     from headway.models.tokenizer import load_tokenizer
     from headway.warmup import warm_up
 
-    if config.model.warmup is None or config.data.task is None:
-        raise AssertionError("unreachable: the doctor asks for a task where there is a warm-up")
+    if config.model.warmup is None:
+        raise AssertionError("unreachable: called where there is a warm-up")
     tokenizer = load_tokenizer(str(path))
     model = load_model(str(path), dtype=torch.float32)
     reports.phase("warming the model up")
+    lessons, evaluate = _teaching(config, config.model.warmup, tokenizer, build_sources(config, tokenizer, rows).val)
     warm_up(
         model,
-        tokenizer,
-        config.data.task,
+        batches(lessons, config.model.warmup.batch_size, tokenizer.pad_token_id),
         config.model.warmup,
-        build_sources(config, tokenizer, rows).val,
-        seed=config.run.seed,
-        max_response_length=config.data.max_response_length,
+        evaluate,
         report=lambda detail: reports.phase("warming the model up", detail),
     )
     with without_progress_bars():
         model.save_pretrained(path)
+
+
+def _teaching(
+    config: Config, warmup: WarmupConfig, tokenizer: PreTrainedTokenizerBase, val: list[Prompt]
+) -> tuple[Iterator[Lesson], Callable[[PreTrainedModel], float] | None]:
+    """What the warm-up teaches, and how it looks at what was learned: not at all, of demonstrations."""
+    from headway.lessons import demonstrations, solutions
+    from headway.warmup import Evaluation
+
+    data, seed = config.data, config.run.seed
+    held_out = {prompt.text for prompt in val}
+    if warmup.demonstrations is not None:
+        lessons = demonstrations(
+            chats_of(config, tokenizer),
+            warmup.demonstrations,
+            [tool.schema for tool in load_tools(config.rollout.tools)],
+            held_out,
+            seed=seed,
+            conversations=warmup.max_steps * warmup.batch_size,
+            longest=tokenizer.model_max_length,
+        )
+        return lessons, None
+    if data.task is None:
+        raise AssertionError("unreachable: the doctor asks for a task where there are no demonstrations")
+    prompts = PromptTokenizer(tokenizer, data.chat_template, data.max_prompt_length)
+    lessons = solutions(tokenizer, prompts, data.task, warmup, held_out, seed)
+    return lessons, Evaluation(tokenizer, data.task, val, seed, data.max_response_length)

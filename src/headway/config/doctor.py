@@ -55,8 +55,19 @@ def _model(config: Config) -> Iterator[str]:
         yield "model: model.path and model.make are both given; set one of them to null"
     if model.warmup is not None and model.make is None:
         yield "model.warmup is for a made model; set it to null, or give model.make"
-    if model.warmup is not None and data.task is None:
-        yield "model.warmup trains on data.task, and there is none; set model.warmup to null, or give model.path"
+    demonstrations = None if model.warmup is None else model.warmup.demonstrations
+    if model.warmup is not None and demonstrations is None and data.task is None:
+        yield (
+            "model.warmup trains on data.task, and there is none; set model.warmup to null, give model.path, or give "
+            "model.warmup.demonstrations"
+        )
+    if demonstrations is not None and not names_a_file(demonstrations):
+        yield f"model.warmup.demonstrations={demonstrations}: expected file.py:function, such as demonstrations.py:play"
+    if model.path is None and model.make is not None and model.make.chat_template is None:
+        if demonstrations is not None:
+            yield "model.warmup.demonstrations are chat messages; give the made model a model.make.chat_template"
+        elif config.rollout.has_program:
+            yield "programs speak to the model by chat messages; give the made model a model.make.chat_template"
     if model.path is None and model.make is not None:
         length, limit = data.max_prompt_length + data.max_response_length, model.make.max_position_embeddings
         if length > limit:

@@ -43,6 +43,13 @@ def without_effect(config: Config) -> dict[str, str]:
 def _model(config: Config) -> Iterator[Idle]:
     if config.model.path is None:
         yield "model.trust_remote_code", "the model is made, not loaded"
+    warmup = config.model.warmup
+    if warmup is not None and warmup.demonstrations is not None:
+        for key in ("target", "min_steps", "give_up", "params"):
+            yield (
+                f"model.warmup.{key}",
+                "demonstrations are learned for max_steps steps; it is for the task's solutions",
+            )
 
 
 def _programs(config: Config) -> Iterator[Idle]:

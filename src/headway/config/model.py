@@ -51,9 +51,9 @@ class MakeModelConfig(Section):
     @classmethod
     def _longer_than_characters(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if short := [token for token in value if len(token) < 2]:
-            raise ValueError(f"expected tokens of two characters or more, but {', '.join(map(repr, short))} is shorter")
-        if taken := [token for token, count in Counter([*value, "<pad>", "<eos>"]).items() if count > 1]:
-            raise ValueError(f"expected each token once beside <pad> and <eos>, but {', '.join(map(repr, taken))} repeats")
+            raise ValueError(f"expected tokens of two characters or more, not {', '.join(map(repr, short))}")
+        if repeated := [token for token, count in Counter([*value, "<pad>", "<eos>"]).items() if count > 1]:
+            raise ValueError(f"expected each token once beside <pad> and <eos>, not {', '.join(map(repr, repeated))}")
         return value
 
     @model_validator(mode="after")
@@ -92,8 +92,8 @@ class WarmupConfig(Section):
     lr: float = Field(1e-3, gt=0)
     """Learning rate of the first supervised step."""
     eval_every: Positive = 20
-    """Optimizer steps between two evaluations. A jump over the window goes back to the last weights below it and on
-    with a quarter of the learning rate and of these steps."""
+    """Optimizer steps between two evaluations, or reports of the loss where there are none. A jump over the window goes
+    back to the last weights below it and on with a quarter of the learning rate and of these steps."""
     min_steps: NonNegative = 0
     """First step at which the window counts: before that, accuracy may be right by a skill half learned."""
     max_steps: Positive = 2000

@@ -1,0 +1,64 @@
+"""Guess a hidden number of 15 in 4 turns: the game, a player to begin with, and the rows.
+
+    20-34          the numbers that it may be
+    27             a guess
+    <20-26         it is smaller, so one of these
+    ...
+
+    python recipes/agents/guess.py          # writes the rows again: guess-train.jsonl, guess-val.jsonl
+"""
+
+import json
+import random
+from pathlib import Path
+
+NUMBERS, TURNS = 15, 4
+LOWEST = range(10, 100 - NUMBERS + 1)
+HELD_OUT = LOWEST[3::6]  # ranges that begin here are never played in training
+
+
+async def play(row, chat, shuffled=False):
+    """One game: 1 for the number, 0 without it. ``shuffled``: the answers are a coin's, so nothing can be learned."""
+    messages, coin = list(row["prompt"]), random.Random(chat.seed)
+    low, high = map(int, messages[0]["content"].split("-"))
+    for _ in range(TURNS):
+        turn = await chat.turn(messages)
+        guess = int(turn.content) if turn.content.isdecimal() else None
+        if guess is None or guess == row["answer"]:
+            break
+        smaller = coin.random() < 0.5 if shuffled else row["answer"] < guess
+        told, low, high = tell(guess, smaller, low, high)
+        messages += [turn.message, {"role": "user", "content": told}]
+    return float(guess == row["answer"])
+
+
+def tell(guess, smaller, low, high):
+    """What the player is told after a wrong guess, and the numbers that are left."""
+    low, high = (low, min(high, guess - 1)) if smaller else (max(low, guess + 1), high)
+    return f"{'<' if smaller else '>'}{low}-{high}", low, high
+
+
+def demonstrate(rng):
+    """A game of a player that guesses any number that is left: it finds the number in 0.604 of all games."""
+    low = rng.choice(LOWEST)
+    high = low + NUMBERS - 1
+    hidden = rng.randint(low, high)
+    messages = [{"role": "user", "content": f"{low}-{high}"}]
+    for turn in range(TURNS):
+        guess = rng.randint(low, high)
+        messages.append({"role": "assistant", "content": str(guess)})
+        if guess == hidden or turn == TURNS - 1:
+            return messages
+        told, low, high = tell(guess, hidden < guess, low, high)
+        messages.append({"role": "user", "content": told})
+
+
+def rows(starts):
+    """Every number of every range."""
+    return [{"prompt": f"{low}-{low + NUMBERS - 1}", "answer": low + n} for low in starts for n in range(NUMBERS)]
+
+
+if __name__ == "__main__":
+    for name, starts in {"train": [low for low in LOWEST if low not in HELD_OUT], "val": HELD_OUT}.items():
+        lines = [json.dumps(row) + "\n" for row in rows(starts)]
+        (Path(__file__).parent / f"guess-{name}.jsonl").write_text("".join(lines))

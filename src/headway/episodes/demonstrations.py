@@ -1,0 +1,68 @@
+"""Conversations that somebody else had, made rows to learn from by what makes the rows of episodes.
+
+messages ─▶ for each answer: Record.prompt ─▶ the answer's ids, as the template writes it ─▶ Record.answered ─▶ rows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.data.types import FinishReason, RowTokens, SampledTokens
+from headway.episodes.messages import plain_messages
+from headway.episodes.record import Chats
+from headway.episodes.rendering import ChatRenderer
+from headway.errors import ConfigError, DataError, UserCodeError
+from headway.interfaces import FinishedCall
+from headway.programs.messages import Message, ToolSchema, TurnRequest
+
+
+def demonstrated(
+    chats: Chats, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] | None = None
+) -> list[RowTokens]:
+    """The rows of a conversation, as if each answer in ``messages`` had been sampled, the end of its turn included.
+
+    ``tools`` are those that every turn has.
+
+    Raises:
+        UserCodeError: ``messages`` are no chat messages, or have no answer after the first one.
+        DataError: the template refuses the messages, or does not write an answer behind its prompt.
+        ConfigError: the template ends answers with no token of the tokenizer's that ends a turn.
+    """
+    chat, record = plain_messages(messages), chats.record()
+    answers = [at for at, message in enumerate(chat) if message["role"] == "assistant" and at > 0]
+    if not answers:
+        roles = ", ".join(str(message["role"]) for message in chat)
+        raise UserCodeError(f"there is nothing to learn from messages of {roles}: no answer of role assistant follows")
+    for at in answers:
+        request = TurnRequest(chat[:at], list(tools) if tools else None)
+        prompted = record.prompt(request)
+        ids = _answer_ids(chats.renderer, chat[: at + 1], tools)
+        tokens = SampledTokens(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32))
+        finished = FinishedCall(at, len(ids), [[0, 0]], FinishReason.STOP, 0.0, 0.0, tokens)
+        record.answered(prompted, request, finished)
+    return record.rows()
+
+
+def _answer_ids(
+    renderer: ChatRenderer, chat: Sequence[Message], tools: Sequence[ToolSchema] | None
+) -> NDArray[np.int32]:
+    """The ids [T] of the last message of ``chat``, an answer, up to the token that ends its turn."""
+    opening = renderer.render(chat[:-1], tools)
+    text = renderer.render(chat, tools, generation_prompt=False)
+    if not text.startswith(opening):
+        raise DataError(
+            f"the chat template writes {text!r}, which does not begin with the prompt of its last answer, {opening!r}; "
+            "answers are learned as they are asked for, so use a template that writes them behind their prompt"
+        )
+    ids = renderer.encode(text[len(opening) :])
+    ends = [n for n, id in enumerate(ids.tolist()) if id in renderer.end_ids]
+    if not ends:
+        raise ConfigError(
+            f"the chat template writes an answer as {text[len(opening) :]!r}, without a token that ends it; let it end "
+            "answers with {{ eos_token }}"
+        )
+    return ids[: ends[0] + 1]
