@@ -12,9 +12,9 @@ from typing import Any
 from headway.errors import EpisodeOver, ProgramFailed, shown
 from headway.programs.chat import Chat
 from headway.programs.failures import failing, number
-from headway.programs.instances import are_coroutines, called
 from headway.programs.messages import EpisodeEnd, EpisodeStart, Message, TurnAnswer
 from headway.programs.program import ProgramDescription, seed_generators
+from headway.programs.waiting import are_coroutines, called
 
 
 class SkyrlProgram:
