@@ -18,7 +18,7 @@ from headway.data.types import FinishReason, Prompt
 from headway.episodes.alone import keeping
 from headway.episodes.hosting import chat_hosting
 from headway.episodes.programs import Hosting
-from headway.episodes.runners import ProgramRunners
+from headway.episodes.runners import ProgramRunners, variables
 from headway.errors import DataError, ScoringFailed
 from headway.evaluation.figures import Answer, Solved
 from headway.evaluation.settings import Job
@@ -92,7 +92,13 @@ async def solve(
     async with AsyncExitStack() as stack:
         reward = hosting = None
         if not config.reward.by_program:
-            reward = RewardRunners(spec, workers=config.reward.workers, retries=config.reward.retries, log_path=None)
+            reward = RewardRunners(
+                spec,
+                workers=config.reward.workers,
+                retries=config.reward.retries,
+                log_path=None,
+                env=variables(config.rollout.env),
+            )
             stack.push_async_callback(reward.close)
             await reward.start()
         if config.rollout.has_program:
