@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import xxhash
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_exponential
 
 from headway.concurrently import failure_ignored
 from headway.data.types import FinishReason, RowAt, RowTokens, Trajectory, TrajectoryId
@@ -30,9 +30,11 @@ from headway.programs.messages import EpisodeEnd, EpisodeStart, TurnAnswer, Turn
 
 Turn = Callable[[TurnRequest], Awaitable[TurnAnswer]]
 
-LONGEST_PAUSE_S = 30.0
-"""Most seconds before a program is run again for something that was away."""
-MOST_LOSSES = 20
+AWAY = wait_exponential(multiplier=0.5, max=30.0)
+"""Seconds before a program is run again for something that was away."""
+LOST = wait_exponential(multiplier=0.05, max=1.0)
+"""Seconds before a program is run again whose runner was lost."""
+MOST_LOSSES = 200
 """Number of runners that an episode may lose to other episodes' doing."""
 
 
@@ -178,9 +180,9 @@ class ProgramEpisode:
         one = _Try(self._hosting.record())
         end, failure = EpisodeEnd(), None
         retrying = AsyncRetrying(
-            retry=retry_if_exception_type((ProgramAway, RunnerLost)),
+            retry=retry_if_exception(_may_pass),
             stop=self._given_up,
-            wait=wait_exponential(multiplier=0.5, max=LONGEST_PAUSE_S),
+            wait=lambda state: (LOST if isinstance(_error(state), RunnerLost) else AWAY)(state),
             reraise=True,
         )
         try:
@@ -268,10 +270,10 @@ class ProgramEpisode:
 
     def _given_up(self, state: RetryCallState) -> bool:
         """Tell whether the last failure was one too many. Those that other episodes caused are hardly counted."""
-        error = state.outcome.exception() if state.outcome is not None else None
+        error = _error(state)
         if isinstance(error, RunnerLost) and error.culprit is False:
             self._losses += 1
-            return self._losses > MOST_LOSSES
+            return self._over_time or self._losses > MOST_LOSSES
         return self._tries - self._losses > self._limits.retries
 
     # ------------------------------------------------------------------------------------- turns
@@ -407,6 +409,17 @@ class ProgramEpisode:
             },
         )
         return MadeEpisode(trajectory, rows)
+
+
+def _error(state: RetryCallState) -> BaseException | None:
+    return state.outcome.exception() if state.outcome is not None else None
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Tell whether a failure may not come again. A program that held its runner's event loop would do so again."""
+    if isinstance(error, RunnerLost):
+        return not (error.culprit and error.timed_out)
+    return isinstance(error, ProgramAway)
 
 
 def _versions(result: asyncio.Future[FinishedCall]) -> list[int]:
