@@ -203,7 +203,9 @@ class TrainerBusy(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerStepped(Event):
-    """Event: an optimizer step. ``lags``: one per group; ``stale_trajectories``: trajectories with lag ≥ 1, counted."""
+    """Event: an optimizer step. ``lags``: one per group; ``stale_trajectories``: trajectories with lag ≥ 1, counted;
+    ``rows``: rows of all trajectories, which are more than these where turns forked, and 0 where nobody counted.
+    """
 
     kind: ClassVar[str] = "optimizer.stepped"
     step: int
@@ -216,6 +218,7 @@ class OptimizerStepped(Event):
     token_lag: dict[int, int] = field(default_factory=dict)
     """Histogram of the tokens' lags: lag → number of tokens."""
     stale_trajectories: int = 0
+    rows: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
 
 

@@ -25,7 +25,7 @@ from headway.config.schema import Config
 from headway.data.rows import by_source
 from headway.data.sources import DataBundle, Rows, build_sources, read_rows
 from headway.episodes.hosting import chats_of
-from headway.episodes.runners import ProgramRunners, program_spec
+from headway.episodes.runners import ProgramRunners, program_spec, variables
 from headway.errors import ConfigError, DataError, ModelError, UserCodeError, WorkerDied, boundary
 from headway.models.folder import SAFETENSORS, SAFETENSORS_INDEX, check_folder, find_folder, read_object
 from headway.models.logits import is_known
@@ -76,7 +76,7 @@ def check_inputs(config: Config) -> Rows:
         return rows
     spec = replace(RewardSpec.of(config), columns=rows.columns, lacked=rows.lacked)
     if names_a_file(spec.function):
-        reward = RewardRunners(spec, workers=1, retries=0, log_path=None)
+        reward = RewardRunners(spec, workers=1, retries=0, log_path=None, env=variables(config.rollout.env))
         limit = max(LOAD_TIMEOUT_S, spec.timeout_s)
         advice = "raise reward.timeout_s above the time that it needs"
         asyncio.run(_load_in_a_process(reward, spec.function, limit, advice))

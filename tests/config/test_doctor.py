@@ -137,6 +137,15 @@ def test_what_passed_once_passes_again_from_its_dump(
         (("algorithm.policy_loss.loss_mode=t_ppo",), "without algorithm.policy_loss.ignore_last it is ppo_clip"),
         (
             (
+                "algorithm.policy_loss.loss_mode=t_ppo",
+                "algorithm.policy_loss.ignore_last=5",
+                "rollout.program=agent.py:run",
+            ),
+            "those of an episode with a program may be a tool's",
+        ),
+        (("algorithm.turn_discount=0.9",), "without rollout.tools, environment or program an episode is one turn"),
+        (
+            (
                 "algorithm.policy_loss.loss_mode=truncated_is",
                 "async_training.use_rollout_log_probs=false",
                 "algorithm.rollout_correction.name=truncate",

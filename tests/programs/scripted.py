@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from headway.errors import EpisodeOver
@@ -69,6 +70,16 @@ def start(prompt: str | Sequence[Any] = "Play.", seed: int = 7, **row: Any) -> E
 
 
 async def play(program: LoadedProgram | ProgramSpec, ask: Script, begin: EpisodeStart | None = None) -> EpisodeEnd:
-    """Make one episode."""
+    """Make one episode; a synchronous program has no event loop, as in a runner, and awaits nothing but ``ask``."""
     loaded = program.load() if isinstance(program, ProgramSpec) else program
-    return await loaded.serve(begin or start(), ask)
+    if loaded.is_async:
+        return await loaded.serve(begin or start(), ask)
+    return await asyncio.to_thread(_alone, loaded.serve(begin or start(), ask))
+
+
+def _alone(episode: Coroutine[Any, Any, EpisodeEnd]) -> EpisodeEnd:
+    try:
+        episode.send(None)
+    except StopIteration as stop:
+        return stop.value
+    raise AssertionError("the episode has awaited something else than the policy")

@@ -193,6 +193,16 @@ async def test_an_environment_that_failed_is_not_used_again(environment):
     assert ask.last == [("user", "broken: False")]
 
 
+async def test_a_forked_process_makes_environments_of_its_own(environment, monkeypatch):
+    """What was made before a fork shares its connections with all children."""
+    loaded = environment(GAME).load()
+    loaded.describe()
+    monkeypatch.setattr("headway.programs.instances.os.getpid", lambda: -1)
+    await play(loaded, Script("0"))
+    await play(loaded, Script("0"))
+    assert loaded._program._instances._make.func.MADE == 2
+
+
 async def test_the_traceback_goes_to_standard_error(environment, capsys):
     with pytest.raises(ProgramFailed):
         await play(one_that(environment, step="1 / 0"), Script("x"))

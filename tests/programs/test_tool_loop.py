@@ -84,6 +84,13 @@ async def test_a_limit_ends_the_turns_and_nothing_is_lost_of_what_was_counted(to
     assert end.tool_errors == 1
 
 
+async def test_asynchronous_tools_beside_a_synchronous_one_need_no_event_loop_of_the_process(tools):
+    calls = calling(("wait", {"name": "x"}), ("add", {"a": 1, "b": 1}))
+    ask = Script(calls, calling(("wait", {"name": "y"}), ("wait", {"name": "z"})), "done")
+    await play(tools(TOOLS, "wait", "add"), ask)
+    assert [content for role, content in ask.last if role == "tool"] == ["x x x", "2", "y x x y z y", "z x x y z y z"]
+
+
 def test_one_synchronous_tool_makes_the_program_synchronous(tools):
     assert tools(TOOLS, "wait").load().is_async
     loaded = tools(TOOLS, "wait", "add").load()

@@ -234,3 +234,24 @@ async def test_methods_that_are_bound_while_an_environment_is_made_are_tools(env
     """
     await play(environment(code), ask := Script(calling(("look", {})), "done"))
     assert ask.last[-1] == ("tool", "dark")
+
+
+BLOCKS = """
+    class Game:
+        def reset(self, **row): ...
+        def get_reward(self): return 1
+        def show(self, kind: str) -> list:
+            '''Show.
+
+            Args:
+                kind: of block
+            '''
+            return [{"type": "text", "text": "a"}, {"type": kind, "text": "b"}]
+"""
+
+
+async def test_blocks_of_text_that_a_tool_returns_are_text_and_images_end_the_episode(environment):
+    await play(environment(BLOCKS), ask := Script(calling(("show", {"kind": "text"})), "done"))
+    assert ask.last[-1] == ("tool", "ab")
+    with pytest.raises(ProgramFailed, match="has blocks that are no text, and Headway trains models of text alone"):
+        await play(environment(BLOCKS), Script(calling(("show", {"kind": "image"})), "done"))

@@ -85,7 +85,7 @@ class Code:
             async with asyncio.timeout(0.05):
                 return str(await ask("never"))
         except TimeoutError:
-            return "gave up"
+            return str(await ask("whether it was given up"))
 
     async def asks_in_vain(self, ask: Any) -> str:
         try:

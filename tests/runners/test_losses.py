@@ -99,6 +99,22 @@ async def test_a_host_that_stands_still_itself_replaces_nobody() -> None:
         assert await runners.run(("pid",)) == before
 
 
+async def test_a_machine_that_stands_still_costs_nobody() -> None:
+    """Takes several times the limit, during which neither host nor runner does anything, though a ping is due."""
+    async with runners_of("shared", stall_s=STALL_S) as runners:
+        pid = await runners.run(("pid",))
+        sleeping = asyncio.create_task(runners.run(("sleeps", STALL_S)))
+        await asyncio.sleep(0.1)
+        os.kill(pid, signal.SIGSTOP)
+        await asyncio.sleep(STALL_S / 5)
+        time.sleep(3 * STALL_S)  # noqa: ASYNC251
+        await asyncio.sleep(0)
+        await asyncio.sleep(STALL_S / 20)
+        os.kill(pid, signal.SIGCONT)
+        assert await sleeping == "slept"
+        assert await runners.run(("pid",)) == pid
+
+
 async def test_runners_without_jobs_are_not_looked_after() -> None:
     async with runners_of("shared", stall_s=STALL_S) as runners:
         await runners.run(("echo", 1))

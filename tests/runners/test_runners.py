@@ -7,6 +7,7 @@ import contextlib
 import os
 import select
 import signal
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 
 from headway.errors import ConfigError, RunError, RunnerLost, UserCodeError, UserCodeFailed, WorkerDied
 from headway.runners import process as process_module
+from headway.runners import wire
 from headway.runners.runners import Runners
 from tests.runners.code import CodeSpec
 
@@ -72,15 +74,17 @@ async def test_several_asks_of_a_job_are_open_at_once() -> None:
 async def test_an_ask_that_is_given_up_is_withdrawn() -> None:
     ended = asyncio.Event()
 
-    async def on_ask(_: str) -> None:
-        try:
-            await asyncio.sleep(60)
-        finally:
-            ended.set()
+    async def on_ask(message: str) -> str:
+        if message == "never":
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ended.set()
+        await asyncio.wait_for(ended.wait(), 5)
+        return "it was"
 
     async with runners_of("shared") as runners:
-        assert await runners.run(("gives_up_asking",), on_ask) == "gave up"
-        await asyncio.wait_for(ended.wait(), 5)
+        assert await runners.run(("gives_up_asking",), on_ask) == "it was"
 
 
 @pytest.mark.parametrize("kind", ["spawned", "shared"])
@@ -170,6 +174,19 @@ async def test_a_process_that_ends_fails_its_job_with_how_and_is_replaced(kind: 
         # An event loop that finds its own descriptors closed ends between two steps, which are nobody's.
         assert lost.value.culprit is (None if (kind, job) == ("shared", "closes_everything") else True)
         assert await runners.run(("pid",)) != before
+
+
+async def test_what_a_process_said_before_it_ended_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end is seen when only a part of its last message has been read."""
+    monkeypatch.setattr(wire, "CHUNK", 64)
+    async with runners_of("spawned") as runners:
+        pid = await runners.run(("pid",))
+        job = asyncio.create_task(runners.run(("echo", "x" * 10_000)))
+        await asyncio.sleep(0)
+        time.sleep(0.2)  # noqa: ASYNC251 - until it has said all
+        with ended(pid):
+            os.kill(pid, signal.SIGKILL)
+        assert await job == "x" * 10_000
 
 
 async def test_the_others_in_a_process_that_ends_are_told_that_it_was_not_they() -> None:

@@ -16,6 +16,7 @@ from headway.app.interrupts import Interrupts
 from headway.config.placement import CRITIC, LOGP, REF, needs_critic, needs_greedy_baseline
 from headway.config.schema import Config
 from headway.data.sources import Rows, build_sources
+from headway.episodes.runners import variables
 from headway.errors import HeadwayError, RunError, boundary
 from headway.events import Note, PromptsLeftOut, WorkerDescribed
 from headway.pipeline.parts import Parts
@@ -83,6 +84,7 @@ class Run:
                 retries=config.reward.retries,
                 log_path=reports.directory.logs / "reward.log",
                 on_timeout=self._report_timeout,
+                env=variables(config.rollout.env),
             )
             stack.push_async_callback(reward.close)
             await reward.start()

@@ -107,13 +107,16 @@ def token_budget_batches(
     A row longer than the budget is a batch of its own. ``together`` partitions the indices into units that share a
     batch, except for those that exceed the budget by themselves: these are split freely. None: there are no units.
     """
-    units: list[Sequence[int]] = []
-    for unit in together if together is not None else ([index] for index in range(len(lengths))):
-        units += [[index] for index in unit] if exceeds(unit, lengths, budget) else [unit]
+    units: list[list[int]] = []
+    for unit in together if together is not None else ():
+        longest_first = sorted(unit, key=lambda i: (-lengths[i], i))
+        units += [[i] for i in unit] if exceeds(unit, lengths, budget) else [longest_first]
+    if together is None:
+        units = [[i] for i in range(len(lengths))]
     batches: list[list[int]] = []
-    for unit in sorted(units, key=lambda unit: (-max(lengths[i] for i in unit), unit[0])):
-        longest = lengths[batches[-1][0]] if batches else 0
-        if not batches or (len(batches[-1]) + len(unit)) * longest > budget:
-            batches.append([])
-        batches[-1] += sorted(unit, key=lambda i: (-lengths[i], i))
+    for unit in sorted(units, key=lambda unit: (-lengths[unit[0]], unit[0])):
+        if not batches or (len(batches[-1]) + len(unit)) * lengths[batches[-1][0]] > budget:
+            batches.append(unit)
+        else:
+            batches[-1] += unit
     return batches

@@ -232,9 +232,9 @@ class Group:
     """The group's trajectories, in order of k."""
     tokens: Handle[GroupTokens]
     rewards: NDArray[np.float32] | None = None
-    """Reward of each trajectory, [n]; set by the stage Reward."""
+    """Each trajectory's own reward, beside those of its turns, [n]; set by the stage Reward."""
     baseline: float | None = None
-    """The reward of the policy's greedy answer, where one was generated (ReMax)."""
+    """The score of the policy's greedy episode, those of its turns included, where one was generated (ReMax)."""
     columns: dict[str, tuple[Column, ...]] = field(default_factory=dict)
     """The numbers computed per token, by name: one [T] column per row, in the order of `samples`. See `Sample.columns`.
     """

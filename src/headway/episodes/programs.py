@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential
+import xxhash
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_exponential
 
 from headway.concurrently import failure_ignored
 from headway.data.types import FinishReason, RowAt, RowTokens, Trajectory, TrajectoryId
@@ -29,9 +30,11 @@ from headway.programs.messages import EpisodeEnd, EpisodeStart, TurnAnswer, Turn
 
 Turn = Callable[[TurnRequest], Awaitable[TurnAnswer]]
 
-LONGEST_PAUSE_S = 30.0
-"""Most seconds before a program is run again for something that was away."""
-MOST_LOSSES = 20
+AWAY = wait_exponential(multiplier=0.5, max=30.0)
+"""Seconds before a program is run again for something that was away."""
+LOST = wait_exponential(multiplier=0.05, max=1.0)
+"""Seconds before a program is run again whose runner was lost."""
+MOST_LOSSES = 200
 """Number of runners that an episode may lose to other episodes' doing."""
 
 
@@ -93,9 +96,11 @@ class MadeEpisode:
 class _Logged:
     """A call that was made, at whatever try."""
 
-    ids: np.ndarray[Any, Any]
+    context: bytes
+    """Digest of the context."""
     result: asyncio.Future[FinishedCall]
-    asked: Asked
+    asked: Asked | None
+    """The call while it is not finished; afterwards None, since it holds the whole context."""
 
 
 @dataclass(slots=True, eq=False)
@@ -116,6 +121,7 @@ class _Try:
     ending: Deadline | None = None
     """The deadline of the program's end, once a turn was refused."""
     stepping: asyncio.Task[EpisodeEnd] | None = None
+    over: bool = False
 
 
 class ProgramEpisode:
@@ -174,9 +180,9 @@ class ProgramEpisode:
         one = _Try(self._hosting.record())
         end, failure = EpisodeEnd(), None
         retrying = AsyncRetrying(
-            retry=retry_if_exception_type((ProgramAway, RunnerLost)),
+            retry=retry_if_exception(_may_pass),
             stop=self._given_up,
-            wait=wait_exponential(multiplier=0.5, max=LONGEST_PAUSE_S),
+            wait=lambda state: (LOST if isinstance(_error(state), RunnerLost) else AWAY)(state),
             reraise=True,
         )
         try:
@@ -190,7 +196,7 @@ class ProgramEpisode:
         finally:
             for deadline in whole:
                 deadline.cancel()
-            self._calls.drop(logged.asked for logged in self._log.values() if not logged.result.done())
+            self._calls.drop([logged.asked for logged in self._log.values() if logged.asked is not None])
             self._calls.release(self.id, self._replicas)
         if failure is None and one.limit is not None and one.limit not in self._limits.train_on:
             failure = _limit_text(one.limit, self._limits)
@@ -243,6 +249,7 @@ class ProgramEpisode:
         except EpisodeOver:
             return EpisodeEnd(turn_rewards=one.rewards)
         finally:
+            one.over = True
             one.stepping.cancel()
             self._program_waits(one)
             if one.ending is not None:
@@ -263,10 +270,10 @@ class ProgramEpisode:
 
     def _given_up(self, state: RetryCallState) -> bool:
         """Tell whether the last failure was one too many. Those that other episodes caused are hardly counted."""
-        error = state.outcome.exception() if state.outcome is not None else None
+        error = _error(state)
         if isinstance(error, RunnerLost) and error.culprit is False:
             self._losses += 1
-            return self._losses > MOST_LOSSES
+            return self._over_time or self._losses > MOST_LOSSES
         return self._tries - self._losses > self._limits.retries
 
     # ------------------------------------------------------------------------------------- turns
@@ -280,7 +287,7 @@ class ProgramEpisode:
             return await self._answer(one, request)
         finally:
             one.waiting -= 1
-            if one.waiting == 0:
+            if one.waiting == 0 and not one.over:
                 self._program_goes_on(one)
 
     async def _answer(self, one: _Try, request: TurnRequest) -> TurnAnswer:
@@ -314,36 +321,36 @@ class ProgramEpisode:
 
     async def _call(self, prompted: Prompted, max_tokens: int) -> FinishedCall:
         """Call the policy, unless the log knows the call."""
-        logged = self._log.get(prompted.key)
-        if logged is None or not np.array_equal(logged.ids, prompted.ids):
-            logged = self._ask(prompted, max_tokens)
+        logged, context = self._log.get(prompted.key), xxhash.xxh3_128_digest(prompted.ids.tobytes())
+        if logged is None or logged.context != context:
+            logged = _Logged(context, failure_ignored(asyncio.get_running_loop().create_future()), None)
             self._log[prompted.key] = logged
+            self._ask(logged, prompted, max_tokens)
         return await asyncio.shield(logged.result)
 
-    def _ask(self, prompted: Prompted, max_tokens: int) -> _Logged:
-        result = failure_ignored(asyncio.get_running_loop().create_future())
-        asked = Asked(
+    def _ask(self, logged: _Logged, prompted: Prompted, max_tokens: int) -> None:
+        logged.asked = Asked(
             self.id,
             prompted.ids,
             replace(self._sampling, max_tokens=max_tokens),
             self._home,
-            done=lambda asked, finished: self._finished(result, asked, finished),
+            done=lambda asked, finished: self._finished(logged, asked, finished),
             failed=lambda asked, error: self._on_failed(error),
             priority=self._request.priority,
             key=prompted.key,
             goes_on=True,
         )
-        self._calls.ask(asked)
-        return _Logged(prompted.ids, result, asked)
+        self._calls.ask(logged.asked)
 
-    def _finished(self, result: asyncio.Future[FinishedCall], asked: Asked, finished: FinishedCall) -> None:
+    def _finished(self, logged: _Logged, asked: Asked, finished: FinishedCall) -> None:
+        logged.asked = None
         self._replicas[asked.replica] = None
         if self._home.on is None:
             self._home = Home(replica=asked.replica)
         if finished.finish_reason is FinishReason.ABORTED:
             self._on_aborted()
-        elif not result.done():
-            result.set_result(finished)
+        elif not logged.result.done():
+            logged.result.set_result(finished)
 
     # ------------------------------------------------------------------------------------- time
 
@@ -402,6 +409,17 @@ class ProgramEpisode:
             },
         )
         return MadeEpisode(trajectory, rows)
+
+
+def _error(state: RetryCallState) -> BaseException | None:
+    return state.outcome.exception() if state.outcome is not None else None
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Tell whether a failure may not come again. A program that held its runner's event loop would do so again."""
+    if isinstance(error, RunnerLost):
+        return not (error.culprit and error.timed_out)
+    return isinstance(error, ProgramAway)
 
 
 def _versions(result: asyncio.Future[FinishedCall]) -> list[int]:

@@ -7,7 +7,7 @@ has to be made to differ.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from headway.errors import NothingToTrain
 from headway.pipeline.ledger import Fate
@@ -27,6 +27,9 @@ WORTH_ADVICE = 0.1
 """Smallest share of the groups with a common fate for which the message gives advice on that fate."""
 
 SEE_LOG = "What the reward raised and printed is in logs/reward.log in the run's directory"
+
+EPISODE_FAILED = "episode failed"
+"""Beginning of the reason of an episode's failure, where it stands for the group or problem that it ends."""
 
 Ends = Counter[tuple[Fate, str]]
 """Number of groups by (fate, reason)."""
@@ -55,7 +58,9 @@ def never_scored(what: str, reasons: Iterable[str]) -> NothingToTrain:
 
 def cannot_be_scored(what: str, reasons: list[str]) -> str:
     """Message for scores that all failed: a sentence on what happened, and one on what to do."""
-    return f"the reward failed for all of {what} ({_counted(Counter(reasons))}). {_advice(Fate.FAILED, reasons)}"
+    of_programs = all(reason.startswith(EPISODE_FAILED) for reason in reasons)
+    failed = "no episode could be made of" if of_programs else "the reward failed for all of"
+    return f"{failed} {what} ({_counted(Counter(reasons))}). {_advice(Fate.FAILED, reasons)}"
 
 
 def timed_out(reason: str) -> bool:
@@ -70,11 +75,13 @@ def _counted(times: dict[str, int]) -> str:
     return f"{text}; {rest}× something else" if rest else text
 
 
-def _advice(fate: Fate, reasons: Iterable[str]) -> str:
+def _advice(fate: Fate, reasons: Sequence[str]) -> str:
     match fate:
         case Fate.FAILED:
             slow = ". Raise reward.timeout_s, or make it faster" if any(map(timed_out, reasons)) else ""
-            return f"{SEE_LOG}; headway eval shows it at single answers{slow}"
+            by_program = any(reason.startswith(EPISODE_FAILED) for reason in reasons)
+            see = SEE_LOG.replace("reward raised", "program raised").replace("reward.log", "keeper-0-programs.log")
+            return f"{see if by_program else SEE_LOG}; headway eval shows it at single answers{slow}"
         case Fate.FILTERED:
             return (
                 "Check the reward on a few samples, or make the task easier or harder: when all answers to a prompt "

@@ -21,6 +21,7 @@ from headway.errors import EpisodeOver, ProgramFailed, shown
 from headway.programs.failures import Insisted, number
 from headway.programs.messages import EpisodeStart, Message, ToolCall, ToolSchema, TurnAnswer, TurnRequest
 from headway.programs.tools import Tool, ToolResult, make_tool
+from headway.programs.waiting import awaited, is_in_a_loop
 
 Ask = Callable[[TurnRequest], Awaitable[TurnAnswer]]
 """Asks the keeper for a turn. Raises `EpisodeOver` where a limit has ended the episode."""
@@ -161,8 +162,8 @@ class Chat:
                     f"{self._who}: call_tools() cannot call {call.name!r}, whose schema was given to chat.turn(tools=…)"
                     "; give the function, or call it yourself and make the messages with answer.results([text, …])"
                 )
-        if all(tools[call.name].is_async for call in makeable):  # type: ignore[union-attr]  # None is refused above
-            results = await concurrently([self._result(call, tools) for call in answer.calls])
+        if makeable and all(tools[call.name].is_async for call in makeable):  # type: ignore[union-attr]  # refused above
+            results = await awaited(concurrently([self._result(call, tools) for call in answer.calls]))
         else:
             results = [await self._result(call, tools) for call in answer.calls]
         self._tally.tool_errors += sum(result.failed for result in results)
@@ -178,7 +179,8 @@ class Chat:
         self._tally.refusals += 1
         if self._tally.refusals > MOST_REFUSALS:
             raise Insisted(f"{self._who} asked for {MOST_REFUSALS} turns after its episode was over")
-        await asyncio.sleep(0)  # a program that asks again at once leaves others of its loop their turn
+        if is_in_a_loop():
+            await asyncio.sleep(0)  # a program that asks again at once leaves others of its loop their turn
         raise EpisodeOver(over.limit)
 
     def _turn(self, answer: TurnAnswer | None, method: str) -> _Turn:

@@ -98,5 +98,8 @@ def _ended_by(cause: BaseException) -> EpisodeOver | None:
 
 def _is_cancelled() -> bool:
     """Tell whether this task is being cancelled from outside; user code may raise `CancelledError` by itself."""
-    task = asyncio.current_task()
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # there is no event loop, and nobody who could cancel
+        return False
     return task is None or task.cancelling() > 0

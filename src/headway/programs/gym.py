@@ -10,9 +10,10 @@ from typing import Any
 from headway.errors import ProgramFailed, UserCodeError, shown
 from headway.programs.chat import Chat
 from headway.programs.failures import failing, number
-from headway.programs.instances import Instances, are_coroutines, called
+from headway.programs.instances import Instances
 from headway.programs.messages import EpisodeEnd, EpisodeStart, said, with_text
 from headway.programs.program import ProgramDescription, seed_generators
+from headway.programs.waiting import are_coroutines, called
 
 FIVE = "(observation, reward, terminated, truncated, info)"
 OLD_API = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,14 +38,3 @@ class Instances:
             return self._free.pop()
         with failing(f"{self._who}: making it"):
             return self._make()
-
-
-async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function of the user's, and await its result where that is a coroutine."""
-    value = function(*args, **kwargs)
-    return await value if inspect.isawaitable(value) else value
-
-
-def are_coroutines(*functions: Any) -> bool:
-    """Tell whether all these are coroutine functions; only then does none of them block the loop."""
-    return all(inspect.iscoroutinefunction(function) for function in functions)

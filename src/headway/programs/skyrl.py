@@ -12,9 +12,9 @@ from typing import Any
 from headway.errors import EpisodeOver, ProgramFailed, shown
 from headway.programs.chat import Chat
 from headway.programs.failures import failing, number
-from headway.programs.instances import are_coroutines, called
 from headway.programs.messages import EpisodeEnd, EpisodeStart, Message, TurnAnswer
 from headway.programs.program import ProgramDescription, seed_generators
+from headway.programs.waiting import are_coroutines, called
 
 
 class SkyrlProgram:
@@ -26,6 +26,14 @@ class SkyrlProgram:
 
     def __init__(self, make: Callable[..., Any], who: str, params: Mapping[str, Any], max_turns: int | None) -> None:
         self._make, self._who, self._params, self._max_turns = make, who, params, max_turns
+        parameters = inspect.signature(make).parameters
+        takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+        self._takes_extras = "extras" in parameters or takes_all
+        self._as_config: Callable[[Any], Any] | None = None
+        if "env_config" in parameters or takes_all:
+            from omegaconf import OmegaConf  # as SkyRL gives it; imported before processes are forked
+
+            self._as_config = OmegaConf.create
         methods = [getattr(make, name, None) for name in ("init", "step")]
         self.is_async = inspect.isclass(make) and are_coroutines(*methods)
 
@@ -66,14 +74,10 @@ class SkyrlProgram:
     def _arguments(self, start: EpisodeStart) -> dict[str, Any]:
         """The constructor's arguments: ``env_config`` and ``extras``, where it has them, and ``rollout.params``."""
         arguments = dict(self._params)
-        parameters = inspect.signature(self._make).parameters
-        takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-        if "env_config" in parameters or takes_all:
-            from omegaconf import OmegaConf  # what SkyRL gives: values are read as attributes and as items
-
+        if self._as_config is not None:
             config = arguments.get("env_config") or {}
-            arguments["env_config"] = OmegaConf.create(dict(config)) if isinstance(config, Mapping) else config
-        if "extras" in parameters or takes_all:
+            arguments["env_config"] = self._as_config(dict(config)) if isinstance(config, Mapping) else config
+        if self._takes_extras:
             turns = {} if self._max_turns is None else {"max_turns": self._max_turns}
             arguments["extras"] = {**start.row, **turns, **dict(arguments.get("extras") or {})}
         return arguments

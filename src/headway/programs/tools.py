@@ -23,6 +23,7 @@ from inspect import Parameter
 from typing import Any
 
 from headway.errors import ProgramFailed, Unavailable, UserCodeError, said_by, writable
+from headway.programs.waiting import called
 from headway.user_code import load_function
 
 EXPECTED = (
@@ -63,10 +64,7 @@ class Tool:
         Cancellation and interrupts pass through, and so does `Unavailable`: the model has no part in that.
         """
         try:
-            value = self.function(**arguments)
-            if inspect.isawaitable(value):
-                value = await value
-            return ToolResult(writable(self.show(value)))
+            return ToolResult(writable(self.show(await called(self.function, **arguments))))
         except (Unavailable, ProgramFailed):
             raise
         except (Exception, SystemExit) as cause:  # a tool that calls sys.exit() ends no process of ours

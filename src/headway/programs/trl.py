@@ -15,11 +15,12 @@ from typing import Any
 from headway.errors import EpisodeOver, ProgramFailed, UserCodeError, shown
 from headway.programs.chat import Chat
 from headway.programs.failures import failing, number
-from headway.programs.instances import Instances, are_coroutines, called
+from headway.programs.instances import Instances
 from headway.programs.messages import EpisodeEnd, EpisodeStart, Message, with_text
 from headway.programs.program import ProgramDescription, seed_generators
 from headway.programs.tool_loop import call_until_answered
 from headway.programs.tools import Tool, make_tool
+from headway.programs.waiting import are_coroutines, called
 
 
 class TrlProgram:

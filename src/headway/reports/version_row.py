@@ -76,6 +76,10 @@ class VersionRow:
     partial: int = 0
     max_partial_span: int = 0
     actor: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    rows: int = 0
+    """Rows of trajectories that optimizer steps were made on, with repetition."""
+    stepped_trajectories: int = 0
+    """Trajectories of these rows, with repetition."""
     optimizer_steps: int = 0
     skipped_steps: int = 0
     phases: PhaseTimes = field(default_factory=PhaseTimes)
@@ -120,6 +124,9 @@ class VersionRow:
             return
         self.optimizer_steps += 1
         self.token_lags.update(event.token_lag)
+        if event.rows:
+            self.rows += event.rows
+            self.stepped_trajectories += event.trajectories
         for name, value in event.metrics.items():
             self.actor[name if "/" in name else f"actor/{name}"].append(float(value))
 
@@ -151,6 +158,8 @@ class VersionRow:
             values["response_length/mean"] = fmean(self.lengths)
             values["response_length/max"] = max(self.lengths)
             values["response_length/clip_ratio"] = self.clipped / len(self.lengths)
+        if self.rows:
+            values["rows/mean"] = self.rows / self.stepped_trajectories
         values.update((name, _over_steps(name, series)) for name, series in self.actor.items())
         values["actor/optimizer_steps"] = self.optimizer_steps
         values["actor/skipped_steps"] = self.skipped_steps

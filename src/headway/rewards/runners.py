@@ -11,7 +11,7 @@ catches what the first one missed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,9 +51,10 @@ class RewardRunners:
         retries: int,
         log_path: Path | None,
         on_timeout: Callable[[int], object] | None = None,
+        env: Mapping[str, str] | None = None,
     ) -> None:
         """Make runners whose output goes to ``log_path`` (None: to this process's stderr). ``on_timeout`` is called at
-        each try that took too long, with how many there were so far.
+        each try that took too long, with how many there were so far. ``env``: further environment variables.
         """
         self._spec = spec
         self._runners = Runners(
@@ -62,6 +63,7 @@ class RewardRunners:
             processes=workers,
             at_once=1,
             log_path=log_path,
+            env=env,
             start_timeout_s=max(START_TIMEOUT_S, spec.timeout_s),
         )
         self._retries = retries

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.algorithms.advantages import ADVANTAGES
+from headway.algorithms.scores import episode_scores
 from headway.config.learning import AlgorithmConfig
 from headway.data.collate import Row
 from headway.data.types import Outcomes, TurnSpan
@@ -196,6 +198,20 @@ def test_an_episodes_score_is_the_discounted_sum_over_its_turns_with_its_own_rew
         expected |= {place: advantage for _, place, _, _ in tokens_of(rows)}
     found = compute(*in_rows(parts, outcomes), adv_estimator=estimator, turn_discount=discount)
     check_equal(found, {"advantages": expected})
+
+
+@pytest.mark.parametrize("discount", [1.0, 0.7, 0.0])
+def test_the_scores_that_groups_are_filtered_by_are_those_of_the_estimators(tmp_path: Path, discount: float) -> None:
+    (tmp_path / "own.py").write_text("def estimate(inputs):\n    return inputs.scores()\n", encoding="utf-8")
+    parts, outcomes = forked(8)
+    turns = [len(of_turns) for of_turns in outcomes.turn_rewards]
+    scores = episode_scores(outcomes.rewards, outcomes.turn_rewards, turns, turn_discount=discount)
+    own = f"{tmp_path / 'own.py'}:estimate"
+    found = compute(*in_rows(parts, outcomes), adv_estimator=own, turn_discount=discount)["advantages"]
+    for rows, score in zip(parts, scores, strict=True):
+        assert [found[place] for _, place, _, _ in tokens_of(rows)] == pytest.approx(
+            [score] * sum(int(row.loss_mask.sum()) for row in rows), rel=1e-5, abs=1e-6
+        )
 
 
 def test_a_reward_of_an_episode_alone_is_discounted_by_the_turns_before_it() -> None:

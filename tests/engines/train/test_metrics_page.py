@@ -108,7 +108,7 @@ def with_everything(
             case GroupRewarded():
                 yield replace(event, parts={"NAME": list(event.rewards)})
             case OptimizerStepped():
-                yield replace(event, metrics=dict(actor))
+                yield replace(event, metrics=dict(actor), rows=event.trajectories)
                 yield CriticStepped(
                     time=event.time,
                     step=event.step,

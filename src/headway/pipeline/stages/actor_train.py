@@ -250,6 +250,7 @@ class ActorTrain(Stage[Fetch | Resumed, Update]):
                 skipped=report.skipped,
                 tokens=sum(t.length for t in trajectories),
                 trajectories=len(trajectories),
+                rows=sum(len(t.rows) for t in trajectories),
                 lags=[lags[group.number] for group in groups],
                 token_lag=_token_lags(trajectories, version),
                 stale_trajectories=sum(_is_older(t, version) for t in trajectories),

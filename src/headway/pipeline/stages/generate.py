@@ -18,6 +18,7 @@ from headway.pipeline.channel import Channel
 from headway.pipeline.halts import Halts
 from headway.pipeline.keepers import Keepers
 from headway.pipeline.ledger import Fate
+from headway.pipeline.nothing_to_train import EPISODE_FAILED
 from headway.pipeline.stage import Stage
 from headway.pipeline.stages.prompt_loader import Wave
 from headway.pipeline.state import RunState, now
@@ -85,7 +86,7 @@ class Generate(Stage[Share, Group]):
         if enough and all(t.id.k < self._n for t in failed):
             return made
         worst = next((t for t in failed if t.id.k >= self._n), failed[0])
-        self._state.discard(finished.number, Fate.FAILED, f"{len(failed)} of its episodes failed: {worst.failure}")
+        self._state.discard(finished.number, Fate.FAILED, f"{EPISODE_FAILED}: {worst.failure}")
         return None
 
     def _report(self, finished: FinishedGroup) -> None:

@@ -27,7 +27,13 @@ from headway.interfaces import FinishedGroup, GroupRequest, Priority, SamplingPa
 from headway.pipeline.channel import Channel
 from headway.pipeline.fleet import Fleet
 from headway.pipeline.keepers import Keepers
-from headway.pipeline.nothing_to_train import FAILED_AT_VALIDATION, cannot_be_scored, never_scored, timed_out
+from headway.pipeline.nothing_to_train import (
+    EPISODE_FAILED,
+    FAILED_AT_VALIDATION,
+    cannot_be_scored,
+    never_scored,
+    timed_out,
+)
 from headway.pipeline.receiver import Replica
 from headway.pipeline.scoring import GivenUp, Scoring
 from headway.pipeline.signal import Signal
@@ -184,7 +190,7 @@ class Validate(Stage[Validation, None]):
         score: Score
         try:
             if not made:
-                raise ScoringFailed(str(finished.trajectories[0].failure))
+                raise ScoringFailed(f"{EPISODE_FAILED}: {finished.trajectories[0].failure}")
             scores = await self._reward.score(prompt, made)
             score = float(scores.rewards.mean())
         except GivenUp:
