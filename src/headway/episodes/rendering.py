@@ -135,8 +135,13 @@ class ChatRenderer:
             )
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """The ids [N] of rendered text; nothing is added to it, and what UTF-8 has no bytes for is spelled out."""
-        return np.asarray(self.tokenizer.encode(writable(text), add_special_tokens=False), np.int32)
+        """The ids [N] of rendered text; nothing is added to it, and what UTF-8 has no bytes for is spelled out.
+
+        Raises:
+            DataError: the tokenizer has no tokens for the text.
+        """
+        with boundary(f"the tokenizer cannot encode {cut(repr(text), 120)}", DataError):
+            return np.asarray(self.tokenizer.encode(writable(text), add_special_tokens=False), np.int32)
 
     def ended(self, ids: Sequence[int] | NDArray[np.int32]) -> bool:
         """Tell whether sampled ``ids`` [T] end their turn; False where they were cut off."""

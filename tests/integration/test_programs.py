@@ -1,0 +1,139 @@
+"""Whole runs whose episodes a program makes, as a user starts them."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from headway.config.model import MakeModelConfig
+from headway.models.make import make_model
+from tests.integration.support import events, finish, start, summary, train, wait_for
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+PROGRAMS = """
+import asyncio
+
+class Count:
+    '''Text in Gymnasium's form: three steps, a reward for each 1 that was said.'''
+    def reset(self, seed=None):
+        self.steps = 0
+        return "begin", {}
+
+    def step(self, action):
+        self.steps += 1
+        return "on", float("1" in action), self.steps == 3, False, {}
+
+async def talk(row, chat):
+    messages, score = list(row["prompt"]), 0.0
+    for _ in range(3):
+        answer = await chat.turn(messages)
+        await asyncio.sleep(0.01)
+        score += "1" in answer.text
+        messages += [answer.message, {"role": "user", "content": "on"}]
+    return score
+
+async def some_fail(row, chat):
+    if chat.seed % 4 == 0:
+        raise RuntimeError("the sandbox has burnt down")
+    return await talk(row, chat)
+"""
+RECIPE = """
+mode: async_partial
+model: {path: FOLDER/model}
+data:
+  task: {name: sort, size: 256, val_size: 8, params: {mean_length: 3, max_length: 6}}
+  max_prompt_length: 24
+  max_response_length: 64
+rollout: {n: 4, total_rollout_steps: 32, max_concurrent: 16, max_turn_tokens: 8, threads: 1}
+actor: {ppo_mini_batch_size: 4, ppo_max_token_len_per_gpu: 512, optim: {lr: 1.0e-3}}
+trainer: {threads: 1, save_freq: -1}
+"""
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("programs")
+    model = MakeModelConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        head_dim=16,
+        intermediate_size=64,
+        special_tokens=("<|user|>", "<|assistant|>"),
+        chat_template=TEMPLATE,
+        vocabulary="0123456789abcdefghijklmnopqrstuvwxyz:=,|+-*() \n",
+    )
+    make_model(model, 0, folder / "model")
+    (folder / "programs.py").write_text(PROGRAMS)
+    path = folder / "recipe.yaml"
+    path.write_text(RECIPE.replace("FOLDER", str(folder)))
+    return path
+
+
+def program(recipe: Path, name: str) -> str:
+    key = "environment" if name[0].isupper() else "program"
+    return f"rollout.{key}={recipe.parent}/programs.py:{name}"
+
+
+def episodes(run: Path) -> list[dict[str, Any]]:
+    return events(run, "trajectory.finished")
+
+
+@pytest.mark.parametrize("name", ["Count", "talk"])
+def test_an_agent_trains_in_a_run_like_any_other(recipe: Path, tmp_path: Path, name: str) -> None:
+    result = train(recipe, tmp_path / "run", program(recipe, name), "cluster.backend=inline")
+    assert (result["groups"]["trained"], result["balanced"]) == (32, True)
+    assert {episode["turns"] for episode in episodes(tmp_path / "run")} == {3}
+    assert not psutil.Process().children(recursive=True) or all(
+        "headway.runners" not in " ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)
+    )
+
+
+def test_a_group_goes_on_with_the_episodes_that_did_not_fail(recipe: Path, tmp_path: Path) -> None:
+    result = train(recipe, tmp_path / "run", program(recipe, "some_fail"), "cluster.backend=inline")
+    assert (result["groups"]["trained"], result["balanced"]) == (32, True)
+    failures = {episode["failure"] for episode in episodes(tmp_path / "run")}
+    assert failures == {None, "program programs.py:some_fail raised RuntimeError: the sandbox has burnt down"}
+
+
+def test_on_policy_episodes_are_the_same_in_every_run(recipe: Path, tmp_path: Path) -> None:
+    def steps(name: str) -> list[tuple[Any, Any]]:
+        settings = ["mode=on_policy", "cluster.backend=inline", "rollout.total_rollout_steps=8"]
+        train(recipe, tmp_path / name, program(recipe, "talk"), *settings)
+        return [
+            (step["metrics"]["loss"], step["metrics"]["grad_norm"])
+            for step in events(tmp_path / name, "optimizer.stepped")
+        ]
+
+    assert steps("one") == steps("other")
+
+
+@pytest.mark.slow
+def test_runners_that_are_killed_cost_no_episode(recipe: Path, tmp_path: Path) -> None:
+    """Starts a Ray of its own, and a runner takes a second to start again after each kill."""
+    run = tmp_path / "run"
+    settings = ["rollout.total_rollout_steps=400", "rollout.test_freq=-1", f"run.dir={run}"]
+    process = start("-m", "headway", "train", str(recipe), program(recipe, "talk"), *settings)
+    wait_for("trajectory.finished", process, run, times=50)
+    for _ in range(3):
+        settled = len(events(run, "group.settled"))
+        runners = [
+            child.pid
+            for child in psutil.Process(process.pid).children(recursive=True)
+            if "headway.runners" in " ".join(child.cmdline())
+        ]
+        assert runners
+        for pid in runners:
+            os.kill(pid, signal.SIGKILL)
+        wait_for("group.settled", process, run, times=settled + 16)
+    code, output = finish(process)
+    assert code == 0, output
+    result = summary(run)
+    assert (result["groups"]["trained"], result["groups"]["failed"], result["balanced"]) == (400, 0, True)
+    assert max(episode["metrics"]["tries"] for episode in episodes(run)) > 1
