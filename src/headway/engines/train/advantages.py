@@ -91,10 +91,8 @@ class FetchAdvantages:
             inputs = replace(inputs, token_rewards=token_rewards, turns=_padded(turns))
         if not self._algorithm.use_kl_in_reward:
             return inputs
-        reference, policy = (
-            known(ColumnName.REF_LOGPROBS, _ref_logprobs),
-            known(ColumnName.PROX_LOGPROBS, _prox_logprobs),
-        )
+        reference = known(ColumnName.REF_LOGPROBS, _ref_logprobs)
+        policy = known(ColumnName.PROX_LOGPROBS, _prox_logprobs)
         rewards, _ = kl_in_reward(
             inputs.rewards_of_tokens(),
             policy,

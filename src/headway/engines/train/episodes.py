@@ -11,7 +11,6 @@ Shape suffixes: T response tokens of a row, L tokens of an episode.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,15 +20,6 @@ from headway.data.collate import Row
 
 Get = Callable[[Row], NDArray[Any]]
 """Function that returns an array [T] of a row."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Several:
-    """The rows of an episode that has several."""
-
-    rows: tuple[int, ...]
-    order: NDArray[np.int64]
-    """Indices into the trained tokens of the rows, one row after the other, that put them into the order of turns."""
 
 
 class Episodes:
@@ -47,44 +37,41 @@ class Episodes:
         starts = np.flatnonzero(steps)
         self.rows = rows
         self._places = [range(a, b) for a, b in zip(starts, [*starts[1:], len(rows)], strict=True)]
-        self._several = {episode: self._in_order(place) for episode, place in enumerate(self._places) if len(place) > 1}
+        self._orders = {episode: self._order(of) for episode, of in enumerate(self._places) if len(of) > 1}
+        """Episode of several rows → indices into what they train, one row after the other, in the order of turns."""
 
     def join(self, get: Get) -> list[NDArray[Any]]:
         """The arrays [L] of the episodes, from those [T] that ``get`` returns of their rows."""
-        if not self._several:
+        if not self._orders:
             return [get(row) for row in self.rows]
         joined = []
         for episode, place in enumerate(self._places):
-            if (several := self._several.get(episode)) is None:
-                joined.append(get(self.rows[place[0]]))
+            rows = self.rows[place.start : place.stop]
+            if (order := self._orders.get(episode)) is None:
+                joined.append(get(rows[0]))
             else:
-                trained = [get(self.rows[i])[self.rows[i].loss_mask] for i in several.rows]
-                joined.append(np.concatenate(trained)[several.order])
+                joined.append(np.concatenate([get(row)[row.loss_mask] for row in rows])[order])
         return joined
 
     def cut(self, arrays: Sequence[NDArray[np.float32]]) -> list[NDArray[np.float32]]:
         """The arrays [T] of the rows, from those [L] of their episodes; 0 in the holes of rows that were joined."""
-        if not self._several:
-            return list(arrays)
         result: list[NDArray[np.float32]] = []
         for episode, (place, array) in enumerate(zip(self._places, arrays, strict=True)):
-            if (several := self._several.get(episode)) is None:
+            if (order := self._orders.get(episode)) is None:
                 result.append(array)
                 continue
             trained = np.empty_like(array)
-            trained[several.order] = array
-            start = 0
-            for row in (self.rows[i] for i in place):
-                values = np.zeros(len(row.loss_mask), np.float32)
-                stop = start + int(row.loss_mask.sum())
-                values[row.loss_mask] = trained[start:stop]
-                result.append(values)
-                start = stop
+            trained[order] = array
+            rows = self.rows[place.start : place.stop]
+            ends = np.cumsum([row.loss_mask.sum() for row in rows])[:-1]
+            for row, values in zip(rows, np.split(trained, ends), strict=True):
+                result.append(np.zeros(len(row.loss_mask), np.float32))
+                result[-1][row.loss_mask] = values
         return result
 
-    def _in_order(self, place: range) -> _Several:
-        numbers = [turn_numbers(self.rows[i])[self.rows[i].loss_mask] for i in place]
-        return _Several(tuple(place), np.argsort(np.concatenate(numbers), kind="stable"))
+    def _order(self, place: range) -> NDArray[np.int64]:
+        rows = self.rows[place.start : place.stop]
+        return np.argsort(np.concatenate([turn_numbers(row)[row.loss_mask] for row in rows]), kind="stable")
 
 
 def turn_numbers(row: Row) -> NDArray[np.int64]:
