@@ -347,6 +347,15 @@ class ReplicaLost(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeeperLost(Event):
+    """Event: a keeper of groups died, or does not answer; the groups that it was making are made again by others."""
+
+    kind: ClassVar[str] = "keeper.lost"
+    keeper: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseChanged(Event):
     """Event: shared devices went to ``holder``, ``train`` or ``generate``. The hand-over began at ``asked``."""
 

@@ -11,7 +11,7 @@ Everything the pipeline calls is asynchronous and returns plain data. Implementa
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -328,6 +328,9 @@ class RolloutEngine(PolicyReceiver, Protocol):
     async def abort(self, client: str, numbers: Sequence[int]) -> None:
         """End these calls of ``client`` as they are. Numbers of finished calls are ignored."""
 
+    async def drop(self, client: str) -> None:
+        """Drop all calls of ``client``, which is gone without leaving `finished`: that ends, by raising."""
+
     async def release(self, trajectories: Sequence[TrajectoryId]) -> None:
         """Give up what is kept for further calls of these episodes: they are over."""
 
@@ -367,7 +370,9 @@ class Keeper(Protocol):
 
     name: str
 
-    def generate(self, requests: Sequence[GroupRequest], *, on: str | None = None) -> AsyncIterator[FinishedGroup]:
+    def generate(
+        self, requests: Sequence[GroupRequest], *, on: str | None = None
+    ) -> AsyncGenerator[FinishedGroup, None]:
         """Start all groups in one step, in order, and yield each when it is done.
 
         Leaving the iterator early drops the groups that it has not yielded. Aborted groups are yielded too, with finish
@@ -396,7 +401,7 @@ class Keeper(Protocol):
     async def abort_older_than(self, version: int) -> None:
         """End the training groups that have a token of an older version in a call that is finished."""
 
-    def failures(self) -> AsyncIterator[tuple[str, HeadwayError]]:
+    def failures(self) -> AsyncGenerator[tuple[str, HeadwayError], None]:
         """Yield a replica's name and why it failed, for each replica that ended or refused a call's transport."""
 
     async def close(self) -> None: ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,9 +11,10 @@ import pytest
 
 from headway.cluster import address, resource_pool
 from headway.cluster.address import answers, stops_answering
+from headway.cluster.engines import RolloutReplica
 from headway.cluster.exchange import Exchange
 from headway.cluster.plan import WorkerSpec
-from headway.cluster.replacements import Replacements
+from headway.cluster.replacements import Replacements, replica_start
 from headway.cluster.resource_pool import ResourcePool
 from headway.cluster.roles.rollout import RolloutRole
 from headway.cluster.sight import Sight
@@ -32,9 +33,10 @@ class Place:
         if found:
             self._found.set()
 
-    async def find_place(self, spec: WorkerSpec) -> None:
+    async def find_place(self, spec: WorkerSpec, others: Sequence[int] = ()) -> int:
         self.log.append(f"find a place for {spec.name}")
         await self._found.wait()
+        return spec.device
 
     def launch(self, spec: WorkerSpec) -> Worker:
         self.log.append(f"launch {spec.name}")
@@ -63,13 +65,16 @@ class Seeing:
             raise self._failure
 
 
-def replacements(place: Place, failure: Exception | None = None, timeout_s: float = 5.0) -> Replacements:
+def replacements(
+    place: Place, failure: Exception | None = None, timeout_s: float = 5.0
+) -> Replacements[RolloutReplica]:
     async def serve(group: Any) -> Any:
         place.log.append(f"serve {group.name}")
         return group.name
 
     exchange = cast(Exchange, SimpleNamespace(add=lambda worker, dtype: None))
-    made = Replacements(place, cast(Sight, Seeing(place, failure)), serve, exchange, "float32", timeout_s=timeout_s)
+    start = replica_start(cast(Sight, Seeing(place, failure)), serve, exchange, "float32")
+    made = Replacements(place, start, timeout_s=timeout_s)
     made.know(SPEC, place.worker("rollout-1"))
     return made
 

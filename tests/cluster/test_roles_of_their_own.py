@@ -352,7 +352,7 @@ async def test_on_ray_a_version_equals_one_process_and_a_dead_copy_ends_the_run(
         await workers.close()
     assert not ray.is_initialized()
     logs = {path.stem for path in (tmp_path / "logs").iterdir()} - {"ray"}  # which may tell of the death in time
-    assert logs == {"actor-0", "rollout-0", "ref-0", "logp-0", "critic-0"}
+    assert logs == {"actor-0", "rollout-0", "ref-0", "logp-0", "critic-0", "keeper-0"}
 
 
 @pytest.mark.slow

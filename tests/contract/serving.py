@@ -267,6 +267,22 @@ class Serving(OfEngine):
             assert [answer.whole for answer in await running] == [True, True]
             await at_rest(replica)
 
+    @scenario()
+    async def test_a_client_that_is_gone_without_leaving_is_dropped_and_nothing_of_other_clients(self) -> None:
+        async with self.harness.serve() as replica:
+            running = await submit(replica, endless(9, n=2))
+            await replica.engine.submit("gone", [*endless(1, n=1), *endless(2, n=1)])
+            batches = replica.engine.finished("gone")
+            reading = asyncio.ensure_future(anext(batches))  # type: ignore[arg-type]
+            await until(replica, lambda: self.has(replica, 4))
+            await replica.engine.drop("gone")
+            await until(replica, lambda: self.has(replica, 2))
+            with pytest.raises(RunError, match="'gone' is gone"):
+                await reading
+            await replica.engine.drop("unknown")
+            assert [answer.whole for answer in await running] == [True, True]
+            await at_rest(replica)
+
     async def has(self, replica: Replica, calls: int) -> bool:
         """Whether there are just so many calls in the engine."""
         stats = await replica.engine.stats()

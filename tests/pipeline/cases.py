@@ -40,6 +40,7 @@ SCHEDULES = {
     "stopped": 200,
     "deaths": 300,
     "joins": 200,
+    "keepers": 200,
     "everything": 300,
     "hangs": 100,
     "silence": 200,
@@ -61,13 +62,13 @@ FAR_AHEAD = [Fraction(eta) for eta in (2, 2, 3, 3, 3)]
 
 
 class Fault(NamedTuple):
-    """``what`` happens to replica number ``replica``; a stop happens to all."""
+    """``what`` happens to replica number ``replica``, or to a keeper; a stop happens to all."""
 
     at: float
     """Seconds; or, negative, minus the number of events after which it happens at once."""
     what: str
-    """``dies``, ``joins``, ``stop``, or what `FakeRollout` can be told to do: ``hangs``, ``hangs_on_drain``,
-    ``never_receives``, ``receives corrupted``, ``silent on …``."""
+    """``dies``, ``keeper dies``, ``joins``, ``stop``, or what `FakeRollout` can be told to do: ``hangs``,
+    ``hangs_on_drain``, ``never_receives``, ``receives corrupted``, ``silent on …``."""
     replica: int = 0
 
     def happen(self, run: Run) -> None:
@@ -85,6 +86,10 @@ class Fault(NamedTuple):
                 victim.fails_to_receive.append(UpdateFailed(f"what {victim.name} received is corrupted"))
             case what if what.startswith("silent on "):
                 victim.silent_on.add(what.removeprefix("silent on "))
+            case "keeper dies":
+                living = [keeper for keeper in run.keepers if not keeper.is_dead]
+                if living:
+                    living[self.replica % len(living)].die()
             case "joins":
                 run.join(f"late-{len(run.rollouts)}")
             case "stop":
@@ -137,6 +142,7 @@ class Case:
     double_buffered: bool = True
     update_timeout_s: float = 1000.0
     stall_timeout_s: float = 100.0
+    keepers: int = 1
 
     @property
     def per_version(self) -> int:
@@ -174,6 +180,7 @@ class Case:
             mini_batch=self.mini_batch,
             n=self.n,
             replicas=self.replicas,
+            keepers=self.keepers,
             slots=self.slots,
             seed=self.seed,
             lengths=seeded_lengths(self.seed, 1, self.longest),
@@ -299,6 +306,7 @@ def cases(draw: st.DrawFn, /, **fixed: Any) -> Case:
         double_buffered=fixed.get("double_buffered", True),
         update_timeout_s=fixed.get("update_timeout_s", 1000.0),
         stall_timeout_s=fixed.get("stall_timeout_s", 100.0),
+        keepers=fixed.get("keepers", 1),
     )
 
 
@@ -309,6 +317,8 @@ def faulty(draw: st.DrawFn, /, *whats: str, most: int = 3, **fixed: Any) -> Case
     faults = draw(st.lists(fault, min_size=1, max_size=most))
     shared = "joins" not in {fault.what for fault in faults} and draw(st.booleans())
     overlapped = not shared and draw(st.booleans())
+    if "keeper dies" in whats:
+        fixed["keepers"] = draw(st.integers(1, 3))
     return draw(cases(**{"shared": shared, "overlapped": overlapped, **fixed, "faults": tuple(faults)}))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from headway.data.types import Prompt, TrajectoryId
 from headway.episodes.keeper import GroupKeeper
-from headway.errors import RunError, ScoringFailed, UpdateFailed
+from headway.episodes.lines import CallEngine
+from headway.errors import HeadwayError, RunError, ScoringFailed, UpdateFailed, WorkerDied
 from headway.events import Event
 from headway.interfaces import (
     Call,
@@ -53,21 +54,111 @@ Numbers = dict[tuple[int, int, int, Priority], int]
 """(epoch, row, attempt, priority) → number of the group, or of the held-out problem."""
 
 
-class FakeKeeper(GroupKeeper):
-    """A keeper that tells which group a prompt was asked for, in ``numbers``."""
+Numbered = tuple[str, int]
+"""A call of one replica: its client, and the number that the client gave it."""
 
-    def __init__(self, numbers: Numbers) -> None:
-        super().__init__("keeper")
+
+class FakeKeeper(GroupKeeper):
+    """A keeper that tells which group a prompt was asked for, in ``numbers``, and that can be told to die."""
+
+    def __init__(self, numbers: Numbers, name: str = "keeper-0") -> None:
+        super().__init__(name)
         self._numbers = numbers
+        self._death: WorkerDied | None = None
+        self._process_ended = asyncio.Event()
+        self.asked: list[tuple[float, list[int], Priority]] = []
+        """(time, numbers of groups, priority) of every `generate`."""
+        self.silent = False
+        """Answers no call, and yields nothing, from now on."""
+
+    @property
+    def is_dead(self) -> bool:
+        return self._death is not None
 
     async def generate(
         self, requests: Sequence[GroupRequest], *, on: str | None = None
     ) -> AsyncGenerator[FinishedGroup, None]:
+        self._check_alive()
+        await self._unless_silent()
+        self.asked.append((now(), [request.number for request in requests], requests[0].priority))
         for request in requests:
             prompt_ = request.prompt
             self._numbers[prompt_.epoch, prompt_.row, prompt_.attempt, request.priority] = request.number
         async for finished in super().generate(requests, on=on):
+            await self._unless_silent()
+            self._check_alive()
             yield finished
+
+    def die(self, why: str = "was killed") -> None:
+        """End as a process does that is killed: replicas are not told, and go on with its calls."""
+        if self._death is not None:
+            return
+        self._death = WorkerDied(f"{self.name} {why}")
+        self._process_ended.set()
+        for line in self._calls._lines.values():
+            line._tasks[1].cancel()  # it tells them nothing more
+        self.end(self._death)
+        self._calls._failures.put_nowait((self.name, self._death))
+
+    def fall_silent(self, noticed_after_s: float) -> None:
+        """Answer nothing from now on, as where its machine is cut off; supervision tells of it so much later."""
+        self.silent = True
+        asyncio.get_running_loop().call_later(noticed_after_s, self._process_ended.set)
+
+    async def died(self) -> None:
+        """What supervision of its process would tell."""
+        await self._process_ended.wait()
+        raise self._death or WorkerDied(f"{self.name} is lost: its machine does not answer")
+
+    async def bury(self) -> None:
+        """Leave nothing behind of a keeper that is dead or silent."""
+        if self.is_dead or self.silent:
+            await super().close()
+
+    async def failures(self) -> AsyncGenerator[tuple[str, HeadwayError], None]:
+        async for failure in super().failures():
+            self._check_alive()
+            yield failure
+
+    async def join(self, replica: CallEngine) -> None:
+        await self._ordered(super().join(replica))
+
+    async def leave(self, replica: str) -> None:
+        await self._ordered(super().leave(replica))
+
+    async def route(self, replicas: Sequence[str], *, halted: bool = False) -> None:
+        await self._ordered(super().route(replicas, halted=halted))
+
+    async def hold(self) -> None:
+        await self._ordered(super().hold())
+
+    async def go_on(self) -> None:
+        await self._ordered(super().go_on())
+
+    async def abort_older_than(self, version: int) -> None:
+        await self._ordered(super().abort_older_than(version))
+
+    async def close(self) -> None:
+        await self._ordered(super().close())
+
+    async def _ordered(self, call: Coroutine[Any, Any, None]) -> None:
+        """Do what a living keeper was told. A call that is under way when the keeper dies ends with that."""
+        try:
+            self._check_alive()
+            await self._unless_silent()
+        except BaseException:
+            call.close()
+            raise
+        await call
+        self._check_alive()
+
+    async def _unless_silent(self) -> None:
+        if self.silent:
+            await asyncio.Event().wait()
+
+    def _check_alive(self) -> None:
+        if self._death is not None:
+            raise self._death
 
 
 def now() -> float:
@@ -235,13 +326,15 @@ class FakeRollout(SimulatedRollout):
         self.stopped: float | None = None
         """When the pause that holds had stopped it."""
         self._pausing = False
-        self._held = 0
-        """Trajectories that were asked for since a pause began: they wait for `resume`."""
+        self._held: set[Numbered] = set()
+        """Calls that were asked for since a pause began: they wait for `resume`."""
+        self._open: set[Numbered] = set()
+        """Calls that are not finished."""
         self.submitted: list[tuple[float, tuple[int, ...], Priority]] = []
         """(time, numbers of groups, priority) of every `submit`."""
         self.numbers: Numbers = {}
-        self._validating: set[int] = set()
-        """Numbers of the calls of a validation that are not finished."""
+        self._validating: set[Numbered] = set()
+        """Calls of a validation that are not finished."""
         self._asked = 0.0
 
     async def submit(self, client: str, calls: Sequence[Call]) -> None:
@@ -253,24 +346,35 @@ class FakeRollout(SimulatedRollout):
         if priority is Priority.VALIDATION:
             if not self._validating:
                 self._asked = now()
-            self._validating.update(call.number for call in calls)
-        self._takes(len(calls))
+            self._validating.update((client, call.number) for call in calls)
+        self._takes({(client, call.number) for call in calls})
         await super().submit(client, calls)
 
     async def finished(self, client: str) -> AsyncIterator[Sequence[FinishedCall]]:
         async for batch in super().finished(client):
             self.work += [(call.finished, -1) for call in batch]
-            numbers = {call.number for call in batch} & self._validating
-            self._validating -= numbers
-            if numbers and not self._validating:
+            calls = {(client, call.number) for call in batch}
+            self._open -= calls
+            validated = calls & self._validating
+            self._validating -= validated
+            if validated and not self._validating:
                 self.validated.append((self._asked, now()))
             yield [_of_version_0(call) for call in batch] if self.stamps_version_0 else batch
 
-    def _takes(self, trajectories: int) -> None:
+    async def drop(self, client: str) -> None:
+        await super().drop(client)
+        gone = {call for call in self._open if call[0] == client}
+        self._open -= gone
+        self._validating -= gone
+        self.work.append((now(), -len(gone - self._held)))
+        self._held -= gone
+
+    def _takes(self, calls: set[Numbered]) -> None:
+        self._open |= calls
         if self._pausing:
-            self._held += trajectories
+            self._held |= calls
         else:
-            self.work.append((now(), trajectories))
+            self.work.append((now(), len(calls)))
 
     async def pause(self, policy: OnUpdate) -> Paused:
         self._pausing = True
@@ -289,7 +393,7 @@ class FakeRollout(SimulatedRollout):
             raise RunError(f"{self.name} was told to resume with torn weights")
         self.paused = False
         self._stands_no_more()
-        self._pausing, held, self._held = False, self._held, 0
+        self._pausing, held, self._held = False, self._held, set()
         self._takes(held)
         await super().resume()
 

@@ -70,6 +70,8 @@ class Run:
     recorder: Recorder
     others: list[FakeReceiver] = field(default_factory=list)
     """Receivers that generate nothing."""
+    keepers: list[FakeKeeper] = field(default_factory=list)
+    """With those that were started in the place of others."""
     logp: FakeLogProb | None = None
     """Whoever recomputes log π_prox on ranks of its own."""
     stopped_at: float | None = None
@@ -135,6 +137,15 @@ class Run:
             if priority == "training"
             for number in numbers
         }
+
+    def remade(self, lost: str) -> set[int]:
+        """Training groups that the keeper ``lost`` was asked for, and another one later."""
+        asked = {
+            keeper.name: {n for _, numbers, priority in keeper.asked if priority == "training" for n in numbers}
+            for keeper in self.keepers
+        }
+        mine = asked.pop(lost)
+        return mine.intersection(*[set().union(*asked.values())])
 
     def assert_clean(self) -> Run:
         """What holds for every run, however it ended."""
@@ -213,6 +224,9 @@ class Scenario:
     """Names of roles that hold a copy of the policy and generate nothing."""
     supervised: bool = False
     """The pipeline is told at once when a replica dies, whether anybody asks it for anything or not."""
+    keepers: int = 1
+    keeper_start_s: float | None = 2.0
+    """What it takes to start a keeper in the place of one that is gone; None where none can be started."""
     resume_from: Mapping[str, Any] | None = None
     """The driver's state of a checkpoint, of another run of the same scenario."""
     numbers: Numbers = field(default_factory=dict)
@@ -265,6 +279,7 @@ class Scenario:
         trainer = FakeTrainer(transport, update=self.update, **self.trainer)
         recorder = Recorder()
         run: Run
+        keepers = [FakeKeeper(self.numbers, f"keeper-{i}") for i in range(self.keepers)]
         source = FakeSource(self.rows, self.epochs)
         others = [FakeReceiver(name, transport) for name in self.receivers]
         ranks = [FakeReceiver(f"logp-{rank}", transport) for rank in range(self.logp_ranks)]
@@ -275,7 +290,7 @@ class Scenario:
             source=source,
             validation=validation_prompts(self.problems),
             rollouts=list(rollouts),
-            keepers=[FakeKeeper(self.numbers)],
+            keepers=list(keepers),
             trainer=trainer,
             reward=self.reward,
             advantages=zero_advantages if self.critic is None else self.critic.advantages,
@@ -289,12 +304,14 @@ class Scenario:
             reference_inside_fetch=self.reference_inside_fetch,
             receivers=[*others, *ranks],
             watch_replica=(lambda replica: replica.died()) if self.supervised else None,  # type: ignore[attr-defined]
+            watch_keeper=(lambda keeper: keeper.died()) if self.supervised else None,  # type: ignore[attr-defined]
+            replace_keeper=None if self.keeper_start_s is None else lambda lost: self._replace_keeper(run, lost),
             watch=(lambda: self._watch(run)) if self.watched else None,
             workers=lambda: [trainer],
         )
         pipeline = Pipeline(self.config, parts, [recorder], Path("checkpoints"), self.resume_from)
         run = Run(None, None, recorder.events, pipeline, source, rollouts, trainer, 0.0, [], transport, self, recorder)
-        run.others, run.logp = [*others, *ranks], logp
+        run.others, run.logp, run.keepers = [*others, *ranks], logp, keepers
         if self.script is not None:
             self.script(run)
         beside = asyncio.ensure_future(self.beside(run)) if self.beside and not self.watched else None
@@ -306,11 +323,19 @@ class Scenario:
             run.error = running.exception()
             run.status = None if run.error else running.result()
         run.ended = asyncio.get_running_loop().time()
+        for keeper in run.keepers:
+            await keeper.bury()
         if beside is not None:
             beside.cancel()
             await asyncio.wait([beside])
         run.tasks_left = [t.get_name() for t in asyncio.all_tasks() if t is not asyncio.current_task()]
         return run
+
+    async def _replace_keeper(self, run: Run, lost: str) -> FakeKeeper:
+        assert self.keeper_start_s is not None
+        await asyncio.sleep(self.keeper_start_s)
+        run.keepers.append(FakeKeeper(self.numbers, f"{lost}+1"))
+        return run.keepers[-1]
 
     async def _watch(self, run: Run) -> None:
         assert self.beside is not None

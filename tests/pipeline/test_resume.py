@@ -66,7 +66,7 @@ def test_whatever_is_killed_when_nothing_is_lost_and_nothing_trained_twice(share
         resumed_at += any(version > 0 for version in whole.resumed)
 
     for_each(st.tuples(st.one_of(cases(save_freq=1), cases(save_freq=2)), kills), share * 100, check)
-    least = enough(30, share)
+    least = enough(15, share)  # of 400 cases 125 undo something and 180 resume; hundreds of them differ by half of that
     assert undone > least
     assert resumed_at > least, "runs that start over prove nothing"
 

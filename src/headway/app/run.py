@@ -119,6 +119,8 @@ class Run:
             watch=workers.watch,
             watch_replica=workers.watch_replica,
             replace_replica=workers.replace_replica if workers.replaces else None,
+            watch_keeper=workers.watch_keeper,
+            replace_keeper=workers.replace_keeper if workers.replaces_keepers else None,
             workers=workers.living,
             probe_tolerance=workers.rounding.tolerance,
         )

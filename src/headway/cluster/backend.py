@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from headway.cluster.engines import RolloutReplica, TrainGroup, critic_of, reference_of
 from headway.cluster.hardware import Hardware
+from headway.cluster.keepers import RemoteKeeper
 from headway.cluster.proxy import proxy
 from headway.cluster.replacements import Replacements
 from headway.cluster.rounding import Rounding
@@ -32,9 +33,9 @@ class Workers:
 
     train: TrainGroup
     rollouts: list[RolloutReplica]
-    keepers: Sequence[Keeper]
-    """Keepers of the run's groups."""
     """Current replicas: those of the start, with lost ones exchanged for their replacements."""
+    keepers: list[RemoteKeeper]
+    """Current keepers of the run's groups, as with replicas."""
     ref: LogProbEngine | None
     """Engine of the reference policy; None where the algorithm asks for none."""
     proximal: ProximalEngine | None
@@ -52,7 +53,8 @@ class Workers:
     """Tolerances, in nats, by which the log-probs of each receiver may differ from the trainer's by rounding."""
     hardware: Mapping[str, Hardware]
     """Hardware that each worker computes on, by the worker's name."""
-    replacements: Replacements | None
+    replacements: Replacements[RolloutReplica] | None
+    replacements_of_keepers: Replacements[RemoteKeeper] | None
     undo: AsyncExitStack
 
     async def watch(self) -> NoReturn:
@@ -62,7 +64,8 @@ class Workers:
 
     def living(self) -> list[Living]:
         """Return every worker once, for heartbeats. A replica in the process of a training rank counts as that rank."""
-        return [*self.needed, *(self.rollouts if self.replaces else ())]
+        keepers = self.keepers if self.replaces_keepers else ()
+        return [*self.needed, *(self.rollouts if self.replaces else ()), *keepers]
 
     @property
     def replaces(self) -> bool:
@@ -79,6 +82,22 @@ class Workers:
     async def watch_replica(self, replica: RolloutEngine) -> NoReturn:
         """Wait until the replica's process ends, and raise `WorkerDied`."""
         await next(own for own in self.rollouts if own.name == replica.name).died()
+
+    @property
+    def replaces_keepers(self) -> bool:
+        """True where a lost keeper can be replaced."""
+        return self.replacements_of_keepers is not None
+
+    async def replace_keeper(self, lost: str) -> Keeper:
+        """Start a keeper in the place of ``lost``, which knows no replica yet."""
+        assert self.replacements_of_keepers is not None, "ask `replaces_keepers` first"
+        keeper = await self.replacements_of_keepers.start(lost)
+        self.keepers[:] = [*(one for one in self.keepers if one.name != lost), keeper]
+        return keeper
+
+    async def watch_keeper(self, keeper: Keeper) -> NoReturn:
+        """Wait until the keeper's process ends, or its machine does not answer, and raise `WorkerDied`."""
+        await next(own for own in self.keepers if own.name == keeper.name).died()
 
     async def close(self) -> None:
         """End all workers and leave the cluster; returns when no process is left. A second call does nothing."""
@@ -122,7 +141,7 @@ async def start_backend(config: Config, *, model_path: str, run_dir: Path, total
         workers = Workers(
             train=train,
             rollouts=list(started.rollouts),
-            keepers=started.keepers,
+            keepers=list(started.keepers),
             ref=reference_of(started.ref) if started.ref is not None else None,
             proximal=proxy(started.logp, ProximalEngine)
             if started.logp
@@ -137,10 +156,12 @@ async def start_backend(config: Config, *, model_path: str, run_dir: Path, total
             rounding=started.rounding,
             hardware=started.hardware,
             replacements=started.replacements,
+            replacements_of_keepers=started.replacements_of_keepers,
             undo=undo,
         )
-        if workers.replacements is not None:
-            workers.replacements.ends_with(undo)
+        for replacements in (workers.replacements, workers.replacements_of_keepers):
+            if replacements is not None:
+                replacements.ends_with(undo)
         return workers
 
 

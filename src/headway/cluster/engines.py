@@ -114,7 +114,7 @@ class RolloutReplica:
         self.submit, self.finished, self.abort, self.release = calls.submit, calls.finished, calls.abort, calls.release
         self._engine = engine = proxy(worker, RolloutEngine, part="engine")
         self.pause, self.resume, self.stats = engine.pause, engine.resume, engine.stats
-        self.abort_older_than = engine.abort_older_than
+        self.abort_older_than, self.drop = engine.abort_older_than, engine.drop
         self._role = role = proxy(worker, RolloutRole)
         self.activate, self.wake = role.activate, role.wake
         self.heartbeat = worker.heartbeat

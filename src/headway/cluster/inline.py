@@ -112,8 +112,9 @@ class InlineCluster:
         for variable, value in math_environment(self._threads).items():
             os.environ.setdefault(variable, value)
 
-    async def find_place(self, spec: WorkerSpec) -> None:
-        """Return at once: this process has room for everything."""
+    async def find_place(self, spec: WorkerSpec, others: Sequence[int] = ()) -> int:
+        """Return the device of ``spec`` at once: this process has room for everything."""
+        return spec.device
 
     def launch(self, spec: WorkerSpec) -> InlineWorker:
         return InlineWorker(spec, self._device, self._threads)

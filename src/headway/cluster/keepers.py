@@ -21,6 +21,8 @@ class RemoteKeeper:
     def __init__(self, worker: Worker) -> None:
         self.name = worker.name
         self._worker = worker
+        self.heartbeat = worker.heartbeat
+        self.died = worker.lost  # one on a silent machine is as good as dead; another one goes on
 
     async def generate(
         self, requests: Sequence[GroupRequest], *, on: str | None = None

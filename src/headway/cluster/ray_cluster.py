@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
@@ -91,10 +92,12 @@ class RayCluster:
             len(self._devices), on_gpus=self._device == "cuda", timeout_s=whole_seconds
         )
 
-    async def find_place(self, spec: WorkerSpec) -> None:
+    async def find_place(self, spec: WorkerSpec, others: Sequence[int] = ()) -> int:
         """Wait as `Cluster.find_place` does. Ray moves the devices of a lost machine to others that have room."""
-        if self._pool is not None:
-            await self._pool.find_place(self._devices.index(spec.device))
+        if self._pool is None:
+            return spec.device
+        bundles = [self._devices.index(device) for device in dict.fromkeys((spec.device, *others))]
+        return self._devices[await self._pool.find_place(*bundles)]
 
     def launch(self, spec: WorkerSpec) -> RayWorker:
         if self._pool is None:

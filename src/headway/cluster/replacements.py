@@ -1,10 +1,10 @@
-"""Replacement of a replica that is gone, on the same device, while the run goes on.
+"""Replacement of a replica or a keeper that is gone, while the run goes on.
 
-    find a place ─▶ kill what is left ─▶ launch ─▶ up ─▶ sees the files ─▶ build ─▶ may be reached for weights ─▶ serve
-                                                                                                ─▶ `Pipeline.join`
+    find a place ─▶ kill what is left ─▶ launch ─▶ up ─▶ sees the files ─▶ build ─▶ serve ─▶ joins the pipeline
 
-A replacement has the model that the run began with, and serves nothing before it has received a version. Where the
-machine is gone, its device is one of another machine, as soon as there is room for it.
+A replica has the model that the run began with, may be reached for weights, and serves nothing before it has received
+a version. It has the device of the one that is gone; where its machine is gone, too, that is one of another machine, as
+soon as there is room for it. A keeper has no device, and is beside whichever replica's is on a machine that answers.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from headway.cluster.engines import RolloutReplica
 from headway.cluster.exchange import Exchange
+from headway.cluster.keepers import RemoteKeeper
 from headway.cluster.plan import WorkerSpec
 from headway.cluster.roles.rollout import RolloutRole
 from headway.cluster.sight import Sight
@@ -25,14 +26,16 @@ from headway.errors import HeadwayError, StallError
 
 
 class Places(Protocol):
-    """The methods of a `Cluster` that replacing a replica needs."""
+    """The methods of a `Cluster` that replacing a worker needs."""
 
-    async def find_place(self, spec: WorkerSpec) -> None: ...
+    async def find_place(self, spec: WorkerSpec, others: Sequence[int] = ()) -> int: ...
 
     def launch(self, spec: WorkerSpec) -> Worker: ...
 
 
-Measure = Callable[[Sequence[RolloutReplica]], Awaitable[object]]
+T = TypeVar("T")
+
+Measure = Callable[[Sequence[T]], Awaitable[object]]
 """Coroutine function that measures how far the probe of a new replica is from the trainer's."""
 
 Serve = Callable[[WorkerGroup], Awaitable[RolloutReplica]]
@@ -40,91 +43,111 @@ Serve = Callable[[WorkerGroup], Awaitable[RolloutReplica]]
 
 @dataclass(slots=True)
 class _Place:
-    """Place of a replica: its spec, its current worker, and how often it was replaced."""
+    """Place of a worker: its spec, its current worker, and how often it was replaced."""
 
     spec: WorkerSpec
     worker: Worker
     restarts: int = 0
 
 
-class Replacements:
-    """Replacements of one run's replicas."""
+class Replacements(Generic[T]):
+    """Replacements of one run's replicas, or of its keepers."""
 
     def __init__(
         self,
         places: Places,
-        sight: Sight | None,
-        serve: Serve,
-        exchange: Exchange,
-        dtype: str,
+        start: Callable[[Worker], Awaitable[T]],
         *,
         timeout_s: float,
+        others: Sequence[int] = (),
     ) -> None:
-        """Set up replacements. ``serve`` starts a built worker's engine; ``dtype`` is that of the served weights.
-
-        ``sight`` is None where all workers are in one process.
+        """Set up replacements. ``start`` brings a launched worker up. ``others``: devices beside which a worker may be
+        as well, where that of its own place is on no machine that answers.
         """
         self._cluster = places
-        self._sight = sight
-        self._serve = serve
-        self._exchange = exchange
-        self._dtype = dtype
+        self._start = start
+        self._others = others
         self._stack = AsyncExitStack()
         self._timeout_s = timeout_s
         self._places: dict[str, _Place] = {}
 
     def ends_with(self, stack: AsyncExitStack) -> None:
-        """Make ``stack`` kill, when it closes, the replicas that were started as replacements."""
+        """Make ``stack`` kill, when it closes, the workers that were started as replacements."""
         stack.push_async_exit(self._stack)
 
     def know(self, spec: WorkerSpec, worker: Worker) -> None:
-        """Register ``worker``, a replica that may have to be replaced."""
+        """Register ``worker``, which may have to be replaced."""
         self._places[spec.name] = _Place(spec, worker)
 
-    async def start(self, lost: str, measure: Measure | None = None) -> RolloutReplica:
-        """Start a replica in the place of ``lost``, under its own name; ``measure`` is its last step.
+    async def start(self, lost: str, measure: Measure[T] | None = None) -> T:
+        """Start a worker in the place of ``lost``, under its own name; ``measure`` is its last step.
 
-        Raises `StallError` if it is not up in time, and what ``measure`` raises. The new replica is killed then.
+        Raises `StallError` if it is not up in time, and what ``measure`` raises. The new worker is killed then.
         """
         place = self._places[lost]
         place.restarts += 1
         first = place.spec.name.partition("+")[0]
-        spec = replace(place.spec, name=f"{first}+{place.restarts}")
         worker: Worker | None = None
+        name = f"{first}+{place.restarts}"
         waiting_for = "its device to be on a machine that is alive; no other may have room for it"
         try:
             async with asyncio.timeout(self._timeout_s) as limit:
-                await self._cluster.find_place(place.spec)
+                device = await self._cluster.find_place(place.spec, self._others)
+                spec = replace(place.spec, name=name, device=device)
                 waiting_for = "it to start"
-                await place.worker.kill()  # a replica that was fenced off may still be there, and hold the device
+                await place.worker.kill()  # one that was fenced off may still be there, and hold the device
                 place.worker = worker = self._cluster.launch(spec)
                 self._stack.push_async_callback(worker.kill)
-                replica = await self._start(worker)
+                started = await self._start(worker)
                 if measure is not None:
                     waiting_for = "it to compute the log-probs of the probe"
-                    await measure([replica])
+                    await measure([started])
         except TimeoutError:
             await _end(worker)
             if not limit.expired():
                 raise
             raise StallError(
-                f"{spec.name}, which is to replace {lost}, was not up within cluster.start_timeout_s = "
+                f"{name}, which is to replace {lost}, was not up within cluster.start_timeout_s = "
                 f"{self._timeout_s:g} s: the driver waited for {waiting_for}"
             ) from None
         except HeadwayError:
             await _end(worker)
             raise
-        self._places[spec.name] = _Place(spec, worker, place.restarts)
-        return replica
+        self._places[name] = _Place(spec, worker, place.restarts)
+        return started
 
-    async def _start(self, worker: Worker) -> RolloutReplica:
+
+def replica_start(
+    sight: Sight | None, serve: Serve, exchange: Exchange, dtype: str
+) -> Callable[[Worker], Awaitable[RolloutReplica]]:
+    """Return the start of a replica's worker. ``serve`` starts a built worker's engine; ``dtype`` is that of the served
+    weights. ``sight`` is None where all workers are in one process.
+    """
+
+    async def start(worker: Worker) -> RolloutReplica:
         await worker.up()
-        if self._sight is not None:
-            await self._sight.check_replica(worker)
+        if sight is not None:
+            await sight.check_replica(worker)
         group = WorkerGroup(RolloutRole, [worker])
         await group.build(None)
-        self._exchange.add(worker, self._dtype)
-        return await self._serve(group)
+        exchange.add(worker, dtype)
+        return await serve(group)
+
+    return start
+
+
+def keeper_start(sight: Sight | None) -> Callable[[Worker], Awaitable[RemoteKeeper]]:
+    """Return the start of a keeper's worker."""
+
+    async def start(worker: Worker) -> RemoteKeeper:
+        await worker.up()
+        if sight is not None:
+            await sight.check_keeper(worker)
+        await worker.call("build")
+        await worker.call("serve")
+        return RemoteKeeper(worker)
+
+    return start
 
 
 async def _end(worker: Worker | None) -> None:

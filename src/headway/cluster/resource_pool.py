@@ -52,13 +52,17 @@ class ResourcePool:
             )
         return cls(group, gpus)
 
-    async def find_place(self, device: int) -> None:
-        """Wait, for ever if need be, until the bundle of ``device`` is on a machine on which Ray answers.
+    async def find_place(self, *devices: int) -> int:
+        """Wait, for ever if need be, until the bundle of a device is on a machine on which Ray answers. Returns the
+        first such device.
 
         Ray takes some seconds to notice that a machine is gone, and would start a worker there meanwhile.
         """
-        while not await self._answers(await asyncio.to_thread(self._node, device)):  # noqa: ASYNC110 - Ray has no event
-            await asyncio.sleep(LOOK_AGAIN_S)
+        while True:
+            for device in devices:
+                if await self._answers(await asyncio.to_thread(self._node, device)):
+                    return device
+            await asyncio.sleep(LOOK_AGAIN_S)  # Ray has no event for it
 
     def _node(self, device: int) -> dict[str, Any] | None:
         """Return the machine of a device, as `ray.nodes` describes it. None while Ray has none for it."""

@@ -68,6 +68,10 @@ class Sight:
         await self._check_model([worker])
         await self._check_directory([worker])
 
+    async def check_keeper(self, worker: Worker) -> None:
+        """Check that a ``worker`` started later, which keeps groups, sees the model. Raises as `check` does."""
+        await self._check_model([worker])
+
     async def _check_run_directory(self, writers: Sequence[Worker]) -> None:
         path = self._files.run_dir.absolute()
         async with self._marked(self._driver, path) as (mark, text, why):

@@ -19,9 +19,10 @@ from headway.cluster.hardware import Hardware
 from headway.cluster.keepers import RemoteKeeper
 from headway.cluster.memory_files import directory_in_memory, remove_abandoned
 from headway.cluster.plan import ClusterPlan, Rank, WorkerSpec, plan_cluster
-from headway.cluster.replacements import Replacements
+from headway.cluster.replacements import Replacements, keeper_start, replica_start
 from headway.cluster.roles.actor import ActorRole
 from headway.cluster.roles.critic import CriticRole
+from headway.cluster.roles.keeper import KeeperRole
 from headway.cluster.roles.logp import LogpRole
 from headway.cluster.roles.lookout import Lookout
 from headway.cluster.roles.ref import RefRole
@@ -34,7 +35,7 @@ from headway.config.placement import CRITIC, REF, resolve_placement
 from headway.config.schema import Config
 from headway.config.transports import TRANSPORTS, transport_of
 from headway.errors import ConfigError
-from headway.interfaces import Capabilities, Keeper, OnUpdate, PolicyReceiver
+from headway.interfaces import Capabilities, OnUpdate, PolicyReceiver
 from headway.weights.layout import Manifest
 from headway.weights.transports.links import Address
 
@@ -63,8 +64,10 @@ class Cluster(Protocol):
     async def reserve(self, plan: ClusterPlan) -> None:
         """Reserve what the plan needs, until `stop`. Raises `ConfigError` for a plan that cannot run here."""
 
-    async def find_place(self, spec: WorkerSpec) -> None:
-        """Wait until the device of ``spec`` is on a machine that is alive, for a worker that replaces another one."""
+    async def find_place(self, spec: WorkerSpec, others: Sequence[int] = ()) -> int:
+        """Wait until a device is on a machine that is alive, for a worker that replaces another one. Returns it: that of
+        ``spec`` or, while that is on none, the first of ``others`` that is.
+        """
 
     def launch(self, spec: WorkerSpec) -> Worker:
         """Begin to start one worker, without waiting for it: see `Worker.up`."""
@@ -82,7 +85,7 @@ class Started:
 
     actor: WorkerGroup
     rollouts: tuple[RolloutReplica, ...]
-    keepers: tuple[Keeper, ...]
+    keepers: tuple[RemoteKeeper, ...]
     ref: WorkerGroup | None
     """Ranks that compute the reference's log-probs: its own, or the trainer's. None without a reference."""
     logp: WorkerGroup | None
@@ -100,8 +103,10 @@ class Started:
     """Workers each of which the run cannot go on without."""
     hardware: dict[str, Hardware]
     """Hardware that each worker computes on, by the worker's name."""
-    replacements: Replacements | None
+    replacements: Replacements[RolloutReplica] | None
     """Replacements of lost replicas; None where replicas share their processes with training ranks."""
+    replacements_of_keepers: Replacements[RemoteKeeper] | None
+    """Replacements of lost keepers; None where these are in the driver's process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +177,7 @@ class Startup:
             manifests[needed] = await self._wait("actor-0 to lay weights out", _result(groups.actor.layout, needed))
             await self._wait(f"{groups.actor.name} to prepare updates", _result(groups.actor.open_route, needed))
         paths: WeightPaths
-        replacements: Replacements | None = None
+        replacements: Replacements[RolloutReplica] | None = None
         if plan.shared:
             await self._join_within(plan, workers, dtype)
             replicas = {name: worker for name, (worker, _) in holders.items()}
@@ -188,10 +193,7 @@ class Startup:
             paths = exchange
             replacements = Replacements(
                 self._cluster,
-                sight,
-                lambda group: self._serve(group, manifests[dtype], exchange),
-                exchange,
-                dtype,
+                replica_start(sight, lambda group: self._serve(group, manifests[dtype], exchange), exchange, dtype),
                 timeout_s=self._config.cluster.start_timeout_s,
             )
             for spec in plan.workers:
@@ -201,6 +203,9 @@ class Startup:
         if groups.logp is not None:
             await self._wait(f"{groups.logp.name} to be ready", _result(groups.logp.serve, manifests[computed]))
         alone = {rank.worker for rank in plan.rollout if rank.part is None}
+        replacements_of_keepers = self._replacements_of_keepers(plan, workers, sight)
+        if replacements_of_keepers is not None:
+            alone |= {rank.worker for rank in plan.keepers}
         receivers = tuple(
             LogpReceiver(worker, paths, self._config.param_update.verify)
             for worker in (groups.logp.workers if groups.logp is not None else ())
@@ -219,7 +224,26 @@ class Startup:
             needed=tuple(worker for name, worker in workers.items() if name not in alone),
             hardware=dict(zip(computing, hardware, strict=True)),
             replacements=replacements,
+            replacements_of_keepers=replacements_of_keepers,
         )
+
+    def _replacements_of_keepers(
+        self, plan: ClusterPlan, workers: dict[str, Worker], sight: Sight | None
+    ) -> Replacements[RemoteKeeper] | None:
+        """Return the replacements of keepers, each of which may be beside any replica; None within one process."""
+        if not self._cluster.separate_processes:
+            return None
+        generating = {rank.worker for rank in plan.rollout}
+        replacements = Replacements(
+            self._cluster,
+            keeper_start(sight),
+            timeout_s=self._config.cluster.start_timeout_s,
+            others=[spec.device for spec in plan.workers if spec.name in generating],
+        )
+        for spec in plan.workers:
+            if spec.role is KeeperRole:
+                replacements.know(spec, workers[spec.name])
+        return replacements
 
     async def _measured(
         self, actor: WorkerGroup, receivers: Sequence[PolicyReceiver], dtypes: tuple[str, str]
@@ -254,7 +278,7 @@ class Startup:
             self._wait(f"{group.name} to load the model", _result(group.build, store)) for group in groups.all
         )
 
-    async def _start_keepers(self, plan: ClusterPlan, workers: dict[str, Worker]) -> tuple[Keeper, ...]:
+    async def _start_keepers(self, plan: ClusterPlan, workers: dict[str, Worker]) -> tuple[RemoteKeeper, ...]:
         """Start the keepers of ``plan``."""
         keepers = [workers[rank.worker] for rank in plan.keepers]
         await concurrently(

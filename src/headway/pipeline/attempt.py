@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from headway.errors import UpdateFailed
 from headway.interfaces import ReceiveReport, SendReport
-from headway.pipeline.receiver import Gone, Receiver
+from headway.pipeline.receiver import Gone, Receiver, Remote
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Attempt:
             if isinstance(answer, ReceiveReport) and receiver.name not in failed
         }
 
-    def without(self, receivers: Iterable[Receiver]) -> list[Receiver]:
+    def without(self, receivers: Iterable[Remote]) -> list[Receiver]:
         out = set(receivers)
         return [receiver for receiver in self.audience.receivers if receiver not in out]
 
@@ -133,7 +133,7 @@ def _judge_failure(attempt: Attempt) -> Verdict:
 
 
 def _go_on_without(attempt: Attempt, gone: Sequence[Gone]) -> Verdict:
-    rest = attempt.without([one.receiver for one in gone] + list(attempt.holding))
+    rest = attempt.without([*(one.remote for one in gone), *attempt.holding])
     return Verdict(gone, [Audience(rest)] if rest else [], str(gone[0].why))
 
 

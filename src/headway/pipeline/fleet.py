@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from headway.concurrently import concurrently
-from headway.errors import HeadwayError, NonFinite, RunError
+from headway.errors import HeadwayError, NonFinite, RunError, WorkerDied
 from headway.events import ReplicaJoined, ReplicaLost
 from headway.interfaces import PolicyReceiver, RolloutEngine
 from headway.pipeline.channel import Channel
@@ -93,6 +93,20 @@ class Fleet:
         self._joining[name] = Replica(engine, self._timeout_s)
         return self._joining[name]
 
+    @property
+    def present(self) -> list[RolloutEngine]:
+        """Engines of all replicas."""
+        return [replica.engine for replica in self.replicas]
+
+    async def died(self, engine: RolloutEngine, death: WorkerDied) -> None:
+        """Forget a replica whose process has ended. Raises as `lose` does."""
+        for replica in self.replicas:
+            if replica.name == engine.name:
+                await self.lose(Gone(replica, death))
+
+    def given_up(self, lost: str, why: str) -> None:
+        """Do nothing: the others go on without ``lost``."""
+
     def serve(self, replica: Replica, version: int) -> None:
         """Note that ``replica`` has loaded ``version``. A late one that was overtaken waits for the next version.
 
@@ -115,7 +129,7 @@ class Fleet:
 
     async def lose(self, gone: Gone) -> None:
         """Forget a lost receiver. Raises the error of its loss for the last serving replica, or another receiver."""
-        replica = gone.receiver
+        replica = gone.remote
         replica.leave(gone.why)
         if not isinstance(replica, Replica):
             raise gone.why

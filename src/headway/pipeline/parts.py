@@ -20,7 +20,7 @@ from headway.interfaces import (
     TrainEngine,
 )
 from headway.pipeline.stages.reward import GroupFilter, Shaping
-from headway.pipeline.supervision import Watch
+from headway.pipeline.supervision import Replace, Watch
 from headway.progress import Living
 
 
@@ -53,10 +53,14 @@ class Parts:
     stop_token_ids: tuple[int, ...] = ()
     watch: Callable[[], Coroutine[Any, Any, None]] | None = None
     """Coroutine function that runs until cancelled and raises `WorkerDied` when a worker ends that the run needs."""
-    watch_replica: Watch | None = None
+    watch_replica: Watch[RolloutEngine] | None = None
     """Coroutine function that runs until cancelled and raises `WorkerDied` when the given replica's process ends."""
-    replace_replica: Callable[[str], Coroutine[Any, Any, RolloutEngine]] | None = None
+    replace_replica: Replace[RolloutEngine] | None = None
     """Coroutine function that starts a replica in the place of the one named; None where that is impossible."""
+    watch_keeper: Watch[Keeper] | None = None
+    """Coroutine function that runs until cancelled and raises `WorkerDied` when the given keeper's process ends."""
+    replace_keeper: Replace[Keeper] | None = None
+    """Coroutine function that starts a keeper in the place of the one named; None where that is impossible."""
     receivers: Sequence[PolicyReceiver] = ()
     """Receivers that hold the policy and generate nothing. They serve each version before its update is over."""
     workers: Callable[[], Sequence[Living]] = tuple

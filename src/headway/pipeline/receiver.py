@@ -1,5 +1,7 @@
 """Receivers, which hold a copy of the policy, as the pipeline calls them: no call to one that is gone stays open.
 
+So it is with every `Remote`; keepers are others (`headway.pipeline.keepers`).
+
     it died                            ┐
     it did not answer in time          ├─▶ `Gone` from that call ─▶ Fleet.lose ─▶ leave: all its other open calls, too
     somebody else saw its process end  ┘
@@ -33,52 +35,40 @@ T = TypeVar("T")
 
 
 class Gone(Exception):
-    """Error of a call to a ``receiver`` that died or does not answer. The run goes on if others can replace it."""
+    """Error of a call to a ``remote`` that died or does not answer. The run goes on if others can replace it."""
 
-    def __init__(self, receiver: Receiver, why: RunError) -> None:
-        super().__init__(f"{receiver.name}: {why}")
-        self.receiver = receiver
+    def __init__(self, remote: Remote, why: RunError) -> None:
+        super().__init__(f"{remote.name}: {why}")
+        self.remote = remote
         self.why = why
 
 
-class Receiver:
-    """Client of a `PolicyReceiver`. Calls that should be quick end after ``timeout_s`` (``param_update.timeout_s``)."""
+class Remote:
+    """Client of something that may be gone. Calls that should be quick end after ``timeout_s`` seconds, which are
+    ``param_update.timeout_s``."""
 
-    def __init__(self, engine: PolicyReceiver, timeout_s: float) -> None:
-        self.name = engine.name
+    def __init__(self, name: str, timeout_s: float) -> None:
+        self.name = name
         self.why: RunError | None = None
-        """Error for which the receiver was given up; None while it is reachable."""
-        self.version = 0
-        """Version that the receiver serves."""
-        self._receiver = engine
+        """Error for which it was given up; None while it is reachable."""
         self._timeout_s = timeout_s
         self._open: dict[asyncio.Timeout, None] = {}
-        """Timeouts of the calls to the receiver that are under way."""
+        """Timeouts of the calls that are under way."""
 
     @property
     def is_gone(self) -> bool:
         return self.why is not None
 
     def leave(self, why: RunError) -> None:
-        """Note that the receiver is gone: calls under way, and later ones, raise `Gone`."""
+        """Note that it is gone: calls under way, and later ones, raise `Gone`."""
         if self.why is None:
             self.why = why
             for call in self._open:
                 if not call.expired():
                     call.reschedule(asyncio.get_running_loop().time())
 
-    async def stage_weights(self, version: int) -> ReceiveReport:
-        """Stage ``version``. Takes as long as its transfer, which is bounded as a whole."""
-        return await self._ask(self._receiver.stage_weights(version))
-
-    async def activate(self, version: int) -> float:
-        return await self._ask_soon(self._receiver.activate(version), f"load version {version}")
-
-    async def probe(self) -> NDArray[np.float32] | None:
-        return await self._ask_soon(self._receiver.probe(), "compute the log-probs of the probe")
-
     async def gone(self) -> NoReturn:
-        """Wait until the receiver is gone, and raise `Gone`."""
+        """Wait until it is gone, and raise `Gone`."""
         await self._ask(asyncio.Event().wait())
         raise AssertionError("unreachable: nobody sets that event")
 
@@ -113,6 +103,26 @@ class Receiver:
         return UpdateFailed(
             f"{self.name} was told to {what} and did not answer within param_update.timeout_s = {self._timeout_s:g} s"
         )
+
+
+class Receiver(Remote):
+    """Client of a `PolicyReceiver`."""
+
+    def __init__(self, engine: PolicyReceiver, timeout_s: float) -> None:
+        super().__init__(engine.name, timeout_s)
+        self.version = 0
+        """Version that the receiver serves."""
+        self._receiver = engine
+
+    async def stage_weights(self, version: int) -> ReceiveReport:
+        """Stage ``version``. Takes as long as its transfer, which is bounded as a whole."""
+        return await self._ask(self._receiver.stage_weights(version))
+
+    async def activate(self, version: int) -> float:
+        return await self._ask_soon(self._receiver.activate(version), f"load version {version}")
+
+    async def probe(self) -> NDArray[np.float32] | None:
+        return await self._ask_soon(self._receiver.probe(), "compute the log-probs of the probe")
 
 
 class Replica(Receiver):

@@ -126,12 +126,15 @@ class Pipeline:
         wiring = self._wiring
         watchers = [tasks.start(watch()) for watch in (wiring.monitor.run, self._parts.watch) if watch]
         watchers.append(tasks.start(wiring.scoring.watch(self._scores_given_up)))
-        wiring.supervision.start(tasks)
-        watchers += wiring.keepers.start(tasks, self._fleet.failed)
+        supervisions = (wiring.supervision, wiring.supervision_of_keepers)
+        for supervision in supervisions:
+            supervision.start(tasks)
+        wiring.keepers.start(tasks, self._fleet.failed)
         upstream = [tasks.start(stage.run(), name=stage.name) for stage in wiring.upstream]
         await concurrently(stage.run() for stage in wiring.downstream)
         wiring.loader.end()
-        wiring.supervision.stop()
+        for supervision in supervisions:
+            supervision.stop()
         if self._state.ledger.open_numbers:
             await concurrently(self._interrupt(replica) for replica in self._fleet.serving)
             for task in upstream:
@@ -141,6 +144,7 @@ class Pipeline:
             await wiring.monitor.report()
         if not self.unfinished:
             await wiring.boundaries.save(self._state.version)
+        wiring.keepers.stop()
         for watcher in watchers:
             watcher.cancel()
 

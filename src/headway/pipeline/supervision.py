@@ -1,100 +1,144 @@
-"""Supervision of replicas: watches their processes, and puts others in the place of those that are gone.
+"""Supervision of replicas, and of keepers: watches their processes, and puts others in the place of lost ones.
 
-    watch(replica) ──its process ended──▶ Fleet.lose ──▶ Fleet.lost ──▶ start another ──▶ join
+    watch(member) ──its process ended──▶ Members.died ──▶ Members.lost ──▶ start another ──▶ join
 
-A death is noticed also while nobody calls the one that died. A replacement joins as any late replica does: it gets the
-next version with the others, and serves from then on.
+A death is noticed also while nobody calls the one that died. A replica that is started joins as any late replica does:
+it gets the next version with the others, and serves from then on. A keeper makes groups once it knows the replicas.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 from headway.concurrently import Tasks
 from headway.errors import HeadwayError, WorkerDied
 from headway.events import Note
-from headway.interfaces import RolloutEngine
-from headway.pipeline.fleet import Fleet
-from headway.pipeline.receiver import Gone, Replica
+from headway.pipeline.channel import Channel
 from headway.pipeline.state import RunState, now
 
-Watch = Callable[[RolloutEngine], Coroutine[Any, Any, None]]
-"""Coroutine function that runs until cancelled, and raises `WorkerDied` as soon as the given replica's process ends."""
 
-Replace = Callable[[str], Coroutine[Any, Any, RolloutEngine]]
-"""Coroutine function that starts a replica in the place of the given one. Raises the errors of `headway.errors`."""
+class Named(Protocol):
+    """Something with a name of its own in the run."""
+
+    name: str
 
 
-class Supervision:
-    """Supervises a fleet from `start` to `stop`.
+M = TypeVar("M", bound=Named)
 
-    consumes        the deaths that ``watch`` tells of; names of replicas that the fleet lost
-    waits for       a replica's process to end; a replacement to be up
+Watch = Callable[[M], Coroutine[Any, Any, None]]
+"""Coroutine function that runs until cancelled, and raises `WorkerDied` as soon as the given member's process ends."""
+
+Replace = Callable[[str], Coroutine[Any, Any, M]]
+"""Coroutine function that starts a member in the place of the given one. Raises the errors of `headway.errors`."""
+
+
+class Members(Protocol[M]):
+    """Members of a run that come and go: its replicas (`Fleet`), or its keepers (`Keepers`)."""
+
+    lost: Channel[str]
+    """Names of those that are gone."""
+
+    @property
+    def present(self) -> Sequence[M]:
+        """Members that are not gone."""
+
+    async def died(self, member: M, death: WorkerDied) -> None:
+        """Forget a member. Raises the error of its loss where the run cannot go on without it."""
+
+    def join(self, newcomer: M) -> object:
+        """Add a late member. Raises `ValueError` when its name was taken before."""
+
+    def given_up(self, lost: str, why: str) -> None:
+        """Note that nobody takes the place of ``lost``. Raises an error where the run cannot go on without anybody."""
+
+
+class Supervision(Generic[M]):
+    """Supervises members from `start` to `stop`.
+
+    consumes        the deaths that ``watch`` tells of; names of members that are lost
+    waits for       a member's process to end; a replacement to be up
     is unblocked by the operating system or the cluster, which tell of a process's end; `stop`
-    produces        losses and joins of the fleet
+    produces        losses and joins of the members
     """
 
     def __init__(
-        self, state: RunState, fleet: Fleet, watch: Watch | None, replace: Replace | None, max_restarts: int
+        self,
+        state: RunState,
+        members: Members[M],
+        watch: Watch[M] | None,
+        replace: Replace[M] | None,
+        max_restarts: int,
+        *,
+        kind: str,
+        then: str,
     ) -> None:
-        """Set up supervision. Without ``watch`` no replica is watched; with ``replace`` lost ones are replaced,
-        ``max_restarts`` times in the run.
+        """Set up supervision. Without ``watch`` no member is watched; with ``replace`` lost ones are replaced,
+        ``max_restarts`` times in the run. ``kind`` names a member in messages, ``then`` says what a new one does.
         """
         self._state = state
-        self._fleet = fleet
+        self._members = members
         self._watch = watch
         self._replace = replace
         self._restarts_left = max_restarts
+        self._kind = kind
+        self._then = then
         self._tasks: Tasks | None = None
         self._started: list[asyncio.Task[None]] = []
 
     def start(self, tasks: Tasks) -> None:
         self._tasks = tasks
-        for replica in self._fleet.replicas:
-            self._add(replica)
-        if self._replace is not None:
-            self._started.append(tasks.start(self._replace_lost(tasks, self._replace)))
+        for member in self._members.present:
+            self._add(member)
+        self._started.append(tasks.start(self._replace_lost(tasks)))
 
-    def join(self, engine: RolloutEngine) -> None:
-        """Let a late replica join the fleet, and watch it. Raises `ValueError` when its name was taken before."""
-        self._add(self._fleet.join(engine))
+    def join(self, newcomer: M) -> None:
+        """Let a late member join, and watch it. Raises `ValueError` when its name was taken before."""
+        self._members.join(newcomer)
+        self._add(newcomer)
 
     def stop(self) -> None:
-        """Stop watching and replacing replicas."""
+        """Stop watching and replacing members."""
         self._tasks = None
         for task in self._started:
             task.cancel()
 
-    def _add(self, replica: Replica) -> None:
-        """Watch ``replica``, unless supervision has not started: `start` does it then."""
+    def _add(self, member: M) -> None:
+        """Watch ``member``, unless supervision has not started: `start` does it then."""
         if self._tasks is not None and self._watch is not None:
-            self._started.append(self._tasks.start(self._lose_dead(replica, self._watch)))
+            self._started.append(self._tasks.start(self._lose_dead(member, self._watch)))
 
-    async def _lose_dead(self, replica: Replica, watch: Watch) -> None:
+    async def _lose_dead(self, member: M, watch: Watch[M]) -> None:
         try:
-            await watch(replica.engine)
+            await watch(member)
         except WorkerDied as death:
-            await self._fleet.lose(Gone(replica, death))
+            await self._members.died(member, death)
 
-    async def _replace_lost(self, tasks: Tasks, replace: Replace) -> None:
-        while (lost := await self._fleet.lost.get()) is not None:
-            self._started.append(tasks.start(self._replace_one(lost, replace)))
+    async def _replace_lost(self, tasks: Tasks) -> None:
+        while (lost := await self._members.lost.get()) is not None:
+            if self._replace is None:
+                self._members.given_up(lost, f"no {self._kind} can be started in its place")
+            else:
+                self._started.append(tasks.start(self._replace_one(lost, self._replace)))
 
-    async def _replace_one(self, lost: str, replace: Replace) -> None:
-        """Start a replica in the place of ``lost``. A failure is reported, and does not end the run."""
+    async def _replace_one(self, lost: str, replace: Replace[M]) -> None:
+        """Start a member in the place of ``lost``. A failure is reported, and does not end the run by itself."""
+        why = ""
         while self._restarts_left > 0:
             self._restarts_left -= 1
             try:
-                replica = await replace(lost)
+                newcomer = await replace(lost)
             except HeadwayError as failure:
-                self._warn(lost, f"no replica could be started in its place: {failure}")
+                why = f"no {self._kind} could be started in its place: {failure}"
+                self._warn(lost, why)
                 continue
-            self.join(replica)
-            self._warn(lost, f"{replica.name} takes its place, and serves from the next version on")
+            self.join(newcomer)
+            self._warn(lost, f"{newcomer.name} takes its place, and {self._then}")
             return
-        self._warn(lost, "no further replica is started in its place: cluster.max_replica_restarts is used up")
+        used_up = f"no further {self._kind} is started in its place: cluster.max_replica_restarts is used up"
+        self._warn(lost, used_up)
+        self._members.given_up(lost, f"{why}; {used_up}" if why else used_up)
 
     def _warn(self, lost: str, what: str) -> None:
         self._state.emit(Note(time=now(), level="warning", text=f"{lost} is gone; {what}"))

@@ -142,7 +142,7 @@ class Transfer:
             except UpdateFailed as failure:
                 attempt.sent = failure
             except Gone as gone:  # whoever meets one that will not come waits for it: the others meet anew
-                attempt.received[gone.receiver.name] = gone
+                attempt.received[gone.remote.name] = gone
         return attempt.sent is None and not attempt.received
 
     async def _send(self, attempt: Attempt, sending: Coroutine[Any, Any, SendReport]) -> None:

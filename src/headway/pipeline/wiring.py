@@ -17,7 +17,7 @@ from headway.config.algorithm import GROUP_RELATIVE, min_episodes
 from headway.config.schema import Config
 from headway.data.types import Group
 from headway.events import WAITS_FOR_GROUPS, Emit, Observer, fan_out
-from headway.interfaces import OnUpdate, SamplingParams
+from headway.interfaces import Keeper, OnUpdate, RolloutEngine, SamplingParams
 from headway.pipeline.boundaries import Boundaries
 from headway.pipeline.channel import Channel
 from headway.pipeline.critic import Critic
@@ -63,7 +63,8 @@ class Wiring:
     keepers: Keepers
     prompts: Prompts
     scoring: Scoring
-    supervision: Supervision
+    supervision: Supervision[RolloutEngine]
+    supervision_of_keepers: Supervision[Keeper]
     monitor: Monitor
     boundaries: Boundaries
     loader: PromptLoader
@@ -81,10 +82,10 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
     movement = Movement()
     emit = fan_out([*observers, movement])
     state = _state(config, parts, emit)
-    keepers = Keepers(parts.keepers)
+    timeout_s = config.param_update.timeout_s
+    keepers = Keepers(parts.keepers, state, timeout_s=timeout_s)
     by_episodes = config.rollout.has_program and config.async_training.drain == "episode"
     halts = Halts(state, OnUpdate(config.async_training.on_update), keepers, by_episodes=by_episodes)
-    timeout_s = config.param_update.timeout_s
     fleet = Fleet(parts.rollouts, parts.receivers, state, listeners=[keepers, halts], timeout_s=timeout_s)
     prompts = Prompts(parts.source)
     fetches = Fetches(state, config.groups_per_fetch, fill_first=config.async_training.fill_queue)
@@ -169,7 +170,22 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
         prompts=prompts,
         scoring=scoring,
         supervision=Supervision(
-            state, fleet, parts.watch_replica, parts.replace_replica, config.cluster.max_replica_restarts
+            state,
+            fleet,
+            parts.watch_replica,
+            parts.replace_replica,
+            config.cluster.max_replica_restarts,
+            kind="replica",
+            then="serves from the next version on",
+        ),
+        supervision_of_keepers=Supervision(
+            state,
+            keepers,
+            parts.watch_keeper,
+            parts.replace_keeper,
+            config.cluster.max_replica_restarts,
+            kind="keeper",
+            then="makes its groups again",
         ),
         monitor=Monitor(
             fleet,

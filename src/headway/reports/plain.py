@@ -11,6 +11,7 @@ from rich.text import Text
 
 from headway.events import (
     Event,
+    KeeperLost,
     Note,
     PromptsLeftOut,
     ReplicaLost,
@@ -48,7 +49,7 @@ class PlainView:
                 self._line(validation_line(event))
             case PromptsLeftOut():
                 self._line(left_out_line(event))
-            case ReplicaLost():
+            case ReplicaLost() | KeeperLost():
                 self._line(f"warning: {lost_line(event)}")
             case Note():
                 self._line(event.text if event.level == "info" else f"{event.level}: {event.text}")
@@ -96,8 +97,12 @@ def started_line(event: RunStarted) -> str:
     )
 
 
-def lost_line(event: ReplicaLost) -> str:
-    return f"{event.replica} is lost, what it was generating runs again elsewhere: {event.reason}"
+def lost_line(event: ReplicaLost | KeeperLost) -> str:
+    match event:
+        case ReplicaLost():
+            return f"{event.replica} is lost, what it was generating runs again elsewhere: {event.reason}"
+        case KeeperLost():
+            return f"{event.keeper} is lost, the groups that it had not handed on are made again: {event.reason}"
 
 
 def left_out_line(event: PromptsLeftOut) -> str:

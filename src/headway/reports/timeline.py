@@ -24,6 +24,7 @@ from headway.events import (
     FetchTaken,
     GroupAdmitted,
     GroupSettled,
+    KeeperLost,
     LeaseChanged,
     Note,
     ReplicaActivity,
@@ -307,6 +308,8 @@ def _mark_of(event: Event) -> Mark | None:
             return Mark(event.time, MarkKind.JOINED, f"{event.replica} joins with v{event.version}")
         case ReplicaLost():
             return Mark(event.time, MarkKind.LOST, f"{event.replica} is lost: {event.reason}")
+        case KeeperLost():
+            return Mark(event.time, MarkKind.LOST, f"{event.keeper} is lost: {event.reason}")
         case Note():
             return Mark(event.time, MarkKind.WARNING if event.level == "warning" else MarkKind.NOTE, event.text)
         case RunResumed():

@@ -133,6 +133,15 @@ class SimulatedRollout:
         self._check_alive()
         self._replica.abort(client, numbers)
 
+    async def drop(self, client: str) -> None:
+        """Drop all calls of a client that is gone, and end its `finished`."""
+        self._check_alive()
+        if client in self._read:
+            self._outboxes[client].put_nowait(RunError(f"rollout engine {self.name}: {client!r} is gone"))
+        else:
+            self._outboxes.pop(client, None)
+        self._replica.drop(client)
+
     async def release(self, trajectories: Sequence[TrajectoryId]) -> None:
         """Give up what is kept for further calls of these episodes."""
         self._check_alive()

@@ -45,6 +45,13 @@ class Inboxes:
             inbox = self._of[client] = CallInbox(client, asyncio.get_running_loop())
         return inbox
 
+    def end(self, client: str) -> CallInbox | None:
+        """Make whoever reads for ``client``, which is gone, stop with an error. Returns its inbox, if it had one."""
+        inbox = self._of.pop(client, None)
+        if inbox is not None:
+            inbox.batches.put_nowait(RunError(f"rollout engine {self._engine}: {client!r} is gone"))
+        return inbox
+
     @contextmanager
     def reading(self, client: str) -> Iterator[CallInbox]:
         """Context in which the inbox of ``client`` is read; there is none behind it.

@@ -2,7 +2,7 @@
 
 consumes        waves from PromptLoader
 waits for       a keeper to finish a group; paused while every replica is halted
-is unblocked by the keeper (replicas are halted for new weights, or for the trainer, behind this stage's back)
+is unblocked by the keeper, or by another where it is lost; replicas are halted behind this stage's back
 produces        groups, complete and unrewarded; a group that was aborted ends here as dropped
 """
 
@@ -13,18 +13,15 @@ from collections.abc import AsyncGenerator
 
 from headway.data.types import FinishReason, Group, Trajectory
 from headway.events import TrajectoryFinished
-from headway.interfaces import FinishedGroup, GroupRequest, Keeper
+from headway.interfaces import FinishedGroup
 from headway.pipeline.channel import Channel
 from headway.pipeline.halts import Halts
-from headway.pipeline.keepers import Keepers
+from headway.pipeline.keepers import Keepers, Share
 from headway.pipeline.ledger import Fate
 from headway.pipeline.nothing_to_train import EPISODE_FAILED
 from headway.pipeline.stage import Stage
 from headway.pipeline.stages.prompt_loader import Wave
 from headway.pipeline.state import RunState, now
-
-Share = tuple[Keeper, list[GroupRequest]]
-"""A keeper and its part of a wave."""
 
 
 class Generate(Stage[Share, Group]):
@@ -65,9 +62,8 @@ class Generate(Stage[Share, Group]):
         return self._shares.popleft()
 
     async def process_data(self, share: Share) -> AsyncGenerator[Group, None]:
-        keeper, requests = share
         with self._waiting_within(", ".join(self._halts.serving)):
-            async for finished in self._keepers.generate(keeper, requests):
+            async for finished in self._keepers.generate(share):
                 self._report(finished)
                 if any(t.finish_reason is FinishReason.ABORTED for t in finished.trajectories):
                     reason = "overdue" if self._state.staleness.drops_overdue else "aborted"

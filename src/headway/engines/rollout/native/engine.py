@@ -185,6 +185,11 @@ class NativeEngine:
                 # Nobody waits for it, and an engine that has ended does not care.
                 self._put(Command(lambda: self._leave(inbox), always, inbox.loop, None))
 
+    async def drop(self, client: str) -> None:
+        """Drop all calls of a client that is gone, and end its `finished`."""
+        if (inbox := self._inboxes.end(client)) is not None:
+            await self._ask(lambda: self._leave(inbox))
+
     async def pause(self, policy: OnUpdate) -> Paused:
         """Returns when nothing decodes any more under ``policy``; at once if the engine is paused already."""
         return await self._ask(

@@ -193,6 +193,11 @@ class VllmEngine:
                 with contextlib.suppress(RunError):  # it has ended, and with it everything that was left
                     self._post(self._forget(core, inbox))
 
+    async def drop(self, client: str) -> None:
+        """Drop all calls of a client that is gone, and end its `finished`."""
+        if (inbox := self._inboxes.end(client)) is not None:
+            await self._ask(self._forget(self._there, inbox))
+
     async def release(self, trajectories: Sequence[TrajectoryId]) -> None:
         """Do nothing: vLLM's cache keeps whatever it has room for, and nothing for any episode."""
         self._check_open()
