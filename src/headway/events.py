@@ -82,6 +82,8 @@ class RunStarted(Event):
     """Policy for trajectories in flight when new weights arrive: ``drain``, ``interrupt`` or ``keep``."""
     stages: list[str] = field(default_factory=list)
     """Names of the run's stages, in the order in which data flows."""
+    episodes: int = 0
+    """Number of episodes of each group, its baseline included; 0 in records that do not have it."""
 
     def place_of(self, stage: str) -> int:
         """Return the position of ``stage`` among the run's stages; a position behind the last for any other name."""
@@ -138,7 +140,7 @@ class TrajectoryFinished(Event):
     """Event: a trajectory ended. ``version_spans``: ``[[start, version], …]``, each version sampled from its start."""
 
     kind: ClassVar[str] = "trajectory.finished"
-    on_clock: ClassVar[tuple[str, ...]] = ("time", "started", "finished")
+    on_clock: ClassVar[tuple[str, ...]] = ("time", "started", "finished", "steps", "waits")
     number: int
     k: int
     replica: str
@@ -157,6 +159,11 @@ class TrajectoryFinished(Event):
     """The limit that ended the episode: ``turns``, ``tokens``, ``step`` or ``time``; None for none."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Numbers of an episode that a program made: seconds of its environment, forks, tool errors, its own."""
+    steps: list[Span] = field(default_factory=list)
+    """Spans in which the episode's program worked, and no turn of it was awaited. They are a bounded number: of many,
+    neighbours are joined. Empty where no program makes the episodes."""
+    waits: list[Span] = field(default_factory=list)
+    """Spans in which the program waited to begin: for a process, or for what was away."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -378,8 +385,12 @@ class ReplicaActivity(Event):
     slot_seconds: float
     generated_tokens: int
     prefilled_tokens: int
+    cached_tokens: int = 0
+    """Tokens of contexts that needed no prefill: the prefix cache had them, or another call brought them."""
     preempted: int = 0
     """Number of answers that were parked because memory for keys and values ran short."""
+    unpinned: int = 0
+    """Number of times that an open episode lost what was kept for its next call, because memory ran short."""
     decode_steps: dict[int, DecodeSteps] = field(default_factory=dict)
     """Sums over the steps that prefilled nothing, by number of active sequences; empty where they are unknown."""
     prefill_steps: dict[int, PrefillSteps] = field(default_factory=dict)
@@ -422,6 +433,8 @@ class VersionReached(Event):
     version: int
     groups: dict[str, int]
     """Balance of the ledger at the boundary: number of groups by fate, and ``admitted``."""
+    episodes: dict[str, int] = field(default_factory=dict)
+    """The same of episodes; empty in records that do not have it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -464,6 +477,8 @@ class RunFinished(Event):
     reason: str | None
     version: int
     groups: dict[str, int]
+    episodes: dict[str, int] = field(default_factory=dict)
+    """The ledger's balance of episodes; empty in records that do not have it."""
 
 
 class Observer(Protocol):

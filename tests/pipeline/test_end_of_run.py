@@ -44,6 +44,7 @@ def test_the_last_checkpoint_is_saved_once_and_holds_the_books():
         "fates": {"trained": 96},
         "episode_fates": {"failed": 0, "trained": 192},
         "open": [],
+        "open_episodes": [],
     }
     assert state["source"] == {"given": 96}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from fractions import Fraction
 
 import pytest
@@ -66,7 +67,12 @@ def test_the_checkpoint_names_the_rows_that_are_open():
     ledger.settle(1, Fate.TRAINED)
     state = ledger.state()
     fates = {"fates": {"trained": 1}, "episode_fates": {"failed": 0, "trained": 1}}
-    assert state == {"admitted": 3, **fates, "open": [[0, 1, 4, 3], [2, 1, 2, 3]]}
+    assert state == {
+        "admitted": 3,
+        **fates,
+        "open": [[0, 1, 4, 3], [2, 1, 2, 3]],
+        "open_episodes": [[0, 1, 0], [2, 1, 0]],
+    }
 
 
 def test_episodes_have_the_fate_of_their_group_unless_they_failed_before():
@@ -83,6 +89,22 @@ def test_episodes_have_the_fate_of_their_group_unless_they_failed_before():
         ledger.episodes_failed(2, 2)
     with pytest.raises(LedgerImbalance, match="not open"):
         ledger.episodes_failed(1, 1)
+
+
+def test_a_resumed_ledger_knows_which_episodes_of_open_groups_failed_and_how_many_groups_had():
+    ledger = Ledger(episodes=4)
+    for row in range(3):
+        ledger.admit(prompt(0, row))
+    ledger.settle(0, Fate.TRAINED)
+    ledger.episodes_failed(2, 3)
+    resumed = Ledger(episodes=2)  # rollout.n was changed
+    resumed.restore(json.loads(json.dumps(ledger.state())), {1: prompt(0, 1), 2: prompt(0, 2)})
+    assert resumed.episode_counts() == ledger.episode_counts()
+    resumed.admit(prompt(0, 3))
+    for number in (1, 2, 3):
+        resumed.settle(number, Fate.DROPPED)
+    counts = resumed.episode_counts()
+    assert counts == {"admitted": 14, "trained": 4, "filtered": 0, "dropped": 7, "failed": 3, "in_flight": 0}
 
 
 # ---------------------------------------------------------------------------------------------- the run's state

@@ -31,6 +31,8 @@ from headway.rewards.request import RewardSpec
 from headway.rewards.runners import HOPELESS, RewardRunners
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from headway.cluster.backend import Workers
 
 
@@ -76,6 +78,8 @@ class Run:
         tokenizer = load_tokenizer(self._model_path, trust_remote_code=config.model.trust_remote_code)
         data = build_sources(config, tokenizer, self._rows)
         self._report_left_out("held-out", data.left_out_by_source["val"])
+        if config.rollout.has_program:
+            self._note_template(tokenizer)
         reward = None
         if not config.reward.by_program:
             reward = RewardRunners(
@@ -157,6 +161,15 @@ class Run:
             f"{'for the first time' if count == 1 else f'{count} times so far'}; what it printed is in logs/reward.log"
         )
         self._reports.emit(Note(time=time.monotonic(), level="warning", text=text))
+
+    def _note_template(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Tell what the chat template changes in the history of an agent, if it does."""
+        from headway.episodes.rendering import ChatRenderer
+        from headway.episodes.template_trials import try_template
+
+        report = try_template(ChatRenderer(tokenizer), tools=bool(self._config.rollout.tools))
+        if report.note is not None:
+            self._reports.emit(Note(time=time.monotonic(), level="info", text=report.note))
 
     def _report_left_out(self, part: str, by_source: Mapping[str, int]) -> None:
         limit = self._config.data.max_prompt_length

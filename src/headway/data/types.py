@@ -189,6 +189,10 @@ class Trajectory:
     """The limit that ended it: ``turns``, ``tokens``, ``step`` or ``time``; None where none did."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers to be reported, by name: seconds in its environment, tool errors, forks."""
+    steps: tuple[tuple[float, float], ...] = ()
+    """Spans on the event clock in which its program worked. Of many, neighbours are joined."""
+    waits: tuple[tuple[float, float], ...] = ()
+    """Spans on the event clock in which its program waited to begin."""
 
     @property
     def complete(self) -> bool:

@@ -24,6 +24,7 @@ from headway.data.types import FinishReason, RowAt, RowTokens, Trajectory, Traje
 from headway.episodes.calls import Asked, Calls, Home
 from headway.episodes.deadlines import Clock, Deadline
 from headway.episodes.record import Prompted, Record, spans_of
+from headway.episodes.step_times import StepTimes
 from headway.errors import EpisodeOver, HeadwayError, ProgramAway, RunError, RunnerLost
 from headway.interfaces import FinishedCall, GroupRequest, SamplingParams
 from headway.programs.messages import EpisodeEnd, EpisodeStart, TurnAnswer, TurnRequest
@@ -163,6 +164,7 @@ class ProgramEpisode:
         self._losses = 0
         self._tries = 0
         self._environment_s = 0.0
+        self._times = StepTimes()
         self._left = 0.0
         """Time on the clock at which the program had nothing more to wait for."""
         self._over_time = False
@@ -175,7 +177,7 @@ class ProgramEpisode:
 
     async def make(self) -> MadeEpisode:
         """Run the program to its end. A failure is the episode's, and never raised."""
-        started = asyncio.get_running_loop().time()
+        started = self._times.until = asyncio.get_running_loop().time()
         whole: list[Deadline] = []
         one = _Try(self._hosting.record())
         end, failure = EpisodeEnd(), None
@@ -227,6 +229,7 @@ class ProgramEpisode:
         """Run the program once."""
 
         def begin() -> None:
+            self._times.began(asyncio.get_running_loop().time())
             if not whole:
                 whole.append(self._clock.deadline(self._limits.episode_timeout_s, lambda: self._time_is_over(one)))
             self._program_goes_on(one)
@@ -357,6 +360,7 @@ class ProgramEpisode:
     def _program_goes_on(self, one: _Try) -> None:
         """Begin a step: the program has all that it asked for."""
         self._left = self._clock.time()
+        self._times.begin(asyncio.get_running_loop().time())
         one.step = self._clock.deadline(self._limits.step_timeout_s, lambda: self._end(one, "step"))
 
     def _program_waits(self, one: _Try) -> None:
@@ -365,6 +369,7 @@ class ProgramEpisode:
             one.step.cancel()
             one.step = None
             self._environment_s += self._clock.time() - self._left
+            self._times.end(asyncio.get_running_loop().time())
 
     def _time_is_over(self, one: _Try) -> None:
         """Let the program end at its next turn; the turn that it waits for is its last."""
@@ -399,13 +404,15 @@ class ProgramEpisode:
             turn_rewards=end.turn_rewards,
             failure=failure,
             limit=one.limit,
+            steps=tuple(self._times.steps),
+            waits=tuple(self._times.waits),
             metrics={
+                **end.metrics,
                 "environment_s": self._environment_s,
                 "tool_errors": end.tool_errors,
                 "tries": self._tries,
                 "cached_tokens": sum(call.cached for call in calls),
                 **one.record.metrics,
-                **end.metrics,
             },
         )
         return MadeEpisode(trajectory, rows)

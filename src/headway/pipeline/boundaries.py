@@ -39,7 +39,8 @@ class Boundaries:
         run = self._driver.run
         run.check_balance()
         self._taken = self._driver.take(trainer)
-        run.emit(VersionReached(time=now(), version=version, groups=run.ledger.counts()))
+        groups, episodes = run.ledger.counts(), run.ledger.episode_counts()
+        run.emit(VersionReached(time=now(), version=version, groups=groups, episodes=episodes))
 
     def restore(self, taken: Taken) -> None:
         """Begin at the boundary of a checkpoint, which is known to be saved. Raises `DataError` for other data."""

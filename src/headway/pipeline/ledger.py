@@ -29,9 +29,13 @@ class Ledger:
     def __init__(self, episodes: int = 1) -> None:
         """``episodes``: of each group, its baseline included."""
         self.admitted = 0
-        self._episodes = episodes
+        self.episodes = episodes
+        """Number of episodes of each group that is admitted from now on."""
         self._open: dict[int, Prompt] = {}
+        self._sizes: dict[int, int] = {}
+        """Number of episodes of each open group. A resumed run may have begun with another ``rollout.n``."""
         self._fates: Counter[Fate] = Counter()
+        self._episodes_admitted = 0
         self._failed: Counter[int] = Counter()
         """Failed episodes of open groups, by the group's number."""
         self._episode_fates: Counter[Fate] = Counter()
@@ -41,6 +45,8 @@ class Ledger:
         number = self.admitted
         self.admitted += 1
         self._open[number] = prompt
+        self._sizes[number] = self.episodes
+        self._episodes_admitted += self.episodes
         return number
 
     def is_open(self, number: int) -> bool:
@@ -60,7 +66,7 @@ class Ledger:
             raise LedgerImbalance(f"group {number} cannot end as {fate}: it is not open (admitted: {self.admitted})")
         self._fates[fate] += 1
         failed = self._failed.pop(number, 0)
-        self._episode_fates[fate] += self._episodes - failed
+        self._episode_fates[fate] += self._sizes.pop(number) - failed
         self._episode_fates[Fate.FAILED] += failed
 
     def episodes_failed(self, number: int, count: int) -> None:
@@ -68,19 +74,18 @@ class Ledger:
         than it has, or a group that is not open.
         """
         self._failed[number] += count
-        if number not in self._open or self._failed[number] > self._episodes:
-            raise LedgerImbalance(
-                f"group {number} cannot have {self._failed[number]} failed episodes: it has {self._episodes}, and is "
-                f"{'open' if number in self._open else 'not open'}"
-            )
+        size = self._sizes.get(number)
+        if size is None or self._failed[number] > size:
+            has = "is not open" if size is None else f"has {size}"
+            raise LedgerImbalance(f"group {number} cannot have {self._failed[number]} failed episodes: it {has}")
 
     def episode_counts(self) -> dict[str, int]:
         """Return the numbers of ``admitted`` episodes and, adding up to it, of each fate."""
         counts = {fate.value: self._episode_fates[fate] for fate in Fate}
         failed = self._failed.total()
         counts[Fate.FAILED.value] += failed
-        counts[Fate.IN_FLIGHT.value] += len(self._open) * self._episodes - failed
-        return {"admitted": self.admitted * self._episodes, **counts}
+        counts[Fate.IN_FLIGHT.value] += sum(self._sizes.values()) - failed
+        return {"admitted": self._episodes_admitted, **counts}
 
     @property
     def open_numbers(self) -> list[int]:
@@ -99,6 +104,7 @@ class Ledger:
             "fates": {fate.value: count for fate, count in sorted(self._fates.items())},
             "episode_fates": {fate.value: count for fate, count in sorted(self._episode_fates.items())},
             "open": [[n, p.epoch, p.row, p.attempt] for n, p in sorted(self._open.items())],
+            "open_episodes": [[n, size, self._failed[n]] for n, size in sorted(self._sizes.items())],
         }
 
     def restore(self, state: Mapping[str, Any], open_prompts: Mapping[int, Prompt]) -> None:
@@ -106,5 +112,7 @@ class Ledger:
         self.admitted = state["admitted"]
         self._fates = Counter({Fate(fate): count for fate, count in state["fates"].items()})
         self._episode_fates = Counter({Fate(fate): count for fate, count in state["episode_fates"].items()})
-        self._failed = Counter()
+        self._sizes = {number: size for number, size, _ in state["open_episodes"]}
+        self._failed = Counter({number: failed for number, _, failed in state["open_episodes"] if failed})
+        self._episodes_admitted = self._episode_fates.total() + sum(self._sizes.values())
         self._open = dict(open_prompts)

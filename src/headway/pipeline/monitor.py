@@ -128,7 +128,9 @@ def activity(replica: str, stats: EngineStats) -> ReplicaActivity:
         slot_seconds=stats.slot_seconds,
         generated_tokens=stats.generated_tokens,
         prefilled_tokens=stats.prefilled_tokens,
+        cached_tokens=stats.cached_tokens,
         preempted=stats.preempted,
+        unpinned=stats.unpinned,
         decode_steps=stats.decode_steps,
         prefill_steps=stats.prefill_steps,
     )

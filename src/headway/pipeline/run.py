@@ -186,8 +186,17 @@ class Pipeline:
 
     def _emit_finished(self, status: Status, reason: str | None) -> None:
         self._state.leave_open_in_flight()
-        counts, version = self._state.ledger.counts(), self._state.version
-        self._state.emit(RunFinished(time=now(), status=status.value, reason=reason, version=version, groups=counts))
+        ledger, version = self._state.ledger, self._state.version
+        self._state.emit(
+            RunFinished(
+                time=now(),
+                status=status.value,
+                reason=reason,
+                version=version,
+                groups=ledger.counts(),
+                episodes=ledger.episode_counts(),
+            )
+        )
 
     def _emit_started(self) -> None:
         config, staleness = self.config, self._state.staleness
@@ -203,5 +212,6 @@ class Pipeline:
                 on_update=config.async_training.on_update,
                 slots={replica.name: replica.slots for replica in self._parts.rollouts},
                 stages=[stage.name for stage in self.stages],
+                episodes=self._state.ledger.episodes,
             )
         )

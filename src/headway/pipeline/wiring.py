@@ -21,6 +21,7 @@ from headway.interfaces import Keeper, OnUpdate, RolloutEngine, SamplingParams
 from headway.pipeline.boundaries import Boundaries
 from headway.pipeline.channel import Channel
 from headway.pipeline.critic import Critic
+from headway.pipeline.episode_troubles import EpisodeTroubles
 from headway.pipeline.equal_rewards import EqualRewards
 from headway.pipeline.fetches import Fetch, Fetches, FetchSource
 from headway.pipeline.fleet import Fleet
@@ -117,7 +118,16 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
     )
     upstream: list[AnyStage] = [
         loader,
-        Generate(state, waves, unrewarded, keepers, halts, n=config.rollout.n, min_episodes=min_episodes(config)),
+        Generate(
+            state,
+            waves,
+            unrewarded,
+            keepers,
+            halts,
+            n=config.rollout.n,
+            min_episodes=min_episodes(config),
+            troubles=_troubles(config),
+        ),
         *_rewarding(config, parts, state, scoring, unrewarded),
     ]
     columns, source, follows = _columns(parts, state, fleet, fetches, critic)
@@ -251,6 +261,10 @@ def _rewarding(
         return [reward(state.queue)]
     rewarded: Channel[Group] = Channel("rewarded")
     return [reward(rewarded), RefLogProb(state, rewarded, state.queue, parts.reference)]
+
+
+def _troubles(config: Config) -> EpisodeTroubles | None:
+    return EpisodeTroubles(config.groups_per_version * config.rollout.n) if config.rollout.has_program else None
 
 
 def _columns(

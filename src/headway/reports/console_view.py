@@ -156,6 +156,19 @@ def _not_trained(summary: dict[str, Any]) -> Text:
     return Text(f"Not trained: {'; '.join(parts)}.")
 
 
+def _episodes(summary: dict[str, Any]) -> Text:
+    """The line on episodes: ``640 episodes: 3.1 turns on average, 41% of their time in the environment; 3 failed …``"""
+    agents, counts = summary["agents"], summary["episodes"]
+    parts = [f"{human.count(summary['trajectories'])} episodes finished"]
+    if agents:
+        parts.append(f"{human.number(agents['num_turns/mean'])} turns on average (at most {agents['num_turns/max']})")
+    if "environment_s/share" in agents:
+        parts.append(f"{human.share(agents['environment_s/share'])} of their time in the environment")
+    frequent = sorted(summary["episodes_failed"].items(), key=lambda item: -item[1])[:REASONS_SHOWN]
+    why = f" ({', '.join(f'{human.count(times)} {reason}' for reason, times in frequent)})" if frequent else ""
+    return Text(f"{', '.join(parts)}; {human.count(counts['failed'])} failed{why}.")
+
+
 def _hardly_trains(summary: dict[str, Any]) -> bool:
     """Tell whether nearly all of the run's latest groups were filtered."""
     filtered = summary["filtered"]
@@ -176,6 +189,8 @@ def _remarks(summary: dict[str, Any]) -> list[Text]:
     ]
     if summary["reasons"]:
         lines.insert(1, _not_trained(summary))
+    if summary["agents"] or summary["episodes_failed"]:
+        lines.insert(1, _episodes(summary))
     if _hardly_trains(summary):
         share, of = summary["filtered"]["recent_share"], summary["filtered"]["recent_groups"]
         lines.append(

@@ -39,12 +39,34 @@ class Counter:
 
 
 @dataclass(slots=True)
+class Overlapping:
+    """Spans of which many overlap: how many there are at each instant."""
+
+    _starts: array[float] = field(default_factory=lambda: array("d"))
+    _ends: array[float] = field(default_factory=lambda: array("d"))
+
+    def add(self, start: float, end: float) -> None:
+        self._starts.append(start)
+        self._ends.append(end)
+
+    def levels(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return times, ascending, and the number of spans from each of them until the next one."""
+        times = np.concatenate([np.frombuffer(self._starts), np.frombuffer(self._ends)])
+        steps = np.repeat([1.0, -1.0], [len(self._starts), len(self._ends)])
+        order = np.argsort(times, kind="stable")
+        times, levels = times[order], np.cumsum(steps[order])
+        last = np.append(times[1:] != times[:-1], True) if len(times) else np.zeros(0, bool)
+        return tuple(times[last].tolist()), tuple(levels[last].tolist())
+
+
+@dataclass(slots=True)
 class Counters:
     """Accumulates counters from events. Answers that were still being generated when the run ended are not counted."""
 
     slots: int = 0
-    _started: array[float] = field(default_factory=lambda: array("d"))
-    _finished: array[float] = field(default_factory=lambda: array("d"))
+    _generated: Overlapping = field(default_factory=Overlapping)
+    _in_steps: Overlapping = field(default_factory=Overlapping)
+    _waiting: Overlapping = field(default_factory=Overlapping)
     _queued: set[int] = field(default_factory=set)
     _queue: list[tuple[float, float]] = field(default_factory=list)
     _lags: list[tuple[float, float]] = field(default_factory=list)
@@ -52,8 +74,11 @@ class Counters:
     def on_event(self, event: Event) -> None:
         match event:
             case TrajectoryFinished():
-                self._started.append(event.started)
-                self._finished.append(event.finished)
+                self._generated.add(event.started, event.finished)
+                for start, end in event.steps:
+                    self._in_steps.add(start, end)
+                for start, end in event.waits:
+                    self._waiting.add(start, end)
             case GroupRewarded():
                 self._queued.add(event.number)
                 self._queue.append((event.time, len(self._queued)))
@@ -68,17 +93,15 @@ class Counters:
 
     def all(self) -> tuple[Counter, ...]:
         """The counters that have at least one point."""
-        generating = Counter("answers being generated", *self._generating(), limit=self.slots or None)
-        found = (generating, _counter("groups in the queue", self._queue), _counter("largest lag trained", self._lags))
+        generating = Counter("answers being generated", *self._generated.levels(), limit=self.slots or None)
+        found = (
+            generating,
+            Counter("episodes in their environments", *self._in_steps.levels()),
+            Counter("episodes waiting for an environment", *self._waiting.levels()),
+            _counter("groups in the queue", self._queue),
+            _counter("largest lag trained", self._lags),
+        )
         return tuple(counter for counter in found if counter.times)
-
-    def _generating(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        times = np.concatenate([np.frombuffer(self._started), np.frombuffer(self._finished)])
-        steps = np.repeat([1.0, -1.0], [len(self._started), len(self._finished)])
-        order = np.argsort(times, kind="stable")
-        times, levels = times[order], np.cumsum(steps[order])
-        last = np.append(times[1:] != times[:-1], True) if len(times) else np.zeros(0, bool)
-        return tuple(times[last].tolist()), tuple(levels[last].tolist())
 
 
 def _counter(name: str, points: list[tuple[float, float]]) -> Counter:

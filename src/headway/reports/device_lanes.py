@@ -32,6 +32,7 @@ TRAINER, REPLICAS = "Trainer", "Replicas"
 TRAINER_KINDS = {"step": Kind.STEP, "forward": Kind.FORWARD, "critic": Kind.FORWARD, "gather": Kind.GATHER}
 GROUPS_AWAITED = f"waits for {WAITS_FOR_GROUPS}"
 SCORES_AWAITED = "waits for groups: rewards are being computed, and nothing decodes"
+STEPS_AWAITED = "waits for groups: episodes are in their environments, and nothing decodes"
 UPDATE_AWAITED = "waits for the parameter update"
 DRAIN_AWAITED = "waits for the parameter update: answers in flight finish first"
 VALIDATION_AWAITED = "waits for the parameter update: a validation finishes first"
@@ -39,6 +40,7 @@ TRANSFER_AWAITED = "waits for the parameter update: weights are sent and receive
 LOAD_AWAITED = "waits for the parameter update: replicas load"
 HANDOVER = {"train": "waits for the shared devices", "generate": "hands the shared devices back"}
 SAVES = "saves a checkpoint"
+IN_ENVIRONMENTS = "episodes are in their environments"
 NO_ROOM = "no requests: the staleness limit is reached"
 NONE_ADMITTED = "no requests: all groups of the run are admitted"
 NONE_FOR_IT = "no requests for this replica"
@@ -76,9 +78,11 @@ class Trainer:
         *,
         leases: Iterable[LeaseChanged],
         scoring: Iterable[Span],
+        in_steps: Iterable[Span],
         drains: bool,
     ) -> Lane:
         """Return the trainer's lane. ``stage``: ActorTrain. ``scoring``: when a reward ran and nothing decoded.
+        ``in_steps``: when programs of episodes worked and nothing decoded.
 
         ``drains``: an update waits until answers in flight are finished.
         """
@@ -87,6 +91,7 @@ class Trainer:
             self._saves,
             [idle((lease.asked, lease.time), HANDOVER[lease.holder]) for lease in leases],
             [idle(span, SCORES_AWAITED) for span in intersection(waits, scoring)],
+            [idle(span, STEPS_AWAITED) for span in intersection(waits, in_steps)],
             [idle(span, GROUPS_AWAITED) for span in waits],
             *_update_claims(stage, updates, drains),
             [idle(span, PREPARES) for span in stage.when(PROCESSING)],
@@ -169,14 +174,24 @@ class AdmissionLanes:
             self._complete.append((self._since, end))
             self._since = None
 
-    def no_requests(self, loader: StageLog, generate: StageLog) -> list[list[LaneSpan]]:
-        """Claims for replicas without requests: why they had nothing to do though nothing halted them."""
+    def no_requests(self, loader: StageLog, generate: StageLog, in_steps: Sequence[Span]) -> list[list[LaneSpan]]:
+        """Claims for replicas without requests: why they had nothing to do though nothing halted them.
+
+        ``in_steps``: when programs of episodes worked, whose next turns will be requests.
+        """
         return [
             [idle(span, "no requests: generation is paused") for span in generate.when(PAUSED)],
-            [idle(span, NONE_ADMITTED) for span in [*self._complete, *loader.when(*ENDED)]],
-            [idle(span, NO_ROOM) for span in loader.when(WAITING_INPUT)],
+            *_with_steps([*self._complete, *loader.when(*ENDED)], NONE_ADMITTED, in_steps),
+            *_with_steps(loader.when(WAITING_INPUT), NO_ROOM, in_steps),
+            [idle(span, f"no requests: {IN_ENVIRONMENTS}") for span in in_steps],
             [idle((stay.start, stay.end), NONE_FOR_IT) for stay in loader.stays],
         ]
+
+
+def _with_steps(spans: Sequence[Span], reason: str, in_steps: Sequence[Span]) -> list[list[LaneSpan]]:
+    """Claims for ``reason``, first for the time in which programs of episodes worked: they may be what it comes from."""
+    both = intersection(spans, in_steps)
+    return [[idle(span, f"{reason}, and {IN_ENVIRONMENTS}") for span in both], [idle(span, reason) for span in spans]]
 
 
 def _halt(event: ReplicaHalted, updates: UpdateLanes) -> LaneSpan:

@@ -34,6 +34,8 @@ class Kind(StrEnum):
     """Prefill or decoding by a replica."""
     PROCESS = "process"
     """Work of a stage: it has items in processing."""
+    ENVIRONMENT = "environment"
+    """Work of programs between turns of the policy: steps of environments, tools."""
     TRANSFER = "transfer"
     """Transfer of weights: send, recv, register."""
     LOAD = "load"

@@ -44,6 +44,7 @@ from headway.events import (
     ValidationFinished,
     WorkerDescribed,
 )
+from headway.reports.episodes import EpisodeSums, is_of_program
 from headway.reports.occupancy import Occupancy
 from headway.reports.pace import Pace
 from headway.reports.run_sums import Evaluations, UpdateSums
@@ -68,9 +69,14 @@ class Lengths:
     tokens: int = 0
     trajectories: int = 0
 
-    def add(self, group: GroupRecord) -> None:
+    def add(self, group: GroupRecord, *, failed: bool = False) -> None:
+        """Add a group's episodes; with ``failed`` those that failed, too, but for a baseline."""
         self.tokens += group.tokens
         self.trajectories += len(group.trajectories)
+        if failed:
+            lost = [episode.tokens for episode in group.failed if not episode.baseline]
+            self.tokens += sum(lost)
+            self.trajectories += len(lost)
 
     @property
     def mean(self) -> float | None:
@@ -95,6 +101,11 @@ class Totals:
     prefilled_tokens: int = 0
     preempted: int = 0
     """Times that a replica parked an answer for want of memory."""
+    cached_tokens: int = 0
+    unpinned: int = 0
+    """Times that a replica gave up what it kept for the next turn of an open episode, for want of memory."""
+    episodes: EpisodeSums = field(default_factory=EpisodeSums)
+    """Sums over the episodes that programs made."""
     trained: Lengths = field(default_factory=Lengths)
     trainable: Lengths = field(default_factory=Lengths)
     """Lengths of groups that have ended, trained or lost; filtered ones are left out of training on purpose."""
@@ -165,9 +176,7 @@ class RunMetrics:
             case GroupSettled():
                 self._on_settled(event)
             case ReplicaActivity():
-                self.occupancy.replica_active(event)
-                self.totals.prefilled_tokens += event.prefilled_tokens
-                self.totals.preempted += event.preempted
+                self._on_activity(event)
             case ReplicaJoined():
                 self.occupancy.join(event)
                 self.served[event.replica] = event.version
@@ -215,6 +224,7 @@ class RunMetrics:
 
     def _on_started(self, event: RunStarted) -> None:
         """Note a start, first or resumed: workers are new, and have the initial model until the first update."""
+        self.tally.start(event)
         if self.started is None:
             self.occupancy.declare(event.slots)
         else:
@@ -238,13 +248,24 @@ class RunMetrics:
         totals.generated_tokens += event.tokens
         totals.partial += span > 0
         totals.max_partial_span = max(totals.max_partial_span, span)
+        if is_of_program(event):
+            totals.episodes.add(event)
+
+    def _on_activity(self, event: ReplicaActivity) -> None:
+        self.occupancy.replica_active(event)
+        self._row(self.version).add_activity(event)
+        totals = self.totals
+        totals.prefilled_tokens += event.prefilled_tokens
+        totals.cached_tokens += event.cached_tokens
+        totals.preempted += event.preempted
+        totals.unpinned += event.unpinned
 
     def _on_settled(self, event: GroupSettled) -> None:
         group = self.tally.settle(event)
         if group is None:
             return
         if event.fate != "filtered":
-            self.totals.trainable.add(group)
+            self.totals.trainable.add(group, failed=True)
         if event.fate != "trained":
             return
         self.totals.trained.add(group)
@@ -345,8 +366,15 @@ class RunMetrics:
             "fully_async/count/stale_samples_processed": self.stale_groups,
             "fully_async/count/stale_trajectory_processed": self.totals.stale_trajectories,
             **{f"groups/{fate}": count for fate, count in self.tally.counts().items()},
+            **self._episode_fates(),
             **{f"bias/{name}": value for name, value in self.bias().items() if value is not None},
         }
+
+    def _episode_fates(self) -> dict[str, int]:
+        """Return the episodes' account, where programs make them."""
+        if not self.totals.episodes.finished:
+            return {}
+        return {f"episodes/{fate}": count for fate, count in self.tally.episode_counts().items()}
 
     def _rates(self, row: VersionRow, window: Span) -> dict[str, Any]:
         """Figures of a row about its time: seconds, and throughputs where the version was trained on."""

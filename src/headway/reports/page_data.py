@@ -12,6 +12,7 @@ from typing import Any
 
 from headway.events import Span
 from headway.reports.device_lanes import REPLICAS, TRAINER
+from headway.reports.environment_lanes import ENVIRONMENTS
 from headway.reports.lanes import Kind, Lane, LaneSpan
 from headway.reports.stage_lanes import GROUP as STAGES
 from headway.reports.timeline import MarkKind, Timeline
@@ -26,6 +27,7 @@ WORDS = {
     Kind.GATHER: "gather weights",
     Kind.DECODE: "prefill or decode",
     Kind.PROCESS: "stage at work",
+    Kind.ENVIRONMENT: "steps of environments",
     Kind.TRANSFER: "weights on their way",
     Kind.LOAD: "load weights",
     Kind.VALIDATE: "validation",
@@ -45,7 +47,7 @@ ROWS = {
     MarkKind.NOTE: "notes",
 }
 """Kinds of marks that have a row of their own → the row's name."""
-TIMED = (TRAINER, REPLICAS, STAGES)
+TIMED = (TRAINER, REPLICAS, ENVIRONMENTS, STAGES)
 """Groups of lanes that cover every instant from their beginning to their end: what is not idle is busy."""
 IDLE = frozenset({Kind.IDLE, Kind.HALTED})
 

@@ -84,6 +84,7 @@ def _learning(snapshot: Snapshot, width: int) -> list[Row]:
         ("validation", _validation(snapshot, spark)),
         ("reward", _reward(snapshot, spark)),
         ("length", _lengths(snapshot.row)),
+        *([("episodes", _episodes(snapshot.row))] if "num_turns/mean" in snapshot.row else []),
         ("optimizer", _optimizer(snapshot.row, width)),
     ]
 
@@ -120,6 +121,17 @@ def _lengths(row: dict[str, Any]) -> Text:
         ("max", human.count(row["response_length/max"])),
         ("cut off", human.share(row["response_length/clip_ratio"])),
     )
+
+
+def _episodes(row: dict[str, Any]) -> Text:
+    """The line of programs' episodes; failures are named only where there are any."""
+    pairs = [("turns", f"{row['num_turns/mean']:.1f}"), ("max", human.count(row["num_turns/max"]))]
+    if "environment_s/share" in row:
+        pairs.append(("environment", human.share(row["environment_s/share"])))
+    text = _pairs(*pairs)
+    if failed := row["episodes/failed_ratio"]:
+        text.append("  failed ", QUIET).append(human.share(failed), LOOK_HERE)
+    return text
 
 
 def _optimizer(row: dict[str, Any], width: int) -> Text:

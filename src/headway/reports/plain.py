@@ -74,6 +74,10 @@ class PlainView:
         if "lag/mean" in row:
             parts.append(f"lag mean {row['lag/mean']:.2f} max {row['lag/max']}")
         parts += [f"{side} idle {human.share(row.get(f'{side}/idle_ratio'))}" for side in ("trainer", "rollouter")]
+        if "num_turns/mean" in row:
+            parts.append(f"turns {row['num_turns/mean']:.1f}")
+            if failed := row["episodes/failed_ratio"]:
+                parts.append(f"episodes failed {human.share(failed)}")
         if snapshot is not None:
             total = "" if snapshot.total is None else f"/{human.count(snapshot.total)}"
             parts.append(f"{human.count(snapshot.trained)}{total} groups")

@@ -31,14 +31,21 @@ def summary(metrics: RunMetrics) -> dict[str, Any]:
         "groups": metrics.tally.counts(),
         "reasons": {fate: dict(reasons) for fate, reasons in metrics.tally.reasons.items()},
         "filtered": _filtered(metrics),
-        "balanced": metrics.tally.balances(finished.groups if finished else None),
+        "episodes": metrics.tally.episode_counts(),
+        "episodes_failed": dict(metrics.tally.failures),
+        "balanced": metrics.tally.balances(
+            finished.groups if finished else None, finished.episodes if finished else None
+        ),
         "left_out": metrics.left_out,
         "trajectories": totals.trajectories,
+        "agents": totals.episodes.values(),
         "preempted": totals.preempted,
+        "unpinned": totals.unpinned,
         "tokens": {
             "generated": totals.generated_tokens,
             "trained": totals.trained.tokens,
             "prefilled": totals.prefilled_tokens,
+            "cached": totals.cached_tokens,
         },
         "eval": [_evaluation(event) for event in metrics.evaluations],
         "lag": _lag(metrics),

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 
-from headway.events import FetchTaken, GroupAdmitted, GroupRewarded, GroupSettled, TrajectoryFinished
+from headway.events import FetchTaken, GroupAdmitted, GroupRewarded, GroupSettled, RunStarted, TrajectoryFinished
 
 FATES = ("trained", "filtered", "dropped", "failed")
 IN_FLIGHT = "in_flight"
@@ -32,6 +32,13 @@ class GroupRecord:
     parts: dict[str, list[float | None]] = field(default_factory=dict)
     """Part of the reward → its values for the group's answers, where the reward has several parts."""
     trajectories: list[TrajectoryFinished] = field(default_factory=list)
+    """The episodes that did not fail, its baseline not counted."""
+    failed: list[TrajectoryFinished] = field(default_factory=list)
+    """The episodes that failed, its baseline included."""
+    episodes: int = 0
+    """Number of its episodes; 0 where the record does not tell."""
+    reported: int = 0
+    """Number of its episodes that ended, its baseline included."""
     taken_at: int | None = None
     """The trainer's version when the group was taken into a fetch."""
 
@@ -67,6 +74,13 @@ class GroupTally:
         self.fates: Counter[str] = Counter()
         self.reasons: dict[str, Counter[str]] = defaultdict(Counter)
         self.problems: list[str] = []
+        self.episode_fates: Counter[str] = Counter()
+        """Numbers of episodes by fate: that of their group, or failed before."""
+        self.failures: Counter[str] = Counter()
+        """Numbers of failed episodes by reason."""
+        self._episodes = 0
+        """Number of episodes of each group that is admitted from now on; 0 where the record does not tell."""
+        self._episodes_admitted = 0
         self.sources: set[str] = set()
         """Sources of the prompts that were admitted."""
         self._recent: deque[bool] = deque(maxlen=RECENT)
@@ -75,6 +89,10 @@ class GroupTally:
         self._lowest: int | None = None
         self._highest = -1
 
+    def start(self, event: RunStarted) -> None:
+        """Note a start, first or resumed, from which on groups may have another number of episodes."""
+        self._episodes = event.episodes
+
     def admit(self, event: GroupAdmitted) -> None:
         if event.number in self._records:
             self._notice(f"group {event.number} was admitted twice")
@@ -82,11 +100,19 @@ class GroupTally:
         self._lowest = event.number if self._lowest is None else min(self._lowest, event.number)
         self._highest = max(self._highest, event.number)
         self.admitted += 1
-        self._records[event.number] = GroupRecord(event.number, event.source)
+        self._records[event.number] = GroupRecord(event.number, event.source, episodes=self._episodes)
+        self._episodes_admitted += self._episodes
         self.sources.add(event.source)
 
     def finish_trajectory(self, event: TrajectoryFinished) -> None:
-        if not event.baseline and (record := self._records.get(event.number)) is not None:
+        if event.failure is not None:
+            _count(self.failures, event.failure)
+        if (record := self._records.get(event.number)) is None:
+            return
+        record.reported += 1
+        if event.failure is not None:
+            record.failed.append(event)
+        elif not event.baseline:
             record.trajectories.append(event)
 
     def reward(self, event: GroupRewarded) -> None:
@@ -113,10 +139,19 @@ class GroupTally:
         if event.fate in ("trained", "filtered"):
             self._recent.append(event.fate == "filtered")
         if event.reason is not None:
-            reasons = self.reasons[event.fate]
-            known = event.reason in reasons or len(reasons) < MOST_REASONS
-            reasons[event.reason if known else OTHER_REASONS] += 1
+            _count(self.reasons[event.fate], event.reason)
+        self._settle_episodes(record, event.fate)
         return record
+
+    def _settle_episodes(self, record: GroupRecord, fate: str) -> None:
+        """Count the fates of a group's episodes. All of them must have ended where the group was scored or trained."""
+        if not record.episodes:
+            return
+        most = record.reported if fate in ("trained", "filtered") else max(record.reported, record.episodes)
+        if most != record.episodes:
+            self._notice(f"group {record.number} was {fate}, with {record.reported} episodes of {record.episodes}")
+        self.episode_fates[fate] += record.episodes - len(record.failed)
+        self.episode_fates["failed"] += len(record.failed)
 
     def _notice(self, problem: str) -> None:
         """Record an inconsistency. One is enough to report an imbalance, so only the first few are kept."""
@@ -141,13 +176,32 @@ class GroupTally:
         """Numbers of groups: ``admitted``, each fate, and ``in_flight`` for groups without one."""
         return {"admitted": self.admitted, **{fate: self.fates[fate] for fate in FATES}, IN_FLIGHT: len(self._records)}
 
-    def balances(self, ledger: dict[str, int] | None) -> bool:
-        """Tell whether every number between the first and last admitted has one fate, and ``ledger`` says the same."""
+    def episode_counts(self) -> dict[str, int]:
+        """Numbers of episodes: as `counts`; those of open groups that have failed are among the failed. All are 0 where
+        the record does not tell how many there are.
+        """
+        fates = Counter(self.episode_fates)
+        for record in self._records.values():
+            if record.episodes:
+                fates["failed"] += len(record.failed)
+                fates[IN_FLIGHT] += record.episodes - len(record.failed)
+        return {"admitted": self._episodes_admitted, **{fate: fates[fate] for fate in (*FATES, IN_FLIGHT)}}
+
+    def balances(self, ledger: dict[str, int] | None, episodes: dict[str, int] | None = None) -> bool:
+        """Tell whether every number between the first and last admitted has one fate, and ``ledger`` says the same;
+        and whether its account of ``episodes`` is that of this one, where it is given.
+        """
         counts = self.counts()
         settled = sum(counts[fate] for fate in FATES)
         numbers = 0 if self._lowest is None else self._highest - self._lowest + 1
         agrees = ledger is None or all(counts[key] == value for key, value in ledger.items() if key in counts)
+        agrees &= not episodes or episodes == self.episode_counts()
         return not self.problems and numbers == counts["admitted"] == settled + counts[IN_FLIGHT] and agrees
+
+
+def _count(reasons: Counter[str], reason: str) -> None:
+    known = reason in reasons or len(reasons) < MOST_REASONS
+    reasons[reason if known else OTHER_REASONS] += 1
 
 
 def oldest_version(event: TrajectoryFinished) -> int:

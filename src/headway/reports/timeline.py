@@ -3,6 +3,7 @@
     StageChanged ───────────────────────────────────────────▶ Stages: one lane each
     TrainerBusy, FetchTaken, CheckpointSaved ───────────────▶ Trainer
     ReplicaActivity, ReplicaHalted ─────────────────────────▶ Replicas: one lane each, and the version that it serves
+    TrajectoryFinished ─────────────────────────────────────▶ Environments: steps of programs, and what waits for them
     UpdatePhase ────────────────────────────────────────────▶ Parameter update: phases at the trainer and each replica
     LeaseChanged, ValidationFinished, CheckpointSaved ──────▶ Run
     UpdateFinished, GroupSettled, ReplicaLost, Note, … ─────▶ marks
@@ -37,6 +38,7 @@ from headway.events import (
     Span,
     StageChanged,
     TrainerBusy,
+    TrajectoryFinished,
     UpdateFinished,
     UpdatePhase,
     UpdateSuperseded,
@@ -44,6 +46,7 @@ from headway.events import (
 )
 from headway.reports.counters import Counter, Counters
 from headway.reports.device_lanes import REPLICAS, TRAINER, AdmissionLanes, Replicas, Trainer
+from headway.reports.environment_lanes import Environments
 from headway.reports.human import score
 from headway.reports.intervals import complement, intersection
 from headway.reports.lanes import Kind, Lane, LaneSpan, side_by_side
@@ -150,6 +153,7 @@ class _Builder:
     stages: dict[str, StageLog] = field(default_factory=dict)
     trainer: Trainer = field(default_factory=Trainer)
     replicas: Replicas = field(default_factory=Replicas)
+    environments: Environments = field(default_factory=Environments)
     admission: AdmissionLanes = field(default_factory=AdmissionLanes)
     updates: UpdateLanes = field(default_factory=UpdateLanes)
     counters: Counters = field(default_factory=Counters)
@@ -199,6 +203,8 @@ class _Builder:
                 self.replicas.work(event)
             case ReplicaHalted():
                 self.replicas.halt(event)
+            case TrajectoryFinished():
+                self.environments.finish(event)
             case UpdatePhase():
                 self.updates.phase(event)
             case UpdateFinished():
@@ -243,6 +249,7 @@ class _Builder:
     def _lanes(self, life: Span) -> Iterator[Lane]:
         yield self._trainer_lane(life)
         yield from self._replica_lanes(life)
+        yield from self.environments.lanes(life)
         yield from self.updates.lanes()
         yield from self._lease_lanes(life)
         yield from self._run_lanes()
@@ -258,11 +265,13 @@ class _Builder:
             self.updates,
             leases=self.leases,
             scoring=intersection(nothing_decodes, self._stage("Reward").when(PROCESSING)),
+            in_steps=intersection(nothing_decodes, self.environments.busy()),
             drains=started is not None and started.on_update == "drain",
         )
 
     def _replica_lanes(self, life: Span) -> Iterator[Lane]:
-        claims = self.admission.no_requests(self._stage("PromptLoader"), self._stage("Generate"))
+        in_steps = self.environments.busy()
+        claims = self.admission.no_requests(self._stage("PromptLoader"), self._stage("Generate"), in_steps)
         for name in self.replicas.names:
             yield self.replicas.lane(name, life, claims, self.updates)
             if served := self.updates.serving(name, life[1]):

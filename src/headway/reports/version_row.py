@@ -11,11 +11,13 @@ from typing import Any
 from headway.events import (
     CriticStepped,
     OptimizerStepped,
+    ReplicaActivity,
     TrajectoryFinished,
     UpdateFinished,
     UpdatePhase,
     ValidationFinished,
 )
+from headway.reports.episodes import EpisodeSums, is_of_program
 from headway.reports.tally import GroupRecord, partial_span
 
 PHASES = ("gather", "send", "recv", "register", "load")
@@ -75,6 +77,11 @@ class VersionRow:
     generated_tokens: int = 0
     partial: int = 0
     max_partial_span: int = 0
+    episodes: EpisodeSums = field(default_factory=EpisodeSums)
+    """Episodes of programs that finished meanwhile."""
+    prefilled_tokens: int = 0
+    cached_tokens: int = 0
+    unpinned: int = 0
     actor: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     rows: int = 0
     """Rows of trajectories that optimizer steps were made on, with repetition."""
@@ -117,6 +124,13 @@ class VersionRow:
         self.generated_tokens += event.tokens
         self.partial += span > 0
         self.max_partial_span = max(self.max_partial_span, span)
+        if is_of_program(event):
+            self.episodes.add(event)
+
+    def add_activity(self, event: ReplicaActivity) -> None:
+        self.prefilled_tokens += event.prefilled_tokens
+        self.cached_tokens += event.cached_tokens
+        self.unpinned += event.unpinned
 
     def add_step(self, event: OptimizerStepped) -> None:
         if event.skipped:
@@ -143,6 +157,8 @@ class VersionRow:
             **(self._sources() if by_source else {}),
             **self._staleness(),
             **partial_values(self.partial, self.finished, self.max_partial_span, prefix="fully_async/partial/"),
+            **self.episodes.values(),
+            **self._prefixes(),
             **self._update(),
             **({} if self.validation is None else validation_values(self.validation)),
         }
@@ -184,6 +200,13 @@ class VersionRow:
         if self.lag_in_flight:
             values["lag/in_flight_mean"] = fmean(self.lag_in_flight)
             values["lag/in_queue_mean"] = fmean(self.lag_in_queue)
+        return values
+
+    def _prefixes(self) -> dict[str, Any]:
+        context = self.cached_tokens + self.prefilled_tokens
+        values: dict[str, Any] = {"rollouter/prefix_hit_ratio": self.cached_tokens / context} if context else {}
+        if self.episodes.finished:
+            values["rollouter/unpinned"] = self.unpinned
         return values
 
     def _update(self) -> dict[str, Any]:

@@ -12,9 +12,10 @@ from collections import deque
 from collections.abc import AsyncGenerator
 
 from headway.data.types import FinishReason, Group, Trajectory
-from headway.events import TrajectoryFinished
+from headway.events import Note, TrajectoryFinished
 from headway.interfaces import FinishedGroup
 from headway.pipeline.channel import Channel
+from headway.pipeline.episode_troubles import EpisodeTroubles
 from headway.pipeline.halts import Halts
 from headway.pipeline.keepers import Keepers, Share
 from headway.pipeline.ledger import Fate
@@ -39,11 +40,13 @@ class Generate(Stage[Share, Group]):
         *,
         n: int,
         min_episodes: int = 1,
+        troubles: EpisodeTroubles | None = None,
     ) -> None:
         """
         Args:
             n: trajectories of a group that are trained on; a further one is its baseline.
             min_episodes: fewest of them that must not have failed.
+            troubles: warns of programs' episodes; None where there is no program.
         """
         super().__init__(state.emit, output=output, gate=halts.gate)
         self._state = state
@@ -52,6 +55,7 @@ class Generate(Stage[Share, Group]):
         self._halts = halts
         self._n = n
         self._min_episodes = min_episodes
+        self._troubles = troubles
         self._shares: deque[Share] = deque()
 
     async def get_input_data(self) -> Share | None:
@@ -76,7 +80,6 @@ class Generate(Stage[Share, Group]):
         failed = [t for t in finished.trajectories if t.failure is not None]
         if not failed:
             return finished.trajectories
-        self._state.ledger.episodes_failed(finished.number, len(failed))
         made = tuple(t for t in finished.trajectories if t.failure is None)
         enough = sum(t.id.k < self._n for t in made) >= self._min_episodes
         if enough and all(t.id.k < self._n for t in failed):
@@ -104,5 +107,13 @@ class Generate(Stage[Share, Group]):
                     failure=trajectory.failure,
                     limit=trajectory.limit,
                     metrics=dict(trajectory.metrics),
+                    steps=list(trajectory.steps),
+                    waits=list(trajectory.waits),
                 )
             )
+        # An aborted group's too: an episode that failed before has that fate, whatever becomes of its group.
+        if failed := sum(trajectory.failure is not None for trajectory in finished.trajectories):
+            self._state.ledger.episodes_failed(finished.number, failed)
+        if self._troubles is not None:
+            for text in self._troubles.look(finished.trajectories):
+                self._emit(Note(time=now(), level="warning", text=text))
