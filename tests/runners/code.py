@@ -146,6 +146,10 @@ class Code:
         os.fork()
         return "once"
 
+    async def forks_and_raises(self, ask: Any) -> None:
+        os.fork()
+        raise NotOurs("once", 0)
+
     async def forks_and_asks(self, ask: Any) -> str:
         os.fork()
         return str(await ask("whom"))

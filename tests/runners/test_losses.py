@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,6 +54,29 @@ async def test_a_loop_that_nothing_of_python_can_interrupt_is_replaced(job: str)
         assert await runners.run(("echo", 1)) == 1
 
 
+@pytest.mark.parametrize(
+    ("number", "text"), [(signal.SIGKILL, "ended with SIGKILL"), (signal.SIGSTOP, "something held its event loop")]
+)
+async def test_of_a_runner_that_somebody_else_kills_or_stops_no_job_is_to_blame(number: int, text: str) -> None:
+    async with runners_of("shared", processes=2, stall_s=STALL_S) as runners:
+        await runners.start()
+        jobs = [asyncio.create_task(runners.run(("sleeps", 3 * STALL_S))) for _ in range(6)]
+        await asyncio.sleep(0.1)
+        os.kill(runners._runners[0].process.pid, number)
+        ends = await asyncio.gather(*jobs, return_exceptions=True)
+        lost = [end for end in ends if isinstance(end, RunnerLost)]
+        assert [end for end in ends if not isinstance(end, RunnerLost)] == ["slept"] * 3
+        assert [(text in str(end), end.culprit) for end in lost] == [(True, None)] * 3
+
+
+async def test_the_log_shows_where_a_loop_was_held(tmp_path: Path) -> None:
+    async with runners_of("shared", stall_s=STALL_S, log_path=tmp_path / "log") as runners:
+        with pytest.raises(RunnerLost):
+            await runners.run(("backtracks",))
+        await runners.run(("echo", 1))
+    assert "in backtracks" in (tmp_path / "log").read_text()
+
+
 async def test_a_loop_that_is_slow_is_not_replaced() -> None:
     """Over 1 s: steps without a look at the connection, and single steps just shorter than the limit."""
     async with runners_of("shared", stall_s=STALL_S) as runners:
@@ -70,9 +94,7 @@ async def test_a_host_that_stands_still_itself_replaces_nobody() -> None:
         sleeping = asyncio.create_task(runners.run(("sleeps", 4 * STALL_S)))
         asking = asyncio.create_task(runners.run(("asks", 3, 0.1), answer))
         await asyncio.sleep(0.1)
-        for _ in range(3):
-            time.sleep(STALL_S)  # noqa: ASYNC251
-            await asyncio.sleep(0)
+        time.sleep(5 * STALL_S)  # noqa: ASYNC251
         assert (await sleeping, await asking) == ("slept", [0, 1, 2])
         assert await runners.run(("pid",)) == before
 

@@ -27,13 +27,13 @@ class Turns:
         """Process → how late its asks came, in seconds."""
 
     def of_a_job(self) -> Callable[[int], Awaitable[None]]:
-        loop, answered = asyncio.get_running_loop(), None
+        loop = asyncio.get_running_loop()
+        answered: dict[int, float] = {}  # by process: the first ask of a job that is run again is no turn's end
 
         async def on_ask(pid: int) -> None:
-            nonlocal answered
-            if answered is not None:
-                self.late_s.setdefault(pid, []).append(loop.time() - answered - NAP_S)
-            answered = loop.time()
+            if pid in answered:
+                self.late_s.setdefault(pid, []).append(loop.time() - answered[pid] - NAP_S)
+            answered[pid] = loop.time()
 
         return on_ask
 
@@ -76,11 +76,14 @@ async def test_jobs_that_hold_the_interpreters_lock_for_ever_cost_nobody_else_th
 
 @pytest.mark.slow
 async def test_turns_elsewhere_are_as_quick_as_without_them() -> None:
-    """Runs a thousand jobs twice, and compares times: on a machine that is busy otherwise they say nothing, so that
-    this is no test for every commit.
+    """Over 5 s: runs a thousand jobs four times, and compares times. On a machine that is busy otherwise they say
+    nothing, so that this is no test for every commit.
     """
-    without, _ = await run_all(1000, 64, with_holders=False)
-    beside, lost = await run_all(1000, 64, with_holders=True)
-    usual, slowest = without.p99(), beside.p99(lost)
-    print(f"p99 of a turn's lateness: {usual * 1e3:.1f} ms without, {slowest * 1e3:.1f} ms in runners beside")
-    assert slowest - usual < 0.050
+    usual, beside = [], []
+    for _ in range(2):  # one after the other, twice: a burst of other work meets one of them
+        turns, _ = await run_all(1000, 64, with_holders=False)
+        usual.append(turns.p99())
+        turns, lost = await run_all(1000, 64, with_holders=True)
+        beside.append(turns.p99(lost))
+    print(f"p99 of a turn's lateness, in s: {usual} without, {beside} in runners beside")
+    assert min(beside) - min(usual) < 0.050

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import select
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from headway.errors import ConfigError, RunError, RunnerLost, UserCodeError, UserCodeFailed, WorkerDied
+from headway.runners import process as process_module
 from headway.runners.runners import Runners
 from tests.runners.code import CodeSpec
 
@@ -267,6 +269,8 @@ async def test_a_child_that_user_code_forks_ends_where_the_runner_goes_on(kind: 
         for _ in range(3):
             assert await runners.run(("forks",)) == "once"
             assert await runners.run(("forks_and_asks",), answered) == "('answer', 'whom')"
+            with pytest.raises(UserCodeFailed, match="NotOurs: once"):
+                await runners.run(("forks_and_raises",))
 
 
 @each_kind
@@ -337,6 +341,21 @@ async def test_a_runner_leads_a_session_of_its_own_and_ignores_ctrl_c(kind: str)
     async with runners_of(kind) as runners:
         pid = await runners.run(("pid",))
         assert await runners.run(("session",)) == (pid, True)
+
+
+async def test_no_signal_of_a_terminal_reaches_a_process_while_it_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Processes begin with the mask of the thread that starts them, in this one's group until they lead their own."""
+    monkeypatch.setattr(process_module, "BOOT", "print(open('/proc/self/status').read())")
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    with pytest.raises(WorkerDied):
+        async with runners_of("spawned", log_path=tmp_path / "log") as runners:
+            await runners.start()
+    (blocked,) = (line.split()[1] for line in (tmp_path / "log").read_text().splitlines() if line.startswith("SigBlk"))
+    of_a_terminal = sum(1 << (number - 1) for number in (signal.SIGINT, signal.SIGHUP))
+    assert int(blocked, 16) & of_a_terminal == of_a_terminal
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
 
 
 @pytest.mark.parametrize("kind", ["spawned", "forked"])

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
+import xxhash
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential
 
 from headway.concurrently import failure_ignored
@@ -94,9 +95,11 @@ class MadeEpisode:
 class _Logged:
     """A call that was made, at whatever try."""
 
-    ids: np.ndarray[Any, Any]
+    context: bytes
+    """Digest of the context."""
     result: asyncio.Future[FinishedCall]
-    asked: Asked
+    asked: Asked | None
+    """The call while it is not finished; afterwards None, since it holds the whole context."""
 
 
 @dataclass(slots=True, eq=False)
@@ -117,6 +120,7 @@ class _Try:
     ending: Deadline | None = None
     """The deadline of the program's end, once a turn was refused."""
     stepping: asyncio.Task[EpisodeEnd] | None = None
+    over: bool = False
 
 
 class ProgramEpisode:
@@ -191,7 +195,7 @@ class ProgramEpisode:
         finally:
             for deadline in whole:
                 deadline.cancel()
-            self._calls.drop(logged.asked for logged in self._log.values() if not logged.result.done())
+            self._calls.drop([logged.asked for logged in self._log.values() if logged.asked is not None])
             self._calls.release(self.id, self._replicas)
         if failure is None and one.limit is not None and one.limit not in self._limits.train_on:
             failure = _limit_text(one.limit, self._limits)
@@ -244,6 +248,7 @@ class ProgramEpisode:
         except EpisodeOver:
             return EpisodeEnd(turn_rewards=one.rewards)
         finally:
+            one.over = True
             one.stepping.cancel()
             self._program_waits(one)
             if one.ending is not None:
@@ -281,7 +286,7 @@ class ProgramEpisode:
             return await self._answer(one, request)
         finally:
             one.waiting -= 1
-            if one.waiting == 0:
+            if one.waiting == 0 and not one.over:
                 self._program_goes_on(one)
 
     async def _answer(self, one: _Try, request: TurnRequest) -> TurnAnswer:
@@ -315,36 +320,36 @@ class ProgramEpisode:
 
     async def _call(self, prompted: Prompted, max_tokens: int) -> FinishedCall:
         """Call the policy, unless the log knows the call."""
-        logged = self._log.get(prompted.key)
-        if logged is None or not np.array_equal(logged.ids, prompted.ids):
-            logged = self._ask(prompted, max_tokens)
+        logged, context = self._log.get(prompted.key), xxhash.xxh3_128_digest(prompted.ids.tobytes())
+        if logged is None or logged.context != context:
+            logged = _Logged(context, failure_ignored(asyncio.get_running_loop().create_future()), None)
             self._log[prompted.key] = logged
+            self._ask(logged, prompted, max_tokens)
         return await asyncio.shield(logged.result)
 
-    def _ask(self, prompted: Prompted, max_tokens: int) -> _Logged:
-        result = failure_ignored(asyncio.get_running_loop().create_future())
-        asked = Asked(
+    def _ask(self, logged: _Logged, prompted: Prompted, max_tokens: int) -> None:
+        logged.asked = Asked(
             self.id,
             prompted.ids,
             replace(self._sampling, max_tokens=max_tokens),
             self._home,
-            done=lambda asked, finished: self._finished(result, asked, finished),
+            done=lambda asked, finished: self._finished(logged, asked, finished),
             failed=lambda asked, error: self._on_failed(error),
             priority=self._request.priority,
             key=prompted.key,
             goes_on=True,
         )
-        self._calls.ask(asked)
-        return _Logged(prompted.ids, result, asked)
+        self._calls.ask(logged.asked)
 
-    def _finished(self, result: asyncio.Future[FinishedCall], asked: Asked, finished: FinishedCall) -> None:
+    def _finished(self, logged: _Logged, asked: Asked, finished: FinishedCall) -> None:
+        logged.asked = None
         self._replicas[asked.replica] = None
         if self._home.on is None:
             self._home = Home(replica=asked.replica)
         if finished.finish_reason is FinishReason.ABORTED:
             self._on_aborted()
-        elif not result.done():
-            result.set_result(finished)
+        elif not logged.result.done():
+            logged.result.set_result(finished)
 
     # ------------------------------------------------------------------------------------- time
 

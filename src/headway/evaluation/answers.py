@@ -16,11 +16,15 @@ from typing import TYPE_CHECKING
 from headway.concurrently import Tasks, failing_as_one
 from headway.data.types import FinishReason, Prompt
 from headway.episodes.alone import keeping
+from headway.episodes.hosting import chat_hosting
+from headway.episodes.programs import Hosting
+from headway.episodes.runners import ProgramRunners
 from headway.errors import DataError, ScoringFailed
 from headway.evaluation.figures import Answer, Solved
 from headway.evaluation.settings import Job
 from headway.interfaces import FinishedGroup, GroupRequest, RolloutEngine, SamplingParams
 from headway.models.tokenizer import text_of
+from headway.rewards.own import own_scores
 from headway.rewards.request import RewardSpec
 from headway.rewards.runners import RewardRunners
 
@@ -86,16 +90,22 @@ async def solve(
     columns = tuple(name for name in prompts[0].extra if all(name in prompt.extra for prompt in prompts))
     spec = replace(RewardSpec.of(config), columns=columns)
     async with AsyncExitStack() as stack:
-        reward = RewardRunners(spec, workers=config.reward.workers, retries=config.reward.retries, log_path=None)
-        stack.push_async_callback(reward.close)
-        await reward.start()
+        reward = hosting = None
+        if not config.reward.by_program:
+            reward = RewardRunners(spec, workers=config.reward.workers, retries=config.reward.retries, log_path=None)
+            stack.push_async_callback(reward.close)
+            await reward.start()
+        if config.rollout.has_program:
+            programs = ProgramRunners("eval", config.rollout, None)
+            stack.push_async_callback(programs.close)
+            hosting = chat_hosting(config, questions.tokenizer, programs)
+            await programs.start()
         engine = await _start_engine(config, questions.tokenizer)
         stack.push_async_callback(engine.close)
         ready()
         sampling = _sampling(config, stop_token_ids(str(config.model.path), questions.tokenizer))
-        ask = partial(
-            _ask, engine, text_of(questions.tokenizer), reward, prompts, config.rollout.val_n, sampling, solved
-        )
+        decode = text_of(questions.tokenizer)
+        ask = partial(_ask, engine, decode, hosting, reward, prompts, config.rollout.val_n, sampling, solved)
         found = await failing_as_one(ask)
     return [found[i] for i in range(len(prompts))]
 
@@ -144,7 +154,8 @@ async def _start_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> R
 async def _ask(
     engine: RolloutEngine,
     decode: Callable[[Sequence[int]], str],
-    reward: RewardRunners,
+    hosting: Hosting | None,
+    reward: RewardRunners | None,
     prompts: Sequence[Prompt],
     n: int,
     sampling: SamplingParams,
@@ -163,18 +174,25 @@ async def _ask(
             solved(found[told])
             told += 1
 
-    async with keeping(engine, decode=decode) as keeper, aclosing(keeper.generate(requests)) as groups:
+    keeping_here = keeping(engine, decode=decode, hosting=hosting)
+    async with keeping_here as keeper, aclosing(keeper.generate(requests)) as groups:
         async for finished in groups:
             tasks.start(score(finished))
     return found
 
 
-async def _scored(reward: RewardRunners, prompt: Prompt, finished: FinishedGroup) -> Solved:
+async def _scored(reward: RewardRunners | None, prompt: Prompt, finished: FinishedGroup) -> Solved:
     trajectories, failure = finished.trajectories, None
     rewards: Sequence[float] = [0.0] * len(trajectories)
     parts: Mapping[str, Sequence[float | None]] = {}
     try:
-        scores = await reward.score(prompt, [t.text for t in trajectories])
+        for trajectory in trajectories:
+            if trajectory.failure is not None:
+                raise ScoringFailed(trajectory.failure)
+        if reward is None:
+            scores = own_scores(trajectories)
+        else:
+            scores = await reward.score(prompt, [t.text for t in trajectories])
         rewards, parts = scores.rewards.tolist(), scores.parts
     except ScoringFailed as failed:
         failure = str(failed)

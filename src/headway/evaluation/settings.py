@@ -17,6 +17,7 @@ from headway.config.learning import AlgorithmConfig
 from headway.config.loading import LoadedConfig, load
 from headway.config.model import ModelConfig
 from headway.config.placement import needs_critic
+from headway.config.programs import ProgramKeys
 from headway.config.rollout import RolloutConfig
 from headway.config.schema import (
     AsyncTrainingConfig,
@@ -51,6 +52,8 @@ OF_THE_ENGINE = (
     "vllm",
 )
 """Settings of ``rollout`` that an evaluation takes from a run, too."""
+OF_PROGRAMS = tuple(key for key in ProgramKeys.model_fields if key != "min_episodes")
+"""Settings of ``rollout`` for episodes that a program makes; they are the same in an evaluation."""
 FILTERS = ("top_p", "top_k", "min_p", "repetition_penalty", "logit_bias", "min_tokens")
 """Filters of sampling while training; validation has none of them."""
 MEANINGFUL = (
@@ -59,7 +62,7 @@ MEANINGFUL = (
     "model.trust_remote_code",
     "data",
     "reward",
-    *(f"rollout.{key}" for key in (*OF_THE_ENGINE, *FILTERS)),
+    *(f"rollout.{key}" for key in (*OF_THE_ENGINE, *OF_PROGRAMS, *FILTERS)),
     "cluster.device",
 )
 """Settings, and whole sections, that change an evaluation, except those in `IDLE`."""
@@ -215,7 +218,7 @@ def _less_training(config: Config, model: str, given: frozenset[str], *, own_ver
     Filters of sampling that the run trained with are left out, except those that are ``given``. A correction is set
     only since the doctor asks for one where there are filters.
     """
-    kept = [*OF_THE_ENGINE, *(key for key in FILTERS if any(lies_in(g, f"rollout.{key}") for g in given))]
+    kept = [*OF_THE_ENGINE, *OF_PROGRAMS, *(key for key in FILTERS if any(lies_in(g, f"rollout.{key}") for g in given))]
     rollout = {key: getattr(config.rollout, key) for key in kept}
     reward = config.reward.model_copy(update={"overlong_buffer": OverlongBufferConfig()})
     if own_verifier:

@@ -6,6 +6,7 @@ Everything imported here is imported in each runner: keep it light.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import io
 import mmap
 import os
@@ -28,6 +29,8 @@ from headway.runners.wire import MOST_SAID, BlockingChannel, Frame, Kind, pickle
 PR_SET_PDEATHSIG = 1
 HELD_BACK = {signal.SIGINT, signal.SIGHUP}
 """Signals of a terminal, of which runners do not hear while they start."""
+SHOWS_WHERE = signal.SIGUSR2
+"""Signal at which a runner prints where its threads stand, even while C code keeps the interpreter's lock."""
 MOST_FILES = 65536
 """More than a runner may have open."""
 STARTS_A_PROCESS = frozenset({"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"})
@@ -66,6 +69,8 @@ def main(descriptor: int, host: int, note: int) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A print that its encoding lacks is no failure of user code; what is printed before a process is killed counts.
         sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
+    with suppress(OSError, RuntimeError):  # stderr may be closed
+        faulthandler.register(SHOWS_WHERE, all_threads=True)
     os.set_inheritable(descriptor, False)
     channel = BlockingChannel(socket.socket(fileno=descriptor))
     first = channel.receive()

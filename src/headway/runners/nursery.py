@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import threading
+from contextlib import suppress
 
 from headway.runners.inside import die_with, forking_a_runner
 from headway.runners.wire import HEADER, KINDS, BlockingChannel, Frame, Kind
@@ -21,6 +22,8 @@ def fork_runners(sock: socket.socket) -> BlockingChannel:
     if threading.active_count() > 1:
         print("the user's code has started threads when it was imported; forked processes lack them", file=sys.stderr)
     nursery = os.getpid()
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()  # else each runner would print what is left
     gc.collect()
     gc.freeze()  # pages that the collector does not write to stay shared
     sock.setblocking(True)

@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.errors import RunnerLost
-from headway.runners.inside import BOOT, HELD_BACK, Start
+from headway.runners.inside import BOOT, HELD_BACK, SHOWS_WHERE, Start
 from headway.runners.wire import Channel, Frame, Kind, raised, unpickled
 
+SHOWN_S = 0.2
+"""Seconds for a process to print where its threads stand."""
 CUT_S = 1.0
 """Seconds that a process may outlive its connection."""
 TOLD_S = 30.0
@@ -54,11 +56,13 @@ class Process:
         self._pidfd = os.pidfd_open(pid)
         loop.add_reader(self._pidfd, self._on_gone)
 
-    def kill(self) -> None:
-        """End the process, whatever it does."""
+    def kill(self, *, shown_first: bool = False) -> None:
+        """End the process, whatever it does. ``shown_first``: a moment after it has printed where it stands."""
         if self._ending is None:
             with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+                signal.pidfd_send_signal(self._pidfd, SHOWS_WHERE if shown_first else signal.SIGKILL)
+            if shown_first:
+                asyncio.get_running_loop().call_later(SHOWN_S, self.kill)
 
     def _receive(self, frame: Frame) -> None:
         match frame.kind:

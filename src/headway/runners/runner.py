@@ -87,6 +87,7 @@ class Runner:
         self.jobs[job.number] = job
         job.runner = self
         self.process.channel.send(Frame(Kind.JOB, job.number, payload=job.payload))
+        job.payload = b""  # it may be large, and the job long
         if job.timeout_s is not None:
             job.limit = asyncio.get_running_loop().call_later(job.timeout_s, job.overdue)
         if job.on_begin is not None:
@@ -148,18 +149,23 @@ class Runner:
 
     async def _answer(self, job: Job, ask: Frame) -> None:
         try:
+            reply = await self._reply(job, ask)
+        except (Exception, asyncio.CancelledError) as error:
+            # A defect of the host's, which is no affair of the job's; unless the ask was withdrawn, or its job is over.
+            if job.asks.pop(ask.detail, None) is not None:
+                job.end(error=error if isinstance(error, Exception) else RunError("an answer to the job was cancelled"))
+        else:
+            del job.asks[ask.detail]
+            self.process.channel.send(reply)
+
+    async def _reply(self, job: Job, ask: Frame) -> Frame:
+        try:
             if job.on_ask is None:
                 raise RunError("there is nobody to ask for this job")
             answer = await job.on_ask(unpickled(ask.payload, "what was asked"))
-            reply = Frame(Kind.ANSWER, job.number, ask.detail, pickle.dumps(answer))
+            return Frame(Kind.ANSWER, job.number, ask.detail, pickle.dumps(answer))
         except HeadwayError as error:
-            reply = Frame(Kind.REFUSAL, job.number, ask.detail, pickle.dumps(error))
-        except Exception as error:  # a defect of the host's, which is no affair of the job's
-            del job.asks[ask.detail]
-            job.end(error=error)
-            return
-        del job.asks[ask.detail]
-        self.process.channel.send(reply)
+            return Frame(Kind.REFUSAL, job.number, ask.detail, pickle.dumps(error))
 
     # ------------------------------------------------------------------------------------------ ends
 
@@ -210,4 +216,4 @@ class Runner:
             return RunnerLost(text, end="SIGKILL", culprit=culprit, timed_out=bool(culprit))
 
         self.lose(error_of)
-        self.kill()
+        self.process.kill(shown_first=True)

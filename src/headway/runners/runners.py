@@ -218,6 +218,8 @@ class Runners:
 
     def _on_launch_end(self, launch: asyncio.Task[Any]) -> None:
         self._launches.discard(launch)
+        if launch.cancelled():  # the event loop ends
+            return
         error = launch.exception()
         if isinstance(error, RunnerLost):  # the next one may fare better
             if self._waiting:

@@ -1,0 +1,204 @@
+"""Losses of episodes: the same whichever rows, micro-batches and ranks their tokens are in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.config.learning import ActorConfig, AlgorithmConfig
+from headway.config.losses import LOSSES
+from headway.config.schema import Config
+from headway.data.collate import Row
+from headway.data.types import TrajectoryId
+from headway.engines.train.fsdp.apart import Apart
+from headway.engines.train.fsdp.batch import collate, rows_apart, split_by_budget
+from headway.engines.train.fsdp.engine import FsdpEngine
+from headway.engines.train.fsdp.objective import Objective, collate_columns
+from headway.engines.train.fsdp.sums import as_metrics, count, merge
+from headway.interfaces import StepContext, StepReport
+from tests.engines.train.episodes import GROUPS, cut_anywhere, dealt, whole
+
+CPU = torch.device("cpu")
+MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+OF_WHOLE_MICRO_BATCHES = {"clip_cov", "kl_cov"}
+"""They select tokens of a micro-batch, so that another split selects others; t_ppo is refused with programs."""
+LOSS_MODES = sorted(LOSSES.keys() - OF_WHOLE_MICRO_BATCHES - {"t_ppo"})
+CORRECTIONS: list[dict[str, Any]] = [
+    {},
+    {"name": "truncate", "bound": 1.1},
+    {"name": "truncate", "level": "sequence", "bound": 1.2, "lower": 0.9},
+    {"name": "mask", "level": "geometric", "bound": 1.02, "lower": 0.98},
+    {"name": "truncate", "bound": 1.3, "veto": 0.6},
+    {"name": "veto", "lower": 0.6},
+    {"name": "off_policy_sequence_mask", "delta": 0.02},
+    {"name": "truncate", "also": [{"name": "reject", "level": "geometric", "bound": 1.02, "lower": 0.9}]},
+]
+
+
+def configured(loss: str, mode: str, correction: dict[str, Any], **actor: Any) -> Config:
+    return Config(
+        actor=ActorConfig.model_validate(
+            {"loss_agg_mode": mode, "loss_scale_factor": 7.0, "use_kl_loss": True, "entropy_coeff": 0.1} | actor
+        ),
+        algorithm=AlgorithmConfig.model_validate(
+            {"policy_loss": {"loss_mode": loss}, "rollout_correction": correction}
+        ),
+    )
+
+
+def through_objective(
+    config: Config, rows: Sequence[Row], budget: int
+) -> tuple[dict[int, float], dict[str, float], list[list[int]]]:
+    """Gradient in the log-prob of each token that counts, metrics, and the micro-batches, as the engine makes them."""
+    objective, totals = Objective(config), count(rows)
+    batches = split_by_budget(rows, budget, whole_episodes=objective.looks_at_sequences)
+    spread = [rows[i] for i in rows_apart(rows, budget)] if objective.looks_at_sequences else []
+    apart = Apart(spread, [row.columns["now"] for row in spread])
+    gradient, parts = {}, []
+    for indices in batches:
+        own = [rows[i] for i in indices]
+        others = apart.beside(own)
+        columns = collate_columns([*own, *others.rows], CPU, with_ref=True, with_prox=True, lengths=totals.lengths)
+        logprobs = torch.from_numpy(np.concatenate([row.columns["now"] for row in own])).requires_grad_()
+        entropy = torch.from_numpy(np.concatenate([row.columns["entropy"] for row in own]))
+        batch, context = collate(own, CPU), StepContext(version=4)
+        loss, sums = objective(batch, columns, totals, logprobs, entropy, context, others.logprobs)
+        loss.backward()
+        parts.append(sums)
+        assert logprobs.grad is not None
+        places = np.concatenate([row.columns["place"] for row in own])
+        mask = np.concatenate([row.loss_mask for row in own])
+        grads = logprobs.grad.numpy()
+        assert (grads[~mask] == 0).all()
+        gradient |= {int(place): float(g) for place, g in zip(places[mask], grads[mask], strict=True)}
+    return gradient, as_metrics(merge(parts)), batches
+
+
+ways = st.one_of(
+    st.lists(st.lists(st.integers(0, 20), max_size=3), min_size=len(GROUPS), max_size=len(GROUPS)),
+    st.lists(st.integers(1, 3), min_size=len(GROUPS), max_size=len(GROUPS)),
+)
+"""For each episode where its row is cut, or how many rows its turns are dealt to."""
+
+
+@settings(deadline=None, max_examples=120)
+@given(
+    st.integers(0, 30),
+    ways,
+    st.sampled_from(LOSS_MODES),
+    st.sampled_from(MODES),
+    st.sampled_from(CORRECTIONS),
+    st.sampled_from([10_000, 60, 1]),
+)
+def test_cutting_an_episodes_row_into_several_changes_no_loss_no_gradient_and_no_metric(
+    seed: int, way: list[Any], loss: str, mode: str, correction: dict[str, Any], budget: int
+) -> None:
+    """In one micro-batch, in several that hold most episodes whole, and with a micro-batch for each row."""
+    if correction and LOSSES[loss].weighs_behaviour:
+        correction = {"name": "off_policy_sequence_mask", "delta": 0.02}
+    config = configured(loss, mode, correction, clip_ratio=0.05)
+    rows, _ = whole(seed)
+    parts = [
+        cut_anywhere(row, how) if isinstance(how, list) else dealt(row, how) for row, how in zip(rows, way, strict=True)
+    ]
+    gradient, metrics, _ = through_objective(config, rows, 10_000)
+    cut_gradient, cut_metrics, _ = through_objective(config, [row for own in parts for row in own], budget)
+    scale = max(map(abs, gradient.values()))
+    assert cut_gradient == pytest.approx(gradient, rel=1e-4, abs=1e-5 * scale)
+    assert cut_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+
+
+def test_an_episode_that_is_masked_whole_is_no_sequence_of_the_normaliser() -> None:
+    rows, _ = whole(0)
+    nothing = replace(rows[2], loss_mask=np.zeros_like(rows[2].loss_mask))
+    parts = [*cut_anywhere(rows[0], [2]), *cut_anywhere(nothing, [1, 2]), rows[1]]
+    totals = count(parts)
+    assert (totals.tokens, totals.sequences) == (float(rows[0].loss_mask.sum() + rows[1].loss_mask.sum()), 2.0)
+    assert totals.lengths == {rows[0].episode: int(rows[0].loss_mask.sum()), rows[2].episode: 0}
+
+
+def test_rows_of_one_episode_share_a_micro_batch_only_where_a_loss_looks_at_sequences() -> None:
+    rows, _ = whole(1)
+    parts = [part for row in rows for part in cut_anywhere(row, [2, 5])]
+    assert Objective(configured("gspo", "token-mean", {})).looks_at_sequences
+    assert not Objective(configured("ppo_clip", "seq-mean-token-mean", {"name": "truncate"})).looks_at_sequences
+    assert Objective(configured("ppo_clip", "token-mean", {"name": "reject", "level": "geometric"})).looks_at_sequences
+    assert Objective(configured("ppo_clip", "token-mean", {"name": "truncate", "veto": 0.1})).looks_at_sequences
+    also = {"name": "truncate", "also": [{"name": "veto", "lower": 0.1}]}
+    assert Objective(configured("ppo_clip", "token-mean", also)).looks_at_sequences
+    for loss, shared in (("gspo", True), ("ppo_clip", False)):
+        *_, batches = through_objective(configured(loss, "token-mean", {}), parts, 60)
+        assert len(batches) > 2
+        of = {index: number for number, batch in enumerate(batches) for index in batch}
+        places: dict[TrajectoryId | None, set[int]] = {}
+        for index, row in enumerate(parts):
+            places.setdefault(row.episode, set()).add(of[index])
+        assert all(len(batches_of) == 1 for batches_of in places.values()) == shared
+
+
+# ---------------------------------------------------------------------------------------------- with a model
+
+
+def gradient_and_step(path: str, config: Config, shares: list[list[Row]]) -> tuple[dict[str, torch.Tensor], StepReport]:
+    """Gradient of this rank's share, as the engine leaves it before its step, and the step's report."""
+    engine = FsdpEngine(model_path=path, config=config, total_optimizer_steps=1, device=CPU)
+    found: dict[str, torch.Tensor] = {}
+    update = engine._learner._update
+
+    def look(norm: float, lr: float) -> None:
+        found.update({name: p.grad.full_tensor().clone() for name, p in engine._policy.lm.named_parameters()})
+        update(norm, lr)
+
+    engine._learner._update = look  # type: ignore[method-assign]
+    report = engine.train_step(shares[dist.get_rank()], StepContext(version=4))
+    return found, report
+
+
+def of_the_model(path: str, rows: Sequence[Row], config: Config) -> list[Row]:
+    """The rows, sampled by something near the model's own policy: else ratios are all beyond their bounds."""
+    engine = FsdpEngine(model_path=path, config=config, total_optimizer_steps=1, device=CPU)
+    rng = np.random.default_rng(0)
+    near = []
+    for row, now in zip(rows, engine.forward_logprobs(rows), strict=True):
+        columns = {
+            name: (now + 0.05 * rng.standard_normal(len(now))).astype(np.float32)
+            for name in ("prox_logprobs", "ref_logprobs")
+        }
+        behaviour = (columns["prox_logprobs"] + 0.05 * rng.standard_normal(len(now))).astype(np.float32)
+        near.append(replace(row, logprobs=behaviour, columns={**row.columns, **columns}))
+    return near
+
+
+@pytest.mark.parametrize("correction", [{}, {"name": "off_policy_sequence_mask", "delta": 0.005}], ids=["none", "mask"])
+def test_through_the_engine_an_episode_in_several_micro_batches_has_the_gradient_of_its_one_row(
+    one_rank: None,
+    run_ranks: Callable[..., list[Any]],
+    model_path: Callable[..., str],
+    correction: dict[str, Any],
+) -> None:
+    """The ratio is that of whole episodes, also where no micro-batch holds one: with one rank, and with two."""
+    path = model_path()
+    sizes = partial(configured, "gspo", "seq-mean-token-mean", correction, clip_ratio=0.01)
+    rows = of_the_model(path, whole(2)[0], sizes())
+    parts = [cut_anywhere(row, [2, 4]) for row in rows]
+    expected, report = gradient_and_step(path, sizes(ppo_max_token_len_per_gpu=10_000), [rows])
+    assert 0 < report.metrics["clip_fraction"] < 1
+    flat = [row for own in parts for row in own]
+    tight = sizes(ppo_max_token_len_per_gpu=20)
+    shares = [[row for own in parts[k::2] for row in own] for k in range(2)]
+    assert all(rows_apart(share, 20) for share in shares)
+    found = [gradient_and_step(path, tight, [flat]), *run_ranks(2, gradient_and_step, (path, tight, shares))]
+    for grads, split_report in found:
+        for name, grad in expected.items():
+            torch.testing.assert_close(grads[name], grad, rtol=1e-4, atol=1e-6, msg=name)
+        metrics = {name: value for name, value in report.metrics.items() if name != "grad_norm"}
+        assert {n: split_report.metrics[n] for n in metrics} == pytest.approx(metrics, rel=1e-3, abs=1e-6)
