@@ -91,6 +91,7 @@ class MadeEpisode:
     trajectory: Trajectory
     """Metadata, with rows numbered from 0."""
     rows: list[RowTokens]
+    """Tokens of the rows; none where they are only simulated."""
 
 
 @dataclass(slots=True, eq=False)
@@ -385,6 +386,7 @@ class ProgramEpisode:
 
     def _made(self, one: _Try, end: EpisodeEnd, failure: str | None, started: float) -> MadeEpisode:
         rows = one.record.rows() if failure is None else []
+        places = tuple(_place(index, row) for index, row in enumerate(rows))
         calls = one.calls
         now = asyncio.get_running_loop().time()
         last = calls[-1] if calls else None
@@ -392,13 +394,13 @@ class ProgramEpisode:
             id=self.id,
             replica=next(reversed(self._replicas), ""),
             text=one.text,
-            prompt_length=rows[0].prompt_ids.size if rows else len(self._request.prompt.token_ids),
+            prompt_length=places[0].prompt_length if places else len(self._request.prompt.token_ids),
             length=sum(call.length for call in calls),
             finish_reason=last.finish_reason if last is not None else FinishReason.STOP,
             version_spans=spans_of(calls),
             started=calls[0].started if calls else started,
             finished=last.finished if last is not None else now,
-            rows=tuple(RowAt(index, len(row.prompt_ids), len(row.ids)) for index, row in enumerate(rows)),
+            rows=places,
             turns=len(calls),
             reward=end.reward,
             turn_rewards=end.turn_rewards,
@@ -415,7 +417,11 @@ class ProgramEpisode:
                 **one.record.metrics,
             },
         )
-        return MadeEpisode(trajectory, rows)
+        return MadeEpisode(trajectory, [row for row in rows if isinstance(row, RowTokens)])
+
+
+def _place(index: int, row: RowTokens | RowAt) -> RowAt:
+    return row if isinstance(row, RowAt) else RowAt(index, len(row.prompt_ids), len(row.ids))
 
 
 def _error(state: RetryCallState) -> BaseException | None:

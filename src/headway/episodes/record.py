@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.data.types import FinishReason, RowTokens, TurnSpan
+from headway.data.types import FinishReason, RowAt, RowTokens, TurnSpan
 from headway.episodes.rendering import ChatPrompt, ChatRenderer, Conversations
 from headway.episodes.template_trials import try_template
 from headway.episodes.tool_calls import AUTO, ToolParser, choose_parser
@@ -49,8 +49,8 @@ class Record(Protocol):
     def answered(self, prompted: Prompted, request: TurnRequest, finished: FinishedCall) -> TurnAnswer:
         """Store the result of a call, and read it for the program."""
 
-    def rows(self) -> list[RowTokens]:
-        """Return the rows to train on."""
+    def rows(self) -> Sequence[RowTokens | RowAt]:
+        """Return the rows to train on; where tokens are only simulated, what would be known of them."""
 
     @property
     def metrics(self) -> Mapping[str, float]:

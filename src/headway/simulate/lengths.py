@@ -114,6 +114,22 @@ def _recorded(profile: EmpiricalLengths, seed: int) -> Callable[[TrajectoryId], 
     return lambda id: _group_key(seed, id.epoch, id.row, id.attempt) % count
 
 
+def lengths_id(id: TrajectoryId, key: int) -> TrajectoryId:
+    """Return the id by which a sampler is asked for the length of an episode's call ``key``: its own for the first one.
+
+    Further calls have lengths of their own, that have in common what answers of the group have.
+    """
+    return id._replace(k=_mix(_mix(key) + id.k)) if key else id
+
+
+def uniform_of(*key: int) -> float:
+    """Return a number in (0, 1) that looks random, and depends on ``key`` alone."""
+    mixed = 0
+    for part in key:
+        mixed = _mix(mixed + part)
+    return _uniform(mixed, 0)
+
+
 def _group_key(seed: int, epoch: int, row: int, attempt: int) -> int:
     return _mix(_mix(_mix(_mix(seed) + epoch) + row) + attempt)
 

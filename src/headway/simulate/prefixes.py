@@ -2,7 +2,9 @@
 
 Contexts have lengths and no contents here, so it is the episodes that say what is common: first calls of one prompt
 share a context of the same length while one of them is open, and a further call of an episode begins with what the call
-before it left behind.
+before it left behind. Where it goes on with only a part of that, all of its ids are the number of tokens in that part
+(`headway.simulate.contexts`). Of each episode that is what its last finished call left: of turns that were asked for at
+once, the first to finish counts as prefilled again.
 """
 
 from __future__ import annotations
@@ -69,7 +71,11 @@ class PrefixCache:
         if kept is None:
             return 0
         self._kept[run.call.trajectory] = kept
-        return min(kept.tokens, run.context) if kept.computed_by == version else 0
+        if kept.computed_by != version:
+            return 0
+        ids = run.call.input_ids
+        known = int(ids[0]) if run.call.key and len(ids) else 0
+        return min(kept.tokens, run.context, known or run.context)
 
     # ------------------------------------------------------------------------------------- between calls
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
 from headway.config.section import NonNegative, Positive, Section
+from headway.simulate.program_profile import ProgramProfile
 
 Seconds = Annotated[float, Field(ge=0)]
 PositiveSeconds = Annotated[float, Field(gt=0)]
@@ -248,6 +249,9 @@ class Profile(Section):
     batch: BatchProfile
     prompt: LengthsProfile
     response: LengthsProfile
+    program: ProgramProfile | None = None
+    """Turns and steps of episodes, where a program makes them; ``response`` then has the tokens of one turn. Default:
+    single answers."""
     rollout: RolloutProfile
     train: TrainProfile
     update: UpdateProfile = UpdateProfile()

@@ -23,7 +23,7 @@ from headway.interfaces import Call, EngineStats, FinishedCall, OnUpdate
 from headway.simulate.activity import Activity
 from headway.simulate.contention import Contention
 from headway.simulate.costs import decode_cost
-from headway.simulate.lengths import LengthSampler
+from headway.simulate.lengths import LengthSampler, lengths_id
 from headway.simulate.prefixes import PrefixCache
 from headway.simulate.profile import RolloutProfile
 from headway.simulate.sharing import ROUNDING, ProcessorSharing
@@ -109,7 +109,7 @@ class DecodingReplica:
         if len(numbers) < len(calls) or not self._runs.keys().isdisjoint(numbers):
             raise DataError(f"client {client} submitted a call under a number that another of its open calls has")
         for call in calls:
-            length = min(self._lengths(call.trajectory), call.sampling.max_tokens)
+            length = min(self._lengths(lengths_id(call.trajectory, call.key)), call.sampling.max_tokens)
             run = CallRun(call, client, self._serial, length, self._prefixes.open(call))
             self._runs[client, call.number] = run
             self._serial += 1
