@@ -79,9 +79,7 @@ class SimulatedRecord:
             self._rows.append(RowAt(row, context, finished.length))
             self._last.append(prompted.key)
         else:
-            self._rows[row] = replace(
-                self._rows[row], length=context + finished.length - self._rows[row].prompt_length
-            )
+            self._rows[row] = replace(self._rows[row], length=context + finished.length - self._rows[row].prompt_length)
             self._last[row] = prompted.key
         self._turns[prompted.key] = _Turn(path, finished.length, row)
         reason = "stop" if finished.finish_reason is FinishReason.STOP else "length"

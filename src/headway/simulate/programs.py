@@ -84,9 +84,7 @@ class SimulatedPrograms:
     async def close(self) -> None:
         """Do nothing: programs are their callers' tasks."""
 
-    async def _on_a_runner(
-        self, job: EpisodeStart, on_ask: Turn, on_begin: Callable[[], object] | None
-    ) -> EpisodeEnd:
+    async def _on_a_runner(self, job: EpisodeStart, on_ask: Turn, on_begin: Callable[[], object] | None) -> EpisodeEnd:
         task = asyncio.current_task()
         assert task is not None
         self._open[task] = job.seed % self._runners
@@ -167,7 +165,9 @@ class _Script:
         if (luck := luck - troubles.failing) < troubles.away:
             return ProgramAway("something is away for a time")
         if (luck := luck - troubles.away) < troubles.lost:
-            return RunnerLost("its runner was ended", end="SIGKILL", culprit=self._uniform("whose", self._attempt) < 0.5)
+            return RunnerLost(
+                "its runner was ended", end="SIGKILL", culprit=self._uniform("whose", self._attempt) < 0.5
+            )
         return None
 
     # ------------------------------------------------------------------------------------- draws

@@ -1,0 +1,65 @@
+"""Programs and their limits: what clashes, what has no effect, and whose reward is the default."""
+
+import pytest
+
+from headway.config.algorithm import min_episodes
+from headway.config.doctor import diagnose
+from headway.errors import ConfigError
+
+from .conftest import Load
+
+GAME = "rollout.environment=game.py:Game"
+MODEL = ("model.path=/m", "data.train=train.jsonl", "reward.function=judge.py:score")
+"""A model that may have a chat template, which one that is made from nothing has not."""
+
+
+def test_an_environment_is_enough_and_gives_the_reward(minimal: Load) -> None:
+    loaded = minimal(GAME, "model.path=/m", "data.train=train.jsonl")
+    assert diagnose(loaded) == []
+    assert loaded.config.reward.by_program
+    assert not minimal(GAME, "reward.function=judge.py:score").config.reward.by_program
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([GAME, "rollout.program=a.py:run"], "rollout.environment and rollout.program are given, and each makes the"),
+        (["rollout.environment=Game"], "rollout.environment=Game: expected file.py:name, such as environment.py:Game"),
+        (["rollout.tools=[look_up]"], "rollout.tools=look_up: expected file.py:name, such as tools.py:look_up"),
+        (
+            ["reward.function=program"],
+            "reward.function=program is the reward of rollout.environment or",
+        ),
+        ([GAME, "rollout.episode_timeout_s=10"], "rollout.step_timeout_s=60 is more than the whole episode may take"),
+        ([GAME, "rollout.max_turn_tokens=9000"], "rollout.max_turn_tokens=9000 is more than all turns may have"),
+        ([GAME, "rollout.min_episodes=99"], "rollout.min_episodes=99 is more than a group has"),
+        (["rollout.max_turns=3"], "rollout.max_turns has no effect: answers have one turn"),
+        ([GAME, "mode=async_partial", "async_training.drain=turn"], "async_training.drain has no effect"),
+        (
+            ["rollout.tools=[t.py:look_up]", "rollout.params={a: 1}"],
+            "rollout.params has no effect: tools take no parameters but those of their calls",
+        ),
+    ],
+)
+def test_what_clashes_or_does_nothing_is_refused_with_the_reason(
+    minimal: Load, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        diagnose(minimal(*MODEL, *overrides))
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "least"),
+    [
+        (["algorithm.adv_estimator=grpo"], 2),
+        (["algorithm.adv_estimator=reinforce_plus_plus"], 1),
+        (["algorithm.adv_estimator=pass_at_k", "algorithm.pass_k=3"], 3),
+        (["algorithm.adv_estimator=grpo", "rollout.n=1"], 1),
+        (["algorithm.adv_estimator=grpo", "rollout.min_episodes=4"], 4),
+    ],
+)
+def test_a_group_needs_as_many_episodes_as_its_estimator_compares(
+    minimal: Load, overrides: list[str], least: int
+) -> None:
+    assert min_episodes(minimal(GAME, *overrides).config) == least
