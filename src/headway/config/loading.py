@@ -129,7 +129,8 @@ def _replace_whole_choices(layers: Sequence[Layer]) -> tuple[list[Layer], list[s
         if layer.gives("data.train"):
             kept = _replace(kept, layer, "data.train", "data.task")
             kept, lost = _drop_task_reward(kept)
-            if lost and not any(later.gives("reward.function", "reward.functions") for later in layers[len(kept) :]):
+            scored = ("reward.function", "reward.functions", "rollout.environment", "rollout.program")
+            if lost and not any(later.gives(*scored) for later in layers[len(kept) :]):
                 notes.append("reward.function is exact_match: data.train replaced the task whose verifier it was")
         if layer.gives("data.task.name"):
             kept = _drop_other_task(kept, layer.values["data.task.name"])

@@ -71,12 +71,14 @@ def program_problems(rollout: RolloutConfig, *, by_program: bool, max_response_l
     """What is wrong with programs and their limits. ``by_program``: the reward is the program's own."""
     given = {"tools": rollout.tools, "environment": rollout.environment, "program": rollout.program}
     chosen = [f"rollout.{name}" for name, value in given.items() if value]
-    if len(chosen) > 1:
+    if len(chosen) > 1 and rollout.program:
         yield f"{' and '.join(chosen)} are given, and each makes the episodes by itself; keep one of them"
     for name, value in given.items():
         for spec in value if isinstance(value, tuple) else [value] if value else []:
             if not names_a_file(spec):
                 yield f"rollout.{name}={spec}: expected file.py:name, such as {name}.py:{_EXAMPLES[name]}"
+    if rollout.params and not (rollout.environment or rollout.program):
+        yield "rollout.params are for an environment or a program; tools have the arguments of their calls alone: drop it"
     if by_program and not (rollout.environment or rollout.program):
         yield (
             "reward.function=program is the reward of rollout.environment or rollout.program, and none is given; name "
@@ -103,5 +105,3 @@ def idle_program_keys(rollout: RolloutConfig) -> Iterator[tuple[str, str]]:
             if key not in ("tools", "environment", "program", "env"):
                 yield f"rollout.{key}", "answers have one turn: no rollout.tools, environment or program is given"
         return
-    if rollout.tools:
-        yield "rollout.params", "tools take no parameters but those of their calls"
