@@ -26,10 +26,6 @@ def test_an_environment_is_enough_and_gives_the_reward(minimal: Load) -> None:
         ([GAME, "rollout.program=a.py:run"], "rollout.environment and rollout.program are given, and each makes the"),
         (["rollout.environment=Game"], "rollout.environment=Game: expected file.py:name, such as environment.py:Game"),
         (["rollout.tools=[look_up]"], "rollout.tools=look_up: expected file.py:name, such as tools.py:look_up"),
-        (
-            ["reward.function=program"],
-            "reward.function=program is the reward of rollout.environment or",
-        ),
         ([GAME, "rollout.episode_timeout_s=10"], "rollout.step_timeout_s=60 is more than the whole episode may take"),
         ([GAME, "rollout.max_turn_tokens=9000"], "rollout.max_turn_tokens=9000 is more than all turns may have"),
         ([GAME, "rollout.min_episodes=99"], "rollout.min_episodes=99 is more than a group has"),
@@ -37,7 +33,7 @@ def test_an_environment_is_enough_and_gives_the_reward(minimal: Load) -> None:
         ([GAME, "mode=async_partial", "async_training.drain=turn"], "async_training.drain has no effect"),
         (
             ["rollout.tools=[t.py:look_up]", "rollout.params={a: 1}"],
-            "rollout.params has no effect: tools take no parameters but those of their calls",
+            "rollout.params are for an environment or a program",
         ),
     ],
 )
@@ -63,3 +59,12 @@ def test_a_group_needs_as_many_episodes_as_its_estimator_compares(
     minimal: Load, overrides: list[str], least: int
 ) -> None:
     assert min_episodes(minimal(GAME, *overrides).config) == least
+
+
+def test_a_programs_reward_needs_a_program(minimal: Load) -> None:
+    with pytest.raises(ConfigError, match=r"reward.function=program is the reward of rollout.environment or rollout"):
+        diagnose(minimal("reward.function=program"))
+
+
+def test_tools_may_stand_beside_an_environment(minimal: Load) -> None:
+    assert diagnose(minimal(*MODEL, GAME, "rollout.tools=[tools.py:look_up]")) == []
