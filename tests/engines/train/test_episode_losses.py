@@ -185,13 +185,17 @@ def test_through_the_engine_an_episode_in_several_micro_batches_has_the_gradient
     model_path: Callable[..., str],
     correction: dict[str, Any],
 ) -> None:
-    """The ratio is that of whole episodes, also where no micro-batch holds one: with one rank, and with two."""
+    """The ratio is that of whole episodes, also where no micro-batch holds one: with one rank, and with two.
+
+    Over 5 s: a second rank is a process that imports torch.
+    """
     path = model_path()
     sizes = partial(configured, "gspo", "seq-mean-token-mean", correction, clip_ratio=0.01)
     rows = of_the_model(path, whole(2)[0], sizes())
     parts = [cut_anywhere(row, [2, 4]) for row in rows]
     expected, report = gradient_and_step(path, sizes(ppo_max_token_len_per_gpu=10_000), [rows])
     assert 0 < report.metrics["clip_fraction"] < 1
+    assert not correction or 0 < report.metrics["correction/rejected"] < 1
     flat = [row for own in parts for row in own]
     tight = sizes(ppo_max_token_len_per_gpu=20)
     shares = [[row for own in parts[k::2] for row in own] for k in range(2)]
