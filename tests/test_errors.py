@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.errors import DataError, UserCodeError, boundary, cut, shown
+from headway.errors import DataError, RunnerLost, UserCodeError, boundary, cut, shown
 
 
 def test_foreign_code_that_leaves_the_process_is_told_as_any_other_failure_of_it() -> None:
@@ -27,6 +28,11 @@ def test_what_is_cut_has_at_most_so_many_characters_and_is_whole_where_they_suff
     told = cut(text, most)
     assert len(told) <= most
     assert told == text if len(text) <= most else (told.endswith("…") and text.startswith(told[:-1]))
+
+
+def test_what_is_said_of_a_lost_runner_survives_pickling() -> None:
+    lost = pickle.loads(pickle.dumps(RunnerLost("its runner ended with SIGKILL", end="SIGKILL", culprit=True)))
+    assert (str(lost), lost.end, lost.culprit) == ("its runner ended with SIGKILL", "SIGKILL", True)
 
 
 def test_a_long_value_is_shown_by_its_beginning() -> None:

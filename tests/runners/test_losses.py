@@ -115,6 +115,16 @@ async def test_a_machine_that_stands_still_costs_nobody() -> None:
         assert await runners.run(("pid",)) == pid
 
 
+async def test_a_job_that_was_left_and_holds_its_loop_still_costs_its_runner_alone() -> None:
+    async with runners_of("shared", stall_s=STALL_S) as runners:
+        before = await runners.run(("pid",))
+        left = asyncio.create_task(runners.run(("holds_the_loop", 60)))
+        await asyncio.sleep(0.1)
+        left.cancel()
+        await asyncio.sleep(3 * STALL_S)
+        assert await runners.run(("pid",)) != before
+
+
 async def test_runners_without_jobs_are_not_looked_after() -> None:
     async with runners_of("shared", stall_s=STALL_S) as runners:
         await runners.run(("echo", 1))

@@ -95,11 +95,16 @@ async def test_an_error_of_the_host_reaches_the_job_as_it_is_and_a_defect_ends_i
     async def is_wrong(_: Any) -> None:
         raise ZeroDivisionError
 
+    async def is_cancelled(_: Any) -> None:
+        raise asyncio.CancelledError
+
     async with runners_of(kind) as runners:
         assert await runners.run(("asks_in_vain",), refuses) == "RunnerLost: no more of that"
         assert "nobody to ask" in await runners.run(("asks_in_vain",))
         with pytest.raises(ZeroDivisionError):
             await runners.run(("asks", 1), is_wrong)
+        with pytest.raises(RunError, match="was cancelled"):
+            await runners.run(("asks", 1), is_cancelled)
         assert await runners.run(("echo", 1)) == 1
 
 

@@ -35,8 +35,11 @@ def fork_runners(sock: socket.socket) -> BlockingChannel:
         if KINDS[kind] is Kind.REAP:
             sock.sendall(Frame(Kind.REAPED, order, os.waitstatus_to_exitcode(os.waitpid(detail, 0)[1])).packed())
             continue
-        with forking_a_runner():
-            pid = os.fork()
+        try:
+            with forking_a_runner():
+                pid = os.fork()
+        except OSError as error:  # no memory or no process is left for now: those that run go on
+            pid = -(error.errno or 1)
         if pid == 0:
             os.setsid()
             die_with(nursery)

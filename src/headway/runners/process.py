@@ -158,6 +158,9 @@ class Nursery:
         try:
             with there:
                 pid = await self._ordered(Frame(Kind.FORK), there.fileno())
+            if pid < 0:
+                here.close()
+                raise RunnerLost(f"could not be forked: {os.strerror(-pid)}", culprit=False)
             process = Process(pid, here, on_frame, self._end_of)
         except OSError as cause:
             here.close()  # a runner that was forked nevertheless ends at that

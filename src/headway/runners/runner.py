@@ -155,8 +155,8 @@ class Runner:
             if job.asks.pop(ask.detail, None) is not None:
                 job.end(error=error if isinstance(error, Exception) else RunError("an answer to the job was cancelled"))
         else:
-            del job.asks[ask.detail]
-            self.process.channel.send(reply)
+            if job.asks.pop(ask.detail, None) is not None:
+                self.process.channel.send(reply)
 
     async def _reply(self, job: Job, ask: Frame) -> Frame:
         try:
@@ -194,7 +194,7 @@ class Runner:
         read between them: a host that stands still itself has looked once, and finds the signs that came meanwhile.
         """
         steps = self._note.steps if self._note is not None else 0
-        if self.dying or not self.jobs or self._heard or steps != self._steps:
+        if self.dying or not self.load or self._heard or steps != self._steps:
             self._heard, self._silent, self._steps = False, 0, steps
             return
         if self._silent == 0:

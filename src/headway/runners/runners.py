@@ -205,7 +205,7 @@ class Runners:
         self._ticking = None
         for runner in self._runners:
             runner.tick(self._stall_s)
-        if any(runner.jobs for runner in self._runners):
+        if any(runner.load for runner in self._runners):
             self._ticking = asyncio.get_running_loop().call_later(self._stall_s / TICKS, self._tick)
 
     # ------------------------------------------------------------------------------------------ processes

@@ -8,7 +8,7 @@ import pickle
 import socket
 import types
 from collections.abc import Coroutine, Generator
-from contextvars import Context, ContextVar
+from contextvars import Context, ContextVar, copy_context
 from functools import partial
 from itertools import count
 from typing import Any
@@ -53,7 +53,7 @@ class _Shared:
     def _on_frame(self, frame: Frame) -> None:
         match frame.kind:
             case Kind.JOB:
-                context = Context()
+                context = copy_context()
                 context.run(_whose.set, frame.job)
                 job = asyncio.get_running_loop().create_task(self._job(frame.job, frame.payload), context=context)
                 job.add_done_callback(partial(self._on_job_end, frame.job))
