@@ -43,14 +43,14 @@ def demonstrate(rng):
     low = rng.choice(LOWEST)
     high = low + NUMBERS - 1
     hidden = rng.randint(low, high)
-    messages = [{"role": "user", "content": f"{low}-{high}"}]
-    for turn in range(TURNS):
+    told, messages = f"{low}-{high}", []
+    for _ in range(TURNS):
         guess = rng.randint(low, high)
-        messages.append({"role": "assistant", "content": str(guess)})
-        if guess == hidden or turn == TURNS - 1:
-            return messages
+        messages += [{"role": "user", "content": told}, {"role": "assistant", "content": str(guess)}]
+        if guess == hidden:
+            break
         told, low, high = tell(guess, hidden < guess, low, high)
-        messages.append({"role": "user", "content": told})
+    return messages
 
 
 def rows(starts):

@@ -9,7 +9,7 @@ A lesson is a stretch of tokens, and which of them are learned. Neither source e
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any
@@ -74,7 +74,7 @@ def solutions(
     prompts: PromptTokenizer,
     task: TaskConfig,
     config: WarmupConfig,
-    held_out: Collection[str],
+    held_out: Set[str],
     seed: int,
 ) -> Iterator[Lesson]:
     """Yield the task's problems, with ``config.params`` on top of its own, and the answers that a teacher gives.
@@ -109,7 +109,7 @@ def demonstrations(
     chats: Chats,
     spec: str,
     tools: Sequence[ToolSchema],
-    held_out: Collection[str],
+    held_out: Set[str],
     *,
     seed: int,
     conversations: int,
@@ -147,7 +147,7 @@ def _conversation(
     spec: str,
     function: Callable[[random.Random], Any],
     tools: Sequence[ToolSchema],
-    held_out: Collection[str],
+    held_out: Set[str],
     rng: random.Random,
 ) -> list[RowTokens]:
     """The rows of the next conversation that ``function`` makes whose first prompt is not ``held_out``."""
@@ -158,14 +158,15 @@ def _conversation(
             raise UserCodeError(f"{spec} returned {shown(messages)}, expected a list of chat messages")
         with boundary(f"{spec}: a conversation that it returned cannot be learned from", UserCodeError):
             rows = demonstrated(chats, messages, tools)
-        if chats.renderer.render(_asked(messages)) not in held_out:
+        if held_out.isdisjoint(_first_prompt(chats, messages)):
             return rows
     raise UserCodeError(
         f"{spec}: {COLLISION_TRIES} conversations in a row began with a held-out prompt; draw from more prompts"
     )
 
 
-def _asked(messages: Sequence[Any]) -> list[Any]:
-    """The messages before the first answer."""
+def _first_prompt(chats: Chats, messages: Sequence[Any]) -> set[str]:
+    """The spellings that a held-out prompt like the conversation's first one may have: rendered, or its text alone."""
     first = next(n for n, message in enumerate(messages) if message["role"] == "assistant")
-    return list(messages[:first])
+    alone = {str(messages[0]["content"])} if first == 1 else set()
+    return {chats.renderer.render(messages[:first])} | alone

@@ -12,15 +12,17 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from headway import warmup
+from headway import lessons
 from headway.config.model import GiveUpConfig, MakeModelConfig, WarmupConfig
 from headway.config.schema import TaskConfig
 from headway.data.tasks import make_task
+from headway.data.tokenize import PromptTokenizer
 from headway.errors import ModelError
+from headway.lessons import Batch, batches, solutions
 from headway.models.make import make_model
 from headway.models.pretrained import load_model
 from headway.models.tokenizer import load_tokenizer
-from headway.warmup import WarmupResult, warm_up
+from headway.warmup import Evaluation, WarmupResult, warm_up
 
 TASK = TaskConfig(name="sort", params={"alphabet": "abc", "mean_length": 3, "min_length": 2, "max_length": 4})
 
@@ -64,81 +66,81 @@ class Script:
         return next(self._accuracies)
 
 
+def taught(tokenizer: PreTrainedTokenizerBase, config: WarmupConfig, held_out: set[str]) -> Iterator[Batch]:
+    prompts = PromptTokenizer(tokenizer, "auto", 32)
+    return batches(solutions(tokenizer, prompts, TASK, config, held_out, 0), config.batch_size, tokenizer.pad_token_id)
+
+
 def run(
-    monkeypatch: pytest.MonkeyPatch,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     accuracies: list[float],
     **settings: Any,
 ) -> tuple[WarmupResult, Script, list[str]]:
     script, said = Script(accuracies), list[str]()
-    monkeypatch.setattr(warmup, "_Evaluation", lambda *_: script)
     config = WarmupConfig(batch_size=4, **{"eval_every": 8, "max_steps": 40, **settings})
-    result = warm_up(model, tokenizer, TASK, config, [], seed=0, max_response_length=8, report=said.append)
+    result = warm_up(model, taught(tokenizer, config, set()), config, script, report=said.append)
     return result, script, said
 
 
-def test_it_stops_at_the_first_accuracy_in_the_window(monkeypatch, model, tokenizer) -> None:
-    result, _, said = run(monkeypatch, model, tokenizer, [0.1, 0.3, 0.45])
+def test_it_stops_at_the_first_accuracy_in_the_window(model, tokenizer) -> None:
+    result, _, said = run(model, tokenizer, [0.1, 0.3, 0.45])
     assert result == WarmupResult(0.45, 24)
     assert said[-1] == "24 supervised steps, held-out accuracy 0.450"
 
 
-def test_a_jump_over_the_window_goes_back_and_on_in_smaller_steps(monkeypatch, model, tokenizer) -> None:
-    result, script, _ = run(monkeypatch, model, tokenizer, [0.3, 0.9, 0.5])
+def test_a_jump_over_the_window_goes_back_and_on_in_smaller_steps(model, tokenizer) -> None:
+    result, script, _ = run(model, tokenizer, [0.3, 0.9, 0.5])
     assert result == WarmupResult(0.5, 8 + 8 + 2)  # a quarter of the steps between evaluations
     below, above, inside = script.weights
     assert torch.linalg.norm(inside - below) < torch.linalg.norm(above - below) / 4
 
 
-def test_the_window_does_not_count_before_min_steps(monkeypatch, model, tokenizer) -> None:
-    result, _, _ = run(monkeypatch, model, tokenizer, [0.5, 0.5, 0.55], min_steps=20)
+def test_the_window_does_not_count_before_min_steps(model, tokenizer) -> None:
+    result, _, _ = run(model, tokenizer, [0.5, 0.5, 0.55], min_steps=20)
     assert result == WarmupResult(0.55, 24)
 
 
-def test_the_last_weights_inside_the_window_count_where_accuracy_leaves_it_for_good(
-    monkeypatch, model, tokenizer
-) -> None:
-    result, script, _ = run(monkeypatch, model, tokenizer, [0.2, 0.5, 0.3, 0.3, 0.3], min_steps=32)
+def test_the_last_weights_inside_the_window_count_where_accuracy_leaves_it_for_good(model, tokenizer) -> None:
+    result, script, _ = run(model, tokenizer, [0.2, 0.5, 0.3, 0.3, 0.3], min_steps=32)
     assert result == WarmupResult(0.5, 16)
     assert torch.equal(next(model.parameters()), script.weights[1])
 
 
-def test_a_window_that_is_never_reached_is_an_error_that_says_so(monkeypatch, model, tokenizer) -> None:
+def test_a_window_that_is_never_reached_is_an_error_that_says_so(model, tokenizer) -> None:
     with pytest.raises(ModelError, match=r"max_steps=40 .* accuracy is 0\.200, outside model\.warmup\.target"):
-        run(monkeypatch, model, tokenizer, [0.2] * 5)
+        run(model, tokenizer, [0.2] * 5)
 
 
-def test_it_is_a_function_of_the_seed(monkeypatch, tmp_path, tokenizer) -> None:
+def test_it_is_a_function_of_the_seed(tmp_path, tokenizer) -> None:
     weights = []
     for attempt in ("a", "b"):
         model = load_model(folder(tmp_path / attempt), dtype=torch.float32)
-        run(monkeypatch, model, tokenizer, [0.5])
+        run(model, tokenizer, [0.5])
         weights.append(model.state_dict())
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 def test_held_out_problems_are_never_trained_on(tokenizer) -> None:
     held_out = {make_task(TASK.name, TASK.params, seed=0).problem(index).prompt for index in range(0, 60, 2)}
-    trained = set(lessons(tokenizer, held_out))
+    trained = set(prompts_taught(tokenizer, held_out))
     assert trained
     assert not trained & held_out
 
 
-def lessons(tokenizer: PreTrainedTokenizerBase, held_out: set[str]) -> Iterator[str]:
-    batches = warmup._batches(tokenizer, TASK, WarmupConfig(batch_size=8), held_out, 0)
-    for inputs, targets in islice(batches, 4):
+def prompts_taught(tokenizer: PreTrainedTokenizerBase, held_out: set[str]) -> Iterator[str]:
+    for inputs, targets in islice(taught(tokenizer, WarmupConfig(batch_size=8), held_out), 4):
         for row, target in zip(inputs, targets, strict=True):
-            prompt = int((target == warmup.IGNORED).int().argmin()) + 1
+            prompt = int((target == lessons.IGNORED).int().argmin()) + 1
             yield tokenizer.decode(row[:prompt])
 
 
 def test_a_teacher_gives_up_on_long_answers_alone_at_the_given_rate() -> None:
     give_up, rng = GiveUpConfig(above=3, rate=0.7), random.Random(0)
-    assert all(warmup._solution("abc", give_up, rng) == "abc" for _ in range(100))
-    given_up = sum(warmup._solution("abcd", give_up, rng) == "?" for _ in range(2000))
+    assert all(lessons._solution("abc", give_up, rng) == "abc" for _ in range(100))
+    given_up = sum(lessons._solution("abcd", give_up, rng) == "?" for _ in range(2000))
     assert given_up == pytest.approx(1400, abs=80)
-    assert warmup._solution("abcd", None, rng) == "abcd"
+    assert lessons._solution("abcd", None, rng) == "abcd"
 
 
 def test_the_evaluation_is_greedy_accuracy_by_the_tasks_own_verifier(model, tokenizer) -> None:
@@ -147,7 +149,7 @@ def test_the_evaluation_is_greedy_accuracy_by_the_tasks_own_verifier(model, toke
 
     config = Config.model_validate({"data": {"task": {**TASK.model_dump(), "size": 64, "val_size": 8}}})
     held_out = build_sources(config, tokenizer).val
-    right = warmup._Evaluation(tokenizer, TASK, held_out, 0, 8)(model)
+    right = Evaluation(tokenizer, TASK, held_out, 0, 8)(model)
     by_hand = sum(greedy(model, tokenizer, prompt.text) == prompt.answer for prompt in held_out)
     assert right == by_hand / len(held_out)
 
