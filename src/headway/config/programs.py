@@ -78,7 +78,7 @@ def program_problems(rollout: RolloutConfig, *, by_program: bool, max_response_l
             if not names_a_file(spec):
                 yield f"rollout.{name}={spec}: expected file.py:name, such as {name}.py:{_EXAMPLES[name]}"
     if rollout.params and not (rollout.environment or rollout.program):
-        yield "rollout.params are for an environment or a program; tools have the arguments of their calls alone: drop it"
+        yield "rollout.params are for an environment or a program; tools have only the arguments of their calls: drop it"
     if by_program and not (rollout.environment or rollout.program):
         yield (
             "reward.function=program is the reward of rollout.environment or rollout.program, and none is given; name "

@@ -255,7 +255,17 @@ def _rewarding(
 
     def reward(output: Channel[Group] | MessageQueue) -> Reward:
         group_filter, shaping = parts.group_filter, parts.shaping
-        return Reward(state, unrewarded, output, scoring, group_filter, shaping, n=config.rollout.n, equal=equal)
+        return Reward(
+            state,
+            unrewarded,
+            output,
+            scoring,
+            group_filter,
+            shaping,
+            n=config.rollout.n,
+            turn_discount=config.algorithm.turn_discount,
+            equal=equal,
+        )
 
     if parts.reference is None or parts.reference_inside_fetch:
         return [reward(state.queue)]

@@ -8,12 +8,13 @@ produces        rewarded groups
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.data.types import Group
+from headway.algorithms.scores import episode_scores
+from headway.data.types import Group, Trajectory
 from headway.errors import ScoringFailed
 from headway.events import GroupRewarded, Note
 from headway.pipeline.channel import Channel
@@ -46,6 +47,7 @@ class Reward(Stage[Group, Group]):
         shaping: Shaping | None = None,
         *,
         n: int,
+        turn_discount: float = 1.0,
         equal: EqualRewards | None = None,
     ) -> None:
         """Build the stage. ``n``: trajectories of a group that are trained on; a further one is its baseline.
@@ -57,6 +59,7 @@ class Reward(Stage[Group, Group]):
         self._filter = group_filter
         self._shaping = shaping
         self._n = n
+        self._turn_discount = turn_discount
         self._equal = equal
         self._filtered = FilteredGroups(state.staleness.groups_per_version)
 
@@ -72,26 +75,44 @@ class Reward(Stage[Group, Group]):
         shaped = rewards = scores.rewards
         if self._shaping is not None:
             shaped = self._shaping(rewards, np.array([t.length for t in group.trajectories]))
+        own, compared, shaped = self._compared(group.trajectories, rewards, shaped)
         warning = self._equal.look(shaped) if self._equal is not None and self._filter is None else None
         n = sum(t.id.k < self._n for t in group.trajectories)
         if len(rewards) > n:
             group.baseline = float(shaped[n])
             group.trajectories = group.trajectories[:n]
-            rewards, shaped = rewards[:n], shaped[:n]
+            rewards, own, compared = rewards[:n], own[:n], compared[:n]
         parts = {name: values[:n] for name, values in scores.parts.items()} if len(scores.parts) > 1 else {}
         self._emit(GroupRewarded(time=now(), number=group.number, rewards=rewards.tolist(), parts=parts))
         reason = None
         if self._filter is not None:
-            reason = self._filter(rewards)
-            warning = self._filtered.look(rewards, reason)
+            reason = self._filter(compared)
+            warning = self._filtered.look(compared, reason)
         if warning is not None:
             self._emit(Note(time=now(), level="warning", text=warning))
         if reason is not None:
             self._state.discard(group.number, Fate.FILTERED, reason)
             return
-        of_turns = [sum(t.turn_rewards) for t in group.trajectories]
-        group.rewards = shaped - np.array(of_turns, np.float32) if any(of_turns) else shaped
+        group.rewards = own
         yield group
+
+    def _compared(
+        self, episodes: Sequence[Trajectory], rewards: NDArray[np.float32], shaped: NDArray[np.float32]
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
+        """Take the rewards of turns out of ``shaped`` [n]: each episode's own reward. Also the scores by which episodes
+        are compared, without shaping and with it, [n] each: turns' rewards discounted.
+        """
+        of_turns = [episode.turn_rewards for episode in episodes]
+        if self._turn_discount == 1.0 and not any(of_turns):
+            return shaped, rewards, shaped
+        sums = np.array([sum(one) for one in of_turns], np.float32)
+        turns = [episode.turns for episode in episodes]
+
+        def scores(of: NDArray[np.float32]) -> NDArray[np.float32]:
+            compared = episode_scores(of - sums, of_turns, turns, turn_discount=self._turn_discount)
+            return compared.astype(np.float32)
+
+        return shaped - sums, scores(rewards), scores(shaped)
 
     async def send_output_data(self, group: Group) -> bool:
         sent = await super().send_output_data(group)
