@@ -31,7 +31,7 @@ class ProgramKeys(Section):
     params: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the environment's constructor, or further ones of the program, by name."""
     tool_parser: str = "auto"
-    """Parser of tool calls: ``template``, ``hermes``, ``llama3``, ``mistral``, or ``auto`` for the one that reads what
+    """Parser of tool calls: ``template``, ``hermes``, ``llama3_json``, ``mistral``, or ``auto`` for the one that reads what
     the model's chat template writes."""
     runners: Positive = 2
     """Number of processes that asynchronous programs share, on each machine that has replicas."""

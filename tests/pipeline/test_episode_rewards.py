@@ -1,0 +1,81 @@
+"""The stage Reward over episodes: their own rewards, those of their turns, and the baseline of a smaller group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headway.data.types import FinishReason, Group, Prompt, Trajectory
+from headway.errors import ScoringFailed
+from headway.events import GroupRewarded
+from headway.pipeline.channel import Channel
+from headway.pipeline.scoring import Scoring
+from headway.pipeline.stages.reward import Reward
+from headway.rewards.own import own_scores
+from tests.pipeline.fakes import Recorder
+from tests.pipeline.test_ledger import run_state
+
+PROMPT = Prompt(0, 0, 0, "test", "", np.zeros(1, np.int32))
+
+
+def episode(k: int, reward: float | None = None, of_turns: tuple[float, ...] = (), **others: Any) -> Trajectory:
+    return Trajectory(
+        id=PROMPT.trajectory_id(k),
+        replica="a",
+        text="",
+        prompt_length=1,
+        length=2,
+        finish_reason=FinishReason.STOP,
+        version_spans=[[0, 0]],
+        started=0.0,
+        finished=1.0,
+        rows=(),
+        turns=max(1, len(of_turns)),
+        reward=reward,
+        turn_rewards=of_turns,
+        **others,
+    )
+
+
+async def rewarded(*episodes: Trajectory, n: int = 2, seen: list[Any] | None = None, **settings: Any) -> Group:
+    recorder = Recorder()
+    state = run_state(recorder)
+    number = state.admit(PROMPT)
+    channel: Channel[Group] = Channel("groups")
+
+    def look(rewards: np.ndarray) -> None:
+        (seen if seen is not None else []).append(rewards.tolist())
+
+    stage = Reward(state, channel, Channel("rewarded"), Scoring(None), look, n=n, **settings)
+    (group,) = [group async for group in stage.process_data(Group(number, PROMPT, episodes, None))]
+    (told,) = [event.rewards for event in recorder.events if isinstance(event, GroupRewarded)]
+    assert len(told) == len(group.trajectories)
+    return group
+
+
+async def test_rewards_of_turns_are_told_with_the_episodes_and_trained_apart_from_it():
+    group = await rewarded(episode(0, 1.0, (0.5, 0.25)), episode(1, 2.0))
+    assert group.rewards.tolist() == [1.0, 2.0]
+
+
+async def test_groups_are_compared_by_discounted_scores():
+    seen: list[Any] = []
+    await rewarded(episode(0, None, (1.0, 1.0)), episode(1, None, (2.0,)), seen=seen)
+    await rewarded(episode(0, None, (1.0, 1.0)), episode(1, None, (2.0,)), seen=seen, turn_discount=0.5)
+    assert seen == [[2.0, 2.0], [1.5, 2.0]]
+
+
+async def test_the_baseline_is_found_where_other_episodes_failed():
+    group = await rewarded(episode(1, 1.0), episode(3, 0.0), episode(4, 5.0), n=4)
+    assert (group.baseline, group.rewards.tolist()) == (5.0, [1.0, 0.0])
+    assert [t.id.k for t in group.trajectories] == [1, 3]
+
+
+def test_an_episode_without_a_reward_is_no_episode_with_a_reward_of_0():
+    with pytest.raises(
+        ScoringFailed, match="the program gave no reward; return one from it, or name a reward.function"
+    ):
+        own_scores([episode(0)])
+    assert own_scores([episode(0, limit="turns")]).rewards.tolist() == [0.0]
