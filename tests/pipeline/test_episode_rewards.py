@@ -75,7 +75,7 @@ async def test_the_baseline_is_found_where_other_episodes_failed():
 
 def test_an_episode_without_a_reward_is_no_episode_with_a_reward_of_0():
     with pytest.raises(
-        ScoringFailed, match="the program gave no reward; return one from it, or name a reward.function"
+        ScoringFailed, match="the program gave no reward; return one"
     ):
         own_scores([episode(0)])
     assert own_scores([episode(0, limit="turns")]).rewards.tolist() == [0.0]
