@@ -258,15 +258,18 @@ async def test_jobs_wait_in_order_and_one_that_is_cancelled_leaves_its_place() -
 
 @pytest.mark.parametrize(("kind", "at_once"), [("spawned", 1), ("forked", 1), ("shared", 2)])
 async def test_there_are_never_more_processes_and_jobs_in_them_than_allowed(kind: str, at_once: int) -> None:
-    running: set[int] = set()
-    most = 0
+    running = most = 0
+    full = asyncio.Event()
 
     async def on_ask(k: int) -> None:
-        nonlocal most
-        running.add(id(asyncio.current_task()))
-        most = max(most, len(running))
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        if running == 2 * at_once:
+            full.set()
+        await full.wait()
         await asyncio.sleep(0.02)
-        running.discard(id(asyncio.current_task()))
+        running -= 1
 
     async with runners_of(kind, processes=2, at_once=at_once) as runners:
         await runners.start()
