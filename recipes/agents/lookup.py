@@ -1,13 +1,8 @@
 """Look two keys up by a tool, and add what it says, modulo 10: the tool, a player to begin with, and the rows.
 
-    kqe+wza                               the keys
-    [TOOL_CALLS]look_up{"key": "kqe"}     7
-    [TOOL_CALLS]look_up{"key": "wza"}     5
-    2
-
-Without both values nothing is known of the sum: any answer is right once in 10 times.
-
-    python recipes/agents/lookup.py       # writes the rows again: lookup-train.jsonl, lookup-val.jsonl
+The model is asked for ``kqe+wza``. It calls ``look_up(key="kqe")``, which says ``7``, and ``look_up(key="wza")``, which
+says ``5``, and answers ``2``. Without both values nothing is known of the sum: any answer is right once in 10 times.
+The rows are in lookup-train.jsonl and lookup-val.jsonl; ``python recipes/agents/lookup.py`` writes them again.
 """
 
 import asyncio

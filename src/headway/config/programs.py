@@ -31,8 +31,8 @@ class ProgramKeys(Section):
     params: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the environment's constructor, or further ones of the program, by name."""
     tool_parser: str = "auto"
-    """Parser of tool calls: ``template``, ``hermes``, ``llama3_json``, ``mistral``, or ``auto`` for the one that reads what
-    the model's chat template writes."""
+    """Parser of tool calls: ``template``, ``hermes``, ``llama3_json``, ``mistral``, or ``auto`` for the one that reads
+    what the model's chat template writes."""
     runners: Positive = 2
     """Number of processes that asynchronous programs share, on each machine that has replicas."""
     environment_processes: Positive = 64
@@ -78,7 +78,7 @@ def program_problems(rollout: RolloutConfig, *, by_program: bool, max_response_l
             if not names_a_file(spec):
                 yield f"rollout.{name}={spec}: expected file.py:name, such as {name}.py:{_EXAMPLES[name]}"
     if rollout.params and not (rollout.environment or rollout.program):
-        yield "rollout.params are for an environment or a program; tools have only the arguments of their calls: drop it"
+        yield "rollout.params are for an environment or a program; tools get those of their calls alone; drop it"
     if by_program and not (rollout.environment or rollout.program):
         yield (
             "reward.function=program is the reward of rollout.environment or rollout.program, and none is given; name "

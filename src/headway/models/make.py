@@ -45,14 +45,24 @@ def make_model(config: MakeModelConfig, seed: int, path: Path) -> None:
     Raises:
         ModelError: an odd ``head_dim``, or a vocabulary that the architecture's tokenizer cannot have.
     """
-    make_tokenizer = qwen2_character_tokenizer if config.architecture == "qwen2" else character_tokenizer
-    tokenizer = make_tokenizer(config.vocabulary, config.max_position_embeddings, config.special_tokens)
-    tokenizer.chat_template = config.chat_template
+    tokenizer = make_tokenizer(config)
     architecture = _architecture(config, tokenizer)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(architecture, dtype=torch.float32)
     export(model, tokenizer, path)
+
+
+def make_tokenizer(config: MakeModelConfig) -> PreTrainedTokenizerFast:
+    """The tokenizer of the model that ``config`` makes, with its chat template.
+
+    Raises:
+        ModelError: a vocabulary that the architecture's tokenizer cannot have.
+    """
+    make = qwen2_character_tokenizer if config.architecture == "qwen2" else character_tokenizer
+    tokenizer = make(config.vocabulary, config.max_position_embeddings, config.special_tokens)
+    tokenizer.chat_template = config.chat_template
+    return tokenizer
 
 
 def character_tokenizer(
