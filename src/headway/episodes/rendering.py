@@ -138,15 +138,9 @@ class ChatRenderer:
         """The ids [N] of rendered text; nothing is added to it, and what UTF-8 has no bytes for is spelled out.
 
         Raises:
-<<<<<<< HEAD
             DataError: the tokenizer has no tokens for the text.
         """
         with boundary(f"the tokenizer cannot encode {cut(repr(text), 120)}", DataError):
-=======
-            DataError: the tokenizer does not know a character.
-        """
-        with boundary(f"the model's tokenizer cannot read {shown(text)}", DataError):
->>>>>>> recipes
             return np.asarray(self.tokenizer.encode(writable(text), add_special_tokens=False), np.int32)
 
     def ended(self, ids: Sequence[int] | NDArray[np.int32]) -> bool:
