@@ -53,12 +53,17 @@ Numbers = dict[tuple[int, int, int, Priority], int]
 """(epoch, row, attempt, priority) → number of the group, or of the held-out problem."""
 
 
-class FakeKeeper(GroupKeeper):
-    """A keeper that tells which group a prompt was asked for, in ``numbers``."""
+Failing = Callable[[int, int], str | None]
+"""A function of a group's number and k that returns why that episode fails, or None."""
 
-    def __init__(self, numbers: Numbers) -> None:
+
+class FakeKeeper(GroupKeeper):
+    """A keeper that tells which group a prompt was asked for, in ``numbers``, and fails some episodes."""
+
+    def __init__(self, numbers: Numbers, failing: Failing | None = None) -> None:
         super().__init__("keeper")
         self._numbers = numbers
+        self._failing = failing
 
     async def generate(
         self, requests: Sequence[GroupRequest], *, on: str | None = None
@@ -67,7 +72,12 @@ class FakeKeeper(GroupKeeper):
             prompt_ = request.prompt
             self._numbers[prompt_.epoch, prompt_.row, prompt_.attempt, request.priority] = request.number
         async for finished in super().generate(requests, on=on):
-            yield finished
+            yield finished if self._failing is None else self._some_failed(finished, self._failing)
+
+    def _some_failed(self, finished: FinishedGroup, failing: Failing) -> FinishedGroup:
+        reasons = [(t, failing(finished.number, t.id.k)) for t in finished.trajectories]
+        made = [t if reason is None else replace(t, failure=reason, rows=()) for t, reason in reasons]
+        return replace(finished, trajectories=tuple(made))
 
 
 def now() -> float:

@@ -18,6 +18,7 @@ from headway.events import (
     GroupSettled,
     OptimizerStepped,
     RunFinished,
+    TrajectoryFinished,
     ValidationFinished,
 )
 from headway.pipeline.run import Parts, Pipeline, Status
@@ -29,6 +30,7 @@ from headway.simulate.zeros import zero_advantages
 from tests.pipeline.fake_policies import FakeCritic, FakeLogProb, FakeReceiver, FakeReference, FakeTrainer
 from tests.pipeline.fakes import (
     UPDATE,
+    Failing,
     FakeKeeper,
     FakeReward,
     FakeRollout,
@@ -158,6 +160,21 @@ def assert_one_fate_each(run: Run) -> None:
     assert sorted(event.number for event in run.of(GroupSettled)) == admitted
     groups = run.groups
     assert groups == {"admitted": len(admitted), **{fate: run.fates()[fate] for fate in groups if fate != "admitted"}}
+    assert_episodes_have_one_fate_each(run)
+
+
+def assert_episodes_have_one_fate_each(run: Run) -> None:
+    """Each episode has its group's fate, or failed, as the events tell; and what the run says of it is that."""
+    size = run.scenario.n + run.scenario.greedy_baseline
+    failed = Counter(event.number for event in run.of(TrajectoryFinished) if event.failure is not None)
+    fates: Counter[str] = Counter({"failed": failed.total()})
+    for event in run.of(GroupSettled):
+        fates[event.fate] += size - failed[event.number]
+    episodes = run.of(RunFinished)[-1].episodes
+    assert episodes == {
+        "admitted": size * run.groups["admitted"],
+        **{fate: fates[fate] for fate in run.groups if fate != "admitted"},
+    }
 
 
 def assert_admission_kept_the_inequality(run: Run) -> None:
@@ -217,6 +234,8 @@ class Scenario:
     """The driver's state of a checkpoint, of another run of the same scenario."""
     numbers: Numbers = field(default_factory=dict)
     """Which group each prompt was asked for."""
+    failing: Failing | None = None
+    """Which episodes fail."""
     watched: bool = False
     """`beside` is given to the pipeline as its watch, so that what it raises is the pipeline's affair."""
 
@@ -275,7 +294,7 @@ class Scenario:
             source=source,
             validation=validation_prompts(self.problems),
             rollouts=list(rollouts),
-            keepers=[FakeKeeper(self.numbers)],
+            keepers=[FakeKeeper(self.numbers, self.failing)],
             trainer=trainer,
             reward=self.reward,
             advantages=zero_advantages if self.critic is None else self.critic.advantages,

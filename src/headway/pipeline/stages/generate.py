@@ -88,7 +88,7 @@ class Generate(Stage[Share, Group]):
         if enough and all(t.id.k < self._n for t in failed):
             return made
         worst = next((t for t in failed if t.id.k >= self._n), failed[0])
-        self._state.discard(finished.number, Fate.FAILED, f"{len(failed)} of its episodes failed: {worst.failure}")
+        self._state.discard(finished.number, Fate.FAILED, f"its episodes failed: {worst.failure}")
         return None
 
     def _report(self, finished: FinishedGroup) -> None:
