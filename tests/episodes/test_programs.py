@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from headway.episodes.alone import keeping
 from headway.episodes.keeper import GroupKeeper
 from headway.episodes.programs import Hosting, Limits, Turn
 from headway.episodes.record import Chats
+from headway.episodes.step_times import MOST_STEPS, StepTimes
 from headway.errors import EpisodeOver, ProgramAway, ProgramFailed, RunnerLost
 from headway.interfaces import Call, FinishedCall, FinishedGroup, GroupRequest, SamplingParams
 from headway.programs.messages import EpisodeEnd, EpisodeStart, Message, TurnRequest, said
@@ -343,6 +345,39 @@ def test_what_is_away_for_a_time_is_tried_again_after_a_pause_and_its_turns_are_
     limits = Limits(400, 5, retries=1)
     (episode,) = made(program, limits=limits).trajectories
     assert episode.failure == "ConnectionError: no route to host"
+
+
+def test_an_episode_tells_when_its_program_worked_and_when_it_waited_to_begin():
+    class Slow(Here):
+        """Keeps its first program waiting for 3 s."""
+
+        async def run(self, job: EpisodeStart, on_ask: Turn, **begin: Any) -> EpisodeEnd:
+            await asyncio.sleep(3)
+            return await super().run(job, on_ask, **begin)
+
+    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+        for seconds in (2, 4):
+            await ask(TurnRequest(start.messages))
+            await asyncio.sleep(seconds)
+        return EpisodeEnd(1.0, metrics={"environment_s": 99.0, "won": 1.0})
+
+    (episode,) = made(Slow(program)).trajectories
+    assert episode.waits == ((0, 3),)
+    assert episode.steps == ((3, 3), (4, 6), (7, 11)), "turns take 1 s"
+    assert episode.metrics["environment_s"] == 6, "not what the program calls so"
+    assert episode.metrics["won"] == 1
+
+
+def test_the_steps_of_a_long_episode_are_joined_where_the_policy_was_fast():
+    times = StepTimes()
+    for step in range(1000):
+        times.begin(10 * step + (0.0 if step % 100 else 5.0))
+        times.end(10 * step + 9)
+    assert len(times.steps) == MOST_STEPS
+    assert (times.steps[0][0], times.steps[-1][1]) == (5, 9999)
+    pauses = [after[0] - before[1] for before, after in pairwise(times.steps)]
+    assert pauses.count(6) == 9, "the longest ones are kept"
+    assert all(pause > 0 for pause in pauses)
 
 
 def test_a_lost_runner_has_its_program_run_again_with_the_calls_that_the_log_knows():

@@ -56,14 +56,18 @@ Numbers = dict[tuple[int, int, int, Priority], int]
 
 Numbered = tuple[str, int]
 """A call of one replica: its client, and the number that the client gave it."""
+Failing = Callable[[int, int], str | None]
+"""A function of a group's number and k that returns why that episode fails, or None."""
 
 
 class FakeKeeper(GroupKeeper):
-    """A keeper that tells which group a prompt was asked for, in ``numbers``, and that can be told to die."""
+    """A keeper that tells which group a prompt was asked for, in ``numbers``, fails some episodes, and can be told to
+    die."""
 
-    def __init__(self, numbers: Numbers, name: str = "keeper-0") -> None:
+    def __init__(self, numbers: Numbers, name: str = "keeper-0", failing: Failing | None = None) -> None:
         super().__init__(name)
         self._numbers = numbers
+        self._failing = failing
         self._death: WorkerDied | None = None
         self._process_ended = asyncio.Event()
         self.asked: list[tuple[float, list[int], Priority]] = []
@@ -87,7 +91,12 @@ class FakeKeeper(GroupKeeper):
         async for finished in super().generate(requests, on=on):
             await self._unless_silent()
             self._check_alive()
-            yield finished
+            yield finished if self._failing is None else self._some_failed(finished, self._failing)
+
+    def _some_failed(self, finished: FinishedGroup, failing: Failing) -> FinishedGroup:
+        reasons = [(t, failing(finished.number, t.id.k)) for t in finished.trajectories]
+        made = [t if reason is None else replace(t, failure=reason, rows=()) for t, reason in reasons]
+        return replace(finished, trajectories=tuple(made))
 
     def die(self, why: str = "was killed") -> None:
         """End as a process does that is killed: replicas are not told, and go on with its calls."""

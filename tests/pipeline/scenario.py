@@ -18,6 +18,7 @@ from headway.events import (
     GroupSettled,
     OptimizerStepped,
     RunFinished,
+    TrajectoryFinished,
     ValidationFinished,
 )
 from headway.pipeline.run import Parts, Pipeline, Status
@@ -29,6 +30,7 @@ from headway.simulate.zeros import zero_advantages
 from tests.pipeline.fake_policies import FakeCritic, FakeLogProb, FakeReceiver, FakeReference, FakeTrainer
 from tests.pipeline.fakes import (
     UPDATE,
+    Failing,
     FakeKeeper,
     FakeReward,
     FakeRollout,
@@ -169,6 +171,21 @@ def assert_one_fate_each(run: Run) -> None:
     assert sorted(event.number for event in run.of(GroupSettled)) == admitted
     groups = run.groups
     assert groups == {"admitted": len(admitted), **{fate: run.fates()[fate] for fate in groups if fate != "admitted"}}
+    assert_episodes_have_one_fate_each(run)
+
+
+def assert_episodes_have_one_fate_each(run: Run) -> None:
+    """Each episode has its group's fate, or failed, as the events tell; and what the run says of it is that."""
+    size = run.scenario.n + run.scenario.greedy_baseline
+    failed = Counter(event.number for event in run.of(TrajectoryFinished) if event.failure is not None)
+    fates: Counter[str] = Counter({"failed": failed.total()})
+    for event in run.of(GroupSettled):
+        fates[event.fate] += size - failed[event.number]
+    episodes = run.of(RunFinished)[-1].episodes
+    assert episodes == {
+        "admitted": size * run.groups["admitted"],
+        **{fate: fates[fate] for fate in run.groups if fate != "admitted"},
+    }
 
 
 def assert_admission_kept_the_inequality(run: Run) -> None:
@@ -231,6 +248,8 @@ class Scenario:
     """The driver's state of a checkpoint, of another run of the same scenario."""
     numbers: Numbers = field(default_factory=dict)
     """Which group each prompt was asked for."""
+    failing: Failing | None = None
+    """Which episodes fail."""
     watched: bool = False
     """`beside` is given to the pipeline as its watch, so that what it raises is the pipeline's affair."""
 
@@ -279,7 +298,7 @@ class Scenario:
         trainer = FakeTrainer(transport, update=self.update, **self.trainer)
         recorder = Recorder()
         run: Run
-        keepers = [FakeKeeper(self.numbers, f"keeper-{i}") for i in range(self.keepers)]
+        keepers = [FakeKeeper(self.numbers, f"keeper-{i}", self.failing) for i in range(self.keepers)]
         source = FakeSource(self.rows, self.epochs)
         others = [FakeReceiver(name, transport) for name in self.receivers]
         ranks = [FakeReceiver(f"logp-{rank}", transport) for rank in range(self.logp_ranks)]
@@ -334,7 +353,7 @@ class Scenario:
     async def _replace_keeper(self, run: Run, lost: str) -> FakeKeeper:
         assert self.keeper_start_s is not None
         await asyncio.sleep(self.keeper_start_s)
-        run.keepers.append(FakeKeeper(self.numbers, f"{lost}+1"))
+        run.keepers.append(FakeKeeper(self.numbers, f"{lost}+1", self.failing))
         return run.keepers[-1]
 
     async def _watch(self, run: Run) -> None:

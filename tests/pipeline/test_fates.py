@@ -7,7 +7,14 @@ import asyncio
 import pytest
 
 from headway.errors import NonFinite, NothingToTrain
-from headway.events import GroupRewarded, GroupSettled, OptimizerStepped, RunFinished, UpdateFinished
+from headway.events import (
+    GroupRewarded,
+    GroupSettled,
+    OptimizerStepped,
+    RunFinished,
+    TrajectoryFinished,
+    UpdateFinished,
+)
 from tests.pipeline.fakes import FakeReward, fails, without_variance
 from tests.pipeline.scenario import MODES, Scenario
 
@@ -51,6 +58,34 @@ def test_failing_rewards_give_failed_fates_with_their_reason_and_the_run_goes_on
     assert {event.lag for event in failed} == {None}
     assert run.groups["trained"] == 96
     assert {event.number for event in failed}.isdisjoint(event.number for event in run.of(GroupRewarded))
+
+
+@pytest.mark.parametrize("mode", ["async_partial", "on_policy", "colocate_sync"])
+def test_failed_episodes_are_left_out_and_the_books_of_episodes_balance(mode: str):
+    def failing(number: int, k: int) -> str | None:
+        return "too slow" if number % 5 == 0 and (k == 1 or number % 10 == 0) else None
+
+    reward = FakeReward(lambda prompt: [0.0, 1.0, 0.0, 1.0])
+    rollout = {"n": 4, "min_episodes": 2}
+    scenario = Scenario(mode, n=4, reward=reward, failing=failing, sections={"rollout": rollout})
+    run = scenario.run().assert_completed()
+    reasons = {event.reason for event in run.of(GroupSettled) if event.fate == "failed"}
+    assert reasons == {"its episodes failed: too slow"}
+    assert run.of(RunFinished)[0].episodes["failed"] == 4 * run.groups["failed"] + 1 * sum(
+        event.number % 10 == 5 for event in run.of(GroupSettled)
+    )
+
+
+def test_an_episode_that_failed_before_its_group_was_overdue_has_failed_all_the_same():
+    run = Scenario(
+        "async_partial",
+        async_training={"order": "ready", "max_lag": 0, "on_overdue": "drop", "staleness_threshold": 1},
+        lengths=lambda id: 400 if id.row % 5 == 0 else 8,
+        failing=lambda number, k: "too slow" if number % 5 == 0 and k == 0 else None,
+    ).run()
+    run.assert_completed()
+    overdue = {event.number for event in run.of(GroupSettled) if event.reason == "overdue"}
+    assert overdue & {event.number for event in run.of(TrajectoryFinished) if event.failure is not None}
 
 
 def test_a_filtered_group_was_rewarded_first():

@@ -24,7 +24,13 @@ class Replica:
 
     async def stats(self) -> EngineStats:
         active = asyncio.get_running_loop().time() <= self._tokens_until
-        return EngineStats(busy=[(0.0, 1.0)] if active else [], generated_tokens=5 * active, slot_seconds=2.0)
+        return EngineStats(
+            busy=[(0.0, 1.0)] if active else [],
+            generated_tokens=5 * active,
+            slot_seconds=2.0,
+            cached_tokens=7,
+            unpinned=1,
+        )
 
 
 class Serving:
@@ -82,6 +88,7 @@ def test_what_a_replica_did_is_reported_every_second():
     reports = [event for event in recorder.events if isinstance(event, ReplicaActivity)]
     assert [event.time for event in reports] == [float(second) for second in range(1, len(reports) + 1)]
     assert {(event.replica, event.slot_seconds) for event in reports} == {("rollout-0", 2.0)}
+    assert {(event.cached_tokens, event.unpinned) for event in reports} == {(7, 1)}
 
 
 def test_nothing_at_all_is_a_stall():

@@ -65,6 +65,11 @@ def test_the_sentence_names_the_side_that_was_waited_for_and_its_share(
 ADVICE = [
     (TimeShares(trainer_waited=0.38, slot_utilization=0.9), "give the rollout role more devices"),
     (TimeShares(trainer_waited=0.38, slot_utilization=0.2), "async_training.staleness_threshold"),
+    (
+        TimeShares(trainer_waited=0.38, slot_utilization=0.2, in_environments=0.6),
+        "as episodes were in their environments 60% of their time; raise async_training.staleness_threshold",
+    ),
+    (TimeShares(trainer_waited=0.38, slot_utilization=0.2, in_environments=0.1), "give the rollout role more devices"),
     (TimeShares(trainer_waited=0, rollout_idle=0.3), "give the trainer more devices"),
     (TimeShares(trainer_waited=0.5, rollout_idle=0.4), "async_training.staleness_threshold"),
     (

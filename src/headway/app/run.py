@@ -78,8 +78,8 @@ class Run:
         tokenizer = load_tokenizer(self._model_path, trust_remote_code=config.model.trust_remote_code)
         data = build_sources(config, tokenizer, self._rows)
         self._report_left_out("held-out", data.left_out_by_source["val"])
-        if config.rollout.has_program:
-            self._note_template(tokenizer)
+        if (note := template_note(config, tokenizer)) is not None:
+            reports.emit(Note(time=time.monotonic(), level="info", text=note))
         reward = None
         if not config.reward.by_program:
             reward = RewardRunners(
@@ -162,15 +162,6 @@ class Run:
         )
         self._reports.emit(Note(time=time.monotonic(), level="warning", text=text))
 
-    def _note_template(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Tell what the chat template changes in the history of an agent, if it does."""
-        from headway.episodes.rendering import ChatRenderer
-        from headway.episodes.template_trials import try_template
-
-        report = try_template(ChatRenderer(tokenizer), tools=bool(self._config.rollout.tools))
-        if report.note is not None:
-            self._reports.emit(Note(time=time.monotonic(), level="info", text=report.note))
-
     def _report_left_out(self, part: str, by_source: Mapping[str, int]) -> None:
         limit = self._config.data.max_prompt_length
         for source, count in sorted(by_source.items()):
@@ -196,6 +187,18 @@ def is_of_the_end(directory: RunDirectory, newest: Sequence[int]) -> bool:
     """
     version = version_of(directory.model)
     return directory.model.is_dir() if version is None else list(newest) == [version]
+
+
+def template_note(config: Config, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return what the chat template changes in the history of an agent; None where it changes nothing, or there are
+    single answers alone. Tools are tried where ``rollout.tools`` names some: of others only the episodes tell.
+    """
+    from headway.episodes.rendering import ChatRenderer
+    from headway.episodes.template_trials import try_template
+
+    if not config.rollout.has_program:
+        return None
+    return try_template(ChatRenderer(tokenizer), tools=bool(config.rollout.tools)).note
 
 
 def _optimizer_steps(config: Config, rows: int) -> int:

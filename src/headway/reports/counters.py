@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -66,6 +67,7 @@ class Counters:
     slots: int = 0
     _generated: Overlapping = field(default_factory=Overlapping)
     _in_steps: Overlapping = field(default_factory=Overlapping)
+    _in_turns: Overlapping = field(default_factory=Overlapping)
     _waiting: Overlapping = field(default_factory=Overlapping)
     _queued: set[int] = field(default_factory=set)
     _queue: list[tuple[float, float]] = field(default_factory=list)
@@ -74,11 +76,7 @@ class Counters:
     def on_event(self, event: Event) -> None:
         match event:
             case TrajectoryFinished():
-                self._generated.add(event.started, event.finished)
-                for start, end in event.steps:
-                    self._in_steps.add(start, end)
-                for start, end in event.waits:
-                    self._waiting.add(start, end)
+                self._finish(event)
             case GroupRewarded():
                 self._queued.add(event.number)
                 self._queue.append((event.time, len(self._queued)))
@@ -91,11 +89,23 @@ class Counters:
             case OptimizerStepped() if event.lags:
                 self._lags.append((event.time, max(event.lags)))
 
+    def _finish(self, event: TrajectoryFinished) -> None:
+        """Note an answer, or what an episode of a program did all the time: it waits for the policy between steps."""
+        if not event.steps:
+            self._generated.add(event.started, event.finished)
+        for start, end in event.steps:
+            self._in_steps.add(start, end)
+        for (_, start), (end, _) in pairwise(event.steps):
+            self._in_turns.add(start, end)
+        for start, end in event.waits:
+            self._waiting.add(start, end)
+
     def all(self) -> tuple[Counter, ...]:
         """The counters that have at least one point."""
         generating = Counter("answers being generated", *self._generated.levels(), limit=self.slots or None)
         found = (
             generating,
+            Counter("episodes waiting for the policy", *self._in_turns.levels()),
             Counter("episodes in their environments", *self._in_steps.levels()),
             Counter("episodes waiting for an environment", *self._waiting.levels()),
             _counter("groups in the queue", self._queue),

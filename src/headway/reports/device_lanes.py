@@ -189,7 +189,7 @@ class AdmissionLanes:
 
 
 def _with_steps(spans: Sequence[Span], reason: str, in_steps: Sequence[Span]) -> list[list[LaneSpan]]:
-    """Claims for ``reason``, first for the time in which programs of episodes worked: they may be what it comes from."""
+    """Claims for ``reason``, first for the time in which programs of episodes worked: it may come from them."""
     both = intersection(spans, in_steps)
     return [[idle(span, f"{reason}, and {IN_ENVIRONMENTS}") for span in both], [idle(span, reason) for span in spans]]
 

@@ -16,6 +16,8 @@ BALANCED_BELOW = 0.10
 TURNS_ABOVE = 0.15
 """Share of waiting above which both sides wait for each other: they do not overlap."""
 SLOTS_EMPTY_BELOW = 0.5
+MOSTLY_IN_ENVIRONMENTS = 0.3
+"""Share of their time that episodes spend outside of generation from which on empty slots are explained by it."""
 MOSTLY_FILTERED = 0.5
 """Share of filtered groups from which on the trainer waits for the filter more than for generation."""
 
@@ -45,6 +47,8 @@ class TimeShares:
     rollout_stalled: float = 0.0
     """Part of ``rollout_idle`` in which replicas were paused for an update."""
     slot_utilization: float | None = None
+    in_environments: float = 0.0
+    """Share of the time of episodes in which their programs worked between turns; no share of the wall time."""
     filtered: float = 0.0
     """Share of the scored groups that a filter took out; no share of time."""
     one_process: bool = False
@@ -144,6 +148,12 @@ def _generation(waited: float, shares: TimeShares) -> str:
         return (
             f"{who}, most of it until answers in flight had finished before an update; set "
             "async_training.on_update=interrupt, or raise async_training.trigger_parameter_sync_step."
+        )
+    if slots is not None and slots < SLOTS_EMPTY_BELOW and shares.in_environments >= MOSTLY_IN_ENVIRONMENTS:
+        return (
+            f"{who} while only {share(slots)} of its slots were filled, as episodes were in their environments "
+            f"{share(shares.in_environments)} of their time; raise async_training.staleness_threshold so that more of "
+            "them are in flight, or make the environments' steps faster."
         )
     if slots is not None and slots < SLOTS_EMPTY_BELOW:
         return (

@@ -98,6 +98,7 @@ def time_shares(metrics: RunMetrics) -> TimeShares | None:
         rollout_idle=occupancy.rollouter_idle(window) or 0.0,
         rollout_stalled=share(stalls.rollout),
         slot_utilization=occupancy.slot_utilization(window),
+        in_environments=metrics.totals.episodes.environment_share or 0.0,
         filtered=metrics.tally.filtered_share() or 0.0,
         one_process=_one_process(metrics),
         drains=metrics.started is not None and metrics.started.on_update == "drain",

@@ -26,6 +26,7 @@ from headway.events import (
     GroupAdmitted,
     GroupRewarded,
     OptimizerStepped,
+    TrajectoryFinished,
     UpdateFinished,
     UpdatePhase,
     ValidationFinished,
@@ -84,12 +85,13 @@ class Rows:
 
 
 def placeholders(name: str) -> str:
+    name = re.sub(r"^episodes/limit/.*", "episodes/limit/LIMIT", name)
     name = re.sub(r"/lag_(\d|4_up)$", "/LAG", name)
     return re.sub(r"/source/another\b", "/source/SOURCE", name)
 
 
 def replay(actor: Mapping[str, float], critic: Mapping[str, float]) -> list[Mapping[str, Any]]:
-    """Rows of a scripted run with several rewards and sources, a critic, deltas and a probe."""
+    """Rows of a scripted run with several rewards and sources, a critic, deltas, a probe, and episodes of a program."""
     sink = Rows()
     metrics = RunMetrics([sink])
     for event in with_everything(ScriptedRun().build(), actor, critic):
@@ -105,6 +107,8 @@ def with_everything(
         match event:
             case GroupAdmitted():
                 yield replace(event, source=SOURCES[event.number % 2])
+            case TrajectoryFinished():
+                yield of_a_program(event)
             case GroupRewarded():
                 yield replace(event, parts={"NAME": list(event.rewards)})
             case OptimizerStepped():
@@ -126,6 +130,14 @@ def with_everything(
                 yield replace(event, by_source=dict.fromkeys(SOURCES, 0.5))
             case _:
                 yield event
+
+
+def of_a_program(event: TrajectoryFinished) -> TrajectoryFinished:
+    """An episode of two turns; some have failed at a limit."""
+    failed = "too slow" if event.k == 1 else None
+    numbers = {"environment_s": 1.0, "NAME": 1.0}
+    steps = [(event.started, event.finished)]
+    return replace(event, turns=2, steps=steps, failure=failed, limit=failed and "step", metrics=numbers)
 
 
 def trained(path: str) -> dict[str, float]:

@@ -1,0 +1,29 @@
+"""The line at the start of a run on a chat template that changes the history of an agent."""
+
+from __future__ import annotations
+
+import pytest
+
+from headway.app.run import template_note
+from headway.config.schema import Config
+from tests.episodes.conftest import tokenizer_of
+
+PROGRAM, TOOLS = {"program": "agent.py:run"}, {"tools": ["agent.py:look_up"]}
+
+
+@pytest.mark.parametrize(
+    ("template", "rollout", "says"),
+    [
+        ("qwen3", PROGRAM, "cuts thinking out of the history before a user's message"),
+        ("qwen3", {}, None),
+        ("qwen2_5", PROGRAM, None),
+        ("llama3", PROGRAM, None),
+        ("llama3", TOOLS, "leaves out the text that an answer has beside its calls"),
+    ],
+)
+def test_a_run_of_agents_is_told_what_the_template_changes(
+    template: str, rollout: dict[str, object], says: str | None
+) -> None:
+    config = Config.model_validate({"rollout": rollout})
+    note = template_note(config, tokenizer_of(template))
+    assert note is None if says is None else note is not None and says in note
