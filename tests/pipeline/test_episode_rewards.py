@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 
 from headway.data.types import FinishReason, Group, Prompt, Trajectory
-from headway.errors import ScoringFailed
 from headway.events import GroupRewarded
 from headway.pipeline.channel import Channel
 from headway.pipeline.scoring import Scoring
@@ -73,9 +71,7 @@ async def test_the_baseline_is_found_where_other_episodes_failed():
     assert [t.id.k for t in group.trajectories] == [1, 3]
 
 
-def test_an_episode_without_a_reward_is_no_episode_with_a_reward_of_0():
-    with pytest.raises(
-        ScoringFailed, match="the program gave no reward; return one"
-    ):
+def test_an_episode_that_a_limit_ended_before_any_reward_has_none():
+    with pytest.raises(ScoringFailed, match="the program gave no reward; return one"):
         own_scores([episode(0)])
     assert own_scores([episode(0, limit="turns")]).rewards.tolist() == [0.0]

@@ -70,7 +70,7 @@ def test_failed_episodes_are_left_out_and_the_books_of_episodes_balance(mode: st
     scenario = Scenario(mode, n=4, reward=reward, failing=failing, sections={"rollout": rollout})
     run = scenario.run().assert_completed()
     reasons = {event.reason for event in run.of(GroupSettled) if event.fate == "failed"}
-    assert reasons == {"its episodes failed: too slow"}
+    assert reasons == {"episode failed: too slow"}
     assert run.of(RunFinished)[0].episodes["failed"] == 4 * run.groups["failed"] + 1 * sum(
         event.number % 10 == 5 for event in run.of(GroupSettled)
     )

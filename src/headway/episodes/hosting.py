@@ -27,6 +27,7 @@ def chat_hosting(config: Config, tokenizer: PreTrainedTokenizerBase, programs: P
         limits_of(config),
         seed=config.run.seed,
         stop_ids=tuple(sorted(chats.renderer.end_ids)),
+        gives_reward=config.reward.by_program,
     )
 
 

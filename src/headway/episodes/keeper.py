@@ -169,9 +169,10 @@ class GroupKeeper:
     def end(self, error: HeadwayError) -> None:
         """Raise ``error`` from `generate` from now on, calls under way included."""
         self._ended = error
-        for inbox in dict.fromkeys(group.inbox for group in self._groups):
+        groups = [*self._groups, *(self._held or ())]
+        for inbox in dict.fromkeys(group.inbox for group in groups):
             inbox.put_nowait(error)
-        self._drop(list(self._groups))
+        self._drop(groups)
 
     async def close(self) -> None:
         """Leave all replicas, and end all programs."""

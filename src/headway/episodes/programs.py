@@ -11,7 +11,7 @@ context; whatever a program asks otherwise than before is sampled anew, and what
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -25,7 +25,16 @@ from headway.episodes.calls import Asked, Calls, Home
 from headway.episodes.deadlines import Clock, Deadline
 from headway.episodes.record import Prompted, Record, spans_of
 from headway.episodes.step_times import StepTimes
-from headway.errors import EpisodeOver, HeadwayError, ProgramAway, RunError, RunnerLost
+from headway.errors import (
+    EpisodeOver,
+    HeadwayError,
+    ProgramAway,
+    RunError,
+    RunnerLost,
+    UserCodeError,
+    WorkerDied,
+    boundary,
+)
 from headway.interfaces import FinishedCall, GroupRequest, SamplingParams
 from headway.programs.messages import EpisodeEnd, EpisodeStart, TurnAnswer, TurnRequest
 
@@ -82,6 +91,8 @@ class Hosting:
     """Seed of the run."""
     stop_ids: tuple[int, ...] = ()
     """Tokens that end a turn, beside those of the sampling."""
+    gives_reward: bool = False
+    """Programs have to give rewards: no reward function does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +122,11 @@ class _Try:
 
     record: Record
     turns: int = 0
+    asked: int = 0
+    """Turns that the program asked for, refused ones and those that it gave up included."""
     calls: list[FinishedCall] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    """Numbers of the answered turns, among all that were asked for."""
     text: str = ""
     """Text of the last answer."""
     limit: str | None = None
@@ -120,8 +135,10 @@ class _Try:
     waiting: int = 0
     """Turns that the program waits for."""
     step: Deadline | None = None
-    ending: Deadline | None = None
-    """The deadline of the program's end, once a turn was refused."""
+    left_s: float | None = None
+    """Seconds that the program has to end, once a turn was refused; None before."""
+    refused: int = 0
+    """Turns that were refused."""
     stepping: asyncio.Task[EpisodeEnd] | None = None
     over: bool = False
 
@@ -199,11 +216,20 @@ class ProgramEpisode:
         finally:
             for deadline in whole:
                 deadline.cancel()
-            self._calls.drop([logged.asked for logged in self._log.values() if logged.asked is not None])
+            for logged in self._log.values():
+                self._drop(logged)
             self._calls.release(self.id, self._replicas)
-        if failure is None and one.limit is not None and one.limit not in self._limits.train_on:
-            failure = _limit_text(one.limit, self._limits)
-        return self._made(one, end, failure, started)
+        return self._made(one, end, failure or self._failure_of(one, end), started)
+
+    def _failure_of(self, one: _Try, end: EpisodeEnd) -> str | None:
+        """Why an episode has failed whose program ended; None if it has not."""
+        if one.limit is not None and (one.limit not in self._limits.train_on or not one.calls):
+            return _limit_text(one.limit, self._limits)
+        if not one.calls:
+            return "the program ended without a turn of the policy; call chat.turn(messages) at least once"
+        if self._hosting.gives_reward and end.reward is None and not end.turn_rewards and one.limit is None:
+            return "the program gave no reward; return one from it, or name a reward.function that scores answers"
+        return None
 
     def aborted(self) -> MadeEpisode:
         """The episode as it is where its group was aborted: without rows."""
@@ -256,12 +282,8 @@ class ProgramEpisode:
             one.over = True
             one.stepping.cancel()
             self._program_waits(one)
-            if one.ending is not None:
-                one.ending.cancel()
         if not isinstance(end, EpisodeEnd):
             raise RunError(f"a program ended with {end!r} in place of its end")
-        if one.turns == 0 and one.limit is None:
-            raise RunError("the program ended without a turn of the policy; call chat.turn(messages) at least once")
         return end
 
     def _messages(self) -> list[dict[str, Any]]:
@@ -287,36 +309,41 @@ class ProgramEpisode:
         self._program_waits(one)
         one.waiting += 1
         one.rewards = request.rewards
+        number, one.asked = one.asked, one.asked + 1
         try:
-            return await self._answer(one, request)
+            return await self._answer(one, request, number)
         finally:
             one.waiting -= 1
             if one.waiting == 0 and not one.over:
                 self._program_goes_on(one)
 
-    async def _answer(self, one: _Try, request: TurnRequest) -> TurnAnswer:
+    async def _answer(self, one: _Try, request: TurnRequest, number: int) -> TurnAnswer:
         if self._over_time:
             one.limit = one.limit or "time"
         if one.limit is None and one.turns >= self._limits.max_turns:
             one.limit = "turns"
         if one.limit is not None:
             raise self._over(one, one.limit)
-        prompted = one.record.prompt(request)
+        with boundary("the messages of a turn cannot be used", UserCodeError):
+            prompted = one.record.prompt(request)
         room = self._limits.max_length - len(prompted.ids)
         if room < 1:
             raise self._over(one, "tokens")
         one.turns += 1
         finished = await self._call(prompted, min(room, *self._most_tokens(request)))
         one.calls.append(finished)
-        answer = one.record.answered(prompted, request, finished)
+        one.numbers.append(number)
+        with boundary("the answer of a turn cannot be read", UserCodeError):
+            answer = one.record.answered(prompted, request, finished, number)
         one.text = answer.text
         return answer
 
     def _over(self, one: _Try, limit: str) -> EpisodeOver:
-        """Refuse a turn. From the first refusal on the program has the time of one step to end, whatever it asks."""
+        """Refuse a turn. From the first refusal on the program has the time of one step in all, in order to end."""
         one.limit = limit
-        if one.ending is None:
-            one.ending = self._clock.deadline(self._limits.step_timeout_s, lambda: self._end(one, limit))
+        one.refused += 1
+        if one.left_s is None:
+            one.left_s = self._limits.step_timeout_s
         return EpisodeOver(limit)
 
     def _most_tokens(self, request: TurnRequest) -> list[int]:
@@ -327,6 +354,8 @@ class ProgramEpisode:
         """Call the policy, unless the log knows the call."""
         logged, context = self._log.get(prompted.key), xxhash.xxh3_128_digest(prompted.ids.tobytes())
         if logged is None or logged.context != context:
+            if logged is not None:
+                self._drop(logged)
             logged = _Logged(context, failure_ignored(asyncio.get_running_loop().create_future()), None)
             self._log[prompted.key] = logged
             self._ask(logged, prompted, max_tokens)
@@ -336,15 +365,31 @@ class ProgramEpisode:
         logged.asked = Asked(
             self.id,
             prompted.ids,
-            replace(self._sampling, max_tokens=max_tokens),
+            replace(self._sampling, max_tokens=max_tokens, min_tokens=min(self._sampling.min_tokens, max_tokens)),
             self._home,
             done=lambda asked, finished: self._finished(logged, asked, finished),
-            failed=lambda asked, error: self._on_failed(error),
+            failed=lambda asked, error: self._refused(logged, error),
             priority=self._request.priority,
             key=prompted.key,
             goes_on=True,
         )
         self._calls.ask(logged.asked)
+
+    def _refused(self, logged: _Logged, error: HeadwayError) -> None:
+        """End a call that no engine takes: that is its episode's failure, unless the one replica for it is gone."""
+        logged.asked = None
+        if isinstance(error, WorkerDied):
+            self._on_failed(error)
+        elif not logged.result.done():
+            logged.result.set_exception(error)
+
+    def _drop(self, logged: _Logged) -> None:
+        """Forget a call that is not finished, whose replica may keep a prefix for it."""
+        if logged.asked is not None:
+            self._calls.drop([logged.asked])
+            if logged.asked.replica:
+                self._replicas[logged.asked.replica] = None
+            logged.asked = None
 
     def _finished(self, logged: _Logged, asked: Asked, finished: FinishedCall) -> None:
         logged.asked = None
@@ -362,23 +407,28 @@ class ProgramEpisode:
         """Begin a step: the program has all that it asked for."""
         self._left = self._clock.time()
         self._times.begin(asyncio.get_running_loop().time())
-        one.step = self._clock.deadline(self._limits.step_timeout_s, lambda: self._end(one, "step"))
+        seconds = self._limits.step_timeout_s if one.left_s is None else one.left_s
+        one.step = self._clock.deadline(seconds, lambda: self._end(one))
 
     def _program_waits(self, one: _Try) -> None:
         """End the step, if one is under way."""
         if one.step is not None:
             one.step.cancel()
             one.step = None
-            self._environment_s += self._clock.time() - self._left
+            spent = self._clock.time() - self._left
+            self._environment_s += spent
+            if one.left_s is not None:
+                one.left_s = max(0.0, one.left_s - spent)
             self._times.end(asyncio.get_running_loop().time())
 
     def _time_is_over(self, one: _Try) -> None:
         """Let the program end at its next turn; the turn that it waits for is its last."""
         self._over_time = True
 
-    def _end(self, one: _Try, limit: str) -> None:
-        """End the program where it is."""
-        one.limit = one.limit or limit
+    def _end(self, one: _Try) -> None:
+        """End the program where it is. One that did nothing but ask again, after its last turn, has that turn's limit."""
+        if one.refused < 2:
+            one.limit = "step"
         if one.stepping is not None:
             one.stepping.cancel()
 
@@ -386,6 +436,11 @@ class ProgramEpisode:
 
     def _made(self, one: _Try, end: EpisodeEnd, failure: str | None, started: float) -> MadeEpisode:
         rows = one.record.rows() if failure is None else []
+        turn_rewards = end.turn_rewards
+        if one.numbers != list(
+            range(len(one.numbers))
+        ):  # turns that were given up have no tokens, and count for nothing
+            rows, turn_rewards = _renumbered(rows, turn_rewards, sorted(one.numbers))
         places = tuple(_place(index, row) for index, row in enumerate(rows))
         calls = one.calls
         now = asyncio.get_running_loop().time()
@@ -403,7 +458,7 @@ class ProgramEpisode:
             rows=places,
             turns=len(calls),
             reward=end.reward,
-            turn_rewards=end.turn_rewards,
+            turn_rewards=turn_rewards,
             failure=failure,
             limit=one.limit,
             steps=tuple(self._times.steps),
@@ -418,6 +473,20 @@ class ProgramEpisode:
             },
         )
         return MadeEpisode(trajectory, [row for row in rows if isinstance(row, RowTokens)])
+
+
+def _renumbered(
+    rows: list[RowTokens | RowAt], turn_rewards: tuple[float, ...], numbers: Sequence[int]
+) -> tuple[list[RowTokens | RowAt], tuple[float, ...]]:
+    """Count turns anew, in the order in which they were asked for: those with ``numbers`` are all that there are."""
+    order = {number: new for new, number in enumerate(numbers)}
+    renumbered: list[RowTokens | RowAt] = []
+    for row in rows:
+        if isinstance(row, RowTokens):
+            row = replace(row, turns=tuple(span._replace(number=order[span.number]) for span in row.turns))
+        renumbered.append(row)
+    given = [turn_rewards[number] if number < len(turn_rewards) else 0.0 for number in numbers]
+    return renumbered, tuple(given) if turn_rewards else ()
 
 
 def _place(index: int, row: RowTokens | RowAt) -> RowAt:
@@ -436,7 +505,7 @@ def _may_pass(error: BaseException) -> bool:
 
 
 def _versions(result: asyncio.Future[FinishedCall]) -> list[int]:
-    if result.cancelled() or result.exception() is not None:
+    if not result.done() or result.cancelled() or result.exception() is not None:
         return []
     return [version for _, version in result.result().version_spans]
 

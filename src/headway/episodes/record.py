@@ -46,8 +46,8 @@ class Record(Protocol):
             HeadwayError: the messages are none, or the template refuses them.
         """
 
-    def answered(self, prompted: Prompted, request: TurnRequest, finished: FinishedCall) -> TurnAnswer:
-        """Store the result of a call, and read it for the program."""
+    def answered(self, prompted: Prompted, request: TurnRequest, finished: FinishedCall, number: int) -> TurnAnswer:
+        """Store the result of a call, the turn ``number`` of the episode, and read it for the program."""
 
     def rows(self) -> Sequence[RowTokens | RowAt]:
         """Return the rows to train on; where tokens are only simulated, what would be known of them."""
@@ -97,13 +97,13 @@ class ChatRecord:
         chat = self._chats.prompt(request.messages, request.tools)
         return Prompted(chat.ids, self._transcript.next_key(chat.ids), chat)
 
-    def answered(self, prompted: Prompted, request: TurnRequest, finished: FinishedCall) -> TurnAnswer:
+    def answered(self, prompted: Prompted, request: TurnRequest, finished: FinishedCall, number: int) -> TurnAnswer:
         """See `Record.answered`."""
         chat, tokens = prompted.chat, finished.tokens
         assert isinstance(chat, ChatPrompt)
         if tokens is None:
             raise RunError("a chat needs tokens, and this engine only simulates them")
-        self._transcript.add(prompted.ids, tokens)
+        self._transcript.add(prompted.ids, tokens, number)
         text, error_role = self._run.renderer.text(tokens.ids), "tool"
         if request.tools:
             parser, error_role = self._run.for_tools

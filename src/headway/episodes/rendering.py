@@ -33,7 +33,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from headway.episodes.messages import MARK, Marked, marked, message_key, plain_messages, reasoning_of
-from headway.errors import ConfigError, DataError, boundary, cut, shown, writable
+from headway.errors import ConfigError, DataError, boundary, cut, writable
 from headway.programs.messages import Message, ToolSchema, calls_made, said, tool_result
 
 if TYPE_CHECKING:

@@ -39,7 +39,7 @@ class RowTurn:
     """The place of one turn's sampled tokens in a row: ``[start, stop)``."""
 
     number: int
-    """The turn's number in its episode, from 0, in the order in which turns were added."""
+    """The turn's number in its episode."""
     start: int
     stop: int
 
@@ -119,8 +119,10 @@ class Transcript:
         self._occurred[digest] += 1
         return 0 if first else key
 
-    def add(self, context: Sequence[int] | NDArray[np.int32], tokens: SampledTokens) -> bool:
+    def add(self, context: Sequence[int] | NDArray[np.int32], tokens: SampledTokens, number: int | None = None) -> bool:
         """Add a turn: ``tokens`` [T], sampled after ``context`` [P]. Tells whether it continues a row.
+
+        ``number``: the turn's number in its episode; None for that of turns added so far.
 
         Raises:
             ValueError: arrays of ``tokens`` differ in length.
@@ -141,7 +143,9 @@ class Transcript:
             self._rows.append(row)
         row.end = self._insert(np.concatenate([ids, np.asarray(tokens.ids, np.int32)]), index)
         row.end.ends.append(index)
-        row.turns.append((RowTurn(self.turns, len(ids), len(ids) + len(tokens.ids)), tokens))
+        row.turns.append(
+            (RowTurn(self.turns if number is None else number, len(ids), len(ids) + len(tokens.ids)), tokens)
+        )
         self.turns += 1
         return continues
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 
 from headway.events import ReplicaHalted
 from headway.interfaces import OnUpdate, RolloutEngine
@@ -52,6 +53,8 @@ class Halts:
         self._available: dict[str, None] = {}
         """Names of the serving replicas that are not halted."""
         self._turns: dict[str, asyncio.Lock] = {}
+        self._holding: set[str] = set()
+        """Names of the replicas for whose halt keepers start no group."""
 
     @property
     def serving(self) -> Collection[str]:
@@ -65,6 +68,7 @@ class Halts:
         self._set_gate()
 
     def left(self, replica: str) -> None:
+        self._let_go_on(replica)
         del self._serving[replica]
         self._available.pop(replica, None)
         self._set_gate()
@@ -76,10 +80,12 @@ class Halts:
                 halted.by.append(why)
                 return Halt([why], stopped=halted.stopped)
             asked = now()
-            if self._by_episodes:
-                await self._keepers.hold()
-            await self._state.changed.until(lambda: replica.name not in self._state.validating)
+            validated = partial(self._state.changed.until, lambda: replica.name not in self._state.validating)
+            await validated()
             # Not before that wait: training generation goes on beside a validation, refills included.
+            if self._by_episodes:
+                await self._finish_episodes(replica)
+                await validated()  # another one may have begun meanwhile
             halt = self._halts[replica.name] = Halt([why], validation_s=now() - asked)
             self._available.pop(replica.name, None)
             self._set_gate()
@@ -87,8 +93,7 @@ class Halts:
                 paused = await replica.pause(self.policy)
             except Gone:
                 del self._halts[replica.name]
-                if self._by_episodes:
-                    await self._keepers.go_on()
+                self._let_go_on(replica.name)
                 raise
             halt.stopped, halt.interrupted = now(), paused.interrupted
             return halt
@@ -106,8 +111,7 @@ class Halts:
         try:
             await replica.resume()
         finally:
-            if self._by_episodes:
-                await self._keepers.go_on()
+            self._let_go_on(replica.name)
         if replica.name in self._serving and replica.name not in self._halts:  # lost, or halted again, meanwhile
             self._available[replica.name] = None
             self._set_gate()
@@ -121,6 +125,26 @@ class Halts:
                 interrupted=halt.interrupted,
             )
         )
+
+    async def _finish_episodes(self, replica: Replica) -> None:
+        """Wait until all episodes of the groups that were started are over; a stop waits for no user's code."""
+        if replica.name not in self._serving or self._state.stopping:
+            return  # it makes no episodes yet, or no more; or nobody waits for them
+        self._holding.add(replica.name)
+        holding = asyncio.ensure_future(self._keepers.hold())
+        holding.add_done_callback(lambda _: self._state.changed.changed())
+        try:
+            await self._state.changed.until(lambda: holding.done() or self._state.stopping)
+        finally:
+            holding.cancel()
+        if holding.done():
+            await holding
+
+    def _let_go_on(self, replica: str) -> None:
+        """Let keepers start groups again, as far as ``replica`` is concerned, if it held them back."""
+        if replica in self._holding:
+            self._holding.discard(replica)
+            self._keepers.go_on()
 
     def others_halt(self, replica: Replica, why: str) -> bool:
         """Tell whether ``replica`` is halted for another reason beside ``why``."""

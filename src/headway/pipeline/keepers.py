@@ -161,10 +161,14 @@ class Keepers:
         self._holds += 1
         await self._all(lambda keeper: keeper.hold())
 
-    async def go_on(self) -> None:
+    def go_on(self) -> None:
         """Have keepers start groups again, if nobody else holds them."""
         self._holds -= 1
-        if not self._holds:
+        if not self._holds and self._tasks is not None:
+            self._tasks.start(self._go_on())
+
+    async def _go_on(self) -> None:
+        if not self._holds:  # else they were held again before they heard of it
             await self._all(lambda keeper: keeper.go_on())
 
     async def abort_older_than(self, version: int) -> None:

@@ -70,7 +70,7 @@ class SimulatedRecord:
         known = answers[-1] + 1 if answers else _common(path, self._first)
         return Prompted(same_ids(sum(lengths), sum(lengths[:known]) if self._turns else 0), key, path)
 
-    def answered(self, prompted: Prompted, request: TurnRequest, finished: FinishedCall) -> TurnAnswer:
+    def answered(self, prompted: Prompted, request: TurnRequest, finished: FinishedCall, number: int) -> TurnAnswer:
         """See `headway.episodes.record.Record.answered`."""
         path: Path = prompted.chat
         context, row = len(prompted.ids), self._continued(path)
