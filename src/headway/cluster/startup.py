@@ -65,8 +65,8 @@ class Cluster(Protocol):
         """Reserve what the plan needs, until `stop`. Raises `ConfigError` for a plan that cannot run here."""
 
     async def find_place(self, spec: WorkerSpec, others: Sequence[int] = ()) -> int:
-        """Wait until a device is on a machine that is alive, for a worker that replaces another one. Returns it: that of
-        ``spec`` or, while that is on none, the first of ``others`` that is.
+        """Wait until a device is on a machine that is alive, for a worker that replaces another one. Returns it: that
+        of ``spec`` or, while that is on none, the first of ``others`` that is.
         """
 
     def launch(self, spec: WorkerSpec) -> Worker:
