@@ -63,10 +63,13 @@ def test_the_runs_configuration_and_what_is_put_on_top_are_handed_over(
     assert loaded.user_keys == {"actor.optim.lr", "rollout.total_rollout_steps"}
 
 
+ALONE = ("rollout.n_gpus_per_node=1", "cluster.backend=inline")
+
+
 def test_what_loses_its_effect_by_a_change_is_no_mistake(app: ScriptedApp, run_dir: Path) -> None:
-    """``cluster.max_replica_restarts`` stands in the run's own file; with one replica it has none."""
+    """``cluster.max_replica_restarts`` stands in the run's own file; with one replica in one process it has none."""
     assert "max_replica_restarts" in (run_dir / "config.yaml").read_text()
-    done = train("--resume", str(run_dir), "rollout.n_gpus_per_node=1")
+    done = train("--resume", str(run_dir), *ALONE)
     assert done.exit_code == 130, done.stderr
 
 
@@ -79,13 +82,13 @@ def test_a_run_s_own_file_begins_another_one_with_fewer_replicas(app: ScriptedAp
 def test_a_choice_without_effect_in_a_file_is_a_mistake(app: ScriptedApp, run_dir: Path) -> None:
     file = run_dir / "config.yaml"
     file.write_text(file.read_text().replace("max_replica_restarts: 3", "max_replica_restarts: 4"))
-    done = train(str(file), "rollout.n_gpus_per_node=1", "--dry-run")
+    done = train(str(file), *ALONE, "--dry-run")
     assert done.exit_code == 2
     assert "cluster.max_replica_restarts has no effect" in done.stderr
 
 
 def test_what_the_user_gives_without_effect_is_one(app: ScriptedApp, run_dir: Path) -> None:
-    done = train("--resume", str(run_dir), "rollout.n_gpus_per_node=1", "cluster.max_replica_restarts=3")
+    done = train("--resume", str(run_dir), *ALONE, "cluster.max_replica_restarts=3")
     assert done.exit_code == 2
     assert "cluster.max_replica_restarts has no effect" in done.stderr
     assert app.given == []

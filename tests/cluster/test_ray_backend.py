@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 import ray
 
-from headway.cluster.backend import start_backend
+from headway.cluster.backend import Workers, start_backend
+from headway.cluster.engines import RolloutReplica
 from headway.cluster.processes import Family, descendants
 from headway.cluster.ray_cluster import RayCluster
 from headway.cluster.ray_worker import RayWorker
 from headway.errors import UpdateFailed, WorkerDied
-from tests.cluster.one_version import one_version, tiny_config, update
+from headway.interfaces import OnUpdate
+from tests.cluster.one_version import N, generate, one_version, request, tiny_config, update
 from tests.tiers import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("workers_can_import_tests")
@@ -52,6 +54,8 @@ async def test_a_version_equals_one_process_bit_for_bit_and_a_killed_replica_end
         assert outcome.sent.checksum == outcome.received.checksum == expected.sent.checksum
         assert outcome.versions_after == {1}
 
+        await another_keeper_makes_the_same_groups(workers, outcome.after)
+
         death = asyncio.create_task(workers.rollouts[0].died())
         await workers.train.reach(["rollout-0"])
         staging = asyncio.create_task(workers.rollouts[0].stage_weights(2))
@@ -77,6 +81,7 @@ async def test_a_version_equals_one_process_bit_for_bit_and_a_killed_replica_end
     assert {path.name for path in (tmp_path / "logs").iterdir()} == {
         "actor-0.log",
         "keeper-0.log",
+        "keeper-0+1.log",
         "rollout-0.log",
         "ray.log",
         "ray",
@@ -85,6 +90,39 @@ async def test_a_version_equals_one_process_bit_for_bit_and_a_killed_replica_end
     out, err = capfd.readouterr()
     assert "raylet" not in out
     assert "SIGTERM received" not in err
+
+
+async def calls_at(replica: RolloutReplica) -> int:
+    """Unfinished calls at a replica."""
+    stats = await replica.stats()
+    return stats.running + stats.waiting
+
+
+async def another_keeper_makes_the_same_groups(workers: Workers, expected: list[str]) -> None:
+    """Kill the keeper while it makes groups. Their calls are dropped where they run, and a second one makes them."""
+    (keeper,), replica = workers.keepers, workers.rollouts[0]
+    watching = asyncio.create_task(workers.watch_keeper(keeper))
+    await replica.pause(OnUpdate.KEEP)  # so that nothing is finished before the death
+    await keeper.join(replica)
+    await keeper.route([replica.name])
+    groups = keeper.generate([request(row) for row in range(2, 4)])
+    making = asyncio.create_task(anext(groups))
+    async with asyncio.timeout(30):
+        while await calls_at(replica) < 2 * N:  # noqa: ASYNC110 - another process begins
+            await asyncio.sleep(0.02)
+        worker = keeper._worker
+        assert isinstance(worker, RayWorker) and worker.pid is not None
+        os.kill(worker.pid, signal.SIGKILL)
+        for noticed in (watching, making):
+            with pytest.raises(WorkerDied, match=r"worker keeper-0 died.*keeper-0\.log"):
+                await noticed
+        await replica.drop("keeper-0")
+        while await calls_at(replica):  # noqa: ASYNC110 - another process ends
+            await asyncio.sleep(0.02)
+        await replica.resume()
+        assert (await workers.replace_keeper("keeper-0")).name == "keeper-0+1"
+        again = await generate(workers, range(2, 4))
+    assert [t.text for group in again for t in group.trajectories] == expected
 
 
 @mostly_slow(

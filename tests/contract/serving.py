@@ -274,6 +274,7 @@ class Serving(OfEngine):
             await replica.engine.submit("gone", [*endless(1, n=1), *endless(2, n=1)])
             batches = replica.engine.finished("gone")
             reading = asyncio.ensure_future(anext(batches))  # type: ignore[arg-type]
+            await replica.tick()
             await until(replica, lambda: self.has(replica, 4))
             await replica.engine.drop("gone")
             await until(replica, lambda: self.has(replica, 2))

@@ -72,6 +72,4 @@ async def test_the_baseline_is_found_where_other_episodes_failed():
 
 
 def test_an_episode_that_a_limit_ended_before_any_reward_has_none():
-    with pytest.raises(ScoringFailed, match="the program gave no reward; return one"):
-        own_scores([episode(0)])
     assert own_scores([episode(0, limit="turns")]).rewards.tolist() == [0.0]

@@ -181,7 +181,7 @@ def _devices(config: Config) -> Iterator[Idle]:
     if config.critic.nnodes == 0:
         yield "critic.n_gpus_per_node", "critic.nnodes=0 puts the critic on the trainer's ranks"
     replicas = config.rollout.nnodes * config.rollout.n_gpus_per_node
-    if not config.trainer.use_nodes_ratios and (replicas == 1 or config.placement.kind == "shared"):
-        yield "cluster.max_replica_restarts", "the run ends with its last replica, and on shared devices with any"
     if config.cluster.backend == "inline":
+        if not config.trainer.use_nodes_ratios and (replicas == 1 or config.placement.kind == "shared"):
+            yield "cluster.max_replica_restarts", "in one process the run ends with its only replica"
         yield "cluster.address", "cluster.backend=inline uses no Ray cluster"

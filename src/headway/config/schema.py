@@ -387,7 +387,8 @@ class ClusterConfig(Section):
     start_timeout_s: float = Field(120.0, gt=0)
     """Most seconds that Ray and all workers may take to come up."""
     max_replica_restarts: NonNegative = 3
-    """Most replicas that are started again in the course of a run, in the place of ones that died or did not answer."""
+    """Most replicas, and most keepers, that are started again in the course of a run, in the place of ones that died or
+    did not answer."""
     stall_timeout_s: float = Field(300.0, gt=0)
     """Seconds without any movement after which the run ends, and says who waits for whom and what each worker does. A
     step may take longer, for ranks count layers and micro-batches; a layer of a micro-batch, and a reward, may not."""

@@ -426,7 +426,7 @@ class ProgramEpisode:
         self._over_time = True
 
     def _end(self, one: _Try) -> None:
-        """End the program where it is. One that did nothing but ask again, after its last turn, has that turn's limit."""
+        """End the program where it is. One that was refused a turn and only asked again has that turn's limit."""
         if one.refused < 2:
             one.limit = "step"
         if one.stepping is not None:
@@ -437,9 +437,7 @@ class ProgramEpisode:
     def _made(self, one: _Try, end: EpisodeEnd, failure: str | None, started: float) -> MadeEpisode:
         rows = one.record.rows() if failure is None else []
         turn_rewards = end.turn_rewards
-        if one.numbers != list(
-            range(len(one.numbers))
-        ):  # turns that were given up have no tokens, and count for nothing
+        if one.numbers != list(range(len(one.numbers))):  # a turn that was given up has no tokens, and no number
             rows, turn_rewards = _renumbered(rows, turn_rewards, sorted(one.numbers))
         places = tuple(_place(index, row) for index, row in enumerate(rows))
         calls = one.calls
@@ -476,15 +474,17 @@ class ProgramEpisode:
 
 
 def _renumbered(
-    rows: list[RowTokens | RowAt], turn_rewards: tuple[float, ...], numbers: Sequence[int]
+    rows: Sequence[RowTokens | RowAt], turn_rewards: tuple[float, ...], numbers: Sequence[int]
 ) -> tuple[list[RowTokens | RowAt], tuple[float, ...]]:
     """Count turns anew, in the order in which they were asked for: those with ``numbers`` are all that there are."""
     order = {number: new for new, number in enumerate(numbers)}
     renumbered: list[RowTokens | RowAt] = []
     for row in rows:
         if isinstance(row, RowTokens):
-            row = replace(row, turns=tuple(span._replace(number=order[span.number]) for span in row.turns))
-        renumbered.append(row)
+            turns = tuple(span._replace(number=order[span.number]) for span in row.turns)
+            renumbered.append(replace(row, turns=turns))
+        else:
+            renumbered.append(row)
     given = [turn_rewards[number] if number < len(turn_rewards) else 0.0 for number in numbers]
     return renumbered, tuple(given) if turn_rewards else ()
 

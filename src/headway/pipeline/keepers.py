@@ -52,7 +52,7 @@ class KeeperClient(Remote):
         """Carry out orders until cancelled."""
         while True:
             what, call = await self._orders.get()
-            await self._ask_soon(call(self.keeper), what)
+            await self._while_here(call(self.keeper), self._timeout_s, what)
             self._open_orders -= 1
             self._orders.task_done()
 
