@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,9 +18,11 @@ from headway.episodes.keeper import GroupKeeper
 from headway.episodes.programs import Hosting, Limits, Turn
 from headway.episodes.record import Chats
 from headway.episodes.step_times import MOST_STEPS, StepTimes
-from headway.errors import EpisodeOver, ProgramAway, ProgramFailed, RunnerLost
+from headway.errors import DataError, EpisodeOver, ProgramAway, ProgramFailed, RunError, RunnerLost
 from headway.interfaces import Call, FinishedCall, FinishedGroup, GroupRequest, SamplingParams
 from headway.programs.messages import EpisodeEnd, EpisodeStart, Message, TurnRequest, said
+from headway.programs.own import OwnProgram
+from headway.programs.program import LoadedProgram
 from headway.simulate.clock import run_virtual
 from tests.episodes.conftest import renderer_of
 
@@ -474,3 +478,192 @@ def test_held_groups_wait_while_those_that_were_started_finish():
         return told
 
     assert run_virtual(main()) == ["group 1", "held", "goes on", "group 2"]
+
+
+def test_a_group_is_aborted_with_a_turn_in_flight():
+    async def abort(keeper: GroupKeeper) -> None:
+        await asyncio.sleep(1.5)
+        await keeper.abort_older_than(5)
+
+    (episode,) = made(talk, meanwhile=abort).trajectories
+    assert (episode.finish_reason, episode.turns) == (FinishReason.ABORTED, 1)
+
+
+def test_a_call_that_an_engine_ends_aborts_its_group():
+    policy = Policy()
+
+    async def abort(keeper: GroupKeeper) -> None:
+        await asyncio.sleep(1.5)
+        nothing = SampledTokens.nothing()
+        finished = FinishedCall(policy.calls[-1].number, 0, [], FinishReason.ABORTED, 0.0, 0.0, nothing)
+        policy._batches.put_nowait([finished])
+
+    (episode,) = made(talk, [policy], meanwhile=abort).trajectories
+    assert (episode.finish_reason, episode.turns) == (FinishReason.ABORTED, 1)
+
+
+# ---------------------------------------------------------------------------------------------- a program's own ways
+
+
+def own(run: Callable[..., Awaitable[Any]]) -> Program:
+    """The program of a user's own function, as a runner serves it."""
+    loaded = LoadedProgram(OwnProgram(run, "own.py:run", {}), "program own.py:run")
+    return loaded.serve
+
+
+class Slow(Policy):
+    """A policy whose first call takes 5 seconds, and all others 1."""
+
+    async def submit(self, client: str, calls: Sequence[Call]) -> None:
+        for call in calls:
+            self.calls.append(call)
+            seconds = 5.0 if len(self.calls) == 1 else 1.0
+            asyncio.get_running_loop().call_later(seconds, self._answer, call)
+
+
+def test_rewards_of_turns_go_to_their_tokens_in_whatever_order_turns_end():
+    texts = []
+
+    async def run(row: Any, chat: Any) -> None:
+        first = asyncio.ensure_future(chat.turn([said("user", "the long one, asked first")]))
+        await asyncio.sleep(0.1)
+        second = await chat.turn([said("user", "b")])
+        texts.extend([(await first).text, second.text])
+        chat.reward(10.0, await first)
+        chat.reward(1.0, second)
+
+    group = made(own(run), [Slow()])
+    rewards = group.trajectories[0].turn_rewards
+    by_text = {RENDERER.text(trained(row)): rewards[row.turns[0].number] for row in group.tokens.rows}
+    assert by_text == {texts[0]: 10.0, texts[1]: 1.0}
+
+
+def test_a_turn_that_was_given_up_has_no_number():
+    async def run(row: Any, chat: Any) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(chat.turn([said("user", "slow")]), 2.0)
+        for reward, text in ((1.0, "one"), (2.0, "two, which is longer")):
+            chat.reward(reward, await chat.turn([said("user", text)]))
+
+    group = made(own(run), [Slow()])
+    assert group.trajectories[0].turn_rewards == (1.0, 2.0)
+    assert sorted(span.number for row in group.tokens.rows for span in row.turns) == [0, 1]
+
+
+def test_an_episode_whose_first_context_is_too_long_has_failed():
+    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+        with suppress(EpisodeOver):
+            await ask(TurnRequest([said("user", "word " * 500)]))
+        return EpisodeEnd(reward=1.0)
+
+    (episode,) = made(program).trajectories
+    assert (episode.failure, episode.rows) == ("its conversation has the 400 tokens that there may be", ())
+
+
+def test_a_short_turn_asks_for_no_more_tokens_than_it_may_have():
+    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+        await ask(TurnRequest(start.messages, max_tokens=1))
+        return EpisodeEnd(1.0)
+
+    policy = Policy()
+
+    async def main() -> None:
+        async with keeping(policy, hosting=hosting(Here(program))) as keeper:
+            sampling = SamplingParams(50, min_tokens=4)
+            _ = [group async for group in keeper.generate([replace(request(), sampling=sampling)])]
+
+    run_virtual(main())
+    assert [(call.sampling.min_tokens, call.sampling.max_tokens) for call in policy.calls] == [(1, 1)]
+
+
+def test_a_call_that_an_engine_refuses_fails_its_episode_alone():
+    class Refusing(Policy):
+        async def submit(self, client: str, calls: Sequence[Call]) -> None:
+            if len(self.calls) == 2:
+                raise DataError("the context is too long for this engine")
+            await super().submit(client, calls)
+
+    (episode,) = made(talk, [Refusing()]).trajectories
+    assert episode.failure == "the context is too long for this engine"
+
+
+@pytest.mark.parametrize("odd", [{(1, 2): "x"}, {1: "a", "b": 2}])
+def test_messages_that_cannot_be_compared_fail_their_episode_alone(odd):
+    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+        await ask(TurnRequest([{"role": "user", "content": "hi", "meta": odd}]))
+        return EpisodeEnd(reward=1.0)
+
+    (episode,) = made(program).trajectories
+    assert episode.failure is None or "the messages of a turn cannot be used" in episode.failure
+
+
+def test_a_reward_that_hangs_after_a_limit_fails_the_episode():
+    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+        await talk(start, ask, 9)
+        await asyncio.Event().wait()
+        return EpisodeEnd()
+
+    (episode,) = made(program).trajectories
+    assert episode.failure == "a step took longer than rollout.step_timeout_s=10"
+
+
+def test_a_turn_in_flight_is_waited_for_after_another_one_met_a_limit():
+    class Long(Slow):
+        async def submit(self, client: str, calls: Sequence[Call]) -> None:
+            for call in calls:
+                self.calls.append(call)
+                seconds = 30.0 if len(self.calls) == 1 else 1.0
+                asyncio.get_running_loop().call_later(seconds, self._answer, call)
+
+    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+        long = asyncio.ensure_future(ask(TurnRequest([said("user", "the long one")])))
+        await asyncio.sleep(0.01)
+        await talk(start, ask, 9)
+        await long
+        return EpisodeEnd(reward=1.0)
+
+    (episode,) = made(program, [Long()]).trajectories
+    assert (episode.reward, episode.failure, episode.limit) == (1.0, None, "turns")
+
+
+def test_a_prefix_is_released_also_where_its_call_was_given_up():
+    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+        asking = asyncio.ensure_future(ask(TurnRequest(start.messages)))
+        await asyncio.sleep(0.5)
+        asking.cancel()
+        raise ProgramFailed("no more")
+
+    policy = Policy(seconds=100)
+    (episode,) = made(program, [policy]).trajectories
+    assert policy.released == [episode.id]
+
+
+def test_a_program_that_has_to_give_a_reward_and_gives_none_has_failed_alone():
+    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+        await ask(TurnRequest(start.messages))
+        return EpisodeEnd(None if start.seed % 2 else 1.0)
+
+    async def main() -> FinishedGroup:
+        asked = replace(hosting(Here(program)), gives_reward=True)
+        async with keeping(Policy(), hosting=asked) as keeper:
+            (group,) = [group async for group in keeper.generate([request(8)])]
+            return group
+
+    failures = {episode.failure for episode in run_virtual(main()).trajectories}
+    assert failures == {
+        None,
+        "the program gave no reward; return one from it, or name a reward.function that scores answers",
+    }
+
+
+def test_held_groups_hear_of_the_end():
+    async def main() -> None:
+        keeper = GroupKeeper("keeper")
+        await keeper.hold()
+        waiting = asyncio.ensure_future(anext(keeper.generate([request()])))
+        await asyncio.sleep(0)
+        keeper.end(RunError("all is over"))
+        with pytest.raises(RunError, match="all is over"):
+            await waiting
+
+    run_virtual(main())
