@@ -37,13 +37,13 @@ def demonstrated(
     if not answers:
         roles = ", ".join(str(message["role"]) for message in chat)
         raise UserCodeError(f"there is nothing to learn from messages of {roles}: no answer of role assistant follows")
-    for at in answers:
+    for number, at in enumerate(answers):
         request = TurnRequest(chat[:at], list(tools) if tools else None)
         prompted = record.prompt(request)
         ids = _answer_ids(chats.renderer, chat[: at + 1], tools)
         tokens = SampledTokens(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32))
         finished = FinishedCall(at, len(ids), [[0, 0]], FinishReason.STOP, 0.0, 0.0, tokens)
-        record.answered(prompted, request, finished)
+        record.answered(prompted, request, finished, number)
     return record.rows()
 
 
