@@ -66,7 +66,7 @@ class Fault(NamedTuple):
     at: float
     """Seconds; or, negative, minus the number of events after which it happens at once."""
     what: str
-    """``dies``, ``joins``, ``stop``, or what `FakeRollout` can be told to do: ``hangs``, ``hangs_on_drain``,
+    """``dies``, ``joins``, ``stop``, ``loses a runner``, or what `FakeRollout` can be told to do: ``hangs``, ``hangs_on_drain``,
     ``never_receives``, ``receives corrupted``, ``silent on …``."""
     replica: int = 0
 
@@ -89,6 +89,9 @@ class Fault(NamedTuple):
                 run.join(f"late-{len(run.rollouts)}")
             case "stop":
                 run.request_stop()
+            case "loses a runner":
+                assert run.hosting is not None
+                run.hosting.programs.lose_runner(self.replica)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)

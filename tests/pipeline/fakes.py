@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from headway.data.types import Prompt, TrajectoryId
 from headway.episodes.keeper import GroupKeeper
+from headway.episodes.programs import Hosting
 from headway.errors import RunError, ScoringFailed, UpdateFailed
 from headway.events import Event
 from headway.interfaces import (
@@ -56,8 +57,8 @@ Numbers = dict[tuple[int, int, int, Priority], int]
 class FakeKeeper(GroupKeeper):
     """A keeper that tells which group a prompt was asked for, in ``numbers``."""
 
-    def __init__(self, numbers: Numbers) -> None:
-        super().__init__("keeper")
+    def __init__(self, numbers: Numbers, hosting: Hosting | None = None) -> None:
+        super().__init__("keeper", hosting=hosting)
         self._numbers = numbers
 
     async def generate(

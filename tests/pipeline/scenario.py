@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from headway.config.placement import needs_logp
 from headway.config.presets import PRESETS
 from headway.config.schema import Config
+from headway.episodes.programs import Hosting
 from headway.events import (
     Event,
     GroupAdmitted,
@@ -72,6 +73,8 @@ class Run:
     """Receivers that generate nothing."""
     logp: FakeLogProb | None = None
     """Whoever recomputes log π_prox on ranks of its own."""
+    hosting: Hosting | None = None
+    """What the keeper makes episodes by."""
     stopped_at: float | None = None
     """When a stop was first asked for."""
     cancelled_at: float | None = None
@@ -217,6 +220,9 @@ class Scenario:
     """The driver's state of a checkpoint, of another run of the same scenario."""
     numbers: Numbers = field(default_factory=dict)
     """Which group each prompt was asked for."""
+    rollout: type[FakeRollout] = FakeRollout
+    hosting: Callable[[Config], Hosting] | None = None
+    """Makes what episodes are made by; None for single answers."""
     watched: bool = False
     """`beside` is given to the pipeline as its watch, so that what it raises is the pipeline's affair."""
 
@@ -254,7 +260,7 @@ class Scenario:
 
     def replica(self, name: str, transport: SimulatedTransport) -> FakeRollout:
         lengths = self.lengths or seeded_lengths(self.seed)
-        rollout = FakeRollout(name, transport=transport, lengths=lengths, slots=self.slots, **self.engine)
+        rollout = self.rollout(name, transport=transport, lengths=lengths, slots=self.slots, **self.engine)
         rollout.numbers = self.numbers
         return rollout
 
@@ -264,6 +270,7 @@ class Scenario:
         rollouts = [self.replica(f"rollout-{i}", transport) for i in range(self.replicas)]
         trainer = FakeTrainer(transport, update=self.update, **self.trainer)
         recorder = Recorder()
+        hosting = None if self.hosting is None else self.hosting(self.config)
         run: Run
         source = FakeSource(self.rows, self.epochs)
         others = [FakeReceiver(name, transport) for name in self.receivers]
@@ -275,7 +282,7 @@ class Scenario:
             source=source,
             validation=validation_prompts(self.problems),
             rollouts=list(rollouts),
-            keepers=[FakeKeeper(self.numbers)],
+            keepers=[FakeKeeper(self.numbers, hosting)],
             trainer=trainer,
             reward=self.reward,
             advantages=zero_advantages if self.critic is None else self.critic.advantages,
@@ -294,7 +301,7 @@ class Scenario:
         )
         pipeline = Pipeline(self.config, parts, [recorder], Path("checkpoints"), self.resume_from)
         run = Run(None, None, recorder.events, pipeline, source, rollouts, trainer, 0.0, [], transport, self, recorder)
-        run.others, run.logp = [*others, *ranks], logp
+        run.others, run.logp, run.hosting = [*others, *ranks], logp, hosting
         if self.script is not None:
             self.script(run)
         beside = asyncio.ensure_future(self.beside(run)) if self.beside and not self.watched else None

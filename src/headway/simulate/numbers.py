@@ -1,9 +1,9 @@
 """Distributions of numbers in a profile, other than lengths of answers: turns, seconds of a step, tokens that it adds.
 
-    kind        keys                  a draw
-    constant    value                 is the value
-    lognormal   mean, sigma, max      is exp(normal), cut at ``max``: heavy-tailed
-    recorded    values                is that of one recorded episode, and the same one wherever the episode asks
+kind        keys                  a draw
+constant    value                 is the value
+lognormal   mean, sigma, max      is exp(normal), cut at ``max``: heavy-tailed
+recorded    values                is that of one recorded episode, and the same one wherever the episode asks
 """
 
 from __future__ import annotations
