@@ -66,8 +66,8 @@ class Fault(NamedTuple):
     at: float
     """Seconds; or, negative, minus the number of events after which it happens at once."""
     what: str
-    """``dies``, ``joins``, ``stop``, ``loses a runner``, or what `FakeRollout` can be told to do: ``hangs``, ``hangs_on_drain``,
-    ``never_receives``, ``receives corrupted``, ``silent on …``."""
+    """``dies``, ``joins``, ``stop``, ``loses a runner``, or what `FakeRollout` can be told to do: ``hangs``,
+    ``hangs_on_drain``, ``never_receives``, ``receives corrupted``, ``silent on …``."""
     replica: int = 0
 
     def happen(self, run: Run) -> None:

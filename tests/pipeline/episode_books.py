@@ -1,8 +1,8 @@
 """Everything that must hold for every run whose episodes have several turns.
 
-    books       those of any run, with the groups' episodes in a second account
-    tokens      each sampled one trained at most once, with its version, and only if the episode's last try has it
-    machines    what replicas and the trainer saw
+books       those of any run, with the groups' episodes in a second account
+tokens      each sampled one trained at most once, with its version, and only if the episode's last try has it
+machines    what replicas and the trainer saw
 """
 
 from __future__ import annotations
@@ -112,7 +112,9 @@ class EpisodeBooks(Books):
             expected[fate] += n - failed
         counted = self.run.pipeline._wiring.state.ledger.episode_counts()
         assert counted.pop("admitted") == n * len(self.admissions) == sum(counted.values())
-        assert {fate: many for fate, many in counted.items() if many} == {f: many for f, many in expected.items() if many}
+        assert {fate: many for fate, many in counted.items() if many} == {
+            f: many for f, many in expected.items() if many
+        }
 
 
 def check_tokens_of_episodes(run: Run) -> Counter[str]:

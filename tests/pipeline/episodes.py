@@ -6,12 +6,11 @@ are trained. Contexts have other ids.
 
 from __future__ import annotations
 
-import asyncio
 import zlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from hypothesis import strategies as st
@@ -48,7 +47,7 @@ class TellingRollout(FakeRollout):
 
     ids = count(1)
     """Made anew for each run."""
-    sampled: dict[int, Token] = {}
+    sampled: ClassVar[dict[int, Token]] = {}
     """By id. Made anew for each run."""
 
     def __init__(self, name: str, **arguments: Any) -> None:
@@ -192,7 +191,8 @@ def episode_cases(draw: st.DrawFn, /, *, whats: Sequence[str] = (), most: int = 
     machines = {"shared": False, "overlapped": False} if joins else {}
     own = {"troubles", "drain", "programs", "limits"}
     case_fields = {name: value for name, value in fixed.items() if name not in own}
-    defaults = {"nonfinite": 0.0, "longest": draw(st.sampled_from([1, 8, 20]))}
+    # Steps of a program that is run again may take long, and move nothing.
+    defaults = {"nonfinite": 0.0, "longest": draw(st.sampled_from([1, 8, 20])), "stall_timeout_s": 1e6}
     case = draw(cases(**{**machines, **defaults, **case_fields, "faults": tuple(faults)}))
     programs = ProgramProfile(
         turns=pick("turns", [recorded(1), recorded(2), recorded(1, 2, 5), recorded(1, 3, 3, 8)]),

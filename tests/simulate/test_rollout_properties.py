@@ -19,7 +19,7 @@ from headway.interfaces import Call, EngineStats, FinishedCall, OnUpdate, Priori
 from headway.simulate.clock import run_virtual
 from headway.simulate.lengths import lengths_id
 from headway.simulate.rollout import SimulatedRollout
-from tests.simulate.replica import OF_ROW, calls, generate, in_order, load, now, replica
+from tests.simulate.replica import calls, generate, in_order, load, now, replica
 
 PROMPT = 3
 
