@@ -67,7 +67,7 @@ class Fault(NamedTuple):
     at: float
     """Seconds; or, negative, minus the number of events after which it happens at once."""
     what: str
-    """``dies``, ``keeper dies``, ``joins``, ``stop``, or what `FakeRollout` can be told to do: ``hangs``,
+    """``dies``, ``keeper dies``, ``joins``, ``stop``, ``loses a runner``, or what `FakeRollout` can be told: ``hangs``,
     ``hangs_on_drain``, ``never_receives``, ``receives corrupted``, ``silent on …``."""
     replica: int = 0
 
@@ -94,6 +94,9 @@ class Fault(NamedTuple):
                 run.join(f"late-{len(run.rollouts)}")
             case "stop":
                 run.request_stop()
+            case "loses a runner":
+                assert run.hosting is not None
+                run.hosting.programs.lose_runner(self.replica)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)

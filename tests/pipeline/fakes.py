@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from headway.data.types import Prompt, TrajectoryId
 from headway.episodes.keeper import GroupKeeper
 from headway.episodes.lines import CallEngine
+from headway.episodes.programs import Hosting
 from headway.errors import HeadwayError, RunError, ScoringFailed, UpdateFailed, WorkerDied
 from headway.events import Event
 from headway.interfaces import (
@@ -64,8 +65,14 @@ class FakeKeeper(GroupKeeper):
     """A keeper that tells which group a prompt was asked for, in ``numbers``, fails some episodes, and can be told to
     die."""
 
-    def __init__(self, numbers: Numbers, name: str = "keeper-0", failing: Failing | None = None) -> None:
-        super().__init__(name)
+    def __init__(
+        self,
+        numbers: Numbers,
+        name: str = "keeper-0",
+        failing: Failing | None = None,
+        hosting: Hosting | None = None,
+    ) -> None:
+        super().__init__(name, hosting=hosting)
         self._numbers = numbers
         self._failing = failing
         self._death: WorkerDied | None = None

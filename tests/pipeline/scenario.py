@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from headway.config.placement import needs_logp
 from headway.config.presets import PRESETS
 from headway.config.schema import Config
+from headway.episodes.programs import Hosting
 from headway.events import (
     Event,
     GroupAdmitted,
@@ -76,6 +77,8 @@ class Run:
     """With those that were started in the place of others."""
     logp: FakeLogProb | None = None
     """Whoever recomputes log π_prox on ranks of its own."""
+    hosting: Hosting | None = None
+    """What the keeper makes episodes by."""
     stopped_at: float | None = None
     """When a stop was first asked for."""
     cancelled_at: float | None = None
@@ -250,6 +253,9 @@ class Scenario:
     """Which group each prompt was asked for."""
     failing: Failing | None = None
     """Which episodes fail."""
+    rollout: type[FakeRollout] = FakeRollout
+    hosting: Callable[[Config], Hosting] | None = None
+    """Makes what episodes are made by; None for single answers."""
     watched: bool = False
     """`beside` is given to the pipeline as its watch, so that what it raises is the pipeline's affair."""
 
@@ -287,7 +293,7 @@ class Scenario:
 
     def replica(self, name: str, transport: SimulatedTransport) -> FakeRollout:
         lengths = self.lengths or seeded_lengths(self.seed)
-        rollout = FakeRollout(name, transport=transport, lengths=lengths, slots=self.slots, **self.engine)
+        rollout = self.rollout(name, transport=transport, lengths=lengths, slots=self.slots, **self.engine)
         rollout.numbers = self.numbers
         return rollout
 
@@ -297,8 +303,9 @@ class Scenario:
         rollouts = [self.replica(f"rollout-{i}", transport) for i in range(self.replicas)]
         trainer = FakeTrainer(transport, update=self.update, **self.trainer)
         recorder = Recorder()
+        hosting = None if self.hosting is None else self.hosting(self.config)
         run: Run
-        keepers = [FakeKeeper(self.numbers, f"keeper-{i}", self.failing) for i in range(self.keepers)]
+        keepers = [FakeKeeper(self.numbers, f"keeper-{i}", self.failing, hosting) for i in range(self.keepers)]
         source = FakeSource(self.rows, self.epochs)
         others = [FakeReceiver(name, transport) for name in self.receivers]
         ranks = [FakeReceiver(f"logp-{rank}", transport) for rank in range(self.logp_ranks)]
@@ -330,7 +337,7 @@ class Scenario:
         )
         pipeline = Pipeline(self.config, parts, [recorder], Path("checkpoints"), self.resume_from)
         run = Run(None, None, recorder.events, pipeline, source, rollouts, trainer, 0.0, [], transport, self, recorder)
-        run.others, run.logp, run.keepers = [*others, *ranks], logp, keepers
+        run.others, run.logp, run.keepers, run.hosting = [*others, *ranks], logp, keepers, hosting
         if self.script is not None:
             self.script(run)
         beside = asyncio.ensure_future(self.beside(run)) if self.beside and not self.watched else None
@@ -353,7 +360,7 @@ class Scenario:
     async def _replace_keeper(self, run: Run, lost: str) -> FakeKeeper:
         assert self.keeper_start_s is not None
         await asyncio.sleep(self.keeper_start_s)
-        run.keepers.append(FakeKeeper(self.numbers, f"{lost}+1", self.failing))
+        run.keepers.append(FakeKeeper(self.numbers, f"{lost}+1", self.failing, run.hosting))
         return run.keepers[-1]
 
     async def _watch(self, run: Run) -> None:

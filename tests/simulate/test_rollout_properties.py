@@ -17,8 +17,9 @@ from headway.data.types import FinishReason
 from headway.events import Span
 from headway.interfaces import Call, EngineStats, FinishedCall, OnUpdate, Priority
 from headway.simulate.clock import run_virtual
+from headway.simulate.lengths import lengths_id
 from headway.simulate.rollout import SimulatedRollout
-from tests.simulate.replica import OF_ROW, calls, generate, in_order, load, now, replica
+from tests.simulate.replica import calls, generate, in_order, load, now, replica
 
 PROMPT = 3
 
@@ -177,6 +178,8 @@ class Session:
         """From the end of each pause to its `resume`."""
         self.asked: dict[str, set[int]] = {}
         """Numbers of all calls by client."""
+        self.lengths: dict[int, int] = {}
+        """Tokens that each call will have, by its number."""
         self.got: dict[str, list[FinishedCall]] = {}
         self.left: set[str] = set()
         """Clients that left before they had everything."""
@@ -211,6 +214,9 @@ class Session:
             asked = [one for _ in range(self.random.randint(1, 3)) for one in self.some(next(self._rows))]
             client = f"client {asked[0].number}"
             self.asked[client] = {call.number for call in asked}
+            for call in asked:
+                id = lengths_id(call.trajectory, call.key)
+                self.lengths[call.number] = self.length(id.row, id.k)
             self.got[client] = []
             self.left.add(client)
             await generate(self.engine, asked, client=client, into=self.got[client])
@@ -264,7 +270,7 @@ def test_nothing_is_lost_and_nothing_comes_twice(sessions: list[Session]):
             assert len(came) == len(set(came))
             assert set(came) < asked if client in session.left else set(came) == asked
         for done in all_of(session):
-            whole = session.length(*divmod(done.number, OF_ROW))
+            whole = session.lengths[done.number]
             assert done.length < whole if done.finish_reason is FinishReason.ABORTED else done.length == whole
 
 

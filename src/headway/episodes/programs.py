@@ -443,12 +443,13 @@ class ProgramEpisode:
         calls = one.calls
         now = asyncio.get_running_loop().time()
         last = calls[-1] if calls else None
+        sampled = sum(call.length for call in calls)
         trajectory = Trajectory(
             id=self.id,
             replica=next(reversed(self._replicas), ""),
             text=one.text,
             prompt_length=places[0].prompt_length if places else len(self._request.prompt.token_ids),
-            length=sum(call.length for call in calls),
+            length=sampled,
             finish_reason=last.finish_reason if last is not None else FinishReason.STOP,
             version_spans=spans_of(calls),
             started=calls[0].started if calls else started,
@@ -464,6 +465,7 @@ class ProgramEpisode:
             metrics={
                 **end.metrics,
                 "environment_s": self._environment_s,
+                "step_tokens": max(0, sum(at.length for at in places) - sampled),
                 "tool_errors": end.tool_errors,
                 "tries": self._tries,
                 "cached_tokens": sum(call.cached for call in calls),
@@ -512,7 +514,8 @@ def _versions(result: asyncio.Future[FinishedCall]) -> list[int]:
 
 def _seed(seed: int, id: TrajectoryId) -> int:
     """Seed below 2^32 of one episode."""
-    return int(np.random.SeedSequence([seed, *id]).generate_state(1)[0])
+    parts = [part % 2**32 for part in id]  # held-out prompts may have a negative epoch, which numpy refuses
+    return int(np.random.SeedSequence([seed, *parts]).generate_state(1)[0])
 
 
 def _limit_text(limit: str, limits: Limits) -> str:

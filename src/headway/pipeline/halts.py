@@ -110,11 +110,11 @@ class Halts:
         del self._halts[replica.name]
         try:
             await replica.resume()
+            if replica.name in self._serving and replica.name not in self._halts:  # lost, or halted again, meanwhile
+                self._available[replica.name] = None
+                self._set_gate()
         finally:
-            self._let_go_on(replica.name)
-        if replica.name in self._serving and replica.name not in self._halts:  # lost, or halted again, meanwhile
-            self._available[replica.name] = None
-            self._set_gate()
+            self._let_go_on(replica.name)  # not before the replica takes calls: the held groups spread over all
         stopped = halt.stopped if halt.stopped is not None else now()
         self._state.emit(
             ReplicaHalted(

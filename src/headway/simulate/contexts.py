@@ -20,8 +20,10 @@ from headway.interfaces import FinishedCall
 from headway.programs.messages import Message, TurnAnswer, TurnRequest, said
 from headway.simulate.zeros import same_ids
 
-Path = tuple[object, ...]
-"""The messages of a context, each as what it is known by: the key of an answer, or (role, content, tokens)."""
+Item = int | tuple[str, str, int]
+"""A message as what it is known by: the key of an answer, or (role, content, tokens)."""
+Path = tuple[Item, ...]
+"""The messages of a context."""
 
 
 def said_in_tokens(role: str, content: str, tokens: int) -> Message:
@@ -94,11 +96,8 @@ class SimulatedRecord:
         """Number of forks."""
         return {"forks": max(0, len(self._rows) - 1)}
 
-    def _tokens(self, item: object) -> int:
-        if isinstance(item, int):
-            return self._turns[item].tokens
-        _, _, tokens = item  # type: ignore[misc]
-        return tokens  # type: ignore[has-type]
+    def _tokens(self, item: Item) -> int:
+        return self._turns[item].tokens if isinstance(item, int) else item[2]
 
     def _continued(self, path: Path) -> int | None:
         """The row that a turn with the context ``path`` continues: one whose last answer, and all before it, it has."""
@@ -109,9 +108,9 @@ class SimulatedRecord:
         return None
 
 
-def _item(message: Message) -> object:
+def _item(message: Message) -> Item:
     if "key" in message:
-        return message["key"]
+        return int(message["key"])
     return message["role"], message["content"], message.get("tokens", len(message["content"]))
 
 

@@ -28,7 +28,9 @@ that they reach."""
 
 
 class AnswerControls:
-    """Control variates of a row: counts by version. Recorded answers in their order are no sample, and give none."""
+    """Control variates of a row: counts by version. Recorded answers in their order are no sample, and give none; nor
+    do episodes of several turns, which take more than their tokens.
+    """
 
     def __init__(self, profile: Profile, eta: Fraction) -> None:
         batch, response = profile.batch, profile.response
@@ -40,7 +42,8 @@ class AnswerControls:
         self._tokens = [0]
         self._longest = [0]
         self._expected: tuple[float, float] | None = None
-        if not (isinstance(response, EmpiricalLengths) and response.replay):
+        replayed = isinstance(response, EmpiricalLengths) and response.replay
+        if not replayed and profile.program is None:
             blocks = 1 / (1 - profile.reward.filtered)
             self._expected = (
                 blocks * self._answers * mean_length(response, answers=batch.n),

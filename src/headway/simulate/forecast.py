@@ -5,6 +5,7 @@ Training is exact for mean lengths. Generation takes at least
     its work      all tokens, with as many slots full as groups may exist
     a latency     until the longest answer of a group is done, over the versions' worth of groups that may exist at once
     the tail      until the longest answer of all is done, where nothing may be in flight at an update
+    steps         those of an episode, in its latency or its tail, and all of them where environments are few
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from statistics import NormalDist, fmean
 
 from headway.simulate.costs import decode_cost, train_cost
 from headway.simulate.grid import Setting
+from headway.simulate.numbers import mean_of, mean_of_cut_lognormal
 from headway.simulate.profile import ConstantLengths, EmpiricalLengths, LengthsProfile, Profile
+from headway.simulate.program_profile import ProgramProfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +45,8 @@ def forecast(profile: Profile, setting: Setting) -> Shares:
 def _training(profile: Profile, setting: Setting) -> float:
     batch, train = profile.batch, profile.train
     cost = train_cost(train, setting.split.train_devices)
-    tokens = (
-        batch.groups_per_version
-        * batch.n
-        * (mean_length(profile.prompt) + mean_length(profile.response, answers=batch.n))
-    )
+    read = mean_of(profile.program.turns) * mean_of(profile.program.step_tokens) if profile.program else 0.0
+    tokens = batch.groups_per_version * batch.n * (mean_length(profile.prompt) + mean_episode(profile) + read)
     steps = batch.ppo_epochs * batch.groups_per_version // batch.ppo_mini_batch_size
     forwards = train.recomputes_old_log_probs(shared=setting.split.shared) + train.reference
     return steps * cost.step_s + (batch.ppo_epochs * cost.token_s + forwards * cost.forward_token_s) * tokens
@@ -54,17 +54,35 @@ def _training(profile: Profile, setting: Setting) -> float:
 
 def _generation(profile: Profile, setting: Setting) -> float:
     batch, rollout, cost = profile.batch, profile.rollout, decode_cost(profile.rollout)
-    prompt, answer = mean_length(profile.prompt), mean_length(profile.response, answers=batch.n)
+    prompt, answer = mean_length(profile.prompt), mean_episode(profile)
     groups = batch.groups_per_version / (1 - profile.reward.filtered)
     of_one = groups * batch.n / setting.split.replicas
     active = max(1, round(min(rollout.slots, of_one * float(1 + setting.eta))))
     step_s = cost.step_s(active, kv=active * (prompt + answer / 2))
     work = of_one * (answer / active * step_s + (prompt * rollout.prefill_token_s + rollout.prefill_s) / batch.n)
+    if profile.program is not None:
+        return _with_steps(profile.program, setting, work, groups * batch.n, decoding_s=answer * step_s)
     if setting.eta == 0 or setting.values["async_training.on_update"] == "drain":
         longest = longest_length(profile.response, draws=math.ceil(groups * batch.n))
         return work + (longest - answer) * cost.step_s(1)
     latency = longest_length(profile.response, draws=batch.n) * step_s
     return max(work, latency / float(1 + setting.eta))
+
+
+def _with_steps(program: ProgramProfile, setting: Setting, work: float, episodes: float, *, decoding_s: float) -> float:
+    """Combine the decoding of ``episodes`` with their steps, which take no slots, but perhaps environments."""
+    steps_s = mean_of(program.turns) * mean_of(program.step_s)
+    if program.environments is not None:
+        work = max(work, episodes * (steps_s + decoding_s) / program.environments)
+    if setting.eta == 0 or setting.values["async_training.on_update"] == "drain":
+        return work + steps_s
+    return max(work, (steps_s + decoding_s) / float(1 + setting.eta))
+
+
+def mean_episode(profile: Profile) -> float:
+    """Mean number of sampled tokens of an episode."""
+    answer = mean_length(profile.response, answers=profile.batch.n)
+    return answer if profile.program is None else answer * mean_of(profile.program.turns)
 
 
 def mean_length(lengths: LengthsProfile, *, answers: int = 1) -> float:
@@ -74,12 +92,7 @@ def mean_length(lengths: LengthsProfile, *, answers: int = 1) -> float:
             return lengths.tokens
         case EmpiricalLengths():
             return fmean(group[k % len(group)] for group in lengths.groups for k in range(answers))
-    if lengths.sigma == 0:
-        return min(lengths.mean, lengths.max)
-    # E[min(X, max)] of a lognormal X.
-    mu, sigma, normal = math.log(lengths.mean) - lengths.sigma**2 / 2, lengths.sigma, NormalDist()
-    cut = (math.log(lengths.max) - mu) / sigma
-    return lengths.mean * normal.cdf(cut - sigma) + lengths.max * (1 - normal.cdf(cut))
+    return mean_of_cut_lognormal(lengths.mean, lengths.sigma, lengths.max)
 
 
 def longest_length(lengths: LengthsProfile, draws: int) -> float:

@@ -40,6 +40,7 @@ from headway.simulate.fitting import (
     usual_mean,
     without_outliers,
 )
+from headway.simulate.numbers import RecordedNumber
 from headway.simulate.overlap import Overlap
 from headway.simulate.profile import (
     BatchProfile,
@@ -56,6 +57,7 @@ from headway.simulate.profile import (
     UpdateProfile,
     ValidationProfile,
 )
+from headway.simulate.program_profile import ProgramProfile
 from headway.simulate.recording import GroupRecord, Recording, recording_of
 
 MAX_GROUPS = 4000
@@ -97,7 +99,8 @@ class _Profiling:
         config = self._config
         placement = resolve_placement(config)
         self._say_what_was_measured()
-        prompt, response = self._lengths(replay=replay)
+        kept = self._kept_groups()
+        prompt, response = self._lengths(kept, replay=replay)
         for role, needed in (
             (REF, needs_reference(config)),
             (LOGP, needs_logp(config)),
@@ -124,6 +127,7 @@ class _Profiling:
             ),
             prompt=prompt,
             response=response,
+            program=self._program(kept),
             rollout=self._rollout(),
             train=self._train(
                 len(placement.devices[ACTOR]),
@@ -150,12 +154,15 @@ class _Profiling:
 
     # ------------------------------------------------------------------------------------------ lengths
 
-    def _lengths(self, *, replay: bool) -> tuple[EmpiricalLengths, EmpiricalLengths]:
-        """Lengths of prompts (one per group) and answers, group by group in order of admission."""
+    def _kept_groups(self) -> list[GroupRecord]:
         groups = self._recording.recorded_groups()
         kept = [groups[index] for index in evenly(len(groups), MAX_GROUPS)]
         if len(kept) < len(groups):
             self._assume(f"lengths are those of {len(kept)} of the run's {len(groups)} groups, evenly spread")
+        return kept
+
+    def _lengths(self, kept: Sequence[GroupRecord], *, replay: bool) -> tuple[EmpiricalLengths, EmpiricalLengths]:
+        """Lengths of prompts (one per group) and answers, group by group in order of admission."""
         self._assume("answers stay as long as they were in the run; they change as the policy learns")
         filtered = [index for index, group in enumerate(kept) if group.fate == "filtered"]
         if lost := sum(group.fate not in (None, "trained", "filtered") for group in self._recording.groups.values()):
@@ -165,6 +172,27 @@ class _Profiling:
             EmpiricalLengths(
                 kind="empirical", groups=list(map(_answers, kept)), replay=replay, filtered=filtered or None
             ),
+        )
+
+    def _program(self, kept: Sequence[GroupRecord]) -> ProgramProfile | None:
+        """Turns and steps, one number for each recorded episode; None for single answers."""
+        episodes = [episode for group in kept for _, episode in sorted(group.episodes.items())]
+        if not episodes:
+            return None
+        self._assume(
+            "each turn of an episode has as many tokens, and each of its steps takes as long, as they have on average; "
+            "what a message takes between program and keeper is a part of its steps"
+        )
+        self._assume("environments are never scarce; program.environments says how many there may be at once")
+        if failed := sum(group.failed for group in self._recording.groups.values()):
+            self._assume(f"{failed} episodes that failed are left out")
+        further = sum(episode.turns - 1 for episode in episodes)
+        sample = [episodes[index] for index in evenly(len(episodes), MAX_GROUPS)]
+        return ProgramProfile(
+            turns=_recorded(episode.turns for episode in sample),
+            step_s=_recorded(episode.environment_s / episode.turns for episode in sample),
+            step_tokens=_recorded(episode.step_tokens / max(1, episode.turns - 1) for episode in sample),
+            forks=rounded(min(1.0, sum(episode.forks for episode in episodes) / further)) if further else 0.0,
         )
 
     # ------------------------------------------------------------------------------------------ rollout
@@ -290,11 +318,13 @@ class _Profiling:
     def _latency(self) -> LatencyProfile:
         """Mean seconds that pass between the parts of a run, outliers left out."""
         recording = self._recording
-        deliveries = [group.delivery_s for group in recording.warm(recording.recorded_groups())]
+        groups = recording.warm(recording.recorded_groups())
+        programs = any(group.episodes for group in groups)  # on the way of a group there are steps, too
+        deliveries = [group.delivery_s for group in groups if not programs]
         updates = recording.warm(recording.updates.updates.values())
         in_updates = [u.latency_s(recording.busy_within, synchronous=self._synchronous) for u in updates]
-        submission_s = usual_mean(recording.submissions_s())
-        if not submission_s:
+        submission_s = 0.0 if programs else usual_mean(recording.submissions_s())
+        if not submission_s and not programs:
             self._assume("no replica was seen idle and then given groups: what sending them takes counts as nothing")
         return LatencyProfile(
             group_s=rounded(usual_mean(deliveries) + submission_s),
@@ -327,8 +357,15 @@ class _Profiling:
 
 
 def _answers(group: GroupRecord) -> list[int]:
-    """Number of tokens of each answer, at least 1: an answer that ended at once still took its step."""
-    return [max(1, tokens) for _, tokens in sorted(group.answer_tokens.items())]
+    """Number of tokens of each answer, or of each turn of an episode on average; at least 1: an answer that ended at
+    once still took its step.
+    """
+    turns = {k: episode.turns for k, episode in group.episodes.items()}
+    return [max(1, round(tokens / turns.get(k, 1))) for k, tokens in sorted(group.answer_tokens.items())]
+
+
+def _recorded(values: Iterable[float]) -> RecordedNumber:
+    return RecordedNumber(kind="recorded", values=[rounded(value) for value in values])
 
 
 def _median_of(seconds: Iterable[float]) -> PhaseProfile:

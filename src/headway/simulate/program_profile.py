@@ -9,7 +9,10 @@ from headway.simulate.numbers import ConstantNumber, NumberProfile
 
 
 class ProgramProfile(Section):
-    """Episodes of several turns, each followed by a step of the environment. ``response`` has the tokens of one turn."""
+    """Episodes of several turns, each followed by a step of the environment.
+
+    The profile's ``response`` has the tokens of one turn.
+    """
 
     turns: NumberProfile
     """Number of turns of an episode, rounded, at least 1."""

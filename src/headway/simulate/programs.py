@@ -149,8 +149,12 @@ class _Script:
 
     async def _both(self, ask: Turn, messages: list[Message], turn: int) -> TurnAnswer:
         """Ask for two turns at once; the episode goes on from the first."""
+
+        async def asked(messages: list[Message]) -> TurnAnswer:
+            return await ask(TurnRequest(messages))
+
         other = said_in_tokens("user", f"beside {self._name(turn)}", 1)
-        answer, _ = await concurrently([ask(TurnRequest(messages)), ask(TurnRequest([*messages, other]))])
+        answer, _ = await concurrently([asked(messages), asked([*messages, other])])
         return answer
 
     async def _step(self, turn: int) -> None:
@@ -165,9 +169,8 @@ class _Script:
         if (luck := luck - troubles.failing) < troubles.away:
             return ProgramAway("something is away for a time")
         if (luck := luck - troubles.away) < troubles.lost:
-            return RunnerLost(
-                "its runner was ended", end="SIGKILL", culprit=self._uniform("whose", self._attempt) < 0.5
-            )
+            culprit = self._uniform("whose", self._attempt) < 0.5
+            return RunnerLost("its runner was ended by SIGKILL", end="SIGKILL", culprit=culprit)
         return None
 
     # ------------------------------------------------------------------------------------- draws

@@ -47,6 +47,18 @@ class Timed(Protocol):
 K = TypeVar("K", bound=Timed)
 
 
+@dataclass(frozen=True, slots=True)
+class EpisodeRecord:
+    """The record of an episode that a program made, and that did not fail."""
+
+    turns: int
+    environment_s: float
+    """Seconds of all of its steps."""
+    step_tokens: float
+    """Number of tokens that its steps added to contexts."""
+    forks: float
+
+
 @dataclass(slots=True)
 class GroupRecord:
     """The record of one admitted group, as far as it got."""
@@ -56,7 +68,11 @@ class GroupRecord:
     """The replica that finished the group's last trajectory."""
     prompt_tokens: int = 0
     answer_tokens: dict[int, int] = field(default_factory=dict)
-    """Tokens of each answer, by its k."""
+    """Tokens of each answer, by its k. Those of an episode are all that it sampled."""
+    episodes: dict[int, EpisodeRecord] = field(default_factory=dict)
+    """Episodes that a program made, by k; empty for single answers."""
+    failed: int = 0
+    """Number of episodes that failed; no other field has them."""
     sampled: float = 0.0
     """The time at which the group's last token was sampled."""
     arrived: float = 0.0
@@ -71,7 +87,8 @@ class GroupRecord:
     @property
     def tokens(self) -> int:
         """Number of tokens of a training step over the group: prompt and answer of every trajectory."""
-        return len(self.answer_tokens) * self.prompt_tokens + sum(self.answer_tokens.values())
+        read = sum(round(episode.step_tokens) for episode in self.episodes.values())
+        return len(self.answer_tokens) * self.prompt_tokens + sum(self.answer_tokens.values()) + read
 
     @property
     def delivery_s(self) -> float:
@@ -110,8 +127,13 @@ class Recording:
             case TrajectoryFinished():
                 group = self.groups[event.number]
                 group.replica, group.prompt_tokens = event.replica, event.prompt_tokens
-                group.answer_tokens[event.k] = event.tokens
                 group.sampled, group.arrived = max(group.sampled, event.finished), event.time
+                if event.failure is not None:
+                    group.failed += 1
+                else:
+                    group.answer_tokens[event.k] = event.tokens
+                    if (episode := _episode(event)) is not None:
+                        group.episodes[event.k] = episode
             case GroupRewarded():
                 self.groups[event.number].rewarded = event.time
             case GroupSettled():
@@ -174,6 +196,16 @@ def recording_of(events: Iterable[Event], *, mini_batch: int) -> Recording:
     for event in events:
         recording.add(event)
     return recording
+
+
+def _episode(event: TrajectoryFinished) -> EpisodeRecord | None:
+    """What the event tells of an episode that a program made; None for a single answer."""
+    metrics = event.metrics
+    if "environment_s" not in metrics or not event.turns:
+        return None
+    return EpisodeRecord(
+        event.turns, metrics["environment_s"], metrics.get("step_tokens", 0.0), metrics.get("forks", 0.0)
+    )
 
 
 def _until_busy(admissions: Sequence[float], resumed: Sequence[float], busy: Sequence[Span]) -> Iterator[float]:

@@ -25,15 +25,19 @@ from headway.config.presets import preset
 from headway.config.schema import Config
 from headway.config.transports import TRANSPORTS
 from headway.data.types import Column, Outcomes, Sample
+from headway.episodes.hosting import limits_of
 from headway.episodes.keeper import GroupKeeper
+from headway.episodes.programs import Hosting
 from headway.errors import ConfigError
 from headway.events import Observer
 from headway.pipeline.parts import Parts
 from headway.pipeline.run import Pipeline, Status
 from headway.simulate.clock import run_virtual
 from headway.simulate.contention import Contention
+from headway.simulate.contexts import SimulatedRecord
 from headway.simulate.costs import phase_seconds, train_cost
 from headway.simulate.lengths import filtered_of, lengths_of
+from headway.simulate.numbers import largest_of
 from headway.simulate.profile import (
     ConstantLengths,
     ContentionProfile,
@@ -45,6 +49,7 @@ from headway.simulate.profile import (
     SharedProfile,
     UpdateProfile,
 )
+from headway.simulate.programs import SimulatedPrograms
 from headway.simulate.reward import SimulatedReward
 from headway.simulate.rollout import SimulatedRollout
 from headway.simulate.source import SimulatedSource, held_out_prompts
@@ -56,6 +61,8 @@ FOREVER_S = 1e7
 """A time-out that no simulated job reaches. A run that cannot go on still ends there, and says who waits for whom."""
 ACTIVITY_INTERVAL_S = 600.0
 """Seconds between reports of a replica's activity: seldom, as hundreds report; busy spans are exact all the same."""
+PROGRAM = "simulated.py:program"
+"""Name of the program in configurations. Nothing loads it."""
 NOWHERE = Path("checkpoints")
 """The folder in which a simulated trainer would save; it writes nothing."""
 
@@ -126,7 +133,7 @@ def _parts(profile: Profile, config: Config, trainer: SimulatedTrainer, replicas
         source=SimulatedSource(prompts, filtered=filtered_of(profile.response, seed)),
         validation=held_out_prompts(profile.validation.problems if profile.validation else 0, prompts),
         rollouts=replicas,
-        keepers=[GroupKeeper("keeper")],
+        keepers=[GroupKeeper("keeper", hosting=_hosting(profile, config))],
         trainer=trainer,
         reward=SimulatedReward(profile.reward, seed),
         advantages=partial(_advantages, trainer),
@@ -135,6 +142,13 @@ def _parts(profile: Profile, config: Config, trainer: SimulatedTrainer, replicas
         proximal=trainer if needs_logp(config) else None,
         workers=lambda: [trainer],
     )
+
+
+def _hosting(profile: Profile, config: Config) -> Hosting | None:
+    if profile.program is None:
+        return None
+    programs = SimulatedPrograms(profile.program)
+    return Hosting(programs, SimulatedRecord, limits_of(config), seed=config.run.seed)
 
 
 async def _advantages(
@@ -233,7 +247,8 @@ def _job(profile: Profile, versions: int) -> dict[str, Any]:
         "actor.use_kl_loss": profile.train.reference,
         "algorithm.filter_groups.enable": profile.reward.filtered > 0,
         "data.max_prompt_length": longest(profile.prompt),
-        "data.max_response_length": longest(profile.response),
+        "data.max_response_length": _longest_episode(profile),
+        **_program_values(profile),
         "rollout.n": batch.n,
         "rollout.max_concurrent": profile.rollout.slots,
         "rollout.total_rollout_steps": versions * batch.groups_per_version,
@@ -251,6 +266,28 @@ def longest(lengths: LengthsProfile) -> int:
             return most
         case EmpiricalLengths(groups=groups):
             return max(map(max, groups))
+
+
+def _longest_episode(profile: Profile) -> int:
+    """Upper bound of the tokens of an episode after its prompt."""
+    program, answer = profile.program, longest(profile.response)
+    if program is None:
+        return answer
+    turns = max(1, round(largest_of(program.turns)))
+    return turns * (answer + round(largest_of(program.step_tokens)))
+
+
+def _program_values(profile: Profile) -> dict[str, Any]:
+    """Values of the configuration by which a run has programs: their limits are those of the distributions."""
+    if profile.program is None:
+        return {}
+    return {
+        "rollout.program": PROGRAM,
+        "rollout.max_turns": max(1, round(largest_of(profile.program.turns))),
+        "rollout.max_turn_tokens": longest(profile.response),
+        "rollout.step_timeout_s": FOREVER_S,
+        "rollout.episode_timeout_s": FOREVER_S,
+    }
 
 
 def _mini_batches_per_fetch(profile: Profile, trigger: int) -> int:

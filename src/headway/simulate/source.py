@@ -1,4 +1,4 @@
-"""Simulated prompts, which have a length and nothing else."""
+"""Simulated prompts, which have a length and nothing else, as ids and as a message."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from headway.data.types import Prompt, TrajectoryId
+from headway.simulate.contexts import said_in_tokens
 from headway.simulate.lengths import FilterSampler, LengthSampler
 from headway.simulate.zeros import zero_ids
 
@@ -65,4 +66,5 @@ def held_out_prompts(count: int, lengths: LengthSampler) -> list[Prompt]:
 
 
 def _prompt(epoch: int, row: int, length: int) -> Prompt:
-    return Prompt(epoch, row, 0, source="simulated", text="", token_ids=zero_ids(length))
+    messages = [said_in_tokens("user", "", length)]
+    return Prompt(epoch, row, 0, source="simulated", text="", token_ids=zero_ids(length), messages=messages)
