@@ -205,6 +205,8 @@ def further(answer: Answer, *, key: int, **changes: Any) -> Call:
     """A call with the context and continuation of another one, and a few new tokens."""
     new = np.random.default_rng(key).integers(2, VOCABULARY, NEW)
     ids = np.concatenate([answer.prompt, _continuation(answer), new]).astype(np.int32)
+    if answer.done.tokens is None:  # simulated contexts say how much of them was there (`simulate.contexts`)
+        ids[:] = len(ids) - NEW
     sampling = replace(answer.call.sampling, **changes)
     return replace(answer.call, number=100 * answer.call.number + key, input_ids=ids, key=key, sampling=sampling)
 

@@ -164,7 +164,7 @@ def test_keys_of_calls_tell_contexts_apart_and_are_the_same_at_every_try():
         start = [said_in_tokens("user", "", 10)]
         for messages in (start, start, [said_in_tokens("user", "other", 10)]):
             prompted = record.prompt(request := TurnRequest(list(messages)))
-            answer = record.answered(prompted, request, finished(len(found), 3))
+            answer = record.answered(prompted, request, finished(len(found), 3), len(found))
             found.append(prompted.key)
             further = record.prompt(TurnRequest([*messages, answer.message, said_in_tokens("tool", "", 1)]))
             assert len(further.ids) == 14
