@@ -43,8 +43,8 @@ class ProgramKeys(Section):
     max_turns: Positive = 10
     """Most turns of an episode."""
     max_turn_tokens: Positive | None = None
-    """Most tokens of one turn. Default: what ``data.max_response_length``, which counts all tokens after an episode's
-    prompt, those of tools and environments too, leaves."""
+    """Most tokens of one turn. Default: ``data.max_response_length``. A conversation, those of tools and environments
+    included, has at most ``data.max_prompt_length + data.max_response_length`` tokens."""
     step_timeout_s: float = Field(60.0, gt=0)
     """Most seconds that a program may take between two turns."""
     episode_timeout_s: float = Field(600.0, gt=0)
@@ -91,7 +91,7 @@ def program_problems(rollout: RolloutConfig, *, by_program: bool, max_response_l
         )
     if rollout.max_turn_tokens is not None and rollout.max_turn_tokens > max_response_length:
         yield (
-            f"rollout.max_turn_tokens={rollout.max_turn_tokens} is more than all turns may have together, "
+            f"rollout.max_turn_tokens={rollout.max_turn_tokens} is more than an answer may have, "
             f"data.max_response_length={max_response_length}; lower the one or raise the other"
         )
     if rollout.min_episodes is not None and rollout.min_episodes > rollout.n:
