@@ -179,7 +179,8 @@ class Validate(Stage[Validation, None]):
             self._state.validation(replica.name, running=False)
             raise
         trajectories = [t for answer in answers for t in answer.trajectories]
-        self._newest = _version_of(trajectories, self._state.staleness.loaded[replica.name])
+        staleness = self._state.staleness  # a replica may be lost while programs end that need it no more
+        self._newest = _version_of(trajectories, staleness.loaded.get(replica.name, staleness.served_version))
         # Nothing decodes for the validation any more: the replica may load again while scores come in.
         self._state.validation(replica.name, running=False)
         return [(answer, await score) for answer, score in zip(answers, scoring, strict=True)]

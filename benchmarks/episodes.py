@@ -1,0 +1,86 @@
+"""``python -m benchmarks.episodes``: what episodes of several turns cost, without a model and with one.
+
+    asleep      a thousand episodes at once, whose engine and steps sleep: throughput against the virtual clock's for
+                the same seconds; CPU seconds of a turn
+    prefixes    ten turns of a growing context on the native engine: prefilled tokens with its cache and without
+
+Figures of the first part are of a busy machine where others compute: throughput suffers from them, CPU seconds less so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+
+from benchmarks.episodes_asleep import Measured, Workload, really, virtually
+from benchmarks.episodes_prefixes import measure
+from benchmarks.table import report
+from headway.engines.rollout.native.prefix_cache import BLOCK
+
+QUICK = Workload(chains=200, episodes=1, turns=4)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.episodes", description="What episodes cost.")
+    parser.add_argument("--only", choices=("asleep", "prefixes"), help="one part; default: both")
+    parser.add_argument("--quick", action="store_true", help="200 episodes of 4 turns, in half a minute")
+    parser.add_argument("--chains", type=int, help=f"episodes at once; default: {Workload().chains}")
+    parser.add_argument("--runners", type=int, default=2, help="processes of the program; default: %(default)s")
+    chosen = parser.parse_args(arguments)
+    if chosen.only != "prefixes":
+        workload = QUICK if chosen.quick else Workload(chains=chosen.chains or Workload().chains)
+        asleep(workload, chosen.runners)
+    if chosen.only != "asleep":
+        prefixes()
+
+
+def asleep(workload: Workload, runners: int) -> None:
+    """Measure and report episodes that sleep."""
+    busy = os.getloadavg()[0]
+    virtual, real = virtually(workload), really(workload, runners)
+    rows = [_row("virtual clock", virtual, virtual), _row(f"{runners} runners", real, virtual)]
+    notes = [
+        f"{workload.chains} at once, {workload.chains * workload.episodes} in all, {workload.turns} turns each; "
+        f"{real.failed} failed; load of the machine before: {busy:.1f}",
+        "throughput: episodes per second until 95% of them are over, over the virtual clock's; aim: 0.95",
+        "CPU of a turn: keeper, driver and the sleeping engine share a process; aim beside rendering: 1 ms + 0.2 ms",
+    ]
+    report("episodes-asleep", "Episodes whose engine and steps sleep", rows, notes)
+
+
+def _row(name: str, measured: Measured, virtual: Measured) -> dict[str, str | float]:
+    turns = max(1, measured.turns)
+    own_s = measured.cpu_s - measured.rendering_s
+    return {
+        "run": name,
+        "turns": measured.turns,
+        "95% over s": measured.most_s,
+        "all over s": measured.wall_s,
+        "throughput": virtual.most_s / measured.most_s,
+        "CPU of a turn ms": own_s / turns * 1e3,
+        "rendering ms": measured.rendering_s / turns * 1e3,
+        "runners ms": measured.runners_s / turns * 1e3,
+    }
+
+
+def prefixes() -> None:
+    """Measure and report ten turns of a growing context."""
+    rows: list[dict[str, str | float]] = []
+    for name, cached in (("cache", True), ("no cache", False)):
+        run = measure(cached=cached)
+        rows.append(
+            {
+                "run": name,
+                "prefilled": run.tokens,
+                "new": run.fewest,
+                "contexts": run.contexts,
+                "over new + a block a turn": run.tokens / (run.fewest + BLOCK * run.turns),
+                "wall s": run.wall_s,
+            }
+        )
+    report("episodes-prefixes", "Ten turns on the native engine (1m)", rows, [f"a block: {BLOCK} tokens; aim: 1.1"])
+
+
+if __name__ == "__main__":
+    main()
