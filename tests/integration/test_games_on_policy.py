@@ -15,10 +15,12 @@ SHORT = [
     "model.warmup.batch_size=16",
     "rollout.n=4",
     "rollout.total_rollout_steps=12",
-    "rollout.test_freq=0",
+    "rollout.test_freq=-1",
     "rollout.runners=1",
+    "rollout.threads=1",
+    "trainer.threads=1",
     "actor.ppo_mini_batch_size=4",
-    "trainer.save_freq=0",
+    "trainer.save_freq=-1",
     "reports.tensorboard=false",
 ]
 
