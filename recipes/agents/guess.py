@@ -1,6 +1,6 @@
 """Guess a hidden number of 15 in 4 turns: the game, a player to begin with, and the rows.
 
-The player sees the numbers that it may be, ``20-34``, and guesses: ``27``. It is told which way to go, and what is left:
+The player sees the numbers that it may be, ``20-34``, and guesses: ``27``. It is told which way to go and what is left:
 ``<20-26``. The rows are in guess-train.jsonl and guess-val.jsonl; ``python recipes/agents/guess.py`` writes them again.
 """
 
