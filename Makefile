@@ -11,6 +11,7 @@
 # make bench    benchmarks, into build/bench/        (ARGS=... is passed on)
 # make bench-update   what updates of the weights cost, about 25 minutes   (ARGS="--models 1m --only broadcast")
 # make bench-rollout  generation against its peers, about 30 minutes  (ARGS="--quick", "--full", "--update --models 1m")
+# make bench-episodes what episodes of several turns cost, about 3 minutes   (ARGS="--quick", "--only prefixes")
 # make study-staleness     what stale data costs, by loss, about 17 minutes        (ARGS="--quick" for two minutes)
 # make docs     docs/configuration.md, from the schema
 # make format   rewrite the sources in the house style
@@ -34,7 +35,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 ENVIRONMENTS := vllm agents
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu wheelhouse test-slow test-all environments vllm-env test-vllm agents-env test-agents lint types layers pytest bench bench-update bench-rollout study-staleness docs format clean
+.PHONY: help setup demo test test-gpu wheelhouse test-slow test-all environments vllm-env test-vllm agents-env test-agents lint types layers pytest bench bench-update bench-rollout bench-episodes study-staleness docs format clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -132,6 +133,9 @@ bench-update: setup
 
 bench-rollout: setup
 	$(BIN)/python -m benchmarks.rollout $(ARGS)
+
+bench-episodes: setup
+	$(BIN)/python -m benchmarks.episodes $(ARGS)
 
 study-staleness: setup
 	$(BIN)/python -m benchmarks.study_staleness $(ARGS)
