@@ -59,6 +59,10 @@ class WorkerDied(RunError):
     """Error for a worker process that ended while the run needed it."""
 
 
+class ClientGone(RunError):
+    """Error that ends what an engine yields to a client that is gone."""
+
+
 class StageFailed(RunError):
     """Error for an exception of a stage's own code; the cause is chained."""
 
