@@ -329,7 +329,7 @@ class RolloutEngine(PolicyReceiver, Protocol):
         """End these calls of ``client`` as they are. Numbers of finished calls are ignored."""
 
     async def drop(self, client: str) -> None:
-        """Drop all calls of ``client``, which is gone without leaving `finished`: that ends, by raising."""
+        """Drop all calls of ``client``, which is gone without leaving `finished`: that raises `ClientGone`."""
 
     async def release(self, trajectories: Sequence[TrajectoryId]) -> None:
         """Give up what is kept for further calls of these episodes: they are over."""
@@ -400,6 +400,9 @@ class Keeper(Protocol):
 
     async def abort_older_than(self, version: int) -> None:
         """End the training groups that have a token of an older version in a call that is finished."""
+
+    async def answer(self) -> None:
+        """Return at once: the keeper is there."""
 
     def failures(self) -> AsyncGenerator[tuple[str, HeadwayError], None]:
         """Yield a replica's name and why it failed, for each replica that ended or refused a call's transport."""

@@ -27,6 +27,7 @@ def test_an_environment_is_enough_and_gives_the_reward(minimal: Load) -> None:
         (["rollout.environment=Game"], "rollout.environment=Game: expected file.py:name, such as environment.py:Game"),
         (["rollout.tools=[look_up]"], "rollout.tools=look_up: expected file.py:name, such as tools.py:look_up"),
         ([GAME, "rollout.episode_timeout_s=10"], "rollout.step_timeout_s=60 is more than the whole episode may take"),
+        ([GAME, "rollout.step_timeout_s=300"], "longer than nothing may move, cluster.stall_timeout_s=300; lower"),
         ([GAME, "rollout.max_turn_tokens=9000"], "rollout.max_turn_tokens=9000 is more than an answer may have"),
         ([GAME, "rollout.min_episodes=99"], "rollout.min_episodes=99 is more than a group has"),
         (["rollout.max_turns=3"], "rollout.max_turns has no effect: answers have one turn"),

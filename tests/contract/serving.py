@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from headway.data.types import FinishReason
-from headway.errors import DataError, RunError
+from headway.errors import ClientGone, DataError, RunError
 from headway.interfaces import Call, OnUpdate, Priority
 from tests.contract.harness import (
     CONTEXT,
@@ -278,7 +278,7 @@ class Serving(OfEngine):
             await until(replica, lambda: self.has(replica, 4))
             await replica.engine.drop("gone")
             await until(replica, lambda: self.has(replica, 2))
-            with pytest.raises(RunError, match="'gone' is gone"):
+            with pytest.raises(ClientGone, match="'gone' is gone"):
                 await reading
             await replica.engine.drop("unknown")
             assert [answer.whole for answer in await running] == [True, True]

@@ -154,6 +154,9 @@ class FakeKeeper(GroupKeeper):
     async def abort_older_than(self, version: int) -> None:
         await self._ordered(super().abort_older_than(version))
 
+    async def answer(self) -> None:
+        await self._ordered(super().answer())
+
     async def close(self) -> None:
         await self._ordered(super().close())
 
@@ -354,15 +357,16 @@ class FakeRollout(SimulatedRollout):
         self._asked = 0.0
 
     async def submit(self, client: str, calls: Sequence[Call]) -> None:
-        priority = calls[0].priority
-        numbers = dict.fromkeys(self.numbers.get((*call.trajectory[:3], priority), -1) for call in calls)
-        self.submitted.append((now(), tuple(numbers), priority))
+        for priority in dict.fromkeys(call.priority for call in calls):
+            those = [call for call in calls if call.priority is priority]
+            numbers = dict.fromkeys(self.numbers.get((*call.trajectory[:3], priority), -1) for call in those)
+            self.submitted.append((now(), tuple(numbers), priority))
         if self.hangs:
             return
-        if priority is Priority.VALIDATION:
+        if validating := {(client, call.number) for call in calls if call.priority is Priority.VALIDATION}:
             if not self._validating:
                 self._asked = now()
-            self._validating.update((client, call.number) for call in calls)
+            self._validating |= validating
         self._takes({(client, call.number) for call in calls})
         await super().submit(client, calls)
 

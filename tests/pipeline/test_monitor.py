@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import cast
 
 import pytest
 
 from headway.errors import StallError
 from headway.events import Note, ReplicaActivity
 from headway.interfaces import EngineStats
+from headway.pipeline.keepers import Keepers
 from headway.pipeline.monitor import FILE_WORK_FIRST_S, Monitor, Movement
+from headway.pipeline.state import RunState
 from headway.progress import Heartbeat
 from headway.simulate.clock import run_virtual
 from tests.pipeline.fakes import Recorder
@@ -64,6 +67,7 @@ def monitor(replica: Replica, recorder: Recorder, timeout: float = 10.0, workers
     recorder.on = movement.on_event
     return Monitor(
         Serving(replica),  # type: ignore[arg-type]
+        Keepers([], cast(RunState, None), timeout_s=1.0),
         [],
         movement,
         recorder.on_event,

@@ -53,6 +53,9 @@ class RemoteKeeper:
     async def abort_older_than(self, version: int) -> None:
         await self._worker.call("abort_older_than", version)
 
+    async def answer(self) -> None:
+        await self._worker.heartbeat()
+
     async def failures(self) -> AsyncGenerator[tuple[str, HeadwayError], None]:
         async with aclosing(self._worker.peer().each("failures")) as failures:
             async for failure in failures:

@@ -28,7 +28,7 @@ from headway.cluster.role_host import RoleHost
 from headway.cluster.roles.lookout import place
 from headway.concurrently import concurrently
 from headway.data.types import Handle
-from headway.errors import HeadwayError, RunError, StallError, WorkerDied
+from headway.errors import ClientGone, HeadwayError, RunError, StallError, WorkerDied
 from headway.progress import Heartbeat
 
 MAX_CALLS = 100_000
@@ -77,9 +77,14 @@ class WorkerActor:
             yield payload
 
     async def each(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
-        """Yield each item as one object."""
-        async for item in self._host.stream(method, *args):
-            yield item
+        """Yield each item as one object. Ends as if cancelled where the caller is gone: behind any other end Ray holds
+        this process's event loop up until the caller has received all items, which a silent machine never says.
+        """
+        try:
+            async for item in self._host.stream(method, *args):
+                yield item
+        except ClientGone as gone:
+            raise asyncio.CancelledError(str(gone)) from None
 
     async def heartbeat(self) -> Heartbeat:
         """Return the role's heartbeat, on the event loop's thread, while the role's own thread computes."""

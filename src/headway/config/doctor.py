@@ -101,7 +101,10 @@ def _programs(config: Config) -> Iterator[str]:
     if config.rollout.has_program and config.data.chat_template == "always":
         yield "data.chat_template=always: a program gets a prompt that is text as a user's message anyway; drop it"
     yield from program_problems(
-        config.rollout, by_program=config.reward.by_program, max_response_length=config.data.max_response_length
+        config.rollout,
+        by_program=config.reward.by_program,
+        max_response_length=config.data.max_response_length,
+        stall_timeout_s=config.cluster.stall_timeout_s,
     )
 
 

@@ -67,8 +67,15 @@ class ProgramKeys(Section):
         return bool(self.tools or self.environment or self.program)
 
 
-def program_problems(rollout: RolloutConfig, *, by_program: bool, max_response_length: int) -> Iterator[str]:
+def program_problems(
+    rollout: RolloutConfig, *, by_program: bool, max_response_length: int, stall_timeout_s: float
+) -> Iterator[str]:
     """What is wrong with programs and their limits. ``by_program``: the reward is the program's own."""
+    if rollout.has_program and rollout.step_timeout_s >= stall_timeout_s:
+        yield (
+            f"rollout.step_timeout_s={rollout.step_timeout_s:g} lets all episodes be in a step for longer than nothing "
+            f"may move, cluster.stall_timeout_s={stall_timeout_s:g}; lower the one or raise the other"
+        )
     given = {"tools": rollout.tools, "environment": rollout.environment, "program": rollout.program}
     chosen = [f"rollout.{name}" for name, value in given.items() if value]
     if len(chosen) > 1 and rollout.program:

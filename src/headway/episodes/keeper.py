@@ -162,6 +162,9 @@ class GroupKeeper:
         for group in held:
             self._start(group)
 
+    async def answer(self) -> None:
+        """See `headway.interfaces.Keeper.answer`."""
+
     def failures(self) -> AsyncGenerator[tuple[str, HeadwayError], None]:
         """See `headway.interfaces.Keeper.failures`."""
         return self._calls.failures()

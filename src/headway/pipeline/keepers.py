@@ -65,6 +65,9 @@ class KeeperClient(Remote):
         """Call the keeper, beside its orders. Takes as long as it takes."""
         await self._ask(call(self.keeper))
 
+    async def answer(self) -> None:
+        await self._ask_soon(self.keeper.answer(), "answer")
+
     async def generate(
         self, requests: Sequence[GroupRequest], *, on: str | None = None
     ) -> AsyncGenerator[FinishedGroup, None]:
@@ -174,6 +177,10 @@ class Keepers:
     async def abort_older_than(self, version: int) -> None:
         """End the training groups that have a token of an older version in a finished call."""
         await self._all(lambda keeper: keeper.abort_older_than(version))
+
+    async def check(self) -> None:
+        """Have every keeper answer. One that does not is gone."""
+        await concurrently(self._unless_gone(keeper.answer()) for keeper in list(self._serving.values()))
 
     # ------------------------------------------------------------------------------------- groups
 

@@ -11,6 +11,7 @@ from headway.errors import StallError
 from headway.events import Emit, Event, ReplicaActivity
 from headway.interfaces import EngineStats
 from headway.pipeline.fleet import Fleet
+from headway.pipeline.keepers import Keepers
 from headway.pipeline.liveness import ANSWER_S, SHORTEST_S, ask
 from headway.pipeline.receiver import Gone, Replica
 from headway.pipeline.stage import Stage, State
@@ -51,6 +52,7 @@ class Monitor:
     def __init__(
         self,
         fleet: Fleet,
+        keepers: Keepers,
         stages: Sequence[Stage[Any, Any]],
         movement: Movement,
         emit: Emit,
@@ -60,6 +62,7 @@ class Monitor:
         interval_s: float,
     ) -> None:
         self._fleet = fleet
+        self._keepers = keepers
         self._stages = stages
         self._emit = emit
         self._workers = workers
@@ -76,7 +79,7 @@ class Monitor:
     async def _report_always(self) -> None:
         while True:
             await asyncio.sleep(self._interval_s)
-            await self.report()
+            await concurrently([self.report(), self._keepers.check()])
 
     async def _end_when_stalled(self) -> None:
         while True:

@@ -199,6 +199,7 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
         ),
         monitor=Monitor(
             fleet,
+            keepers,
             [*upstream, *downstream],
             movement,
             emit,

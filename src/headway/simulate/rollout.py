@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from headway.data.types import TrajectoryId
-from headway.errors import RunError, UpdateFailed
+from headway.errors import ClientGone, RunError, UpdateFailed
 from headway.interfaces import Call, Capabilities, EngineStats, FinishedCall, OnUpdate, Paused, ReceiveReport
 from headway.simulate.contention import Contention
 from headway.simulate.lengths import LengthSampler
@@ -137,7 +137,7 @@ class SimulatedRollout:
         """Drop all calls of a client that is gone, and end its `finished`."""
         self._check_alive()
         if client in self._read:
-            self._outboxes[client].put_nowait(RunError(f"rollout engine {self.name}: {client!r} is gone"))
+            self._outboxes[client].put_nowait(ClientGone(f"rollout engine {self.name}: {client!r} is gone"))
         else:
             self._outboxes.pop(client, None)
         self._replica.drop(client)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from headway.errors import HeadwayError, RunError
+from headway.errors import ClientGone, HeadwayError, RunError
 from headway.interfaces import FinishedCall
 
 
@@ -49,7 +49,7 @@ class Inboxes:
         """Make whoever reads for ``client``, which is gone, stop with an error. Returns its inbox, if it had one."""
         inbox = self._of.pop(client, None)
         if inbox is not None:
-            inbox.batches.put_nowait(RunError(f"rollout engine {self._engine}: {client!r} is gone"))
+            inbox.batches.put_nowait(ClientGone(f"rollout engine {self._engine}: {client!r} is gone"))
         return inbox
 
     @contextmanager
