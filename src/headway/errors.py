@@ -59,7 +59,6 @@ class WorkerDied(RunError):
     """Error for a worker process that ended while the run needed it."""
 
 
-<<<<<<< HEAD
 class UserCodeFailed(RunError):
     """Error for a job in a runner whose user code raised. The message is the exception's type and text, one line."""
 
@@ -75,10 +74,10 @@ class RunnerLost(RunError):
         self.end = end
         self.culprit = culprit
         self.timed_out = timed_out
-=======
+
+
 class ClientGone(RunError):
     """Error that ends what an engine yields to a client that is gone."""
->>>>>>> keeperloss
 
 
 class StageFailed(RunError):
