@@ -102,5 +102,5 @@ def test_a_template_that_opens_answers_otherwise_than_it_asks_for_them_is_refuse
 
 
 def test_a_character_that_the_tokenizer_does_not_know_is_named():
-    with pytest.raises(DataError, match=r"tokenizer cannot read .*Ü"):
+    with pytest.raises(DataError, match=r"tokenizer cannot encode .*Ü"):
         demonstrated(chats(), [said("user", "1"), said("assistant", "Ü")])

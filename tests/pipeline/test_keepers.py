@@ -181,7 +181,8 @@ def test_a_keeper_that_joins_while_groups_are_held_back_starts_none_before_they_
         keepers.join(new)
         await asyncio.sleep(1.0)
         assert (new.asked != [], new._groups) == (True, {}), "it has the group, and has not started it"
-        await keepers.go_on()
+        keepers.go_on()
+        await asyncio.sleep(0.1)
         assert len(new._groups) == 1
         making.cancel()
         await asyncio.wait([making])
