@@ -87,6 +87,7 @@ def episodes(run: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", ["Count", "talk"])
 def test_an_agent_trains_in_a_run_like_any_other(recipe: Path, tmp_path: Path, name: str) -> None:
+    """Takes a while: processes are started for the program, once to look at it and once for the run."""
     result = train(recipe, tmp_path / "run", program(recipe, name), "cluster.backend=inline")
     assert (result["groups"]["trained"], result["balanced"]) == (32, True)
     assert {episode["turns"] for episode in episodes(tmp_path / "run")} == {3}
@@ -96,6 +97,7 @@ def test_an_agent_trains_in_a_run_like_any_other(recipe: Path, tmp_path: Path, n
 
 
 def test_a_group_goes_on_with_the_episodes_that_did_not_fail(recipe: Path, tmp_path: Path) -> None:
+    """Takes a while: processes are started for the program, once to look at it and once for the run."""
     result = train(recipe, tmp_path / "run", program(recipe, "some_fail"), "cluster.backend=inline")
     assert (result["groups"]["trained"], result["balanced"]) == (32, True)
     failures = {episode["failure"] for episode in episodes(tmp_path / "run")}
@@ -103,6 +105,7 @@ def test_a_group_goes_on_with_the_episodes_that_did_not_fail(recipe: Path, tmp_p
 
 
 def test_on_policy_episodes_are_the_same_in_every_run(recipe: Path, tmp_path: Path) -> None:
+    """Two runs, each of which starts processes for the program."""
     def steps(name: str) -> list[tuple[Any, Any]]:
         settings = ["mode=on_policy", "cluster.backend=inline", "rollout.total_rollout_steps=8"]
         train(recipe, tmp_path / name, program(recipe, "talk"), *settings)
