@@ -106,6 +106,7 @@ def test_a_group_goes_on_with_the_episodes_that_did_not_fail(recipe: Path, tmp_p
 
 def test_on_policy_episodes_are_the_same_in_every_run(recipe: Path, tmp_path: Path) -> None:
     """Two runs, each of which starts processes for the program."""
+
     def steps(name: str) -> list[tuple[Any, Any]]:
         settings = ["mode=on_policy", "cluster.backend=inline", "rollout.total_rollout_steps=8"]
         train(recipe, tmp_path / name, program(recipe, "talk"), *settings)
