@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import Any
 
 from headway.concurrently import Tasks, concurrently
@@ -180,7 +181,7 @@ class Keepers:
 
     async def check(self) -> None:
         """Have every keeper answer. One that does not is gone."""
-        await concurrently(self._unless_gone(keeper.answer()) for keeper in list(self._serving.values()))
+        await concurrently(self._unless_gone(keeper.answer) for keeper in list(self._serving.values()))
 
     # ------------------------------------------------------------------------------------- groups
 
@@ -310,16 +311,16 @@ class Keepers:
 
     async def _all(self, call: Call) -> None:
         """Call every keeper that serves. One that is gone is left out."""
-        await concurrently(self._unless_gone(keeper.call(call)) for keeper in list(self._serving.values()))
+        await concurrently(self._unless_gone(partial(keeper.call, call)) for keeper in list(self._serving.values()))
 
-    async def _unless_gone(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _unless_gone(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:
-            await work
+            await work()
         except Gone as gone:
             await self.lose(gone)
 
     def _attend(self, keeper: KeeperClient) -> None:
         """Carry out the orders of ``keeper``, and hear of the replicas that failed, until it is gone."""
         assert self._tasks is not None and self._on_failed is not None, "start comes first"
-        for work in (keeper.carry_out(), keeper.report_failures(self._on_failed)):
+        for work in (keeper.carry_out, partial(keeper.report_failures, self._on_failed)):
             self._started.append(self._tasks.start(self._unless_gone(work)))
