@@ -49,7 +49,7 @@ MOST_LOSSES = 200
 
 
 class Programs(Protocol):
-    """Where programs run: `headway.runners.Runners`, or a simulation."""
+    """Host of programs: `headway.episodes.runners.ProgramRunners`, or a simulation."""
 
     async def run(self, job: EpisodeStart, on_ask: Turn, *, on_begin: Callable[[], object] | None = None) -> EpisodeEnd:
         """Run a program to its end; its turns are ``on_ask``'s. ``on_begin`` is called when it begins.
@@ -190,7 +190,7 @@ class ProgramEpisode:
     @property
     def oldest_version(self) -> int | None:
         """The oldest version in a finished call; None before the first token."""
-        versions = [v for one in self._log.values() if one.result.done() for v in _versions(one.result)]
+        versions = [version for one in self._log.values() for version in _versions(one.result)]
         return min(versions, default=None)
 
     async def make(self) -> MadeEpisode:
@@ -208,8 +208,9 @@ class ProgramEpisode:
         try:
             async for attempt in retrying:
                 with attempt:
+                    if self._tries:
+                        one = _Try(self._hosting.record())
                     self._tries += 1
-                    one = _Try(self._hosting.record())
                     end = await self._run(one, whole)
         except HeadwayError as error:
             failure = str(error)
