@@ -86,6 +86,7 @@ def ray_here(request: pytest.FixtureRequest) -> Iterator[None]:
     with sigterm_kept(), pytest.MonkeyPatch.context() as patch:
         root = request.config.rootpath
         patch.setenv("PYTHONPATH", os.pathsep.join([str(root / "src"), str(root)]))
+        patch.setenv("RAY_worker_niceness", "0")  # as Headway's own Ray has it
         context = ray.init(
             address="local",
             num_cpus=2,

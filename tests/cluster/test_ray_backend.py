@@ -63,6 +63,7 @@ async def test_a_version_equals_one_process_bit_for_bit_and_a_killed_replica_end
         replica = workers.rollouts[0]._worker
         assert isinstance(replica, RayWorker)
         assert replica.pid is not None
+        assert os.getpriority(os.PRIO_PROCESS, replica.pid) == os.getpriority(os.PRIO_PROCESS, 0)
         os.kill(replica.pid, signal.SIGKILL)
         async with asyncio.timeout(15):
             with pytest.raises(WorkerDied, match=r"worker rollout-0 died.*rollout-0\.log"):

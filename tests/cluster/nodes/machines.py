@@ -210,6 +210,7 @@ def environment() -> dict[str, str]:
         "PYTHONPATH": f"{REPOSITORY / 'src'}:{REPOSITORY}",
         "RAY_AUTH_MODE": "disabled",
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",
         "OMP_NUM_THREADS": "1",
     }
 
