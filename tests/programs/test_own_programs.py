@@ -366,7 +366,7 @@ async def test_an_object_of_a_class_makes_each_episode(program):
             {},
             "plain is a plain function, and would hold all other episodes while it waits for the model; write as",
         ),
-        ("stream", {}, "stream is a plain function"),
+        ("stream", {}, "stream yields; return the episode.s reward"),
         ("Plain", {}, "Plain.run is a plain function"),
         (
             "Without",

@@ -286,7 +286,7 @@ def test_steps_of_episodes_are_a_lane_with_how_many_there_were_at_once() -> None
     waits = lane(timeline, "steps: waited for")
     assert [(s.start, s.end) for s in waits.spans] == [(100.2, 101.5)]
     assert "up to 2 episodes wait at once for an environment" in waits.spans[0].label
-    counter = next(c for c in timeline.counters if c.name == "episodes in their environments")
+    counter = next(c for c in timeline.counters if c.name == "episodes in environments")
     assert dict(counter.points)[101.5] == 2
 
 

@@ -28,6 +28,8 @@ class OwnProgram:
         self._run = found if callable(found) and not inspect.isclass(found) else getattr(found, "run", None)
         if self._run is None:
             raise UserCodeError(f"{who}: it is {_kind(found)} without run; {EXPECTED}")
+        if inspect.isasyncgenfunction(self._run):
+            raise UserCodeError(f"{who}: {_name(self._run)} yields; return the episode's reward from it instead")
         if not _is_coroutine_function(self._run):
             raise UserCodeError(
                 f"{who}: {_name(self._run)} is a plain function, and would hold all other episodes while it waits for "

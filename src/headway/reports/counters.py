@@ -105,9 +105,9 @@ class Counters:
         generating = Counter("answers being generated", *self._generated.levels(), limit=self.slots or None)
         found = (
             generating,
-            Counter("episodes waiting for the policy", *self._in_turns.levels()),
-            Counter("episodes in their environments", *self._in_steps.levels()),
-            Counter("episodes waiting for an environment", *self._waiting.levels()),
+            Counter("episodes at the policy", *self._in_turns.levels()),
+            Counter("episodes in environments", *self._in_steps.levels()),
+            Counter("episodes not begun", *self._waiting.levels()),
             _counter("groups in the queue", self._queue),
             _counter("largest lag trained", self._lags),
         )
