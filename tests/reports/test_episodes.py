@@ -320,6 +320,6 @@ def test_an_episode_is_counted_in_its_steps_and_between_them_where_it_waits_for_
     counters.on_event(episode(steps=[(1, 2), (4, 5)]))
     found = {counter.name: list(counter.points) for counter in counters.all()}
     assert found == {
-        "episodes in their environments": [(1, 1), (2, 0), (4, 1), (5, 0)],
-        "episodes waiting for the policy": [(2, 1), (4, 0)],
+        "episodes in environments": [(1, 1), (2, 0), (4, 1), (5, 0)],
+        "episodes at the policy": [(2, 1), (4, 0)],
     }

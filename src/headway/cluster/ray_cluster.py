@@ -141,7 +141,7 @@ class RayCluster:
             self._messages.close()
 
     def _init(self) -> None:
-        # Ray's processes inherit these: no reports to its makers, devices hidden from no worker that asked for none, and
+        # Ray's processes inherit these: no reports to its makers; devices hidden from no worker that asked for none;
         # workers that do not yield to all else on the machine: niced by 15, as Ray has it, they take minutes to start
         # beside a few busy processes.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
