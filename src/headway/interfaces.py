@@ -319,7 +319,7 @@ class RolloutEngine(PolicyReceiver, Protocol):
         """
 
     def finished(self, client: str) -> AsyncIterator[Sequence[FinishedCall]]:
-        """Yield the finished calls of ``client``, in one batch for each step that finished some.
+        """Yield the finished calls of ``client``: each time all that are finished by then, one at least.
 
         One iterator for each client. It ends with the engine, by raising; leaving it drops the client's other calls:
         nothing more is sampled for them. Aborted calls are yielded too, with finish reason ``aborted``.

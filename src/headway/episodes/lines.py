@@ -2,7 +2,7 @@
 
 keeper ──submit, abort──▶ orders ──one message a loop turn──▶ engine
    ▲                                                            │
-   └──────────── a batch for each step that finished some ──────┘
+   └──────────── batches of what has finished since the last ───┘
 """
 
 from __future__ import annotations

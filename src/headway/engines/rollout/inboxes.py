@@ -20,11 +20,17 @@ class CallInbox:
     batches: asyncio.Queue[Sequence[FinishedCall] | HeadwayError] = field(default_factory=asyncio.Queue)
 
     async def next(self) -> Sequence[FinishedCall]:
-        """The next batch of calls that are done. Raises what the engine ended with, if that comes instead."""
-        batch = await self.batches.get()
-        if isinstance(batch, HeadwayError):
-            raise batch
-        return batch
+        """All calls that are done by now, one at least. Raises what the engine ended with, once they are returned."""
+        done: list[FinishedCall] = []
+        while not done or not self.batches.empty():
+            batch = await self.batches.get()
+            if isinstance(batch, HeadwayError):
+                if not done:
+                    raise batch
+                self.batches.put_nowait(batch)  # the last thing in the inbox, for the next time
+                break
+            done += batch
+        return done
 
 
 class Inboxes:

@@ -172,7 +172,7 @@ class NativeEngine:
         await self._ask(lambda: self._submit(inbox, calls))
 
     async def finished(self, client: str) -> AsyncIterator[Sequence[FinishedCall]]:
-        """Yield the finished calls of ``client``, in a batch for each step. Leaving it drops the client's other calls.
+        """Yield the finished calls of ``client``, in batches. Leaving it drops the client's other calls.
 
         Raises `RunError` where another iterator of this client is open.
         """
