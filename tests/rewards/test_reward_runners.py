@@ -550,7 +550,7 @@ def test_a_busy_worker_prints_to_its_parents_stderr_and_dies_with_it(
 
 
 @contextlib.contextmanager
-def ended(pid: int, within_s: float = 10.0):
+def ended(pid: int, within_s: float = 60.0):
     """The process ``pid`` ends after the block, in time."""
     descriptor = os.pidfd_open(pid)
     try:
