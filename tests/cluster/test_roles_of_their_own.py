@@ -121,7 +121,6 @@ async def one_version(workers: Workers, cfg: Config, get: Get) -> Outcome:
         ids=tuple(t.id for _, t in trajectories),
         rewards=np.array([t.id.k - 1.5 + group.number for group, t in trajectories], np.float32),
         groups=np.array([group.number for group, _ in trajectories]),
-        finished=np.array([t.id.k != 2 for _, t in trajectories], np.bool_),
         episode_of=np.arange(len(trajectories)),
     )
     current = arrays(await workers.train.forward_logprobs(samples), get)

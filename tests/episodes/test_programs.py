@@ -15,7 +15,8 @@ import pytest
 from headway.data.types import FinishReason, Prompt, RowTokens, SampledTokens, TrajectoryId
 from headway.episodes.alone import keeping
 from headway.episodes.keeper import GroupKeeper
-from headway.episodes.programs import Hosting, Limits, Turn
+from headway.episodes.limits import Limits
+from headway.episodes.programs import Hosting, Turn
 from headway.episodes.record import Chats
 from headway.episodes.step_times import MOST_STEPS, StepTimes
 from headway.errors import DataError, EpisodeOver, ProgramAway, ProgramFailed, RunError, RunnerLost

@@ -141,9 +141,9 @@ class RayCluster:
             self._messages.close()
 
     def _init(self) -> None:
-        # Ray's processes inherit these: no reports to its makers, devices hidden from no worker that asked for none, and
-        # workers that do not yield to all else on the machine: niced by 15, as Ray has it, they take minutes to start
-        # beside a few busy processes.
+        # Ray's processes inherit these: no reports to its makers, devices hidden from no worker that asked for
+        # none, and workers that yield to nothing else on the machine: niced by 15, as Ray has it, they take
+        # minutes to start beside a few busy processes.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_worker_niceness", "0")
