@@ -22,6 +22,7 @@ from headway.cli import cli
 from headway.config.model import MakeModelConfig
 from headway.errors import ModelError, RunError
 from headway.models.make import make_model
+from tests.tiers import mostly_slow
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "errors.md"
 RECIPE = """\
@@ -479,8 +480,9 @@ def test_a_start_that_is_refused_by_a_worker_leaves_the_directory_free(
     assert (here / "run").exists() != user
 
 
-@pytest.mark.parametrize("name", IN_THE_RUN)
+@mostly_slow("name", IN_THE_RUN, quick=["raises", "always the same"])
 def test_a_reward_of_no_use_ends_the_run_with_its_reason(name: str, here: Path) -> None:
+    """Makes a whole run, with processes that score."""
     row = WHILE_IT_RUNS[name]
     (here / "reward.py").write_text(IN_THE_RUN[name])
     settings = ("rollout.total_rollout_steps=1", "actor.ppo_mini_batch_size=1", "algorithm.filter_groups.enable=true")

@@ -20,7 +20,6 @@ from headway.cluster.ray_worker import RayWorker
 from headway.errors import UpdateFailed, WorkerDied
 from headway.interfaces import OnUpdate
 from tests.cluster.one_version import N, generate, one_version, request, tiny_config, update
-from tests.tiers import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("workers_can_import_tests")
 
@@ -129,7 +128,7 @@ async def another_keeper_makes_the_same_groups(workers: Workers, expected: list[
     assert [t.text for group in again for t in group.trajectories] == expected
 
 
-@mostly_slow(
+@pytest.mark.parametrize(
     "sections",
     [
         {"param_update": {"transport": "object_store", "encoding": "delta"}},
@@ -137,13 +136,17 @@ async def another_keeper_makes_the_same_groups(workers: Workers, expected: list[
         {"param_update": {"transport": "disk"}, "trainer": {"n_gpus_per_node": 2}},
         {"placement": {"kind": "shared"}, "trainer": {"n_gpus_per_node": 2}, "rollout": {"n_gpus_per_node": 2}},
     ],
-    quick=[{"param_update": {"transport": "disk"}, "trainer": {"n_gpus_per_node": 2}}],
     ids=str,
 )
+@pytest.mark.slow
 async def test_versions_arrive_whichever_way_they_take(
     ray_here: None, tiny_model: str, tmp_path: Path, sections: dict[str, Any]
 ) -> None:
-    """Small buckets, so that tensors are split; with two ranks each has half of every tensor."""
+    """Small buckets, so that tensors are split; with two ranks each has half of every tensor.
+
+    Starts workers that import torch. What `make test` has of this: whole runs on Ray, of two ranks, too, in `test_updates`, and transports without
+    Ray in `test_roles_of_their_own`.
+    """
     sections["rollout"] = {"param_update_preduce_bucket_size_mb": 0.01, **sections.get("rollout", {})}
     config = tiny_config("ray", **sections)
     workers = await start_backend(config, model_path=tiny_model, run_dir=tmp_path, total_optimizer_steps=4)

@@ -32,8 +32,9 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_job(tmp_path_factory.mktemp("runs"))
 
 
-@mostly_slow("mode", PRESETS, quick=["colocate_sync", "async_partial", "overlapped", "colocate_async"])
+@mostly_slow("mode", PRESETS, quick=["colocate_sync", "async_partial"])
 def test_every_mode_runs_by_switching_its_name_alone(recipe: Path, tmp_path: Path, mode: str) -> None:
+    """Makes a whole run. Two more modes run in `make test`: see `test_updates`."""
     result = train(recipe, tmp_path / "run", f"mode={mode}", "cluster.backend=inline", "rollout.total_rollout_steps=32")
     groups, lag = result["groups"], result["lag"]
     assert groups["trained"] == 32
@@ -45,11 +46,13 @@ def test_every_mode_runs_by_switching_its_name_alone(recipe: Path, tmp_path: Pat
 
 
 def test_one_step_off_has_lag_0_then_1_for_ever(recipe: Path, tmp_path: Path) -> None:
+    """Makes a whole run."""
     train(recipe, tmp_path / "run", "mode=one_step_off", "cluster.backend=inline", "rollout.total_rollout_steps=24")
     assert [set(step["lags"]) for step in events(tmp_path / "run", "optimizer.stepped")] == [{0}, *[{1}] * 5]
 
 
 def test_a_run_of_several_sources_and_rewards_tells_of_each(recipe: Path, tmp_path: Path) -> None:
+    """Makes a whole run."""
     for name, long in (("short", []), ("mixed", ["sort:" + "3" * 40 + "="] * 3)):
         prompts = ["sort:31=", "sort:52=", "sort:74=", *long]
         rows = ({"prompt": prompt, "answer": "13", "data_source": name} for prompt in prompts)
@@ -77,6 +80,7 @@ def test_a_run_of_several_sources_and_rewards_tells_of_each(recipe: Path, tmp_pa
 
 
 def test_the_exported_model_opens_as_a_hugging_face_folder(recipe: Path, tmp_path: Path) -> None:
+    """Makes a whole run."""
     train(recipe, tmp_path / "run", "cluster.backend=inline")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
