@@ -187,7 +187,7 @@ async def test_a_start_without_enough_devices_says_what_is_lacking_before_its_ti
 ) -> None:
     monkeypatch.setattr(resource_pool, "CPU_SHARE", 2)
     config = tiny_config("ray", cluster={"start_timeout_s": 4})
-    with pytest.raises(StallError, match=r"did not reserve 2 x \{'CPU': 2\} within 2 s; .* has \{'CPU': 2\.0\}"):
+    with pytest.raises(StallError, match=r"did not reserve 2 x \{'CPU': 2\} within [1-3] s; .* has \{'CPU': 2\.0\}"):
         await start_backend(config, model_path="m", run_dir=tmp_path, total_optimizer_steps=1)
 
 

@@ -199,7 +199,10 @@ class ProgramEpisode:
         if one.limit is not None and (one.limit not in self._limits.train_on or not one.calls):
             return self._limits.text(one.limit)
         if not one.calls:
-            return "the program ended without a turn of the policy; call chat.turn(messages) at least once"
+            return (
+                "the program made no turn: it ended without an answer of the model, so there is nothing to train on; "
+                "call chat.turn(messages) at least once"
+            )
         if self._hosting.gives_reward and end.reward is None and not end.turn_rewards and one.limit is None:
             return "the program gave no reward; return one from it, or name a reward.function that scores answers"
         return None
