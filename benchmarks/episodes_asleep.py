@@ -27,7 +27,8 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks import episodes_program
 from headway.data.types import FinishReason, Prompt, SampledTokens, TrajectoryId
 from headway.episodes.alone import keeping
-from headway.episodes.programs import Hosting, Limits, Programs, Turn
+from headway.episodes.limits import Limits
+from headway.episodes.programs import Hosting, Programs, Turn
 from headway.episodes.record import Chats, Prompted
 from headway.episodes.rendering import ChatRenderer
 from headway.interfaces import Call, FinishedCall, GroupRequest, SamplingParams

@@ -100,7 +100,7 @@ def test_a_file_that_grows_is_progress_and_its_bytes_are_patience(tmp_path: Path
         assert made.heartbeat().patience_s == 120
         (tmp_path / "model").mkdir()
         (tmp_path / "model" / "shard").write_bytes(b"x" * 4000)
-        until = time.monotonic() + 5
+        until = time.monotonic() + 60
         while made.heartbeat().quiet_s and time.monotonic() < until:
             time.sleep(0.005)
         assert made.heartbeat().quiet_s == 0

@@ -395,9 +395,6 @@ class Keeper(Protocol):
     async def go_on(self) -> None:
         """Start the groups that were held back, and new ones again."""
 
-    async def abort(self, numbers: Sequence[int]) -> None:
-        """End these training groups as they are. Unknown numbers are ignored."""
-
     async def abort_older_than(self, version: int) -> None:
         """End the training groups that have a token of an older version in a call that is finished."""
 

@@ -78,14 +78,14 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 time.sleep(600)
 """
     started = time.monotonic()
-    found = answered(tmp_path, code, limit_s=1.5)
-    assert time.monotonic() - started < 10
+    found = answered(tmp_path, code, limit_s=4.0)
+    assert time.monotonic() - started < 60
     assert (found["outcome"], found["seconds"] > 1) == ("failed", True)
-    assert found["lines"] == ["it was not over after 2 s; the last that it printed: waiting"]
+    assert found["lines"] == ["it was not over after 4 s; the last that it printed: waiting"]
     with suppress(ProcessLookupError):  # gone already, or about to be
         ends = select.poll()
         ends.register(pidfd := os.pidfd_open(int(child.read_text())))
-        assert ends.poll(5000), "what the check had started still runs"
+        assert ends.poll(60_000), "what the check had started still runs"
         os.close(pidfd)
 
 

@@ -22,6 +22,7 @@ from headway.cli import cli
 from headway.config.model import MakeModelConfig
 from headway.errors import ModelError, RunError
 from headway.models.make import make_model
+from tests.tiers import mostly_slow
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "errors.md"
 RECIPE = """\
@@ -40,6 +41,7 @@ ROWS = "".join(json.dumps({"prompt": f"{i}=", "answer": str(i)}) + "\n" for i in
 CHATS = '{"prompt": [{"role": "user", "content": "1="}], "answer": "1"}\n' * 6
 CORRECTED = ("async_training.use_rollout_log_probs=false", "algorithm.rollout_correction.name=truncate")
 SCORE = "def score(response, answer):\n"
+PROGRAM = "async def run(row, chat): ...\n"
 
 Prepare = Callable[[Path], object]
 """Does something wrong in the folder in which the command will run."""
@@ -77,6 +79,10 @@ def data(content: str | bytes, *arguments: str, dry: bool = True) -> Case:
 
 def reward(code: str, *arguments: str, dry: bool = True) -> Case:
     return written("reward.py", code, "reward.function=reward.py:score", *arguments, dry=dry)
+
+
+def agent(code: str, *arguments: str, dry: bool = True) -> Case:
+    return written("agent.py", code, *arguments, dry=dry)
 
 
 def own_task(made: str) -> Case:
@@ -163,6 +169,15 @@ def held_out_without_a_column(folder: Path) -> None:
 def held_out_without_answers(folder: Path) -> None:
     (folder / "val.jsonl").write_text('{"prompt": "1=", "answer": null}\n' * 3)
     (folder / "recipe.yaml").write_text(RECIPE.replace("val_size: 2", "val: val.jsonl"))
+
+
+def model_with_a_template_and_a_tool(folder: Path) -> None:
+    template = "{% for message in messages %}{{ message.content }}{{ eos_token }}{% endfor %}"
+    path = folder / "model" / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    (folder / "agent.py").write_text(
+        'def act(a: int) -> int:\n    """Acts.\n\n    Args:\n        a: how often\n    """\n    return a\n'
+    )
 
 
 def closed_port() -> int:
@@ -330,6 +345,26 @@ CASES = {
     "a parameter that it does not take": reward(SCORE + " return 1.0\n", "reward.params={scale: 2}"),
     "tags that are no list": setting("reward.function=format", "reward.params={tags: 5}"),
     "a group that is no name": setting("reward.function=regex", "reward.params={pattern: '(a)', group: [1]}"),
+    # programs
+    "a tool without types": agent("def act(a):\n    'Acts.'\n", "rollout.tools=[agent.py:act]"),
+    "a tool without a docstring": agent("def act(a: int) -> int: return a\n", "rollout.tools=[agent.py:act]"),
+    "tools that the template does not show": Case(
+        ("rollout.tools=[agent.py:act]",), model_with_a_template_and_a_tool, dry=False
+    ),
+    "a program and no chat template": agent(PROGRAM, "rollout.program=agent.py:run", dry=False),
+    "an environment of no known form": agent(
+        "class Game:\n    def play(self): ...\n", "rollout.environment=agent.py:Game"
+    ),
+    "an environment that lacks a method": agent(
+        "class Game:\n    def reset(self, seed=None): ...\n", "rollout.environment=agent.py:Game"
+    ),
+    "a program that is not asynchronous": agent("def run(row): ...\n", "rollout.program=agent.py:run"),
+    "no such program": agent("", "rollout.program=agent.py:run"),
+    "an environment and a program": agent(PROGRAM, "rollout.program=agent.py:run", "rollout.environment=agent.py:Game"),
+    "no turns": agent(PROGRAM, "rollout.program=agent.py:run", "rollout.max_turns=0"),
+    "a step longer than its episode": agent(PROGRAM, "rollout.program=agent.py:run", "rollout.episode_timeout_s=10"),
+    "turns without a program": setting("rollout.max_turns=3"),
+    "a secret that is not there": agent(PROGRAM, "rollout.program=agent.py:run", "rollout.env={KEY: NOT_SET_HERE}"),
     # run directory and cluster
     "run.dir is a file": written("run", "", dry=False),
     "run.dir holds a run": written("run/events.jsonl", "", dry=False),
@@ -373,7 +408,9 @@ def _table(*sections: str) -> dict[str, Row]:
     return rows
 
 
-BEFORE_THE_RUN = _table("Command and file", "Settings", "Model", "Data", "Reward", "Run directory and cluster")
+BEFORE_THE_RUN = _table(
+    "Command and file", "Settings", "Model", "Data", "Reward", "Programs", "Run directory and cluster"
+)
 WHILE_IT_RUNS = _table("While a run goes on")
 
 
@@ -479,8 +516,9 @@ def test_a_start_that_is_refused_by_a_worker_leaves_the_directory_free(
     assert (here / "run").exists() != user
 
 
-@pytest.mark.parametrize("name", IN_THE_RUN)
+@mostly_slow("name", IN_THE_RUN, quick=["raises", "always the same"])
 def test_a_reward_of_no_use_ends_the_run_with_its_reason(name: str, here: Path) -> None:
+    """Makes a whole run, with processes that score."""
     row = WHILE_IT_RUNS[name]
     (here / "reward.py").write_text(IN_THE_RUN[name])
     settings = ("rollout.total_rollout_steps=1", "actor.ppo_mini_batch_size=1", "algorithm.filter_groups.enable=true")

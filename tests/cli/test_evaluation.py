@@ -602,7 +602,7 @@ def test_ctrl_c_ends_it_with_what_was_answered_on_disk(tiny: Path, tmp_path: Pat
     assert "Traceback" not in err + out
     assert [answer["row"] for answer in lines_of(output)] == list(range(10))
     assert workers
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while alive(workers):
         assert time.monotonic() < deadline, f"{alive(workers)} of {workers} are left"
         time.sleep(0.05)

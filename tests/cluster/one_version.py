@@ -91,7 +91,6 @@ async def one_version(workers: Workers) -> Outcome:
         ids=tuple(t.id for _, t in trajectories),
         rewards=np.array([t.id.k - 1.5 for _, t in trajectories], np.float32),
         groups=np.array([group.number for group, _ in trajectories]),
-        finished=np.ones(len(trajectories), np.bool_),
         episode_of=np.arange(len(trajectories)),
     )
     assert workers.ref is not None

@@ -48,7 +48,7 @@ def test_a_child_that_outlives_its_parent_and_ignores_sigterm_is_ended(
     parent.wait()
     family.update()  # the orphan is nobody's descendant any more
     assert family.left_after(0.05) == [child]
-    assert family.end(orderly_s=0, terminated_s=0.2) == []
+    assert family.end(orderly_s=0, terminated_s=1) == []
     assert parent.stdout is not None
     assert parent.stdout.read() == "", "nobody holds the pipe's other end any more"
 
@@ -59,7 +59,7 @@ def test_only_what_has_the_title_and_what_is_below_it_belongs_to_a_family(
     """Starts a family of processes, and waits for their orderly end."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stranger:
         assert len(Family(TITLE)) == 2
-        assert Family(TITLE).end(orderly_s=0, terminated_s=5) == []
+        assert Family(TITLE).end(orderly_s=0, terminated_s=60) == []
         assert stranger.poll() is None
         stranger.kill()
 
@@ -68,7 +68,7 @@ def test_processes_that_end_by_themselves_are_left_to_it() -> None:
     parent, _ = start("")
     family = Family(TITLE)
     parent.communicate()
-    assert family.end(orderly_s=10) == []
+    assert family.end(orderly_s=60) == []
     assert parent.returncode == 0
 
 

@@ -20,9 +20,11 @@ from headway.cluster.ray_worker import RayWorker
 from headway.errors import UpdateFailed, WorkerDied
 from headway.interfaces import OnUpdate
 from tests.cluster.one_version import N, generate, one_version, request, tiny_config, update
-from tests.tiers import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("workers_can_import_tests")
+
+WAIT_S = 120.0
+"""For processes to start, and to be seen to have ended, on a machine with other work."""
 
 
 async def test_a_version_equals_one_process_bit_for_bit_and_a_killed_replica_ends_in_a_named_error(
@@ -65,7 +67,7 @@ async def test_a_version_equals_one_process_bit_for_bit_and_a_killed_replica_end
         assert replica.pid is not None
         assert os.getpriority(os.PRIO_PROCESS, replica.pid) == os.getpriority(os.PRIO_PROCESS, 0)
         os.kill(replica.pid, signal.SIGKILL)
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(WAIT_S):
             with pytest.raises(WorkerDied, match=r"worker rollout-0 died.*rollout-0\.log"):
                 await staging
             with pytest.raises(WorkerDied, match="worker rollout-0 died"):
@@ -108,7 +110,7 @@ async def another_keeper_makes_the_same_groups(workers: Workers, expected: list[
     await keeper.route([replica.name])
     groups = keeper.generate([request(row) for row in range(2, 4)])
     making = asyncio.create_task(anext(groups))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WAIT_S):
         while await calls_at(replica) < 2 * N:  # noqa: ASYNC110 - another process begins
             await asyncio.sleep(0.02)
         worker = keeper._worker
@@ -126,7 +128,7 @@ async def another_keeper_makes_the_same_groups(workers: Workers, expected: list[
     assert [t.text for group in again for t in group.trajectories] == expected
 
 
-@mostly_slow(
+@pytest.mark.parametrize(
     "sections",
     [
         {"param_update": {"transport": "object_store", "encoding": "delta"}},
@@ -134,13 +136,17 @@ async def another_keeper_makes_the_same_groups(workers: Workers, expected: list[
         {"param_update": {"transport": "disk"}, "trainer": {"n_gpus_per_node": 2}},
         {"placement": {"kind": "shared"}, "trainer": {"n_gpus_per_node": 2}, "rollout": {"n_gpus_per_node": 2}},
     ],
-    quick=[{"param_update": {"transport": "disk"}, "trainer": {"n_gpus_per_node": 2}}],
     ids=str,
 )
+@pytest.mark.slow
 async def test_versions_arrive_whichever_way_they_take(
     ray_here: None, tiny_model: str, tmp_path: Path, sections: dict[str, Any]
 ) -> None:
-    """Small buckets, so that tensors are split; with two ranks each has half of every tensor."""
+    """Small buckets, so that tensors are split; with two ranks each has half of every tensor.
+
+    Starts workers that import torch. What `make test` has of this: whole runs on Ray, of two ranks, too, in
+    `test_updates`, and transports without Ray in `test_roles_of_their_own`.
+    """
     sections["rollout"] = {"param_update_preduce_bucket_size_mb": 0.01, **sections.get("rollout", {})}
     config = tiny_config("ray", **sections)
     workers = await start_backend(config, model_path=tiny_model, run_dir=tmp_path, total_optimizer_steps=4)
@@ -175,7 +181,7 @@ async def test_a_node_that_was_killed_is_named_and_leaves_neither_process_nor_fo
     assert not dead.done()
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(WorkerDied, match=rf"Ray's raylet on this machine \(pid {pid}\) ended, and the run's workers"):
-        await asyncio.wait_for(dead, 20)
+        await asyncio.wait_for(dead, WAIT_S)
     await cluster.stop()
     assert len(family) > len(others) + 1
     assert set(family.left_after(0)) <= others

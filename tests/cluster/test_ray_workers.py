@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -31,6 +32,9 @@ from headway.data.types import Sample
 from headway.errors import ConfigError, ModelError, RunError, StallError, UpdateFailed, WorkerDied
 from tests.cluster.fakes import EchoRole, echo_specs, group_tokens, sample
 from tests.cluster.one_version import tiny_config
+
+WAIT_S = 60.0
+"""For a worker to answer, or to be seen to have ended, on a machine with other work."""
 
 
 @pytest_asyncio.fixture
@@ -78,7 +82,7 @@ async def test_an_interrupt_does_not_end_a_worker(workers: list[RayWorker]) -> N
 
 async def test_a_worker_says_what_it_does_while_its_thread_is_busy(workers: list[RayWorker]) -> None:
     leaving = asyncio.create_task(workers[0].call("was_left"))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WAIT_S):
         while not (beat := await workers[0].heartbeat()).doing:  # noqa: ASYNC110 - another process begins
             await asyncio.sleep(0.01)
         async with aclosing(workers[0].stream("endless")) as pairs:
@@ -86,8 +90,8 @@ async def test_a_worker_says_what_it_does_while_its_thread_is_busy(workers: list
             both = (await workers[0].heartbeat()).doing
         assert await leaving
         assert (await workers[1].heartbeat()).doing == ""
-    assert beat.doing.startswith("was_left for 0 s, no progress for 0 s")
-    assert "; 1 × endless for 0 s" in both
+    assert re.match(r"was_left for \d+ s, no progress for \d+ s$", beat.doing)
+    assert re.search(r"; 1 × endless for \d+ s$", both)
 
 
 async def test_columns_stay_behind_references_and_are_read_by_the_rank_that_needs_them(
@@ -132,7 +136,7 @@ async def test_leaving_a_stream_of_a_worker_that_died_is_harmless(workers: list[
 
 
 async def test_a_roles_own_error_arrives_as_it_was_raised_though_the_other_rank_hangs(workers: list[RayWorker]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WAIT_S):
         with pytest.raises(UpdateFailed, match=r"^rank 1 was told to fail$"):
             await ranks(workers).fail_on(1)
 
@@ -143,7 +147,7 @@ async def test_a_foreign_error_names_the_worker_the_method_and_the_log(workers: 
 
 
 async def test_a_killed_worker_is_named_by_the_call_that_was_waiting_for_it(workers: list[RayWorker]) -> None:
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(WAIT_S):
         with pytest.raises(WorkerDied, match=r"worker echo-0 died.*'die'.*echo-0\.log.*memory had run out"):
             await workers[0].call("die")
     assert (await workers[1].call("describe"))["rank"] == 1
@@ -166,7 +170,7 @@ async def test_a_killed_worker_is_noticed_while_nobody_calls_it(workers: list[Ra
     await workers[1].call("describe")
     assert workers[1].pid is not None
     os.kill(workers[1].pid, signal.SIGKILL)
-    done, pending = await asyncio.wait(watching, timeout=15, return_when=asyncio.FIRST_COMPLETED)
+    done, pending = await asyncio.wait(watching, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)
     assert done == {watching[1]}
     assert isinstance(watching[1].exception(), WorkerDied)
     for task in pending:
@@ -182,8 +186,8 @@ async def test_a_start_without_enough_devices_says_what_is_lacking_before_its_ti
     ray_here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource_pool, "CPU_SHARE", 2)
-    config = tiny_config("ray", cluster={"start_timeout_s": 2})
-    with pytest.raises(StallError, match=r"did not reserve 2 x \{'CPU': 2\} within 1 s; .* has \{'CPU': 2\.0\}"):
+    config = tiny_config("ray", cluster={"start_timeout_s": 4})
+    with pytest.raises(StallError, match=r"did not reserve 2 x \{'CPU': 2\} within [1-3] s; .* has \{'CPU': 2\.0\}"):
         await start_backend(config, model_path="m", run_dir=tmp_path, total_optimizer_steps=1)
 
 

@@ -117,7 +117,7 @@ async def test_a_device_has_a_place_when_ray_answers_on_its_machine(monkeypatch:
     pool = ResourcePool(cast(Any, None), 0)
     monkeypatch.setattr(resource_pool, "LOOK_AGAIN_S", 0.0)
     monkeypatch.setattr(pool, "_node", lambda device: looks.pop(0))
-    await asyncio.wait_for(pool.find_place(1), 10)
+    await asyncio.wait_for(pool.find_place(1), 60)
     assert looks == []
     server.close()
 

@@ -121,7 +121,6 @@ async def one_version(workers: Workers, cfg: Config, get: Get) -> Outcome:
         ids=tuple(t.id for _, t in trajectories),
         rewards=np.array([t.id.k - 1.5 + group.number for group, t in trajectories], np.float32),
         groups=np.array([group.number for group, _ in trajectories]),
-        finished=np.array([t.id.k != 2 for _, t in trajectories], np.bool_),
         episode_of=np.arange(len(trajectories)),
     )
     current = arrays(await workers.train.forward_logprobs(samples), get)
@@ -345,7 +344,7 @@ async def test_on_ray_a_version_equals_one_process_and_a_dead_copy_ends_the_run(
         death = asyncio.create_task(workers.watch())
         assert copy._worker.pid is not None
         os.kill(copy._worker.pid, signal.SIGKILL)
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(60):
             with pytest.raises(WorkerDied, match=r"worker logp-0 died.*logp-0\.log"):
                 await death
     finally:

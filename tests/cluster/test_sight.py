@@ -185,7 +185,7 @@ async def test_a_directory_of_weights_that_a_receiver_does_not_see_is_refused(he
 
 async def test_a_replica_that_came_later_is_looked_at_alone(here: Machine, there: Machine) -> None:
     sight = Sight(SharedFiles(RUN, MODEL, "broadcast", None), here)
-    await asyncio.wait_for(sight.check_replica(cast(Worker, Looking("rollout-0+1", there))), 5)
+    await asyncio.wait_for(sight.check_replica(cast(Worker, Looking("rollout-0+1", there))), 60)
     there.has("config.json", "[]")
     with pytest.raises(ModelError, match="rollout-0\\+1 on node-2"):
         await sight.check_replica(cast(Worker, Looking("rollout-0+1", there)))

@@ -25,13 +25,13 @@ from headway.weights.transports.group import open_store
 from headway.weights.transports.links import EndContext, Meeting, make_link, open_receiver
 from tests.engines.rollout.serving import WAIT_S, Source, collect, serving
 from tests.engines.rollout.support import make_request
-from tests.engines.rollout.test_tearing import MODELS, UPDATES, Watching, assert_from_the_table
+from tests.engines.rollout.test_tearing import MODELS, QUICK_UPDATES, UPDATES, Watching, assert_from_the_table
 from tests.tiers import mostly_slow
 
 BUCKET_MB = 0.0005
 """Most tensors lie across several buckets, and most buckets hold parts of several tensors."""
 WAYS = [
-    (transport, schedule, encoding)
+    (transport, schedule, encoding, UPDATES)
     for transport, facts in TRANSPORTS.items()
     for schedule in ("synchronous", "overlapped")
     for encoding in ("full", "delta")
@@ -39,11 +39,11 @@ WAYS = [
 ]
 
 QUICK = [
-    ("broadcast", "overlapped", "delta"),
-    ("local", "synchronous", "full"),
-    ("object_store", "synchronous", "full"),
-    ("shared_memory", "synchronous", "delta"),
-    ("disk", "overlapped", "full"),
+    ("broadcast", "overlapped", "delta", QUICK_UPDATES),
+    ("local", "synchronous", "full", QUICK_UPDATES),
+    ("object_store", "synchronous", "full", QUICK_UPDATES),
+    ("shared_memory", "synchronous", "delta", QUICK_UPDATES),
+    ("disk", "overlapped", "full", QUICK_UPDATES),
 ]
 """Each transport, and each schedule with each encoding."""
 
@@ -111,9 +111,11 @@ def gathered(version: int, manifest: Manifest, bucket_bytes: int) -> Iterator[Wi
     return pack(manifest, shards, buckets(manifest.nbytes, bucket_bytes))
 
 
-@mostly_slow(("transport", "schedule", "encoding"), WAYS, quick=QUICK, ids=["-".join(way) for way in WAYS])
-async def test_no_output_mixes_two_versions(transport: str, schedule: str, encoding: str, tmp_path: Path) -> None:
-    """Two hundred updates of a model that decodes meanwhile, and a look at every pass."""
+@mostly_slow(("transport", "schedule", "encoding", "updates"), [*QUICK, *WAYS], quick=QUICK)
+async def test_no_output_mixes_two_versions(
+    transport: str, schedule: str, encoding: str, updates: int, tmp_path: Path
+) -> None:
+    """Up to two hundred updates of a model that decodes meanwhile, and a look at every pass."""
     manifest = Source(MODELS[0]).manifest
     trainer = Trainer(transport, schedule, encoding, manifest, tmp_path)
     groups: list[FinishedGroup] = []
@@ -138,12 +140,12 @@ async def test_no_output_mixes_two_versions(transport: str, schedule: str, encod
 
         async with asyncio.timeout(3 * WAIT_S), asyncio.TaskGroup() as tasks:
             tasks.create_task(keep_it_busy())
-            for version in range(1, UPDATES + 1):
+            for version in range(1, updates + 1):
                 while not (await engine.stats()).generated_tokens:
                     pass  # each version samples something
                 await update(version)
             over = True
 
     trainer.close()
-    assert watching.forwards > UPDATES
-    assert len(assert_from_the_table(groups)) > UPDATES * 0.9
+    assert watching.forwards > updates
+    assert len(assert_from_the_table(groups)) > updates * 0.9

@@ -11,7 +11,7 @@ from headway.errors import RunError
 from headway.interfaces import OnUpdate
 from tests.contract.harness import OfEngine, collect, endless, make_calls, sampled, scenario, submit
 
-JOIN_S = 20.0
+JOIN_S = 60.0
 
 
 class Ending(OfEngine):

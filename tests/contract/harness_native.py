@@ -90,7 +90,7 @@ class NativeHarness:
     crowd = 256
     tolerance = 2e-5
     samples = 6000
-    many = 10_000
+    many = 3_000
     arrival_s = 0.0002
     step_s = 0.0005
 

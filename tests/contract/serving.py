@@ -332,5 +332,6 @@ class Serving(OfEngine):
     @mostly_slow("seed", range(4), quick=range(2))
     @scenario()
     async def test_random_commands_lose_nothing_and_stamp_every_token(self, seed: int) -> None:
+        """Gives commands and calls for some seconds, of a native engine's."""
         async with self.harness.serve() as replica:
             await Session(replica, np.random.default_rng(seed), self.harness.features).run(self.harness.tolerance)

@@ -220,22 +220,29 @@ def test_a_call_that_an_engine_ends_ends_its_group_and_no_other():
     run_virtual(main())
 
 
-def test_training_groups_are_aborted_by_number_wherever_they_are():
+def test_training_groups_are_aborted_whether_their_calls_run_or_wait():
     async def main() -> None:
-        engine = ScriptedEngine("a", slots=64)
-        async with keeper_of(engine) as keeper:
-            asked = Asked(keeper, [request(0), request(1)])
+        first, second = ScriptedEngine("a", slots=64), ScriptedEngine("b", slots=64)
+        async with keeper_of(first, second) as keeper:
+            await keeper.route(["a"])
+            running = Asked(keeper, [request(0), request(1)])
             validating = Asked(keeper, [request(0, priority=Priority.VALIDATION)])
             await settle()
-            await keeper.route([])
+            await keeper.route(["b"])
             waiting = Asked(keeper, [request(2)])
             await settle()
-            await keeper.abort([0, 2, 77])
+            first.finish([1, 5])
+            second.finish([7])
             await settle()
-            assert (asked.numbers, waiting.numbers, validating.numbers) == ([0], [2], [])
-            assert all(t.finish_reason is FinishReason.ABORTED for t in waiting.groups[0].trajectories)
-            engine.finish_all()
-            await asyncio.gather(asked.task, validating.task)
+            await keeper.route([])
+            await keeper.leave("b")
+            await keeper.abort_older_than(1)
+            await settle()
+            assert (running.numbers, waiting.numbers, validating.numbers) == ([0], [2], [])
+            reasons = [t.finish_reason for t in waiting.groups[0].trajectories]
+            assert reasons == [FinishReason.STOP, FinishReason.ABORTED]
+            first.finish_all()
+            await asyncio.gather(running.task, validating.task)
 
     run_virtual(main())
 

@@ -15,7 +15,8 @@ import pytest
 from headway.data.types import FinishReason, Prompt, RowTokens, SampledTokens, TrajectoryId
 from headway.episodes.alone import keeping
 from headway.episodes.keeper import GroupKeeper
-from headway.episodes.programs import Hosting, Limits, Turn
+from headway.episodes.limits import Limits
+from headway.episodes.programs import Hosting, Turn
 from headway.episodes.record import Chats
 from headway.episodes.step_times import MOST_STEPS, StepTimes
 from headway.errors import DataError, EpisodeOver, ProgramAway, ProgramFailed, RunError, RunnerLost
@@ -328,7 +329,7 @@ def test_a_program_without_a_turn_has_failed():
         return EpisodeEnd(1.0)
 
     (episode,) = made(program).trajectories
-    assert "without a turn of the policy" in str(episode.failure)
+    assert str(episode.failure).startswith("the program made no turn: it ended without an answer of the model")
 
 
 def test_what_is_away_for_a_time_is_tried_again_after_a_pause_and_its_turns_are_not_asked_twice():

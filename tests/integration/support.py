@@ -85,7 +85,7 @@ def end_started() -> None:
             process.communicate()
 
 
-def finish(process: subprocess.Popen[str], timeout_s: float = 100) -> tuple[int, str]:
+def finish(process: subprocess.Popen[str], timeout_s: float = 250) -> tuple[int, str]:
     """Exit code and output. A process that outlives the time-out is killed with everything that it started."""
     try:
         out, err = process.communicate(timeout=timeout_s)

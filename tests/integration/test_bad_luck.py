@@ -28,7 +28,7 @@ from headway.events import Event, Note
 from headway.pipeline.run import Pipeline
 from headway.reports.bundle import Reports
 from headway.terminations import terminations_as_interrupts
-from tests.integration.support import alive, finish, make_job, run_here, start, summary, wait_for
+from tests.integration.support import START_S, alive, finish, make_job, run_here, start, summary, wait_for
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo.yaml"
 
@@ -283,7 +283,7 @@ def test_sigterm_to_the_group_while_workers_start_ends_the_run_and_leaves_no_pro
     """In a process of its own, whose imports take seconds: what it leaves behind is seen from outside."""
     run_dir = tmp_path / "run"
     process = start("-m", "headway", *inline(recipe, run_dir))
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + START_S
     while not (run_dir / "logs" / "reward.log").exists():
         assert process.poll() is None, finish(process)
         assert time.monotonic() < deadline

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from tests.integration.support import make_job, run_here, summary
+from tests.tiers import mostly_slow
 
 RAISES = "def score(response, answer):\n    raise ValueError('boom')\n"
 
 
-@pytest.mark.parametrize(("reward", "code"), [("reward.py", 0), ("raises.py", 1)])
+@mostly_slow(("reward", "code"), [("reward.py", 0), ("raises.py", 1)], quick=[("raises.py", 1)])
 def test_training_prompts_that_were_too_long_are_told_of_where_the_run_fails_too(
     tmp_path: Path, reward: str, code: int
 ) -> None:
+    """Makes a whole run, with processes that score."""
     recipe = make_job(tmp_path)
     (tmp_path / "raises.py").write_text(RAISES)
     prompts = ["sort:31=", "sort:52=", *["sort:" + "3" * 40 + "="] * 3]

@@ -38,6 +38,7 @@ def web_server() -> Iterator[int]:
 def test_an_address_at_which_something_else_than_ray_listens_is_one_message_in_bounded_time(
     tmp_path: Path, request: pytest.FixtureRequest, who: str
 ) -> None:
+    """Waits for as long as the answer may take, and starts a process that asks for it."""
     address, run_dir = f"127.0.0.1:{request.getfixturevalue(who)}", tmp_path / "run"
     settings = (f"cluster.address={address}", "cluster.start_timeout_s=4", f"run.dir={run_dir}")
     done = run_here("train", str(make_job(tmp_path)), *settings)

@@ -46,7 +46,7 @@ def kill(recipe: Path, run_dir: Path, versions: int, *overrides: str) -> None:
     workers = [pid for pid in descendants(process.pid) if not is_rays_own(pid)]
     process.kill()
     process.communicate()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while left := alive(workers):
         assert time.monotonic() < deadline, f"processes {left} outlive their driver"
         time.sleep(0.1)

@@ -135,3 +135,15 @@ def test_a_process_for_user_code_imports_neither_torch_nor_numpy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_a_process_for_tools_imports_no_torch(tmp_path):
+    (tmp_path / "tools.py").write_text(
+        'def f(a: list[int]) -> int:\n    """Do.\n\n    Args:\n        a: a\n    """\n    return 0\n'
+    )
+    code = (
+        f"import sys; from headway.programs.tools import load_tools; load_tools(['{tmp_path}/tools.py:f']); "
+        "print('transformers' in sys.modules, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "True False\n"

@@ -26,6 +26,7 @@ from headway.interfaces import Scores
 from headway.rewards import runners as runners_module
 from headway.rewards.request import RewardPart, RewardSpec
 from headway.rewards.runners import RewardRunners
+from tests.tiers import mostly_slow
 
 USER_FILE = '''
 import asyncio, os, re, signal, subprocess, sys
@@ -230,22 +231,29 @@ async def test_workers_stay_light(user_file: Path) -> None:
         assert (await reward.score(prompt(), ["a"])).rewards.tolist() == [0.0]
 
 
-@pytest.mark.parametrize(
+WRONG = [
+    ("raises", "exception: ValueError: no verdict"),
+    ("raises_unpicklable", "exception: Unpicklable: odd"),
+    ("raises_what_utf8_lacks", "exception: ValueError: half \\ud800"),
+    ("raises_unreadable", "exception: Unreadable: (its message cannot be read)"),
+    ("interrupts", "exception: KeyboardInterrupt"),
+    ("exits", "exception: SystemExit: 4"),
+    ("nan", "returned nan for response 0"),
+    ("too_few", "returned 1 values for 2 responses"),
+    ("forgets_to_return", "returned None for 2 responses, expected a list of 2 numbers"),
+    ("text", "returned '1.0' for response 0, expected a finite number"),
+    ("raises_on_some", "exception: KeyError: 'b'"),
+    ("hungry", "exception: MemoryError"),
+    ("for_trl", "no reward applies to response 0: None was returned for it"),
+]
+"""Function → how its group fails. Of values that no process changes, most are in `test_user_function`."""
+
+
+@mostly_slow(
     ("function", "reason"),
-    [
-        ("raises", "exception: ValueError: no verdict"),
-        ("raises_unpicklable", "exception: Unpicklable: odd"),
-        ("raises_what_utf8_lacks", "exception: ValueError: half \\ud800"),
-        ("raises_unreadable", "exception: Unreadable: (its message cannot be read)"),
-        ("interrupts", "exception: KeyboardInterrupt"),
-        ("exits", "exception: SystemExit: 4"),
-        ("nan", "returned nan for response 0"),
-        ("too_few", "returned 1 values for 2 responses"),
-        ("forgets_to_return", "returned None for 2 responses, expected a list of 2 numbers"),
-        ("text", "returned '1.0' for response 0, expected a finite number"),
-        ("raises_on_some", "exception: KeyError: 'b'"),
-        ("hungry", "exception: MemoryError"),
-        ("for_trl", "no reward applies to response 0: None was returned for it"),
+    WRONG,
+    quick=[
+        case for case in WRONG if case[0].startswith("raises_") or case[0] in ("interrupts", "exits", "nan", "hungry")
     ],
 )
 async def test_what_a_function_does_wrong_is_the_reason(
@@ -550,7 +558,7 @@ def test_a_busy_worker_prints_to_its_parents_stderr_and_dies_with_it(
 
 
 @contextlib.contextmanager
-def ended(pid: int, within_s: float = 10.0):
+def ended(pid: int, within_s: float = 60.0):
     """The process ``pid`` ends after the block, in time."""
     descriptor = os.pidfd_open(pid)
     try:

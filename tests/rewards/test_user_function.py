@@ -85,7 +85,7 @@ def test_asynchronous_calls_of_a_group_are_awaited_together() -> None:
     async def score(response):
         if not second_began:
             second_began.append(asyncio.Event())
-            await asyncio.wait_for(second_began[0].wait(), timeout=5)
+            await asyncio.wait_for(second_began[0].wait(), timeout=60)
         second_began[0].set()
         return len(response)
 

@@ -12,7 +12,8 @@ import pytest
 
 from headway.data.types import FinishReason, Prompt, RowAt, Trajectory
 from headway.episodes.alone import keeping
-from headway.episodes.programs import Hosting, Limits
+from headway.episodes.limits import Limits
+from headway.episodes.programs import Hosting
 from headway.events import ReplicaActivity, TrajectoryFinished
 from headway.interfaces import FinishedCall, GroupRequest, SamplingParams
 from headway.programs.messages import TurnRequest

@@ -402,17 +402,21 @@ def test_a_pause_is_not_busy_time():
 
 
 def test_the_memory_of_finished_calls_is_freed_without_the_garbage_collector():
+    def held() -> int:
+        return sum(isinstance(thing, CallRun | Context) for thing in gc.get_objects())
+
     async def main() -> int:
         engine = replica(slots=4)
         gc.disable()
         try:
             await generate(engine, *(calls(i, n=4) for i in range(8)))
-            return sum(isinstance(thing, CallRun | Context) for thing in gc.get_objects())
+            return held()
         finally:
             gc.enable()
 
     gc.collect()
-    assert run_virtual(main()) == 0
+    before = held()  # what an earlier test of this process may still hold
+    assert run_virtual(main()) <= before
 
 
 def test_it_runs_on_the_walls_clock_too():

@@ -58,7 +58,7 @@ class Ends:
         self._pool = pool
         opening = {name: pool.submit(open_receiver, link, name, here) for name in names}
         self.sender: WeightSender = open_sender(link, here)
-        self.receivers: dict[str, WeightReceiver] = {name: end.result(20) for name, end in opening.items()}
+        self.receivers: dict[str, WeightReceiver] = {name: end.result(60) for name, end in opening.items()}
 
     def update(self, version: int, outgoing: Outgoing, targets: Mapping[str, BackBuffer | InPlace]) -> Outcome:
         """Send ``version``, and fill each target from the receiver of the same name."""
@@ -73,7 +73,7 @@ class Ends:
             fills = {name: self.fill(name, version, target, outcome.parcel) for name, target in targets.items()}
         for name, fill in fills.items():
             try:
-                outcome.reports[name] = fill.result(30)
+                outcome.reports[name] = fill.result(60)
             except Exception as error:
                 outcome.errors[name] = error
         return outcome
@@ -106,7 +106,7 @@ class Site:
 
     @cached_property
     def _addresses(self) -> tuple[Any, int]:
-        return open_store(HOST, 20.0)
+        return open_store(HOST, 60.0)
 
     def link(
         self, transport: str, *names: str, timeout_s: float = 10.0, manifest: Manifest = MANIFEST, same: bool = False

@@ -122,12 +122,12 @@ def test_two_processes_receive_the_same_bytes_and_the_default_group_is_untouched
         outgoing = stream(version)
         sender.send(version, outgoing)
         for results, _ in pipes:
-            assert results.poll(20)
+            assert results.poll(60)
             assert results.recv() == (version, combined(outgoing.digests))
     for (results, _), ended in zip(pipes, processes, strict=True):
-        assert results.poll(20)
+        assert results.poll(60)
         assert results.recv() is False
-        ended.join(20)
+        ended.join(60)
         assert ended.exitcode == 0
     assert not dist.is_initialized()
     sender.close()
@@ -143,10 +143,10 @@ def test_a_receiver_killed_in_recv_is_named_in_bounded_time_and_the_rest_go_on_i
     with pytest.raises(UpdateFailed, match=r"version 1: .*b did not answer"):
         sender.send(1, stream(1))
     with pytest.raises(UpdateFailed, match=r"version 1: a waited for bucket \d+ from trainer"):
-        cut_short.result(40)
+        cut_short.result(60)
     assert time.monotonic() - started < 35
     assert survivor.version is None
-    dying.join(20)
+    dying.join(60)
     with pytest.raises(UpdateFailed, match="connect a new generation"):
         sender.send(2, stream(2))
 
@@ -166,10 +166,10 @@ def test_a_sender_killed_in_send_is_named_by_every_receiver_in_bounded_time_and_
     fills = [site.pool.submit(fill, link, name, 1, back) for name, back in targets.items()]
     for name, cut_short in zip(targets, fills, strict=True):
         with pytest.raises(UpdateFailed, match=rf"version 1: {name} waited for bucket [01] from trainer"):
-            cut_short.result(40)
+            cut_short.result(60)
         assert targets[name].version is None
     assert time.monotonic() - started < 30
-    dying.join(20)
+    dying.join(60)
 
     outcome = site.meet("broadcast", "a", "b").update(2, stream(2), targets)
     assert outcome.sent is None and not outcome.errors
@@ -228,7 +228,7 @@ def test_groups_of_one_receiver_each_carry_different_versions_at_the_same_time(s
 
     def send(name: str) -> None:
         sender = open_sender(links[name], HERE)
-        sender.send(versions[name], DoneBefore(stream(versions[name]), lambda: both.wait(20)))
+        sender.send(versions[name], DoneBefore(stream(versions[name]), lambda: both.wait(60)))
         sender.close()
 
     with ThreadPoolExecutor(2) as senders:
@@ -266,7 +266,7 @@ def test_leaving_ends_a_collective_that_waits_for_one_who_is_silent() -> None:
             group.close()
         for meeting in waiting:
             with pytest.raises(RuntimeError):
-                meeting.result(10.0)
-        assert time.monotonic() - began < 10.0
+                meeting.result(20.0)
+        assert time.monotonic() - began < 20.0
         groups[2].close()
     del store

@@ -65,14 +65,14 @@ def test_the_time_is_that_of_one_wait_and_not_of_a_whole_update(site: Site) -> N
 
         def __iter__(self) -> Iterator[Chunk]:
             for chunk in self.inner:
-                Event().wait(0.15)
+                Event().wait(0.25)
                 yield chunk
 
         @property
         def digests(self) -> tuple[int, ...]:
             return self.inner.digests
 
-    ends = site.meet("local", "a", timeout_s=0.6)
+    ends = site.meet("local", "a", timeout_s=1.2)
     outcome = ends.update(1, Slow(stream(1)), targets("a"))
     assert outcome.sent is None and not outcome.errors
 

@@ -47,9 +47,6 @@ class RemoteKeeper:
     async def go_on(self) -> None:
         await self._worker.call("go_on")
 
-    async def abort(self, numbers: Sequence[int]) -> None:
-        await self._worker.call("abort", list(numbers))
-
     async def abort_older_than(self, version: int) -> None:
         await self._worker.call("abort_older_than", version)
 

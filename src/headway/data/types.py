@@ -90,7 +90,8 @@ class SampledTokens:
 
 
 class TurnSpan(NamedTuple):
-    """The place of one turn's sampled tokens in the response arrays of a row: ``[start, stop)``."""
+    """The place of one turn's sampled tokens in a row's arrays, those of its response unless said otherwise: ``[start,
+    stop)``."""
 
     number: int
     """The turn's number in its episode, from 0."""
@@ -216,8 +217,6 @@ class Outcomes:
     """Each episode's own reward, [E]."""
     groups: NDArray[np.int64]
     """Number of each episode's group, [E]."""
-    finished: NDArray[np.bool_]
-    """False for each episode that was cut off, [E]."""
     episode_of: NDArray[np.int64]
     """Index of each sample's episode, [S], ascending."""
     baselines: NDArray[np.float32] | None = None

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headway.config.schema import Config
-from headway.episodes.programs import Hosting, Limits, Programs
+from headway.episodes.limits import Limits
+from headway.episodes.programs import Hosting, Programs
 from headway.episodes.record import Chats
 from headway.episodes.rendering import ChatRenderer
 

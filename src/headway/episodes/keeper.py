@@ -117,11 +117,6 @@ class GroupKeeper:
         finally:
             self._drop(groups)
 
-    async def abort(self, numbers: Sequence[int]) -> None:
-        """See `headway.interfaces.Keeper.abort`."""
-        wanted = frozenset(numbers)
-        self._abort(group for group in self._groups if _trains(group) and group.request.number in wanted)
-
     async def abort_older_than(self, version: int) -> None:
         """See `headway.interfaces.Keeper.abort_older_than`."""
         self._abort(

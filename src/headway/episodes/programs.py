@@ -22,9 +22,9 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_exp
 from headway.concurrently import failure_ignored
 from headway.data.types import FinishReason, RowAt, RowTokens, Trajectory, TrajectoryId
 from headway.episodes.calls import Asked, Calls, Home
-from headway.episodes.deadlines import Clock, Deadline
+from headway.episodes.deadlines import Clock
+from headway.episodes.limits import EpisodeTime, Limits, Steps
 from headway.episodes.record import Prompted, Record, spans_of
-from headway.episodes.step_times import StepTimes
 from headway.errors import (
     EpisodeOver,
     HeadwayError,
@@ -61,22 +61,6 @@ class Programs(Protocol):
         """
 
     async def close(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of an episode, as ``rollout``'s keys describe them."""
-
-    max_length: int
-    """Most tokens of a conversation, its prompt included."""
-    max_turns: int
-    max_turn_tokens: int | None = None
-    step_timeout_s: float = 60.0
-    episode_timeout_s: float = 600.0
-    train_on: tuple[str, ...] = ("turns", "tokens")
-    """Limits that leave an episode trained on."""
-    retries: int = 2
-    """Number of times that a program is run again for what is away for a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +105,7 @@ class _Try:
     """One run of the program."""
 
     record: Record
+    steps: Steps
     turns: int = 0
     asked: int = 0
     """Turns that the program asked for, refused ones and those that it gave up included."""
@@ -134,12 +119,7 @@ class _Try:
     """Rewards of turns, as the program told them with its last request."""
     waiting: int = 0
     """Turns that the program waits for."""
-    step: Deadline | None = None
-    left_s: float | None = None
-    """Seconds that the program has to end, once a turn was refused; None before."""
-    refused: int = 0
-    """Turns that were refused."""
-    stepping: asyncio.Task[EpisodeEnd] | None = None
+    running: asyncio.Task[EpisodeEnd] | None = None
     over: bool = False
 
 
@@ -172,7 +152,6 @@ class ProgramEpisode:
         self._hosting = hosting
         self._limits = hosting.limits
         self._calls = calls
-        self._clock = clock
         self._home = home
         self._on_aborted = on_aborted
         self._on_failed = on_failed
@@ -181,11 +160,7 @@ class ProgramEpisode:
         """Replicas that may keep a prefix of this episode."""
         self._losses = 0
         self._tries = 0
-        self._environment_s = 0.0
-        self._times = StepTimes()
-        self._left = 0.0
-        """Time on the clock at which the program had nothing more to wait for."""
-        self._over_time = False
+        self._time = EpisodeTime(clock, self._limits)
 
     @property
     def oldest_version(self) -> int | None:
@@ -195,9 +170,7 @@ class ProgramEpisode:
 
     async def make(self) -> MadeEpisode:
         """Run the program to its end. A failure is the episode's, and never raised."""
-        started = self._times.until = asyncio.get_running_loop().time()
-        whole: list[Deadline] = []
-        one = _Try(self._hosting.record())
+        one = self._try()
         end, failure = EpisodeEnd(), None
         retrying = AsyncRetrying(
             retry=retry_if_exception(_may_pass),
@@ -209,25 +182,27 @@ class ProgramEpisode:
             async for attempt in retrying:
                 with attempt:
                     if self._tries:
-                        one = _Try(self._hosting.record())
+                        one = self._try()
                     self._tries += 1
-                    end = await self._run(one, whole)
+                    end = await self._run(one)
         except HeadwayError as error:
             failure = str(error)
         finally:
-            for deadline in whole:
-                deadline.cancel()
+            self._time.close()
             for logged in self._log.values():
                 self._drop(logged)
             self._calls.release(self.id, self._replicas)
-        return self._made(one, end, failure or self._failure_of(one, end), started)
+        return self._made(one, end, failure or self._failure_of(one, end))
 
     def _failure_of(self, one: _Try, end: EpisodeEnd) -> str | None:
         """Why an episode has failed whose program ended; None if it has not."""
         if one.limit is not None and (one.limit not in self._limits.train_on or not one.calls):
-            return _limit_text(one.limit, self._limits)
+            return self._limits.text(one.limit)
         if not one.calls:
-            return "the program ended without a turn of the policy; call chat.turn(messages) at least once"
+            return (
+                "the program made no turn: it ended without an answer of the model, so there is nothing to train on; "
+                "call chat.turn(messages) at least once"
+            )
         if self._hosting.gives_reward and end.reward is None and not end.turn_rewards and one.limit is None:
             return "the program gave no reward; return one from it, or name a reward.function that scores answers"
         return None
@@ -235,32 +210,20 @@ class ProgramEpisode:
     def aborted(self) -> MadeEpisode:
         """The episode as it is where its group was aborted: without rows."""
         calls = [one.result.result() for one in self._log.values() if _versions(one.result)]
-        now = asyncio.get_running_loop().time()
-        trajectory = Trajectory(
-            id=self.id,
-            replica=next(reversed(self._replicas), ""),
-            text="",
-            prompt_length=len(self._request.prompt.token_ids),
-            length=sum(call.length for call in calls),
-            finish_reason=FinishReason.ABORTED,
-            version_spans=spans_of(calls),
-            started=calls[0].started if calls else now,
-            finished=now,
-            rows=(),
-            turns=len(calls),
-        )
-        return MadeEpisode(trajectory, [])
+        return MadeEpisode(self._trajectory(calls, FinishReason.ABORTED), [])
 
     # ------------------------------------------------------------------------------------- the program
 
-    async def _run(self, one: _Try, whole: list[Deadline]) -> EpisodeEnd:
+    def _try(self) -> _Try:
+        one = _Try(self._hosting.record(), Steps(self._time, lambda: self._end_step(one)))
+        return one
+
+    async def _run(self, one: _Try) -> EpisodeEnd:
         """Run the program once."""
 
         def begin() -> None:
-            self._times.began(asyncio.get_running_loop().time())
-            if not whole:
-                whole.append(self._clock.deadline(self._limits.episode_timeout_s, lambda: self._time_is_over(one)))
-            self._program_goes_on(one)
+            self._time.begin()
+            one.steps.begin()
 
         start = EpisodeStart(
             name=f"episode {tuple(self.id)}",
@@ -268,11 +231,11 @@ class ProgramEpisode:
             row=self._row(),
             seed=_seed(self._hosting.seed, self.id),
         )
-        one.stepping = asyncio.get_running_loop().create_task(
+        one.running = asyncio.get_running_loop().create_task(
             self._hosting.programs.run(start, lambda request: self._turn(one, request), on_begin=begin)
         )
         try:
-            end = await one.stepping
+            end = await one.running
         except asyncio.CancelledError:
             if one.limit is None or (task := asyncio.current_task()) is None or task.cancelling():
                 raise
@@ -281,8 +244,8 @@ class ProgramEpisode:
             return EpisodeEnd(turn_rewards=one.rewards)
         finally:
             one.over = True
-            one.stepping.cancel()
-            self._program_waits(one)
+            one.running.cancel()
+            one.steps.end()
         if not isinstance(end, EpisodeEnd):
             raise RunError(f"a program ended with {end!r} in place of its end")
         return end
@@ -300,14 +263,14 @@ class ProgramEpisode:
         error = _error(state)
         if isinstance(error, RunnerLost) and error.culprit is False:
             self._losses += 1
-            return self._over_time or self._losses > MOST_LOSSES
+            return self._time.is_over or self._losses > MOST_LOSSES
         return self._tries - self._losses > self._limits.retries
 
     # ------------------------------------------------------------------------------------- turns
 
     async def _turn(self, one: _Try, request: TurnRequest) -> TurnAnswer:
         """Answer the program's request for a turn. Raises `EpisodeOver` at a limit."""
-        self._program_waits(one)
+        one.steps.end()
         one.waiting += 1
         one.rewards = request.rewards
         number, one.asked = one.asked, one.asked + 1
@@ -316,10 +279,10 @@ class ProgramEpisode:
         finally:
             one.waiting -= 1
             if one.waiting == 0 and not one.over:
-                self._program_goes_on(one)
+                one.steps.begin()
 
     async def _answer(self, one: _Try, request: TurnRequest, number: int) -> TurnAnswer:
-        if self._over_time:
+        if self._time.is_over:
             one.limit = one.limit or "time"
         if one.limit is None and one.turns >= self._limits.max_turns:
             one.limit = "turns"
@@ -340,12 +303,17 @@ class ProgramEpisode:
         return answer
 
     def _over(self, one: _Try, limit: str) -> EpisodeOver:
-        """Refuse a turn. From the first refusal on the program has the time of one step in all, in order to end."""
+        """Refuse a turn."""
         one.limit = limit
-        one.refused += 1
-        if one.left_s is None:
-            one.left_s = self._limits.step_timeout_s
+        one.steps.refuse()
         return EpisodeOver(limit)
+
+    def _end_step(self, one: _Try) -> None:
+        """End the program where it is. One that was refused a turn and only asked again has that turn's limit."""
+        if one.steps.refused < 2:
+            one.limit = "step"
+        if one.running is not None:
+            one.running.cancel()
 
     def _most_tokens(self, request: TurnRequest) -> list[int]:
         wanted = (self._sampling.max_tokens, self._limits.max_turn_tokens, request.max_tokens)
@@ -402,78 +370,56 @@ class ProgramEpisode:
         elif not logged.result.done():
             logged.result.set_result(finished)
 
-    # ------------------------------------------------------------------------------------- time
-
-    def _program_goes_on(self, one: _Try) -> None:
-        """Begin a step: the program has all that it asked for."""
-        self._left = self._clock.time()
-        self._times.begin(asyncio.get_running_loop().time())
-        seconds = self._limits.step_timeout_s if one.left_s is None else one.left_s
-        one.step = self._clock.deadline(seconds, lambda: self._end(one))
-
-    def _program_waits(self, one: _Try) -> None:
-        """End the step, if one is under way."""
-        if one.step is not None:
-            one.step.cancel()
-            one.step = None
-            spent = self._clock.time() - self._left
-            self._environment_s += spent
-            if one.left_s is not None:
-                one.left_s = max(0.0, one.left_s - spent)
-            self._times.end(asyncio.get_running_loop().time())
-
-    def _time_is_over(self, one: _Try) -> None:
-        """Let the program end at its next turn; the turn that it waits for is its last."""
-        self._over_time = True
-
-    def _end(self, one: _Try) -> None:
-        """End the program where it is. One that was refused a turn and only asked again has that turn's limit."""
-        if one.refused < 2:
-            one.limit = "step"
-        if one.stepping is not None:
-            one.stepping.cancel()
-
     # ------------------------------------------------------------------------------------- the end
 
-    def _made(self, one: _Try, end: EpisodeEnd, failure: str | None, started: float) -> MadeEpisode:
+    def _made(self, one: _Try, end: EpisodeEnd, failure: str | None) -> MadeEpisode:
         rows = one.record.rows() if failure is None else []
         turn_rewards = end.turn_rewards
         if one.numbers != list(range(len(one.numbers))):  # a turn that was given up has no tokens, and no number
             rows, turn_rewards = _renumbered(rows, turn_rewards, sorted(one.numbers))
         places = tuple(_place(index, row) for index, row in enumerate(rows))
-        calls = one.calls
-        now = asyncio.get_running_loop().time()
-        last = calls[-1] if calls else None
-        sampled = sum(call.length for call in calls)
-        trajectory = Trajectory(
-            id=self.id,
-            replica=next(reversed(self._replicas), ""),
+        last = one.calls[-1] if one.calls else None
+        episode = self._trajectory(one.calls, last.finish_reason if last is not None else FinishReason.STOP)
+        trajectory = replace(
+            episode,
             text=one.text,
-            prompt_length=places[0].prompt_length if places else len(self._request.prompt.token_ids),
-            length=sampled,
-            finish_reason=last.finish_reason if last is not None else FinishReason.STOP,
-            version_spans=spans_of(calls),
-            started=calls[0].started if calls else started,
-            finished=last.finished if last is not None else now,
+            prompt_length=places[0].prompt_length if places else episode.prompt_length,
+            finished=last.finished if last is not None else episode.finished,
             rows=places,
-            turns=len(calls),
             reward=end.reward,
             turn_rewards=turn_rewards,
             failure=failure,
             limit=one.limit,
-            steps=tuple(self._times.steps),
-            waits=tuple(self._times.waits),
+            steps=tuple(self._time.spans.steps),
+            waits=tuple(self._time.spans.waits),
             metrics={
                 **end.metrics,
-                "environment_s": self._environment_s,
-                "step_tokens": max(0, sum(at.length for at in places) - sampled),
+                "environment_s": self._time.environment_s,
+                "step_tokens": max(0, sum(at.length for at in places) - episode.length),
                 "tool_errors": end.tool_errors,
                 "tries": self._tries,
-                "cached_tokens": sum(call.cached for call in calls),
+                "cached_tokens": sum(call.cached for call in one.calls),
                 **one.record.metrics,
             },
         )
         return MadeEpisode(trajectory, [row for row in rows if isinstance(row, RowTokens)])
+
+    def _trajectory(self, calls: Sequence[FinishedCall], finish_reason: FinishReason) -> Trajectory:
+        """What ``calls`` say of the episode, as of now: it has no rows yet."""
+        now = asyncio.get_running_loop().time()
+        return Trajectory(
+            id=self.id,
+            replica=next(reversed(self._replicas), ""),
+            text="",
+            prompt_length=len(self._request.prompt.token_ids),
+            length=sum(call.length for call in calls),
+            finish_reason=finish_reason,
+            version_spans=spans_of(calls),
+            started=calls[0].started if calls else self._time.started,
+            finished=now,
+            rows=(),
+            turns=len(calls),
+        )
 
 
 def _renumbered(
@@ -517,15 +463,3 @@ def _seed(seed: int, id: TrajectoryId) -> int:
     """Seed below 2^32 of one episode."""
     parts = [part % 2**32 for part in id]  # held-out prompts may have a negative epoch, which numpy refuses
     return int(np.random.SeedSequence([seed, *parts]).generate_state(1)[0])
-
-
-def _limit_text(limit: str, limits: Limits) -> str:
-    match limit:
-        case "turns":
-            return f"rollout.max_turns={limits.max_turns} was reached"
-        case "tokens":
-            return f"its conversation has the {limits.max_length} tokens that there may be"
-        case "step":
-            return f"a step took longer than rollout.step_timeout_s={limits.step_timeout_s:g}"
-        case _:
-            return f"it took longer than rollout.episode_timeout_s={limits.episode_timeout_s:g}"

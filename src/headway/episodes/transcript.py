@@ -28,20 +28,10 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from headway.data.types import SampledTokens
+from headway.data.types import SampledTokens, TurnSpan
 
 NO_VERSION = -1
 """Version of tokens that are not trained in a row."""
-
-
-@dataclass(frozen=True, slots=True)
-class RowTurn:
-    """The place of one turn's sampled tokens in a row: ``[start, stop)``."""
-
-    number: int
-    """The turn's number in its episode."""
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +45,8 @@ class Row:
     """Log-probs (nats) of the trained tokens as sampled; 0 elsewhere."""
     versions: NDArray[np.int32]
     """Versions of the weights that sampled the trained tokens; `NO_VERSION` elsewhere."""
-    turns: tuple[RowTurn, ...]
-    """The turns that are trained in this row, in order."""
+    turns: tuple[TurnSpan, ...]
+    """The turns that are trained in this row, in order, at their places in all of it."""
     number: int
     """The row's number in its episode, from 0, in the order in which rows began."""
     parent: int | None
@@ -86,7 +76,7 @@ class _Growing:
     end: _Node
     parent: int | None
     shared: int
-    turns: list[tuple[RowTurn, SampledTokens]] = field(default_factory=list)
+    turns: list[tuple[TurnSpan, SampledTokens]] = field(default_factory=list)
 
 
 class Transcript:
@@ -144,7 +134,7 @@ class Transcript:
         row.end = self._insert(np.concatenate([ids, np.asarray(tokens.ids, np.int32)]), index)
         row.end.ends.append(index)
         row.turns.append(
-            (RowTurn(self.turns if number is None else number, len(ids), len(ids) + len(tokens.ids)), tokens)
+            (TurnSpan(self.turns if number is None else number, len(ids), len(ids) + len(tokens.ids)), tokens)
         )
         self.turns += 1
         return continues

@@ -60,7 +60,6 @@ def outcomes(groups: Sequence[Group]) -> Outcomes:
         ids=tuple(t.id for _, t, _ in kept),
         rewards=np.array([reward for _, _, reward in kept], dtype=np.float32),
         groups=np.array([group.number for group, _, _ in kept], dtype=np.int64),
-        finished=np.array([t.complete for _, t, _ in kept], dtype=np.bool_),
         episode_of=np.repeat(np.arange(len(kept), dtype=np.int64), [len(t.rows) for _, t, _ in kept]),
         baselines=np.array(baselines, dtype=np.float32) if baselines else None,
         turn_rewards=tuple(t.turn_rewards for _, t, _ in kept) if any(t.turn_rewards for _, t, _ in kept) else (),

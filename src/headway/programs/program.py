@@ -159,10 +159,6 @@ class LoadedProgram:
             raise ProgramFailed(str(cause)) from cause
         finally:
             tally.closed = True
-        if not tally.turns and tally.over is None:
-            raise ProgramFailed(
-                f"{self.shown} made no turn: it ended without asking the model, so there is nothing to train on"
-            )
         return replace(end, turn_rewards=tally.turn_rewards, tool_errors=tally.tool_errors)
 
 

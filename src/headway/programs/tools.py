@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import Parameter
 from typing import Any
@@ -107,14 +109,32 @@ def make_tool(function: Callable[..., Any], spec: str) -> Tool:
         raise UserCodeError(f"{refused}: there is no type on {', '.join(untyped)}; {EXPECTED}")
     if not inspect.getdoc(function):
         raise UserCodeError(f"{refused}: it has no docstring; {EXPECTED}")
-    # Imports torch where that is installed: a process that is to stay without it has to hide it.
     from transformers.utils import get_json_schema
 
     try:
-        schema = get_json_schema(function)
+        with _torch_left_out():
+            schema = get_json_schema(function)
     except Exception as cause:
         raise UserCodeError(f"{refused}: {said_by(cause)}; {EXPECTED}") from cause
     return Tool(function.__name__, schema, function)
+
+
+@contextmanager
+def _torch_left_out() -> Iterator[None]:
+    """Keep transformers from importing torch, which it does merely to know a tensor's type if it sees one: a second and
+    180 MiB for each process of tools. Where user code has imported torch already, nothing changes.
+    """
+    from transformers.utils import chat_template_utils
+
+    asks = getattr(chat_template_utils, "is_torch_available", None)
+    if asks is None or "torch" in sys.modules:
+        yield
+        return
+    chat_template_utils.is_torch_available = lambda: False
+    try:
+        yield
+    finally:
+        chat_template_utils.is_torch_available = asks
 
 
 def shown_to_model(value: Any) -> str:

@@ -22,7 +22,7 @@ from headway.weights.protocols import WeightSink
 from tests.engines.rollout.support import CONTEXT, decode, make_model, make_request
 
 MODEL = make_model()
-WAIT_S = 20.0
+WAIT_S = 60.0
 """No wait of these tests comes near it."""
 BUCKET = 4096
 _KEEPERS = count()

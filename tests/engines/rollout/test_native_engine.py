@@ -239,9 +239,10 @@ async def test_an_abort_lets_a_keeper_yield_what_there_is() -> None:
     async with serving(slots=2) as engine:
         async with keeping(engine, decode=decode) as keeper:
             generating = asyncio.create_task(everything(keeper.generate([endless(0), endless(1)])))
-            while (await engine.stats()).running < 2:
-                pass
-            await keeper.abort([0, 1, 2])
+            while not generating.done():
+                while (await engine.stats()).running < 2 and not generating.done():
+                    pass
+                await engine.abort_older_than(1)
             groups = await generating
         assert {t.finish_reason for g in groups for t in g.trajectories} >= {FinishReason.ABORTED}
         assert (await engine.stats()).waiting == 0

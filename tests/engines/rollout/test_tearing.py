@@ -26,6 +26,8 @@ from tests.engines.rollout.support import VOCABULARY, make_model, make_request
 from tests.tiers import mostly_slow
 
 UPDATES = 200
+QUICK_UPDATES = 50
+"""Updates of each test in `make test`."""
 SIZES = {"hidden_size": 16, "intermediate_size": 16, "head_dim": 8, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
@@ -105,13 +107,16 @@ def test_a_wrong_version_would_be_noticed() -> None:
         assert all("v_proj" in name or not torch.equal(a, b) for (name, a), b in pairs)
 
 
-@mostly_slow(
-    ("dual_buffer", "policy"),
-    product([True, False], OnUpdate),
-    quick=[(True, OnUpdate.INTERRUPT), (False, OnUpdate.KEEP), (True, OnUpdate.DRAIN)],
-)
-async def test_no_output_mixes_two_versions(policy: OnUpdate, dual_buffer: bool) -> None:
-    """Two hundred updates of a model that decodes meanwhile, and a look at every pass."""
+QUICK = [
+    (True, OnUpdate.INTERRUPT, QUICK_UPDATES),
+    (False, OnUpdate.KEEP, QUICK_UPDATES),
+    (True, OnUpdate.DRAIN, QUICK_UPDATES),
+]
+
+
+@mostly_slow(("dual_buffer", "policy", "updates"), [*QUICK, *product([True, False], OnUpdate, [UPDATES])], quick=QUICK)
+async def test_no_output_mixes_two_versions(policy: OnUpdate, dual_buffer: bool, updates: int) -> None:
+    """Up to two hundred updates of a model that decodes meanwhile, and a look at every pass."""
     source = Source(MODELS[0])
     groups: list[FinishedGroup] = []
     over = False
@@ -132,7 +137,7 @@ async def test_no_output_mixes_two_versions(policy: OnUpdate, dual_buffer: bool)
         async with asyncio.timeout(3 * WAIT_S), asyncio.TaskGroup() as tasks:
             for number in range(2):
                 tasks.create_task(keep_it_busy(number))
-            for version in range(1, UPDATES + 1):
+            for version in range(1, updates + 1):
                 await decode_a_little()
                 source.model = MODELS[version]
                 if dual_buffer:
@@ -149,5 +154,5 @@ async def test_no_output_mixes_two_versions(policy: OnUpdate, dual_buffer: bool)
             await decode_a_little()
             over = True
 
-    assert watching.forwards > UPDATES
-    assert len(assert_from_the_table(groups)) > UPDATES * 0.9
+    assert watching.forwards > updates
+    assert len(assert_from_the_table(groups)) > updates * 0.9

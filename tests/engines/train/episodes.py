@@ -52,7 +52,6 @@ def whole(seed: int, *, turns: int = 4) -> tuple[list[Row], Outcomes]:
         ids=tuple(row.episode for row in rows if row.episode is not None),
         rewards=(2 * rng.standard_normal(len(rows))).astype(np.float32),
         groups=np.array(GROUPS),
-        finished=np.ones(len(rows), np.bool_),
         episode_of=np.arange(len(rows)),
         baselines=rng.standard_normal(len(rows)).astype(np.float32),
         turn_rewards=tuple(tuple(float(r) for r in rng.standard_normal(len(row.turns))) for row in rows),

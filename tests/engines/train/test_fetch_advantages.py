@@ -51,7 +51,6 @@ def fetch(seed: int = 0, *, holes: bool = True, groups: Sequence[int] = GROUPS) 
         ids=tuple(TrajectoryId(1, 40 + number, 0, k) for k, number in enumerate(groups)),
         rewards=(2 * rng.standard_normal(len(groups))).astype(np.float32),
         groups=np.array(groups, dtype=np.int64),
-        finished=rng.random(len(groups)) < 0.6,
         episode_of=np.arange(len(groups)),
     )
     return rows, outcomes
@@ -102,12 +101,12 @@ def rloo_loop(score: Floats, groups: Sequence[int]) -> Floats:
 
 
 def gae_loop(
-    rewards: dict[int, float], values: Sequence[float], finished: bool, gamma: float, lam: float
+    rewards: dict[int, float], values: Sequence[float], gamma: float, lam: float
 ) -> dict[int, tuple[float, float]]:
     """Token that counts → advantage (not whitened) and return, by the backward recursion."""
     tokens = sorted(rewards)
     result: dict[int, tuple[float, float]] = {}
-    after, advantage = (0.0 if finished else float(values[tokens[-1]])), 0.0
+    after, advantage = 0.0, 0.0
     for t in reversed(tokens):
         value = float(values[t])
         advantage = rewards[t] + gamma * after - value + gamma * lam * advantage
@@ -151,8 +150,7 @@ def expected_gae(
     rows: Sequence[Row], outcomes: Outcomes, gamma: float, lam: float, coef: float = 0.0, anchor: str | None = None
 ) -> dict[str, list[np.ndarray]]:
     of_tokens = [
-        # An answer that was cut off was scored as it is, and nothing follows it either.
-        gae_loop(token_rewards(row, float(r), coef, anchor), row.columns["values"], True, gamma, lam)
+        gae_loop(token_rewards(row, float(r), coef, anchor), row.columns["values"], gamma, lam)
         for row, r in zip(rows, outcomes.rewards, strict=True)
     ]
     every = [advantage for row in of_tokens for advantage, _ in row.values()]
@@ -171,7 +169,6 @@ def expected_gae(
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.95), (1.0, 0.0), (0.0, 1.0)])
 def test_gae_and_its_returns_are_those_of_the_backward_recursion(seed: int, gamma: float, lam: float) -> None:
     rows, outcomes = fetch(seed)
-    assert outcomes.finished.any() and not outcomes.finished.all()
     columns = compute(rows, outcomes, adv_estimator="gae", gamma=gamma, lam=lam)
     expected = expected_gae(rows, outcomes, gamma, lam)
     assert columns.keys() == expected.keys()
@@ -237,7 +234,6 @@ def test_each_kind_of_penalty_is_its_own_formula(kind: str, of: Any) -> None:
     """With returns of γ = λ = 1 and a critic that says 0, the returns are what is left of the rewards, summed ahead."""
     rows, outcomes = fetch(5)
     rows = [replace(row, columns={**row.columns, "values": np.zeros_like(row.logprobs)}) for row in rows]
-    outcomes = replace(outcomes, finished=np.ones_like(outcomes.finished))
     got = compute(
         rows, outcomes, adv_estimator="gae", use_kl_in_reward=True, kl_penalty=kind, kl_ctrl={"kl_coef": 0.1}
     )["returns"]
@@ -267,7 +263,6 @@ def test_trajectories_of_a_fetch_may_come_in_any_order(order: list[int], estimat
         ids=tuple(outcomes.ids[i] for i in order),
         rewards=outcomes.rewards[order],
         groups=outcomes.groups[order],
-        finished=outcomes.finished[order],
         episode_of=np.arange(len(order)),
     )
     got = compute([rows[i] for i in order], shuffled, **algorithm)
@@ -285,7 +280,6 @@ def test_a_group_gets_the_same_advantages_whatever_else_is_in_its_fetch(estimato
             ids=tuple(outcomes.ids[i] for i in at),
             rewards=outcomes.rewards[at],
             groups=outcomes.groups[at],
-            finished=outcomes.finished[at],
             episode_of=np.arange(len(at)),
         )
         assert_equal(

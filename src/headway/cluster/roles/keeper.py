@@ -71,10 +71,6 @@ class KeeperRole(Role):
         """Have the keeper start groups again."""
         await self._keeper.go_on()
 
-    async def abort(self, numbers: Sequence[int]) -> None:
-        """Have the keeper end these training groups as they are."""
-        await self._keeper.abort(numbers)
-
     async def abort_older_than(self, version: int) -> None:
         """Have the keeper end the training groups with an older token in a finished call."""
         await self._keeper.abort_older_than(version)
