@@ -75,6 +75,7 @@ class Table:
             tail = self.tokenizer.encode(f"{'' if ended else '<eos>'}<|user|>{told}<eos><|assistant|>")
             ids, mask = ids + tail, mask + [False] * len(tail)
             logprobs, versions = logprobs + [0.0] * len(tail), versions + [-1] * len(tail)
+        # Else what is kept for games that are over fills the memory: the youngest lose theirs, and prefill once more.
         await self.engine.release([prompt.trajectory_id(k)])
         row = Row(
             np.array(ids, np.int32),
