@@ -292,6 +292,39 @@ def test_a_problem_is_counted_by_its_episodes_that_did_not_fail(tmp_path: Path) 
     assert {answer["failure"] for answer in answers if answer["row"] == 2} == {why}
 
 
+TWO_TURNS = """
+async def talk(row, chat):
+    messages = [*row["prompt"], {"role": "user", "content": "please"}]
+    answer = await chat.turn(messages)
+    await chat.turn([*messages, answer.message, {"role": "user", "content": "go on"}])
+
+def score(prompts, completions):
+    assert [message["content"] for message in prompts[0]] == ["1+1=", "please"]
+    assert completions[0][1] == {"role": "user", "content": "go on"}
+    return [len(completion) for completion in completions]
+"""
+
+
+def test_a_reward_for_trl_reads_the_conversation_of_a_program(tmp_path: Path) -> None:
+    """Starts processes for the program and the reward, each once to look at it and once to work."""
+    model = MakeModelConfig(
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        head_dim=16,
+        intermediate_size=64,
+        chat_template=CHAT,
+        vocabulary="0123456789abcdefghijklmnopqrstuvwxyz:+= ",
+    )
+    make_model(model, 0, tmp_path / "model")
+    (tmp_path / "talk.py").write_text(TWO_TURNS)
+    data = write(tmp_path / "test.jsonl", [{"prompt": "1+1=", "answer": "2"}])
+    user = [f"rollout.program={tmp_path / 'talk.py'}:talk", f"reward.function={tmp_path / 'talk.py'}:score"]
+    settings = ["data.max_prompt_length=48", "data.max_response_length=48", "rollout.max_turn_tokens=4"]
+    figures = said(run("eval", str(tmp_path / "model"), data, *user, *settings, "rollout.threads=1"))
+    assert figures["accuracy"].startswith("3.00"), figures
+
+
 def test_a_disk_that_fills_on_the_way_costs_the_rest_of_the_answers_and_no_figure(tiny: Path, tmp_path: Path) -> None:
     data = write(tmp_path / "test.jsonl", [{"prompt": f"{i}=", "answer": "1"} for i in range(9)])
     output, all_of_them = tmp_path / "answers.jsonl", tmp_path / "all.jsonl"

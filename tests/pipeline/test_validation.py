@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from headway.config.schema import Config
-from headway.data.types import TrajectoryId
+from headway.data.types import Prompt, TrajectoryId
 from headway.episodes.programs import Hosting, Limits
 from headway.errors import WorkerDied
 from headway.events import GroupSettled, OptimizerStepped, UpdateFinished, ValidationFinished
+from headway.interfaces import Scores
 from headway.simulate.contexts import SimulatedRecord
 from headway.simulate.program_profile import ProgramProfile
 from headway.simulate.programs import SimulatedPrograms
@@ -159,3 +162,20 @@ def test_a_replica_that_dies_in_a_validation_by_programs_leaves_its_answers_to_t
     run = validated_programs(mode, replicas=2, script=script, supervised=True)
     assert (run.validated()[0], run.validated()[-1]) == (0, 6)
     assert {(validation.problems, validation.failed) for validation in run.of(ValidationFinished)} == {(6, 0)}
+
+
+def test_a_reward_reads_the_conversations_of_programs_in_training_and_in_validation():
+    read: dict[int, set[tuple[int, int]]] = {}
+
+    class Reader(FakeReward):
+        async def score(self, prompt: Prompt, responses: Sequence[str], conversations: Any = None) -> Scores:
+            lengths = {(len(one.prompt), len(one.completion)) for one in conversations}
+            read.setdefault(prompt.epoch, set()).update(lengths)
+            return await super().score(prompt, responses)
+
+    def keeping(config: Config) -> Hosting:
+        return replace(two_turns(config), keeps_conversations=True)
+
+    run = Scenario("on_policy", problems=2, total=4, sections=PROGRAM, hosting=keeping, reward=Reader()).run()
+    run.assert_completed()
+    assert read == {-1: {(1, 3)}, 0: {(1, 3)}}

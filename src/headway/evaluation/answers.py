@@ -14,7 +14,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from headway.concurrently import Tasks, failing_as_one
-from headway.data.types import FinishReason, Prompt, Trajectory
+from headway.data.types import FinishReason, Prompt, Trajectory, conversations_of
 from headway.episodes.alone import keeping
 from headway.episodes.hosting import chat_hosting
 from headway.episodes.programs import Hosting
@@ -197,7 +197,10 @@ async def _scored(reward: RewardRunners | None, prompt: Prompt, finished: Finish
     try:
         if not made:
             raise ScoringFailed(f"{EPISODE_FAILED}: {trajectories[0].failure}")
-        scores = own_scores(made) if reward is None else await reward.score(prompt, [t.text for t in made])
+        if reward is None:
+            scores = own_scores(made)
+        else:
+            scores = await reward.score(prompt, [t.text for t in made], conversations_of(made))
         rewards, parts = scores.rewards.tolist(), scores.parts
     except ScoringFailed as failed:
         failure = str(failed)
