@@ -407,6 +407,8 @@ class ValidationFinished(Event):
     mean_tokens: float
     failed: int
     span: Span
+    versions: list[int] = field(default_factory=list)
+    """Versions that sampled the answers, ascending: several where programs are validated while weights change."""
     by_source: dict[str, float] = field(default_factory=dict)
     """Accuracy on the problems of each source, where there are several sources."""
 

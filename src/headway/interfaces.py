@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from headway.data.types import (
     Column,
+    Conversation,
     FinishReason,
     GroupTokens,
     Handle,
@@ -80,8 +81,12 @@ class RewardFn(Protocol):
     await reward.close()
     """
 
-    async def score(self, prompt: Prompt, responses: Sequence[str]) -> Scores:
+    async def score(
+        self, prompt: Prompt, responses: Sequence[str], conversations: Sequence[Conversation] | None = None
+    ) -> Scores:
         """Return the rewards of the responses, and what each part of the reward gave.
+
+        ``conversations``: those whose last answers the responses are, where a program made these.
 
         Raises `ScoringFailed` after the retry budget: an exception, a time-out, or a value that is not a finite number.
         """

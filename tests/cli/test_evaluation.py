@@ -39,6 +39,7 @@ from tests.full_disk import files_of_at_most
 from tests.integration.support import alive
 
 LENGTH = 6
+CHAT = "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ eos_token }}{% endfor %}assistant:"
 SHORT = (f"data.max_response_length={LENGTH}", "rollout.threads=1")
 
 
@@ -157,6 +158,19 @@ def test_figures_are_means_over_problems() -> None:
     assert (found.mean_tokens, found.max_tokens, found.cut_off) == (1.5, 2, 0.5)
 
 
+def test_failed_episodes_are_left_out_of_their_problem_s_figures() -> None:
+    one, three = solved([1.0, 0.0, 0.0, 0.0]), solved([1.0, 1.0, 0.0, 0.0])
+    one = replace(one, answers=tuple(replace(a, failure="no" if a.k else None) for a in one.answers))
+    three = replace(three, answers=tuple(replace(a, failure="no" if a.k == 3 else None) for a in three.answers))
+    found = figures([one, three, solved([0.0] * 4, failure="episode failed: no")], (1, 2, 4), threshold=1.0)
+    assert (found.problems, found.answers, found.failed, found.failed_episodes) == (3, 12, 1, 4)
+    assert found.accuracy.value == pytest.approx((1 + 2 / 3 + 0) / 3)
+    assert found.pass_at[1].value == pytest.approx((1 + 2 / 3 + 0) / 3)
+    assert found.pass_at[2].value == pytest.approx((1 + 0) / 2)  # the first one has no two answers that count
+    assert found.pass_at[4] == Estimate(0.0, None)
+    assert 2 not in figures([one], (1, 2), threshold=1.0).pass_at
+
+
 # ------------------------------------------------------------------------------------------- evaluations
 
 
@@ -231,6 +245,84 @@ def test_prompts_that_are_too_long_and_answers_that_cannot_be_scored_are_told(ti
     assert figures["left"] == "out  1 prompts of more than 8 tokens"
     assert figures["failed"].startswith("1 problems, which count as 0: the row has no answer")
     assert [(a["row"], a["reward"], "failure" in a) for a in lines_of(output)] == [(0, 0.0, False), (1, None, True)]
+
+
+PROGRAM = """
+async def talk(row, chat):
+    await chat.turn(row["prompt"])
+    if row["fails"] == "all" or row["fails"] == "some" and chat.seed % 2:
+        raise RuntimeError("the sandbox has burnt down")
+    return 1.0
+"""
+
+
+def test_a_problem_is_counted_by_its_episodes_that_did_not_fail(tmp_path: Path) -> None:
+    """Starts a process for the program, once to look at it and once to make the episodes."""
+    model = MakeModelConfig(
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        head_dim=16,
+        intermediate_size=64,
+        chat_template=CHAT,
+    )
+    make_model(model, 0, tmp_path / "model")
+    (tmp_path / "talk.py").write_text(PROGRAM)
+    rows = [{"prompt": f"{i}+1=", "answer": "1", "fails": fails} for i, fails in enumerate(["none", "some", "all"])]
+    data, output = write(tmp_path / "test.jsonl", rows), tmp_path / "answers.jsonl"
+    settings = [
+        "data.max_prompt_length=32",
+        f"rollout.program={tmp_path / 'talk.py'}:talk",
+        "--n",
+        "4",
+        "--temperature",
+        "1",
+        "-o",
+        str(output),
+    ]
+    figures = said(run("eval", str(tmp_path / "model"), data, *SHORT, *settings))
+    answers = lines_of(output)
+    failed = [sum("failure" in answer for answer in answers if answer["row"] == row) for row in range(3)]
+    assert failed[0] == 0 < failed[1] < failed[2] == 4
+    assert {answer["reward"] for answer in answers if "failure" not in answer} == {1.0}
+    assert figures["accuracy"].startswith("0.667 ")  # 1, 1, and no score
+    assert figures["failed"].startswith("1 problems, which count as 0: episode failed: program")
+    assert figures["episodes"].startswith(f"failed  {sum(failed)} of 12, which do not count where others")
+    why = "program talk.py:talk raised RuntimeError: the sandbox has burnt down"
+    assert {answer["failure"] for answer in answers if answer["row"] == 2} == {why}
+
+
+TWO_TURNS = """
+async def talk(row, chat):
+    messages = [*row["prompt"], {"role": "user", "content": "please"}]
+    answer = await chat.turn(messages)
+    await chat.turn([*messages, answer.message, {"role": "user", "content": "go on"}])
+
+def score(prompts, completions):
+    assert [message["content"] for message in prompts[0]] == ["1+1=", "please"]
+    assert completions[0][1] == {"role": "user", "content": "go on"}
+    return [len(completion) for completion in completions]
+"""
+
+
+def test_a_reward_for_trl_reads_the_conversation_of_a_program(tmp_path: Path) -> None:
+    """Starts processes for the program and the reward, each once to look at it and once to work."""
+    model = MakeModelConfig(
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        head_dim=16,
+        intermediate_size=64,
+        chat_template=CHAT,
+        vocabulary="0123456789abcdefghijklmnopqrstuvwxyz:+= ",
+    )
+    make_model(model, 0, tmp_path / "model")
+    (tmp_path / "talk.py").write_text(TWO_TURNS)
+    data = write(tmp_path / "test.jsonl", [{"prompt": "1+1=", "answer": "2"}])
+    user = [f"rollout.program={tmp_path / 'talk.py'}:talk", f"reward.function={tmp_path / 'talk.py'}:score"]
+    settings = ["data.max_prompt_length=48", "data.max_response_length=48", "rollout.max_turn_tokens=4"]
+    figures = said(run("eval", str(tmp_path / "model"), data, *user, *settings, "rollout.threads=1"))
+    assert figures["accuracy"].startswith("3.00"), figures
 
 
 def test_a_disk_that_fills_on_the_way_costs_the_rest_of_the_answers_and_no_figure(tiny: Path, tmp_path: Path) -> None:

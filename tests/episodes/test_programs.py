@@ -115,7 +115,8 @@ def request(n: int = 1, number: int = 0) -> GroupRequest:
 
 
 def hosting(programs: Here, limits: Limits = LIMITS) -> Hosting:
-    return Hosting(programs, Chats(RENDERER).record, limits, stop_ids=tuple(RENDERER.end_ids))
+    stop_ids = tuple(RENDERER.end_ids)
+    return Hosting(programs, Chats(RENDERER).record, limits, stop_ids=stop_ids, keeps_conversations=True)
 
 
 def made(
@@ -164,6 +165,30 @@ def test_an_episode_of_three_turns_is_one_row_of_what_the_engine_saw_and_sampled
     assert policy.calls[0].key == 0 and len({call.key for call in policy.calls}) == 3
     assert policy.released == [episode.id]
     assert set(RENDERER.end_ids) <= set(policy.calls[0].sampling.stop_token_ids)
+
+
+def test_a_conversation_is_what_it_began_with_and_all_that_was_said_behind_it():
+    (episode,) = made(talk).trajectories
+    conversation = episode.conversation
+    assert conversation is not None and conversation.prompt == [said("user", "begin")]
+    assert [message["role"] for message in conversation.completion] == ["assistant", "user"] * 2 + ["assistant"]
+    assert conversation.completion[1] == said("user", "go on")
+    assert conversation.completion[-1]["content"] == episode.text
+
+
+def test_of_several_conversations_the_last_one_is_told():
+    async def two(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+        await talk(start, ask)
+        other = [said("user", "judge")]
+        other.append((await ask(TurnRequest(other))).message)  # the list is the program's own, which it goes on with
+        other.append(said("user", "are you sure"))
+        await ask(TurnRequest(other))
+        return EpisodeEnd(1.0)
+
+    (episode,) = made(two).trajectories
+    conversation = episode.conversation
+    assert conversation is not None and conversation.prompt == [said("user", "judge")]
+    assert [message["role"] for message in conversation.completion] == ["assistant", "user", "assistant"]
 
 
 def test_the_program_gets_its_prompt_its_row_and_a_seed_of_its_own():

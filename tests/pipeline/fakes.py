@@ -257,7 +257,7 @@ class FakeReward:
         self._seconds = seconds
         self._parts = parts or {}
 
-    async def score(self, prompt: Prompt, responses: Sequence[str]) -> Scores:
+    async def score(self, prompt: Prompt, responses: Sequence[str], conversations: object = None) -> Scores:
         await asyncio.sleep(self._seconds(prompt))
         parts = {name: list(values[: len(responses)]) for name, values in self._parts.items()}
         return Scores(self.rewards(prompt, len(responses)), parts)

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
-from headway.data.types import TrajectoryId
+from headway.config.schema import Config
+from headway.data.types import Prompt, TrajectoryId
+from headway.episodes.programs import Hosting, Limits
+from headway.errors import WorkerDied
 from headway.events import GroupSettled, OptimizerStepped, UpdateFinished, ValidationFinished
+from headway.interfaces import Scores
+from headway.simulate.contexts import SimulatedRecord
+from headway.simulate.program_profile import ProgramProfile
+from headway.simulate.programs import SimulatedPrograms
 from tests.pipeline.fakes import FakeReward, fails
-from tests.pipeline.scenario import MODES, Scenario
+from tests.pipeline.scenario import MODES, Run, Scenario
+
+PROGRAM = {"rollout": {"program": "x.py:run"}}
 
 
 def slow_validation(trajectory: TrajectoryId) -> int:
@@ -87,3 +101,81 @@ def test_validation_asks_for_val_n_answers_at_val_temperature():
     held_out = [request for request in seen if request.priority == "validation"]
     assert {(r.n, r.sampling.temperature, r.sampling.top_p) for r in held_out} == {(4, 0.5, 1.0)}
     assert [r.number for r in held_out] == [0, 1, 2, 0, 1, 2]
+
+
+# --------------------------------------------------------------------------------------------- programs
+
+ON_TIME = ("colocate_sync", "on_policy", "stream_off_policy")
+"""Modes without staleness."""
+
+
+def two_turns(config: Config) -> Hosting:
+    """Episodes of two turns with 4 s between them, in which nothing decodes and a drain by turns would be over."""
+    profile = ProgramProfile.model_validate(
+        {"turns": {"kind": "constant", "value": 2}, "step_s": {"kind": "constant", "value": 4}}
+    )
+    limits = Limits(max_length=100_000, max_turns=9, step_timeout_s=1e6, episode_timeout_s=1e6)
+    return Hosting(SimulatedPrograms(profile), SimulatedRecord, limits)
+
+
+def validated_programs(mode: str, **further: Any) -> Run:
+    scenario = Scenario(mode, problems=6, lengths=slow_validation, sections=PROGRAM, hosting=two_turns, **further)
+    return scenario.run().assert_completed()
+
+
+@pytest.mark.parametrize("mode", ON_TIME)
+def test_without_staleness_all_replicas_validate_programs_and_load_nothing_newer_meanwhile(mode: str):
+    run = validated_programs(mode, replicas=3)
+    assert run.validated() == [0, 1, 2, 3, 4, 5, 6]
+    for validation in run.of(ValidationFinished):
+        assert validation.versions == [validation.version]
+    for rollout in run.rollouts:
+        assert rollout.validated, "it answers, too"
+        loads = dict(rollout.loads)
+        for validation in run.of(ValidationFinished):
+            assert validation.version == 0 or loads[validation.version] <= validation.span[0]
+            assert validation.version == 6 or validation.span[1] - 0.25 <= loads[validation.version + 1]
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in ON_TIME])
+def test_with_staleness_no_update_waits_for_a_validation_by_programs(mode: str):
+    run = validated_programs(mode, replicas=3, async_training={"on_update": "interrupt"})
+    assert (run.validated()[0], run.validated()[-1]) == (0, 6)
+    assert {update.validation_stall_s for update in run.of(UpdateFinished)} == {0.0}
+    assert max(len(validation.versions) for validation in run.of(ValidationFinished)) > 1
+    assert all(rollout.validated for rollout in run.rollouts)
+
+
+@pytest.mark.parametrize("test_freq", [1, 2, 5, -1])
+@pytest.mark.parametrize("mode", MODES)
+def test_versions_are_validated_by_programs_exactly_once(mode: str, test_freq: int):
+    run = Scenario(mode, problems=2, test_freq=test_freq, replicas=2, sections=PROGRAM).run().assert_completed()
+    between = [version for version in range(1, 6) if test_freq > 0 and version % test_freq == 0]
+    assert run.validated() == [0, *between, 6]
+
+
+@pytest.mark.parametrize("mode", ["on_policy", "async_partial"])
+def test_a_replica_that_dies_in_a_validation_by_programs_leaves_its_answers_to_the_others(mode: str):
+    def script(run: Run) -> None:
+        asyncio.get_running_loop().call_at(12.0, run.rollouts[0].die, WorkerDied("killed"))
+
+    run = validated_programs(mode, replicas=2, script=script, supervised=True)
+    assert (run.validated()[0], run.validated()[-1]) == (0, 6)
+    assert {(validation.problems, validation.failed) for validation in run.of(ValidationFinished)} == {(6, 0)}
+
+
+def test_a_reward_reads_the_conversations_of_programs_in_training_and_in_validation():
+    read: dict[int, set[tuple[int, int]]] = {}
+
+    class Reader(FakeReward):
+        async def score(self, prompt: Prompt, responses: Sequence[str], conversations: Any = None) -> Scores:
+            lengths = {(len(one.prompt), len(one.completion)) for one in conversations}
+            read.setdefault(prompt.epoch, set()).update(lengths)
+            return await super().score(prompt, responses)
+
+    def keeping(config: Config) -> Hosting:
+        return replace(two_turns(config), keeps_conversations=True)
+
+    run = Scenario("on_policy", problems=2, total=4, sections=PROGRAM, hosting=keeping, reward=Reader()).run()
+    run.assert_completed()
+    assert read == {-1: {(1, 3)}, 0: {(1, 3)}}

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from headway.data.types import Conversation
 from headway.errors import ScoringFailed, UserCodeError
 from headway.rewards.request import ScoreRequest
 from headway.rewards.scorers import checked
@@ -232,6 +233,21 @@ def test_a_function_for_trl_gets_messages_where_prompts_are_a_chat() -> None:
         ("2+2=", {"role": "assistant", "content": "4"}),
         ("2+2=", {"role": "assistant", "content": "5"}),
     ]
+
+
+def test_a_function_for_trl_gets_the_conversations_that_a_program_had() -> None:
+    def message(role: str, content: str) -> dict[str, Any]:
+        return {"role": role, "content": content}
+
+    conversations = [
+        Conversation([message("user", "2+2=? From 1 to 9.")], [message("assistant", "3"), message("user", "no"), last])
+        for last in (message("assistant", "4"), message("assistant", "5"))
+    ]
+    for request in (REQUEST, CHAT):
+        request = replace(request, conversations=conversations)
+        given = user(lambda prompts, completions: [*zip(prompts, completions, strict=True)]).score_all(request)
+        assert given == conversations
+        assert user(lambda responses: responses).score_all(request) == ["4", "5"]
 
 
 def test_a_column_of_the_data_sets_own_stands_before_the_answer_for_trl() -> None:

@@ -69,6 +69,7 @@ class AnswersFile:
 def _rows(problem: Solved) -> Iterator[dict[str, Any]]:
     """Yield the rows of the answers' file, one for each answer."""
     for answer in problem.answers:
+        failure = answer.failure or problem.failure
         row = {
             "row": problem.row,
             "k": answer.k,
@@ -76,12 +77,12 @@ def _rows(problem: Solved) -> Iterator[dict[str, Any]]:
             "prompt": problem.prompt,
             "answer": problem.truth,
             "response": answer.text,
-            "reward": None if problem.failure is not None else answer.reward,
+            "reward": None if failure is not None else answer.reward,
             "tokens": answer.tokens,
             "finish_reason": answer.finish_reason,
         }
         if len(answer.parts) > 1:
             row["parts"] = answer.parts
-        if problem.failure is not None:
-            row["failure"] = problem.failure
+        if failure is not None:
+            row["failure"] = failure
         yield row

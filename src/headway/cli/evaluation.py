@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -269,7 +269,7 @@ def print_figures(
     }
     correct = f"a reward of at least {threshold:g} is correct"
     for k in ks:
-        lines[f"pass@{k}"] = _estimate(every.pass_at[k]) + (f"  {correct}" if k == ks[0] else "")
+        lines[f"pass@{k}"] = _pass(every, k) + (f"  {correct}" if k == ks[0] else "")
     lines["length"] = f"mean {every.mean_tokens:.1f}, longest {human.count(every.max_tokens)} tokens"
     lines["cut off"] = f"{human.share(every.cut_off)} of the answers, at {human.count(limit)} tokens"
     table = _grid(lines)
@@ -278,15 +278,28 @@ def print_figures(
             "left out", f"{human.count(too_long)} prompts of more than {config.data.max_prompt_length} tokens"
         )
     if every.failed:
-        reasons = {problem.failure for problem in solved if problem.failure is not None}
-        first = next(problem.failure for problem in solved if problem.failure is not None)
-        more = f", and {len(reasons) - 1} other reasons" if len(reasons) > 1 else ""
-        table.add_row("failed", f"{human.count(every.failed)} problems, which count as 0: {first}{more}")
+        why = _reasons(problem.failure for problem in solved)
+        table.add_row("failed", f"{human.count(every.failed)} problems, which count as 0: {why}")
+    if every.failed_episodes:
+        why = _reasons(answer.failure for problem in solved for answer in problem.answers)
+        count = f"{human.count(every.failed_episodes)} of {human.count(every.answers)}"
+        table.add_row("episodes failed", f"{count}, which do not count where others of their problem did not: {why}")
     console.print(table)
     sources = by_source(solved)
     if len(sources) > 1:
         console.print()
         console.print(_by_source({name: figures(of, ks, threshold) for name, of in sources.items()}, ks))
+
+
+def _pass(figures: Figures, k: int) -> str:
+    return _estimate(figures.pass_at[k]) if k in figures.pass_at else f"no problem has {k} answers that count"
+
+
+def _reasons(failures: Iterable[str | None]) -> str:
+    """The first of some reasons, one at least, and how many others there are."""
+    reasons = list(dict.fromkeys(failure for failure in failures if failure is not None))
+    more = f", and {len(reasons) - 1} other reasons" if len(reasons) > 1 else ""
+    return f"{reasons[0]}{more}"
 
 
 def _grid(lines: Mapping[str, str]) -> Table:
@@ -309,7 +322,7 @@ def _by_source(found: Mapping[str, Figures], ks: Sequence[int]) -> Table:
     for name in ("problems", "accuracy", *(f"pass@{k}" for k in ks), "tokens", "cut off"):
         table.add_column(name, justify="right", no_wrap=True)
     for source, of in found.items():
-        shares = [human.score(of.pass_at[k].value) for k in ks]
+        shares = [human.score(of.pass_at[k].value) if k in of.pass_at else "" for k in ks]
         rest = (f"{of.mean_tokens:.1f}", human.share(of.cut_off))
         table.add_row(source, human.count(of.problems), _estimate(of.accuracy), *shares, *rest)
     return table
@@ -335,7 +348,7 @@ def print_samples(console: Console, solved: Sequence[Solved], count: int) -> Non
         table.add_row(
             str(problem.row),
             *(Text(_end_of(text)) for text in (problem.prompt, str(problem.truth), answer.text)),
-            "failed" if problem.failure is not None else human.number(answer.reward),
+            "failed" if (problem.failure or answer.failure) is not None else human.number(answer.reward),
             human.count(answer.tokens) + ("+" if answer.cut_off else ""),
         )
     console.print()

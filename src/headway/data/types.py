@@ -9,7 +9,7 @@ Shape suffixes: P prompt tokens, T response tokens.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, TypeVar, Union
@@ -158,6 +158,15 @@ class RowAt:
     """Number of response tokens, T, holes included."""
 
 
+class Conversation(NamedTuple):
+    """One conversation of an episode, as chat messages."""
+
+    prompt: list[dict[str, Any]]
+    """The messages that its first turn was asked with."""
+    completion: list[dict[str, Any]]
+    """All messages behind them up to its last answer: answers, and what they were told."""
+
+
 @dataclass(frozen=True, slots=True)
 class Trajectory:
     """Metadata of one episode: what the driver may look at. Its tokens are behind ``group.tokens``, in its ``rows``."""
@@ -182,6 +191,8 @@ class Trajectory:
     turns: int = 1
     reward: float | None = None
     """Reward given by its program; None where it gave none."""
+    conversation: Conversation | None = None
+    """Its last conversation; only of a program's episode that a reward function scores, until that has."""
     turn_rewards: tuple[float, ...] = ()
     """Rewards of its turns, by number, where its program gave any; beside ``reward``."""
     failure: str | None = None
@@ -205,6 +216,12 @@ class Trajectory:
         """The oldest version of its tokens; None for an episode without tokens."""
         spans = self.version_spans
         return spans[0][1] if len(spans) == 1 else min((version for _, version in spans), default=None)
+
+
+def conversations_of(episodes: Sequence[Trajectory]) -> list[Conversation] | None:
+    """Return the conversations of episodes; None where they are single answers."""
+    conversations = [episode.conversation for episode in episodes if episode.conversation is not None]
+    return conversations if conversations and len(conversations) == len(episodes) else None
 
 
 @dataclass(frozen=True, slots=True)

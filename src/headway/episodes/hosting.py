@@ -29,6 +29,7 @@ def chat_hosting(config: Config, tokenizer: PreTrainedTokenizerBase, programs: P
         seed=config.run.seed,
         stop_ids=tuple(sorted(chats.renderer.end_ids)),
         gives_reward=config.reward.by_program,
+        keeps_conversations=not config.reward.by_program,
     )
 
 

@@ -20,7 +20,7 @@ import xxhash
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_exponential
 
 from headway.concurrently import failure_ignored
-from headway.data.types import FinishReason, RowAt, RowTokens, Trajectory, TrajectoryId
+from headway.data.types import Conversation, FinishReason, RowAt, RowTokens, Trajectory, TrajectoryId
 from headway.episodes.calls import Asked, Calls, Home
 from headway.episodes.deadlines import Clock
 from headway.episodes.limits import EpisodeTime, Limits, Steps
@@ -36,7 +36,7 @@ from headway.errors import (
     boundary,
 )
 from headway.interfaces import FinishedCall, GroupRequest, SamplingParams
-from headway.programs.messages import EpisodeEnd, EpisodeStart, TurnAnswer, TurnRequest
+from headway.programs.messages import EpisodeEnd, EpisodeStart, Message, TurnAnswer, TurnRequest
 
 Turn = Callable[[TurnRequest], Awaitable[TurnAnswer]]
 
@@ -77,6 +77,8 @@ class Hosting:
     """Tokens that end a turn, beside those of the sampling."""
     gives_reward: bool = False
     """Programs have to give rewards: no reward function does."""
+    keeps_conversations: bool = False
+    """Episodes come with their last conversation, for a reward function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,10 @@ class _Try:
     """Numbers of the answered turns, among all that were asked for."""
     text: str = ""
     """Text of the last answer."""
+    prompt: list[Message] = field(default_factory=list)
+    """The messages that the first turn of the last conversation was asked with; empty without conversations."""
+    said: list[Message] = field(default_factory=list)
+    """The messages of the last conversation, up to its last answer."""
     limit: str | None = None
     rewards: tuple[float, ...] = ()
     """Rewards of turns, as the program told them with its last request."""
@@ -121,6 +127,12 @@ class _Try:
     """Turns that the program waits for."""
     running: asyncio.Task[EpisodeEnd] | None = None
     over: bool = False
+
+    def answered(self, messages: list[Message], answer: Message) -> None:
+        """Note a turn. It goes on with the last conversation if it begins with what that began with."""
+        if not self.prompt or messages[: len(self.prompt)] != self.prompt:
+            self.prompt = list(messages)
+        self.said = [*messages, answer]
 
 
 class ProgramEpisode:
@@ -300,6 +312,8 @@ class ProgramEpisode:
         with boundary("the answer of a turn cannot be read", UserCodeError):
             answer = one.record.answered(prompted, request, finished, number)
         one.text = answer.text
+        if self._hosting.keeps_conversations:
+            one.answered(request.messages, answer.message)
         return answer
 
     def _over(self, one: _Try, limit: str) -> EpisodeOver:
@@ -386,6 +400,7 @@ class ProgramEpisode:
             prompt_length=places[0].prompt_length if places else episode.prompt_length,
             finished=last.finished if last is not None else episode.finished,
             rows=places,
+            conversation=Conversation(one.prompt, one.said[len(one.prompt) :]) if one.prompt else None,
             reward=end.reward,
             turn_rewards=turn_rewards,
             failure=failure,

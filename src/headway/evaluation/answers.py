@@ -14,7 +14,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from headway.concurrently import Tasks, failing_as_one
-from headway.data.types import FinishReason, Prompt
+from headway.data.types import FinishReason, Prompt, Trajectory, conversations_of
 from headway.episodes.alone import keeping
 from headway.episodes.hosting import chat_hosting
 from headway.episodes.programs import Hosting
@@ -24,6 +24,7 @@ from headway.evaluation.figures import Answer, Solved
 from headway.evaluation.settings import Job
 from headway.interfaces import FinishedGroup, GroupRequest, RolloutEngine, SamplingParams
 from headway.models.tokenizer import text_of
+from headway.pipeline.nothing_to_train import EPISODE_FAILED
 from headway.rewards.own import own_scores
 from headway.rewards.request import RewardSpec
 from headway.rewards.runners import RewardRunners
@@ -188,30 +189,35 @@ async def _ask(
 
 
 async def _scored(reward: RewardRunners | None, prompt: Prompt, finished: FinishedGroup) -> Solved:
+    """Score the episodes that did not fail. A problem of which all failed has no score."""
     trajectories, failure = finished.trajectories, None
-    rewards: Sequence[float] = [0.0] * len(trajectories)
+    made = [t for t in trajectories if t.failure is None]
+    rewards = [0.0] * len(made)
     parts: Mapping[str, Sequence[float | None]] = {}
     try:
-        for trajectory in trajectories:
-            if trajectory.failure is not None:
-                raise ScoringFailed(trajectory.failure)
+        if not made:
+            raise ScoringFailed(f"{EPISODE_FAILED}: {trajectories[0].failure}")
         if reward is None:
-            scores = own_scores(trajectories)
+            scores = own_scores(made)
         else:
-            scores = await reward.score(prompt, [t.text for t in trajectories])
+            scores = await reward.score(prompt, [t.text for t in made], conversations_of(made))
         rewards, parts = scores.rewards.tolist(), scores.parts
     except ScoringFailed as failed:
         failure = str(failed)
-    answers = tuple(
-        Answer(
+    place = {t.id: i for i, t in enumerate(made)}
+
+    def answer(k: int, t: Trajectory) -> Answer:
+        at = place.get(t.id)
+        return Answer(
             k=k,
             text=t.text,
             tokens=t.length,
             cut_off=t.finish_reason is FinishReason.LENGTH,
             finish_reason=str(t.finish_reason),
-            reward=rewards[k],
-            parts={name: values[k] for name, values in parts.items()},
+            reward=0.0 if at is None else rewards[at],
+            parts={} if at is None else {name: values[at] for name, values in parts.items()},
+            failure=t.failure,
         )
-        for k, t in enumerate(trajectories)
-    )
+
+    answers = tuple(answer(k, t) for k, t in enumerate(trajectories))
     return Solved(prompt.row, prompt.source, prompt.text, prompt.answer, answers, failure)

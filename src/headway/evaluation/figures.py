@@ -25,6 +25,8 @@ class Answer:
     """Reward of the answer; 0 where it could not be scored."""
     parts: dict[str, float | None]
     """Part of the reward → its value for this answer, before its weight."""
+    failure: str | None = None
+    """Why the episode failed that was to give the answer; None where it did not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +40,22 @@ class Solved:
     truth: object
     answers: tuple[Answer, ...]
     failure: str | None = None
-    """The reason why the problem's answers could not be scored; None where they were."""
+    """Why the problem has no score; None where it has: some episodes did not fail, and these are scored."""
+
+    @property
+    def counted(self) -> tuple[Answer, ...]:
+        """The answers that figures are of: of episodes that did not fail. All of them where the problem has no score,
+        so that it counts as 0."""
+        if self.failure is not None:
+            return self.answers
+        return tuple(answer for answer in self.answers if answer.failure is None)
 
     def correct(self, threshold: float) -> int:
-        """Number of answers with a reward of at least ``threshold``; unscored answers do not count."""
+        """Number of counted answers with a reward of at least ``threshold``; 0 where the problem has no score."""
         if self.failure is not None:
             return 0
         # As float32, which rewards are: 0.9 of a reward is not below a threshold of 0.9.
-        return sum(bool(np.float32(answer.reward) >= np.float32(threshold)) for answer in self.answers)
+        return sum(bool(np.float32(answer.reward) >= np.float32(threshold)) for answer in self.counted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +78,13 @@ class Figures:
     problems: int
     answers: int
     failed: int
-    """Problems whose answers could not be scored; they count as 0, and as wrong."""
+    """Problems without a score; they count as 0, and as wrong."""
+    failed_episodes: int
+    """Answers that are missing since their episodes failed, of problems with and without a score."""
     accuracy: Estimate
-    """Mean reward, as validation during training has it."""
+    """Mean reward, as validation during training has it: of each problem over the episodes that did not fail."""
     pass_at: dict[int, Estimate]
+    """k → pass@k over the problems that have k answers; without those k that no problem has."""
     mean_tokens: float
     max_tokens: int
     cut_off: float
@@ -99,13 +112,15 @@ def usual_ks(n: int) -> tuple[int, ...]:
 def figures(solved: Sequence[Solved], ks: Iterable[int], threshold: float) -> Figures:
     """Compute the figures of at least one problem."""
     answers = [answer for problem in solved for answer in problem.answers]
-    correct = [(len(problem.answers), problem.correct(threshold)) for problem in solved]
+    correct = [(len(problem.counted), problem.correct(threshold)) for problem in solved]
+    passed = {k: [pass_at_k(n, c, k) for n, c in correct if n >= k] for k in ks}
     return Figures(
         problems=len(solved),
         answers=len(answers),
         failed=sum(problem.failure is not None for problem in solved),
-        accuracy=Estimate.of([fmean(answer.reward for answer in problem.answers) for problem in solved]),
-        pass_at={k: Estimate.of([pass_at_k(n, c, k) for n, c in correct]) for k in ks},
+        failed_episodes=sum(answer.failure is not None for answer in answers),
+        accuracy=Estimate.of([fmean(answer.reward for answer in problem.counted) for problem in solved]),
+        pass_at={k: Estimate.of(values) for k, values in passed.items() if values},
         mean_tokens=fmean(answer.tokens for answer in answers),
         max_tokens=max(answer.tokens for answer in answers),
         cut_off=fmean(answer.cut_off for answer in answers),

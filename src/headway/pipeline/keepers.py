@@ -40,7 +40,7 @@ class KeeperClient(Remote):
         super().__init__(keeper.name, timeout_s)
         self.keeper = keeper
         self.load = 0
-        """Number of training groups that the keeper has to make."""
+        """Number of groups that the keeper has to make, beside those by one replica alone."""
         self._orders: asyncio.Queue[tuple[str, Call]] = asyncio.Queue()
         self._open_orders = 0
 

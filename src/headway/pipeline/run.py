@@ -28,7 +28,6 @@ from headway.interfaces import OnUpdate, RolloutEngine
 from headway.pipeline.parts import Parts
 from headway.pipeline.receiver import Gone, Replica
 from headway.pipeline.resume import Taken
-from headway.pipeline.stages.validate import Validation
 from headway.pipeline.state import now
 from headway.pipeline.wiring import AnyStage, wire
 
@@ -173,9 +172,7 @@ class Pipeline:
     async def _validate_first_version(self) -> None:
         """Order the validation of the first version, before anything is admitted, like every other validation."""
         if self._parts.validation:
-            replica = self._fleet.validator
-            self._state.validation(replica.name, running=True)
-            await self._wiring.validations.send(Validation(self._state.version, replica))
+            await self._wiring.validations.send(self._wiring.validators.order(self._state.version))
 
     def _trained_all(self) -> bool:
         """Tell whether all was trained on, when nothing runs any more. May ask the data for one more prompt."""

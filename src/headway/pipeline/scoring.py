@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from headway.data.types import Prompt, Trajectory
+from headway.data.types import Prompt, Trajectory, conversations_of
 from headway.errors import ScoringFailed
 from headway.interfaces import RewardFn, Scores
 from headway.pipeline.signal import Signal
@@ -70,7 +70,8 @@ class Scoring:
         started = now()
         if not self._awaited:
             self._moved = started
-        task = asyncio.get_running_loop().create_task(reward.score(prompt, [episode.text for episode in episodes]))
+        texts = [episode.text for episode in episodes]
+        task = asyncio.get_running_loop().create_task(reward.score(prompt, texts, conversations_of(episodes)))
         self._awaited[task] = None
         self._changed.changed()
         try:

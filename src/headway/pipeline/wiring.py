@@ -46,11 +46,12 @@ from headway.pipeline.stages.param_update import ParamUpdate
 from headway.pipeline.stages.prompt_loader import PromptLoader, Wave
 from headway.pipeline.stages.ref_logprob import RefLogProb
 from headway.pipeline.stages.reward import Reward
-from headway.pipeline.stages.validate import Validate, Validation
+from headway.pipeline.stages.validate import Validate
 from headway.pipeline.stages.values import Values
 from headway.pipeline.staleness import Staleness
 from headway.pipeline.state import RunState
 from headway.pipeline.supervision import Supervision
+from headway.pipeline.validators import Validation, Validators
 
 AnyStage = Stage[Any, Any]
 
@@ -72,6 +73,7 @@ class Wiring:
     actor: ActorTrain
     update: ParamUpdate
     validations: Channel[Validation]
+    validators: Validators
     upstream: Sequence[AnyStage]
     """Stages from the prompts to the message queue, in the order in which data flows."""
     downstream: Sequence[AnyStage]
@@ -149,6 +151,7 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
         to_critic=to_critic,
         follows=follows,
     )
+    validators = Validators(state, fleet, everywhere=config.rollout.has_program)
     update = ParamUpdate(
         state,
         updates,
@@ -156,6 +159,7 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
         parts.trainer,
         fleet,
         halts,
+        validators,
         overlapped=config.param_update.schedule == "overlapped",
         test_freq=config.rollout.test_freq if parts.validation else -1,
         timeout_s=timeout_s,
@@ -164,7 +168,7 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
     validate = Validate(
         state,
         validations,
-        fleet,
+        validators,
         keepers,
         parts.validation,
         scoring,
@@ -212,6 +216,7 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
         actor=actor,
         update=update,
         validations=validations,
+        validators=validators,
         upstream=upstream,
         downstream=downstream,
     )

@@ -120,8 +120,9 @@ def left_out_line(event: PromptsLeftOut) -> str:
 def validation_line(event: ValidationFinished) -> str:
     failed = f", {human.count(event.failed)} failed" if event.failed else ""
     sources = ", ".join(f"{name} {human.score(mean)}" for name, mean in event.by_source.items())
+    several = f" (answered by {event.versions[0]} to {event.versions[-1]})" if len(event.versions) > 1 else ""
     return (
-        f"validation of version {event.version}: mean reward {human.score(event.accuracy)} on "
+        f"validation of version {event.version}{several}: mean reward {human.score(event.accuracy)} on "
         f"{human.count(event.problems)} problems{f' ({sources})' if sources else ''}{failed}, "
         f"{human.duration(event.span[1] - event.span[0])}"
     )

@@ -10,6 +10,7 @@ from headway.user_code import names_a_file, resolve_spec
 
 if TYPE_CHECKING:
     from headway.config.schema import Config
+    from headway.data.types import Conversation
     from headway.interfaces import Scores
     from headway.runners.hosted import Ask
 
@@ -114,3 +115,5 @@ class ScoreRequest:
     extra: Mapping[str, Any]
     messages: list[dict[str, Any]] | None = None
     """The prompt as chat messages, where the row gives it so."""
+    conversations: list[Conversation] | None = None
+    """The conversations whose last answers the responses are, n of them, where a program made these."""

@@ -23,7 +23,7 @@ from headway.rewards.request import RewardSpec, ScoreRequest
 from headway.runners.runners import Runners
 
 if TYPE_CHECKING:
-    from headway.data.types import Prompt
+    from headway.data.types import Conversation, Prompt
 
 START_TIMEOUT_S = 120.0
 """Seconds for a runner to start and to load the reward; ``reward.timeout_s`` where that is longer."""
@@ -87,8 +87,10 @@ class RewardRunners:
         """
         await self._runners.start()
 
-    async def score(self, prompt: Prompt, responses: Sequence[str]) -> Scores:
-        """The rewards, and what each part of them gave.
+    async def score(
+        self, prompt: Prompt, responses: Sequence[str], conversations: Sequence[Conversation] | None = None
+    ) -> Scores:
+        """The rewards, and what each part of them gave. ``conversations``: see `headway.interfaces.RewardFn.score`.
 
         Raises `ScoringFailed` with a short reason when every try failed: ``exception: ValueError: …``,
         ``timeout after 10 s``, ``returned nan for response 3, …``, ``worker ended with exit code 1``. Where there are
@@ -106,6 +108,7 @@ class RewardRunners:
             prompt.source,
             dict(prompt.extra),
             messages=prompt.messages,
+            conversations=None if conversations is None else list(conversations),
         )
         for tries_left in range(self._retries, -1, -1):
             try:

@@ -16,7 +16,9 @@ there are, a function gets the ones that it names, and with ``**kwargs`` all of 
   that it does not apply to, one of verl's a dictionary with ``score``.
 - ``reward.params`` are further arguments (verl's ``reward_kwargs``); they stand before columns of the same name.
 - Where prompts are chat messages, TRL's functions get messages: each prompt a list of them, each completion a list of
-  one. verl's ``extra_info`` is the row's column of that name, else a dictionary of all other columns.
+  one. Where a program makes the episodes, a completion is all of the episode's last conversation behind the prompt, and
+  the prompt is what that conversation began with; functions that are not TRL's get the last answer. verl's
+  ``extra_info`` is the row's column of that name, else a dictionary of all other columns.
 - ``async def`` works for all; one-response calls of a group are then awaited together.
 """
 
@@ -189,11 +191,18 @@ class UserFunction:
     def _trls_arguments(self, request: ScoreRequest, responses: list[str]) -> dict[str, Any]:
         columns = {**dict.fromkeys(("answer", *self._answer_keys), request.answer), **request.extra}
         chat = request.messages
+        prompts: list[Any] = [request.prompt if chat is None else list(chat) for _ in responses]
+        completions: list[Any] = [
+            text if chat is None else [{"role": "assistant", "content": text}] for text in responses
+        ]
+        if request.conversations is not None:
+            prompts = [list(conversation.prompt) for conversation in request.conversations]
+            completions = [list(conversation.completion) for conversation in request.conversations]
         return {
             **{name: [value] * len(responses) for name, value in columns.items()},
             **self._params,
-            "prompts": [request.prompt if chat is None else list(chat) for _ in responses],
-            "completions": [text if chat is None else [{"role": "assistant", "content": text}] for text in responses],
+            "prompts": prompts,
+            "completions": completions,
         }
 
     def _call(self, available: Mapping[str, Any]) -> Any:

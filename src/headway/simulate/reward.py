@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from headway.data.types import Prompt
+from headway.data.types import Conversation, Prompt
 from headway.interfaces import Scores
 from headway.simulate.profile import RewardProfile
 
@@ -28,7 +28,9 @@ class SimulatedReward:
         self._workers = asyncio.Semaphore(profile.workers)
         self._scores: dict[tuple[int, bool], Scores] = {}
 
-    async def score(self, prompt: Prompt, responses: Sequence[str]) -> Scores:
+    async def score(
+        self, prompt: Prompt, responses: Sequence[str], conversations: Sequence[Conversation] | None = None
+    ) -> Scores:
         if self._seconds > 0:
             async with self._workers:
                 await asyncio.sleep(self._seconds)

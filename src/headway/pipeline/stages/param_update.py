@@ -14,7 +14,7 @@ overtook before its transfer began. The halt comes last, so that a replica stops
 second buffer is halted first.
 
 A validation is due every ``test_freq`` versions. It is handed on as soon as its replica has loaded, while others still
-do.
+do; one over all replicas when the last of them has.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from headway.pipeline.halts import Halts
 from headway.pipeline.receiver import Receiver, Replica
 from headway.pipeline.stage import Stage
 from headway.pipeline.stages.actor_train import Update
-from headway.pipeline.stages.validate import Validation
 from headway.pipeline.state import RunState, now
 from headway.pipeline.transfer import Delivered, Transfer
+from headway.pipeline.validators import Validation, Validators
 from headway.pipeline.weight_loading import Load, Loading, Probe
 
 
@@ -134,6 +134,7 @@ class ParamUpdate(Stage[Update, Validation]):
         trainer: TrainEngine,
         fleet: Fleet,
         halts: Halts,
+        validators: Validators,
         *,
         overlapped: bool,
         test_freq: int,
@@ -144,6 +145,7 @@ class ParamUpdate(Stage[Update, Validation]):
         super().__init__(state.emit, input, output)
         self._state = state
         self._fleet = fleet
+        self._validators = validators
         self._test_freq = test_freq
         self._validated = 0
         """Newest version for which a validation was due and ordered."""
@@ -180,16 +182,22 @@ class ParamUpdate(Stage[Update, Validation]):
                 changed=published.changed,
             )
         )
-        return
-        yield
+        if self._validators.everywhere and loads and self._is_due(update.version):
+            self._validated = update.version
+            yield self._validators.order(update.version)
+
+    def _is_due(self, version: int) -> bool:
+        """Tell whether ``version`` is to be validated, or one before it that was superseded was."""
+        return self._test_freq > 0 and version // self._test_freq > self._validated // self._test_freq
 
     async def _order_validation(self, replica: Replica, version: int) -> None:
         """Order the validation of ``version`` if it is due, before that version lets further groups in."""
-        # Also for the first version served after one that was due and superseded.
-        is_due = self._test_freq > 0 and version // self._test_freq > self._validated // self._test_freq
-        if is_due and replica is self._fleet.validator:
+        if not self._is_due(version):
+            return
+        if self._validators.everywhere:
+            self._validators.keep(replica)  # the others have to load before it is ordered
+        elif replica is self._fleet.validator:
             self._validated = version
             # Else one that another replica was lost over waits behind this halt already, and will be this version's.
             if replica.name not in self._state.validating:
-                self._state.validation(replica.name, running=True)
-                await self.send_output_data(Validation(version, replica))
+                await self.send_output_data(self._validators.order(version))

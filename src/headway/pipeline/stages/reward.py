@@ -9,6 +9,7 @@ produces        rewarded groups
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,6 +73,10 @@ class Reward(Stage[Group, Group]):
         except ScoringFailed as failure:
             self._state.discard(group.number, Fate.FAILED, str(failure))
             return
+        # The driver holds no text of a conversation longer than it has to.
+        group.trajectories = tuple(
+            t if t.conversation is None else replace(t, conversation=None) for t in group.trajectories
+        )
         shaped = rewards = scores.rewards
         if self._shaping is not None:
             shaped = self._shaping(rewards, np.array([t.length for t in group.trajectories]))

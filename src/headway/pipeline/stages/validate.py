@@ -2,30 +2,30 @@
 
     consumes        validations that are due, and the last version's, which nobody orders: which one is the last
                     is known only when no more updates come
-    waits for       its replica, which loads nothing newer until it is done; the scores of its answers
-    is unblocked by ParamUpdate; by the replica, or by another where it is lost; by the reward's processes
+    waits for       its replica, which loads nothing newer until it is done, or all of them; the scores of its answers
+    is unblocked by ParamUpdate; by a replica, or by another where it is lost; by the reward's processes
     produces        nothing but the event, in order of versions
 
-Outside the inequality: validation generates with first priority and trains nothing. Answers of one version are scored
-while the next one's are being generated. Where nothing of the first validation can be scored, and it has many problems,
-the run ends, whatever was trained beside it: that does not depend on who is quicker. Where the first ones all time out,
-the run ends with those. Scores that do not come hold up no stop: the validation is left unfinished.
+Outside the inequality: validation generates with first priority and trains nothing. Who answers is in `validators`:
+programs run over all replicas, and at η > 0 their answers may be of several versions, which are told. Answers of one
+version are scored while the next one's are being generated. Where nothing of the first validation can be scored, and it
+has many problems, the run ends, whatever was trained beside it: that does not depend on who is quicker. Where the first
+ones all time out, the run ends with those. Scores that do not come hold up no stop: the validation is left unfinished.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from contextlib import aclosing
 from functools import partial
 
-from headway.concurrently import Tasks, failing_as_one
+from headway.concurrently import Tasks, concurrently, failing_as_one
 from headway.data.types import Prompt, Trajectory
 from headway.errors import ScoringFailed, WorkerDied
 from headway.events import Note, ValidationFinished
 from headway.interfaces import FinishedGroup, GroupRequest, Priority, SamplingParams
 from headway.pipeline.channel import Channel
-from headway.pipeline.fleet import Fleet
 from headway.pipeline.keepers import Keepers
 from headway.pipeline.nothing_to_train import (
     EPISODE_FAILED,
@@ -34,20 +34,14 @@ from headway.pipeline.nothing_to_train import (
     never_scored,
     timed_out,
 )
-from headway.pipeline.receiver import Replica
 from headway.pipeline.scoring import GivenUp, Scoring
 from headway.pipeline.signal import Signal
 from headway.pipeline.stage import Stage
 from headway.pipeline.state import RunState, now
+from headway.pipeline.validators import Validation, Validators
 
 Score = float | ScoringFailed
 """Mean reward of a problem's answers, or the error why there is none, which counts as 0."""
-
-
-@dataclass(frozen=True, slots=True)
-class Validation:
-    version: int
-    replica: Replica
 
 
 class Validate(Stage[Validation, None]):
@@ -58,7 +52,7 @@ class Validate(Stage[Validation, None]):
         self,
         state: RunState,
         input: Channel[Validation],
-        fleet: Fleet,
+        validators: Validators,
         keepers: Keepers,
         prompts: Sequence[Prompt],
         reward: Scoring,
@@ -68,7 +62,7 @@ class Validate(Stage[Validation, None]):
     ) -> None:
         super().__init__(state.emit, input)
         self._state = state
-        self._fleet = fleet
+        self._validators = validators
         self._keepers = keepers
         self._prompts = prompts
         self._reward = reward
@@ -95,10 +89,8 @@ class Validate(Stage[Validation, None]):
             await self._finished.until(lambda: self._open == 0)
         if not self._prompts or self._newest == self._state.version or self._reward.closed:
             return None
-        replica = self._fleet.validator
-        self._state.validation(replica.name, running=True)
         self._open += 1
-        return Validation(self._state.version, replica)
+        return self._validators.order(self._state.version)
 
     async def process_data(self, validation: Validation) -> AsyncGenerator[None, None]:
         before, self._reported = self._reported, asyncio.Event()
@@ -116,10 +108,9 @@ class Validate(Stage[Validation, None]):
         yield
 
     async def _validate(self, validation: Validation, before: asyncio.Event) -> None:
-        started, replica, first = now(), validation.replica, validation.version == 0
-        while (answers := await failing_as_one(partial(self._answers_of, replica, first))) is None:
-            replica = self._fleet.validator
-            self._state.validation(replica.name, running=True)
+        started, due, first = now(), validation.version, validation.version == 0
+        while (answers := await failing_as_one(partial(self._answers_to, validation, first))) is None:
+            validation = self._validators.order(due)
         trajectories = [t for finished, _ in answers for t in finished.trajectories]
         scores = [score for _, score in answers]
         by_source = {
@@ -127,7 +118,7 @@ class Validate(Stage[Validation, None]):
             for name in sorted({prompt.source for prompt in self._prompts})
         }
         await before.wait()
-        version = _version_of(trajectories, validation.version)
+        version = due if validation.replica is None else _version_of(trajectories, due)
         self._check_scored(scores, version, first=first)
         self._emit(
             ValidationFinished(
@@ -138,6 +129,7 @@ class Validate(Stage[Validation, None]):
                 mean_tokens=sum(t.length for t in trajectories) / max(1, len(trajectories)),
                 failed=sum(isinstance(score, ScoringFailed) for score in scores),
                 span=(started, now()),
+                versions=sorted({version for t in trajectories for _, version in t.version_spans}),
                 by_source=by_source if len(by_source) > 1 else {},
             )
         )
@@ -155,10 +147,10 @@ class Validate(Stage[Validation, None]):
         text = cannot_be_scored(problems, reasons)
         self._emit(Note(time=now(), level="warning", text=text))
 
-    async def _answers_of(
-        self, replica: Replica, first: bool, tasks: Tasks
+    async def _answers_to(
+        self, validation: Validation, first: bool, tasks: Tasks
     ) -> list[tuple[FinishedGroup, Score]] | None:
-        """Return the answers to all problems and their scores; None when ``replica`` is lost and others go on."""
+        """Return the answers to all problems and their scores; None when the one replica is lost and others go on."""
         requests = [
             GroupRequest(i, prompt, self._n, self._sampling, Priority.VALIDATION)
             for i, prompt in enumerate(self._prompts)
@@ -166,23 +158,35 @@ class Validate(Stage[Validation, None]):
         answers: list[FinishedGroup] = []
         scoring: list[asyncio.Task[Score]] = []
         timeouts = Timeouts() if first else None
-        try:
-            with self._waiting_within(replica.name):
-                async for finished in self._keepers.generate_on(replica.name, requests):
+        replica = validation.replica
+
+        async def take(made: AsyncGenerator[FinishedGroup, None]) -> None:
+            async with aclosing(made) as groups:
+                async for finished in groups:
                     answers.append(finished)
                     scoring.append(tasks.start(self._score(finished, timeouts)))
+
+        try:
+            with self._waiting_within("all replicas" if replica is None else replica.name):
+                if replica is not None:
+                    await take(self._keepers.generate_on(replica.name, requests))
+                else:
+                    await concurrently(take(self._keepers.generate(share)) for share in self._keepers.assign(requests))
         except WorkerDied:  # the fleet, which lost it, has said so to the keepers
+            if replica is None:
+                raise
             for task in scoring:
                 task.cancel()
             return None
         except asyncio.CancelledError:  # a score was given up, or failed for good, while others are still generated
-            self._state.validation(replica.name, running=False)
+            self._validators.let_go(validation)
             raise
         trajectories = [t for answer in answers for t in answer.trajectories]
-        staleness = self._state.staleness  # a replica may be lost while programs end that need it no more
-        self._newest = _version_of(trajectories, staleness.loaded.get(replica.name, staleness.served_version))
-        # Nothing decodes for the validation any more: the replica may load again while scores come in.
-        self._state.validation(replica.name, running=False)
+        self._newest = validation.version
+        if replica is not None:
+            staleness = self._state.staleness  # a replica may be lost while programs end that need it no more
+            self._newest = _version_of(trajectories, staleness.loaded.get(replica.name, staleness.served_version))
+        self._validators.let_go(validation)  # it may load again while scores come in
         return [(answer, await score) for answer, score in zip(answers, scoring, strict=True)]
 
     async def _score(self, finished: FinishedGroup, timeouts: Timeouts | None) -> Score:
