@@ -243,8 +243,8 @@ def test_a_function_for_trl_gets_the_conversations_that_a_program_had() -> None:
         Conversation([message("user", "2+2=? From 1 to 9.")], [message("assistant", "3"), message("user", "no"), last])
         for last in (message("assistant", "4"), message("assistant", "5"))
     ]
-    for request in (REQUEST, CHAT):
-        request = replace(request, conversations=conversations)
+    for asked in (REQUEST, CHAT):
+        request = replace(asked, conversations=conversations)
         given = user(lambda prompts, completions: [*zip(prompts, completions, strict=True)]).score_all(request)
         assert given == conversations
         assert user(lambda responses: responses).score_all(request) == ["4", "5"]
