@@ -137,7 +137,6 @@ async def plain_games(config_path: Path, recipe: Path, out: Path) -> None:
             ids=tuple(row.episode for row in rows),
             rewards=np.array([reward for _, reward in games], np.float32),
             groups=np.repeat(np.arange(len(groups)), config.rollout.n),
-            finished=np.array([row.finished for row in rows]),
             episode_of=np.arange(len(rows)),
         )
         columns = advantages(rows, outcomes)["advantages"]
