@@ -60,6 +60,11 @@ class TellingRollout(FakeRollout):
         async for batch in super().finished(client):
             yield [self._with_tokens(client, finished) for finished in batch]
 
+    @property
+    def open_calls(self) -> int:
+        """Number of calls that it never finished."""
+        return len(self._calls)
+
     def _with_tokens(self, client: str, finished: FinishedCall) -> FinishedCall:
         trajectory = self._calls.pop((client, finished.number)).trajectory
         versions = np.empty(finished.length, np.int32)

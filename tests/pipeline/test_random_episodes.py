@@ -19,7 +19,7 @@ from headway.events import GroupSettled, KeeperLost, ReplicaLost, TrajectoryFini
 from headway.pipeline.run import Status
 from tests.pipeline.cases import for_each
 from tests.pipeline.episode_books import programs_of, run_and_check
-from tests.pipeline.episodes import MANY, SOME, EpisodeCase, episode_cases
+from tests.pipeline.episodes import MANY, SOME, EpisodeCase, TellingRollout, episode_cases
 from tests.pipeline.test_random_runs import log
 from tests.tiers import enough
 
@@ -29,13 +29,18 @@ pytestmark = pytest.mark.timeout(900)
 a_few_and_all = pytest.mark.parametrize(
     "share", [pytest.param(1 / 25, id="a few"), pytest.param(1, id="all", marks=pytest.mark.slow)]
 )
-MACHINES = ("dies", "joins", "stop", "keeper dies", "keeper dies", "loses a runner", "loses a runner")
 
 
 def lagging(max_lag: int) -> st.SearchStrategy[EpisodeCase]:
     """Runs that drop what is older than ``max_lag``, and have much that is."""
     drops: dict[str, Any] = {"order": "ready", "on_overdue": "drop", "max_lag": max_lag, "eta": Fraction(2)}
     return episode_cases(**drops, troubles=SOME)
+
+
+def losing(replicas: int) -> st.SearchStrategy[EpisodeCase]:
+    """Runs whose machines come and go while turns are under way."""
+    machines = ("dies", "dies", "joins", "stop", "keeper dies", "keeper dies", "loses a runner")
+    return episode_cases(*machines, most=5, replicas=replicas, longest=20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +74,12 @@ SEARCHES = {
     "max_lag": Search(st.sampled_from([0, 0, 1]).flatmap(lagging), 200, {"overdue": 200, "aborted": 100}),
     "lost runners": Search(episode_cases("loses a runner", most=6), 300, {"lost with a runner": 300, "forks": 500}),
     "lost machines": Search(
-        episode_cases(*MACHINES, most=4),
+        st.sampled_from([3, 2, 4, 1]).flatmap(losing),
         500,
         {
             "lost replicas": 100,
             "lost keepers": 150,
-            "lost with a runner": 100,
+            "calls of lost replicas": 60,
             "dropped tokens": 1000,
             Status.INTERRUPTED: 50,
         },
@@ -86,6 +91,7 @@ def check(case: EpisodeCase) -> Counter[str]:
     """Run ``case`` and check it. Returns what was to be seen."""
     run = run_and_check(case)
     finished, programs = run.of(TrajectoryFinished), programs_of(run)
+    lost = [replica for replica in run.rollouts if isinstance(replica, TellingRollout) and replica.died_at is not None]
     again = [tries for tries in programs.tries.values() if len(tries) > 1]
     return Counter(
         {
@@ -100,6 +106,7 @@ def check(case: EpisodeCase) -> Counter[str]:
             "lost replicas": len(run.of(ReplicaLost)),
             "lost keepers": len(run.of(KeeperLost)),
             "lost with a runner": programs.lost,
+            "calls of lost replicas": sum(replica.open_calls for replica in lost if run.error is None),
         }
     )
 
