@@ -182,7 +182,7 @@ def check_episodes(run: Run) -> EpisodeBooks:
 
 
 def run_and_check(case: EpisodeCase) -> Run:
-    """Runs ``case``. It may fail only for what it was given: programs that leave nothing, or no replica alive."""
+    """Runs ``case``. It may fail only for what it was given: programs that leave nothing, no replica, or no keeper."""
     run = case.scenario().run()
     if not isinstance(run.error, None | NothingToTrain | WorkerDied | UpdateFailed):
         raise run.error
@@ -193,5 +193,6 @@ def run_and_check(case: EpisodeCase) -> Run:
             never = not books.kept and not fates["filtered"] and fates["failed"] == FAILED_AT_FIRST
             assert never or books.in_a_row == 10 * books.rules.b
         case WorkerDied() | UpdateFailed():
-            assert all(is_gone(run, replica) for replica in run.rollouts if replica.submitted), run.error
+            no_replica = all(is_gone(run, replica) for replica in run.rollouts if replica.submitted)
+            assert no_replica or all(keeper.is_dead for keeper in run.keepers), run.error
     return run
