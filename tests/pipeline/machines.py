@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from math import isclose
 
 from headway.events import (
     FetchTaken,
@@ -80,24 +81,31 @@ def versions_had(run: Run, replica: FakeRollout) -> dict[int, Span]:
 
 def check_tokens(run: Run, replica: FakeRollout) -> None:
     """Every token carries a version that its replica had just then, and there was time to sample so many under it."""
-    had = versions_had(run, replica)
     joined = next((event.time for event in run.of(ReplicaJoined) if event.replica == replica.name), None)
     for time, _, _ in replica.submitted:
         assert joined is None or time >= joined, "it was asked before it served"
     for t in run.of(TrajectoryFinished):
         if t.replica != replica.name or not t.tokens:
             continue
-        starts, versions = zip(*t.version_spans, strict=True)
-        assert starts[0] == 0 and list(starts) == sorted(set(starts)) and starts[-1] < t.tokens
-        assert list(versions) == sorted(set(versions)), "versions only grow"
-        first, last = had[versions[0]], had[versions[-1]]
-        assert first[0] <= t.started <= first[1] and last[0] <= t.finished, "sampled by weights that were not loaded"
-        for version, start, end in zip(versions, starts, [*starts[1:], t.tokens], strict=True):
-            since, until = had[version]
-            seconds = min(until, t.finished) - max(since, t.started - SECONDS_PER_TOKEN)
-            assert (end - start) * SECONDS_PER_TOKEN <= seconds + ROUNDING, "more tokens than there was time for"
-        if run.scenario.config.async_training.on_update == "drain":
-            assert len(versions) == 1, "an answer that was let finish has one version"
+        check_spans(run, replica, t.version_spans, t.tokens, t.started, t.finished)
+
+
+def check_spans(
+    run: Run, replica: FakeRollout, spans: list[list[int]], tokens: int, started: float, finished: float
+) -> None:
+    """Tokens of one call: ``replica`` had their versions, and enough time."""
+    had = versions_had(run, replica)
+    starts, versions = zip(*spans, strict=True)
+    assert starts[0] == 0 and list(starts) == sorted(set(starts)) and starts[-1] < tokens
+    assert list(versions) == sorted(set(versions)), "versions only grow"
+    first, last = had[versions[0]], had[versions[-1]]
+    assert first[0] <= started <= first[1] and last[0] <= finished, "sampled by weights that were not loaded"
+    for version, start, end in zip(versions, starts, [*starts[1:], tokens], strict=True):
+        since, until = had[version]
+        seconds = min(until, finished) - max(since, started - SECONDS_PER_TOKEN)
+        assert (end - start) * SECONDS_PER_TOKEN <= seconds + ROUNDING, "more tokens than there was time for"
+    if run.scenario.config.async_training.on_update == "drain":
+        assert len(versions) == 1, "an answer that was let finish has one version"
 
 
 def check_activity(run: Run, replica: FakeRollout) -> None:
@@ -155,7 +163,7 @@ def check_updates(run: Run) -> None:
             continue  # made when no more groups can come, which may be long after the last of them
         asked, gather = reached(run, update.version), gathers[update.version]
         goes_on = gather[1] if overlapped else update.time
-        assert update.trainer_stall_s == goes_on - asked - (gather[1] - gather[0])
+        assert isclose(update.trainer_stall_s, goes_on - asked - (gather[1] - gather[0]), abs_tol=ROUNDING)
         following = [fetch for fetch in fetches if fetch.version == update.version]
         if following:
             waits = following[0].waited[0] - goes_on

@@ -9,10 +9,27 @@ from itertools import product
 
 import pytest
 
-from headway.errors import LedgerImbalance, RunError, StageFailed, StalenessExceeded, StallError, WorkerDied
-from headway.events import CheckpointSaved, GroupAdmitted, ReplicaLost, RunFinished, TrajectoryFinished
+from headway.errors import (
+    LedgerImbalance,
+    NothingToTrain,
+    RunError,
+    StageFailed,
+    StalenessExceeded,
+    StallError,
+    WorkerDied,
+)
+from headway.events import (
+    CheckpointSaved,
+    FetchTaken,
+    GroupAdmitted,
+    GroupRewarded,
+    ReplicaLost,
+    RunFinished,
+    TrajectoryFinished,
+    VersionReached,
+)
 from tests.pipeline.fake_policies import FakeReference
-from tests.pipeline.fakes import FakeReward
+from tests.pipeline.fakes import FakeReward, without_variance
 from tests.pipeline.scenario import MODES, Run, Scenario
 from tests.tiers import mostly_slow
 
@@ -146,6 +163,18 @@ def test_a_foreign_exception_while_validation_is_scored_names_validate():
         return [0.0, 1.0]
 
     failed(Scenario("async_partial", problems=2, reward=FakeReward(rewards)), StageFailed, "Validate failed: Conn")
+
+
+def test_a_stage_that_fails_does_not_pass_for_the_end_of_the_data():
+    """One group of two waits for the trainer when the rest of the run fails: it is no fetch, and makes no version."""
+    reward = FakeReward(lambda prompt: [0.0, 1.0] if prompt.row == 0 else [1.0, 1.0])
+    run = failed(
+        Scenario("async_stale", mini_batch=2, total=8, reward=reward, group_filter=without_variance),
+        NothingToTrain,
+        "groups in a row were discarded",
+    )
+    assert run.of(GroupRewarded)[-1].rewards == [1.0, 1.0] and [0.0, 1.0] in [e.rewards for e in run.of(GroupRewarded)]
+    assert run.of(FetchTaken) == [] and [event.version for event in run.of(VersionReached)] == [0]
 
 
 def test_a_source_that_raises_ends_the_run():

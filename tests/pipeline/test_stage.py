@@ -195,12 +195,11 @@ def test_a_foreign_exception_is_attributed_to_the_stage_and_chained(concurrency:
         with pytest.raises(StageFailed, match=r"Doubling failed: ZeroDivisionError: by zero") as caught:
             await stage.run()
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
-        assert await stage.outputs() == []
         return stage
 
     stage = run_virtual(main())
     assert states(recorder)[-1] == "failed"
-    assert stage.closed == 1
+    assert stage.closed == 0, "its consumer would take this for the end of its input"
 
 
 def test_headways_own_errors_pass_through_unchanged():
@@ -242,7 +241,7 @@ def test_a_failure_of_one_item_cancels_the_others_and_leaves_no_task_behind():
 
 
 @pytest.mark.parametrize("concurrency", [1, None])
-def test_a_cancelled_stage_stops_and_closes_its_output(concurrency: int | None):
+def test_a_cancelled_stage_stops_and_does_not_close_its_output(concurrency: int | None):
     recorder = Recorder()
 
     async def main() -> Doubling:
@@ -258,7 +257,7 @@ def test_a_cancelled_stage_stops_and_closes_its_output(concurrency: int | None):
 
     stage = run_virtual(main())
     assert states(recorder)[-1] == "stopped"
-    assert stage.closed == 1
+    assert stage.closed == 0
 
 
 @pytest.mark.parametrize("concurrency", [1, None])

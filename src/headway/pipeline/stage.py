@@ -123,12 +123,16 @@ class Stage(ABC, Generic[In, Out]):
         return self._output is None or await self._output.send(output)
 
     def close_output(self) -> None:
-        """Tell the consumer that no more output comes. Called once, when the stage ends."""
+        """Tell the consumer that no more output comes. Called once, when the input ended or the consumer closed."""
         if self._output is not None:
             self._output.close()
 
     async def run(self) -> None:
-        """Work until the input ends. Raises the stage's own failure; leaves no task behind."""
+        """Work until the input ends. Raises the stage's own failure; leaves no task behind.
+
+        A stage that failed or was cancelled does not close its output: whoever runs it ends its consumer, which must
+        not take what came so far for all that there is, and train on a fetch that is not full.
+        """
         self._tell()
         try:
             if self.concurrency == 1:
@@ -143,8 +147,7 @@ class Stage(ABC, Generic[In, Out]):
         except BaseException:
             self._enter(State.FAILED)
             raise
-        finally:
-            self.close_output()
+        self.close_output()
 
     @property
     def waiting_for(self) -> str | None:
