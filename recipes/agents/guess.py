@@ -1,37 +1,34 @@
 """Guess a hidden number of 15 in 4 turns: the game, a player to begin with, and the rows.
 
-The player sees the numbers that it may be, ``20-34``, and guesses: ``27``. It is told which way to go and what is left:
-``<20-26``. The rows are in guess-train.jsonl and guess-val.jsonl; ``python recipes/agents/guess.py`` writes them again.
+The player sees the first and the last number that it may be, ``C-Q``, and guesses one, ``J``. It is told ``<`` where
+the hidden number is smaller and ``>`` where it is larger; ``=`` would be the end. Numbers are written as letters, so
+that a guess is one token. The rows are in guess-train.jsonl and guess-val.jsonl; ``python recipes/agents/guess.py``
+writes them again.
 """
 
 import json
 import random
+import string
 from pathlib import Path
 
 NUMBERS, TURNS = 15, 4
-LOWEST = range(10, 90, 5)
-HELD_OUT = LOWEST[2::5]  # ranges that begin here are never played in training: 20-34, 45-59, 70-84
+LETTERS = string.ascii_uppercase  # as numbers
+LOWEST = range(len(LETTERS) - NUMBERS + 1)
+HELD_OUT = LOWEST[2::4]  # ranges that begin here are never played in training
 
 
 async def play(row, chat, shuffled=False):
     """One game: 1 for the number, 0 without it. ``shuffled``: the answers are a coin's, so nothing can be learned."""
     messages, coin = list(row["prompt"]), random.Random(chat.seed)
-    low, high = map(int, messages[0]["content"].split("-"))
+    hidden = LETTERS.index(row["answer"])
     for _ in range(TURNS):
         turn = await chat.turn(messages)
-        guess = int(turn.content) if turn.content.isdecimal() else None
-        if guess is None or guess == row["answer"]:
+        guess = LETTERS.find(turn.content) if len(turn.content) == 1 else -1
+        if guess in (-1, hidden):
             break
-        smaller = coin.random() < 0.5 if shuffled else row["answer"] < guess
-        told, low, high = tell(guess, smaller, low, high)
-        messages += [turn.message, {"role": "user", "content": told}]
-    return float(guess == row["answer"])
-
-
-def tell(guess, smaller, low, high):
-    """What the player is told after a wrong guess, and the numbers that are left."""
-    low, high = (low, min(high, guess - 1)) if smaller else (max(low, guess + 1), high)
-    return f"{'<' if smaller else '>'}{low}-{high}", low, high
+        smaller = coin.random() < 0.5 if shuffled else hidden < guess
+        messages += [turn.message, {"role": "user", "content": "<" if smaller else ">"}]
+    return float(guess == hidden)
 
 
 def demonstrate(rng):
@@ -39,19 +36,27 @@ def demonstrate(rng):
     low = rng.choice([low for low in LOWEST if low not in HELD_OUT])
     high = low + NUMBERS - 1
     hidden = rng.randint(low, high)
-    told, messages = f"{low}-{high}", []
+    told, messages = written(low, high), []
     for _ in range(TURNS):
         guess = rng.randint(low, high)
-        messages += [{"role": "user", "content": told}, {"role": "assistant", "content": str(guess)}]
+        messages += [{"role": "user", "content": told}, {"role": "assistant", "content": LETTERS[guess]}]
         if guess == hidden:
             break
-        told, low, high = tell(guess, hidden < guess, low, high)
+        told, low, high = ("<", low, guess - 1) if hidden < guess else (">", guess + 1, high)
     return messages
+
+
+def written(low, high):
+    return f"{LETTERS[low]}-{LETTERS[high]}"
 
 
 def rows(starts):
     """Every number of every range."""
-    return [{"prompt": f"{low}-{low + NUMBERS - 1}", "answer": low + n} for low in starts for n in range(NUMBERS)]
+    return [
+        {"prompt": written(low, low + NUMBERS - 1), "answer": LETTERS[low + n]}
+        for low in starts
+        for n in range(NUMBERS)
+    ]
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from headway.user_code import load_function
 
 IGNORED = -100
 """Target of positions that are not learned, as for cross-entropy in torch."""
-CONVERSATIONS = 2048
+CONVERSATIONS = 8192
 """Most demonstrations that are made: rendering one takes about as long as learning from it. A longer warm-up comes back
 to them, each time in another order."""
 

@@ -3,53 +3,55 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from headway.data.files import read_records
-from headway.programs.messages import TurnRequest
+from headway.programs.messages import Message, TurnRequest
 from headway.programs.program import ProgramSpec
 from headway.user_code import load_function
+from tests.integration.support import train
 from tests.programs.scripted import Script, play, start
 
 FILE = Path(__file__).parents[2] / "recipes" / "agents" / "guess.py"
-demonstrate, tell = load_function(f"{FILE}:demonstrate"), load_function(f"{FILE}:tell")
+demonstrate = load_function(f"{FILE}:demonstrate")
 NUMBERS, TURNS = 15, 4
 
 
-async def game(hidden: int, *guesses: str, shuffled: bool = False) -> tuple[float | None, list[str]]:
+async def game(hidden: str, *guesses: str, shuffled: bool = False) -> tuple[float | None, list[str]]:
     """The reward of a game in which these guesses are made, and all that the player was told."""
     program = ProgramSpec(program=f"{FILE}:play", params={"shuffled": shuffled}).load()
     script = Script(*guesses)
-    end = await play(program, script, start("20-34", answer=hidden))
+    end = await play(program, script, start("C-Q", answer=hidden))
     return end.reward, [str(content) for role, content in script.last if role == "user"]
 
 
-async def test_the_player_is_told_what_is_left_until_it_has_the_number() -> None:
-    assert await game(23, "27", "22", "24", "23") == (1.0, ["20-34", "<20-26", ">23-26", "<23-23"])
+async def test_the_player_is_told_which_way_the_number_is_until_it_has_it() -> None:
+    assert await game("F", "J", "E", "G", "F") == (1.0, ["C-Q", "<", ">", "<"])
 
 
 async def test_four_wrong_guesses_lose_and_so_does_what_is_no_number() -> None:
-    assert await game(23, "27", "27", "27", "27") == (0.0, ["20-34", "<20-26", "<20-26", "<20-26"])
-    assert await game(23, "27", "2<") == (0.0, ["20-34", "<20-26"])
+    assert await game("F", "J", "J", "J", "J") == (0.0, ["C-Q", "<", "<", "<"])
+    assert await game("F", "J", "E>") == (0.0, ["C-Q", "<"])
+    assert await game("F", "J", "") == (0.0, ["C-Q", "<"])
 
 
 async def test_halving_finds_every_number() -> None:
-    for hidden in range(20, 35):
-        low, high = 20, 34
-        guesses: list[str] = []
-        while not guesses or int(guesses[-1]) != hidden:
-            guess = (low + high) // 2
-            guesses.append(str(guess))
-            _, low, high = tell(guess, hidden < guess, low, high)
-        reward, _ = await game(hidden, *guesses)
+    for hidden in range(15):
+        low, high = 0, 14
+        guesses: list[int] = []
+        while not guesses or guesses[-1] != hidden:
+            guesses.append((low + high) // 2)
+            low, high = (low, guesses[-1] - 1) if hidden < guesses[-1] else (guesses[-1] + 1, high)
+        reward, _ = await game("CDEFGHIJKLMNOPQ"[hidden], *("CDEFGHIJKLMNOPQ"[guess] for guess in guesses))
         assert (reward, len(guesses) <= TURNS) == (1.0, True)
 
 
 async def test_shuffled_answers_say_nothing_of_the_number() -> None:
-    assert await game(23, *["27"] * 4, shuffled=True) == await game(0, *["27"] * 4, shuffled=True)
+    assert await game("F", *"JJJJ", shuffled=True) == await game("C", *"JJJJ", shuffled=True)
 
 
 @cache
@@ -61,14 +63,26 @@ def chance(numbers: int, turns: int) -> float:
     return (1 + 2 * below) / numbers
 
 
+def span(messages: Sequence[Message]) -> tuple[str, str]:
+    """The first and the last number that is left after what was guessed and told."""
+    low, high = str(messages[0]["content"]).split("-")
+    for guessed, told in zip(messages[1::2], messages[2::2], strict=False):
+        number = ord(str(guessed["content"]))
+        low, high = (low, min(high, chr(number - 1))) if told["content"] == "<" else (max(low, chr(number + 1)), high)
+    return low, high
+
+
 async def test_who_guesses_any_number_that_is_left_wins_three_games_of_five() -> None:
     program, rng = ProgramSpec(program=f"{FILE}:play").load(), random.Random(0)
 
     def guess(request: TurnRequest) -> str:
-        low, high = request.messages[-1]["content"].lstrip("<>").split("-")
-        return str(rng.randint(int(low), int(high)))
+        low, high = span(request.messages)
+        return chr(rng.randint(ord(low), ord(high)))
 
-    ends = [await play(program, Script(*[guess] * TURNS), start("20-34", answer=20 + n % 15)) for n in range(3000)]
+    ends = [
+        await play(program, Script(*[guess] * TURNS), start("C-Q", answer="CDEFGHIJKLMNOPQ"[n % 15]))
+        for n in range(3000)
+    ]
     assert chance(NUMBERS, TURNS) == pytest.approx(0.604, abs=0.001)
     assert sum(end.reward or 0.0 for end in ends) / len(ends) == pytest.approx(0.604, abs=0.03)
 
@@ -78,9 +92,10 @@ def test_the_demonstrated_player_is_such_a_one() -> None:
     turns = []
     for _ in range(games):
         messages = demonstrate(rng)
-        guesses = [int(message["content"]) for message in messages if message["role"] == "assistant"]
-        ranges = [message["content"].lstrip("<>").split("-") for message in messages if message["role"] == "user"]
-        assert all(int(low) <= guess <= int(high) for guess, (low, high) in zip(guesses, ranges, strict=True))
+        guesses = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        for at in guesses:
+            low, high = span(messages[:at])
+            assert low <= messages[at]["content"] <= high
         turns.append(len(guesses))
     for most in (1, 2, 3):  # games that take all turns may be lost
         assert sum(n <= most for n in turns) / games == pytest.approx(chance(NUMBERS, most), abs=0.03)
@@ -88,12 +103,34 @@ def test_the_demonstrated_player_is_such_a_one() -> None:
 
 
 def test_rows_have_every_number_of_ranges_that_are_either_played_or_held_out() -> None:
-    files = {name: str(FILE.parent / f"guess-{name}.jsonl") for name in ("train", "val")}
-    lows: dict[str, set[int]] = {}
-    for name, file in files.items():
-        records = read_records(file, prompt_key="prompt")
-        lows[name] = {int(str(record.prompt).split("-")[0]) for record in records}
-        expected = {(f"{low}-{low + NUMBERS - 1}", low + n) for low in lows[name] for n in range(NUMBERS)}
+    lows = {}
+    for name in ("train", "val"):
+        records = read_records(str(FILE.parent / f"guess-{name}.jsonl"), prompt_key="prompt")
+        lows[name] = {str(record.prompt)[0] for record in records}
+        expected = {
+            (f"{low}-{chr(ord(low) + NUMBERS - 1)}", chr(ord(low) + n)) for low in lows[name] for n in range(NUMBERS)
+        }
         assert len(records) == len(expected)
         assert {(record.prompt, record.answer) for record in records} == expected
+    assert lows["train"] | lows["val"] == set("ABCDEFGHIJKL")
     assert lows["train"].isdisjoint(lows["val"])
+
+
+def test_no_demonstrated_game_has_a_range_that_is_held_out() -> None:
+    held_out = {record.prompt for record in read_records(str(FILE.parent / "guess-val.jsonl"), prompt_key="prompt")}
+    rng = random.Random(1)
+    assert held_out.isdisjoint(demonstrate(rng)[0]["content"] for _ in range(500))
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.slow
+def test_the_model_learns_to_halve_ranges_that_it_never_played(tmp_path: Path) -> None:
+    """A quarter of the recipe's run, in one process: two minutes of one core, a good part of it the warm-up.
+
+    With shuffled answers it rises by 0.02.
+    """
+    settings = ["cluster.backend=inline", "rollout.total_rollout_steps=1024", "rollout.test_freq=16"]
+    result = train(FILE.with_suffix(".yaml"), tmp_path / "run", *settings)
+    before, after = result["eval"][0], result["eval"][-1]
+    assert (before["version"], after["version"], result["balanced"]) == (0, 16, True)
+    assert after["accuracy"] > before["accuracy"] + 0.1
