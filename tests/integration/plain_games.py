@@ -4,6 +4,7 @@ What ``mode=on_policy`` of ``recipes/agents/guess.yaml`` must equal, bit for bit
 """
 
 import asyncio
+import string
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
@@ -25,7 +26,6 @@ from headway.episodes.transcript import call_key
 from headway.interfaces import Call, SamplingParams, StepContext
 from headway.models.pretrained import load_model
 from headway.models.tokenizer import load_tokenizer, text_of
-from headway.user_code import load_function
 from headway.weights.outgoing import Stream
 from headway.weights.protocols import WeightSink
 
@@ -35,9 +35,8 @@ TURNS = 4
 class Table:
     """The table at which games are played: the engine, and the answers that are waited for."""
 
-    def __init__(self, engine: NativeEngine, tokenizer: Any, most: int, room: int, recipe: Path) -> None:
+    def __init__(self, engine: NativeEngine, tokenizer: Any, most: int, room: int) -> None:
         self.engine, self.tokenizer, self.most, self.room = engine, tokenizer, most, room
-        self.tell = load_function(f"{recipe.with_suffix('.py')}:tell")
         self.numbers, self.waiting = count(), dict[int, asyncio.Future[Any]]()
         self.reading = asyncio.get_running_loop().create_task(self.read())
 
@@ -56,8 +55,8 @@ class Table:
 
     async def play(self, prompt: Prompt, k: int) -> tuple[Row, float]:
         """One game: its row, and whether it was won."""
-        low, high = map(int, prompt.text.split("-"))
-        ids = start = self.tokenizer.encode(f"<|user|>{prompt.text}<eos><|assistant|>")
+        hidden = str(prompt.answer)
+        ids = start = self.tokenizer.encode(prompt.text)
         mask, logprobs, versions = list[bool](), list[float](), list[int]()
         turns, won, finish = list[TurnSpan](), False, FinishReason.STOP
         for turn in range(TURNS):
@@ -68,11 +67,10 @@ class Table:
             logprobs, versions = logprobs + tokens.logprobs.tolist(), versions + tokens.versions.tolist()
             ended, finish = tokens.ids[-1] == self.tokenizer.eos_token_id, done.finish_reason
             text = self.tokenizer.decode(tokens.ids[:-1] if ended else tokens.ids)
-            won = text.isdecimal() and int(text) == prompt.answer
-            if won or not text.isdecimal() or turn == TURNS - 1:
+            won, guess = text == hidden, len(text) == 1 and text in string.ascii_uppercase
+            if won or not guess or turn == TURNS - 1:
                 break
-            told, low, high = self.tell(int(text), prompt.answer < int(text), low, high)
-            tail = self.tokenizer.encode(f"{'' if ended else '<eos>'}<|user|>{told}<eos><|assistant|>")
+            tail = self.tokenizer.encode(f"{'' if ended else '<eos>'}{'<' if hidden < text else '>'}")
             ids, mask = ids + tail, mask + [False] * len(tail)
             logprobs, versions = logprobs + [0.0] * len(tail), versions + [-1] * len(tail)
         # Else what is kept for games that are over fills the memory: the youngest lose theirs, and prefill once more.
@@ -95,7 +93,7 @@ class Table:
         return [list(games[i : i + n]) for i in range(0, len(games), n)]
 
 
-async def plain_games(config_path: Path, recipe: Path, out: Path) -> None:
+async def plain_games(config_path: Path, out: Path) -> None:
     config = load(config_path).config
     assert config.model.path is not None and config.rollout.max_turn_tokens is not None
     path, size = config.model.path, config.actor.ppo_mini_batch_size
@@ -124,7 +122,7 @@ async def plain_games(config_path: Path, recipe: Path, out: Path) -> None:
         receive=receive,
         manifest=manifest,
     )
-    table = Table(engine, tokenizer, config.rollout.max_turn_tokens, room, recipe)
+    table = Table(engine, tokenizer, config.rollout.max_turn_tokens, room)
     advantages = FetchAdvantages(config.algorithm)
     for step in range(steps):
         groups = list[list[tuple[Row, float]]]()
@@ -149,10 +147,10 @@ async def plain_games(config_path: Path, recipe: Path, out: Path) -> None:
     trainer.export(out)
 
 
-def run_plain_games(config_path: Path, recipe: Path, out: Path) -> None:
+def run_plain_games(config_path: Path, out: Path) -> None:
     """The loop to its end, in a process group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        asyncio.run(plain_games(config_path, recipe, out))
+        asyncio.run(plain_games(config_path, out))
     finally:
         dist.destroy_process_group()

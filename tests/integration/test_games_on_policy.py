@@ -88,7 +88,7 @@ def by_hand(inline: tuple[Path, Trained]) -> tuple[Path, Trained]:
     recipe.write_text(f"defaults: [{run_dir / 'config.yaml'}]\nmodel: {{path: {run_dir / 'initial_model'}}}\n")
     with pytest.MonkeyPatch.context() as patch:
         trained = Trained(patch)
-        run_plain_games(recipe, RECIPE, out)
+        run_plain_games(recipe, out)
     return out, trained
 
 
