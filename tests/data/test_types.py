@@ -132,7 +132,6 @@ def test_outcomes_are_of_episodes_and_leave_those_that_failed_out() -> None:
     assert [id.k for id in found.ids] == [0, 2, 0, 2]
     assert found.rewards.tolist() == [1.0, 2.0, 1.0, 2.0]
     assert found.groups.tolist() == [3, 3, 8, 8]
-    assert found.finished.tolist() == [False, True, False, True]
     assert found.episode_of.tolist() == [0, 0, 1, 2, 2, 3]
     assert found.baselines is not None and found.baselines.tolist() == [0.75] * 4
     assert found.turn_rewards == ((0.5, 0.25), (), (0.5, 0.25), ())

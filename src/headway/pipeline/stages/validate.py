@@ -182,10 +182,12 @@ class Validate(Stage[Validation, None]):
             self._validators.let_go(validation)
             raise
         trajectories = [t for answer in answers for t in answer.trajectories]
-        self._newest = validation.version
+        version = validation.version
         if replica is not None:
             staleness = self._state.staleness  # a replica may be lost while programs end that need it no more
-            self._newest = _version_of(trajectories, staleness.loaded.get(replica.name, staleness.served_version))
+            version = _version_of(trajectories, staleness.loaded.get(replica.name, staleness.served_version))
+        # With programs an earlier validation may take longer than a later one.
+        self._newest = version if self._newest is None else max(self._newest, version)
         self._validators.let_go(validation)  # it may load again while scores come in
         return [(answer, await score) for answer, score in zip(answers, scoring, strict=True)]
 
