@@ -247,6 +247,20 @@ def test_prompts_that_are_too_long_and_answers_that_cannot_be_scored_are_told(ti
     assert [(a["row"], a["reward"], "failure" in a) for a in lines_of(output)] == [(0, 0.0, False), (1, None, True)]
 
 
+def chatting_model(directory: Path, **more: Any) -> None:
+    """Make a tiny model with a chat template, in the folder ``model``."""
+    model = MakeModelConfig(
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        head_dim=16,
+        intermediate_size=64,
+        chat_template=CHAT,
+        **more,
+    )
+    make_model(model, 0, directory / "model")
+
+
 PROGRAM = """
 async def talk(row, chat):
     await chat.turn(row["prompt"])
@@ -258,15 +272,7 @@ async def talk(row, chat):
 
 def test_a_problem_is_counted_by_its_episodes_that_did_not_fail(tmp_path: Path) -> None:
     """Starts a process for the program, once to look at it and once to make the episodes."""
-    model = MakeModelConfig(
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        head_dim=16,
-        intermediate_size=64,
-        chat_template=CHAT,
-    )
-    make_model(model, 0, tmp_path / "model")
+    chatting_model(tmp_path)
     (tmp_path / "talk.py").write_text(PROGRAM)
     rows = [{"prompt": f"{i}+1=", "answer": "1", "fails": fails} for i, fails in enumerate(["none", "some", "all"])]
     data, output = write(tmp_path / "test.jsonl", rows), tmp_path / "answers.jsonl"
@@ -307,16 +313,7 @@ def score(prompts, completions):
 
 def test_a_reward_for_trl_reads_the_conversation_of_a_program(tmp_path: Path) -> None:
     """Starts processes for the program and the reward, each once to look at it and once to work."""
-    model = MakeModelConfig(
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        head_dim=16,
-        intermediate_size=64,
-        chat_template=CHAT,
-        vocabulary="0123456789abcdefghijklmnopqrstuvwxyz:+= ",
-    )
-    make_model(model, 0, tmp_path / "model")
+    chatting_model(tmp_path, vocabulary="0123456789abcdefghijklmnopqrstuvwxyz:+= ")
     (tmp_path / "talk.py").write_text(TWO_TURNS)
     data = write(tmp_path / "test.jsonl", [{"prompt": "1+1=", "answer": "2"}])
     user = [f"rollout.program={tmp_path / 'talk.py'}:talk", f"reward.function={tmp_path / 'talk.py'}:score"]

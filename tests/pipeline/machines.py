@@ -266,12 +266,8 @@ def check_validations(run: Run) -> None:
         expected = [version for version in due(versions, scenario.test_freq) if version not in left]
         if run.version in left and validated_again(run):
             expected.append(run.version)
-        if not validates_in_passing(run):
-            assert [event.version for event in told] == expected
-        assert len(told) == len(expected)
-        for event, version in zip(told, expected, strict=True):
-            assert version <= event.version <= run.version
-            assert event.span[0] >= loaded[version]
+        assert [event.version for event in told] == expected
+        assert all(event.span[0] >= loaded[event.version] for event in told)
         return
     assert run.version in left or (told and told[-1].version == run.version), "the last version is always validated"
 
