@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from headway.config.loading import load
 from headway.data.collate import Row
@@ -28,6 +27,7 @@ from headway.models.pretrained import load_model
 from headway.models.tokenizer import load_tokenizer, text_of
 from headway.weights.outgoing import Stream
 from headway.weights.protocols import WeightSink
+from tests.integration.plain_loop import run_alone
 
 TURNS = 4
 
@@ -148,9 +148,5 @@ async def plain_games(config_path: Path, out: Path) -> None:
 
 
 def run_plain_games(config_path: Path, out: Path) -> None:
-    """The loop to its end, in a process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        asyncio.run(plain_games(config_path, out))
-    finally:
-        dist.destroy_process_group()
+    """The loop to its end."""
+    run_alone(plain_games(config_path, out))

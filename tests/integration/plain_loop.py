@@ -4,8 +4,10 @@ What ``mode=on_policy`` must equal, bit for bit.
 """
 
 import asyncio
+from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -77,9 +79,14 @@ async def plain_loop(config_path: Path, out: Path) -> None:
 
 
 def run_plain_loop(config_path: Path, out: Path) -> None:
-    """The loop to its end, in a process group of this process alone."""
+    """The loop to its end."""
+    run_alone(plain_loop(config_path, out))
+
+
+def run_alone(loop: Coroutine[Any, Any, None]) -> None:
+    """Run ``loop`` in a process group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        asyncio.run(plain_loop(config_path, out))
+        asyncio.run(loop)
     finally:
         dist.destroy_process_group()
