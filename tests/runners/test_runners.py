@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from headway import frames
 from headway.errors import ConfigError, RunError, RunnerLost, UserCodeError, UserCodeFailed, WorkerDied
 from headway.runners import process as process_module
-from headway.runners import wire
 from headway.runners.runners import Runners
 from tests.runners.code import CodeSpec
 
@@ -183,7 +183,7 @@ async def test_a_process_that_ends_fails_its_job_with_how_and_is_replaced(kind: 
 
 async def test_what_a_process_said_before_it_ended_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its end is seen when only a part of its last message has been read."""
-    monkeypatch.setattr(wire, "CHUNK", 64)
+    monkeypatch.setattr(frames, "CHUNK", 64)
     async with runners_of("spawned") as runners:
         pid = await runners.run(("pid",))
         job = asyncio.create_task(runners.run(("echo", "x" * 10_000)))

@@ -43,15 +43,15 @@ class InlineWorker:
     async def keep(self, method: str, *args: Any) -> Handle[Any]:
         return await self._host.call(method, *args)
 
-    def stream(self, method: str, *args: Any) -> AsyncGenerator[tuple[Any, Handle[Any]], None]:
-        return self._host.stream(method, *args)
-
     def each(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
         return self._host.stream(method, *args)
 
     def peer(self) -> InlineWorker:
         """Return the worker itself: all others are in its process."""
         return self
+
+    def close(self) -> None:
+        """Do nothing, as a `Peer`: the worker itself ends with `kill`."""
 
     async def heartbeat(self) -> Heartbeat:
         return self._host.heartbeat()

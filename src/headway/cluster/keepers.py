@@ -1,6 +1,7 @@
 """Keepers as the driver calls them, where they have a process of their own.
 
 driver ──RemoteKeeper──▶ KeeperRole ▶ GroupKeeper ──ReplicaCalls──▶ a replica's engine
+  └ a group, its tokens behind a handle ◀── TokenFiles ┘
 """
 
 from __future__ import annotations
@@ -8,8 +9,10 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from weakref import finalize
 
 from headway.cluster.engines import RolloutReplica
+from headway.cluster.token_files import TokenFile
 from headway.cluster.worker_group import Worker
 from headway.errors import HeadwayError
 from headway.interfaces import FinishedGroup, GroupRequest, RolloutEngine
@@ -20,43 +23,53 @@ class RemoteKeeper:
 
     def __init__(self, worker: Worker) -> None:
         self.name = worker.name
-        self._worker = worker
+        self._peer = worker.peer()
+        self._forgotten: list[TokenFile] = []
+        """Files of groups that nobody in this process knows any more."""
         self.heartbeat = worker.heartbeat
         self.died = worker.lost  # one on a silent machine is as good as dead; another one goes on
 
     async def generate(
         self, requests: Sequence[GroupRequest], *, on: str | None = None
     ) -> AsyncGenerator[FinishedGroup, None]:
-        async with aclosing(self._worker.stream("generate", list(requests), on)) as finished:
-            async for group, tokens in finished:
-                yield replace(group, tokens=tokens)
+        forgotten, self._forgotten = self._forgotten, []
+        async with aclosing(self._peer.each("generate", list(requests), on, forgotten)) as finished:
+            async for group in finished:
+                if isinstance(group.tokens, TokenFile):
+                    copy = replace(group.tokens)  # what is forgotten must not refer to itself
+                    finalize(group.tokens, self._forget, copy).atexit = False
+                yield group
+
+    def _forget(self, file: TokenFile) -> None:
+        self._forgotten.append(file)
 
     async def join(self, replica: RolloutEngine) -> None:
         assert isinstance(replica, RolloutReplica), "another process can call replicas of the cluster alone"
-        await self._worker.call("join", replica.calls)
+        await self._peer.call("join", replica.calls)
 
     async def leave(self, replica: str) -> None:
-        await self._worker.call("leave", replica)
+        await self._peer.call("leave", replica)
 
     async def route(self, replicas: Sequence[str], *, halted: bool = False) -> None:
-        await self._worker.call("route", list(replicas), halted)
+        await self._peer.call("route", list(replicas), halted)
 
     async def hold(self) -> None:
-        await self._worker.call("hold")
+        await self._peer.call("hold")
 
     async def go_on(self) -> None:
-        await self._worker.call("go_on")
+        await self._peer.call("go_on")
 
     async def abort_older_than(self, version: int) -> None:
-        await self._worker.call("abort_older_than", version)
+        await self._peer.call("abort_older_than", version)
 
     async def answer(self) -> None:
-        await self._worker.heartbeat()
+        await self._peer.call("answer")
 
     async def failures(self) -> AsyncGenerator[tuple[str, HeadwayError], None]:
-        async with aclosing(self._worker.peer().each("failures")) as failures:
+        async with aclosing(self._peer.each("failures")) as failures:
             async for failure in failures:
                 yield failure
 
     async def close(self) -> None:
-        await self._worker.call("leave_all")
+        await self._peer.call("leave_all")
+        self._peer.close()

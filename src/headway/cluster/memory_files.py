@@ -15,6 +15,8 @@ from shutil import rmtree
 from tempfile import mkdtemp
 
 PREFIX = "headway-run-"
+SHARED_MEMORY = Path("/dev/shm")
+"""Directory on Linux whose files are in memory."""
 
 
 @contextmanager

@@ -74,11 +74,13 @@ def plan_cluster(
     total_optimizer_steps: int,
     machines: int = 1,
     logs: Path | None = None,
+    tokens: Path | None = None,
 ) -> ClusterPlan:
     """Spread the roles over the placement's devices.
 
     A role that shares a device with the trainer runs on all of the trainer's ranks. Threads that are not set divide a
-    machine's cores among its workers, at least one each. ``logs``: the directory for what programs print.
+    machine's cores among its workers, at least one each. ``logs``: the directory for what programs print; ``tokens``:
+    the one for tokens of finished groups, None where all roles are in one process.
     """
     train, generate = placement.devices[ACTOR], placement.devices[ROLLOUT]
     inside = frozenset(role for role in (REF, LOGP, CRITIC) if placement.shared(role, ACTOR))
@@ -128,7 +130,7 @@ def plan_cluster(
             KeeperRole,
             generate[index * len(generate) // nodes],
             1,
-            {**common, "logs": logs},
+            {**common, "logs": logs, "tokens": tokens},
             beside=True,
         )
         for index in range(nodes)

@@ -23,6 +23,7 @@ from headway.cluster.ray_signals import sessions_of_their_own, sigterm_kept
 from headway.cluster.ray_worker import RayWorker
 from headway.cluster.resource_pool import ResourcePool
 from headway.config.schema import Config
+from headway.data.types import ColumnName
 from headway.errors import ConfigError, RunError, boundary
 
 WORKER_BYTES = 128 * 2**20
@@ -242,8 +243,8 @@ async def check_answers(address: str, timeout_s: float) -> None:
 
 
 def object_store_bytes(config: Config) -> int:
-    """Return the bytes for all tokens, log-probs, versions and loss columns that may be in flight, twice over."""
-    bytes_per_token = 4 + 4 + 4 + 1 + 2 * 4
+    """Return the bytes for all columns of all groups that may be in flight, twice over."""
+    bytes_per_token = 4 * len(ColumnName)
     group = config.rollout.n * (config.data.max_prompt_length + config.data.max_response_length) * bytes_per_token
     groups = (1 + config.async_training.staleness_threshold) * config.groups_per_version + config.groups_per_fetch
     return max(MIN_OBJECT_STORE, int(2 * groups * group))

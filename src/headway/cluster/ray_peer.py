@@ -1,52 +1,68 @@
-"""A worker on Ray as another worker's process calls it."""
+"""A worker on Ray as another process of the run calls it, often: Ray tells where it is, and why it is gone."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
-import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError
 
+from headway.cluster.connections import Connection, ConnectionEnded, Failed, connected
 from headway.cluster.ray_deaths import death
 from headway.errors import HeadwayError, RunError
 
 
 class RayPeer:
-    """`headway.cluster.worker_group.Peer` over the handle of an actor. Can be pickled."""
+    """`headway.cluster.worker_group.Peer` over the handle of an actor. Can be pickled, without its connection."""
 
     def __init__(self, name: str, pid: int | None, log: str, actor: Any) -> None:
         """``log``: path of the worker's log, for messages."""
         self.name = name
+        self._of_worker = name, pid, log, actor
         self._pid = pid
         self._log = log
         self._actor = actor
+        self._connection: Connection | None = None
+        self._connecting = asyncio.Lock()
+
+    def __reduce__(self) -> tuple[type[RayPeer], tuple[Any, ...]]:
+        return RayPeer, self._of_worker
 
     async def call(self, method: str, *args: Any) -> Any:
         try:
-            return await self._actor.call.remote(method, *args)
-        except RayError as error:
-            raise self._translated(method, error) from error
+            return await (await self._connected(method)).call(method, *args)
+        except (ConnectionEnded, Failed) as error:
+            raise await self._translated(method, error) from error
 
     async def each(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
         try:
-            items = self._actor.each.options(num_returns="streaming").remote(method, *args)
-            try:
+            async with aclosing((await self._connected(method)).each(method, *args)) as items:
                 async for item in items:
-                    yield await item
-            except (asyncio.CancelledError, GeneratorExit):
-                ray.cancel(items)  # dropping the stream here would not end it there
-                raise
-        except RayError as error:
-            raise self._translated(method, error) from error
+                    yield item
+        except (ConnectionEnded, Failed) as error:
+            raise await self._translated(method, error) from error
 
-    def _translated(self, doing: str, error: RayError) -> HeadwayError:
-        if isinstance(error, RayTaskError):
-            cause = error.cause
-            if isinstance(cause, HeadwayError):
-                return cause
-            return RunError(
-                f"worker {self.name} failed in {doing!r}: {type(cause).__name__}: {cause}. Its log: {self._log}"
-            )
-        return death(self.name, self._pid, self._log, doing, error)
+    def close(self) -> None:
+        """Close the connection. Calls that are open end as if the worker were gone."""
+        if self._connection is not None:
+            self._connection.close()
+
+    async def _connected(self, doing: str) -> Connection:
+        async with self._connecting:
+            if self._connection is None:
+                try:
+                    self._connection = await connected(await self._actor.address.remote())
+                except RayError as error:
+                    raise death(self.name, self._pid, self._log, doing, error) from error
+            return self._connection
+
+    async def _translated(self, doing: str, error: ConnectionEnded | Failed) -> HeadwayError:
+        if isinstance(error, Failed):
+            return RunError(f"worker {self.name} failed in {doing!r}: {error}. Its log: {self._log}")
+        try:
+            await self._actor.process.remote()
+        except RayError as why:
+            return death(self.name, self._pid, self._log, doing, why)
+        return RunError(f"worker {self.name}: the connection to it ended during {doing!r}. Its log: {self._log}")

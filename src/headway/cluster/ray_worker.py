@@ -1,14 +1,16 @@
 """Worker on Ray: the actor that runs a role in its own process, and the driver's end of it.
 
 driver: RayWorker ──actor calls──▶ WorkerActor ──▶ RoleHost ──▶ role
-                   ◀── results, or references to them; streams of (metadata, reference) ──
+                   ◀── results, or references to them ──
+        RayPeer ──frames, where calls are many──▶ CallServer ──▶ RoleHost
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
@@ -16,6 +18,7 @@ import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from headway.cluster.address import ATTEMPTS, stops_answering
+from headway.cluster.connections import CallAddress, CallServer
 from headway.cluster.exchange import transport_timeout
 from headway.cluster.network import network_environment
 from headway.cluster.plan import WorkerSpec
@@ -26,18 +29,16 @@ from headway.cluster.ray_node import RayNode
 from headway.cluster.ray_peer import RayPeer
 from headway.cluster.role_host import RoleHost
 from headway.cluster.roles.lookout import place
+from headway.cluster.token_files import TokenFile, read_here
 from headway.concurrently import concurrently
-from headway.data.types import Handle
-from headway.errors import ClientGone, HeadwayError, RunError, StallError, WorkerDied
+from headway.data.types import GroupTokens, Handle
+from headway.errors import HeadwayError, RunError, StallError, WorkerDied
 from headway.progress import Heartbeat
 
 MAX_CALLS = 100_000
 """Maximum number of calls at once on one actor: each admitted group is one, and a pause must get through."""
 END_TIMEOUT_S = 10.0
 """Seconds for a killed process to end."""
-BETWEEN_ITEMS_S = 0.01
-"""Least seconds between two items of `WorkerActor.each`. An item costs both sides about half a millisecond of CPU, more
-than an answer of a small model may, and an engine finishes some in every step: meanwhile they gather in one batch."""
 
 
 class WorkerActor:
@@ -57,6 +58,8 @@ class WorkerActor:
             host=host,
         )
         self._host = RoleHost(role, spec.name)
+        self._address = host
+        self._server: CallServer | None = None
         self._fetch_timeout_s = transport_timeout(spec.arguments["config"])
         self._recent = Recent()
         self._place = place(host)
@@ -73,24 +76,11 @@ class WorkerActor:
         """Run the method and return two results: one that reports its end, and the one that is kept."""
         return None, await self._host.call(method, *args)
 
-    async def stream(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
-        """Yield each pair as two objects, so that the second can stay unread."""
-        async for metadata, payload in self._host.stream(method, *args):
-            yield metadata
-            yield payload
-
-    async def each(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
-        """Yield each item as one object, `BETWEEN_ITEMS_S` apart.
-
-        Ends as if cancelled where the caller is gone: behind any other end Ray holds this process's event loop up until
-        the caller has received all items, which a silent machine never says.
-        """
-        try:
-            async for item in self._host.stream(method, *args):
-                yield item
-                await asyncio.sleep(BETWEEN_ITEMS_S)
-        except ClientGone as gone:
-            raise asyncio.CancelledError(str(gone)) from None
+    async def address(self) -> CallAddress:
+        """Return where other processes of the run call this worker without Ray."""
+        if self._server is None:
+            self._server = CallServer(self._host, self._address)
+        return self._server.address
 
     async def heartbeat(self) -> Heartbeat:
         """Return the role's heartbeat, on the event loop's thread, while the role's own thread computes."""
@@ -107,6 +97,21 @@ class WorkerActor:
         return self._recent.get(handles)
 
     def _bring(self, handles: Sequence[Handle[Any]]) -> list[Any]:
+        """Return the objects: those in files of this machine are read, all others come by Ray."""
+        objects = {handle: read_here(handle) for handle in handles if isinstance(handle, TokenFile)}
+        elsewhere: dict[str, list[TokenFile]] = defaultdict(list)
+        for file, tokens in objects.items():
+            if tokens is None:
+                elsewhere[file.host].append(file)
+        references = [handle for handle in handles if handle not in objects]
+        references += [_read_on(host, files) for host, files in elsewhere.items()]
+        brought = iter(self._awaited(references) if references else ())
+        objects |= {handle: next(brought) for handle in handles if handle not in objects}
+        for files in elsewhere.values():
+            objects |= zip(files, next(brought), strict=True)
+        return [objects[handle] for handle in handles]
+
+    def _awaited(self, handles: Sequence[Handle[Any]]) -> list[Any]:
         async def fetch() -> list[Any]:
             return await asyncio.gather(*handles)
 
@@ -203,16 +208,6 @@ class RayWorker:
             await done
             return result
 
-    async def stream(self, method: str, *args: Any) -> AsyncGenerator[tuple[Any, Handle[Any]], None]:
-        with self._failures(method):
-            objects = self._actor.stream.options(num_returns="streaming").remote(method, *args)
-            try:
-                async for metadata in objects:
-                    yield await metadata, await anext(objects)
-            except (asyncio.CancelledError, GeneratorExit):
-                ray.cancel(objects)  # dropping the stream here would not end it there
-                raise
-
     def peer(self) -> RayPeer:
         return RayPeer(self.name, self.pid, self._log, self._actor)
 
@@ -293,6 +288,20 @@ class RayWorker:
                 ray_here.keep_logs()
             return death(self.name, self.pid, self._log, doing, error)
         return RunError(f"worker {self.name}, {doing!r}: {type(error).__name__}: {error}")
+
+
+def _read_on(host: str, files: Sequence[TokenFile]) -> Handle[list[GroupTokens]]:
+    """Start reading ``files`` on the machine ``host``, which has them."""
+    return _read.options(resources={f"node:{host}": 0.001}).remote(files)
+
+
+@ray.remote(num_cpus=0)
+def _read(files: Sequence[TokenFile]) -> list[GroupTokens]:
+    read = [read_here(file) for file in files]
+    missing = [file for file, tokens in zip(files, read, strict=True) if tokens is None]
+    if missing:
+        raise RunError(f"the tokens of {len(missing)} groups are no longer on {missing[0].host} ({missing[0].path})")
+    return [tokens for tokens in read if tokens is not None]
 
 
 def _node() -> str:

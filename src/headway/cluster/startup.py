@@ -17,7 +17,7 @@ from headway.cluster.engines import LogpReceiver, RolloutReplica, clock_offset
 from headway.cluster.exchange import Exchange, WeightPaths, WithinProcesses, exchange_settings, transport_timeout
 from headway.cluster.hardware import Hardware
 from headway.cluster.keepers import RemoteKeeper
-from headway.cluster.memory_files import directory_in_memory, remove_abandoned
+from headway.cluster.memory_files import SHARED_MEMORY, directory_in_memory, remove_abandoned
 from headway.cluster.plan import ClusterPlan, Rank, WorkerSpec, plan_cluster
 from headway.cluster.replacements import Replacements, keeper_start, replica_start
 from headway.cluster.roles.actor import ActorRole
@@ -29,6 +29,7 @@ from headway.cluster.roles.ref import RefRole
 from headway.cluster.roles.rollout import RolloutRole
 from headway.cluster.rounding import Rounding
 from headway.cluster.sight import SharedFiles, Sight
+from headway.cluster.token_files import token_directory
 from headway.cluster.worker_group import PartOf, Worker, WorkerGroup
 from headway.concurrently import concurrently
 from headway.config.placement import CRITIC, REF, resolve_placement
@@ -40,9 +41,6 @@ from headway.weights.layout import Manifest
 from headway.weights.transports.links import Address
 
 T = TypeVar("T")
-
-SHARED_MEMORY = "/dev/shm"
-"""Directory on Linux whose files are in memory."""
 
 
 class Cluster(Protocol):
@@ -151,6 +149,7 @@ class Startup:
             total_optimizer_steps=self._total_optimizer_steps,
             machines=self._cluster.machines,
             logs=(self._run_dir / "logs").absolute(),
+            tokens=stack.enter_context(token_directory(self._config)) if self._cluster.separate_processes else None,
         )
         await self._wait("devices to be free", self._cluster.reserve(plan))
         directory = self._directory(stack)  # made before the workers: it is removed when they have ended
@@ -302,18 +301,18 @@ class Startup:
 
         Directories that killed runs left in this machine's memory are removed first, whichever directory this run uses.
         """
-        remove_abandoned(Path(SHARED_MEMORY))
+        remove_abandoned(SHARED_MEMORY)
         update, shared = self._config.param_update, self._config.placement.kind == "shared"
         transport = transport_of(update.transport, backend=self._config.cluster.backend, shared=shared)
         match TRANSPORTS[transport].leaves:
             case "files":
                 return (update.directory or self._run_dir / "weights").absolute()
             case "memory":
-                if not Path(SHARED_MEMORY).is_dir():
+                if not SHARED_MEMORY.is_dir():
                     raise ConfigError(
                         f"param_update.transport={transport}: this system has no {SHARED_MEMORY}; choose another"
                     )
-                return stack.enter_context(directory_in_memory(Path(SHARED_MEMORY)))
+                return stack.enter_context(directory_in_memory(SHARED_MEMORY))
             case _:
                 return None
 

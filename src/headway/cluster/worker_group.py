@@ -82,13 +82,19 @@ def registered(role: type) -> dict[str, Registration]:
 
 
 class Peer(Protocol):
-    """A worker as another worker calls it, wherever the two run. Can be pickled where they are different processes."""
+    """A worker as others call it many times a second, wherever they run: each call costs tens of microseconds.
+
+    Can be pickled where they are different processes.
+    """
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call the method and bring its result here."""
 
     def each(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
-        """Yield what the method, an asynchronous generator, yields."""
+        """Yield what the method, an asynchronous generator, yields. Leaving it ends it where it runs."""
+
+    def close(self) -> None:
+        """Call no more. Open calls fail."""
 
 
 class PeerPart:
@@ -103,6 +109,9 @@ class PeerPart:
 
     def each(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
         return self._peer.each(f"{self._part}.{method}", *args)
+
+    def close(self) -> None:
+        self._peer.close()
 
 
 class Worker(Protocol):
@@ -119,11 +128,8 @@ class Worker(Protocol):
     async def keep(self, method: str, *args: Any) -> Handle[Any]:
         """Run the role's method to its end and return a handle of its result, which stays with the worker."""
 
-    def stream(self, method: str, *args: Any) -> AsyncGenerator[tuple[Any, Handle[Any]], None]:
-        """Yield the pairs of a role's asynchronous generator: the first item itself, the second as a handle."""
-
     def peer(self) -> Peer:
-        """Return the worker as other workers call it."""
+        """Return the worker as it is called many times a second, by other workers or by the driver."""
 
     async def heartbeat(self) -> Heartbeat:
         """Return a description of what the worker does, at once, also while it computes."""
@@ -154,9 +160,6 @@ class PartOf:
 
     async def keep(self, method: str, *args: Any) -> Handle[Any]:
         return await self._worker.keep(f"{self._part}.{method}", *args)
-
-    def stream(self, method: str, *args: Any) -> AsyncGenerator[tuple[Any, Handle[Any]], None]:
-        return self._worker.stream(f"{self._part}.{method}", *args)
 
     def peer(self) -> Peer:
         return PeerPart(self._worker.peer(), self._part)

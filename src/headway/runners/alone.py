@@ -8,10 +8,11 @@ from collections.abc import Coroutine
 from typing import Any
 
 from headway.errors import HeadwayError, UserCodeFailed
+from headway.frames import Frame
 from headway.runners.hosted import Hosted
 from headway.runners.inside import nothing_returns_but_this_process, print_traceback
 from headway.runners.redaction import Redaction
-from headway.runners.wire import BlockingChannel, Frame, Kind, pickled_error, unpickled
+from headway.runners.wire import BlockingChannel, Kind, pickled_error, unpickled
 
 
 def serve_alone(channel: BlockingChannel, hosted: Hosted, redaction: Redaction) -> None:
@@ -20,11 +21,13 @@ def serve_alone(channel: BlockingChannel, hosted: Hosted, redaction: Redaction) 
         with nothing_returns_but_this_process():
             try:
                 job = pickle.loads(frame.payload)
-                ended = Frame(Kind.RESULT, frame.job, 0, pickle.dumps(_done(_Job(channel, frame.job), hosted, job)))
+                ended = Frame(
+                    Kind.RESULT, frame.number, 0, pickle.dumps(_done(_Job(channel, frame.number), hosted, job))
+                )
             except BaseException as error:  # an interrupt, too: runners ignore Ctrl-C, so that user code raised it
                 if not isinstance(error, HeadwayError):
                     print_traceback()
-                ended = Frame(Kind.ERROR, frame.job, 0, pickled_error(error, redaction))
+                ended = Frame(Kind.ERROR, frame.number, 0, pickled_error(error, redaction))
         channel.send(ended)
 
 
@@ -45,7 +48,7 @@ class _Job:
         answer = self._channel.receive()
         if answer is None:  # the host is gone
             os._exit(1)
-        if answer.kind is Kind.REFUSAL:
+        if answer.kind == Kind.REFUSAL:
             raise pickle.loads(answer.payload)
         return unpickled(answer.payload, "the answer")
 

@@ -22,9 +22,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from headway.errors import HeadwayError, UserCodeError, cut, said_by
+from headway.frames import Frame
 from headway.runners.hosted import Hosted, HostedSpec
 from headway.runners.redaction import Redaction
-from headway.runners.wire import MOST_SAID, BlockingChannel, Frame, Kind, pickled_error
+from headway.runners.wire import MOST_SAID, BlockingChannel, Kind, pickled_error
 
 PR_SET_PDEATHSIG = 1
 HELD_BACK = {signal.SIGINT, signal.SIGHUP}

@@ -13,8 +13,9 @@ import sys
 import threading
 from contextlib import suppress
 
+from headway.frames import HEADER, Frame
 from headway.runners.inside import die_with, forking_a_runner
-from headway.runners.wire import HEADER, KINDS, BlockingChannel, Frame, Kind
+from headway.runners.wire import BlockingChannel, Kind
 
 
 def fork_runners(sock: socket.socket) -> BlockingChannel:
@@ -32,7 +33,7 @@ def fork_runners(sock: socket.socket) -> BlockingChannel:
         if not data:
             os._exit(0)
         _, kind, order, detail = HEADER.unpack(data)
-        if KINDS[kind] is Kind.REAP:
+        if kind == Kind.REAP:
             sock.sendall(Frame(Kind.REAPED, order, os.waitstatus_to_exitcode(os.waitpid(detail, 0)[1])).packed())
             continue
         try:

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.errors import RunnerLost
+from headway.frames import Channel, Frame
 from headway.runners.inside import BOOT, HELD_BACK, SHOWS_WHERE, Start
-from headway.runners.wire import Channel, Frame, Kind, raised, unpickled
+from headway.runners.wire import Kind, raised, unpickled
 
 SHOWN_S = 0.2
 """Seconds for a process to print where its threads stand."""
@@ -181,7 +182,7 @@ class Nursery:
         self._last += 1
         told: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._orders[self._last] = told
-        order = order._replace(job=self._last)
+        order = order._replace(number=self._last)
         try:
             if descriptor is None:
                 self.process.channel.send(order)
@@ -194,13 +195,13 @@ class Nursery:
                 raise ConnectionError(f"the process that forks them {how}")
             return told.result()
         finally:
-            del self._orders[order.job]
+            del self._orders[order.number]
 
     def _on_end(self, _: asyncio.Future[str]) -> None:
         self.lost = True
 
     def _on_frame(self, frame: Frame) -> None:
-        told = self._orders.get(frame.job)
+        told = self._orders.get(frame.number)
         if told is not None and not told.done():
             told.set_result(frame.detail)
 

@@ -14,8 +14,9 @@ from signal import SIGALRM
 from typing import Any
 
 from headway.errors import HeadwayError, RunError, RunnerLost
+from headway.frames import Frame
 from headway.runners.process import WITH_NURSERY, Note, Process
-from headway.runners.wire import Frame, Kind, raised, unpickled
+from headway.runners.wire import Kind, raised, unpickled
 
 OnAsk = Callable[[Any], Awaitable[Any]]
 TICKS = 20
@@ -122,24 +123,24 @@ class Runner:
     def on_frame(self, frame: Frame) -> None:
         """Handle what the process says."""
         self._heard = True
-        job = self.jobs.get(frame.job)
+        job = self.jobs.get(frame.number)
         match frame.kind:
             case Kind.ASK if job is not None:
                 job.asks[frame.detail] = asyncio.create_task(self._answer(job, frame))
             case Kind.WITHDRAWN if job is not None and (ask := job.asks.pop(frame.detail, None)) is not None:
                 ask.cancel()
             case Kind.RESULT | Kind.ERROR:
-                self.failed = frame.kind is Kind.ERROR
-                self._leaving.discard(frame.job)
+                self.failed = frame.kind == Kind.ERROR
+                self._leaving.discard(frame.number)
                 if job is not None:
-                    del self.jobs[frame.job]
+                    del self.jobs[frame.number]
                     self._end(job, frame)
                 self._on_room(self)
             case _:
                 pass
 
     def _end(self, job: Job, frame: Frame) -> None:
-        if frame.kind is Kind.ERROR:
+        if frame.kind == Kind.ERROR:
             job.end(error=raised(frame.payload))
             return
         try:

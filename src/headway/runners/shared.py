@@ -14,10 +14,11 @@ from itertools import count
 from typing import Any
 
 from headway.errors import HeadwayError, RunError, said_by
+from headway.frames import Channel, Frame
 from headway.runners.hosted import Hosted
 from headway.runners.inside import print_traceback
 from headway.runners.redaction import Redaction
-from headway.runners.wire import Channel, Frame, Kind, pickled_error, unpickled
+from headway.runners.wire import Kind, pickled_error, unpickled
 
 NOBODY = 0
 _whose: ContextVar[int] = ContextVar("job", default=NOBODY)
@@ -54,14 +55,14 @@ class _Shared:
         match frame.kind:
             case Kind.JOB:
                 context = copy_context()
-                context.run(_whose.set, frame.job)
-                job = asyncio.get_running_loop().create_task(self._job(frame.job, frame.payload), context=context)
-                job.add_done_callback(partial(self._on_job_end, frame.job))
-                self._jobs[frame.job] = job
-            case Kind.CANCEL if frame.job in self._jobs:
-                self._jobs[frame.job].cancel()
+                context.run(_whose.set, frame.number)
+                job = asyncio.get_running_loop().create_task(self._job(frame.number, frame.payload), context=context)
+                job.add_done_callback(partial(self._on_job_end, frame.number))
+                self._jobs[frame.number] = job
+            case Kind.CANCEL if frame.number in self._jobs:
+                self._jobs[frame.number].cancel()
             case Kind.ANSWER | Kind.REFUSAL:
-                answered = self._asks.get((frame.job, frame.detail))
+                answered = self._asks.get((frame.number, frame.detail))
                 if answered is not None and not answered.done():
                     answered.set_result(frame)
             case Kind.PING:
@@ -100,7 +101,7 @@ class _Shared:
             raise
         finally:
             del self._asks[key]
-        if answer.kind is Kind.REFUSAL:
+        if answer.kind == Kind.REFUSAL:
             raise pickle.loads(answer.payload)
         return unpickled(answer.payload, "the answer")
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from headway.cluster.calls import ReplicaCalls
 from headway.cluster.roles.role import Role
+from headway.cluster.token_files import TokenFile, TokenFiles
 from headway.cluster.worker_group import Dispatch, register
-from headway.data.types import GroupTokens
 from headway.episodes.hosting import chat_hosting
 from headway.episodes.keeper import GroupKeeper
 from headway.episodes.runners import ProgramRunners
@@ -22,10 +22,15 @@ from headway.models.tokenizer import load_tokenizer, text_of, torch_hidden
 class KeeperRole(Role):
     """A `GroupKeeper`, its tokenizer and, where a program makes the episodes, the runners of that."""
 
-    def __init__(self, *, logs: Path | None = None, **arguments: Any) -> None:
-        """``logs``: the directory for what programs print; None for the worker's own output."""
+    def __init__(self, *, logs: Path | None = None, tokens: Path | None = None, **arguments: Any) -> None:
+        """
+        Args:
+            logs: the directory for what programs print; None for the worker's own output.
+            tokens: the directory for tokens of finished groups; None where they stay in this process.
+        """
         super().__init__(**arguments)
         self._logs = logs
+        self._files = None if tokens is None else TokenFiles(tokens, self._host, self._config)
 
     @register(Dispatch.RANK_ZERO)
     def build(self) -> None:
@@ -45,11 +50,19 @@ class KeeperRole(Role):
         self._keeper = GroupKeeper(self.name, text_of(self._tokenizer), hosting)
 
     async def generate(
-        self, requests: Sequence[GroupRequest], on: str | None
-    ) -> AsyncGenerator[tuple[FinishedGroup, GroupTokens], None]:
-        """Yield metadata and tokens of each group apart: the driver reads the one and passes the other on."""
+        self, requests: Sequence[GroupRequest], on: str | None, forgotten: Sequence[TokenFile]
+    ) -> AsyncGenerator[FinishedGroup, None]:
+        """Yield each group, its tokens behind a handle. ``forgotten``: handles that nobody has any more."""
+        if self._files is not None:
+            self._files.remove(forgotten)
         async for group in self._keeper.generate(requests, on=on):
-            yield replace(group, tokens=None), group.tokens
+            if self._files is not None and group.tokens is not None:
+                yield replace(group, tokens=self._files.write(group.tokens))
+            else:
+                yield group
+
+    async def answer(self) -> None:
+        """Return at once: the keeper is there."""
 
     async def join(self, replica: ReplicaCalls) -> None:
         """Have the keeper connect to ``replica``."""
@@ -87,3 +100,5 @@ class KeeperRole(Role):
         """Leave all replicas."""
         if hasattr(self, "_keeper"):
             await self._keeper.close()
+        if self._files is not None:
+            self._files.close()

@@ -1,0 +1,103 @@
+"""Tokens of finished groups, as files in memory: they stay on the machine that made them until a rank reads them.
+
+keeper ──write──▶ file ◀──read── ranks of the same machine; others have a task on that machine read for them
+                   └ removed when the driver has forgotten the group
+
+A file outlives the keeper that wrote it, so that a keeper's death costs no finished group.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from tempfile import gettempdir
+
+from headway.cluster.memory_files import SHARED_MEMORY, directory_in_memory, remove_abandoned
+from headway.config.schema import Config
+from headway.data.types import GroupTokens
+from headway.errors import RunError
+
+BYTES_PER_TOKEN = 4 + 4 + 4 + 1
+"""Bytes of a token's id, log-prob, version and mask."""
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class TokenFile:
+    """Handle of one group's `GroupTokens`."""
+
+    host: str
+    """Address of the machine that has the file."""
+    path: str
+
+
+class TokenFiles:
+    """The files of one keeper."""
+
+    def __init__(self, directory: Path, host: str, config: Config) -> None:
+        """``directory``: of the run, on the driver's machine. Elsewhere the keeper makes one until `close`."""
+        self._host = host
+        self._stack = ExitStack()
+        here = directory if directory.is_dir() else self._stack.enter_context(token_directory(config))
+        self._prefix = f"{here}/{os.getpid()}-"
+        self._numbers = count()
+
+    def write(self, tokens: GroupTokens) -> TokenFile:
+        """Write ``tokens`` to a new file. Raises `RunError` where there is no room."""
+        path = f"{self._prefix}{next(self._numbers)}"
+        data = pickle.dumps(tokens, pickle.HIGHEST_PROTOCOL)
+        try:
+            Path(path).write_bytes(data)
+        except OSError as error:
+            raise RunError(
+                f"the tokens of a group cannot be written to {path} ({len(data)} bytes): {error.strerror}. They wait "
+                "there for the trainer: make room, or let fewer groups wait (async_training.staleness_threshold)"
+            ) from error
+        return TokenFile(self._host, path)
+
+    def remove(self, files: Iterable[TokenFile]) -> None:
+        """Remove files that nobody will read any more."""
+        for file in files:
+            Path(file.path).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Remove the directory, if this keeper has made it."""
+        self._stack.close()
+
+
+def token_directory(config: Config) -> AbstractContextManager[Path]:
+    """Make a directory for token files until the block ends: in memory, or where that has too little room on disk.
+
+    Directories that killed runs left there are removed first.
+    """
+    parent = SHARED_MEMORY
+    if not parent.is_dir() or _free(parent) < token_bytes(config):
+        parent = Path(gettempdir())
+    remove_abandoned(parent)
+    return directory_in_memory(parent)
+
+
+def token_bytes(config: Config) -> int:
+    """Return the bytes of all tokens that may wait at once."""
+    group = config.rollout.n * (config.data.max_prompt_length + config.data.max_response_length)
+    ahead = (1 + config.async_training.staleness_threshold) * config.groups_per_version
+    return int((ahead + config.groups_per_fetch) * group * BYTES_PER_TOKEN)
+
+
+def read_here(file: TokenFile) -> GroupTokens | None:
+    """Return the tokens; None where this machine does not have the file."""
+    try:
+        data = Path(file.path).read_bytes()
+    except FileNotFoundError:
+        return None
+    tokens: GroupTokens = pickle.loads(data)
+    return tokens
+
+
+def _free(directory: Path) -> int:
+    there = os.statvfs(directory)
+    return there.f_bavail * there.f_frsize

@@ -1,0 +1,128 @@
+"""Frames over a socket: what Headway's processes say to each other where a message must cost microseconds.
+
+    header: size of the payload, kind, number, detail  │  payload
+
+What kinds there are, and what the numbers and payloads mean, is for those who use a connection to say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+HEADER = struct.Struct("!QBIq")
+CHUNK = 1 << 18
+"""Most bytes that are read at once."""
+
+
+class Frame(NamedTuple):
+    """One message."""
+
+    kind: int
+    number: int = 0
+    detail: int = 0
+    payload: bytes = b""
+
+    def packed(self) -> bytes:
+        """Return the frame's bytes."""
+        return HEADER.pack(len(self.payload), self.kind, self.number, self.detail) + self.payload
+
+
+class Frames:
+    """Decoder of a stream of frames."""
+
+    def __init__(self) -> None:
+        self._unread = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Frame]:
+        """Add ``data``, and yield the frames that are complete."""
+        self._unread += data
+        begin = 0
+        try:
+            while len(self._unread) - begin >= HEADER.size:
+                size, kind, number, detail = HEADER.unpack_from(self._unread, begin)
+                end = begin + HEADER.size + size
+                if len(self._unread) < end:
+                    break
+                payload = bytes(self._unread[begin + HEADER.size : end])
+                begin = end
+                yield Frame(kind, number, detail, payload)
+        finally:
+            del self._unread[:begin]
+
+
+class Channel:
+    """One end of a connection, on the running event loop."""
+
+    def __init__(self, sock: socket.socket, on_frame: Callable[[Frame], object], on_end: Callable[[], object]) -> None:
+        """Read frames from ``sock`` from now on. ``on_end`` is called once, when the other end is closed."""
+        sock.setblocking(False)
+        self._sock = sock
+        self._on_frame, self._on_end = on_frame, on_end
+        self._loop = asyncio.get_running_loop()
+        self._frames = Frames()
+        self._unsent = bytearray()
+        self._open = True
+        self._loop.add_reader(sock, self._read)
+
+    def send(self, frame: Frame) -> None:
+        """Send ``frame``, at once as far as the socket takes it. To an end that is closed nothing is sent."""
+        if not self._open:
+            return
+        data = memoryview(frame.packed())
+        if not self._unsent:
+            data = data[self._sent(data) :]
+            if data:
+                self._loop.add_writer(self._sock, self._send_on)
+        self._unsent += data
+
+    def send_with(self, frame: Frame, descriptor: int) -> None:
+        """Send a small ``frame`` together with a file descriptor. Raises `OSError` where it cannot be sent at once."""
+        socket.send_fds(self._sock, [frame.packed()], [descriptor])
+
+    def drain(self) -> None:
+        """Handle now whatever has arrived."""
+        while self._open and self._read():
+            pass
+
+    def close(self) -> None:
+        """Close this end. Neither callback is called any more."""
+        if self._open:
+            self._open = False
+            self._loop.remove_reader(self._sock)
+            self._loop.remove_writer(self._sock)
+            self._sock.close()
+
+    def _read(self) -> bool:
+        """Handle one chunk. Returns False where there was none."""
+        try:
+            data = self._sock.recv(CHUNK)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError:
+            data = b""
+        if not data:
+            self.close()
+            self._on_end()
+            return False
+        for frame in self._frames.feed(data):
+            self._on_frame(frame)
+            if not self._open:
+                break
+        return True
+
+    def _sent(self, data: memoryview | bytearray) -> int:
+        try:
+            return self._sock.send(data)
+        except (BlockingIOError, InterruptedError):
+            return 0
+        except OSError:  # the other end has ended, which its process's end tells
+            return len(data)
+
+    def _send_on(self) -> None:
+        del self._unsent[: self._sent(self._unsent)]
+        if not self._unsent:
+            self._loop.remove_writer(self._sock)
