@@ -92,13 +92,17 @@ class EchoRole(Role):
 
         return time.monotonic()
 
-    async def pairs(self, count: int) -> AsyncGenerator[tuple[int, GroupTokens], None]:
-        for number in range(count):
-            yield number, group_tokens(3, float(number))
+    @register(Dispatch.SPLIT)
+    def lengths_fetched(self, samples: Sequence[Sample]) -> list[int]:
+        return [len(row.logprobs) for row in self._rows(samples)]
 
-    async def endless(self) -> AsyncGenerator[tuple[int, None], None]:
+    async def numbers(self, count: int) -> AsyncGenerator[int, None]:
+        for number in range(count):
+            yield number
+
+    async def endless(self) -> AsyncGenerator[int, None]:
         try:
-            yield 0, None
+            yield 0
             await asyncio.Event().wait()
         finally:
             self._left.set()

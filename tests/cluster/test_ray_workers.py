@@ -12,20 +12,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import pytest_asyncio
 import ray
 from ray.exceptions import OutOfMemoryError
 from ray.util import placement_group_table
 
-from headway.cluster import resource_pool
+from headway.cluster import ray_worker, resource_pool
 from headway.cluster.backend import start_backend
 from headway.cluster.plan import ClusterPlan
 from headway.cluster.processes import Family
 from headway.cluster.ray_cluster import RayCluster
 from headway.cluster.ray_worker import RayWorker, Recent
 from headway.cluster.resource_pool import ResourcePool
+from headway.cluster.token_files import TokenFiles
 from headway.cluster.worker_group import WorkerGroup
 from headway.config.schema import Config
 from headway.data.types import Sample
@@ -85,8 +85,8 @@ async def test_a_worker_says_what_it_does_while_its_thread_is_busy(workers: list
     async with asyncio.timeout(WAIT_S):
         while not (beat := await workers[0].heartbeat()).doing:  # noqa: ASYNC110 - another process begins
             await asyncio.sleep(0.01)
-        async with aclosing(workers[0].stream("endless")) as pairs:
-            await anext(pairs)
+        async with aclosing(workers[0].peer().each("endless")) as items:
+            await anext(items)
             both = (await workers[0].heartbeat()).doing
         assert await leaving
         assert (await workers[1].heartbeat()).doing == ""
@@ -108,31 +108,52 @@ async def test_columns_stay_behind_references_and_are_read_by_the_rank_that_need
     assert await ranks(workers).columns_seen(with_columns) == [109.0, 101.0]
 
 
-async def test_a_stream_brings_metadata_and_leaves_the_rest_behind_references_that_outlive_the_worker(
-    workers: list[RayWorker],
-) -> None:
-    pairs = [pair async for pair in workers[0].stream("pairs", 3)]
-    assert [number for number, _ in pairs] == [0, 1, 2]
-    await workers[0].kill()
-    tokens = ray.get(pairs[2][1])
-    np.testing.assert_array_equal(tokens.rows[0].logprobs, np.full(3, 2.0, np.float32))
-
-
-async def test_a_stream_that_is_left_early_ends_where_it_runs(workers: list[RayWorker]) -> None:
-    async with aclosing(workers[0].stream("endless")) as pairs:
-        assert (await anext(pairs))[0] == 0
-        waiting = asyncio.create_task(anext(pairs))
-        await workers[0].call("describe")
+async def test_what_a_peer_iterates_over_ends_where_it_runs_when_it_is_left_early(workers: list[RayWorker]) -> None:
+    peer = workers[0].peer()
+    assert [item async for item in peer.each("numbers", 3)] == [0, 1, 2]
+    async with aclosing(peer.each("endless")) as items:
+        assert await anext(items) == 0
+        waiting = asyncio.create_task(anext(items))
+        await peer.call("describe")
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-    assert await workers[0].call("was_left")
+    assert await peer.call("was_left")
 
 
-async def test_leaving_a_stream_of_a_worker_that_died_is_harmless(workers: list[RayWorker]) -> None:
-    async with aclosing(workers[0].stream("endless")) as pairs:
-        await anext(pairs)
-        await workers[0].kill()
+async def test_a_peer_tells_of_failures_and_deaths_as_a_call_through_ray_does(workers: list[RayWorker]) -> None:
+    peer, other = (worker.peer() for worker in workers)
+    with pytest.raises(UpdateFailed, match=r"^rank 0 was told to fail$"):
+        await peer.call("fail_on", 0)
+    with pytest.raises(RunError, match=r"worker echo-0 failed in 'raise_foreign': KeyError: 'lost'.*echo-0\.log"):
+        await peer.call("raise_foreign")
+    async with aclosing(peer.each("endless")) as items:
+        await anext(items)
+        waiting = asyncio.create_task(peer.call("die"))
+        with pytest.raises(WorkerDied, match=r"worker echo-0 died: its process \(pid \d+\) ended during 'endless'"):
+            await anext(items)
+        with pytest.raises(WorkerDied, match=r"ended during 'die'"):
+            await waiting
+    with pytest.raises(WorkerDied, match="echo-0 died"):
+        await peer.call("describe")
+    await workers[1].kill()
+    with pytest.raises(WorkerDied, match="echo-1 died"):
+        await other.call("describe")
+
+
+async def test_tokens_in_files_are_read_by_the_rank_that_needs_them_wherever_they_are(
+    workers: list[RayWorker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    files = TokenFiles(tmp_path, here, Config())
+    samples = [sample(files.write(group_tokens(n, float(n))), n, n) for n in (3, 9)]
+    columns = await ranks(workers).logprobs_plus(samples, 100.0)
+    assert [float(ray.get(column.handle)[column.index][0]) for column in columns] == [103.0, 109.0]
+    elsewhere = ray.get(ray_worker._read_on(here, [s.tokens for s in samples]))
+    assert [len(tokens.rows[0].ids) for tokens in elsewhere] == [3, 9]
+    files.remove([samples[0].tokens])
+    with pytest.raises(RunError, match=r"the tokens of 1 groups are no longer on"):
+        await ranks(workers).lengths_fetched([samples[0]])
 
 
 async def test_a_roles_own_error_arrives_as_it_was_raised_though_the_other_rank_hangs(workers: list[RayWorker]) -> None:

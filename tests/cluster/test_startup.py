@@ -36,8 +36,10 @@ class PlannedWorker:
     async def keep(self, method: str, *args: Any) -> Any:
         return await self._cluster.answer(self.name, method)
 
-    async def stream(self, method: str, *args: Any) -> AsyncGenerator[tuple[Any, Any], None]:
+    async def each(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
         yield method, args
+
+    def close(self) -> None: ...
 
     def peer(self) -> PlannedWorker:
         return self
@@ -215,7 +217,7 @@ async def test_closing_twice_ends_everything_once(monkeypatch: pytest.MonkeyPatc
 async def test_what_a_killed_run_left_in_memory_is_removed_by_the_next_run_whatever_that_uses(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(startup, "SHARED_MEMORY", str(tmp_path))
+    monkeypatch.setattr(startup, "SHARED_MEMORY", tmp_path)
     left = tmp_path / "headway-run-killed"
     left.mkdir()
     workers = await start(PlannedCluster(), monkeypatch)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -58,9 +58,6 @@ class Scripted:
     async def keep(self, method: str, *args: Any) -> Handle[Any]:
         await self.call(method, *args)
         return ("kept by", self.rank)
-
-    async def stream(self, method: str, *args: Any) -> AsyncGenerator[tuple[Any, Any], None]:
-        yield method, args
 
     async def heartbeat(self) -> Heartbeat:
         return Heartbeat("")

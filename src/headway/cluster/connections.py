@@ -63,6 +63,11 @@ class CallServer:
         self._greeting: set[asyncio.Task[None]] = set()
         asyncio.get_running_loop().add_reader(self._listening, self._accept)
 
+    def close(self) -> None:
+        """Take no more callers. Those that are there stay."""
+        asyncio.get_running_loop().remove_reader(self._listening)
+        self._listening.close()
+
     def _accept(self) -> None:
         try:
             sock, _ = self._listening.accept()
