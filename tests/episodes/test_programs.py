@@ -528,6 +528,31 @@ def test_a_call_that_an_engine_ends_aborts_its_group():
     assert (episode.finish_reason, episode.turns) == (FinishReason.ABORTED, 1)
 
 
+def test_what_only_a_lost_try_had_asked_for_makes_no_episode_old():
+    """The second turn of the first try is not asked again: its version is that of nothing that is trained."""
+    tries, policy = 0, Policy()
+
+    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+        nonlocal tries
+        tries += 1
+        await ask(TurnRequest([said("user", f"one of try {tries}")]))
+        if tries == 1:
+            await ask(TurnRequest([said("user", "two")]))
+            raise RunnerLost("its runner was killed by SIGKILL", culprit=False)
+        await asyncio.sleep(1)
+        return EpisodeEnd(1.0)
+
+    async def abort_overdue(keeper: GroupKeeper) -> None:
+        await asyncio.sleep(2.5)
+        policy.version = 3
+        await asyncio.sleep(1)
+        await keeper.abort_older_than(3)
+
+    (episode,) = made(program, [policy], meanwhile=abort_overdue).trajectories
+    assert (tries, len(policy.calls)) == (2, 3)
+    assert (episode.finish_reason, episode.oldest_version) == (FinishReason.STOP, 3)
+
+
 # ---------------------------------------------------------------------------------------------- a program's own ways
 
 
