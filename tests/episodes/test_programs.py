@@ -58,6 +58,15 @@ class Policy:
     async def release(self, trajectories: Sequence[TrajectoryId]) -> None:
         self.released += trajectories
 
+    def end(self, *calls: Call, lengths: Sequence[int], version: int = 7) -> None:
+        """End calls after so many tokens of ``version``, all at once."""
+        self._batches.put_nowait(
+            [
+                FinishedCall(call.number, n, [[0, version]], FinishReason.ABORTED, 0.0, 0.0)
+                for call, n in zip(calls, lengths, strict=True)
+            ]
+        )
+
     def _answer(self, call: Call) -> None:
         ids = np.append(RENDERER.encode(self.says(call)), min(RENDERER.end_ids)).astype(np.int32)
         reason = FinishReason.STOP if len(ids) <= call.sampling.max_tokens else FinishReason.LENGTH
@@ -526,6 +535,21 @@ def test_a_call_that_an_engine_ends_aborts_its_group():
 
     (episode,) = made(talk, [policy], meanwhile=abort).trajectories
     assert (episode.finish_reason, episode.turns) == (FinishReason.ABORTED, 1)
+
+
+def test_tokens_of_the_calls_that_an_engine_ends_count_in_every_episode_of_the_group():
+    """The second one's came with the first one's, by whose end the group was aborted before it was read."""
+    policy = Policy()
+
+    async def abort(keeper: GroupKeeper) -> None:
+        await asyncio.sleep(1.5)
+        policy.end(*policy.calls[-2:], lengths=(3, 2))
+
+    episodes = made(talk, [policy], n=2, meanwhile=abort).trajectories
+    first = len(RENDERER.encode(policy.says(policy.calls[0]))) + 1
+    for episode, cut in zip(episodes, (3, 2), strict=True):
+        assert (episode.finish_reason, episode.turns, episode.length) == (FinishReason.ABORTED, 2, first + cut)
+        assert (episode.version_spans, episode.rows) == ([[0, 0], [first, 7]], ())
 
 
 def test_what_only_a_lost_try_had_asked_for_makes_no_episode_old():

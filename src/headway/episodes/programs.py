@@ -170,6 +170,8 @@ class ProgramEpisode:
         self._log: dict[int, _Logged] = {}
         self._replicas: dict[str, None] = {}
         """Replicas that may keep a prefix of this episode."""
+        self._cut: list[FinishedCall] = []
+        """Results of calls that engines ended themselves."""
         self._losses = 0
         self._tries = 0
         self._time = EpisodeTime(clock, self._limits)
@@ -223,8 +225,14 @@ class ProgramEpisode:
         return None
 
     def aborted(self) -> MadeEpisode:
-        """The episode as it is where its group was aborted: without rows."""
-        return MadeEpisode(self._trajectory(self._one.calls, FinishReason.ABORTED), [])
+        """The episode as it is where its group was aborted: without rows.
+
+        What an engine returned of a call that it ended itself counts, like the answers of this try of the program. What
+        was sampled of calls that are still in flight does not: they are dropped, for a group that is thrown away should
+        not keep its place until the last replica has said how far it came.
+        """
+        cut = [call for call in self._cut if call.length]
+        return MadeEpisode(self._trajectory([*self._one.calls, *cut], FinishReason.ABORTED), [])
 
     # ------------------------------------------------------------------------------------- the program
 
@@ -382,7 +390,9 @@ class ProgramEpisode:
         if self._home.on is None:
             self._home = Home(replica=asked.replica)
         if finished.finish_reason is FinishReason.ABORTED:
-            self._on_aborted()
+            self._cut.append(finished)
+            # Once all results are read that came with this one: an engine ends the calls of a group together.
+            asyncio.get_running_loop().call_soon(self._on_aborted)
         elif not logged.result.done():
             logged.result.set_result(finished)
 
