@@ -25,7 +25,7 @@ from typer.testing import Result
 
 from headway import preflight
 from headway.cli.answers_file import AnswersFile
-from headway.cli.evaluation import Tenths
+from headway.cli.evaluation import Tenths, _by_source
 from headway.cluster.process import math_environment
 from headway.cluster.processes import descendants
 from headway.config.loading import dump, load
@@ -168,7 +168,20 @@ def test_failed_episodes_are_left_out_of_their_problem_s_figures() -> None:
     assert found.pass_at[1].value == pytest.approx((1 + 2 / 3 + 0) / 3)
     assert found.pass_at[2].value == pytest.approx((1 + 0) / 2)  # the first one has no two answers that count
     assert found.pass_at[4] == Estimate(0.0, None)
+    assert found.too_few == {1: 0, 2: 1, 4: 2}
     assert 2 not in figures([one], (1, 2), threshold=1.0).pass_at
+
+
+def test_the_table_of_sources_marks_a_share_that_is_not_of_all_problems() -> None:
+    whole = solved([1.0, 0.0])
+    part = replace(whole, answers=(whole.answers[0], replace(whole.answers[1], failure="no")))
+    found = {"a": figures([whole, part], (1, 2), threshold=1.0), "b": figures([whole], (1, 2), threshold=1.0)}
+    output = io.StringIO()
+    Console(file=output, width=100).print(_by_source(found, (1, 2)))
+    a, b, *below = output.getvalue().splitlines()[3:]
+    assert a.split()[:7] == ["a", "2", "0.750", "±", "0.250", "0.750", "1.000*"]
+    assert b.split()[:5] == ["b", "1", "0.500", "0.500", "1.000"]
+    assert "* without problems of which too few answers count" in "".join(below)
 
 
 # ------------------------------------------------------------------------------------------- evaluations
@@ -292,6 +305,8 @@ def test_a_problem_is_counted_by_its_episodes_that_did_not_fail(tmp_path: Path) 
     assert failed[0] == 0 < failed[1] < failed[2] == 4
     assert {answer["reward"] for answer in answers if "failure" not in answer} == {1.0}
     assert figures["accuracy"].startswith("0.667 ")  # 1, 1, and no score
+    assert "without" not in figures["pass@1"]
+    assert figures["pass@4"].endswith("without 1 of 3 problems: too few answers count")
     assert figures["failed"].startswith("1 problems, which count as 0: episode failed: program")
     assert figures["episodes"].startswith(f"failed  {sum(failed)} of 12, which do not count where others")
     why = "program talk.py:talk raised RuntimeError: the sandbox has burnt down"
