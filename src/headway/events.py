@@ -406,7 +406,10 @@ class ValidationFinished(Event):
     problems: int
     mean_tokens: float
     failed: int
+    """Problems without a score, which count as 0."""
     span: Span
+    failed_episodes: int = 0
+    """Answers that are missing since their episodes failed. A problem with others has the mean of these."""
     versions: list[int] = field(default_factory=list)
     """Versions that sampled the answers, ascending: several where programs are validated while weights change."""
     by_source: dict[str, float] = field(default_factory=dict)

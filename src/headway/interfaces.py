@@ -109,6 +109,13 @@ class OnUpdate(StrEnum):
 
 
 class Priority(StrEnum):
+    """What a call is for, and the order in which waiting calls start: those of validation first.
+
+    An update waits for a validation by single answers, and at η = 0 for one by programs. With staleness nothing waits
+    for one by programs, and it goes first all the same: behind training it would have what that leaves. That is
+    nothing where training fills all slots, and held-out episodes would end at their time limit.
+    """
+
     VALIDATION = "validation"
     TRAINING = "training"
 

@@ -130,6 +130,23 @@ def test_a_tokenizer_without_an_end_is_an_error(folder: Path) -> None:
         load_tokenizer(folder)
 
 
+def test_nothing_is_said_of_a_prompt_above_the_limit_of_the_model(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers' warning came between the lines of a run, of a prompt that is left out and counted anyway."""
+    edit(folder / "tokenizer_config.json", model_max_length=2)
+    logger = logging.getLogger("transformers")  # it hands nothing on to the root's handlers
+    logger.addHandler(caplog.handler)
+    try:
+        tokenizer = load_tokenizer(folder)
+        assert len(tokenizer("abc").input_ids) == 3 > tokenizer.model_max_length
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert caplog.messages == []
+    tokenizer.save_pretrained(tmp_path / "saved")
+    assert json.loads((tmp_path / "saved/tokenizer_config.json").read_text())["model_max_length"] == 2
+
+
 def test_a_tokenizer_without_padding_pads_with_its_end(folder: Path) -> None:
     edit(folder / "tokenizer_config.json", pad_token=None)
     assert load_tokenizer(folder).pad_token_id == 1

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from headway.data.types import FinishReason, Group, Prompt, Trajectory
+from headway.data.types import Conversation, FinishReason, Group, Prompt, Trajectory
 from headway.events import GroupRewarded
 from headway.pipeline.channel import Channel
 from headway.pipeline.scoring import Scoring
@@ -69,6 +69,13 @@ async def test_the_baseline_is_found_where_other_episodes_failed():
     group = await rewarded(episode(1, 1.0), episode(3, 0.0), episode(4, 5.0), n=4)
     assert (group.baseline, group.rewards.tolist()) == (5.0, [1.0, 0.0])
     assert [t.id.k for t in group.trajectories] == [1, 3]
+
+
+async def test_a_group_goes_on_without_conversations():
+    told = Conversation([{"role": "user", "content": "2+2"}], [{"role": "assistant", "content": "4"}])
+    group = await rewarded(*(episode(k, 1.0, conversation=told) for k in range(3)))
+    assert [(t.id.k, t.conversation) for t in group.trajectories] == [(0, None), (1, None)]
+    assert group.baseline == 1.0
 
 
 def test_an_episode_that_a_limit_ended_before_any_reward_has_none():

@@ -15,6 +15,7 @@ from headway.episodes.programs import Hosting, Limits
 from headway.errors import WorkerDied
 from headway.events import GroupSettled, OptimizerStepped, UpdateFinished, ValidationFinished
 from headway.interfaces import Scores
+from headway.reports.plain import validation_line
 from headway.simulate.contexts import SimulatedRecord
 from headway.simulate.program_profile import ProgramProfile
 from headway.simulate.programs import SimulatedPrograms
@@ -85,6 +86,21 @@ def test_problems_that_cannot_be_scored_count_as_wrong_and_are_told():
     first, last = run.of(ValidationFinished)
     assert (first.problems, first.failed, first.accuracy) == (4, 1, 0.75)
     assert last.version == 1
+
+
+def test_episodes_that_failed_are_told_and_leave_their_problem_the_mean_of_the_others():
+    fails = {(0, 1), (2, 0), (2, 1)}
+
+    def failing(number: int, k: int) -> str | None:
+        return "the sandbox has burnt down" if (number, k) in fails else None
+
+    reward = FakeReward(lambda prompt: [1.0, 0.0] if prompt.epoch == -1 else [0.0, 1.0])
+    sections = {"rollout": {"val_n": 2, "val_temperature": 1.0}}
+    run = Scenario("on_policy", problems=3, total=4, failing=failing, reward=reward, sections=sections).run()
+    for event in run.assert_completed().of(ValidationFinished):
+        assert (event.problems, event.failed, event.failed_episodes) == (3, 1, 3)
+        assert event.accuracy == (1 + 0.5 + 0) / 3
+        assert ", 1 failed, without 3 episodes that failed, " in validation_line(event)
 
 
 def test_validation_asks_for_val_n_answers_at_val_temperature():

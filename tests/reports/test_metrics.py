@@ -474,7 +474,8 @@ def test_a_validation_that_ends_after_its_versions_row_gets_a_row_of_its_own() -
     )
     _, rows = observe([started(), admitted(0, 0.0), stepped(3.0, 0), updated(4.0, 1), validation])
     assert [row["version"] for row in rows] == [0, 0]
-    assert rows[1] == {"version": 0, "validation/accuracy": 0.5, "validation/mean_tokens": 1.0, "validation/failed": 0}
+    told = {"accuracy": 0.5, "mean_tokens": 1.0, "failed": 0, "failed_episodes": 0}
+    assert rows[1] == {"version": 0, **{f"validation/{name}": value for name, value in told.items()}}
 
 
 @settings(max_examples=30, deadline=None)

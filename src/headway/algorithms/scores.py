@@ -1,6 +1,8 @@
 """Scores of episodes: one number for each, from its own reward and those of its turns. NumPy only.
 
-The pipeline filters groups by them; an estimator's `AdvantageInputs.scores` are the same numbers.
+The pipeline compares a group's episodes by them: it has their metadata, and neither tokens nor torch. An estimator's
+`AdvantageInputs.scores` sum rewards of tokens, which may contain a KL penalty (``use_kl_in_reward``) that the pipeline
+does not know. Without one they are the same numbers.
 """
 
 from __future__ import annotations

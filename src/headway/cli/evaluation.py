@@ -292,7 +292,13 @@ def print_figures(
 
 
 def _pass(figures: Figures, k: int) -> str:
-    return _estimate(figures.pass_at[k]) if k in figures.pass_at else f"no problem has {k} answers that count"
+    from headway.reports import human
+
+    if k not in figures.pass_at:
+        return f"no problem has {k} answers that count"
+    some = f"{human.count(figures.too_few[k])} of {human.count(figures.problems)} problems"
+    without = f"  without {some}: too few answers count" if figures.too_few[k] else ""
+    return _estimate(figures.pass_at[k]) + without
 
 
 def _reasons(failures: Iterable[str | None]) -> str:
@@ -322,10 +328,21 @@ def _by_source(found: Mapping[str, Figures], ks: Sequence[int]) -> Table:
     for name in ("problems", "accuracy", *(f"pass@{k}" for k in ks), "tokens", "cut off"):
         table.add_column(name, justify="right", no_wrap=True)
     for source, of in found.items():
-        shares = [human.score(of.pass_at[k].value) if k in of.pass_at else "" for k in ks]
+        shares = [_share(of, k) for k in ks]
         rest = (f"{of.mean_tokens:.1f}", human.share(of.cut_off))
         table.add_row(source, human.count(of.problems), _estimate(of.accuracy), *shares, *rest)
+    if any(of.too_few[k] for of in found.values() for k in of.pass_at):
+        table.caption = "* without problems of which too few answers count"
     return table
+
+
+def _share(figures: Figures, k: int) -> str:
+    """pass@k of a source, with a mark where it is not over all of its problems."""
+    from headway.reports import human
+
+    if k not in figures.pass_at:
+        return ""
+    return human.score(figures.pass_at[k].value) + ("*" if figures.too_few[k] else "")
 
 
 def print_samples(console: Console, solved: Sequence[Solved], count: int) -> None:

@@ -170,19 +170,24 @@ class ProgramEpisode:
         self._log: dict[int, _Logged] = {}
         self._replicas: dict[str, None] = {}
         """Replicas that may keep a prefix of this episode."""
+        self._cut: list[FinishedCall] = []
+        """Results of calls that engines ended themselves."""
         self._losses = 0
         self._tries = 0
         self._time = EpisodeTime(clock, self._limits)
+        self._one = self._try()
+        """The try under way, or the last one."""
 
     @property
     def oldest_version(self) -> int | None:
-        """The oldest version in a finished call; None before the first token."""
-        versions = [version for one in self._log.values() for version in _versions(one.result)]
-        return min(versions, default=None)
+        """The oldest version in an answer that this try of the program has got; None before the first token.
+
+        What only an earlier try had asked for is not trained, however old it is.
+        """
+        return min((version for call in self._one.calls for _, version in call.version_spans), default=None)
 
     async def make(self) -> MadeEpisode:
         """Run the program to its end. A failure is the episode's, and never raised."""
-        one = self._try()
         end, failure = EpisodeEnd(), None
         retrying = AsyncRetrying(
             retry=retry_if_exception(_may_pass),
@@ -194,9 +199,9 @@ class ProgramEpisode:
             async for attempt in retrying:
                 with attempt:
                     if self._tries:
-                        one = self._try()
+                        self._one = self._try()
                     self._tries += 1
-                    end = await self._run(one)
+                    end = await self._run(self._one)
         except HeadwayError as error:
             failure = str(error)
         finally:
@@ -204,7 +209,7 @@ class ProgramEpisode:
             for logged in self._log.values():
                 self._drop(logged)
             self._calls.release(self.id, self._replicas)
-        return self._made(one, end, failure or self._failure_of(one, end))
+        return self._made(self._one, end, failure or self._failure_of(self._one, end))
 
     def _failure_of(self, one: _Try, end: EpisodeEnd) -> str | None:
         """Why an episode has failed whose program ended; None if it has not."""
@@ -220,9 +225,14 @@ class ProgramEpisode:
         return None
 
     def aborted(self) -> MadeEpisode:
-        """The episode as it is where its group was aborted: without rows."""
-        calls = [one.result.result() for one in self._log.values() if _versions(one.result)]
-        return MadeEpisode(self._trajectory(calls, FinishReason.ABORTED), [])
+        """The episode as it is where its group was aborted: without rows.
+
+        What an engine returned of a call that it ended itself counts, like the answers of this try of the program. What
+        was sampled of calls that are still in flight does not: they are dropped, for a group that is thrown away should
+        not keep its place until the last replica has said how far it came.
+        """
+        cut = [call for call in self._cut if call.length]
+        return MadeEpisode(self._trajectory([*self._one.calls, *cut], FinishReason.ABORTED), [])
 
     # ------------------------------------------------------------------------------------- the program
 
@@ -380,7 +390,9 @@ class ProgramEpisode:
         if self._home.on is None:
             self._home = Home(replica=asked.replica)
         if finished.finish_reason is FinishReason.ABORTED:
-            self._on_aborted()
+            self._cut.append(finished)
+            # Once all results are read that came with this one: an engine ends the calls of a group together.
+            asyncio.get_running_loop().call_soon(self._on_aborted)
         elif not logged.result.done():
             logged.result.set_result(finished)
 
@@ -466,12 +478,6 @@ def _may_pass(error: BaseException) -> bool:
     if isinstance(error, RunnerLost):
         return not (error.culprit and error.timed_out)
     return isinstance(error, ProgramAway)
-
-
-def _versions(result: asyncio.Future[FinishedCall]) -> list[int]:
-    if not result.done() or result.cancelled() or result.exception() is not None:
-        return []
-    return [version for _, version in result.result().version_spans]
 
 
 def _seed(seed: int, id: TrajectoryId) -> int:

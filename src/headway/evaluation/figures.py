@@ -84,7 +84,9 @@ class Figures:
     accuracy: Estimate
     """Mean reward, as validation during training has it: of each problem over the episodes that did not fail."""
     pass_at: dict[int, Estimate]
-    """k → pass@k over the problems that have k answers; without those k that no problem has."""
+    """k → pass@k over the problems that have k answers which count; without those k that no problem has."""
+    too_few: dict[int, int]
+    """k → number of problems that pass@k is not of: no estimate from fewer answers is unbiased."""
     mean_tokens: float
     max_tokens: int
     cut_off: float
@@ -121,6 +123,7 @@ def figures(solved: Sequence[Solved], ks: Iterable[int], threshold: float) -> Fi
         failed_episodes=sum(answer.failure is not None for answer in answers),
         accuracy=Estimate.of([fmean(answer.reward for answer in problem.counted) for problem in solved]),
         pass_at={k: Estimate.of(values) for k, values in passed.items() if values},
+        too_few={k: len(solved) - len(values) for k, values in passed.items()},
         mean_tokens=fmean(answer.tokens for answer in answers),
         max_tokens=max(answer.tokens for answer in answers),
         cut_off=fmean(answer.cut_off for answer in answers),

@@ -15,9 +15,13 @@ from headway.models.folder import find_folder
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
+"""transformers' name of its warning of a text with more tokens than ``model_max_length``; a tokenizer gives it once."""
+
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Open the tokenizer at ``path``. Without a padding token it pads with end-of-sequence.
+    """Open the tokenizer at ``path``. Without a padding token it pads with end-of-sequence. It says nothing of texts
+    that are longer than the model's limit: prompts above ``data.max_prompt_length`` are left out and counted.
 
     Raises:
         ModelError: no tokenizer there, or one without an end-of-sequence token.
@@ -41,6 +45,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.deprecation_warnings[TOO_LONG] = True  # as if it had been given
     return tokenizer
 
 

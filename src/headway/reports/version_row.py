@@ -239,6 +239,7 @@ def validation_values(event: ValidationFinished) -> dict[str, Any]:
         "validation/accuracy": event.accuracy,
         "validation/mean_tokens": event.mean_tokens,
         "validation/failed": event.failed,
+        "validation/failed_episodes": event.failed_episodes,
         **{f"validation/source/{name}/accuracy": accuracy for name, accuracy in event.by_source.items()},
     }
 

@@ -73,10 +73,6 @@ class Reward(Stage[Group, Group]):
         except ScoringFailed as failure:
             self._state.discard(group.number, Fate.FAILED, str(failure))
             return
-        # The driver holds no text of a conversation longer than it has to.
-        group.trajectories = tuple(
-            t if t.conversation is None else replace(t, conversation=None) for t in group.trajectories
-        )
         shaped = rewards = scores.rewards
         if self._shaping is not None:
             shaped = self._shaping(rewards, np.array([t.length for t in group.trajectories]))
@@ -85,7 +81,6 @@ class Reward(Stage[Group, Group]):
         n = sum(t.id.k < self._n for t in group.trajectories)
         if len(rewards) > n:
             group.baseline = float(shaped[n])
-            group.trajectories = group.trajectories[:n]
             rewards, own, compared = rewards[:n], own[:n], compared[:n]
         parts = {name: values[:n] for name, values in scores.parts.items()} if len(scores.parts) > 1 else {}
         self._emit(GroupRewarded(time=now(), number=group.number, rewards=rewards.tolist(), parts=parts))
@@ -99,6 +94,10 @@ class Reward(Stage[Group, Group]):
             self._state.discard(group.number, Fate.FILTERED, reason)
             return
         group.rewards = own
+        # The driver holds no text of a conversation longer than it has to.
+        group.trajectories = tuple(
+            t if t.conversation is None else replace(t, conversation=None) for t in group.trajectories[:n]
+        )
         yield group
 
     def _compared(

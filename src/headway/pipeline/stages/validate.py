@@ -129,6 +129,7 @@ class Validate(Stage[Validation, None]):
                 mean_tokens=sum(t.length for t in trajectories) / max(1, len(trajectories)),
                 failed=sum(isinstance(score, ScoringFailed) for score in scores),
                 span=(started, now()),
+                failed_episodes=sum(t.failure is not None for t in trajectories),
                 versions=sorted({version for t in trajectories for _, version in t.version_spans}),
                 by_source=by_source if len(by_source) > 1 else {},
             )

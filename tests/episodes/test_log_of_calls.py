@@ -1,0 +1,95 @@
+"""The log of an episode's calls: a program that is run again gets the answers that it had."""
+
+from __future__ import annotations
+
+import asyncio
+
+from headway.data.types import FinishReason
+from headway.episodes.keeper import GroupKeeper
+from headway.episodes.limits import Limits
+from headway.episodes.programs import Turn
+from headway.errors import ProgramAway, RunnerLost
+from headway.programs.messages import EpisodeEnd, EpisodeStart, TurnRequest, said
+from tests.episodes.program_episodes import LIMITS, Here, Policy, made, talk, trained
+
+
+def test_what_is_away_for_a_time_is_tried_again_after_a_pause_and_its_turns_are_not_asked_twice():
+    tries: list[float] = []
+
+    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+        end = await talk(start, ask, 2)
+        tries.append(asyncio.get_running_loop().time())
+        if len(tries) < 3:
+            raise ProgramAway("ConnectionError: no route to host")
+        return end
+
+    policy = Policy()
+    (episode,) = made(program, [policy]).trajectories
+    assert (episode.failure, episode.metrics["tries"], len(policy.calls)) == (None, 3, 2)
+    assert tries[2] - tries[1] > tries[1] - tries[0] > 0
+    tries.clear()
+    limits = Limits(400, 5, retries=1)
+    (episode,) = made(program, limits=limits).trajectories
+    assert episode.failure == "ConnectionError: no route to host"
+
+
+def test_a_lost_runner_has_its_program_run_again_with_the_calls_that_the_log_knows():
+    whole = made(talk).tokens.rows
+    programs, policy = Here(talk), Policy()
+    programs.lost = {1: (2, None), 2: (1, False)}
+    group = made(programs, [policy])
+    assert len(policy.calls) == 3, "no call is made twice"
+    assert trained(group.tokens.rows[0]) == trained(whole[0])
+    assert group.trajectories[0].metrics["tries"] == 3
+
+
+def test_what_a_program_does_not_ask_again_is_not_trained():
+    tries = 0
+
+    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+        nonlocal tries
+        tries += 1
+        await ask(TurnRequest(start.messages))
+        for text in ("one", "two") if tries == 1 else ("three",):
+            await ask(TurnRequest([said("user", text)]))
+        if tries == 1:
+            raise RunnerLost("its runner was killed by SIGKILL", culprit=False)
+        return EpisodeEnd(1.0)
+
+    policy = Policy()
+    group = made(program, [policy])
+    assert len(policy.calls) == 4
+    kept = [policy.calls[0], policy.calls[3]]
+    assert [row.prompt_ids.tolist() for row in group.tokens.rows] == [call.input_ids.tolist() for call in kept]
+
+
+def test_what_only_a_lost_try_had_asked_for_makes_no_episode_old():
+    """The second turn of the first try is not asked again: its version is that of nothing that is trained."""
+    tries, policy = 0, Policy()
+
+    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+        nonlocal tries
+        tries += 1
+        await ask(TurnRequest([said("user", f"one of try {tries}")]))
+        if tries == 1:
+            await ask(TurnRequest([said("user", "two")]))
+            raise RunnerLost("its runner was killed by SIGKILL", culprit=False)
+        await asyncio.sleep(1)
+        return EpisodeEnd(1.0)
+
+    async def abort_overdue(keeper: GroupKeeper) -> None:
+        await asyncio.sleep(2.5)
+        policy.version = 3
+        await asyncio.sleep(1)
+        await keeper.abort_older_than(3)
+
+    (episode,) = made(program, [policy], meanwhile=abort_overdue).trajectories
+    assert (tries, len(policy.calls)) == (2, 3)
+    assert (episode.finish_reason, episode.oldest_version) == (FinishReason.STOP, 3)
+
+
+def test_a_program_that_loses_its_own_runners_is_given_up():
+    programs = Here(talk)
+    programs.lost = dict.fromkeys(range(1, 20), (1, True))
+    (episode,) = made(programs).trajectories
+    assert (episode.failure, len(programs.starts)) == ("its runner was killed by SIGKILL", 1 + LIMITS.retries)

@@ -1,0 +1,84 @@
+"""A program's own ways: rewards of turns in any order, turns that it gives up, no reward at all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from headway.episodes.alone import keeping
+from headway.episodes.programs import Turn
+from headway.errors import ProgramFailed
+from headway.interfaces import FinishedGroup
+from headway.programs.messages import EpisodeEnd, EpisodeStart, TurnRequest, said
+from headway.programs.own import OwnProgram
+from headway.programs.program import LoadedProgram
+from headway.simulate.clock import run_virtual
+from tests.episodes.program_episodes import RENDERER, Here, Policy, Program, Slow, hosting, made, request, trained
+
+
+def own(run: Callable[..., Awaitable[Any]]) -> Program:
+    """The program of a user's own function, as a runner serves it."""
+    loaded = LoadedProgram(OwnProgram(run, "own.py:run", {}), "program own.py:run")
+    return loaded.serve
+
+
+def test_rewards_of_turns_go_to_their_tokens_in_whatever_order_turns_end():
+    texts = []
+
+    async def run(row: Any, chat: Any) -> None:
+        first = asyncio.ensure_future(chat.turn([said("user", "the long one, asked first")]))
+        await asyncio.sleep(0.1)
+        second = await chat.turn([said("user", "b")])
+        texts.extend([(await first).text, second.text])
+        chat.reward(10.0, await first)
+        chat.reward(1.0, second)
+
+    group = made(own(run), [Slow()])
+    rewards = group.trajectories[0].turn_rewards
+    by_text = {RENDERER.text(trained(row)): rewards[row.turns[0].number] for row in group.tokens.rows}
+    assert by_text == {texts[0]: 10.0, texts[1]: 1.0}
+
+
+def test_a_turn_that_was_given_up_has_no_number():
+    async def run(row: Any, chat: Any) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(chat.turn([said("user", "slow")]), 2.0)
+        for reward, text in ((1.0, "one"), (2.0, "two, which is longer")):
+            chat.reward(reward, await chat.turn([said("user", text)]))
+
+    group = made(own(run), [Slow()])
+    assert group.trajectories[0].turn_rewards == (1.0, 2.0)
+    assert sorted(span.number for row in group.tokens.rows for span in row.turns) == [0, 1]
+
+
+def test_a_prefix_is_released_also_where_its_call_was_given_up():
+    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+        asking = asyncio.ensure_future(ask(TurnRequest(start.messages)))
+        await asyncio.sleep(0.5)
+        asking.cancel()
+        raise ProgramFailed("no more")
+
+    policy = Policy(seconds=100)
+    (episode,) = made(program, [policy]).trajectories
+    assert policy.released == [episode.id]
+
+
+def test_a_program_that_has_to_give_a_reward_and_gives_none_has_failed_alone():
+    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+        await ask(TurnRequest(start.messages))
+        return EpisodeEnd(None if start.seed % 2 else 1.0)
+
+    async def main() -> FinishedGroup:
+        asked = replace(hosting(Here(program)), gives_reward=True)
+        async with keeping(Policy(), hosting=asked) as keeper:
+            (group,) = [group async for group in keeper.generate([request(8)])]
+            return group
+
+    failures = {episode.failure for episode in run_virtual(main()).trajectories}
+    assert failures == {
+        None,
+        "the program gave no reward; return one from it, or name a reward.function that scores answers",
+    }
