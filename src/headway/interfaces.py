@@ -35,6 +35,7 @@ from headway.data.types import (
 )
 from headway.errors import HeadwayError
 from headway.events import DecodeSteps, PrefillSteps, Span
+from headway.pickling import pickled_by_fields
 
 # ---------------------------------------------------------------------------------------------- data
 
@@ -120,6 +121,7 @@ class Priority(StrEnum):
     TRAINING = "training"
 
 
+@pickled_by_fields
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Settings by which tokens are sampled: logits ▶ bias, ``min_tokens`` ▶ penalty ▶ temperature ▶ min-p ▶ top-k ▶
@@ -151,6 +153,7 @@ class SamplingParams:
     """Seed of this request; None for the run's seed."""
 
 
+@pickled_by_fields
 @dataclass(frozen=True, slots=True)
 class Call:
     """One call of the policy: a context, and how to go on with it.
@@ -171,6 +174,7 @@ class Call:
     """The episode may call again with this context and its continuation as a prefix, until it is released."""
 
 
+@pickled_by_fields
 @dataclass(frozen=True, slots=True)
 class FinishedCall:
     """The result of one call."""
@@ -191,6 +195,7 @@ class FinishedCall:
     """Tokens of the context that needed no prefill: the prefix cache had them, or another call brought them."""
 
 
+@pickled_by_fields
 @dataclass(frozen=True, slots=True)
 class GroupRequest:
     """A group to make: ``n`` episodes of one prompt, with ids ``prompt.trajectory_id(k)`` for k in 0 … n − 1."""
@@ -210,6 +215,7 @@ class GroupRequest:
         return self.n + (self.baseline is not None)
 
 
+@pickled_by_fields
 @dataclass(frozen=True, slots=True)
 class FinishedGroup:
     """The group that a keeper hands on for one request."""

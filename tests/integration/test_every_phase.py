@@ -22,6 +22,7 @@ import pytest
 import headway.app.interrupts
 from headway.cluster.inline import InlineWorker
 from headway.cluster.processes import descendants
+from headway.cluster.ray_peer import RayPeer
 from headway.cluster.ray_worker import RayWorker
 from headway.errors import WorkerDied
 from headway.reports.bundle import Reports
@@ -103,18 +104,18 @@ def interrupt() -> None:
 
 def at(phase: Phase, monkeypatch: pytest.MonkeyPatch, do: Callable[[], None]) -> None:
     """``do`` it when the phase of an inline run begins."""
-    moments, call, stream = Moments(phase, do), InlineWorker.call, InlineWorker.stream
+    moments, call, each = Moments(phase, do), InlineWorker.call, InlineWorker.each
 
     async def noted_call(worker: InlineWorker, method: str, *args: Any) -> Any:
         moments.called(worker.name, method)
         return await call(worker, method, *args)
 
-    def noted_stream(worker: InlineWorker, method: str, *args: Any) -> Any:
+    def noted_each(worker: InlineWorker, method: str, *args: Any) -> Any:
         moments.called(worker.name, method)
-        return stream(worker, method, *args)
+        return each(worker, method, *args)
 
     monkeypatch.setattr(InlineWorker, "call", noted_call)
-    monkeypatch.setattr(InlineWorker, "stream", noted_stream)
+    monkeypatch.setattr(InlineWorker, "each", noted_each)
 
 
 @mostly_slow("name", PHASES, quick=["start", "training", "load", "export"])
@@ -278,7 +279,6 @@ class Deaths:
         for name, method in (
             ("call", mortal_call),
             ("keep", mortal_call),
-            ("stream", mortal(InlineWorker.stream)),
             ("each", mortal(InlineWorker.each)),
             ("died", mortal_died),
             ("kill", mortal_kill),
@@ -393,7 +393,7 @@ def test_a_process_that_is_killed_in_a_phase_ends_the_run_in_the_same_way_on_ray
 
     # Keepers call replicas themselves: what the driver sees of a validation is what it asks a keeper for.
     phase = Phase("keeper-0", "generate") if name == "validation" else PHASES[name]
-    moments, up, call, stream = Moments(phase, kill), RayWorker.up, RayWorker.call, RayWorker.stream
+    moments, up, call, each = Moments(phase, kill), RayWorker.up, RayWorker.call, RayPeer.each
 
     async def noted_up(worker: RayWorker) -> None:
         await up(worker)
@@ -406,12 +406,13 @@ def test_a_process_that_is_killed_in_a_phase_ends_the_run_in_the_same_way_on_ray
         moments.called(worker.name, method)
         return await answer
 
-    def noted_stream(worker: RayWorker, method: str, *args: Any) -> Any:
-        moments.called(worker.name, method)
-        return stream(worker, method, *args)
+    def noted_each(peer: RayPeer, method: str, *args: Any) -> Any:
+        moments.called(peer.name, method)
+        return each(peer, method, *args)
 
-    for attribute, method in (("up", noted_up), ("call", noted_call), ("stream", noted_stream)):
-        monkeypatch.setattr(RayWorker, attribute, method)
+    monkeypatch.setattr(RayWorker, "up", noted_up)
+    monkeypatch.setattr(RayWorker, "call", noted_call)
+    monkeypatch.setattr(RayPeer, "each", noted_each)
     settings = ("cluster.backend=ray", "rollout.total_rollout_steps=8", "param_update.timeout_s=20")
     done = headway_train(recipe, run_dir, *settings)
     check_end_by_death(done, run_dir, victim, saved=False)

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.errors import RunError
+from headway.pickling import pickled_by_fields
 
 T = TypeVar("T")
 Handle = Union[T, Any]  # noqa: UP007 - a generic alias needs this spelling on Python 3.11
@@ -43,6 +44,7 @@ class TrajectoryId(NamedTuple):
     k: int
 
 
+@pickled_by_fields
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One row of the data set, tokenised."""
@@ -73,6 +75,7 @@ class FinishReason(StrEnum):
     ABORTED = "aborted"
 
 
+@pickled_by_fields
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
     """The tokens that one call of the policy has sampled. All arrays are [T]."""
@@ -99,6 +102,7 @@ class TurnSpan(NamedTuple):
     stop: int
 
 
+@pickled_by_fields
 @dataclass(frozen=True, slots=True)
 class RowTokens:
     """A row to train on: a prompt [P] that the policy read first, and the response [T] behind it.
@@ -146,6 +150,7 @@ def version_spans(versions: NDArray[np.int32]) -> list[list[int]]:
     return [[int(s), int(versions[s])] for s in starts]
 
 
+@pickled_by_fields
 @dataclass(frozen=True, slots=True)
 class RowAt:
     """What the driver knows of a row: where it is, and how long."""
@@ -167,6 +172,7 @@ class Conversation(NamedTuple):
     """All messages behind them up to its last answer: answers, and what they were told."""
 
 
+@pickled_by_fields
 @dataclass(frozen=True, slots=True)
 class Trajectory:
     """Metadata of one episode: what the driver may look at. Its tokens are behind ``group.tokens``, in its ``rows``."""
@@ -303,6 +309,7 @@ class Group:
         return min(versions)
 
 
+@pickled_by_fields
 @dataclass(frozen=True, slots=True)
 class Column:
     """A [T] float32 array of one row that may live elsewhere: item ``index`` of the list behind ``handle``."""
@@ -311,6 +318,7 @@ class Column:
     index: int
 
 
+@pickled_by_fields
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One row of an episode on its way through a forward or training step."""
