@@ -27,6 +27,10 @@ KEY_BYTES = 32
 GREETING_S = 30.0
 """Seconds for a connection to be made, and for its caller to give the key."""
 
+BETWEEN_ITEMS_S = 0.01
+"""Least seconds between two items of one iteration: an engine finishes calls in every step, and one process that wakes up
+for each of them takes cores from the step that follows. Meanwhile they gather in one batch."""
+
 
 class Kind(IntEnum):
     """The meaning of a frame, whose number is that of a call of its caller's."""
@@ -124,6 +128,7 @@ class _Caller:
             async with aclosing(self._host.stream(method, *args)) as items:
                 async for item in items:
                     self._send(Kind.ITEM, frame.number, item)
+                    await asyncio.sleep(BETWEEN_ITEMS_S)
             self._send(Kind.END, frame.number, None)
         except Exception as error:  # whatever it is, the caller has to hear of it
             told = error if isinstance(error, HeadwayError) else f"{type(error).__name__}: {error}"
