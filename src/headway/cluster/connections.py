@@ -28,8 +28,8 @@ GREETING_S = 30.0
 """Seconds for a connection to be made, and for its caller to give the key."""
 
 BETWEEN_ITEMS_S = 0.01
-"""Least seconds between two items of one iteration: an engine finishes calls in every step, and one process that wakes up
-for each of them takes cores from the step that follows. Meanwhile they gather in one batch."""
+"""Least seconds between two items of one iteration: an engine finishes calls in every step, and a process that wakes up
+for each of them takes cores from the next step. Meanwhile they gather in one batch."""
 
 
 class Kind(IntEnum):

@@ -36,7 +36,7 @@ class RemoteKeeper:
         async with aclosing(self._peer.each("generate", list(requests), on, forgotten)) as finished:
             async for group in finished:
                 if isinstance(group.tokens, TokenFile):
-                    copy = replace(group.tokens)  # what is forgotten must not refer to itself
+                    copy = replace(group.tokens, data=None)  # what is forgotten must not refer to itself
                     finalize(group.tokens, self._forget, copy).atexit = False
                 yield group
 

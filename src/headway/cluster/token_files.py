@@ -3,7 +3,8 @@
 keeper ──write──▶ file ◀──read── ranks of the same machine; others have a task on that machine read for them
                    └ removed when the driver has forgotten the group
 
-A file outlives the keeper that wrote it, so that a keeper's death costs no finished group.
+A file outlives the keeper that wrote it, so that a keeper's death costs no finished group. Few tokens travel with their
+handle where the keeper is on another machine than the driver, so that the loss of that machine costs nothing either.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import pickle
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from tempfile import gettempdir
@@ -22,6 +23,8 @@ from headway.config.schema import Config
 from headway.data.types import GroupTokens
 from headway.errors import RunError
 
+SMALL = 100_000
+"""Most bytes of tokens that travel with their handle."""
 BYTES_PER_TOKEN = 4 + 4 + 4 + 1
 """Bytes of a token's id, log-prob, version and mask."""
 
@@ -33,6 +36,8 @@ class TokenFile:
     host: str
     """Address of the machine that has the file."""
     path: str
+    data: bytes | None = field(default=None, compare=False)
+    """The pickled tokens, where they travel with the handle; there is no file then."""
 
 
 class TokenFiles:
@@ -42,14 +47,17 @@ class TokenFiles:
         """``directory``: of the run, on the driver's machine. Elsewhere the keeper makes one until `close`."""
         self._host = host
         self._stack = ExitStack()
-        here = directory if directory.is_dir() else self._stack.enter_context(token_directory(config))
+        self._beside_driver = directory.is_dir()
+        here = directory if self._beside_driver else self._stack.enter_context(token_directory(config))
         self._prefix = f"{here}/{os.getpid()}-"
         self._numbers = count()
 
     def write(self, tokens: GroupTokens) -> TokenFile:
-        """Write ``tokens`` to a new file. Raises `RunError` where there is no room."""
+        """Keep ``tokens``, in a new file unless they are few. Raises `RunError` where there is no room."""
         path = f"{self._prefix}{next(self._numbers)}"
         data = pickle.dumps(tokens, pickle.HIGHEST_PROTOCOL)
+        if not self._beside_driver and len(data) <= SMALL:
+            return TokenFile(self._host, path, data)
         try:
             Path(path).write_bytes(data)
         except OSError as error:
@@ -91,7 +99,7 @@ def token_bytes(config: Config) -> int:
 def read_here(file: TokenFile) -> GroupTokens | None:
     """Return the tokens; None where this machine does not have the file."""
     try:
-        data = Path(file.path).read_bytes()
+        data = Path(file.path).read_bytes() if file.data is None else file.data
     except FileNotFoundError:
         return None
     tokens: GroupTokens = pickle.loads(data)
