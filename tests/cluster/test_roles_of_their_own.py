@@ -25,6 +25,7 @@ from headway.cluster.backend import Workers, start_backend
 from headway.cluster.engines import LogpReceiver
 from headway.cluster.plan import ClusterPlan, plan_cluster
 from headway.cluster.ray_worker import RayWorker
+from headway.cluster.token_files import TokenFile, read_here
 from headway.config.placement import ACTOR, CRITIC, LOGP, REF, ROLLOUT, resolve_placement
 from headway.config.schema import Config
 from headway.data.collate import Row, resolve
@@ -155,6 +156,10 @@ def with_columns(samples: Sequence[Sample], columns: dict[str, list[Column]]) ->
 
 def itself(handle: Any) -> Any:
     return handle
+
+
+def from_ray(handle: Any) -> Any:
+    return read_here(handle) if isinstance(handle, TokenFile) else ray.get(handle)
 
 
 def assert_makes_sense(outcome: Outcome) -> None:
@@ -336,7 +341,7 @@ async def test_on_ray_a_version_equals_one_process_and_a_dead_copy_ends_the_run(
     workers = await start(cfg, tiny_model, tmp_path)
     try:
         assert workers.inside_fetch == frozenset()
-        outcome = await one_version(workers, cfg, ray.get)
+        outcome = await one_version(workers, cfg, from_ray)
         assert_makes_sense(outcome)
         assert_same(outcome, expected, after_steps_within=1e-6)
         [copy] = workers.receivers
@@ -372,7 +377,7 @@ async def test_on_ray_two_ranks_each_get_their_shares_and_deltas_in_their_own_dt
     try:
         assert workers.inside_fetch == {"ref"}
         assert [receiver.name for receiver in workers.receivers] == ["logp-0", "logp-1"]
-        assert_makes_sense(await one_version(workers, cfg, ray.get))
+        assert_makes_sense(await one_version(workers, cfg, from_ray))
         again, received = await update(workers, 2, cfg)
         assert again.changed == 0 and again.full_nbytes is not None
         assert all(0 < report.nbytes < 0.01 * again.full_nbytes for report in received.values())

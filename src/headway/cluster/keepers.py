@@ -23,6 +23,7 @@ class RemoteKeeper:
 
     def __init__(self, worker: Worker) -> None:
         self.name = worker.name
+        self._worker = worker
         self._peer = worker.peer()
         self._forgotten: list[TokenFile] = []
         """Files of groups that nobody in this process knows any more."""
