@@ -53,10 +53,17 @@ def test_a_child_that_outlives_its_parent_and_ignores_sigterm_is_ended(
     assert parent.stdout.read() == "", "nobody holds the pipe's other end any more"
 
 
-def test_only_what_has_the_title_and_what_is_below_it_belongs_to_a_family(
-    stubborn: tuple[subprocess.Popen[str], int],
-) -> None:
-    """Starts a family of processes, and waits for their orderly end."""
+@pytest.fixture
+def obedient() -> Iterator[None]:
+    """A parent and a child that SIGTERM ends."""
+    parent, _ = start("signal.signal(signal.SIGTERM, signal.SIG_DFL); time.sleep(600)")
+    yield
+    with parent:
+        parent.kill()
+
+
+@pytest.mark.usefixtures("obedient")
+def test_only_what_has_the_title_and_what_is_below_it_belongs_to_a_family() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stranger:
         assert len(Family(TITLE)) == 2
         assert Family(TITLE).end(orderly_s=0, terminated_s=60) == []
