@@ -25,7 +25,7 @@ from headway.weights.transports.group import open_store
 from headway.weights.transports.links import EndContext, Meeting, make_link, open_receiver
 from tests.engines.rollout.serving import WAIT_S, Source, collect, serving
 from tests.engines.rollout.support import make_request
-from tests.engines.rollout.test_tearing import MODELS, QUICK_UPDATES, UPDATES, Watching, assert_from_the_table
+from tests.engines.rollout.test_tearing import QUICK_UPDATES, UPDATES, Watching, assert_from_the_table, model
 from tests.tiers import mostly_slow
 
 BUCKET_MB = 0.0005
@@ -107,7 +107,7 @@ class Trainer:
 
 
 def gathered(version: int, manifest: Manifest, bucket_bytes: int) -> Iterator[Window]:
-    shards = {name: Shard(0, p.detach().reshape(-1)) for name, p in MODELS[version].named_parameters()}
+    shards = {name: Shard(0, p.detach().reshape(-1)) for name, p in model(version).named_parameters()}
     return pack(manifest, shards, buckets(manifest.nbytes, bucket_bytes))
 
 
@@ -116,13 +116,13 @@ async def test_no_output_mixes_two_versions(
     transport: str, schedule: str, encoding: str, updates: int, tmp_path: Path
 ) -> None:
     """Up to two hundred updates of a model that decodes meanwhile, and a look at every pass."""
-    manifest = Source(MODELS[0]).manifest
+    manifest = Source(model(0)).manifest
     trainer = Trainer(transport, schedule, encoding, manifest, tmp_path)
     groups: list[FinishedGroup] = []
     over = False
     settings: dict[str, Any] = {"receive": trainer.receive, "manifest": manifest, "slots": 6}
 
-    async with serving(model=MODELS[0], **settings) as engine:
+    async with serving(model=model(0), **settings) as engine:
         engine._core._runner._forward = watching = Watching(engine._core, engine._core._runner._forward)
 
         async def keep_it_busy() -> None:

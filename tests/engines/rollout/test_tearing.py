@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Callable
+from functools import cache
 from itertools import pairwise, product
 from typing import Any
 
@@ -31,30 +32,24 @@ QUICK_UPDATES = 50
 SIZES = {"hidden_size": 16, "intermediate_size": 16, "head_dim": 8, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
-def models() -> list[PreTrainedModel]:
-    """One per version, different in every weight but the values' projections, which are zero."""
-    base = make_model("qwen3", num_hidden_layers=1, **SIZES)
-    versions = []
-    for version in range(UPDATES + 1):
-        torch.manual_seed(version)
-        versions.append(copy.deepcopy(base))
-        with torch.no_grad():
-            for name, parameter in versions[-1].named_parameters():
-                parameter.zero_() if "v_proj" in name else parameter.add_(torch.randn_like(parameter) * 0.1)
-    return versions
+@cache
+def model(version: int) -> PreTrainedModel:
+    """A version's model, different from the others in every weight but the values' projections, which are zero."""
+    made = copy.deepcopy(model(0)) if version > 0 else make_model("qwen3", num_hidden_layers=1, **SIZES)
+    generator = torch.Generator().manual_seed(version)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * 0.1
+            parameter.zero_() if "v_proj" in name else parameter.add_(noise)
+    return made
 
 
-MODELS = models()
-
-
-def table() -> NDArray[np.float32]:
-    """[version, token before, token] log-probs, by plain forwards over single tokens."""
+@cache
+def table(version: int) -> NDArray[np.float32]:
+    """[token before, token] log-probs of a version, by plain forwards over single tokens."""
     tokens = torch.arange(VOCABULARY)[:, None]
     with torch.no_grad():
-        return np.stack([torch.log_softmax(model(input_ids=tokens).logits[:, 0], -1).numpy() for model in MODELS])
-
-
-TABLE = table()
+        return torch.log_softmax(model(version)(input_ids=tokens).logits[:, 0], -1).numpy()
 
 
 class Watching:
@@ -82,7 +77,7 @@ class Watching:
         return result
 
     def _assert_whole(self) -> None:
-        for name, expected in MODELS[self._core.version].named_parameters():
+        for name, expected in model(self._core.version).named_parameters():
             assert torch.equal(self._core.weights._tensors[name], expected), name
 
 
@@ -92,7 +87,8 @@ def assert_from_the_table(groups: list[FinishedGroup]) -> set[int]:
     for group in groups:
         for response in group.tokens.rows:
             before = np.concatenate([group.tokens.rows[0].prompt_ids[-1:], response.ids[:-1]])
-            expected = TABLE[response.versions, before, response.ids]
+            looked_up = zip(response.versions, before, response.ids, strict=True)
+            expected = [table(int(version))[token, sampled] for version, token, sampled in looked_up]
             np.testing.assert_allclose(response.logprobs, expected, atol=1e-5, rtol=0)
             assert (np.diff(response.versions) >= 0).all()
             seen |= set(response.versions.tolist())
@@ -100,10 +96,11 @@ def assert_from_the_table(groups: list[FinishedGroup]) -> set[int]:
 
 
 def test_a_wrong_version_would_be_noticed() -> None:
-    difference = np.abs(np.diff(TABLE, axis=0))
+    versions = range(QUICK_UPDATES + 1)
+    difference = np.abs(np.diff([table(version) for version in versions], axis=0))
     assert np.median(difference) > 0.05
-    for old, new in pairwise(MODELS):
-        pairs = zip(old.named_parameters(), new.parameters(), strict=True)
+    for old, new in pairwise(versions):
+        pairs = zip(model(old).named_parameters(), model(new).parameters(), strict=True)
         assert all("v_proj" in name or not torch.equal(a, b) for (name, a), b in pairs)
 
 
@@ -117,11 +114,11 @@ QUICK = [
 @mostly_slow(("dual_buffer", "policy", "updates"), [*QUICK, *product([True, False], OnUpdate, [UPDATES])], quick=QUICK)
 async def test_no_output_mixes_two_versions(policy: OnUpdate, dual_buffer: bool, updates: int) -> None:
     """Up to two hundred updates of a model that decodes meanwhile, and a look at every pass."""
-    source = Source(MODELS[0])
+    source = Source(model(0))
     groups: list[FinishedGroup] = []
     over = False
 
-    async with serving(source, model=MODELS[0], dual_buffer=dual_buffer, slots=3) as engine:
+    async with serving(source, model=model(0), dual_buffer=dual_buffer, slots=3) as engine:
         watching = Watching(engine._core, engine._core._runner._forward)
         engine._core._runner._forward = watching
 
@@ -139,7 +136,7 @@ async def test_no_output_mixes_two_versions(policy: OnUpdate, dual_buffer: bool,
                 tasks.create_task(keep_it_busy(number))
             for version in range(1, updates + 1):
                 await decode_a_little()
-                source.model = MODELS[version]
+                source.model = model(version)
                 if dual_buffer:
                     await engine.stage_weights(version)
                 # Every third time between two steps of an engine that goes on decoding, where that is possible.
