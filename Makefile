@@ -29,7 +29,8 @@ AGENTS_BIN := .venv-agents/bin
 AGENTS_STAMP := .venv-agents/.installed
 
 # One thread per test process: tests run side by side, and thread pools of the same size on top only slow them down.
-TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+# Bytecode is written even where the user has said otherwise: each of hundreds of processes would compile all again.
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 
 # Each has a target test-NAME, and NAME-env that builds its environment alone.
 ENVIRONMENTS := vllm agents
