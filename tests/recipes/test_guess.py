@@ -87,9 +87,9 @@ async def test_who_guesses_any_number_that_is_left_wins_three_games_of_five() ->
     assert sum(end.reward or 0.0 for end in ends) / len(ends) == pytest.approx(0.604, abs=0.03)
 
 
-def test_the_demonstrated_player_is_such_a_one() -> None:
+def test_the_demonstrated_player_is_such_a_one_on_ranges_of_any_length() -> None:
     rng, games = random.Random(0), 3000
-    turns = []
+    turns, expected = [], [0.0] * TURNS
     for _ in range(games):
         messages = demonstrate(rng)
         guesses = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
@@ -97,8 +97,11 @@ def test_the_demonstrated_player_is_such_a_one() -> None:
             low, high = span(messages[:at])
             assert low <= messages[at]["content"] <= high
         turns.append(len(guesses))
+        first, last = span(messages[:1])
+        for most in range(TURNS):
+            expected[most] += chance(ord(last) - ord(first) + 1, most) / games
     for most in (1, 2, 3):  # games that take all turns may be lost
-        assert sum(n <= most for n in turns) / games == pytest.approx(chance(NUMBERS, most), abs=0.03)
+        assert sum(n <= most for n in turns) / games == pytest.approx(expected[most], abs=0.03)
     assert max(turns) == TURNS
 
 
@@ -119,7 +122,10 @@ def test_rows_have_every_number_of_ranges_that_are_either_played_or_held_out() -
 def test_no_demonstrated_game_has_a_range_that_is_held_out() -> None:
     held_out = {record.prompt for record in read_records(str(FILE.parent / "guess-val.jsonl"), prompt_key="prompt")}
     rng = random.Random(1)
-    assert held_out.isdisjoint(demonstrate(rng)[0]["content"] for _ in range(500))
+    shown = {demonstrate(rng)[0]["content"] for _ in range(5000)}
+    assert held_out.isdisjoint(shown)
+    lengths = {ord(last) - ord(first) + 1 for first, last in (text.split("-") for text in shown)}
+    assert lengths == set(range(4, 27))
 
 
 @pytest.mark.timeout(400)
