@@ -128,15 +128,16 @@ def test_no_demonstrated_game_has_a_range_that_is_held_out() -> None:
     assert lengths == set(range(4, 27))
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 @pytest.mark.slow
 def test_the_model_learns_to_halve_ranges_that_it_never_played(tmp_path: Path) -> None:
-    """A quarter of the recipe's run, in one process: two minutes of one core, a good part of it the warm-up.
+    """Half of the recipe's run, in one process: three minutes of one core, more than half of it the warm-up.
 
-    With shuffled answers it rises by 0.02.
+    With shuffled answers no player wins more than 4 of 15 games.
     """
     settings = ["cluster.backend=inline", "rollout.total_rollout_steps=1024", "rollout.test_freq=16"]
     result = train(FILE.with_suffix(".yaml"), tmp_path / "run", *settings)
     before, after = result["eval"][0], result["eval"][-1]
     assert (before["version"], after["version"], result["balanced"]) == (0, 16, True)
     assert after["accuracy"] > before["accuracy"] + 0.1
+    assert after["accuracy"] > 0.83
