@@ -34,9 +34,6 @@ from headway.user_code import load_function
 
 IGNORED = -100
 """Target of positions that are not learned, as for cross-entropy in torch."""
-CONVERSATIONS = 8192
-"""Most demonstrations that are made: rendering one takes about as long as learning from it. A longer warm-up comes back
-to them, each time in another order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +112,8 @@ def demonstrations(
     conversations: int,
     longest: int,
 ) -> Iterator[Lesson]:
-    """Yield the rows of ``conversations`` that the function ``spec`` makes, or of `CONVERSATIONS`, again and again.
+    """Yield the rows of ``conversations`` that the function ``spec`` makes, each when it is asked for, and then again
+    and again, each time in another order.
 
     Args:
         chats: renders them, and makes rows of them as of an episode's.
@@ -128,7 +126,7 @@ def demonstrations(
     """
     function, rng = load_function(spec), random.Random(seed)
     lessons: list[Lesson] = []
-    for _ in range(min(conversations, CONVERSATIONS)):
+    for _ in range(conversations):
         for row in _conversation(chats, spec, function, tools, held_out, rng):
             ids = np.concatenate([row.prompt_ids, row.ids])
             if len(ids) > longest:
@@ -137,9 +135,10 @@ def demonstrations(
                     "shorter, or raise model.make.max_position_embeddings"
                 )
             lessons.append(Lesson(ids, np.concatenate([np.zeros(len(row.prompt_ids), np.bool_), row.loss_mask])))
+            yield lessons[-1]
     while True:
-        yield from lessons
         rng.shuffle(lessons)
+        yield from lessons
 
 
 def _conversation(

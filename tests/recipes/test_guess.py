@@ -87,9 +87,9 @@ async def test_who_guesses_any_number_that_is_left_wins_three_games_of_five() ->
     assert sum(end.reward or 0.0 for end in ends) / len(ends) == pytest.approx(0.604, abs=0.03)
 
 
-def test_the_demonstrated_player_is_such_a_one() -> None:
+def test_the_demonstrated_player_is_such_a_one_on_ranges_of_any_length() -> None:
     rng, games = random.Random(0), 3000
-    turns = []
+    turns, expected = [], [0.0] * TURNS
     for _ in range(games):
         messages = demonstrate(rng)
         guesses = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
@@ -97,8 +97,11 @@ def test_the_demonstrated_player_is_such_a_one() -> None:
             low, high = span(messages[:at])
             assert low <= messages[at]["content"] <= high
         turns.append(len(guesses))
+        first, last = span(messages[:1])
+        for most in range(TURNS):
+            expected[most] += chance(ord(last) - ord(first) + 1, most) / games
     for most in (1, 2, 3):  # games that take all turns may be lost
-        assert sum(n <= most for n in turns) / games == pytest.approx(chance(NUMBERS, most), abs=0.03)
+        assert sum(n <= most for n in turns) / games == pytest.approx(expected[most], abs=0.03)
     assert max(turns) == TURNS
 
 
@@ -119,18 +122,22 @@ def test_rows_have_every_number_of_ranges_that_are_either_played_or_held_out() -
 def test_no_demonstrated_game_has_a_range_that_is_held_out() -> None:
     held_out = {record.prompt for record in read_records(str(FILE.parent / "guess-val.jsonl"), prompt_key="prompt")}
     rng = random.Random(1)
-    assert held_out.isdisjoint(demonstrate(rng)[0]["content"] for _ in range(500))
+    shown = {demonstrate(rng)[0]["content"] for _ in range(5000)}
+    assert held_out.isdisjoint(shown)
+    lengths = {ord(last) - ord(first) + 1 for first, last in (text.split("-") for text in shown)}
+    assert lengths == set(range(4, 27))
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 @pytest.mark.slow
 def test_the_model_learns_to_halve_ranges_that_it_never_played(tmp_path: Path) -> None:
-    """A quarter of the recipe's run, in one process: two minutes of one core, a good part of it the warm-up.
+    """Half of the recipe's run, in one process: three minutes of one core, more than half of it the warm-up.
 
-    With shuffled answers it rises by 0.02.
+    With shuffled answers no player wins more than 4 of 15 games.
     """
     settings = ["cluster.backend=inline", "rollout.total_rollout_steps=1024", "rollout.test_freq=16"]
     result = train(FILE.with_suffix(".yaml"), tmp_path / "run", *settings)
     before, after = result["eval"][0], result["eval"][-1]
     assert (before["version"], after["version"], result["balanced"]) == (0, 16, True)
     assert after["accuracy"] > before["accuracy"] + 0.1
+    assert after["accuracy"] > 0.83

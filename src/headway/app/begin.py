@@ -117,7 +117,7 @@ def _teaching(
             [tool.schema for tool in load_tools(config.rollout.tools)],
             held_out,
             seed=seed,
-            conversations=warmup.max_steps * warmup.batch_size,
+            conversations=warmup.conversations,
             longest=tokenizer.model_max_length,
         )
         return lessons, None

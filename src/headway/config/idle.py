@@ -50,6 +50,8 @@ def _model(config: Config) -> Iterator[Idle]:
                 f"model.warmup.{key}",
                 "demonstrations are learned for max_steps steps; it is for the task's solutions",
             )
+    elif warmup is not None:
+        yield "model.warmup.conversations", "it is for demonstrations; the task's solutions are made anew for each step"
 
 
 def _programs(config: Config) -> Iterator[Idle]:
