@@ -15,7 +15,10 @@ def pickled_by_fields(record: type[T]) -> type[T]:
     A frozen dataclass with slots is otherwise taken apart and put together by loops in Python, which cost keeper and
     driver a third of what they do for an answer.
     """
-    values = attrgetter(*(field.name for field in fields(record)))  # type: ignore[arg-type]
+    of_record = fields(record)  # type: ignore[arg-type]
+    if len(of_record) < 2 or any(field.kw_only or not field.init for field in of_record):
+        raise TypeError(f"{record.__name__}: two fields or more, all of them by position")
+    values = attrgetter(*(field.name for field in of_record))
 
     def __reduce__(self: Any) -> tuple[type[T], tuple[Any, ...]]:
         return record, values(self)

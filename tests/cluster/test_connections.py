@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -14,6 +16,14 @@ import pytest_asyncio
 from headway.cluster.connections import CallServer, Connection, ConnectionEnded, Failed, connected
 from headway.cluster.role_host import RoleHost
 from headway.errors import DataError
+
+
+class Unreadable(DataError):
+    """An error that cannot be pickled."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.lock = threading.Lock()
 
 
 class Answers:
@@ -29,6 +39,12 @@ class Answers:
 
     async def refuse(self) -> None:
         raise DataError("no such prompt")
+
+    async def refuse_unreadably(self) -> None:
+        raise Unreadable("a lock in it")
+
+    async def cancel_itself(self) -> None:
+        raise asyncio.CancelledError
 
     async def fail(self) -> None:
         raise KeyError("lost")
@@ -81,6 +97,10 @@ async def test_errors_arrive_as_they_were_raised_if_they_are_headways_and_as_tex
         await connection.call("give")
     with pytest.raises(Failed, match="no attribute 'unknown'"):
         await connection.call("unknown")
+    with pytest.raises(Failed, match="Unreadable: a lock in it"):
+        await connection.call("refuse_unreadably")
+    with pytest.raises(Failed, match="CancelledError"):
+        await connection.call("cancel_itself")
 
 
 async def test_a_call_that_is_cancelled_or_whose_caller_has_left_is_cancelled_where_it_runs(served: Served) -> None:
@@ -102,6 +122,29 @@ async def test_a_call_that_is_cancelled_or_whose_caller_has_left_is_cancelled_wh
     assert await connection.call("note", 3) == 3, "others go on"
 
 
+async def test_items_come_at_once_unless_they_are_asked_for_apart(served: Served) -> None:
+    _, _, connection = served
+    began = time.monotonic()
+    assert len([item async for item in connection.each("count", 500)]) == 500
+    assert time.monotonic() - began < 5.0
+    apart = [time.monotonic() async for _ in connection.each("count", 3, apart_s=0.05)]
+    assert apart[-1] - apart[0] > 0.09
+
+
+async def test_an_ipv6_address_will_do() -> None:
+    role = Answers()
+    host = RoleHost(role, "answers")
+    try:
+        server = CallServer(host, "::1")
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    connection = await connected(server.address)
+    assert await connection.call("note", 1) == 1
+    connection.close()
+    server.close()
+    await host.close()
+
+
 async def test_nobody_is_served_without_the_key(served: Served) -> None:
     _, server, connection = served
     wrong = await connected(replace(server.address, key=bytes(32)))
@@ -116,5 +159,6 @@ async def test_where_nothing_listens_there_is_no_connection(served: Served) -> N
     _, server, _ = served
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
-    with pytest.raises(ConnectionEnded):
+    with pytest.raises(ConnectionEnded, match=rf"no connection to 127.0.0.1, port {port}: .*refused.* a firewall"):
         await connected(replace(server.address, port=port))
+    assert server.address.key.hex() not in repr(server.address) and repr(server.address.key) not in repr(server.address)

@@ -36,7 +36,7 @@ class PlannedWorker:
     async def keep(self, method: str, *args: Any) -> Any:
         return await self._cluster.answer(self.name, method)
 
-    async def each(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
+    async def each(self, method: str, *args: Any, apart_s: float = 0.0) -> AsyncGenerator[Any, None]:
         yield method, args
 
     def close(self) -> None: ...

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
 import pickle
+import signal
+import subprocess
+import sys
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +18,22 @@ import pytest
 
 from headway.cluster import token_files
 from headway.cluster.keepers import RemoteKeeper
-from headway.cluster.token_files import SMALL, TokenFile, TokenFiles, read_here, token_bytes, token_directory
+from headway.cluster.roles.keeper import KeeperRole
+from headway.cluster.token_files import (
+    SMALL,
+    TokenFile,
+    TokenFiles,
+    TokenPlace,
+    read_here,
+    token_bytes,
+    token_directory,
+)
 from headway.config.schema import Config
 from headway.data.types import GroupTokens
 from headway.errors import RunError
-from headway.interfaces import FinishedGroup
+from headway.interfaces import FinishedGroup, Priority
 from tests.cluster.fakes import group_tokens
+from tests.cluster.one_version import request
 
 
 def same(read: GroupTokens | None, written: GroupTokens) -> bool:
@@ -26,7 +41,7 @@ def same(read: GroupTokens | None, written: GroupTokens) -> bool:
 
 
 def test_what_is_written_is_read_until_it_is_removed(tmp_path: Path) -> None:
-    files = TokenFiles(tmp_path, "10.0.0.1", Config())
+    files = TokenFiles("keeper-0", TokenPlace("10.0.0.1", tmp_path), "10.0.0.1")
     written = [group_tokens(n, float(n)) for n in (3, 5)]
     handles = [files.write(tokens) for tokens in written]
     assert [handle.data for handle in handles] == [None, None], "on the driver's machine all are files"
@@ -37,11 +52,9 @@ def test_what_is_written_is_read_until_it_is_removed(tmp_path: Path) -> None:
     assert same(read_here(handles[1]), written[1])
 
 
-def test_on_another_machine_than_the_drivers_few_tokens_travel_with_their_handle(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(token_files, "SHARED_MEMORY", tmp_path)
-    files = TokenFiles(tmp_path / "of the driver", "10.0.0.2", Config())
+def test_on_another_machine_than_the_drivers_few_tokens_travel_with_their_handle(tmp_path: Path) -> None:
+    elsewhere = TokenPlace("10.0.0.1", tmp_path / "headway-run-1")
+    files = TokenFiles("keeper-1", elsewhere, "10.0.0.2")
     few, many = group_tokens(3, 1.0), group_tokens(SMALL, 2.0)
     small, large = files.write(few), files.write(many)
     assert len(list(tmp_path.glob("*/*"))) == 1
@@ -52,8 +65,26 @@ def test_on_another_machine_than_the_drivers_few_tokens_travel_with_their_handle
     assert same(read_here(small), few), "whatever becomes of the machine"
 
 
+def test_on_another_machine_the_files_of_a_keeper_that_was_killed_stay_for_the_run_alone(tmp_path: Path) -> None:
+    place, later = (TokenPlace("10.0.0.1", tmp_path / f"headway-run-{run}") for run in (1, 2))
+    code = (
+        "import sys, numpy, os; from pathlib import Path\n"
+        "from headway.cluster.token_files import TokenFiles, TokenPlace\n"
+        "from tests.cluster.fakes import group_tokens\n"
+        "files = TokenFiles('keeper-1', TokenPlace('10.0.0.1', Path(sys.argv[1])), '10.0.0.2')\n"
+        "print(files.write(group_tokens(50_000, 2.0)).path, flush=True); os.kill(os.getpid(), 9)"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, place.directory], capture_output=True, text=True, check=False)
+    left = TokenFile("10.0.0.2", killed.stdout.strip())
+    assert killed.returncode == -signal.SIGKILL and Path(left.path).is_file()
+    replacement = TokenFiles("keeper-1+1", place, "10.0.0.2")
+    assert replacement.write(group_tokens(50_000, 3.0)).path != left.path
+    TokenFiles("keeper-0", later, "10.0.0.2")
+    assert same(read_here(left), group_tokens(50_000, 2.0)), "as long as somebody holds the directory"
+
+
 def test_a_file_system_without_room_is_one_message(tmp_path: Path) -> None:
-    files = TokenFiles(tmp_path, "10.0.0.1", Config())
+    files = TokenFiles("keeper-0", TokenPlace("10.0.0.1", tmp_path), "10.0.0.1")
     tmp_path.rmdir()
     with pytest.raises(RunError, match=r"cannot be written to .* bytes\): No such file.*make room, or let fewer"):
         files.write(group_tokens(3, 1.0))
@@ -76,18 +107,22 @@ def test_files_are_in_memory_unless_that_has_too_little_room(
 
 def test_the_bytes_of_what_may_wait_grow_with_staleness() -> None:
     one, two = (Config(async_training={"staleness_threshold": eta}) for eta in (0, 1))  # type: ignore[arg-type]
-    group = one.rollout.n * (one.data.max_prompt_length + one.data.max_response_length) * 13
+    group = (one.rollout.n + 1) * (one.data.max_prompt_length + one.data.max_response_length) * 13
     assert token_bytes(one) == (one.groups_per_version + one.groups_per_fetch) * group
     assert token_bytes(two) == (2 * two.groups_per_version + two.groups_per_fetch) * group
 
 
-async def test_a_keeper_hears_which_groups_the_driver_has_forgotten() -> None:
+async def test_files_of_groups_that_the_driver_has_forgotten_are_removed_here_or_by_their_keeper(
+    tmp_path: Path,
+) -> None:
+    here = tmp_path / "1"
+    here.touch()
     heard: list[list[TokenFile]] = []
 
     class Peer:
         async def each(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
             heard.append(list(args[-1]))
-            yield FinishedGroup(len(heard), (), TokenFile("here", f"/{len(heard)}"))
+            yield FinishedGroup(len(heard), (), TokenFile("there", f"{tmp_path}/{len(heard)}"))
 
     class Worker:
         name, heartbeat, lost = "keeper-0", None, None
@@ -96,9 +131,28 @@ async def test_a_keeper_hears_which_groups_the_driver_has_forgotten() -> None:
     keeper = RemoteKeeper(Worker())  # type: ignore[arg-type]
     kept = [group async for group in keeper.generate([])]
     kept += [group async for group in keeper.generate([])]
-    assert heard == [[], []]
+    assert heard == [[], []] and here.exists()
     del kept[0]
     gc.collect()
+    assert not here.exists()
     assert [group.number async for group in keeper.generate([])] == [3]
-    assert heard[2] == [TokenFile("here", "/1")]
-    assert kept[0].tokens == TokenFile("here", "/2")
+    gc.collect()
+    assert [group.number async for group in keeper.generate([])] == [4]
+    assert heard[2:] == [[], [TokenFile("there", f"{tmp_path}/3")]]
+    assert kept[0].tokens == TokenFile("there", f"{tmp_path}/2")
+
+
+async def test_only_groups_that_are_trained_leave_files(tmp_path: Path) -> None:
+    class Keeper:
+        async def generate(self, requests: Any, on: Any) -> AsyncGenerator[FinishedGroup, None]:
+            for one in requests:
+                yield FinishedGroup(one.number, (), group_tokens(3, 1.0))
+
+    role = object.__new__(KeeperRole)
+    role._files = TokenFiles("keeper-0", TokenPlace("10.0.0.1", tmp_path), "10.0.0.1")
+    role._keeper = Keeper()  # type: ignore[assignment]
+    requests = [replace(request(number), priority=priority) for number, priority in enumerate(Priority)]
+    groups = [group async for group in role.generate(requests, None, [])]
+    trained = [group.number for group in groups if group.tokens is not None]
+    assert trained == [number for number, priority in enumerate(Priority) if priority is Priority.TRAINING]
+    assert len(os.listdir(tmp_path)) == 1

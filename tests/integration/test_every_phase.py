@@ -110,9 +110,9 @@ def at(phase: Phase, monkeypatch: pytest.MonkeyPatch, do: Callable[[], None]) ->
         moments.called(worker.name, method)
         return await call(worker, method, *args)
 
-    def noted_each(worker: InlineWorker, method: str, *args: Any) -> Any:
+    def noted_each(worker: InlineWorker, method: str, *args: Any, **settings: Any) -> Any:
         moments.called(worker.name, method)
-        return each(worker, method, *args)
+        return each(worker, method, *args, **settings)
 
     monkeypatch.setattr(InlineWorker, "call", noted_call)
     monkeypatch.setattr(InlineWorker, "each", noted_each)
@@ -255,9 +255,11 @@ class Deaths:
             return await self._unless_dead(worker.name, call(worker, method, *args))
 
         def mortal(stream: Stream) -> Stream:
-            async def mortal_stream(worker: InlineWorker, method: str, *args: Any) -> AsyncGenerator[Any, None]:
+            async def mortal_stream(
+                worker: InlineWorker, method: str, *args: Any, **settings: Any
+            ) -> AsyncGenerator[Any, None]:
                 self._moments.called(worker.name, method)
-                items = stream(worker, method, *args)
+                items = stream(worker, method, *args, **settings)
                 while True:
                     try:
                         yield await self._unless_dead(worker.name, anext(items))
@@ -406,9 +408,9 @@ def test_a_process_that_is_killed_in_a_phase_ends_the_run_in_the_same_way_on_ray
         moments.called(worker.name, method)
         return await answer
 
-    def noted_each(peer: RayPeer, method: str, *args: Any) -> Any:
+    def noted_each(peer: RayPeer, method: str, *args: Any, **settings: Any) -> Any:
         moments.called(peer.name, method)
-        return each(peer, method, *args)
+        return each(peer, method, *args, **settings)
 
     monkeypatch.setattr(RayWorker, "up", noted_up)
     monkeypatch.setattr(RayWorker, "call", noted_call)

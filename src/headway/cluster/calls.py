@@ -9,6 +9,10 @@ from headway.cluster.worker_group import Peer
 from headway.data.types import TrajectoryId
 from headway.interfaces import Call, FinishedCall
 
+BETWEEN_BATCHES_S = 0.01
+"""Least seconds between two batches: an engine finishes calls in every step, and a process that wakes up for each of
+them takes cores from the next step."""
+
 
 class ReplicaCalls:
     """Calls to the engine of one replica: `headway.episodes.lines.CallEngine` over a `Peer`. Can be pickled."""
@@ -22,7 +26,7 @@ class ReplicaCalls:
         await self._peer.call("engine.submit", client, list(calls))
 
     async def finished(self, client: str) -> AsyncGenerator[Sequence[FinishedCall], None]:
-        async with aclosing(self._peer.each("engine.finished", client)) as batches:
+        async with aclosing(self._peer.each("engine.finished", client, apart_s=BETWEEN_BATCHES_S)) as batches:
             async for batch in batches:
                 yield batch
 

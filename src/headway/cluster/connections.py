@@ -10,26 +10,23 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import os
 import pickle
 import secrets
 import socket
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from dataclasses import dataclass
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
 from enum import IntEnum, auto
 from typing import Any
 
 from headway.cluster.role_host import RoleHost
-from headway.errors import HeadwayError, RunError
+from headway.errors import HeadwayError, said_by
 from headway.frames import Channel, Frame
 
 KEY_BYTES = 32
 GREETING_S = 30.0
 """Seconds for a connection to be made, and for its caller to give the key."""
-
-BETWEEN_ITEMS_S = 0.01
-"""Least seconds between two items of one iteration: an engine finishes calls in every step, and a process that wakes up
-for each of them takes cores from the next step. Meanwhile they gather in one batch."""
 
 
 class Kind(IntEnum):
@@ -52,7 +49,7 @@ class CallAddress:
 
     host: str
     port: int
-    key: bytes
+    key: bytes = field(repr=False)
 
 
 class CallServer:
@@ -61,7 +58,7 @@ class CallServer:
     def __init__(self, host: RoleHost, interface: str) -> None:
         """``interface``: this machine's address for callers."""
         self._host = host
-        self._listening = socket.create_server((interface, 0), backlog=128)
+        self._listening = socket.create_server((interface, 0), family=_family(interface), backlog=128)
         self._listening.setblocking(False)
         self.address = CallAddress(interface, self._listening.getsockname()[1], secrets.token_bytes(KEY_BYTES))
         self._greeting: set[asyncio.Task[None]] = set()
@@ -75,7 +72,7 @@ class CallServer:
     def _accept(self) -> None:
         try:
             sock, _ = self._listening.accept()
-        except OSError:  # the caller has gone already
+        except (BlockingIOError, ConnectionAbortedError):  # the caller has gone already
             return
         task = asyncio.get_running_loop().create_task(self._greet(sock))
         self._greeting.add(task)
@@ -95,7 +92,7 @@ class CallServer:
         except (OSError, TimeoutError):
             key = b""
         if hmac.compare_digest(key, self.address.key):
-            _without_delay(sock)
+            _set_up(sock)
             _Caller(self._host, sock)
         else:
             sock.close()
@@ -128,11 +125,13 @@ class _Caller:
             async with aclosing(self._host.stream(method, *args)) as items:
                 async for item in items:
                     self._send(Kind.ITEM, frame.number, item)
-                    await asyncio.sleep(BETWEEN_ITEMS_S)
+                    if frame.detail:
+                        await asyncio.sleep(frame.detail / 1e6)
             self._send(Kind.END, frame.number, None)
-        except Exception as error:  # whatever it is, the caller has to hear of it
-            told = error if isinstance(error, HeadwayError) else f"{type(error).__name__}: {error}"
-            self._send(Kind.ERROR, frame.number, told)
+        except BaseException as error:  # whatever it is, a caller that is still there has to hear of it
+            self._channel.send(Frame(Kind.ERROR, frame.number, 0, _told(error)))
+            if not isinstance(error, Exception):
+                raise
 
     def _send(self, kind: Kind, number: int, what: Any) -> None:
         self._channel.send(Frame(kind, number, 0, pickle.dumps(what, pickle.HIGHEST_PROTOCOL)))
@@ -158,22 +157,27 @@ class Connection:
         async with aclosing(self._answers(Kind.CALL, method, args)) as answers:
             return await anext(answers)
 
-    def each(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
-        """Yield what the method, an asynchronous generator, yields. Leaving it ends it there. Raises as `call` does."""
-        return self._answers(Kind.EACH, method, args)
+    def each(self, method: str, *args: Any, apart_s: float = 0.0) -> AsyncGenerator[Any, None]:
+        """Yield what the method, an asynchronous generator, yields, ``apart_s`` seconds apart or more. Leaving it ends
+        it there. Raises as `call` does.
+        """
+        return self._answers(Kind.EACH, method, args, round(apart_s * 1e6))
 
     def close(self) -> None:
         """Leave the worker, which cancels the calls that are open."""
         self._channel.close()
         self._on_end()
 
-    async def _answers(self, kind: Kind, method: str, args: tuple[Any, ...]) -> AsyncGenerator[Any, None]:
+    async def _answers(
+        self, kind: Kind, method: str, args: tuple[Any, ...], detail: int = 0
+    ) -> AsyncGenerator[Any, None]:
         if self.ended:
-            raise ConnectionEnded
+            raise ConnectionEnded("it has ended before")
+        asked = pickle.dumps((method, args), pickle.HIGHEST_PROTOCOL)
         self._last += 1
         number = self._last
         frames = self._open[number] = asyncio.Queue()
-        self._channel.send(Frame(kind, number, 0, pickle.dumps((method, args), pickle.HIGHEST_PROTOCOL)))
+        self._channel.send(Frame(kind, number, detail, asked))
         over = False
         try:
             while True:
@@ -183,11 +187,11 @@ class Connection:
                     case Kind.END:
                         return
                     case Kind.GONE:
-                        raise ConnectionEnded
+                        raise ConnectionEnded("the other end was closed")
                     case Kind.ERROR:
-                        error = pickle.loads(frame.payload)
+                        error = _unpickled(frame.payload)
                         raise error if isinstance(error, HeadwayError) else Failed(error)
-                yield pickle.loads(frame.payload)
+                yield _unpickled(frame.payload)
                 if over:
                     return
         finally:
@@ -214,30 +218,53 @@ class Failed(Exception):
 
 
 async def connected(address: CallAddress) -> Connection:
-    """Connect to the worker at ``address``. Raises `RunError` where nothing answers there."""
-    sock = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET, socket.SOCK_STREAM)
+    """Connect to the worker at ``address``. Raises `ConnectionEnded` where nothing answers there."""
+    sock = socket.socket(_family(address.host), socket.SOCK_STREAM)
     sock.setblocking(False)
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(GREETING_S):
             await loop.sock_connect(sock, (address.host, address.port))
             await loop.sock_sendall(sock, address.key)
-    except TimeoutError:
+    except OSError as error:  # a time-out, too
         sock.close()
-        raise RunError(
-            f"no connection to {address.host}:{address.port} within {GREETING_S:g} s: the run's processes call each "
-            "other on ports that the system chooses, which a firewall between its machines must let through"
-        ) from None
-    except OSError as error:
-        sock.close()
-        raise ConnectionEnded(str(error)) from error
+        why = os.strerror(error.errno) if error.errno else f"no answer within {GREETING_S:g} s"
+        raise ConnectionEnded(
+            f"no connection to {address.host}, port {address.port}: {why}. The run's processes call each other on "
+            "ports that the system chooses, which a firewall between its machines must let through"
+        ) from error
     except BaseException:
         sock.close()
         raise
-    _without_delay(sock)
+    _set_up(sock)
     return Connection(sock)
 
 
-def _without_delay(sock: socket.socket) -> None:
-    """Send small messages at once."""
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _set_up(sock: socket.socket) -> None:
+    """Send small messages at once, and notice another end that is silently gone within a minute."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, name):  # not everywhere
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _told(error: BaseException) -> bytes:
+    """Pickle ``error`` if it is Headway's and can be read again, and else what it says."""
+    if isinstance(error, HeadwayError):
+        with suppress(Exception):
+            pickled = pickle.dumps(error)
+            pickle.loads(pickled)
+            return pickled
+    return pickle.dumps(said_by(error))
+
+
+def _unpickled(payload: bytes) -> Any:
+    try:
+        return pickle.loads(payload)
+    except Exception as error:
+        raise Failed(f"what it answers cannot be read here: {said_by(error)}") from error

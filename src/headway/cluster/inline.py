@@ -43,7 +43,7 @@ class InlineWorker:
     async def keep(self, method: str, *args: Any) -> Handle[Any]:
         return await self._host.call(method, *args)
 
-    def each(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
+    def each(self, method: str, *args: Any, apart_s: float = 0.0) -> AsyncGenerator[Any, None]:
         return self._host.stream(method, *args)
 
     def peer(self) -> InlineWorker:

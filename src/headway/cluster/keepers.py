@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 from weakref import finalize
 
 from headway.cluster.engines import RolloutReplica
@@ -26,7 +27,7 @@ class RemoteKeeper:
         self._worker = worker
         self._peer = worker.peer()
         self._forgotten: list[TokenFile] = []
-        """Files of groups that nobody in this process knows any more."""
+        """Files on another machine of groups that nobody in this process knows any more."""
         self.heartbeat = worker.heartbeat
         self.died = worker.lost  # one on a silent machine is as good as dead; another one goes on
 
@@ -36,13 +37,17 @@ class RemoteKeeper:
         forgotten, self._forgotten = self._forgotten, []
         async with aclosing(self._peer.each("generate", list(requests), on, forgotten)) as finished:
             async for group in finished:
-                if isinstance(group.tokens, TokenFile):
-                    copy = replace(group.tokens, data=None)  # what is forgotten must not refer to itself
+                if isinstance(group.tokens, TokenFile) and group.tokens.data is None:
+                    copy = replace(group.tokens)  # what is forgotten must not refer to itself
                     finalize(group.tokens, self._forget, copy).atexit = False
                 yield group
 
     def _forget(self, file: TokenFile) -> None:
-        self._forgotten.append(file)
+        """Remove ``file``, or have its keeper do so where that is on another machine."""
+        try:
+            Path(file.path).unlink()
+        except OSError:
+            self._forgotten.append(file)
 
     async def join(self, replica: RolloutEngine) -> None:
         assert isinstance(replica, RolloutReplica), "another process can call replicas of the cluster alone"

@@ -35,9 +35,26 @@ def directory_in_memory(parent: Path) -> Iterator[Path]:
         os.close(lock)
 
 
-def remove_abandoned(parent: Path) -> None:
-    """Remove the directories of runs that have ended, in whatever way. Other users' directories are left alone."""
+def held_directory(path: Path) -> None:
+    """Make the directory ``path``, if it is not there, and hold it until this process ends: no other run removes it.
+
+    Directories of runs that were killed are removed from its parent first.
+    """
+    remove_abandoned(path.parent, but=path)
+    while True:
+        path.mkdir(mode=0o700, exist_ok=True)
+        held = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(held, fcntl.LOCK_SH)
+        if path.is_dir() and os.path.samestat(os.fstat(held), path.stat()):
+            return
+        os.close(held)  # another run took it for abandoned before it was held
+
+
+def remove_abandoned(parent: Path, *, but: Path | None = None) -> None:
+    """Remove the directories of runs that have ended, in whatever way, ``but`` one. Other users' are left alone."""
     for path in parent.glob(f"{PREFIX}*"):
+        if path == but:
+            continue
         try:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         except OSError:  # another user's, or gone meanwhile

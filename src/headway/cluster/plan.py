@@ -17,6 +17,7 @@ from headway.cluster.roles.keeper import KeeperRole
 from headway.cluster.roles.logp import LogpRole
 from headway.cluster.roles.ref import RefRole
 from headway.cluster.roles.rollout import RolloutRole
+from headway.cluster.token_files import TokenPlace
 from headway.config.placement import ACTOR, CRITIC, LOGP, REF, ROLLOUT, Placement
 from headway.config.schema import Config
 
@@ -74,13 +75,13 @@ def plan_cluster(
     total_optimizer_steps: int,
     machines: int = 1,
     logs: Path | None = None,
-    tokens: Path | None = None,
+    tokens: TokenPlace | None = None,
 ) -> ClusterPlan:
     """Spread the roles over the placement's devices.
 
     A role that shares a device with the trainer runs on all of the trainer's ranks. Threads that are not set divide a
     machine's cores among its workers, at least one each. ``logs``: the directory for what programs print; ``tokens``:
-    the one for tokens of finished groups, None where all roles are in one process.
+    where tokens of finished groups are left, None where all roles are in one process.
     """
     train, generate = placement.devices[ACTOR], placement.devices[ROLLOUT]
     inside = frozenset(role for role in (REF, LOGP, CRITIC) if placement.shared(role, ACTOR))

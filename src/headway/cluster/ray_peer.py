@@ -7,11 +7,11 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from headway.cluster.connections import Connection, ConnectionEnded, Failed, connected
 from headway.cluster.ray_deaths import death
-from headway.errors import HeadwayError, RunError
+from headway.errors import HeadwayError, RunError, WorkerDied, said_by
 
 
 class RayPeer:
@@ -36,9 +36,9 @@ class RayPeer:
         except (ConnectionEnded, Failed) as error:
             raise await self._translated(method, error) from error
 
-    async def each(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
+    async def each(self, method: str, *args: Any, apart_s: float = 0.0) -> AsyncGenerator[Any, None]:
         try:
-            async with aclosing((await self._connected(method)).each(method, *args)) as items:
+            async with aclosing((await self._connected(method)).each(method, *args, apart_s=apart_s)) as items:
                 async for item in items:
                     yield item
         except (ConnectionEnded, Failed) as error:
@@ -54,6 +54,10 @@ class RayPeer:
             if self._connection is None:
                 try:
                     self._connection = await connected(await self._actor.address.remote())
+                except RayTaskError as error:
+                    raise RunError(
+                        f"worker {self.name} takes no calls: {said_by(error.cause)}. Its log: {self._log}"
+                    ) from error
                 except RayError as error:
                     raise death(self.name, self._pid, self._log, doing, error) from error
             return self._connection
@@ -65,4 +69,4 @@ class RayPeer:
             await self._actor.process.remote()
         except RayError as why:
             return death(self.name, self._pid, self._log, doing, why)
-        return RunError(f"worker {self.name}: the connection to it ended during {doing!r}. Its log: {self._log}")
+        return WorkerDied(f"worker {self.name} is out of reach during {doing!r}: {error}. Its log: {self._log}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
@@ -36,7 +36,7 @@ from headway.errors import HeadwayError, RunError, StallError, WorkerDied
 from headway.progress import Heartbeat
 
 MAX_CALLS = 100_000
-"""Maximum number of calls at once on one actor: each admitted group is one, and a pause must get through."""
+"""Maximum number of calls at once on one actor: a pause must get through, whatever else is open."""
 END_TIMEOUT_S = 10.0
 """Seconds for a killed process to end."""
 
@@ -104,6 +104,8 @@ class WorkerActor:
             if tokens is None:
                 elsewhere[file.host].append(file)
         references = [handle for handle in handles if handle not in objects]
+        if elsewhere:
+            _check_alive(elsewhere)
         references += [_read_on(host, files) for host, files in elsewhere.items()]
         brought = iter(self._awaited(references) if references else ())
         objects |= {handle: next(brought) for handle in handles if handle not in objects}
@@ -293,6 +295,15 @@ class RayWorker:
 def _read_on(host: str, files: Sequence[TokenFile]) -> Handle[list[GroupTokens]]:
     """Start reading ``files`` on the machine ``host``, which has them."""
     return _read.options(resources={f"node:{host}": 0.001}).remote(files)
+
+
+def _check_alive(elsewhere: Mapping[str, Sequence[TokenFile]]) -> None:
+    """Raise `RunError` where tokens are on a machine that Ray has no more: nobody can read them."""
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    alive = {node["NodeManagerAddress"] for node in nodes if node["Alive"]}
+    for host, files in elsewhere.items():
+        if host not in alive:
+            raise RunError(f"the tokens of {len(files)} groups were on {host}, a machine that Ray has no more")
 
 
 @ray.remote(num_cpus=0)

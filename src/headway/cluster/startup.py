@@ -29,7 +29,7 @@ from headway.cluster.roles.ref import RefRole
 from headway.cluster.roles.rollout import RolloutRole
 from headway.cluster.rounding import Rounding
 from headway.cluster.sight import SharedFiles, Sight
-from headway.cluster.token_files import token_directory
+from headway.cluster.token_files import TokenPlace, token_directory
 from headway.cluster.worker_group import PartOf, Worker, WorkerGroup
 from headway.concurrently import concurrently
 from headway.config.placement import CRITIC, REF, resolve_placement
@@ -149,7 +149,7 @@ class Startup:
             total_optimizer_steps=self._total_optimizer_steps,
             machines=self._cluster.machines,
             logs=(self._run_dir / "logs").absolute(),
-            tokens=stack.enter_context(token_directory(self._config)) if self._cluster.separate_processes else None,
+            tokens=self._token_place(stack),
         )
         await self._wait("devices to be free", self._cluster.reserve(plan))
         directory = self._directory(stack)  # made before the workers: it is removed when they have ended
@@ -315,6 +315,12 @@ class Startup:
                 return stack.enter_context(directory_in_memory(SHARED_MEMORY))
             case _:
                 return None
+
+    def _token_place(self, stack: AsyncExitStack) -> TokenPlace | None:
+        """Make the directory of the driver's machine for tokens of finished groups, until ``stack`` closes."""
+        if not self._cluster.separate_processes:
+            return None
+        return TokenPlace(self._cluster.address, stack.enter_context(token_directory(self._config)))
 
     def _sight(self, directory: Path | None) -> Sight:
         update, shared = self._config.param_update, self._config.placement.kind == "shared"

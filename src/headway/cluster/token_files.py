@@ -12,13 +12,14 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from shutil import rmtree
 from tempfile import gettempdir
 
-from headway.cluster.memory_files import SHARED_MEMORY, directory_in_memory, remove_abandoned
+from headway.cluster.memory_files import SHARED_MEMORY, directory_in_memory, held_directory, remove_abandoned
 from headway.config.schema import Config
 from headway.data.types import GroupTokens
 from headway.errors import RunError
@@ -40,16 +41,26 @@ class TokenFile:
     """The pickled tokens, where they travel with the handle; there is no file then."""
 
 
+@dataclass(frozen=True, slots=True)
+class TokenPlace:
+    """Where a run's token files are: under one path on each machine."""
+
+    host: str
+    """Address of the driver's machine, which has made the directory, and removes it."""
+    directory: Path
+
+
 class TokenFiles:
     """The files of one keeper."""
 
-    def __init__(self, directory: Path, host: str, config: Config) -> None:
-        """``directory``: of the run, on the driver's machine. Elsewhere the keeper makes one until `close`."""
+    def __init__(self, keeper: str, place: TokenPlace, host: str) -> None:
+        """Use the directory of this machine, which has the address ``host``. ``keeper``: its name in this run."""
         self._host = host
-        self._stack = ExitStack()
-        self._beside_driver = directory.is_dir()
-        here = directory if self._beside_driver else self._stack.enter_context(token_directory(config))
-        self._prefix = f"{here}/{os.getpid()}-"
+        self._beside_driver = host == place.host
+        self._directory = place.directory
+        if not self._beside_driver:
+            held_directory(place.directory)
+        self._prefix = f"{place.directory}/{keeper}-"
         self._numbers = count()
 
     def write(self, tokens: GroupTokens) -> TokenFile:
@@ -61,6 +72,7 @@ class TokenFiles:
         try:
             Path(path).write_bytes(data)
         except OSError as error:
+            Path(path).unlink(missing_ok=True)
             raise RunError(
                 f"the tokens of a group cannot be written to {path} ({len(data)} bytes): {error.strerror}. They wait "
                 "there for the trainer: make room, or let fewer groups wait (async_training.staleness_threshold)"
@@ -73,8 +85,9 @@ class TokenFiles:
             Path(file.path).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Remove the directory, if this keeper has made it."""
-        self._stack.close()
+        """Remove the directory, unless that is the driver's to do."""
+        if not self._beside_driver:
+            rmtree(self._directory, ignore_errors=True)
 
 
 def token_directory(config: Config) -> AbstractContextManager[Path]:
@@ -83,15 +96,15 @@ def token_directory(config: Config) -> AbstractContextManager[Path]:
     Directories that killed runs left there are removed first.
     """
     parent = SHARED_MEMORY
+    remove_abandoned(parent)
     if not parent.is_dir() or _free(parent) < token_bytes(config):
         parent = Path(gettempdir())
-    remove_abandoned(parent)
     return directory_in_memory(parent)
 
 
 def token_bytes(config: Config) -> int:
-    """Return the bytes of all tokens that may wait at once."""
-    group = config.rollout.n * (config.data.max_prompt_length + config.data.max_response_length)
+    """Return the bytes of all tokens that may wait at once, one row for an episode."""
+    group = (config.rollout.n + 1) * (config.data.max_prompt_length + config.data.max_response_length)
     ahead = (1 + config.async_training.staleness_threshold) * config.groups_per_version
     return int((ahead + config.groups_per_fetch) * group * BYTES_PER_TOKEN)
 

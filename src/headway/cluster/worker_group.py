@@ -90,8 +90,11 @@ class Peer(Protocol):
     async def call(self, method: str, *args: Any) -> Any:
         """Call the method and bring its result here."""
 
-    def each(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
-        """Yield what the method, an asynchronous generator, yields. Leaving it ends it where it runs."""
+    def each(self, method: str, *args: Any, apart_s: float = 0.0) -> AsyncGenerator[Any, None]:
+        """Yield what the method, an asynchronous generator, yields. Leaving it ends it where it runs.
+
+        ``apart_s``: least seconds between two items of another process; an iterator that batches gathers meanwhile.
+        """
 
     def close(self) -> None:
         """Call no more. Open calls fail."""
@@ -107,8 +110,8 @@ class PeerPart:
     async def call(self, method: str, *args: Any) -> Any:
         return await self._peer.call(f"{self._part}.{method}", *args)
 
-    def each(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
-        return self._peer.each(f"{self._part}.{method}", *args)
+    def each(self, method: str, *args: Any, apart_s: float = 0.0) -> AsyncGenerator[Any, None]:
+        return self._peer.each(f"{self._part}.{method}", *args, apart_s=apart_s)
 
     def close(self) -> None:
         self._peer.close()

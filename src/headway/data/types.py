@@ -2,7 +2,8 @@
 
 Token arrays stay behind a `Handle` once a group left its engine: the driver reads metadata only and passes handles on,
 so a group's tokens travel from the process that sampled them to the process that trains on them, and nowhere else. A
-handle is whatever the cluster backend makes of it: the object itself (inline) or a Ray object reference.
+handle is whatever the cluster backend makes of it: the object itself (inline), a file in memory (tokens on Ray) or a
+Ray object reference (columns).
 
 Shape suffixes: P prompt tokens, T response tokens.
 """

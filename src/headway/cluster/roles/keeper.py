@@ -3,34 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from headway.cluster.calls import ReplicaCalls
 from headway.cluster.roles.role import Role
-from headway.cluster.token_files import TokenFile, TokenFiles
+from headway.cluster.token_files import TokenFile, TokenFiles, TokenPlace
 from headway.cluster.worker_group import Dispatch, register
 from headway.episodes.hosting import chat_hosting
 from headway.episodes.keeper import GroupKeeper
 from headway.episodes.runners import ProgramRunners
 from headway.errors import HeadwayError
-from headway.interfaces import FinishedGroup, GroupRequest
+from headway.interfaces import FinishedGroup, GroupRequest, Priority
 from headway.models.tokenizer import load_tokenizer, text_of, torch_hidden
 
 
 class KeeperRole(Role):
     """A `GroupKeeper`, its tokenizer and, where a program makes the episodes, the runners of that."""
 
-    def __init__(self, *, logs: Path | None = None, tokens: Path | None = None, **arguments: Any) -> None:
+    def __init__(self, *, logs: Path | None = None, tokens: TokenPlace | None = None, **arguments: Any) -> None:
         """
         Args:
             logs: the directory for what programs print; None for the worker's own output.
-            tokens: the directory for tokens of finished groups; None where they stay in this process.
+            tokens: where tokens of finished groups are left; None where they stay in this process.
         """
         super().__init__(**arguments)
         self._logs = logs
-        self._files = None if tokens is None else TokenFiles(tokens, self._host, self._config)
+        self._files = None if tokens is None else TokenFiles(self.name, tokens, self._host)
 
     @register(Dispatch.RANK_ZERO)
     def build(self) -> None:
@@ -52,14 +53,21 @@ class KeeperRole(Role):
     async def generate(
         self, requests: Sequence[GroupRequest], on: str | None, forgotten: Sequence[TokenFile]
     ) -> AsyncGenerator[FinishedGroup, None]:
-        """Yield each group, its tokens behind a handle. ``forgotten``: handles that nobody has any more."""
-        if self._files is not None:
-            self._files.remove(forgotten)
-        async for group in self._keeper.generate(requests, on=on):
-            if self._files is not None and group.tokens is not None:
-                yield replace(group, tokens=self._files.write(group.tokens))
-            else:
-                yield group
+        """Yield each group, its tokens behind a handle, without any where they are not for training. ``forgotten``:
+        handles that nobody has any more.
+        """
+        files = self._files
+        if files is not None:
+            files.remove(forgotten)
+        trained = {request.number for request in requests if request.priority is Priority.TRAINING}
+        async with aclosing(self._keeper.generate(requests, on=on)) as groups:
+            async for group in groups:
+                if files is None:
+                    yield group
+                elif group.tokens is None or group.number not in trained:
+                    yield replace(group, tokens=None)
+                else:
+                    yield replace(group, tokens=files.write(group.tokens))
 
     async def answer(self) -> None:
         """Return at once: the keeper is there."""
@@ -93,12 +101,12 @@ class KeeperRole(Role):
         return self._keeper.failures()
 
     async def leave_all(self) -> None:
-        """Have the keeper leave all replicas."""
+        """Have the keeper leave all replicas: the run is over."""
         await self._keeper.close()
+        if self._files is not None:
+            self._files.close()
 
     async def close(self) -> None:  # type: ignore[override]
         """Leave all replicas."""
         if hasattr(self, "_keeper"):
-            await self._keeper.close()
-        if self._files is not None:
-            self._files.close()
+            await self.leave_all()
