@@ -100,7 +100,7 @@ def test_episodes_that_failed_are_told_and_leave_their_problem_the_mean_of_the_o
     for event in run.assert_completed().of(ValidationFinished):
         assert (event.problems, event.failed, event.failed_episodes) == (3, 1, 3)
         assert event.accuracy == (1 + 0.5 + 0) / 3
-        assert ", 1 failed, without 3 episodes that failed, " in validation_line(event)
+        assert ", 1 failed, failed episodes not counted: 3, " in validation_line(event)
 
 
 def test_validation_asks_for_val_n_answers_at_val_temperature():

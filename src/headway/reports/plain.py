@@ -120,7 +120,7 @@ def left_out_line(event: PromptsLeftOut) -> str:
 def validation_line(event: ValidationFinished) -> str:
     failed = f", {human.count(event.failed)} failed" if event.failed else ""
     if event.failed_episodes:
-        failed += f", without {human.count(event.failed_episodes)} episodes that failed"
+        failed += f", failed episodes not counted: {human.count(event.failed_episodes)}"
     sources = ", ".join(f"{name} {human.score(mean)}" for name, mean in event.by_source.items())
     several = f" (answered by {event.versions[0]} to {event.versions[-1]})" if len(event.versions) > 1 else ""
     return (
