@@ -42,7 +42,7 @@ def asleep(workload: Workload, runners: int) -> None:
     rows = [_row("virtual clock", virtual, virtual), _row(f"{runners} runners", real, virtual)]
     notes = [
         f"{workload.chains} at once, {workload.chains * workload.episodes} in all, {workload.turns} turns each; "
-        f"{real.failed} failed; load of the machine before: {busy:.1f}",
+        f"load of the machine before: {busy:.1f}",
         "throughput: episodes per second until 95% of them are over, over the virtual clock's; aim: 0.95",
         "CPU of a turn: keeper, driver and the sleeping engine share a process; aim beside rendering: 1 ms + 0.2 ms",
     ]

@@ -31,6 +31,7 @@ from headway.episodes.limits import Limits
 from headway.episodes.programs import Hosting, Programs, Turn
 from headway.episodes.record import Chats, Prompted
 from headway.episodes.rendering import ChatRenderer
+from headway.errors import RunError
 from headway.interfaces import Call, FinishedCall, GroupRequest, SamplingParams
 from headway.programs.chat import Chat, Tally
 from headway.programs.messages import EpisodeEnd, EpisodeStart, TurnAnswer, TurnRequest, said
@@ -122,8 +123,8 @@ class TimedRecord:
     def prompt(self, request: TurnRequest) -> Prompted:
         return self._timed(partial(self._record.prompt, request))
 
-    def answered(self, prompted: Prompted, request: TurnRequest, finished: FinishedCall) -> TurnAnswer:
-        return self._timed(partial(self._record.answered, prompted, request, finished))
+    def answered(self, prompted: Prompted, request: TurnRequest, finished: FinishedCall, number: int) -> TurnAnswer:
+        return self._timed(partial(self._record.answered, prompted, request, finished, number))
 
     def rows(self) -> Any:
         return self._timed(self._record.rows)
@@ -161,7 +162,6 @@ class Measured:
     most_s: float = 0.0
     """Seconds until 95% of all episodes were over: without the last ones, for which all others' places are empty."""
     turns: int = 0
-    failed: int = 0
     cpu_s: float = 0.0
     """CPU seconds of the process with keeper, engine and driver."""
     rendering_s: float = 0.0
@@ -203,7 +203,8 @@ async def play(workload: Workload, programs: Programs, measured: Measured) -> Me
                 async for group in keeper.generate([GroupRequest(row, prompt, 1, SamplingParams(1000))]):
                     (episode,) = group.trajectories
                     measured.turns += episode.turns
-                    measured.failed += episode.failure is not None
+                    if episode.failure is not None:
+                        raise RunError(f"an episode has failed, which none should: {episode.failure}")
                     measured.ends.append(loop.time() - start)
 
         async with asyncio.TaskGroup() as chains:
