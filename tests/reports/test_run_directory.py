@@ -26,8 +26,9 @@ def test_a_run_directory_holds_the_resolved_config_and_places_for_the_rest(tmp_p
     assert not run.model.exists()
 
 
-def test_the_configuration_of_a_run_can_be_used_for_another_one(tmp_path: Path) -> None:
-    config = load(DEMO, ["mode=async_stale"]).config
+@pytest.mark.parametrize("recipe", ["demo.yaml", "agents/guess.yaml", "agents/lookup.yaml"])
+def test_the_configuration_of_a_run_can_be_used_for_another_one(tmp_path: Path, recipe: str) -> None:
+    config = load(DEMO.parent / recipe, ["mode=async_stale"]).config
     again = load(RunDirectory.create(tmp_path, config).config)
     diagnose(again)
     assert again.config == config

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
+from pydantic_core import to_jsonable_python
 
 from headway.config.aliases import resolve_ahead_steps, resolve_partial_rollout
 from headway.config.idle import without_effect
@@ -85,7 +86,7 @@ def dump(config: Config) -> str:
     A setting that the mode or schema has anyway is left out where it has no effect or is null: what is shown counts.
     """
     idle = without_effect(config)
-    beneath = _flat_values(mode_config(config.mode))
+    beneath = {key: _default(config, key) for key in idle} | _flat_values(mode_config(config.mode))
     values = {
         key: _without_references(value)
         for key, value in _flat_values(config).items()
@@ -112,6 +113,16 @@ def _without_references(value: Any) -> Any:
 def mode_config(mode: str) -> Config:
     """Return the configuration that ``mode`` alone gives. Raises `ConfigError` for an unknown mode."""
     return Config.model_validate(nest({**preset(mode), "mode": mode}))
+
+
+def _default(config: Config, key: str) -> Any:
+    """Return the default, as JSON types, of the setting ``key`` in a section that the mode's configuration may lack."""
+    *sections, name = key.split(".")
+    section: Any = config
+    for part in sections:
+        section = getattr(section, part, None)
+    known = type(section).model_fields.get(name) if isinstance(section, BaseModel) else None
+    return None if known is None else to_jsonable_python(known.get_default(call_default_factory=True))
 
 
 def _flat_values(config: Config) -> dict[str, Any]:
