@@ -41,6 +41,7 @@ def test_a_lost_runner_has_its_program_run_again_with_the_calls_that_the_log_kno
     assert len(policy.calls) == 3, "no call is made twice"
     assert trained(group.tokens.rows[0]) == trained(whole[0])
     assert group.trajectories[0].metrics["tries"] == 3
+    assert group.trajectories[0].again == "its runner was killed by SIGKILL"
 
 
 def test_what_a_program_does_not_ask_again_is_not_trained():
@@ -93,3 +94,17 @@ def test_a_program_that_loses_its_own_runners_is_given_up():
     programs.lost = dict.fromkeys(range(1, 20), (1, True))
     (episode,) = made(programs).trajectories
     assert (episode.failure, len(programs.starts)) == ("its runner was killed by SIGKILL", 1 + LIMITS.retries)
+
+
+def test_a_limit_that_ends_a_program_which_was_run_again_says_why_it_was():
+    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+        for seconds in (0, 60, 0):
+            await ask(TurnRequest(start.messages))
+            await asyncio.sleep(seconds)
+        return EpisodeEnd(reward=1.0)
+
+    programs = Here(program)
+    programs.lost = {1: (1, True)}
+    (episode,) = made(programs, limits=Limits(400, 5, step_timeout_s=100, episode_timeout_s=30)).trajectories
+    assert episode.failure is not None
+    assert episode.failure.endswith("; before, its program was run again: its runner was killed by SIGKILL")

@@ -15,6 +15,7 @@ def episode(
     limit: str | None = None,
     forks: float = 0,
     reason: FinishReason = FinishReason.STOP,
+    again: str | None = None,
 ) -> Trajectory:
     return Trajectory(
         id=TrajectoryId(0, 0, 0, 0),
@@ -29,6 +30,7 @@ def episode(
         rows=(),
         turns=turns,
         failure=failure,
+        again=again,
         limit=limit,
         metrics={"environment_s": 1.0, "forks": forks},
     )
@@ -94,3 +96,14 @@ def test_many_forked_turns_are_told_once_with_what_to_do():
     assert "only appends" in text
     assert told(some(4, episode(turns=3, forks=1))) == []
     assert told([episode(turns=1)] * 500) == []
+
+
+def test_a_program_that_is_run_again_is_told_at_once_and_then_when_it_were_twice_as_many():
+    lost = episode(again="its runner of keeper-0 ended with SIGKILL")
+    texts = told([episode(), lost, episode(), lost, lost, lost, lost])
+    assert [text.split(" so far")[0] for text in texts] == [
+        "1 episode was begun again",
+        "2 episodes were begun again",
+        "4 episodes were begun again",
+    ]
+    assert "the last one since its runner of keeper-0 ended with SIGKILL. What programs raised" in texts[0]

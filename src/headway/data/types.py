@@ -204,6 +204,8 @@ class Trajectory:
     """Rewards of its turns, by number, where its program gave any; beside ``reward``."""
     failure: str | None = None
     """Why the episode failed; None where it did not."""
+    again: str | None = None
+    """Why its program was run again, the last time; None where it was not."""
     limit: str | None = None
     """The limit that ended it: ``turns``, ``tokens``, ``step`` or ``time``; None where none did."""
     metrics: Mapping[str, float] = field(default_factory=dict)

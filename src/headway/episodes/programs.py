@@ -174,6 +174,8 @@ class ProgramEpisode:
         """Results of calls that engines ended themselves."""
         self._losses = 0
         self._tries = 0
+        self._again: str | None = None
+        """Why the program was run again, the last time."""
         self._time = EpisodeTime(clock, self._limits)
         self._one = self._try()
         """The try under way, or the last one."""
@@ -214,7 +216,8 @@ class ProgramEpisode:
     def _failure_of(self, one: _Try, end: EpisodeEnd) -> str | None:
         """Why an episode has failed whose program ended; None if it has not."""
         if one.limit is not None and (one.limit not in self._limits.train_on or not one.calls):
-            return self._limits.text(one.limit)
+            before = "" if self._again is None else f"; before, its program was run again: {self._again}"
+            return self._limits.text(one.limit) + before
         if not one.calls:
             return (
                 "the program made no turn: it ended without an answer of the model, so there is nothing to train on; "
@@ -285,8 +288,12 @@ class ProgramEpisode:
         error = _error(state)
         if isinstance(error, RunnerLost) and error.culprit is False:
             self._losses += 1
-            return self._time.is_over or self._losses > MOST_LOSSES
-        return self._tries - self._losses > self._limits.retries
+            given_up = self._time.is_over or self._losses > MOST_LOSSES
+        else:
+            given_up = self._tries - self._losses > self._limits.retries
+        if not given_up:
+            self._again = str(error)
+        return given_up
 
     # ------------------------------------------------------------------------------------- turns
 
@@ -416,6 +423,7 @@ class ProgramEpisode:
             reward=end.reward,
             turn_rewards=turn_rewards,
             failure=failure,
+            again=self._again,
             limit=one.limit,
             steps=tuple(self._time.spans.steps),
             waits=tuple(self._time.spans.waits),

@@ -38,7 +38,7 @@ class ProgramRunners:
         """
         rollout, environment = self._rollout, variables(self._rollout.env)
         synchronous = Runners(
-            f"{self._name}: environment",
+            f"environment process of {self._name}",
             self._spec,
             processes=rollout.environment_processes,
             at_once=1,
@@ -53,7 +53,7 @@ class ProgramRunners:
             return described
         await synchronous.close()
         self._runners = Runners(
-            f"{self._name}: runner",
+            f"runner of {self._name}",
             self._spec,
             processes=rollout.runners,
             at_once=None,

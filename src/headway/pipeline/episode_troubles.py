@@ -3,6 +3,7 @@
 an episode ─▶ the last ``window`` of them ─▶ many failed?                       ─▶ a warning; again if twice as many
                                           ─▶ long ones failed, and short ones not? ─▶ one warning
                                           ─▶ many turns forked?                    ─▶ one warning
+           ─▶ its program was run again?                                           ─▶ a warning; again if twice as many
 """
 
 from __future__ import annotations
@@ -48,16 +49,30 @@ class EpisodeTroubles:
         self._told: float | None = None
         """Failed share at the last warning; None before the first."""
         self._selection_told = self._forks_told = False
+        self._run_again = self._run_again_told = 0
+        """Number of episodes whose program was run again, now and at the last warning."""
 
     def look(self, episodes: Sequence[Trajectory]) -> list[str]:
-        """Count the episodes of a finished group. Returns the warnings that are due, at most once in a half window."""
+        """Count the episodes of a finished group. Returns the warnings that are due: of programs that were run again at
+        once, others at most once in a half window.
+        """
+        again = self._again(episodes)
         ended = [episode for episode in episodes if episode.finish_reason is not FinishReason.ABORTED]
         self._episodes += ended
         self._since_look += len(ended)
         if len(self._episodes) < self.window or 2 * self._since_look < self.window:
-            return []
+            return again
         self._since_look = 0
-        return [text for text in (self._failures(), self._selection(), self._forks()) if text is not None]
+        return [*again, *(text for text in (self._failures(), self._selection(), self._forks()) if text is not None)]
+
+    def _again(self, episodes: Sequence[Trajectory]) -> list[str]:
+        reasons = [episode.again for episode in episodes if episode.again is not None]
+        self._run_again += len(reasons)
+        if not reasons or self._run_again < WORSE * self._run_again_told:
+            return []
+        self._run_again_told = self._run_again
+        were = "1 episode was" if self._run_again == 1 else f"{self._run_again} episodes were"
+        return [f"{were} begun again so far, the last one since {reasons[-1]}. {ADVICE[None]}"]
 
     def _failures(self) -> str | None:
         failed = [episode for episode in self._episodes if episode.failure is not None]
