@@ -96,6 +96,23 @@ def check_positions(config: Config) -> None:
         _check_positions(config, limit if isinstance(limit, int) else None, LOWER)  # `check_model` tells of odd values
 
 
+def check_chats(config: Config) -> None:
+    """Check that the model's tokenizer can render the chats of a program: without torch, for ``--dry-run`` and the
+    doctor, which end soon. A model that has to be downloaded first is left alone.
+
+    Raises:
+        ConfigError: as `headway.episodes.hosting.chat_hosting` does.
+        ModelError: the tokenizer cannot be opened.
+    """
+    model = config.model
+    if not config.rollout.has_program or model.path is None or find_folder(model.path) is None:
+        return
+    from headway.models.tokenizer import load_tokenizer, torch_hidden
+
+    with torch_hidden():
+        chats_of(config, load_tokenizer(model.path, trust_remote_code=model.trust_remote_code))
+
+
 def check_model(config: Config, rows: Rows, *, when_too_long: str = LOWER) -> DataBundle | None:
     """Open all of the model but its weights, and tokenize the first prompts of ``rows``. Returns the sources of
     prompts; None where there is no model yet, only one to make.

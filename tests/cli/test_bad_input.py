@@ -348,10 +348,8 @@ CASES = {
     # programs
     "a tool without types": agent("def act(a):\n    'Acts.'\n", "rollout.tools=[agent.py:act]"),
     "a tool without a docstring": agent("def act(a: int) -> int: return a\n", "rollout.tools=[agent.py:act]"),
-    "tools that the template does not show": Case(
-        ("rollout.tools=[agent.py:act]",), model_with_a_template_and_a_tool, dry=False
-    ),
-    "a program and no chat template": agent(PROGRAM, "rollout.program=agent.py:run", dry=False),
+    "tools that the template does not show": Case(("rollout.tools=[agent.py:act]",), model_with_a_template_and_a_tool),
+    "a program and no chat template": agent(PROGRAM, "rollout.program=agent.py:run"),
     "an environment of no known form": agent(
         "class Game:\n    def play(self): ...\n", "rollout.environment=agent.py:Game"
     ),

@@ -82,21 +82,23 @@ def _resume(run: Path, overrides: list[str], dry_run: bool) -> None:
 
 
 def _dry_run(loaded: LoadedConfig) -> None:
-    from headway.preflight import check_inputs, check_positions
+    from headway.preflight import check_chats, check_inputs, check_positions
 
     print_resolved(loaded)
     check_inputs(loaded.config)
     check_positions(loaded.config)
+    check_chats(loaded.config)
 
 
 def doctor(config: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
     """Check settings and say what they amount to."""
     with errors_as_messages(debug):
-        from headway.preflight import check_inputs, check_positions
+        from headway.preflight import check_chats, check_inputs, check_positions
 
         loaded = load_checked(config, overrides or [])
         check_inputs(loaded.config)
         check_positions(loaded.config)
+        check_chats(loaded.config)
         print_summary(loaded)
 
 
