@@ -139,8 +139,8 @@ def test_the_first_interrupt_finishes_the_version_saves_and_leaves(recipe: Path,
 
 @pytest.mark.slow
 def test_a_second_interrupt_leaves_at_once(recipe: Path, tmp_path: Path) -> None:
-    """A run as a user starts it: driver, Ray and two workers take longer to start and end than to train."""
-    process = start_long_run(recipe, tmp_path / "run", "cluster.backend=ray", "async_training.require_batches=128")
+    """A run as a user starts it, whose version takes long to finish: driver, Ray and two workers start and end."""
+    process = start_long_run(recipe, tmp_path / "run", "cluster.backend=ray", "actor.ppo_epochs=3000")
     started = descendants(process.pid)
     os.kill(process.pid, signal.SIGINT)
     wait_for("press Ctrl-C again", process, tmp_path / "run")  # two at once would arrive as one
