@@ -13,14 +13,15 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.main_job import COMMON, RECIPE
 from benchmarks.table import report
+from headway.cluster.processes import descendants
 from headway.config.loading import load
 
-RECIPE = Path("recipes/demo.yaml")
-SETTINGS = ("cluster.backend=ray", "algorithm.filter_groups.enable=false", "rollout.test_freq=-1")
+SETTINGS = ("cluster.backend=ray", *COMMON)
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.answer_cpu", description="What an answer costs.")
     parser.add_argument("--groups", type=int, default=1024, help="groups of the run; default: %(default)s")
     groups = parser.parse_args(arguments).groups
-    settings = [*SETTINGS, "data.task.val_size=16", f"rollout.total_rollout_steps={groups}"]
+    settings = [*SETTINGS, f"rollout.total_rollout_steps={groups}"]
     config = load(RECIPE, settings).config
     with tempfile.TemporaryDirectory(prefix="headway-bench-") as scratch:
         run = Path(scratch) / "run"
@@ -58,17 +59,10 @@ def _seconds_at(driver: subprocess.Popen[bytes], run: Path, version: int) -> dic
             sys.exit("the run has ended too early")
         time.sleep(0.02)
     spent: dict[str, float] = defaultdict(float)
-    for pid in (driver.pid, *_descendants(driver.pid)):
+    for pid in (driver.pid, *descendants(driver.pid)):
         role = "driver" if pid == driver.pid else _role(pid)
         spent[role] += _cpu(pid)
     return dict(spent)
-
-
-def _descendants(pid: int) -> Iterator[int]:
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, task.read_text().split()):
-            yield child
-            yield from _descendants(child)
 
 
 def _role(pid: int) -> str:
@@ -78,9 +72,10 @@ def _role(pid: int) -> str:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return "ended"
-    if output.endswith(".log") and "/run/logs/" in output and "/ray/" not in output:
-        return "runners" if b"headway.runners" in command else Path(output).stem
-    return "runners" if b"headway.runners" in command else "ray"
+    if b"headway.runners" in command:
+        return "runners"
+    of_worker = output.endswith(".log") and "/run/logs/" in output and "/ray/" not in output
+    return Path(output).stem if of_worker else "ray"
 
 
 def _cpu(pid: int) -> float:

@@ -45,7 +45,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class CallAddress:
-    """Where a worker takes calls, and what proves that a caller may call."""
+    """Address at which a worker takes calls, with the key that a caller has to give."""
 
     host: str
     port: int

@@ -20,7 +20,6 @@ class RayPeer:
     def __init__(self, name: str, pid: int | None, log: str, actor: Any) -> None:
         """``log``: path of the worker's log, for messages."""
         self.name = name
-        self._of_worker = name, pid, log, actor
         self._pid = pid
         self._log = log
         self._actor = actor
@@ -28,7 +27,7 @@ class RayPeer:
         self._connecting = asyncio.Lock()
 
     def __reduce__(self) -> tuple[type[RayPeer], tuple[Any, ...]]:
-        return RayPeer, self._of_worker
+        return RayPeer, (self.name, self._pid, self._log, self._actor)
 
     async def call(self, method: str, *args: Any) -> Any:
         try:

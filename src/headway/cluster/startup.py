@@ -142,6 +142,7 @@ class Startup:
         """Start all workers and engines. What has to be undone is left on ``stack``, also when this raises."""
         stack.push_async_callback(self._cluster.stop)
         device = await self._wait("the cluster to answer", self._cluster.connect())
+        remove_abandoned(SHARED_MEMORY)  # what killed runs left there, whether this run uses it or not
         plan = plan_cluster(
             self._config,
             resolve_placement(self._config),
@@ -297,11 +298,7 @@ class Startup:
         )
 
     def _directory(self, stack: AsyncExitStack) -> Path | None:
-        """Return the directory where a transport that uses files leaves them; removed at the end where it is in memory.
-
-        Directories that killed runs left in this machine's memory are removed first, whichever directory this run uses.
-        """
-        remove_abandoned(SHARED_MEMORY)
+        """Return the directory where a transport that uses files leaves them. One in memory is removed at the end."""
         update, shared = self._config.param_update, self._config.placement.kind == "shared"
         transport = transport_of(update.transport, backend=self._config.cluster.backend, shared=shared)
         match TRANSPORTS[transport].leaves:

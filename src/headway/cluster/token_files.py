@@ -19,7 +19,7 @@ from pathlib import Path
 from shutil import rmtree
 from tempfile import gettempdir
 
-from headway.cluster.memory_files import SHARED_MEMORY, directory_in_memory, held_directory, remove_abandoned
+from headway.cluster.memory_files import SHARED_MEMORY, directory_in_memory, held_directory
 from headway.config.schema import Config
 from headway.data.types import GroupTokens
 from headway.errors import RunError
@@ -43,7 +43,7 @@ class TokenFile:
 
 @dataclass(frozen=True, slots=True)
 class TokenPlace:
-    """Where a run's token files are: under one path on each machine."""
+    """Place of a run's token files: one path, the same on each machine."""
 
     host: str
     """Address of the driver's machine, which has made the directory, and removes it."""
@@ -91,12 +91,8 @@ class TokenFiles:
 
 
 def token_directory(config: Config) -> AbstractContextManager[Path]:
-    """Make a directory for token files until the block ends: in memory, or where that has too little room on disk.
-
-    Directories that killed runs left there are removed first.
-    """
+    """Make a directory for token files until the block ends: in memory, or where that has too little room on disk."""
     parent = SHARED_MEMORY
-    remove_abandoned(parent)
     if not parent.is_dir() or _free(parent) < token_bytes(config):
         parent = Path(gettempdir())
     return directory_in_memory(parent)
