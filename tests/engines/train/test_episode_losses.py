@@ -195,9 +195,9 @@ def test_through_the_engine_an_episode_in_several_micro_batches_has_the_gradient
     assert 0 < report.metrics["clip_fraction"] < 1
     assert not correction or 0 < report.metrics["correction/rejected"] < 1
     flat = [row for own in parts for row in own]
-    tight = sizes(ppo_max_token_len_per_gpu=20)
+    tight = sizes(ppo_max_token_len_per_gpu=12)
     shares = [[row for own in parts[k::2] for row in own] for k in range(2)]
-    packing = Packing(20)
+    packing = Packing(12)
     assert all(packing.apart(share, packing(share, whole_episodes=True)) for share in shares)
     found = [gradient_and_step(path, tight, [flat]), *run_ranks(2, gradient_and_step, (path, tight, shares))]
     for grads, split_report in found:
