@@ -99,7 +99,7 @@ ways = st.one_of(
     st.sampled_from(LOSS_MODES),
     st.sampled_from(MODES),
     st.sampled_from(CORRECTIONS),
-    st.sampled_from([10_000, 60, 1]),
+    st.sampled_from([10_000, 60, 14, 1]),
 )
 def test_cutting_an_episodes_row_into_several_changes_no_loss_no_gradient_and_no_metric(
     seed: int, way: list[Any], loss: str, mode: str, correction: dict[str, Any], budget: int
