@@ -55,9 +55,10 @@ class Scripted:
             await asyncio.Event().wait()
         return self.rank
 
-    async def keep(self, method: str, *args: Any) -> Handle[Any]:
+    async def keep(self, method: str, parts: Sequence[Sequence[int]], *args: Any) -> list[Handle[Any]]:
+        """Its handles are the samples of each part."""
         await self.call(method, *args)
-        return ("kept by", self.rank)
+        return [(self.rank, [args[0][place] for place in part]) for part in parts]
 
     async def heartbeat(self) -> Heartbeat:
         return Heartbeat("")
@@ -115,8 +116,9 @@ def test_columns_come_back_in_the_samples_order_and_point_into_the_right_ranks_r
     columns = asyncio.run(run())
     assert len(columns) == len(given_samples)
     for sample, column in zip(given_samples, columns, strict=True):
-        _, rank = column.handle
-        assert workers[rank].calls[0][1][column.index] is sample
+        rank, kept = column.handle
+        assert kept[column.index] is sample and sample in workers[rank].calls[0][1]
+        assert {one.episode[:3] for one in kept} == {sample.episode[:3]}, "a handle is one group's"
 
 
 async def test_the_first_rank_that_fails_fails_the_call_while_others_hang() -> None:
@@ -138,8 +140,8 @@ def test_only_registered_methods_are_there() -> None:
         group(Scripted(0)).private()
 
 
-def test_columns_can_only_be_collected_from_split_samples() -> None:
-    with pytest.raises(ValueError, match="split samples only"):
+def test_columns_are_not_collected_from_all_ranks() -> None:
+    with pytest.raises(ValueError, match="once for each sample"):
         register(Dispatch.ONE_TO_ALL, Collect.COLUMNS)
 
 

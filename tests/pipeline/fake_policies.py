@@ -250,6 +250,14 @@ class FakeCritic:
         self._skips = skips or (lambda _: False)
         self._valued = 0
         self._doing: str | None = None
+        self.fetches: list[str] = []
+        """What was said of fetches, in order: ``begin`` and ``end``."""
+
+    async def begin_fetch(self, mini_batches: Sequence[Sequence[Sample]]) -> None:
+        self.fetches.append("begin")
+
+    async def end_fetch(self) -> None:
+        self.fetches.append("end")
 
     async def forward_values(self, samples: Sequence[Sample]) -> list[Column]:
         fetch, started = self._valued, now()

@@ -71,10 +71,10 @@ def check_folder(path: str) -> str | None:
 
 def hidden_size(path: str) -> int | None:
     """Return the width of the model at ``path``, as its ``config.json`` has it; None where nothing there says it."""
-    folder = find_folder(path)
-    if folder is None or not (folder / "config.json").exists():
+    file = Path(path).expanduser() / "config.json"
+    if not file.is_file():
         return None
-    config = read_object(folder / "config.json")
+    config = read_object(file)
     text = config.get("text_config")
     known = {**config, **text} if isinstance(text, Mapping) else config
     sizes = (known.get(name) for name in ("hidden_size", "n_embd", "d_model"))
