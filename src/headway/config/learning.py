@@ -46,7 +46,8 @@ class ActorConfig(Section):
     ppo_epochs: Positive = 1
     """Number of training passes over each fetch."""
     ppo_max_token_len_per_gpu: Positive = 16_384
-    """Most tokens (padding included) of one micro-batch; an answer longer than this has a micro-batch of its own."""
+    """Most tokens of one micro-batch: those that are computed, and padding where rows are padded (``model.packing``). A
+    longer answer has a micro-batch of its own."""
     clip_ratio: float = Field(0.2, gt=0)
     """Clip range ε where ``clip_ratio_low`` or ``clip_ratio_high`` is not given: ratios count in 1 ± ε."""
     clip_ratio_low: float | None = Field(None, gt=0)

@@ -128,6 +128,10 @@ class ModelConfig(Section):
     """Training compute dtype; ``auto`` is bfloat16 on GPUs, float32 on CPUs. Master weights are float32."""
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""
+    packing: Literal["shared", "packed", "padded"] = "shared"
+    """Micro-batches: ``shared`` puts rows into one line without padding, and computes what the rows of a group have in
+    common once; ``packed`` computes it for each row; ``padded`` pads rows. Models whose attention cannot be packed have
+    padded rows in any case, and a run says so."""
     trust_remote_code: bool = False
     """Run the code that comes with the model's folder."""
 

@@ -26,7 +26,7 @@ RULES = (
     _Rule(
         ("model",),
         "the checkpoint holds this model, and the reference policy is what it started from",
-        free=("model.enable_gradient_checkpointing", "model.dtype"),
+        free=("model.enable_gradient_checkpointing", "model.packing", "model.dtype"),
     ),
     _Rule(
         ("data",),

@@ -60,7 +60,7 @@ def load_model(
     config = load_config(path, trust_remote_code=trust_remote_code)
     doing = f"{path}: cannot load the weights (a folder needs model.safetensors or its shards)"
     # from_pretrained patches global state while it works, so that two loads at once corrupt each other.
-    with LOADING, boundary(doing, ModelError), without_progress_bars(), _without_reports():
+    with LOADING, boundary(doing, ModelError), without_progress_bars(), without_reports():
         model, info = AutoModelForCausalLM.from_pretrained(
             expanded(path),
             config=config,
@@ -140,7 +140,7 @@ def stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> tupl
 
 
 @contextmanager
-def _without_reports() -> Iterator[None]:
+def without_reports() -> Iterator[None]:
     """Silence transformers' tables of what it did not find: `load_model` says it in one message."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()

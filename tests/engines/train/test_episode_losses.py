@@ -18,9 +18,10 @@ from headway.config.learning import ActorConfig, AlgorithmConfig
 from headway.config.losses import LOSSES
 from headway.config.schema import Config
 from headway.data.collate import Row
+from headway.data.packing import Pack, Packing
 from headway.data.types import TrajectoryId
 from headway.engines.train.fsdp.apart import Apart
-from headway.engines.train.fsdp.batch import collate, rows_apart, split_by_budget
+from headway.engines.train.fsdp.batch import collate
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.engines.train.fsdp.objective import Objective, collate_columns
 from headway.engines.train.fsdp.sums import as_metrics, count, merge
@@ -57,20 +58,21 @@ def configured(loss: str, mode: str, correction: dict[str, Any], **actor: Any) -
 
 def through_objective(
     config: Config, rows: Sequence[Row], budget: int
-) -> tuple[dict[int, float], dict[str, float], list[list[int]]]:
+) -> tuple[dict[int, float], dict[str, float], list[Pack]]:
     """Gradient in the log-prob of each token that counts, metrics, and the micro-batches, as the engine makes them."""
     objective, totals = Objective(config), count(rows)
-    batches = split_by_budget(rows, budget, whole_episodes=objective.looks_at_sequences)
-    spread = [rows[i] for i in rows_apart(rows, budget)] if objective.looks_at_sequences else []
+    packing, whole = Packing(budget), objective.looks_at_sequences
+    packs = packing(rows, whole_episodes=whole)
+    spread = [rows[i] for i in packing.apart(rows, packs)] if whole else []
     apart = Apart(spread, [row.columns["now"] for row in spread])
     gradient, parts = {}, []
-    for indices in batches:
-        own = [rows[i] for i in indices]
+    for pack in packs:
+        own = [rows[i] for i in pack.rows]
         others = apart.beside(own)
         columns = collate_columns([*own, *others.rows], CPU, with_ref=True, with_prox=True, lengths=totals.lengths)
         logprobs = torch.from_numpy(np.concatenate([row.columns["now"] for row in own])).requires_grad_()
         entropy = torch.from_numpy(np.concatenate([row.columns["entropy"] for row in own]))
-        batch, context = collate(own, CPU), StepContext(version=4)
+        batch, context = collate(own, CPU, pack.trees), StepContext(version=4)
         loss, sums = objective(batch, columns, totals, logprobs, entropy, context, others.logprobs)
         loss.backward()
         parts.append(sums)
@@ -80,7 +82,7 @@ def through_objective(
         grads = logprobs.grad.numpy()
         assert (grads[~mask] == 0).all()
         gradient |= {int(place): float(g) for place, g in zip(places[mask], grads[mask], strict=True)}
-    return gradient, as_metrics(merge(parts)), batches
+    return gradient, as_metrics(merge(parts)), packs
 
 
 ways = st.one_of(
@@ -128,7 +130,7 @@ def test_an_episode_that_is_masked_whole_is_no_sequence_of_the_normaliser() -> N
 
 def test_rows_of_one_episode_share_a_micro_batch_only_where_a_loss_looks_at_sequences() -> None:
     rows, _ = whole(1)
-    parts = [part for row in rows for part in cut_anywhere(row, [2, 5])]
+    parts = [part for row in rows for part in dealt(row, 3)]
     assert Objective(configured("gspo", "token-mean", {})).looks_at_sequences
     assert not Objective(configured("ppo_clip", "seq-mean-token-mean", {"name": "truncate"})).looks_at_sequences
     assert Objective(configured("ppo_clip", "token-mean", {"name": "reject", "level": "geometric"})).looks_at_sequences
@@ -136,13 +138,9 @@ def test_rows_of_one_episode_share_a_micro_batch_only_where_a_loss_looks_at_sequ
     also = {"name": "truncate", "also": [{"name": "veto", "lower": 0.1}]}
     assert Objective(configured("ppo_clip", "token-mean", also)).looks_at_sequences
     for loss, shared in (("gspo", True), ("ppo_clip", False)):
-        *_, batches = through_objective(configured(loss, "token-mean", {}), parts, 60)
-        assert len(batches) > 2
-        of = {index: number for number, batch in enumerate(batches) for index in batch}
-        places: dict[TrajectoryId | None, set[int]] = {}
-        for index, row in enumerate(parts):
-            places.setdefault(row.episode, set()).add(of[index])
-        assert all(len(batches_of) == 1 for batches_of in places.values()) == shared
+        *_, packs = through_objective(configured(loss, "token-mean", {}), parts, 20)
+        assert len(packs) > 2
+        assert (not Packing(20).apart(parts, packs)) == shared
 
 
 # ---------------------------------------------------------------------------------------------- with a model
@@ -199,7 +197,8 @@ def test_through_the_engine_an_episode_in_several_micro_batches_has_the_gradient
     flat = [row for own in parts for row in own]
     tight = sizes(ppo_max_token_len_per_gpu=20)
     shares = [[row for own in parts[k::2] for row in own] for k in range(2)]
-    assert all(rows_apart(share, 20) for share in shares)
+    packing = Packing(20)
+    assert all(packing.apart(share, packing(share, whole_episodes=True)) for share in shares)
     found = [gradient_and_step(path, tight, [flat]), *run_ranks(2, gradient_and_step, (path, tight, shares))]
     for grads, split_report in found:
         for name, grad in expected.items():

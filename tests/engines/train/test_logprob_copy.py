@@ -16,6 +16,7 @@ from headway.config.learning import ActorConfig, OptimConfig
 from headway.config.model import ModelConfig
 from headway.config.schema import Config, RolloutConfig
 from headway.data.collate import Row
+from headway.data.packing import Packing
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.engines.train.logprobs import LogProbCopy
 from headway.errors import ModelError, RunError, UpdateFailed
@@ -83,7 +84,7 @@ class Pair:
             receive=self.link.receive,
             window=1024,
             temperature=TEMPERATURE,
-            token_budget=BUDGET,
+            packing=Packing(BUDGET),
             takes_deltas=takes_deltas,
         )
 
@@ -361,6 +362,6 @@ def test_the_layout_of_another_model_is_refused(model_path: ModelPath) -> None:
             receive=other.link.receive,
             window=1024,
             temperature=1.0,
-            token_budget=BUDGET,
+            packing=Packing(BUDGET),
         )
     other.copy.close()

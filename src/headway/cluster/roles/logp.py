@@ -53,6 +53,8 @@ class LogpRole(Role):
     @register(Dispatch.ONE_TO_ALL)
     def serve(self, manifest: Manifest) -> None:
         """Create the engine that recomputes log-probs, with weights in the layout ``manifest``."""
+        from headway.data.packing import Packing
+        from headway.data.packing import Packing
         from headway.engines.train.logprobs import LogProbCopy
 
         self._copy: LogProbCopy = LogProbCopy(
@@ -62,7 +64,7 @@ class LogpRole(Role):
             receive=self._inbox.receive,
             window=bucket_bytes(self._config.rollout.param_update_consume_bucket_size_mb),
             temperature=self._config.rollout.temperature,
-            token_budget=self._config.actor.ppo_max_token_len_per_gpu,
+            packing=Packing.of(self._config),
             takes_deltas=self._config.param_update.encoding == "delta",
         )
 

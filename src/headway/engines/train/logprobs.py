@@ -8,21 +8,23 @@ New weights may be written over the old ones: nobody asks for a version after th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from headway.data.collate import Row
+from headway.data.packing import Packing
 from headway.engines.served.memory import own_storages
 from headway.engines.served.update import BufferedIntake, InPlaceIntake, Updates, outcome
 from headway.engines.served.weights import ServedWeights
-from headway.engines.train.fsdp.batch import split_by_budget
 from headway.engines.train.fsdp.forward import forward_rows
 from headway.engines.train.fsdp.policy import PolicyModule
 from headway.errors import RunError
 from headway.interfaces import ReceiveReport
 from headway.models.output_layer import check_output_layer
+from headway.models.packable import use_packed_attention
 from headway.models.probe import probe_rows, probe_vector
 from headway.weights.layout import Manifest
 from headway.weights.protocols import WeightSink
@@ -40,7 +42,7 @@ class LogProbCopy:
         receive: Callable[[int, WeightSink], None],
         window: int,
         temperature: float,
-        token_budget: int,
+        packing: Packing,
         takes_deltas: bool = False,
     ) -> None:
         """Serve version 0: ``model`` as it is, in the dtype that the trainer computes in.
@@ -59,12 +61,13 @@ class LogProbCopy:
         check_output_layer(model, name)
         self._name = name
         self._policy = PolicyModule(model, temperature)
+        packs = packing.packed and use_packed_attention(model) is None
+        self._packing = replace(packing, packed=packs)
         self._vocabulary = len(model.get_input_embeddings().weight)
         self._weights = ServedWeights(model, name)
         self._weights.check_layout(manifest)
         intake = (BufferedIntake if takes_deltas else InPlaceIntake)(name, self._weights, manifest, window)
         self._updates = Updates(name, intake, receive, self._weights.device)
-        self._token_budget = token_budget
 
     def proximal_logprobs(self, rows: Sequence[Row], version: int) -> list[NDArray[np.float32]]:
         """The [T] float32 log-probs of each row (nats) under ``version``. Raises `RunError` when it serves another."""
@@ -94,5 +97,4 @@ class LogProbCopy:
         self._updates.close()
 
     def _logprobs(self, rows: Sequence[Row]) -> list[NDArray[np.float32]]:
-        batches = split_by_budget(rows, self._token_budget)
-        return forward_rows(rows, batches, self._policy.per_token, self._weights.device)
+        return forward_rows(rows, self._packing(rows), self._policy.per_token, self._weights.device)

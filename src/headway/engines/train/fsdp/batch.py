@@ -1,16 +1,22 @@
 """Micro-batches: from rows to tensors.
 
-Rows are padded on the right. With causal attention no real token can see padding, so there is no attention mask: the
-attention kernels take their fast causal path, and what is computed at padded positions is never read.
+Rows are packed: they stand behind each other in one line, behind the prefixes that they share (`headway.data.packing`),
+and a layout says which tokens see which. What several rows have in common is computed once, its log-probs too.
 
-Shape suffixes: N rows, L padded length of prompt and response, T padded length of the responses, M response tokens of
-all rows, in row order. A tensor [M] is a tensor [N, T] without its padding (see `MicroBatch.unflatten`).
+Models whose attention cannot follow a layout get padded rows. With causal attention no real token can see padding on
+the right, so there is no attention mask: the attention kernels take their fast causal path, and what is computed at
+padded positions is never read.
+
+Shape suffixes: N rows, L tokens of the line (or padded length), T padded length of the responses, M response tokens of
+all rows, in row order, U response tokens of which each is computed once. A tensor [M] is a tensor [N, T] without its
+padding (see `MicroBatch.unflatten`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +24,10 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.data.collate import Row, by_episode, exceeds, token_budget_batches
+from headway.data.collate import Row
+from headway.data.trees import Tree
 from headway.data.types import ColumnName
+from headway.models.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,26 +35,72 @@ class MicroBatch:
     """The tensors that one forward pass reads."""
 
     input_ids: Int[Tensor, "N L"]
-    predictors: Int[Tensor, " M"]
-    """Index in the flattened [N · L] of each response token's predecessor, whose hidden state predicts it."""
-    targets: Int[Tensor, " M"]
-    """Ids of the response tokens of all rows, in row order."""
+    """One line of packed tokens, [1, L], or padded rows."""
+    predictors: Int[Tensor, " U"]
+    """Index in the flattened ``input_ids`` of each response token's predecessor, whose hidden state predicts it."""
+    targets: Int[Tensor, " U"]
+    """Ids of the response tokens."""
     present: Bool[Tensor, "N T"]
     """Mask [N, T], True where a row has a response token."""
+    which: Int[Tensor, " M"] | None = None
+    """Index of each row's response tokens among the U; None where they are those, in order."""
+    layout: Layout | None = None
+    """Layout of the line; None for padded rows."""
+    positions: Int[Tensor, "1 L"] | None = None
+    """Position of each token of the line in its rows; None for padded rows."""
+
+    def spread(self, values: Float[Tensor, " U"]) -> Float[Tensor, " M"]:
+        """Give every row what was computed once for several. Differentiable."""
+        return values if self.which is None else values.index_select(0, self.which)
 
     def unflatten(self, values: Float[Tensor, " M"]) -> Float[Tensor, "N T"]:
         """Put values of response tokens where `present` says, 0 elsewhere. Differentiable."""
         return values.new_zeros(self.present.shape).masked_scatter(self.present, values)
 
+    def decoder_inputs(self) -> dict[str, Any]:
+        """Arguments of the decoder's forward pass."""
+        if self.layout is None:
+            return {"input_ids": self.input_ids}
+        return {"input_ids": self.input_ids, "position_ids": self.positions, "layout": self.layout}
 
-def collate(rows: Sequence[Row], device: torch.device) -> MicroBatch:
-    """Collate ``rows`` into the tensors of one forward pass.
+
+def collate(rows: Sequence[Row], device: torch.device, trees: Sequence[Tree] = ()) -> MicroBatch:
+    """Collate ``rows`` into the tensors of one forward pass: packed as ``trees`` say, or padded without any.
 
     Raises:
         ValueError: a prompt without tokens: nothing would predict the response's first one.
     """
     if any(row.prompt_length < 1 for row in rows):
         raise ValueError("a row has an empty prompt, so nothing predicts the first token of its response")
+    batch = _packed(rows, trees) if trees else _padded(rows)
+    present = response_aligned(rows, lambda row: np.ones(_response_length(row), dtype=np.bool_), np.bool_, device)
+
+    def tensor(array: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
+    layout = Layout.of(trees, device) if trees else None
+    return MicroBatch(
+        input_ids=tensor(batch.input_ids),
+        predictors=tensor(batch.predictors),
+        targets=tensor(batch.targets),
+        present=present,
+        which=None if batch.which is None else tensor(batch.which),
+        layout=layout,
+        positions=None if layout is None else tensor(layout.positions[None]),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrays:
+    """Fields of a `MicroBatch`, as arrays."""
+
+    input_ids: NDArray[np.int64]
+    predictors: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    which: NDArray[np.int64] | None = None
+
+
+def _padded(rows: Sequence[Row]) -> _Arrays:
     longest = max(len(row.input_ids) for row in rows)
     ids = np.zeros((len(rows), longest), dtype=np.int64)
     predictors: list[NDArray[np.int64]] = []
@@ -55,12 +109,24 @@ def collate(rows: Sequence[Row], device: torch.device) -> MicroBatch:
         first = i * longest + row.prompt_length - 1
         predictors.append(np.arange(first, first + _response_length(row)))
     targets = [row.input_ids[row.prompt_length :].astype(np.int64) for row in rows]
-    return MicroBatch(
-        input_ids=torch.from_numpy(ids).to(device),
-        predictors=torch.from_numpy(np.concatenate(predictors)).to(device),
-        targets=torch.from_numpy(np.concatenate(targets)).to(device),
-        present=response_aligned(rows, lambda row: np.ones(_response_length(row), dtype=np.bool_), np.bool_, device),
-    )
+    return _Arrays(ids, np.concatenate(predictors), np.concatenate(targets))
+
+
+def _packed(rows: Sequence[Row], trees: Sequence[Tree]) -> _Arrays:
+    ids = np.concatenate([tree.ids for tree in trees]).astype(np.int64)
+    predictors, tokens = [], []
+    left, before = iter(rows), 0
+    for tree in trees:
+        for places in tree.places:
+            prompt = next(left).prompt_length
+            predictors.append(places[prompt - 1 : -1] + before)
+            tokens.append(places[prompt:] + before)
+        before += len(tree.ids)
+    of_rows, ahead = np.concatenate(tokens), np.concatenate(predictors)
+    once, first, which = np.unique(of_rows, return_index=True, return_inverse=True)
+    if len(once) == len(of_rows):
+        return _Arrays(ids[None], ahead, ids[of_rows])
+    return _Arrays(ids[None], ahead[first], ids[once], which)
 
 
 def response_aligned(
@@ -78,21 +144,6 @@ def required_column(row: Row, name: str) -> NDArray[np.float32]:
     if name not in row.columns:
         raise ValueError(f"a row of {_response_length(row)} response tokens has no {name}, which this step needs")
     return row.columns[name]
-
-
-def split_by_budget(rows: Sequence[Row], token_budget: int, *, whole_episodes: bool = False) -> list[list[int]]:
-    """Indices of ``rows`` for each micro-batch: rows × longest is at most ``token_budget`` tokens.
-
-    ``whole_episodes``: the rows of an episode share a micro-batch, unless they alone are more than the budget.
-    """
-    lengths = [len(row.input_ids) for row in rows]
-    return token_budget_batches(lengths, token_budget, by_episode(rows) if whole_episodes else None)
-
-
-def rows_apart(rows: Sequence[Row], token_budget: int) -> list[int]:
-    """Indices of the rows of episodes that no micro-batch of ``token_budget`` tokens holds whole."""
-    lengths = [len(row.input_ids) for row in rows]
-    return [i for unit in by_episode(rows) if exceeds(unit, lengths, token_budget) for i in unit]
 
 
 def filler_row() -> Row:

@@ -13,6 +13,7 @@ from headway.algorithms.aggregation import token_weights
 from headway.algorithms.values import value_loss
 from headway.config.schema import Config
 from headway.data.collate import Row
+from headway.data.trees import Tree
 from headway.data.types import ColumnName
 from headway.engines.train.fsdp.batch import collate, required_column, response_aligned
 from headway.engines.train.fsdp.forward import forward_sharded
@@ -29,21 +30,21 @@ class FsdpCritic:
     def __init__(self, *, model_path: str, config: Config, total_optimizer_steps: int, device: torch.device) -> None:
         """Load and shard the model at ``model_path``. Raises `ModelError` on every rank when it cannot be used."""
         self._cliprange = config.critic.cliprange_value
-        self._token_budget = config.actor.ppo_max_token_len_per_gpu
         self._device = device
         self._module = sharded(ValueModule, model_path, config, device)
+        self._packing = self._module.packing(config)
         self._learner = Learner(
             self._module,
             config.critic.optim,
             grad_clip=config.critic.grad_clip,
-            token_budget=self._token_budget,
+            packing=self._packing,
             total_steps=total_optimizer_steps,
             device=device,
         )
 
     def forward_values(self, rows: Sequence[Row]) -> list[NDArray[np.float32]]:
         """The [T] float32 values of each of this rank's ``rows``: V(s_t), before token t."""
-        return forward_sharded(self._module, rows, self._token_budget, self._device)
+        return forward_sharded(self._module, rows, self._packing, self._device)
 
     def train_step(self, rows: Sequence[Row]) -> StepReport:
         """Take one optimizer step towards the ``returns`` of ``rows``, this rank's share of a mini-batch.
@@ -68,15 +69,15 @@ class FsdpCritic:
         """Restore what `save` wrote, on any number of ranks."""
         self._learner.load(self._module, path)
 
-    def _part(self, rows: Sequence[Row], totals: Totals) -> tuple[torch.Tensor, Sums]:
-        batch = collate(rows, self._device)
+    def _part(self, rows: Sequence[Row], trees: Sequence[Tree], totals: Totals) -> tuple[torch.Tensor, Sums]:
+        batch = collate(rows, self._device, trees)
 
         def floats(name: str) -> torch.Tensor:
             return response_aligned(rows, lambda row: required_column(row, name), np.float32, self._device)
 
         old_NT, returns_NT = floats(ColumnName.VALUES), floats(ColumnName.RETURNS)
         mask_NT = response_aligned(rows, lambda row: row.loss_mask, np.bool_, self._device)
-        values_NT = batch.unflatten(self._module(batch.input_ids, batch.predictors))
+        values_NT = batch.unflatten(self._module(batch))
         losses_NT, per_token = value_loss(values_NT, old_NT, returns_NT, mask_NT, cliprange=self._cliprange)
         weights_NT = token_weights(mask_NT, "token-mean", total_tokens=totals.tokens, total_sequences=totals.sequences)
         loss = (weights_NT * losses_NT).sum()

@@ -22,9 +22,10 @@ from torch.distributed.tensor import DTensor
 
 from headway.config.schema import Config
 from headway.data.collate import Row
+from headway.data.trees import Tree
 from headway.engines.train.fsdp import objective
 from headway.engines.train.fsdp.apart import NOTHING_APART, Apart
-from headway.engines.train.fsdp.batch import collate, rows_apart
+from headway.engines.train.fsdp.batch import collate
 from headway.engines.train.fsdp.collectives import on_rank_zero, reduce_numbers
 from headway.engines.train.fsdp.forward import forward_sharded
 from headway.engines.train.fsdp.gather import gather
@@ -60,12 +61,13 @@ class FsdpEngine:
         self._device = device
         self._model_path = model_path
         self._policy = sharded_policy(model_path, config, device)
+        self._packing = self._policy.packing(config)
         self._objective = Objective(config)
         self._learner = Learner(
             self._policy,
             config.actor.optim,
             grad_clip=config.actor.grad_clip,
-            token_budget=self._token_budget,
+            packing=self._packing,
             total_steps=total_optimizer_steps,
             device=device,
         )
@@ -76,7 +78,7 @@ class FsdpEngine:
 
     def forward_logprobs(self, rows: Sequence[Row]) -> list[NDArray[np.float32]]:
         """The [T] float32 log-probs of each of this rank's ``rows`` (nats, ``rollout.temperature`` applied)."""
-        return forward_sharded(self._policy, rows, self._token_budget, self._device)
+        return forward_sharded(self._policy, rows, self._packing, self._device)
 
     def proximal_logprobs(self, rows: Sequence[Row], version: int) -> list[NDArray[np.float32]]:
         """Log-probs [T] of each of ``rows`` under the policy before the first optimizer step of ``version``.
@@ -95,7 +97,7 @@ class FsdpEngine:
 
     def _apart(self, rows: Sequence[Row]) -> Apart:
         """Look at the episodes of ``rows`` that no micro-batch holds whole, in a pass without gradient."""
-        indices = rows_apart(rows, self._token_budget)
+        indices = self._packing.apart(rows, self._packing(rows, whole_episodes=True))
         (most,) = reduce_numbers([len(indices)], dist.ReduceOp.MAX, self._device)
         if not most:
             return NOTHING_APART
@@ -103,9 +105,15 @@ class FsdpEngine:
         return Apart(apart, self.forward_logprobs(apart))
 
     def _part(
-        self, context: StepContext, rows: Sequence[Row], totals: Totals, *, apart: Apart = NOTHING_APART
+        self,
+        context: StepContext,
+        rows: Sequence[Row],
+        trees: Sequence[Tree],
+        totals: Totals,
+        *,
+        apart: Apart = NOTHING_APART,
     ) -> tuple[torch.Tensor, Sums]:
-        batch = collate(rows, self._device)
+        batch = collate(rows, self._device, trees)
         others = apart.beside(rows)
         columns = objective.collate_columns(
             [*rows, *others.rows],
@@ -114,12 +122,13 @@ class FsdpEngine:
             with_prox=self._objective.needs_prox,
             lengths=totals.lengths,
         )
-        logprobs, entropy = self._policy(batch.input_ids, batch.predictors, batch.targets)
+        logprobs, entropy = self._policy(batch)
         return self._objective(batch, columns, totals, logprobs, entropy, context, others.logprobs)
 
     @property
-    def _token_budget(self) -> int:
-        return self._config.actor.ppo_max_token_len_per_gpu
+    def padded(self) -> str | None:
+        """Reason why rows are padded and not packed, where the model is it; None otherwise."""
+        return self._policy.padded
 
     # ------------------------------------------------------------------------------------------ weights
 

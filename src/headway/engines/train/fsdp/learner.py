@@ -21,6 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from headway.config.learning import OptimConfig
 from headway.data.collate import Row
+from headway.data.packing import Packing
+from headway.data.trees import Tree
 from headway.engines.train.fsdp.checkpoint import load_checkpoint, save_checkpoint
 from headway.engines.train.fsdp.collectives import reduce_numbers, reduce_sums
 from headway.engines.train.fsdp.forward import micro_batches, rows_of
@@ -29,8 +31,9 @@ from headway.engines.train.fsdp.sums import Sums, Totals, as_metrics, count, mer
 from headway.interfaces import StepReport
 from headway.progress import advance
 
-StepPart = Callable[[Sequence[Row], Totals], tuple[torch.Tensor, Sums]]
-"""Function of a micro-batch's rows and the step's totals: its addend to the loss, and its sums for the metrics."""
+StepPart = Callable[[Sequence[Row], Sequence[Tree], Totals], tuple[torch.Tensor, Sums]]
+"""Function of a micro-batch's rows, the trees that they are packed into and the step's totals: its addend to the loss,
+and its sums for the metrics."""
 
 
 class Learner:
@@ -42,7 +45,7 @@ class Learner:
         optim: OptimConfig,
         *,
         grad_clip: float,
-        token_budget: int,
+        packing: Packing,
         total_steps: int,
         device: torch.device,
     ) -> None:
@@ -50,7 +53,7 @@ class Learner:
         self.module = module
         self._optim = optim
         self._grad_clip = grad_clip
-        self._token_budget = token_budget
+        self._packing = packing
         self._total_steps = total_steps
         self._device = device
         self._steps = 0
@@ -98,12 +101,12 @@ class Learner:
         tokens, sequences = reduce_numbers([mine.tokens, mine.sequences], dist.ReduceOp.SUM, self._device)
         totals = Totals(tokens, sequences, mine.lengths)
         parts = []
-        batches = micro_batches(rows, self._token_budget, self._device, whole_episodes=whole_episodes)
-        for done, indices in enumerate(batches, 1):
-            loss, sums = part(rows_of(rows, indices), totals)
+        packs = micro_batches(rows, self._packing, self._device, whole_episodes=whole_episodes)
+        for done, pack in enumerate(packs, 1):
+            loss, sums = part(rows_of(rows, pack), pack.trees, totals)
             loss.backward()
             parts.append(sums)
-            advance(f"{done} of {len(batches)} micro-batches done")
+            advance(f"{done} of {len(packs)} micro-batches done")
         if not parts:
             raise ValueError("a training step needs rows on one rank at least")
         norms = torch._foreach_norm(self._local_grads())

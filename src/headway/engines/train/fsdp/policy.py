@@ -5,21 +5,25 @@
 All of it lies in one forward call, because FSDP2 gathers parameters in hooks around the calls of the modules that it
 wraps: a head that was called on its own, after the root's forward, would find its weight sharded.
 
-Shape suffixes: N rows, L padded length, M response tokens, H hidden size.
+Shape suffixes: N rows, L padded length (packed: one row of L tokens), M response tokens, U those of them that are
+computed, H hidden size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from headway.config.schema import Config
+from headway.data.packing import Packing
 from headway.engines.train.fsdp.batch import MicroBatch
 from headway.errors import ModelError
 from headway.models.logits import logit_rule
@@ -35,7 +39,14 @@ class ShardedModule(nn.Module):
         super().__init__()
         self._layers = [m for m in decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
         self._kind = type(decoder).__name__
+        self.padded: str | None = None
+        """Reason why the model's rows have to be padded; None where they can be packed. Set before the first pass."""
         _count_layers(self._layers, progress_here())
+
+    def packing(self, config: Config) -> Packing:
+        """Return how rows are put together for this model."""
+        configured = Packing.of(config)
+        return configured if self.padded is None else replace(configured, packed=False)
 
     def per_token(self, batch: MicroBatch) -> Float[Tensor, " M"]:
         """Compute one number per response token: what a forward pass without gradient is run for."""
@@ -72,19 +83,20 @@ class PolicyModule(ShardedModule):
 
     def per_token(self, batch: MicroBatch) -> Float[Tensor, " M"]:
         """Log-probs (nats) of the response tokens."""
-        logprobs, _ = self(batch.input_ids, batch.predictors, batch.targets)
+        logprobs, _ = self(batch)
         result: Tensor = logprobs
         return result
 
-    def forward(
-        self, input_ids: Int[Tensor, "N L"], predictors: Int[Tensor, " M"], targets: Int[Tensor, " M"]
-    ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
-        """Log-probs (nats) of ``targets`` and entropies, [M] float32. For the arguments see `batch.MicroBatch`."""
-        hidden_NLH = self.lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+    def forward(self, batch: MicroBatch) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
+        """Log-probs (nats) of the response tokens and entropies, [M] float32."""
+        hidden_NLH = self.lm.base_model(**batch.decoder_inputs(), use_cache=False).last_hidden_state
         # The response positions alone go through the head: prompts and padding never cost a row of logits.
-        hidden_MH = hidden_NLH.flatten(0, 1).index_select(0, predictors)
+        hidden_UH = hidden_NLH.flatten(0, 1).index_select(0, batch.predictors)
         head = self.lm.get_output_embeddings()
-        return chunked_logprobs(hidden_MH, head.weight, head.bias, targets, self._temperature, rule=self._rule)
+        logprobs_U, entropy_U = chunked_logprobs(
+            hidden_UH, head.weight, head.bias, batch.targets, self._temperature, rule=self._rule
+        )
+        return batch.spread(logprobs_U), batch.spread(entropy_U)
 
 
 class ValueModule(ShardedModule):
@@ -100,15 +112,15 @@ class ValueModule(ShardedModule):
         nn.init.zeros_(self.value_head.weight)
 
     def per_token(self, batch: MicroBatch) -> Float[Tensor, " M"]:
-        result: Tensor = self(batch.input_ids, batch.predictors)
+        result: Tensor = self(batch)
         return result
 
-    def forward(self, input_ids: Int[Tensor, "N L"], predictors: Int[Tensor, " M"]) -> Float[Tensor, " M"]:
-        """Values of the states before the response tokens, [M] float32. For the arguments see `batch.MicroBatch`."""
-        hidden_NLH = self.decoder(input_ids=input_ids, use_cache=False).last_hidden_state
-        hidden_MH = hidden_NLH.flatten(0, 1).index_select(0, predictors)
+    def forward(self, batch: MicroBatch) -> Float[Tensor, " M"]:
+        """Values of the states before the response tokens, [M] float32."""
+        hidden_NLH = self.decoder(**batch.decoder_inputs(), use_cache=False).last_hidden_state
+        hidden_UH = hidden_NLH.flatten(0, 1).index_select(0, batch.predictors)
         # In float32 whatever the decoder computes in: values are compared with returns, and differences are small.
-        return torch.mv(hidden_MH.float(), self.value_head.weight.float().squeeze(0))
+        return batch.spread(torch.mv(hidden_UH.float(), self.value_head.weight.float().squeeze(0)))
 
 
 def _count_layers(layers: Sequence[nn.Module], progress: Progress) -> None:

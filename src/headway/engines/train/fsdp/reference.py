@@ -21,9 +21,9 @@ class ReferenceEngine:
         """Load and shard the model at ``model_path``. Raises `ModelError` on every rank when it cannot be used."""
         self._policy = sharded_policy(model_path, config, device)
         self._policy.requires_grad_(False)
-        self._token_budget = config.actor.ppo_max_token_len_per_gpu
+        self._packing = self._policy.packing(config)
         self._device = device
 
     def forward_logprobs(self, rows: Sequence[Row]) -> list[NDArray[np.float32]]:
         """The [T] float32 log-probs of each of this rank's ``rows`` (nats, ``rollout.temperature`` applied)."""
-        return forward_sharded(self._policy, rows, self._token_budget, self._device)
+        return forward_sharded(self._policy, rows, self._packing, self._device)

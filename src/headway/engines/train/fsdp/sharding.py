@@ -19,9 +19,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from headway.config.schema import Config
-from headway.engines.train.fsdp.collectives import on_rank_zero
+from headway.data.packing import Packing
+from headway.engines.train.fsdp.collectives import from_rank_zero
 from headway.engines.train.fsdp.policy import PolicyModule, ShardedModule
 from headway.models.output_layer import check_output_layer
+from headway.models.packable import use_packed_attention
+from headway.models.packed_attention import NAME
 from headway.models.pretrained import attention, compute_dtype, load_config, load_model
 
 M = TypeVar("M", bound=ShardedModule)
@@ -43,7 +46,9 @@ def sharded(wrap: Wrap[M], model_path: str, config: Config, device: torch.device
     Raises:
         ModelError: on every rank, when the model cannot be opened or has a head that this engine does not support.
     """
-    module = wrap(_load_on_rank_zero(model_path, config.model.trust_remote_code))
+    lm, padded = _load_on_rank_zero(model_path, config)
+    module = wrap(lm)
+    module.padded = padded
     ranks = dist.get_world_size()
     weights = {name: p.detach() for name, p in module.named_parameters()} if ranks > 1 and dist.get_rank() == 0 else {}
     _shard(module, config, init_device_mesh(device.type, (ranks,), mesh_dim_names=("dp",)))
@@ -60,28 +65,34 @@ def reshard(module: ShardedModule) -> None:
     module.reshard()
 
 
-def _load_on_rank_zero(model_path: str, trust_remote_code: bool) -> PreTrainedModel:
-    """The full model on rank zero; on the others the same modules over memory that nobody has touched yet."""
+def _load_on_rank_zero(model_path: str, config: Config) -> tuple[PreTrainedModel, str | None]:
+    """The full model on rank zero; on the others the same modules over memory that nobody has touched yet. And the
+    reason why its rows have to be padded, if they have to.
+    """
+    trust_remote_code = config.model.trust_remote_code
+    loaded: list[PreTrainedModel] = []
 
-    def load() -> PreTrainedModel:
-        loaded = load_model(model_path, dtype=torch.float32, trust_remote_code=trust_remote_code)
-        check_output_layer(loaded, model_path)
-        return loaded
+    def load() -> str | None:
+        model = load_model(model_path, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        check_output_layer(model, model_path)
+        loaded.append(model)
+        return use_packed_attention(model) if Packing.of(config).packed else "model.packing=padded"
 
-    lm = on_rank_zero(load)
-    if lm is None:
-        model_config = load_config(model_path, trust_remote_code=trust_remote_code)
-        with torch.device("meta"):
-            lm = AutoModelForCausalLM.from_config(
-                model_config,
-                dtype=torch.float32,
-                attn_implementation=attention(model_config),
-                trust_remote_code=trust_remote_code,
-            )
-        lm.to_empty(device="cpu")  # the system hands out pages on first touch: until then it costs no memory
-        lm.tie_weights()
-        lm.eval()
-    return lm
+    padded = from_rank_zero(load)
+    if loaded:
+        return loaded[0], padded
+    model_config = load_config(model_path, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(
+            model_config,
+            dtype=torch.float32,
+            attn_implementation=attention(model_config) if padded is not None else NAME,
+            trust_remote_code=trust_remote_code,
+        )
+    lm.to_empty(device="cpu")  # the system hands out pages on first touch: until then it costs no memory
+    lm.tie_weights()
+    lm.eval()
+    return lm, padded
 
 
 def _shard(module: ShardedModule, config: Config, mesh: DeviceMesh) -> None:

@@ -1,0 +1,224 @@
+"""Which tokens of a packed line see which, and the parts in which attention computes that.
+
+A line's segments stand behind each other as `headway.data.trees` says. Attention takes them in parts, each of which is
+a batch of queries with keys of their own:
+
+    view     a segment's tokens, or a piece of them, and the keys of their whole path, copied together, under a mask
+    own      a segment's tokens among themselves, causal
+    subtree  all that stands behind a segment, and the segment's keys: no copies, no mask
+
+Few tokens are quicker as views, many as ``own`` and ``subtree``, whose results are merged by their log-sum-exps.
+
+Shape suffixes: L tokens of the line, S segments, B items of a part, Q queries and K keys of each (padded).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from itertools import pairwise
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headway.data.trees import Places, Segments, Tree
+
+COPY = 8
+"""Cost of a key that is copied into a view, in pairs of a query and a key."""
+MERGE = 12
+"""Cost of merging a query's results of two parts, in pairs."""
+CALL = 2_000
+"""Cost of one more part, in pairs."""
+MOST_PAIRS = 1 << 22
+"""Most pairs of one view: their mask is held as numbers."""
+PIECE = 256
+"""Number of queries in a piece of a segment that is longer than a layer's window."""
+
+
+class Kind(Enum):
+    VIEW = auto()
+    OWN = auto()
+    SUBTREE = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Queries and the keys that they attend to."""
+
+    kind: Kind
+    queries: Places
+    """Places of the queries in the line."""
+    keys: Places
+    """Places of the keys."""
+    before: int = 0
+    """Of a view: the number of keys before the first query's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Items that are computed in one call. Padding repeats an item's last token, and is never kept."""
+
+    kind: Kind
+    items: int
+    queries: Int[Tensor, " BQ"]
+    """Places of the queries in the line, B times Q."""
+    keys: Int[Tensor, " BK"]
+    mask: Float[Tensor, "B 1 Q K"] | None
+    """What is added to the scores, 0 or -inf; None where everything is seen, or, of ``own``, all that is not later."""
+    kept: Int[Tensor, " M"] | None
+    """Indices into ``queries`` of those that are no padding; None where none is."""
+    padding: Int[Tensor, " R"] | None
+    """Indices of those that are padding."""
+    places: Int[Tensor, " M"]
+    """Places in the line of the queries that are kept."""
+
+
+@dataclass(eq=False, slots=True)
+class Layout:
+    """Layout of one packed line of L tokens."""
+
+    segments: Segments
+    positions: Places
+    """Position of each token in its rows, [L]."""
+    device: torch.device
+    windows: dict[int | None, list[Part]] = field(default_factory=dict)
+    """The parts that were made so far, by the window of the layers that asked for them."""
+
+    @classmethod
+    def of(cls, trees: Sequence[Tree], device: torch.device) -> Layout:
+        """Make the layout of a line of ``trees``, one behind the other."""
+        positions = np.concatenate([tree.positions for tree in trees])
+        return cls(Segments.join([tree.segments for tree in trees]), positions, device)
+
+    def parts(self, window: int | None) -> list[Part]:
+        """Parts of attention under a sliding ``window``: a token sees those less than so many positions before it.
+
+        What covers each token, ``view`` or ``own``, comes before the subtrees.
+        """
+        if window is not None and window > self.positions.max():
+            window = None  # none of the tokens is so far from another that it sees
+        if window not in self.windows:
+            items = _items(self.segments, self.positions, window)
+            self.windows[window] = [
+                _part(kind, batch, window, self.device)
+                for kind in Kind
+                for batch in _batches([item for item in items if item.kind is kind])
+            ]
+        return self.windows[window]
+
+
+def _items(segments: Segments, positions: Places, window: int | None) -> list[Item]:
+    """Queries and keys of a whole line, tree by tree in whichever way costs less."""
+    starts, parents, ends = segments.starts, segments.parents, segments.ends
+    stops = np.append(starts[1:], len(positions))
+    roots = np.flatnonzero(parents < 0)
+    items: list[Item] = []
+    for root, following in pairwise([*roots.tolist(), len(starts)]):
+        of = slice(root, following)
+        lengths = stops[of] - starts[of]
+        depths = positions[starts[of]]
+        behind = ends[of] - stops[of]
+        pairs = lengths * (depths + lengths)
+        as_views = int((pairs + COPY * (depths + lengths)).sum())
+        as_own = int((lengths * lengths).sum()) // 2 + int((behind * (lengths + MERGE)).sum())
+        as_own += CALL * int((behind > 0).any())
+        windowed = window is not None and window <= positions[starts[root] : ends[root]].max()
+        if windowed or (as_views <= as_own and pairs.max() <= MOST_PAIRS):
+            items += _views(root, following, segments, stops, window)
+            continue
+        for start, stop, end in zip(starts[of].tolist(), stops[of].tolist(), ends[of].tolist(), strict=True):
+            own = np.arange(start, stop)
+            items.append(Item(Kind.OWN, own, own))
+            if end > stop:
+                items.append(Item(Kind.SUBTREE, np.arange(stop, end), own))
+    return items
+
+
+def _views(root: int, following: int, segments: Segments, stops: Places, window: int | None) -> list[Item]:
+    """Each segment of a tree with its whole path; under a window in pieces, each with what it can see."""
+    paths: dict[int, Places] = {-1: np.empty(0, np.int64)}
+    items = []
+    for segment in range(root, following):
+        own = np.arange(segments.starts[segment], stops[segment])
+        path = paths[segment] = np.concatenate([paths[int(segments.parents[segment])], own])
+        depth = len(path) - len(own)
+        step = len(own) if window is None else min(len(own), PIECE)
+        for first in range(0, len(own), step):
+            queries = own[first : first + step]
+            oldest = 0 if window is None else max(0, depth + first - window + 1)
+            keys = path[oldest : depth + first + len(queries)]
+            items.append(Item(Kind.VIEW, queries, keys, before=depth + first - oldest))
+    return items
+
+
+def _batches(items: Sequence[Item]) -> list[list[Item]]:
+    """Partition items into batches of about the same size, so that padding costs less than a call of their own."""
+    batches: list[list[Item]] = []
+    longest = shortest = used = 0
+    for item in sorted(items, key=lambda item: (-len(item.keys), -len(item.queries), item.queries[0])):
+        queries, keys = len(item.queries), len(item.keys)
+        if batches:
+            wide = max(longest, queries)
+            padded = (len(batches[-1]) + 1) * wide * shortest
+            if padded - used - queries * keys <= max(CALL, padded // 4):
+                batches[-1].append(item)
+                longest, used = wide, used + queries * keys
+                continue
+        batches.append([item])
+        longest, shortest, used = queries, keys, queries * keys
+    return batches
+
+
+def _part(kind: Kind, items: Sequence[Item], window: int | None, device: torch.device) -> Part:
+    query_lengths = np.array([len(item.queries) for item in items])
+    key_lengths = np.array([len(item.keys) for item in items])
+    queries_BQ, keys_BK = _padded([item.queries for item in items]), _padded([item.keys for item in items])
+    wide, long = queries_BQ.shape[1], keys_BK.shape[1]
+    real_BQ = np.arange(wide) < query_lengths[:, None]
+    seen = None
+    if kind is Kind.VIEW:
+        # Padding sees what the item's last query does, whose place it has.
+        last = np.minimum(np.arange(wide), query_lengths[:, None] - 1)
+        at_BQ1 = (last + np.array([[item.before] for item in items]))[..., None]
+        seen = np.arange(long) <= at_BQ1
+        if window is not None:
+            seen &= np.arange(long) > at_BQ1 - window
+    elif kind is Kind.SUBTREE and (key_lengths < long).any():
+        seen = np.broadcast_to((np.arange(long) < key_lengths[:, None])[:, None], (len(items), wide, long))
+
+    def tensor(array: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+    padded = not real_BQ.all()
+    return Part(
+        kind=kind,
+        items=len(items),
+        queries=tensor(queries_BQ.reshape(-1)),
+        keys=tensor(keys_BK.reshape(-1)),
+        mask=None if seen is None else _mask(seen, device),
+        kept=tensor(np.flatnonzero(real_BQ)) if padded else None,
+        padding=tensor(np.flatnonzero(~real_BQ)) if padded else None,
+        places=tensor(queries_BQ[real_BQ]),
+    )
+
+
+def _padded(arrays: Sequence[Places]) -> NDArray[np.int64]:
+    """Arrays as rows of one, each continued by its last element."""
+    lengths = np.array([len(array) for array in arrays])
+    ends = np.cumsum(lengths)
+    columns = np.minimum(np.arange(lengths.max()), lengths[:, None] - 1)
+    result: NDArray[np.int64] = np.concatenate(arrays)[columns + (ends - lengths)[:, None]]
+    return result
+
+
+def _mask(seen: NDArray[np.bool_], device: torch.device) -> Float[Tensor, "B 1 Q K"]:
+    """Numbers that are added to scores. One for all items where they are equal."""
+    items = len(seen)
+    if items > 1 and seen.size > MOST_PAIRS and (seen == seen[:1]).all():
+        seen = seen[:1]
+    mask = np.where(seen, np.float32(0), np.float32(-np.inf))
+    return torch.from_numpy(mask).to(device)[:, None].expand(items, -1, -1, -1)

@@ -1,0 +1,102 @@
+"""Trying whether a model can be computed on packed lines: the same hidden states as on single rows.
+
+    two rows with a common beginning, and a third ─▶ one by one, the model's own attention ─▶ hidden states
+                       └──────────▶ one packed line, `headway.models.packed_attention` ─────▶ the same, or the model
+                                                                                               keeps padded rows
+
+Models differ in more than a list of names could follow (attention of their own, recurrence, masks that they make
+themselves), so each is tried, with its weights, on a few tokens, and with windows so short that they matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from headway.data.trees import Ids, Tree, grow
+from headway.models.layout import Layout
+from headway.models.packed_attention import NAME
+from headway.models.pretrained import without_reports
+
+WINDOW = 3
+"""Length of the sliding windows that models are tried with, where they have any."""
+_WINDOWS = ("sliding_window", "attention_chunk_size", "local_window_size", "window_size")
+
+
+def use_packed_attention(lm: PreTrainedModel) -> str | None:
+    """Have ``lm``, which has its weights, attend over packed lines from now on.
+
+    Returns why it cannot; it is then as it was, and its rows have to be padded.
+    """
+    before = lm.config._attn_implementation
+    if not lm._can_set_attn_implementation():
+        return "its attention is its own"
+    with without_reports(), torch.no_grad(), _short_windows(lm):
+        rows = _rows(lm.config.get_text_config().vocab_size)
+        device = lm.get_input_embeddings().weight.device
+        single = [_hidden(lm, row, device) for row in rows]
+        tree = grow(rows[:2], 9)
+        try:
+            lm.set_attn_implementation(NAME)
+            line = _packed_hidden(lm, [tree, grow(rows[2:])], device)
+        except Exception as error:  # the model's own code, of any family, which meets arguments that it may not know
+            lm.set_attn_implementation(before)
+            return f"its code does not take packed lines ({type(error).__name__}: {str(error)[:200]})"
+        places: list[Any] = [*(torch.from_numpy(of).to(device) for of in tree.places), slice(len(tree.ids), None)]
+        if all(_close(line[of], expected) for of, expected in zip(places, single, strict=True)):
+            return None
+        lm.set_attn_implementation(before)
+        return "its hidden states on packed lines are not those of single rows"
+
+
+def _rows(vocabulary: int) -> list[Ids]:
+    """Two rows with nine tokens in common, and a third."""
+    tokens = ((np.arange(24) * 7 + 1) % vocabulary).astype(np.int32)
+    return [tokens[:13], np.concatenate([tokens[:9], tokens[13:18]]), tokens[18:24]]
+
+
+def _hidden(lm: PreTrainedModel, row: Ids, device: torch.device) -> Float[Tensor, "T H"]:
+    ids = torch.from_numpy(row).long().to(device)
+    hidden: Tensor = lm.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+    return hidden
+
+
+def _packed_hidden(lm: PreTrainedModel, trees: Sequence[Tree], device: torch.device) -> Float[Tensor, "L H"]:
+    layout = Layout.of(trees, device)
+    ids = torch.from_numpy(np.concatenate([tree.ids for tree in trees])).long().to(device)
+    positions = torch.from_numpy(layout.positions).to(device)
+    output = lm.base_model(input_ids=ids[None], position_ids=positions[None], layout=layout, use_cache=False)
+    hidden: Tensor = output.last_hidden_state[0]
+    return hidden
+
+
+def _close(actual: Tensor, expected: Tensor) -> bool:
+    """Tell whether both are equal but for rounding in sums as large as the largest value."""
+    tolerance = 1e-4 if expected.dtype in (torch.float32, torch.float64) else 5e-2
+    largest = max(1e-3, float(expected.abs().max()))
+    return torch.allclose(actual.float(), expected.float(), rtol=0.0, atol=tolerance * largest)
+
+
+@contextmanager
+def _short_windows(lm: PreTrainedModel) -> Iterator[None]:
+    """Context in which the sliding windows of ``lm`` are `WINDOW` tokens long."""
+    config = lm.config.get_text_config()
+    owners: list[tuple[Any, str, Any]] = []
+    for owner in (config, *lm.modules()):
+        for name in _WINDOWS:
+            value = vars(owner).get(name)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                owners.append((owner, name, value))
+                setattr(owner, name, WINDOW)
+    try:
+        yield
+    finally:
+        for owner, name, value in owners:
+            setattr(owner, name, value)

@@ -1,0 +1,207 @@
+"""Attention over packed lines, in place of a model's own, by `transformers`' registry of attention functions.
+
+    q, k, v of a line ─▶ for each part of the layout: queries and keys gathered ─▶ attention ─▶ merged ─▶ the line
+
+A token whose keys lie in several parts gets their results weighted by what each part's scores sum to:
+out = Σ exp(lse_p − lse)·out_p with lse = log Σ exp(lse_p). With ``out`` and ``lse`` of all parts together each part's
+backward pass is that of attention over its keys alone, as in ring attention (Liu et al. 2023, arXiv:2310.01889).
+
+Shape suffixes: L tokens of a line, H heads, G heads of keys and values, D head size, B items, Q queries, K keys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from headway.models.layout import Kind, Layout, Part
+
+NAME = "headway_packed"
+"""Name of this attention among those of `transformers`."""
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Float[Tensor, "1 H L D"],
+    key: Float[Tensor, "1 G L D"],
+    value: Float[Tensor, "1 G L E"],
+    attention_mask: Tensor | None,
+    *,
+    layout: Layout,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Float[Tensor, " H"] | None = None,
+    **_: Any,
+) -> tuple[Float[Tensor, "1 L H E"], None]:
+    """Attend as ``layout`` says. The arguments are those that `transformers` gives its attention functions.
+
+    Args:
+        sliding_window: a token sees those less than so many positions before it.
+        softcap: scores are cap · tanh(score / cap).
+        s_aux: a score of each head that takes part in the softmax and has no value (attention sinks).
+
+    Raises:
+        ValueError: there is a mask, or more than one line: the model wants what a layout does not say.
+    """
+    if attention_mask is not None or len(query) != 1:
+        raise ValueError("packed attention takes one line of tokens, and a layout in place of a mask")
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    parts = layout.parts(sliding_window)
+    q_LHD, k_LGD, v_LGE = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    flash = query.device.type == "cpu" and softcap is None and s_aux is None and query.shape[-1] == value.shape[-1]
+    if flash:
+        out_LHE = _Flash.apply(q_LHD, k_LGD, v_LGE, parts, scale)  # type: ignore[no-untyped-call]
+    else:
+        out_LHE = _by_definition(q_LHD, k_LGD, v_LGE, parts, scale, softcap, s_aux)
+    return out_LHE.unsqueeze(0), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, packed_attention)
+
+
+# ------------------------------------------------------------------------------------------ parts
+
+
+def _gather(line: Float[Tensor, "L G D"], places: Int[Tensor, " N"], items: int, heads: int) -> Tensor:
+    """Take the tokens at ``places``, as [B, H, N / B, D]; heads of keys are repeated for those of queries."""
+    own = line.shape[1]
+    gathered = line.index_select(0, places).view(items, -1, own, line.shape[2]).transpose(1, 2)
+    return gathered if own == heads else gathered.repeat_interleave(heads // own, dim=1)
+
+
+def _add(line: Float[Tensor, "L G D"], places: Int[Tensor, " N"], grad: Float[Tensor, "B H N D"]) -> None:
+    """Add to ``line`` the gradient of what `_gather` took from it."""
+    heads, own = grad.shape[1], line.shape[1]
+    if own != heads:
+        grad = grad.unflatten(1, (own, heads // own)).sum(2)
+    line.index_add_(0, places, grad.transpose(1, 2).reshape(-1, own, line.shape[2]).to(line.dtype))
+
+
+def _kept(part: Part, values: Float[Tensor, "B H Q ..."]) -> Float[Tensor, "M H ..."]:
+    """Values of the queries that are no padding, in the order of ``part.places``."""
+    flat = values.transpose(1, 2).flatten(0, 1)
+    return flat if part.kept is None else flat.index_select(0, part.kept)
+
+
+def _merge(
+    out_LHE: Tensor, lse_LH: Tensor, part: Part, own_MHE: Tensor, own_MH: Tensor
+) -> tuple[Float[Tensor, "L H E"], Float[Tensor, "L H"]]:
+    """Merge one more part's results into those of the line. Differentiable."""
+    so_far_MH = lse_LH.index_select(0, part.places)
+    both_MH = torch.logaddexp(so_far_MH, own_MH)
+    merged_MHE = out_LHE.index_select(0, part.places) * (so_far_MH - both_MH).exp().unsqueeze(-1)
+    merged_MHE = merged_MHE + own_MHE * (own_MH - both_MH).exp().unsqueeze(-1)
+    return out_LHE.index_copy(0, part.places, merged_MHE), lse_LH.index_copy(0, part.places, both_MH)
+
+
+class _Flash(torch.autograd.Function):
+    """Attention by torch's flash kernels for CPUs, part by part."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_LHD: Tensor, k_LGD: Tensor, v_LGD: Tensor, parts: Sequence[Part], scale: float
+    ) -> Float[Tensor, "L H D"]:
+        tokens, heads, _ = q_LHD.shape
+        out_LHD = torch.empty_like(q_LHD, memory_format=torch.contiguous_format)
+        lse_LH = torch.empty(tokens, heads, dtype=torch.promote_types(q_LHD.dtype, torch.float32))
+        for part in parts:
+            out, lse = _flash(
+                _gather(q_LHD, part.queries, part.items, heads),
+                _gather(k_LGD, part.keys, part.items, heads),
+                _gather(v_LGD, part.keys, part.items, heads),
+                0.0,
+                part.kind is Kind.OWN,
+                attn_mask=_as_dtype(part.mask, q_LHD.dtype),
+                scale=scale,
+            )
+            own_MHD, own_MH = _kept(part, out), _kept(part, lse.to(lse_LH.dtype))
+            if part.kind is Kind.SUBTREE:
+                wide_LHD, lse_LH = _merge(out_LHD.to(lse_LH.dtype), lse_LH, part, own_MHD.to(lse_LH.dtype), own_MH)
+                out_LHD = wide_LHD.to(out_LHD.dtype)
+            else:
+                out_LHD.index_copy_(0, part.places, own_MHD)
+                lse_LH.index_copy_(0, part.places, own_MH)
+        ctx.save_for_backward(q_LHD, k_LGD, v_LGD, out_LHD, lse_LH)
+        ctx.parts, ctx.scale = parts, scale
+        return out_LHD
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q_LHD, k_LGD, v_LGD, out_LHD, lse_LH = ctx.saved_tensors
+        heads = q_LHD.shape[1]
+        totals = [torch.zeros(t.shape, dtype=lse_LH.dtype) for t in (q_LHD, k_LGD, v_LGD)]
+        for part in ctx.parts:
+            grad_BHQD = grads[0].index_select(0, part.queries)
+            if part.padding is not None:
+                grad_BHQD.index_fill_(0, part.padding, 0.0)
+            lse_BHQ = lse_LH.index_select(0, part.queries).view(part.items, -1, heads).transpose(1, 2)
+            of_parts = _flash_backward(
+                grad_BHQD.view(part.items, -1, *grad_BHQD.shape[1:]).transpose(1, 2),
+                _gather(q_LHD, part.queries, part.items, heads),
+                _gather(k_LGD, part.keys, part.items, heads),
+                _gather(v_LGD, part.keys, part.items, heads),
+                _gather(out_LHD, part.queries, part.items, heads),
+                lse_BHQ,
+                0.0,
+                part.kind is Kind.OWN,
+                attn_mask=_as_dtype(part.mask, q_LHD.dtype),
+                scale=ctx.scale,
+            )
+            for total, places, grad in zip(totals, (part.queries, part.keys, part.keys), of_parts, strict=True):
+                _add(total, places, grad)
+        grad_q, grad_k, grad_v = (t.to(q_LHD.dtype) for t in totals)
+        return grad_q, grad_k, grad_v, None, None
+
+
+def _by_definition(
+    q_LHD: Tensor,
+    k_LGD: Tensor,
+    v_LGE: Tensor,
+    parts: Sequence[Part],
+    scale: float,
+    softcap: float | None,
+    sinks_H: Tensor | None,
+) -> Float[Tensor, "L H E"]:
+    """Attend with all scores of a part at once, for what no kernel computes: soft caps, sinks, values of other sizes.
+
+    In float32, or float64 for float64.
+    """
+    tokens, heads, _ = q_LHD.shape
+    dtype = torch.promote_types(q_LHD.dtype, torch.float32)
+    out_LHE = q_LHD.new_zeros(tokens, heads, v_LGE.shape[2], dtype=dtype)
+    lse_LH = q_LHD.new_full((tokens, heads), -math.inf, dtype=dtype)
+    for part in parts:
+        keys = _gather(k_LGD, part.keys, part.items, heads)
+        scores = (_gather(q_LHD, part.queries, part.items, heads) @ keys.transpose(-1, -2)).to(dtype) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        if part.mask is not None:
+            scores = scores + part.mask
+        elif part.kind is Kind.OWN:
+            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+            scores = scores.masked_fill(later, -math.inf)
+        lse = scores.logsumexp(-1)
+        values = _gather(v_LGE, part.keys, part.items, heads).to(dtype)
+        own_MHE, own_MH = _kept(part, (scores - lse.unsqueeze(-1)).exp() @ values), _kept(part, lse)
+        if part.kind is Kind.SUBTREE:
+            out_LHE, lse_LH = _merge(out_LHE, lse_LH, part, own_MHE, own_MH)
+        else:
+            out_LHE = out_LHE.index_copy(0, part.places, own_MHE)
+            lse_LH = lse_LH.index_copy(0, part.places, own_MH)
+    if sinks_H is not None:
+        out_LHE = out_LHE * torch.sigmoid(lse_LH - sinks_H.to(dtype)).unsqueeze(-1)
+    return out_LHE.to(q_LHD.dtype)
+
+
+def _as_dtype(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if mask is None or mask.dtype == dtype else mask.to(dtype)
