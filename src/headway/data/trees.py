@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-LEAST_SHARED = 8
+LEAST_SHARED = 4
 """Least number of tokens for which a segment of their own is made: each costs attention a part of its own."""
 
 Ids = NDArray[np.int32]

@@ -204,4 +204,4 @@ def _by_definition(
 
 
 def _as_dtype(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if mask is None or mask.dtype == dtype else mask.to(dtype)
+    return mask if mask is None or mask.dtype == dtype else mask.to(dtype)
