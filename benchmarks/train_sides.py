@@ -10,7 +10,6 @@ import ctypes
 import gc
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from enum import StrEnum
 from pathlib import Path
 
 import torch
@@ -18,6 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.train_workload import Kind
 from headway.config.learning import ActorConfig
 from headway.config.model import ModelConfig
 from headway.config.schema import Config
@@ -28,13 +28,6 @@ from headway.models.pretrained import load_model
 
 CLIP = 0.2
 UNLIMITED = 1e9
-
-
-class Kind(StrEnum):
-    """A side, by how it lays rows out."""
-
-    PLAIN = "plain"
-    PADDED = "padded"
 
 
 class Side(ABC):
@@ -94,10 +87,15 @@ class Headway(Side):
     """The train engine on one rank, without its optimizer's step. Needs torch.distributed's default group."""
 
     def __init__(self, folder: Path, budget: int, kind: Kind) -> None:
-        config = Config(actor=actor_config(kind, budget), model=ModelConfig(enable_gradient_checkpointing=False))
+        config = Config(
+            actor=ActorConfig(ppo_max_token_len_per_gpu=budget, grad_clip=UNLIMITED, clip_ratio=CLIP),
+            model=ModelConfig(packing=kind.value, enable_gradient_checkpointing=False),
+        )
         self._engine = FsdpEngine(
             model_path=str(folder), config=config, total_optimizer_steps=10**9, device=torch.device("cpu")
         )
+        if kind is not Kind.PADDED and self._engine.padded is not None:
+            raise RuntimeError(f"the engine pads rows that are to be {kind}: {self._engine.padded}")
         self._found: dict[str, torch.Tensor] | None = None
         self._engine._learner._update = self._keep  # type: ignore[method-assign]
 
@@ -118,11 +116,6 @@ class Headway(Side):
             return self._found
         finally:
             self._found = None
-
-
-def actor_config(kind: Kind, budget: int) -> ActorConfig:
-    """Settings that have the engine lay rows out as ``kind`` says."""
-    return ActorConfig(ppo_max_token_len_per_gpu=budget, grad_clip=UNLIMITED, clip_ratio=CLIP)
 
 
 def side_of(kind: Kind, folder: Path, budget: int) -> Side:

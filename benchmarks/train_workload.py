@@ -45,6 +45,17 @@ ROWS: Mapping[str, int] = MappingProxyType({"1m": 128, "10m": 32, "100m": 16})
 """Rows of a step by size, so that a step takes a second or a few."""
 
 
+class Kind(StrEnum):
+    """A side of the benchmark, by how it lays rows out."""
+
+    PLAIN = "plain"
+    """A loop over transformers, which pads."""
+    PADDED = "padded"
+    PACKED = "packed"
+    SHARED = "shared"
+    """Packed, and a group's prompt computed once."""
+
+
 class Lengths(StrEnum):
     """Prompt tokens to answer tokens."""
 
@@ -138,8 +149,19 @@ def rows_of(cell: Cell) -> list[Row]:
     return rows
 
 
-def padded(rows: Sequence[Row], budget: int = BUDGET) -> Work:
-    """Work where rows are padded to the longest of their micro-batch."""
+def work(kind: Kind, rows: Sequence[Row], budget: int = BUDGET) -> Work:
+    """What ``kind`` has to compute of ``rows`` in micro-batches of ``budget`` tokens."""
+    match kind:
+        case Kind.PLAIN | Kind.PADDED:
+            return _padded(rows, budget)
+        case Kind.PACKED:
+            return _packed(rows)
+        case Kind.SHARED:
+            return _shared(rows, budget)
+
+
+def _padded(rows: Sequence[Row], budget: int) -> Work:
+    """Rows are as long as the longest of their micro-batch."""
     lengths = [len(row.input_ids) for row in rows]
     shapes = [(len(batch), max(lengths[i] for i in batch)) for batch in token_budget_batches(lengths, budget)]
     return Work(
@@ -149,27 +171,25 @@ def padded(rows: Sequence[Row], budget: int = BUDGET) -> Work:
     )
 
 
-def packed(rows: Sequence[Row]) -> Work:
-    """Work where nothing is padded."""
+def _packed(rows: Sequence[Row]) -> Work:
     lengths = [len(row.input_ids) for row in rows]
     return Work(sum(lengths), sum(len(row.logprobs) for row in rows), sum(map(_causal, lengths)))
 
 
-def shared(rows: Sequence[Row], budget: int = BUDGET) -> Work:
-    """Work where nothing is padded and a group's prompt is computed once, in each micro-batch that it has to be in."""
-    answers = [len(row.logprobs) for row in rows]
-    tokens = pairs = 0
-    groups: dict[TrajectoryId | int, list[Row]] = {}
+def _shared(rows: Sequence[Row], budget: int) -> Work:
+    """A group's prompt counts once, or as often as there have to be micro-batches for its answers."""
+    groups: dict[int, list[Row]] = {}
     for row in rows:
         assert row.episode is not None
         groups.setdefault(row.episode.row, []).append(row)
+    tokens = pairs = answers = 0
     for group in groups.values():
-        prompt, own = group[0].prompt_length, sum(len(row.logprobs) for row in group)
-        times = max(1, -(-own // max(1, budget - prompt)))
-        tokens += times * prompt + own
-        pairs += times * _causal(prompt)
-        pairs += sum(len(row.logprobs) * prompt + _causal(len(row.logprobs)) for row in group)
-    return Work(tokens, sum(answers), pairs)
+        prompt, own = group[0].prompt_length, [len(row.logprobs) for row in group]
+        times = max(1, -(-sum(own) // max(1, budget - prompt)))
+        answers += sum(own)
+        tokens += times * prompt + sum(own)
+        pairs += times * _causal(prompt) + sum(answer * prompt + _causal(answer) for answer in own)
+    return Work(tokens, answers, pairs)
 
 
 def _causal(length: int) -> int:
