@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parser.error(f"--{flag}: unknown {', '.join(unknown)}; known: {', '.join(known)}")
     # Read once, when torch is loaded, so that it may not be imported before: threads that spin while they wait made a
     # step many times slower on cores that others use too.
-    os.environ.update(math_environment(chosen.threads))
+    os.environ.update(math_environment(chosen.threads), KINETO_LOG_LEVEL="99")
     from benchmarks.train_bench import Bench
 
     wanted = cells(chosen.models, [Lengths(one) for one in chosen.lengths], chosen.n)

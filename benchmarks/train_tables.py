@@ -41,6 +41,8 @@ class Measured:
     """Operations of a step by the arithmetic."""
     seconds: dict[Kind, list[float]] = field(default_factory=dict)
     """Seconds of a step, round by round."""
+    cpu_seconds: dict[Kind, list[float]] = field(default_factory=dict)
+    """Seconds that cores computed for a step, round by round."""
     bytes: dict[Kind, int] = field(default_factory=dict)
     """Most bytes that a step holds beyond what was there before."""
 
@@ -48,6 +50,11 @@ class Measured:
     def of(cls, cell: Cell, rows: Sequence[Row]) -> Measured:
         flops = {kind: work(kind, rows).flops(SIZES[cell.size]) for kind in Kind}
         return cls(cell, sum(len(row.input_ids) for row in rows), flops)
+
+    def add(self, kind: Kind, seconds: float, cpu_seconds: float) -> None:
+        """Add one round of ``kind``."""
+        self.seconds.setdefault(kind, []).append(seconds)
+        self.cpu_seconds.setdefault(kind, []).append(cpu_seconds)
 
     @property
     def rounds(self) -> int:
@@ -97,6 +104,7 @@ class Measured:
             "n": self.cell.n,
             "tokens": self.tokens,
             "seconds": self.seconds,
+            "cpu_seconds": self.cpu_seconds,
             "tokens_per_s": {kind: self.rate(kind) for kind in Kind},
             "allowed": {kind: self.allowed(kind) for kind in Kind},
             "ratio": {kind: self.ratio(kind) for kind in Kind},
@@ -118,7 +126,17 @@ def markdown(results: Results) -> str:
         lines += ["| --- |" + " ---: |" * (len(HEADINGS) - 1)]
         lines += ["| " + " | ".join(measured.cells_of_table()) + " |" for measured in same]
         lines.append("")
-    return "\n".join([*lines, *aims(results.cells), ""])
+    return "\n".join([*lines, *aims(results.cells), busy(results), ""])
+
+
+def busy(results: Results) -> str:
+    """A sentence on what the machine had for the benchmark: medians in rounds with less are not to be relied on."""
+    shares = [
+        sum(sum(spent) for spent in measured.cpu_seconds.values())
+        / sum(sum(took) for took in measured.seconds.values())
+        for measured in results.cells
+    ]
+    return f"- cores that computed, mean over a cell: {min(shares):.2f} to {max(shares):.2f} of {results.threads}"
 
 
 def aims(cells: Sequence[Measured]) -> list[str]:

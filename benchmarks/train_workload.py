@@ -30,8 +30,8 @@ LONGEST_PROMPT = 128
 LONGEST_ANSWER = 512
 SHORTEST = 4
 """Fewest tokens of a prompt and of an answer where lengths are long-tailed."""
-BUDGET = 2048
-"""Tokens of a micro-batch: sixteen rows of `LENGTH`."""
+BUDGET = 4096
+"""Tokens of a micro-batch: six of the longest rows."""
 PASSES = 3
 
 SIZES: Mapping[str, Size] = MappingProxyType(
