@@ -8,7 +8,10 @@
 # make agents-env   their packages alone, an environment of about 700 MB without torch
 # make test-gpu what works on this machine's GPUs, and how fast, in 8 minutes    (ARGS="--only logprobs,demo")
 # make wheelhouse PYTHON_VERSION=3.12    wheels for a machine that has torch, transformers and no network
-# make bench    benchmarks, into build/bench/        (ARGS=... is passed on)
+# make bench    the main job against a plain loop and TRL, about 8 minutes, into build/bench/
+# make bench-trl      the same; builds TRL's environment first
+# make trl-env        that environment alone, about 1.4 GB: fails where it cannot be built
+# make bench-train    training steps, padded, packed and with shared prompts, about 15 minutes   (ARGS="--models 1m")
 # make bench-update   what updates of the weights cost, about 25 minutes   (ARGS="--models 1m --only broadcast")
 # make bench-rollout  generation against its peers, about 30 minutes  (ARGS="--quick", "--full", "--update --models 1m")
 # make bench-episodes what episodes of several turns cost, about 3 minutes   (ARGS="--quick", "--only prefixes")
@@ -27,6 +30,8 @@ VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.installed
 AGENTS_BIN := .venv-agents/bin
 AGENTS_STAMP := .venv-agents/.installed
+TRL_BIN := .venv-trl/bin
+TRL_STAMP := .venv-trl/.installed
 
 # One thread per test process: tests run side by side, and thread pools of the same size on top only slow them down.
 # Bytecode is written even where the user has said otherwise: each of hundreds of processes would compile all again.
@@ -36,7 +41,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYT
 ENVIRONMENTS := vllm agents
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu wheelhouse test-slow test-all environments vllm-env test-vllm agents-env test-agents lint types layers pytest bench bench-update bench-rollout bench-episodes study-staleness docs format clean
+.PHONY: help setup demo test test-gpu wheelhouse test-slow test-all environments vllm-env test-vllm agents-env test-agents lint types layers pytest bench trl-env bench-trl bench-train bench-update bench-rollout bench-episodes study-staleness docs format clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -129,6 +134,23 @@ wheelhouse: setup
 bench: setup
 	$(BIN)/python -m benchmarks $(ARGS)
 
+trl-env: $(TRL_STAMP)
+
+$(TRL_STAMP): pyproject.toml constraints-trl.txt
+	@{ { test -x $(TRL_BIN)/pip || $(PYTHON) -m venv .venv-trl || { $(PYTHON) -m venv --clear --without-pip .venv-trl && \
+		$(PYTHON) -m pip --python $(TRL_BIN)/python install pip; }; } && \
+	$(TRL_BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints-trl.txt trl accelerate datasets -e . && \
+	$(TRL_BIN)/python -c 'import trl' && touch $@; } || { echo "make trl-env: TRL's environment could not be built here \
+	(constraints-trl.txt); make bench leaves TRL out, and says so" >&2; exit 1; }
+
+# Where the environment cannot be built, the rest is measured without TRL.
+bench-trl: setup
+	-@$(MAKE) --no-print-directory trl-env
+	$(BIN)/python -m benchmarks main_job
+
+bench-train: setup
+	$(BIN)/python -m benchmarks.train $(ARGS)
+
 bench-update: setup
 	$(BIN)/python -m benchmarks.update $(ARGS)
 
@@ -149,5 +171,5 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-vllm .venv-agents build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-vllm .venv-agents .venv-trl build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -13,6 +13,7 @@ from headway.cluster.hardware import available_cores
 from headway.config.loading import load
 from headway.data.sources import build_sources
 from headway.data.tasks import make_task
+from headway.engines.train.fsdp.schedule import learning_rate
 from headway.models.pretrained import load_model
 from headway.models.tokenizer import load_tokenizer
 
@@ -42,7 +43,9 @@ def main(path: Path, overrides: list[str]) -> None:
         ),
     )
     source, size = build_sources(config, tokenizer).train, config.actor.ppo_mini_batch_size
-    for _ in range(config.rollout.total_rollout_steps // size):
+    steps = config.rollout.total_rollout_steps // size
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = learning_rate(config.actor.optim, step, steps)
         loop.step([prompt for prompt in (source.next() for _ in range(size)) if prompt is not None])
     timing = loop.timing
     figures = {
@@ -51,6 +54,8 @@ def main(path: Path, overrides: list[str]) -> None:
         "wall s": timing.total_s,
         "train idle": timing.generate_s / timing.total_s,
         "rollout idle": timing.train_s / timing.total_s,
+        "samples": timing.samples,
+        "optimizer steps": timing.steps,
     }
     print(json.dumps(figures))
 

@@ -21,6 +21,7 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         "logprobs": Check("engine:logprobs", "the engine's log-probs are the trainer's", 90),
         "decoding": Check("engine:decoding", "decoding, prefill, CUDA graphs: the same tokens", 90),
         "training": Check("training:training", "gradient and step are the CPU's", 60),
+        "packing": Check("packing:gradients", "packed rows, shared prompts: the gradient of single rows", 60),
         "fsdp": Check("training:fsdp", "FSDP2 on all GPUs", 90),
         "transports": Check("transports:transports", "every transport, onto the device", 60),
         "broadcast": Check("transports:broadcast", "broadcast between two processes", 90),
@@ -28,6 +29,7 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         "sleep": Check("serving:sleep", "sleep frees memory, waking restores", 60),
         "demo": Check("demo:demo", "the demo, on this device", 150),
         "training_speed": Check("speed:training_speed", "training, 0.5 B", 120),
+        "packing_speed": Check("packing:speed", "training by the layout of rows, 0.5 B", 120),
         "decoding_speed": Check("speed:decoding_speed", "decoding, 0.5 B", 150),
     }
 )

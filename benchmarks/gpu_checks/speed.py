@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu_checks.models import HALF_BILLION, LIKE_HALF_BILLION, Shape, requests
 from benchmarks.gpu_checks.setting import Passed, Setting, one_rank_group, require
+from benchmarks.gpu_checks.training import Layout
 from headway.config.learning import ActorConfig
 from headway.config.model import ModelConfig
 from headway.config.schema import Config
@@ -84,7 +85,7 @@ def training_speed(setting: Setting) -> Passed:
     length, budget = (64, 128) if setting.small else (1024, 8192 if large else 2048)
     rows = rows_of_length(shape, 8 if setting.small else 16, length)
     contenders = {
-        "headway": _headway_step(setting, folder, rows, budget),
+        "headway": headway_step(setting, folder, rows, budget),
         "plain": _plain_step(setting, folder, rows, budget),
     }
     peak, name = peak_tflops(setting)
@@ -124,10 +125,13 @@ def measured(setting: Setting, make: Callable[[], Once]) -> tuple[float, float |
     return median(seconds[1:]), memory
 
 
-def _headway_step(setting: Setting, folder: Path, rows: Sequence[Row], budget: int) -> Callable[[], Once]:
+def headway_step(
+    setting: Setting, folder: Path, rows: Sequence[Row], budget: int, packing: Layout = "shared"
+) -> Callable[[], Once]:
     def make() -> Once:
         config = Config(
-            actor=ActorConfig(ppo_max_token_len_per_gpu=budget), model=ModelConfig(enable_gradient_checkpointing=False)
+            actor=ActorConfig(ppo_max_token_len_per_gpu=budget),
+            model=ModelConfig(enable_gradient_checkpointing=False, packing=packing),
         )
         device = torch.device(setting.device)
         engine = FsdpEngine(model_path=str(folder), config=config, total_optimizer_steps=100, device=device)

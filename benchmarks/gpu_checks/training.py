@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -45,6 +46,8 @@ MEET_S = 60.0
 """Limit for all ranks to be there, and for any collective."""
 
 Weights = Mapping[str, torch.Tensor]
+Layout = Literal["shared", "packed", "padded"]
+"""A value of ``model.packing``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,14 +201,16 @@ def worst(found: Weights, expected: Weights) -> str:
 # ---------------------------------------------------------------------------------------- the two sides
 
 
-def engine_of(setting: Setting, folder: Path, dtype: str, *, offload: bool = False) -> FsdpEngine:
+def engine_of(
+    setting: Setting, folder: Path, dtype: str, *, offload: bool = False, packing: Layout = "shared"
+) -> FsdpEngine:
     actor = ActorConfig(
         ppo_max_token_len_per_gpu=MICRO_BATCH_TOKENS,
         grad_clip=1e9,  # not clipped: the gradient itself is compared
         optim=OptimConfig(lr=LR, weight_decay=0.0),
         fsdp_config=FsdpConfig(param_offload=offload),
     )
-    config = Config(actor=actor, model=ModelConfig(dtype=dtype))
+    config = Config(actor=actor, model=ModelConfig(dtype=dtype, packing=packing))
     device = torch.device(setting.device)
     return FsdpEngine(model_path=str(folder), config=config, total_optimizer_steps=10**9, device=device)
 

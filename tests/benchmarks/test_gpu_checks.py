@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import pytest
 import torch
 
-from benchmarks.gpu_checks import demo, engine, serving, speed, training, transports
+from benchmarks.gpu_checks import demo, engine, packing, serving, speed, training, transports
 from benchmarks.gpu_checks.models import HALF_BILLION
 from benchmarks.gpu_checks.setting import CheckFailed, Passed, Setting
 from headway.config.transports import TRANSPORTS
+from headway.data.trees import Segments
 from headway.engines.rollout.native import runner
 from headway.engines.rollout.native.cache import SlotCache
 from headway.engines.rollout.native.core import EngineCore
@@ -24,6 +26,7 @@ from headway.engines.train.fsdp import engine as fsdp_engine
 from headway.engines.train.fsdp import learner, policy
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.interfaces import StepReport
+from headway.models.layout import Layout
 from headway.weights.buckets import Tensors
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -43,11 +46,13 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
         engine.logprobs,
         engine.decoding,
         training.training,
+        packing.gradients,
         training.fsdp,
         transports.transports,
         serving.update,
         serving.sleep,
         speed.training_speed,
+        packing.speed,
         speed.decoding_speed,
     ],
     ids=lambda check: check.__name__,
@@ -137,6 +142,20 @@ def steps_are_twice_as_long(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(learner, "learning_rate", lambda *given: 2 * right(*given))
 
 
+def answers_see_each_other(patch: pytest.MonkeyPatch) -> None:
+    right = fsdp_engine.collate
+
+    def wrong(*given: Any) -> Any:
+        batch = right(*given)
+        if batch.layout is not None:  # each token after all that stand before it in the line
+            tokens = len(batch.layout.positions)
+            one = Segments(*(np.array([value]) for value in (0, -1, tokens)))
+            object.__setattr__(batch, "layout", Layout(one, batch.layout.positions, batch.layout.device))
+        return batch
+
+    patch.setattr(fsdp_engine, "collate", wrong)
+
+
 def gathering_leaves_bytes_out(patch: pytest.MonkeyPatch) -> None:
     right = fsdp_engine.gather
 
@@ -207,6 +226,8 @@ def answers_are_cut_short(patch: pytest.MonkeyPatch) -> None:
         (engine.decoding, greedy_takes_the_least_likely, "greedy, .* by transformers.generate"),
         (training.training, predictors_are_off_by_one, "float32: the gradient is off by"),
         (training.training, steps_are_twice_as_long, "AdamW's step is off by 1 of its norm"),
+        (packing.gradients, answers_see_each_other, "packed, float32: the gradient is off by"),
+        (packing.speed, losses_are_not_finite, "a loss of nan"),
         (training.fsdp, gathering_leaves_bytes_out, "gathered from the ranks are not those of the model's folder"),
         (training.fsdp, checkpoints_are_not_read, "brought other weights back"),
         (transports.transports, the_last_value_is_not_written, "version 1 .* came with other bits"),

@@ -1,0 +1,127 @@
+"""Layouts of rows: the gradient is that of single rows whatever they are, and how fast each of them trains.
+
+padded   a micro-batch's rows, as long as the longest
+packed   one line without padding
+shared   one line in which a group's prompt stands once
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, get_args
+
+import numpy as np
+import torch
+
+from benchmarks.gpu_checks.models import Shape, checked_shape, peaked_model
+from benchmarks.gpu_checks.setting import Passed, Setting, one_rank_group, require
+from benchmarks.gpu_checks.speed import LARGE_GPU_GB, headway_step, measured, model_folder, peak_tflops, shape_of
+from benchmarks.gpu_checks.training import (
+    BFLOAT16_FACTOR,
+    FLOAT32_TOLERANCE,
+    Layout,
+    compare,
+    engine_of,
+    random_rows,
+    reference,
+    rounding,
+)
+from benchmarks.rollout_workload import Size, long_tailed
+from benchmarks.train_workload import Kind, work
+from headway.data.collate import Row
+from headway.data.types import TrajectoryId
+
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)[::-1]
+"""Values of ``model.packing``, the plainest first."""
+N = 8
+"""Answers to a prompt."""
+
+
+def gradients(setting: Setting) -> Passed:
+    """One mini-batch's gradient by each layout on the device, against single rows in float64 on the CPU."""
+    folder, rows = peaked_model(setting), grouped(random_rows(setting, 24), checked_shape(setting))
+    expected = reference(folder, rows)
+    lines, figures = [], {}
+    with one_rank_group(setting):
+        for dtype in ("float32", "bfloat16"):
+            limit = FLOAT32_TOLERANCE
+            if dtype == "bfloat16":
+                limit = BFLOAT16_FACTOR * rounding(setting, folder, rows, expected)
+            off = {}
+            for layout in LAYOUTS:
+                engine = engine_of(setting, folder, dtype, packing=layout)
+                if layout != "padded":
+                    require(engine.padded is None, f"{layout} rows are padded: {engine.padded}")
+                off[layout] = compare(engine, rows, expected, f"{layout}, {dtype}", limit)["gradient"]
+            found = ", ".join(f"{layout} {value:.2g}" for layout, value in off.items())
+            lines.append(f"{dtype}: gradients off by {found} of their norm (limit {limit:.2g})")
+            figures[dtype] = off
+    return Passed(lines, figures)
+
+
+def speed(setting: Setting) -> Passed:
+    """Tokens per second and memory of a training step by layout, and what arithmetic allows."""
+    folder, shape = model_folder(setting), shape_of(setting)
+    large = setting.on_gpu and torch.cuda.get_device_properties(0).total_memory > LARGE_GPU_GB * 1e9
+    length, budget = (64, 256) if setting.small else (512, 8192 if large else 4096)
+    rows = tailed_rows(shape, 2 * N, length)
+    tokens = sum(len(row.input_ids) for row in rows)
+    size = Size(
+        *(shape.name, shape.vocabulary, shape.hidden, shape.layers, shape.heads, shape.kv_heads),
+        *(shape.hidden // shape.heads, shape.intermediate, 0),
+    )
+    flops = {layout: work(Kind(layout), rows, budget).flops(size) for layout in LAYOUTS}
+    figures: dict[str, Any] = {"device": peak_tflops(setting)[1], "tokens": tokens, "micro_batch_tokens": budget}
+    lines = []
+    with one_rank_group(setting):
+        for layout in LAYOUTS:
+            seconds, memory = measured(setting, headway_step(setting, folder, rows, budget, layout))
+            allowed = flops["padded"] / flops[layout]
+            figures[layout] = {"tokens_per_s": tokens / seconds, "allowed": allowed, "memory_gb": memory}
+            ratio = figures[layout]["tokens_per_s"] / figures["padded"]["tokens_per_s"]
+            said = f"{layout}: {tokens / seconds:,.0f} tokens/s, {ratio:.2f} × padded (arithmetic: {allowed:.2f})"
+            lines.append(said + ("" if memory is None else f", {memory:.1f} GB at most"))
+    lines.append(f"{len(rows) // N} prompts of {length} tokens, {N} answers to each, up to as long; {budget} at once")
+    return Passed(lines, figures)
+
+
+def grouped(rows: Sequence[Row], shape: Shape) -> list[Row]:
+    """The answers of ``rows`` as those of groups of `N`, behind a prompt that each group shares."""
+    noise, made = np.random.default_rng(2), []
+    for index, row in enumerate(rows):
+        group, k = divmod(index, N)
+        if k == 0:
+            prompt = noise.integers(0, shape.vocabulary, int(noise.integers(1, 40))).astype(np.int32)
+        answer = row.input_ids[row.prompt_length :]
+        made.append(
+            replace(
+                row,
+                input_ids=np.concatenate([prompt, answer]),
+                prompt_length=len(prompt),
+                episode=TrajectoryId(0, group, 0, k),
+            )
+        )
+    return made
+
+
+def tailed_rows(shape: Shape, count: int, longest: int) -> list[Row]:
+    """Groups of `N` answers, long-tailed lengths up to ``longest``, to prompts of ``longest`` tokens."""
+    noise = np.random.default_rng(0)
+    answers = noise.permutation(long_tailed(count, 2, longest)).tolist()
+    rows = []
+    for group in range(count // N):
+        prompt = noise.integers(0, shape.vocabulary, longest)
+        for k, answer in enumerate(answers[group * N : (group + 1) * N]):
+            rows.append(
+                Row(
+                    input_ids=np.concatenate([prompt, noise.integers(0, shape.vocabulary, answer)]).astype(np.int32),
+                    prompt_length=longest,
+                    logprobs=np.full(answer, -np.log(shape.vocabulary), np.float32),
+                    versions=np.zeros(answer, np.int32),
+                    loss_mask=np.ones(answer, np.bool_),
+                    columns={"advantages": noise.standard_normal(answer).astype(np.float32)},
+                    episode=TrajectoryId(0, group, 0, k),
+                )
+            )
+    return rows
