@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.config.placement import ACTOR, REF, ROLLOUT, resolve_placement
+from headway.config.placement import ACTOR, ALWAYS_SLOTS, MOST_SLOTS, REF, ROLLOUT, concurrent, resolve_placement
 from headway.config.schema import Config
 from headway.errors import ConfigError
 
@@ -129,3 +129,37 @@ def test_whole_shares_give_their_devices_and_roles_overlap_only_where_they_must(
     assert not placed.shared(ROLLOUT, REF)
     assert placed.shared(REF, ACTOR) == (ref == 0 or train + ref + generate > total)
     assert set(placed.idle).isdisjoint(device for on in placed.devices.values() for device in on)
+
+
+def slots(eta: object, replicas: int = 1, context: int = 512, **rollout: object) -> int:
+    """Slots of a replica where a version is 2 groups of 20 answers."""
+    return concurrent(
+        config(
+            async_training={"staleness_threshold": eta, "trigger_parameter_sync_step": 1, "require_batches": 1},
+            actor={"ppo_mini_batch_size": 2},
+            data={"max_prompt_length": context // 2, "max_response_length": context // 2},
+            rollout={"n": 20, "n_gpus_per_node": replicas, **rollout},
+        )
+    )
+
+
+@pytest.mark.parametrize(("eta", "replicas", "expected"), [(0, 1, 40), ("0.5", 1, 60), ("0.5", 4, 15), (0, 3, 14)])
+def test_a_replica_has_as_many_slots_as_it_may_have_answers_in_flight(
+    eta: object, replicas: int, expected: int
+) -> None:
+    assert slots(eta, replicas) == expected
+
+
+def test_slots_that_are_given_are_taken_as_they_are() -> None:
+    assert slots(0, max_concurrent=1000) == 1000
+
+
+def test_many_short_answers_get_more_slots_than_many_long_ones_unless_memory_is_bounded() -> None:
+    assert [slots(49, context=context) for context in (1024, 2048, 4096, 32768)] == [
+        MOST_SLOTS,
+        128,
+        ALWAYS_SLOTS,
+        ALWAYS_SLOTS,
+    ]
+    assert slots(49, context=32768, kv_cache_gib=4) == MOST_SLOTS
+    assert slots(0, context=32768, kv_cache_gib=4) == 40

@@ -83,7 +83,7 @@ def test_required_keys_are_those_without_which_their_section_is_refused() -> Non
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("rollout.max_concurrent", "integer > 0"),
+        ("rollout.max_concurrent", "integer > 0 or `null`"),
         ("rollout.test_freq", "integer ≥ -1, not 0"),
         ("rollout.top_p", "number > 0 and ≤ 1"),
         ("rollout.kv_cache_gib", "number > 0 or `null`"),

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from headway.config.loading import load
+from headway.config.placement import concurrent
 from headway.data.collate import Row
 from headway.data.sources import build_sources
 from headway.data.types import FinishReason, Outcomes, Prompt, SampledTokens, TurnSpan
@@ -115,7 +116,7 @@ async def plain_games(config_path: Path, out: Path) -> None:
         model,
         name="plain",
         seed=config.run.seed,
-        slots=config.rollout.max_concurrent,
+        slots=concurrent(config),
         max_context=room,
         max_batched_tokens=config.rollout.max_batched_tokens,
         decode=text_of(tokenizer),

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from headway.config.loading import load
+from headway.config.placement import concurrent
 from headway.data.collate import resolve
 from headway.data.sources import build_sources
 from headway.data.types import Group
@@ -50,7 +51,7 @@ async def plain_loop(config_path: Path, out: Path) -> None:
         model,
         name="plain",
         seed=config.run.seed,
-        slots=config.rollout.max_concurrent,
+        slots=concurrent(config),
         max_context=config.data.max_prompt_length + config.data.max_response_length,
         max_batched_tokens=config.rollout.max_batched_tokens,
         decode=decode,

@@ -32,7 +32,7 @@ from headway.cluster.sight import SharedFiles, Sight
 from headway.cluster.token_files import TokenPlace, token_directory
 from headway.cluster.worker_group import PartOf, Worker, WorkerGroup
 from headway.concurrently import concurrently
-from headway.config.placement import CRITIC, REF, resolve_placement
+from headway.config.placement import CRITIC, REF, concurrent, resolve_placement
 from headway.config.schema import Config
 from headway.config.transports import TRANSPORTS, transport_of
 from headway.data.assignment import Cost
@@ -335,9 +335,7 @@ class Startup:
         offset = await clock_offset(worker)
         capabilities = await self._wait(f"{worker.name} to start its engine", _result(group.serve, manifest, offset))
         self._check_can(worker.name, capabilities)
-        return RolloutReplica(
-            worker, capabilities, self._config.rollout.max_concurrent, paths, self._config.param_update.verify
-        )
+        return RolloutReplica(worker, capabilities, concurrent(self._config), paths, self._config.param_update.verify)
 
     def _check_can(self, name: str, capabilities: Capabilities) -> None:
         asked = OnUpdate(self._config.async_training.on_update)

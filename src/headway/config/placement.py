@@ -9,12 +9,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from math import floor
 
 from headway.config.schema import Config
 from headway.errors import ConfigError
 
 ACTOR, ROLLOUT, REF, LOGP, CRITIC = "actor", "rollout", "ref", "logp", "critic"
 SHARE_NAMES = ("train", "logp", "ref_logp", "generate")
+
+MOST_SLOTS = 256
+"""Most trajectories that a replica decodes at once without being told to: a step's cost per row falls little beyond."""
+ALWAYS_SLOTS = 64
+"""Trajectories that a replica decodes at once, if there are so many, however long their contexts may become."""
+WHOLE_CONTEXT_TOKENS = 2**18
+"""Tokens of all slots' whole contexts together, beyond `ALWAYS_SLOTS`, where nobody has said how much memory there is:
+34 GB of an 8 B model's keys and values (8 heads of 128 in 32 layers, bfloat16)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +66,23 @@ def needs_greedy_baseline(config: Config) -> bool:
     """Tell whether each group gets a greedy answer beside its own."""
     asked = config.rollout.greedy_baseline
     return config.algorithm.adv_estimator == "remax" if asked is None else asked
+
+
+def concurrent(config: Config) -> int:
+    """Number of trajectories that one replica decodes at once: ``rollout.max_concurrent``, or what stands for null.
+
+    More slots than there are trajectories in flight would only take memory. Without a bound on that memory there is
+    room for a whole context in each slot, so that long contexts get fewer.
+    """
+    rollout = config.rollout
+    if rollout.max_concurrent is not None:
+        return rollout.max_concurrent
+    eta, replicas = config.async_training.staleness_threshold, len(resolve_placement(config).devices[ROLLOUT])
+    in_flight = -(-floor((1 + eta) * config.groups_per_version) * rollout.n // replicas)
+    if rollout.kv_cache_gib is not None:
+        return min(in_flight, MOST_SLOTS)
+    context = config.data.max_prompt_length + config.data.max_response_length
+    return min(in_flight, MOST_SLOTS, max(ALWAYS_SLOTS, WHOLE_CONTEXT_TOKENS // context))
 
 
 def resolve_placement(config: Config) -> Placement:

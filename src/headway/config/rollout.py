@@ -46,14 +46,16 @@ class RolloutConfig(ProgramKeys):
     """Versions between two validations; the first and the last version are always validated. -1: only those two."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the served weights; ``auto`` is that of ``model.dtype``."""
-    max_concurrent: Positive = 64
-    """Trajectories that one replica decodes at once. Bounds memory, not staleness."""
+    max_concurrent: Positive | None = None
+    """Trajectories that one replica decodes at once. Bounds memory, not staleness. null: as many as may be in flight,
+    ⌊(1+η)·B⌋ · ``n`` divided by the replicas, up to 256; fewer where ``kv_cache_gib`` does not bound the memory and so
+    many whole contexts have more than 262,144 tokens together, but 64 at least."""
     max_batched_tokens: Positive = 4096
     """Most prompt tokens of the answers that start in one step."""
     kv_cache_gib: float | None = Field(None, gt=0)
     """Memory in GiB for keys and values, those of episodes between two turns included. Where it is short, these are
-    prefilled again, and answers wait, or are parked and go on. Default with ``native``: enough for ``max_concurrent``
-    open episodes; with ``vllm``: 1 on a CPU, vLLM's own choice elsewhere."""
+    prefilled again, and answers wait, or are parked and go on. Default with ``native``: enough for as many open
+    episodes as decode at once (``max_concurrent``); with ``vllm``: 1 on a CPU, vLLM's own choice elsewhere."""
     enforce_eager: bool = False
     """Decode without CUDA graphs on GPUs: slower, with less memory. On CPUs there are none."""
     nnodes: NonNegative = 1

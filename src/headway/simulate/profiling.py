@@ -18,6 +18,7 @@ from headway.config.placement import (
     LOGP,
     REF,
     ROLLOUT,
+    concurrent,
     needs_critic,
     needs_logp,
     needs_reference,
@@ -199,7 +200,7 @@ class _Profiling:
 
     def _rollout(self) -> RolloutProfile:
         config, recording = self._config.rollout, self._recording
-        slots = max(recording.started.slots.values()) if recording.started else config.max_concurrent
+        slots = max(recording.started.slots.values()) if recording.started else concurrent(self._config)
         decode = fit_decode(self._overlap.decode_samples())
         profile = RolloutProfile(
             slots=slots,

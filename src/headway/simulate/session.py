@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from headway.algorithms.filters import has_variance
 from headway.config.layers import nest
-from headway.config.placement import needs_logp, needs_reference
+from headway.config.placement import concurrent, needs_logp, needs_reference
 from headway.config.presets import preset
 from headway.config.schema import Config
 from headway.config.transports import TRANSPORTS
@@ -174,7 +174,7 @@ def _replicas(
     shared = profile.shared if config.placement.kind == "shared" else SharedProfile()
     engine = partial(
         SimulatedRollout,
-        profile=profile.rollout.model_copy(update={"slots": config.rollout.max_concurrent}),
+        profile=profile.rollout.model_copy(update={"slots": concurrent(config)}),
         lengths=lengths_of(profile.response, config.run.seed),
         receive=transport.receive,
         load_s=phase_seconds(profile.update.load, profile.update.nbytes),

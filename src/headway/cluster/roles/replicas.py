@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from headway.config.placement import concurrent
 from headway.config.schema import Config
 from headway.errors import ConfigError
 from headway.weights.layout import Manifest, bucket_bytes
@@ -40,7 +41,7 @@ class ReplicaSpec:
         return {
             "name": self.name,
             "seed": self.config.run.seed,
-            "slots": rollout.max_concurrent,
+            "slots": concurrent(self.config),
             "max_context": data.max_prompt_length + data.max_response_length,
             "max_batched_tokens": rollout.max_batched_tokens,
             "enforce_eager": rollout.enforce_eager,
