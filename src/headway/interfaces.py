@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.data.types import (
+    AnyColumn,
     Column,
     Conversation,
     FinishReason,
@@ -477,6 +478,24 @@ class SendReport:
     """Log-probs [N] of the probe's sequences, as in `GatherReport`; None after `send_gathered`."""
 
 
+class FetchEngine(Protocol):
+    """Engine that is asked several times about one fetch, which it divides over its ranks once.
+
+        await engine.begin_fetch(mini_batches)              # each rank gets groups that are its own from now on
+        values = await engine.forward_values(samples)       # it reads their tokens, and holds them
+        await engine.train_step(mini_batches[0])
+        await engine.end_fetch()                            # they are forgotten
+
+    Calls in between are about samples of that fetch alone.
+    """
+
+    async def begin_fetch(self, mini_batches: Sequence[Sequence[Sample]]) -> None:
+        """Assign the samples of a fetch to ranks. ``mini_batches``: those of each optimizer step."""
+
+    async def end_fetch(self) -> None:
+        """Forget the fetch, and what was read of it."""
+
+
 class LogProbEngine(Protocol):
     """Engine that recomputes log-probs: a frozen or separately served copy of the policy."""
 
@@ -494,11 +513,13 @@ class ProximalEngine(Protocol):
         """
 
 
-class TrainEngine(LogProbEngine, ProximalEngine, Protocol):
+class TrainEngine(FetchEngine, LogProbEngine, ProximalEngine, Protocol):
     """Training engine: the trainer's ranks, driven as one.
 
+        await trainer.begin_fetch(mini_batches)
         for mini_batch in mini_batches:
             await trainer.train_step(mini_batch, StepContext(version=2))
+        await trainer.end_fetch()
         await trainer.reach(["rollout-0"])
         await trainer.send_weights(3, ["rollout-0"])        # while rollout-0 stages version 3
         await trainer.save(path, driver_state)
@@ -552,7 +573,7 @@ class OverlappingTrainEngine(TrainEngine, Protocol):
         """
 
 
-class CriticEngine(Protocol):
+class CriticEngine(FetchEngine, Protocol):
     """Critic's ranks, driven as one: V(s_t), an estimate of the rewards from token t on, before token t."""
 
     async def forward_values(self, samples: Sequence[Sample]) -> list[Column]:
@@ -570,8 +591,9 @@ class CriticEngine(Protocol):
 class AdvantageFn(Protocol):
     """Function that computes the advantages of one fetch, once, where the fetch's tokens are."""
 
-    async def __call__(self, samples: Sequence[Sample], outcomes: Outcomes) -> Mapping[str, list[Column]]:
-        """Return ``advantages`` and, where there is a critic, ``returns``: a [T] float32 column for each sample.
+    async def __call__(self, samples: Sequence[Sample], outcomes: Outcomes) -> Mapping[str, Sequence[AnyColumn]]:
+        """Return ``advantages`` and, where there is a critic, ``returns``: for each sample a [T] float32 column, or the
+        one number that all its tokens share.
 
         Raises `RunError`, naming a trajectory, for a reward or an advantage that is not finite.
         """

@@ -92,6 +92,7 @@ async def one_version(workers: Workers) -> Outcome:
         rewards=np.array([t.id.k - 1.5 for _, t in trajectories], np.float32),
         groups=np.array([group.number for group, _ in trajectories]),
         episode_of=np.arange(len(trajectories)),
+        lengths=np.array([t.length for _, t in trajectories]),
     )
     assert workers.ref is not None
     reference = await workers.ref.forward_logprobs(samples)

@@ -23,9 +23,9 @@ from headway.cluster.backend import start_backend
 from headway.cluster.plan import ClusterPlan
 from headway.cluster.processes import Family
 from headway.cluster.ray_cluster import RayCluster
-from headway.cluster.ray_worker import RayWorker, Recent
+from headway.cluster.ray_worker import RayWorker
 from headway.cluster.resource_pool import ResourcePool
-from headway.cluster.token_files import TokenFiles, TokenPlace
+from headway.cluster.token_files import TokenFiles, TokenPart, TokenPlace
 from headway.cluster.worker_group import WorkerGroup
 from headway.config.schema import Config
 from headway.data.types import Sample
@@ -104,8 +104,8 @@ async def test_columns_stay_behind_references_and_are_read_by_the_rank_that_need
     assert [len(v) for v in values] == [3, 9, 5, 1]
     assert [float(v[0]) for v in values] == [103.0, 109.0, 105.0, 101.0]
     with_columns = [replace(s, columns={"ref_logprobs": column}) for s, column in zip(samples, columns, strict=True)]
-    # Rank zero answers for its share: the longest sample and the shortest.
-    assert await ranks(workers).columns_seen(with_columns) == [109.0, 101.0]
+    # Rank zero answers for its share, the longest sample: the three others, which share a prompt, are as much.
+    assert await ranks(workers).columns_seen(with_columns) == [109.0]
 
 
 async def test_what_a_peer_iterates_over_ends_where_it_runs_when_it_is_left_early(workers: list[RayWorker]) -> None:
@@ -149,7 +149,7 @@ async def test_tokens_in_files_are_read_by_the_rank_that_needs_them_wherever_the
     samples = [sample(files.write(group_tokens(n, float(n))), n, n) for n in (3, 9)]
     columns = await ranks(workers).logprobs_plus(samples, 100.0)
     assert [float(ray.get(column.handle)[column.index][0]) for column in columns] == [103.0, 109.0]
-    elsewhere = ray.get(ray_worker._read_on(here, [s.tokens for s in samples]))
+    elsewhere = ray.get(ray_worker._read_on(here, [TokenPart(s.tokens, (0,)) for s in samples]))
     assert [len(tokens.rows[0].ids) for tokens in elsewhere] == [3, 9]
     files.remove([samples[0].tokens])
     with pytest.raises(RunError, match=r"the tokens of 1 groups are no longer on"):
@@ -253,22 +253,3 @@ async def test_a_start_that_fails_leaves_no_worker_behind(ray_here: None, tmp_pa
     with pytest.raises(ModelError, match="no such folder"):
         await start_backend(tiny_config("ray"), model_path=missing, run_dir=tmp_path, total_optimizer_steps=4)
     assert Family("WorkerActor").left_after(10) == []
-
-
-def test_what_was_fetched_last_is_kept_and_what_is_older_is_forgotten() -> None:
-    recent = Recent()
-
-    def fetch(*handles: str) -> list[str]:
-        missing = recent.missing(handles)
-        brought.append(missing)
-        recent.add(missing, [handle.upper() for handle in missing], largest=len(handles))
-        return recent.get(handles)
-
-    brought: list[list[str]] = []
-    assert fetch("a", "b", "a") == ["A", "B", "A"]
-    assert fetch("b") == ["B"]
-    assert fetch("c", "d", "e") == ["C", "D", "E"]
-    assert fetch("f", "a") == ["F", "A"], "five others are not more than twice three"
-    assert fetch("g") == ["G"]
-    assert fetch("b", "c") == ["B", "C"]
-    assert brought == [["a", "b"], [], ["c", "d", "e"], ["f"], ["g"], ["b"]]

@@ -7,13 +7,14 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from headway.cluster import token_files
 from headway.cluster.keepers import RemoteKeeper
@@ -22,13 +23,15 @@ from headway.cluster.token_files import (
     SMALL,
     TokenFile,
     TokenFiles,
+    TokenPart,
     TokenPlace,
     read_here,
+    read_part,
     token_bytes,
     token_directory,
 )
 from headway.config.schema import Config
-from headway.data.types import GroupTokens
+from headway.data.types import GroupTokens, RowTokens, TurnSpan
 from headway.errors import RunError
 from headway.interfaces import FinishedGroup, Priority
 from tests.cluster.fakes import group_tokens
@@ -49,6 +52,56 @@ def test_what_is_written_is_read_until_it_is_removed(tmp_path: Path) -> None:
     files.remove(travelled[:1])
     assert read_here(handles[0]) is None
     assert same(read_here(handles[1]), written[1])
+
+
+def test_a_part_has_the_rows_that_it_names_as_they_were_written_and_nothing_else_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+
+    def row(prompt: NDArray[np.int32], length: int) -> RowTokens:
+        mask = rng.random(length) < 0.7
+        logprobs, versions = rng.standard_normal(length).astype(np.float32), rng.integers(0, 9, length)
+        ids = rng.integers(0, 10**5, length).astype(np.int32)
+        return RowTokens(prompt, ids, logprobs, versions.astype(np.int32), mask, (TurnSpan(0, 0, 2), TurnSpan(1, 3, 5)))
+
+    shared, other = (rng.integers(0, 9, n).astype(np.int32) for n in (700, 300))
+    rows = [row(prompt, n) for prompt, n in ((shared, 1000), (other, 50), (shared, 2001), (shared, 0), (shared, 7))]
+    file = TokenFiles("keeper-0", TokenPlace("here", tmp_path), "here").write(GroupTokens(tuple(rows)))
+    reads: list[int] = []
+    monkeypatch.setattr(token_files, "_bytes_of", counting(token_files._bytes_of, reads))
+    part = read_part(TokenPart(file, (2, 4, 3)))
+    assert part is not None and list(part.rows) == [2, 4, 3]
+    for index, read in part.rows.items():
+        for name in ("prompt_ids", "ids", "logprobs", "versions", "loss_mask"):
+            written, got = getattr(rows[index], name), getattr(read, name)
+            assert got.dtype == written.dtype and np.array_equal(got, written)
+        assert read.turns == rows[index].turns
+        assert read.prompt_ids is part.rows[2].prompt_ids, "a prompt is read once"
+        read.logprobs[:] = 0  # torch warns of arrays that cannot be written to
+    size, index_size = 13 * (2001 + 7) + 4 * 700, sum(reads[:2])
+    assert sum(reads[2:]) == size and index_size < 1000
+    assert Path(file.path).stat().st_size == index_size + 13 * 3058 + 4 * (700 + 300)
+    whole = read_here(file)
+    assert whole is not None and all(np.array_equal(a.ids, b.ids) for a, b in zip(whole.rows, rows, strict=True))
+    assert read_part(TokenPart(replace(file, path=f"{tmp_path}/gone"), (0,))) is None
+
+
+def test_a_file_that_is_cut_short_is_told(tmp_path: Path) -> None:
+    file = TokenFiles("keeper-0", TokenPlace("here", tmp_path), "here").write(group_tokens(100, 1.0))
+    path = Path(file.path)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(RunError, match=r"keeper-0-0' ends 1 bytes too early"):
+        read_here(file)
+
+
+def counting(function: Callable[..., bytearray], sizes: list[int]) -> Callable[..., bytearray]:
+    def call(*args: Any) -> bytearray:
+        read = function(*args)
+        sizes.append(len(read))
+        return read
+
+    return call
 
 
 def test_on_another_machine_than_the_drivers_few_tokens_travel_with_their_handle(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from headway.cluster.worker_group import Collect, Dispatch, WorkerGroup, register, registered
 from headway.data.types import Column, Handle, Sample, TrajectoryId
-from headway.errors import StallError
+from headway.errors import RunError, StallError
 from headway.progress import Heartbeat
 from headway.simulate.clock import run_virtual
 
@@ -55,9 +56,10 @@ class Scripted:
             await asyncio.Event().wait()
         return self.rank
 
-    async def keep(self, method: str, *args: Any) -> Handle[Any]:
+    async def keep(self, method: str, parts: Sequence[Sequence[int]], *args: Any) -> list[Handle[Any]]:
+        """Its handles are the samples of each part."""
         await self.call(method, *args)
-        return ("kept by", self.rank)
+        return [(self.rank, [args[0][place] for place in part]) for part in parts]
 
     async def heartbeat(self) -> Heartbeat:
         return Heartbeat("")
@@ -115,8 +117,29 @@ def test_columns_come_back_in_the_samples_order_and_point_into_the_right_ranks_r
     columns = asyncio.run(run())
     assert len(columns) == len(given_samples)
     for sample, column in zip(given_samples, columns, strict=True):
-        _, rank = column.handle
-        assert workers[rank].calls[0][1][column.index] is sample
+        rank, kept = column.handle
+        assert kept[column.index] is sample and sample in workers[rank].calls[0][1]
+        assert {one.episode[:3] for one in kept} == {sample.episode[:3]}, "a handle is one group's"
+
+
+async def test_between_its_begin_and_its_end_all_calls_find_the_episodes_of_a_fetch_on_the_same_ranks() -> None:
+    workers = [Scripted(0), Scripted(1)]
+    ranks = group(*workers)
+    fetch = samples(9, 2, 1, 8, 7, 3)
+    await ranks.begin_fetch([fetch[:3], fetch[3:]])
+    await ranks.columns(fetch)
+    for mini_batch in (fetch[:3], fetch[3:], fetch[:3]):
+        await ranks.total(mini_batch, 1)
+    for worker in workers:
+        begun, (_, all_of_it), *steps = worker.calls
+        assert begun == ("begin_fetch",)
+        for (_, share, _), mini_batch in zip(steps, (fetch[:3], fetch[3:], fetch[:3]), strict=True):
+            assert share == [sample for sample in all_of_it if sample in mini_batch] != []
+    with pytest.raises(RunError, match=r"w0, w1: episode \(0, 0, 1, 0\) is not of the fetch that has begun"):
+        await ranks.total([replace(fetch[0], episode=TrajectoryId(0, 0, 1, 0))], 1)
+    await ranks.end_fetch()
+    assert [worker.calls[-1] for worker in workers] == [("end_fetch",)] * 2
+    await ranks.total(samples(1, 1), 1)
 
 
 async def test_the_first_rank_that_fails_fails_the_call_while_others_hang() -> None:
@@ -138,8 +161,8 @@ def test_only_registered_methods_are_there() -> None:
         group(Scripted(0)).private()
 
 
-def test_columns_can_only_be_collected_from_split_samples() -> None:
-    with pytest.raises(ValueError, match="split samples only"):
+def test_columns_are_not_collected_from_all_ranks() -> None:
+    with pytest.raises(ValueError, match="once for each sample"):
         register(Dispatch.ONE_TO_ALL, Collect.COLUMNS)
 
 

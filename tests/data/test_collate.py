@@ -9,37 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.data.collate import Row, by_episode, resolve, split_by_tokens, token_budget_batches
+from headway.data.collate import Row, by_episode, resolve, token_budget_batches
 from headway.data.types import GroupTokens, RowTokens, Sample, TrajectoryId, TurnSpan
 
 episodes = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=5), max_size=12)
 """The lengths of each episode's rows."""
 
 
-def samples_of(lengths: Sequence[Sequence[int]]) -> list[Sample]:
-    return [
-        Sample(None, index, prompt_length=2, length=length, episode=TrajectoryId(0, 0, 0, k))
-        for k, own in enumerate(lengths)
-        for index, length in enumerate(own)
-    ]
-
-
 def units_of(lengths: Sequence[Sequence[int]]) -> list[list[int]]:
     places = iter(range(10**6))
     return [[next(places) for _ in own] for own in lengths]
-
-
-@given(episodes, st.integers(1, 4))
-def test_the_rows_of_an_episode_are_on_one_rank(lengths: list[list[int]], ranks: int) -> None:
-    samples = samples_of(lengths)
-    shares = split_by_tokens(samples, ranks)
-    assert sorted(index for share in shares for index in share) == list(range(len(samples)))
-    assert all(share == sorted(share) for share in shares)
-    for own in units_of(lengths):
-        assert sum(not set(own).isdisjoint(share) for share in shares) == 1
-    loads = [sum(samples[i].total_length for i in share) for share in shares]
-    heaviest = max((sum(samples[i].total_length for i in own) for own in units_of(lengths)), default=0)
-    assert max(loads) - min(loads) <= heaviest, "longest first to the lightest rank"
 
 
 @given(st.lists(st.integers(1, 30), max_size=20), st.integers(1, 100))

@@ -156,9 +156,23 @@ def made(
             (group,) = [group async for group in keeper.generate([request(n)])]
             if beside is not None:
                 await beside
+            check_trained_tokens(group)
             return group
 
     return run_virtual(main())
+
+
+def check_trained_tokens(group: FinishedGroup) -> None:
+    """Check that metadata tells how many tokens an episode trains: estimators that see no tokens rely on it.
+
+    Groups with an episode that was aborted are not trained.
+    """
+    if group.tokens is None or any(one.finish_reason is FinishReason.ABORTED for one in group.trajectories):
+        return
+    for episode in group.trajectories:
+        if episode.failure is None:
+            rows = [group.tokens.rows[at.index] for at in episode.rows]
+            assert sum(row.loss_mask.sum() for row in rows) == episode.length
 
 
 def trained(row: RowTokens) -> list[int]:

@@ -42,7 +42,7 @@ class Trained:
         """By step."""
         self.rewards: list[list[float]] = []
         self.reports: list[StepReport] = []
-        step, advantages = FsdpEngine.train_step, FetchAdvantages.__call__
+        step, of_rows, of_outcomes = FsdpEngine.train_step, FetchAdvantages.__call__, FetchAdvantages.of_outcomes
 
         def train_step(engine: FsdpEngine, rows: Sequence[Row], context: StepContext) -> StepReport:
             self.rows.append([plain(row) for row in rows])
@@ -51,10 +51,15 @@ class Trained:
 
         def estimate(estimator: FetchAdvantages, rows: Sequence[Row], outcomes: Outcomes) -> Any:
             self.rewards.append(outcomes.rewards.tolist())
-            return advantages(estimator, rows, outcomes)
+            return of_rows(estimator, rows, outcomes)
+
+        def estimate_without_rows(estimator: FetchAdvantages, outcomes: Outcomes) -> Any:
+            self.rewards.append(outcomes.rewards.tolist())
+            return of_outcomes(estimator, outcomes)
 
         patch.setattr(FsdpEngine, "train_step", train_step)
         patch.setattr(FetchAdvantages, "__call__", estimate)
+        patch.setattr(FetchAdvantages, "of_outcomes", estimate_without_rows)
 
 
 def plain(row: Row) -> dict[str, Any]:

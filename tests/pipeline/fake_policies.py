@@ -97,12 +97,23 @@ class FakeTrainer(SimulatedTrainer):
         """What the next sends raise at once, while others still receive."""
         self.probes: Probe | None = None
         """What its probe finds under a version."""
+        self.fetches: list[tuple[list[list[Sample]], int, int | None]] = []
+        """Mini-batches of each fetch that was begun, steps made until then, and until its end."""
         self.reports: dict[str, Any] = {}
         """Values of every `SendReport`."""
         self._step_s = step_s
         self._skips = skips
         self._ess = ess
         self._forward_s = forward_s
+
+    async def begin_fetch(self, mini_batches: Sequence[Sequence[Sample]]) -> None:
+        assert not self.fetches or self.fetches[-1][2] is not None, "the fetch before has not ended"
+        self.fetches.append(([list(samples) for samples in mini_batches], len(self.steps), None))
+
+    async def end_fetch(self) -> None:
+        mini_batches, begun, ended = self.fetches.pop()
+        assert ended is None, "it was ended before"
+        self.fetches.append((mini_batches, begun, len(self.steps)))
 
     async def forward_logprobs(self, samples: Sequence[Sample]) -> list[Column]:
         self.forwards.append((now(), len(samples)))
@@ -250,6 +261,14 @@ class FakeCritic:
         self._skips = skips or (lambda _: False)
         self._valued = 0
         self._doing: str | None = None
+        self.fetches: list[str] = []
+        """What was said of fetches, in order: ``begin`` and ``end``."""
+
+    async def begin_fetch(self, mini_batches: Sequence[Sequence[Sample]]) -> None:
+        self.fetches.append("begin")
+
+    async def end_fetch(self) -> None:
+        self.fetches.append("end")
 
     async def forward_values(self, samples: Sequence[Sample]) -> list[Column]:
         fetch, started = self._valued, now()

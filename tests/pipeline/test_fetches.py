@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from fractions import Fraction
 from itertools import groupby
 from math import floor
 
 import pytest
 
-from headway.data.types import Group
+from headway.data.types import Group, Sample, TrajectoryId
 from headway.events import FetchTaken, GroupAdmitted, GroupRewarded, GroupSettled, OptimizerStepped, UpdateFinished
 from headway.pipeline.fetches import Fetch, Fetches
 from headway.pipeline.ledger import Fate, Ledger
@@ -351,6 +352,25 @@ def test_an_empty_last_fetch_makes_a_version_of_what_was_trained_and_is_told_to_
     assert [update.version for update in run.of(UpdateFinished)] == [1, 2, 3]
     assert len(run.trainer.steps) == 10
     assert run.validated()[-1] == 3
+
+
+# ---------------------------------------------------------------------------------------------- on the ranks
+
+
+def episodes(samples: Sequence[Sample]) -> list[TrajectoryId]:
+    return [sample.episode for sample in samples]
+
+
+@pytest.mark.parametrize("mode", ["on_policy", "async_partial", "overlapped"])
+def test_the_ranks_are_told_of_a_fetch_before_anything_is_computed_and_forget_it_with_its_last_step(mode: str):
+    sections = {"actor": {"ppo_epochs": 2}, "algorithm": {"use_kl_in_reward": True, "kl_ctrl": {"kl_coef": 0.1}}}
+    run = Scenario(mode, async_training={"require_batches": 2}, sections=sections).run().assert_completed()
+    taken, steps = run.of(FetchTaken), run.trainer.steps
+    assert len(run.trainer.fetches) == len(taken)
+    for number, (mini_batches, begun, ended) in enumerate(run.trainer.fetches):
+        assert (begun, ended) == (4 * number, 4 * number + 4), "two mini-batches, twice"
+        given = [episodes(samples) for samples in mini_batches]
+        assert given * 2 == [episodes(samples) for samples in steps[begun:ended]]
 
 
 # ---------------------------------------------------------------------------------------------- progress

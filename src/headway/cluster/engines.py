@@ -14,7 +14,7 @@ from headway.cluster.exchange import WeightPaths
 from headway.cluster.proxy import proxy
 from headway.cluster.roles.rollout import RolloutRole
 from headway.cluster.worker_group import Worker, WorkerGroup
-from headway.data.types import Column, ColumnName, Outcomes, Sample
+from headway.data.types import AnyColumn, ColumnName, Outcomes, Sample
 from headway.interfaces import (
     Capabilities,
     CriticEngine,
@@ -37,18 +37,21 @@ class TrainGroup:
         self._engine = engine = proxy(ranks, TrainEngine)
         self.forward_logprobs, self.proximal_logprobs = engine.forward_logprobs, engine.proximal_logprobs
         self.train_step, self.save, self.load = engine.train_step, engine.save, engine.load
+        self.begin_fetch, self.end_fetch = engine.begin_fetch, engine.end_fetch
         self._paths = paths
         self._with_returns = with_returns
 
-    async def advantages(self, samples: Sequence[Sample], outcomes: Outcomes) -> dict[str, list[Column]]:
-        """Return advantages as an `AdvantageFn` does, computed on rank zero: no token comes to the driver."""
-        handle = await self._ranks.advantages(samples, outcomes)
-        columns: dict[str, list[Column]] = {
-            ColumnName.ADVANTAGES: [Column(handle, index) for index in range(len(samples))]
-        }
+    async def advantages(self, samples: Sequence[Sample], outcomes: Outcomes) -> dict[str, Sequence[AnyColumn]]:
+        """Return advantages as an `AdvantageFn` does, computed on rank zero: no token comes to the driver, nor to rank
+        zero where outcomes are enough.
+        """
         if self._with_returns:
-            columns[ColumnName.RETURNS] = [Column(handle, len(samples) + index) for index in range(len(samples))]
-        return columns
+            advantages = await self._ranks.advantages(samples, outcomes)
+            return {ColumnName.ADVANTAGES: advantages, ColumnName.RETURNS: await self._ranks.returns(samples)}
+        numbers: NDArray[np.float32] | None = await self._ranks.outcome_advantages(outcomes)
+        if numbers is None:
+            return {ColumnName.ADVANTAGES: await self._ranks.advantages(samples, outcomes)}
+        return {ColumnName.ADVANTAGES: numbers[outcomes.episode_of].tolist()}
 
     async def reach(self, receivers: Sequence[str]) -> None:
         await self._paths.reach(receivers)

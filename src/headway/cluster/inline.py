@@ -40,8 +40,9 @@ class InlineWorker:
     async def call(self, method: str, *args: Any) -> Any:
         return await self._host.call(method, *args)
 
-    async def keep(self, method: str, *args: Any) -> Handle[Any]:
-        return await self._host.call(method, *args)
+    async def keep(self, method: str, parts: Sequence[Sequence[int]], *args: Any) -> list[Handle[Any]]:
+        result = await self._host.call(method, *args)
+        return [[result[place] for place in part] for part in parts]
 
     def each(self, method: str, *args: Any, apart_s: float = 0.0) -> AsyncGenerator[Any, None]:
         return self._host.stream(method, *args)

@@ -29,9 +29,9 @@ from headway.cluster.ray_node import RayNode
 from headway.cluster.ray_peer import RayPeer
 from headway.cluster.role_host import RoleHost
 from headway.cluster.roles.lookout import place
-from headway.cluster.token_files import TokenFile, read_here
+from headway.cluster.token_files import SomeRows, TokenPart, read_part
 from headway.concurrently import concurrently
-from headway.data.types import GroupTokens, Handle
+from headway.data.types import Handle
 from headway.errors import HeadwayError, RunError, StallError, WorkerDied
 from headway.progress import Heartbeat
 
@@ -61,7 +61,6 @@ class WorkerActor:
         self._address = host
         self._server: CallServer | None = None
         self._fetch_timeout_s = transport_timeout(spec.arguments["config"])
-        self._recent = Recent()
         self._place = place(host)
 
     async def process(self) -> tuple[int, str, str]:
@@ -72,9 +71,10 @@ class WorkerActor:
     async def call(self, method: str, *args: Any) -> Any:
         return await self._host.call(method, *args)
 
-    async def keep(self, method: str, *args: Any) -> tuple[None, Any]:
-        """Run the method and return two results: one that reports its end, and the one that is kept."""
-        return None, await self._host.call(method, *args)
+    async def keep(self, method: str, parts: Sequence[Sequence[int]], *args: Any) -> tuple[Any, ...]:
+        """Run the method and return one result that reports its end, and one for each of the parts that are kept."""
+        result = await self._host.call(method, *args)
+        return None, *([result[place] for place in part] for part in parts)
 
     async def address(self) -> CallAddress:
         """Return where other processes of the run call this worker without Ray."""
@@ -91,26 +91,23 @@ class WorkerActor:
         await asyncio.Event().wait()
 
     def _fetch(self, handles: Sequence[Handle[Any]]) -> list[Any]:
-        """Fetch all objects side by side. Called on the role's thread, so that the event loop is free for it."""
-        missing = self._recent.missing(handles)
-        self._recent.add(missing, self._bring(missing), largest=len(handles))
-        return self._recent.get(handles)
+        """Fetch all objects side by side: those in files of this machine are read, all others come by Ray.
 
-    def _bring(self, handles: Sequence[Handle[Any]]) -> list[Any]:
-        """Return the objects: those in files of this machine are read, all others come by Ray."""
-        objects = {handle: read_here(handle) for handle in handles if isinstance(handle, TokenFile)}
-        elsewhere: dict[str, list[TokenFile]] = defaultdict(list)
-        for file, tokens in objects.items():
+        Called on the role's thread, so that the event loop is free for it.
+        """
+        objects = {handle: read_part(handle) for handle in handles if isinstance(handle, TokenPart)}
+        elsewhere: dict[str, list[TokenPart]] = defaultdict(list)
+        for part, tokens in objects.items():
             if tokens is None:
-                elsewhere[file.host].append(file)
+                elsewhere[part.file.host].append(part)
         references = [handle for handle in handles if handle not in objects]
         if elsewhere:
             _check_alive(elsewhere)
-        references += [_read_on(host, files) for host, files in elsewhere.items()]
+        references += [_read_on(host, parts) for host, parts in elsewhere.items()]
         brought = iter(self._awaited(references) if references else ())
         objects |= {handle: next(brought) for handle in handles if handle not in objects}
-        for files in elsewhere.values():
-            objects |= zip(files, next(brought), strict=True)
+        for parts in elsewhere.values():
+            objects |= zip(parts, next(brought), strict=True)
         return [objects[handle] for handle in handles]
 
     def _awaited(self, handles: Sequence[Handle[Any]]) -> list[Any]:
@@ -128,38 +125,6 @@ class WorkerActor:
                 f"{len(missing)} of {len(handles)} objects did not come from Ray's object store within "
                 f"{self._fetch_timeout_s:g} s ({which})"
             ) from None
-
-
-class Recent:
-    """Cache of the objects fetched last, with their references: several calls in turn ask for a fetch of groups.
-
-    Keeping them saves transfers. It also means that no reference is given back and borrowed again: once in a while Ray
-    never delivered an object for which that had happened.
-    """
-
-    def __init__(self) -> None:
-        self._objects: dict[Handle[Any], Any] = {}
-        """Cached objects by handle, the least recently used first."""
-        self._largest = 0
-
-    def missing(self, handles: Sequence[Handle[Any]]) -> list[Handle[Any]]:
-        return [handle for handle in dict.fromkeys(handles) if handle not in self._objects]
-
-    def add(self, handles: Sequence[Handle[Any]], objects: Sequence[Any], *, largest: int) -> None:
-        """Add objects to the cache, which keeps up to twice as many as the largest call had. ``largest``: number of
-        handles of this whole call.
-        """
-        self._objects.update(zip(handles, objects, strict=True))
-        self._largest = max(self._largest, largest)
-
-    def get(self, handles: Sequence[Handle[Any]]) -> list[Any]:
-        """Return the objects of ``handles``, all of which are cached. The oldest others may be forgotten."""
-        objects = [self._objects[handle] for handle in handles]
-        for handle in handles:
-            self._objects[handle] = self._objects.pop(handle)
-        for handle in list(self._objects)[: max(0, len(self._objects) - 2 * self._largest)]:
-            del self._objects[handle]
-        return objects
 
 
 class RayWorker:
@@ -204,11 +169,13 @@ class RayWorker:
         with self._failures(method):
             return await self._actor.call.remote(method, *args)
 
-    async def keep(self, method: str, *args: Any) -> Handle[Any]:
+    async def keep(self, method: str, parts: Sequence[Sequence[int]], *args: Any) -> list[Handle[Any]]:
         with self._failures(method):
-            done, result = self._actor.keep.options(num_returns=2).remote(method, *args)
+            # With one result Ray returns its reference, not a list of one.
+            returned = self._actor.keep.options(num_returns=1 + len(parts)).remote(method, parts, *args)
+            done, *kept = returned if parts else [returned]
             await done
-            return result
+            return kept
 
     def peer(self) -> RayPeer:
         return RayPeer(self.name, self.pid, self._log, self._actor)
@@ -292,27 +259,27 @@ class RayWorker:
         return RunError(f"worker {self.name}, {doing!r}: {type(error).__name__}: {error}")
 
 
-def _read_on(host: str, files: Sequence[TokenFile]) -> Handle[list[GroupTokens]]:
-    """Start reading ``files`` on the machine ``host``, which has them."""
-    return _read.options(resources={f"node:{host}": 0.001}).remote(files)
+def _read_on(host: str, parts: Sequence[TokenPart]) -> Handle[list[SomeRows]]:
+    """Start reading ``parts`` on the machine ``host``, which has their files."""
+    return _read.options(resources={f"node:{host}": 0.001}).remote(parts)
 
 
-def _check_alive(elsewhere: Mapping[str, Sequence[TokenFile]]) -> None:
+def _check_alive(elsewhere: Mapping[str, Sequence[TokenPart]]) -> None:
     """Raise `RunError` where tokens are on a machine that Ray has no more: nobody can read them."""
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     alive = {node["NodeManagerAddress"] for node in nodes if node["Alive"]}
-    for host, files in elsewhere.items():
+    for host, parts in elsewhere.items():
         if host not in alive:
-            raise RunError(f"the tokens of {len(files)} groups were on {host}, a machine that Ray has no more")
+            raise RunError(f"the tokens of {len(parts)} groups were on {host}, a machine that Ray has no more")
 
 
 @ray.remote(num_cpus=0)
-def _read(files: Sequence[TokenFile]) -> list[GroupTokens]:
-    read = [read_here(file) for file in files]
-    missing = [file for file, tokens in zip(files, read, strict=True) if tokens is None]
+def _read(parts: Sequence[TokenPart]) -> list[SomeRows]:
+    read = [read_part(part) for part in parts]
+    missing = [part.file for part, rows in zip(parts, read, strict=True) if rows is None]
     if missing:
         raise RunError(f"the tokens of {len(missing)} groups are no longer on {missing[0].host} ({missing[0].path})")
-    return [tokens for tokens in read if tokens is not None]
+    return [rows for rows in read if rows is not None]
 
 
 def _node() -> str:

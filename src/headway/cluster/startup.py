@@ -35,8 +35,10 @@ from headway.concurrently import concurrently
 from headway.config.placement import CRITIC, REF, resolve_placement
 from headway.config.schema import Config
 from headway.config.transports import TRANSPORTS, transport_of
+from headway.data.assignment import Cost
 from headway.errors import ConfigError
 from headway.interfaces import Capabilities, OnUpdate, PolicyReceiver
+from headway.models.folder import hidden_size
 from headway.weights.layout import Manifest
 from headway.weights.transports.links import Address
 
@@ -155,7 +157,7 @@ class Startup:
         await self._wait("devices to be free", self._cluster.reserve(plan))
         directory = self._directory(stack)  # made before the workers: it is removed when they have ended
         workers = await self._launch(stack, plan)
-        groups = _group(plan, workers)
+        groups = _group(plan, workers, _cost(self._model_path))
         store, sight = None, None
         if self._cluster.separate_processes:
             sight = self._sight(directory)
@@ -355,13 +357,18 @@ class Startup:
         return result
 
 
-def _group(plan: ClusterPlan, workers: dict[str, Worker]) -> _Groups:
+def _cost(model_path: str) -> Cost:
+    width = hidden_size(model_path)
+    return Cost() if width is None else Cost(width)
+
+
+def _group(plan: ClusterPlan, workers: dict[str, Worker], cost: Cost) -> _Groups:
     def worker(rank: Rank) -> Worker:
         hosting = workers[rank.worker]
         return hosting if rank.part is None else PartOf(hosting, rank.part, rank.name)
 
     def group(role: type, ranks: Sequence[Rank]) -> WorkerGroup:
-        return WorkerGroup(role, [worker(rank) for rank in ranks])
+        return WorkerGroup(role, [worker(rank) for rank in ranks], cost)
 
     return _Groups(
         actor=group(ActorRole, plan.actor),

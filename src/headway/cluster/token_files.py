@@ -3,25 +3,35 @@
 keeper ──write──▶ file ◀──read── ranks of the same machine; others have a task on that machine read for them
                    └ removed when the driver has forgotten the group
 
+size of the index │ index │ each prompt: ids │ each row: ids, log-probs, versions, mask
+
+The index says where everything is, so that a rank reads the rows that it trains on and nothing else.
+
 A file outlives the keeper that wrote it, so that a keeper's death costs no finished group. Few tokens travel with their
 handle where the keeper is on another machine than the driver, so that the loss of that machine costs nothing either.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 from shutil import rmtree
 from tempfile import gettempdir
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from headway.cluster.memory_files import SHARED_MEMORY, directory_in_memory, held_directory
 from headway.config.schema import Config
-from headway.data.types import GroupTokens
+from headway.data.types import GroupTokens, RowTokens, TurnSpan
 from headway.errors import RunError
 
 SMALL = 100_000
@@ -38,7 +48,40 @@ class TokenFile:
     """Address of the machine that has the file."""
     path: str
     data: bytes | None = field(default=None, compare=False)
-    """The pickled tokens, where they travel with the handle; there is no file then."""
+    """What the file would have, where that travels with the handle; there is no file then."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPart:
+    """Handle of some rows of a group: those with the indices ``rows``."""
+
+    file: TokenFile
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SomeRows:
+    """Rows of a group by their indices in `GroupTokens.rows`. Those with one prompt share its array."""
+
+    rows: Mapping[int, RowTokens]
+
+
+class _PromptAt(NamedTuple):
+    offset: int
+    """Bytes behind the index; so in `_RowAt`."""
+    length: int
+
+
+class _RowAt(NamedTuple):
+    prompt: int
+    offset: int
+    length: int
+    turns: tuple[TurnSpan, ...]
+
+
+class _Index(NamedTuple):
+    prompts: list[_PromptAt]
+    rows: list[_RowAt]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +109,17 @@ class TokenFiles:
     def write(self, tokens: GroupTokens) -> TokenFile:
         """Keep ``tokens``, in a new file unless they are few. Raises `RunError` where there is no room."""
         path = f"{self._prefix}{next(self._numbers)}"
-        data = pickle.dumps(tokens, pickle.HIGHEST_PROTOCOL)
-        if not self._beside_driver and len(data) <= SMALL:
-            return TokenFile(self._host, path, data)
+        parts = _laid_out(tokens)
+        size = sum(len(part) for part in parts)
+        if not self._beside_driver and size <= SMALL:
+            return TokenFile(self._host, path, b"".join(parts))
         try:
-            Path(path).write_bytes(data)
+            with Path(path).open("wb") as file:
+                file.writelines(parts)
         except OSError as error:
             Path(path).unlink(missing_ok=True)
             raise RunError(
-                f"the tokens of a group cannot be written to {path} ({len(data)} bytes): {error.strerror}. They wait "
+                f"the tokens of a group cannot be written to {path} ({size} bytes): {error.strerror}. They wait "
                 "there for the trainer: make room, or let fewer groups wait (async_training.staleness_threshold)"
             ) from error
         return TokenFile(self._host, path)
@@ -107,12 +152,89 @@ def token_bytes(config: Config) -> int:
 
 def read_here(file: TokenFile) -> GroupTokens | None:
     """Return the tokens; None where this machine does not have the file."""
+    read = _read(file, None)
+    return None if read is None else GroupTokens(tuple(read.values()))
+
+
+def read_part(part: TokenPart) -> SomeRows | None:
+    """Return the rows that ``part`` names; reads no others. None where this machine does not have the file."""
+    read = _read(part.file, part.rows)
+    return None if read is None else SomeRows(read)
+
+
+Read = Callable[[int, int], bytearray]
+"""Function that returns the bytes of a file from an offset on, as many as asked for."""
+
+
+def _read(file: TokenFile, indices: Iterable[int] | None) -> dict[int, RowTokens] | None:
+    if (data := file.data) is not None:
+        return _rows(lambda offset, size: bytearray(data[offset : offset + size]), indices)
     try:
-        data = Path(file.path).read_bytes() if file.data is None else file.data
+        # Without a buffer, which would read ahead: what a rank reads is what it asked for.
+        with Path(file.path).open("rb", buffering=0) as opened:
+            return _rows(partial(_bytes_of, opened), indices)
     except FileNotFoundError:
         return None
-    tokens: GroupTokens = pickle.loads(data)
-    return tokens
+
+
+def _bytes_of(file: io.FileIO, offset: int, size: int) -> bytearray:
+    data = bytearray(size)
+    left = memoryview(data)
+    file.seek(offset)
+    while left:
+        if not (read := file.readinto(left)):
+            raise RunError(f"{file.name!r} ends {len(left)} bytes too early: the tokens of a group are cut short")
+        left = left[read:]
+    return data
+
+
+def _laid_out(tokens: GroupTokens) -> list[bytes]:
+    """The parts of a file, in order. A prompt that rows share is there once."""
+    index, blobs, offset = _Index([], []), list[bytes](), 0
+
+    def add(*arrays: tuple[NDArray[Any], type[np.generic]]) -> int:
+        nonlocal offset
+        start = offset
+        blobs.extend(np.ascontiguousarray(array, dtype).tobytes() for array, dtype in arrays)
+        offset += sum(len(array) * np.dtype(dtype).itemsize for array, dtype in arrays)
+        return start
+
+    prompts: dict[int, int] = {}
+    """Identity of a prompt's array → its number."""
+    for row in tokens.rows:
+        if id(row.prompt_ids) not in prompts:
+            prompts[id(row.prompt_ids)] = len(index.prompts)
+            index.prompts.append(_PromptAt(add((row.prompt_ids, np.int32)), len(row.prompt_ids)))
+        start = add(
+            (row.ids, np.int32), (row.logprobs, np.float32), (row.versions, np.int32), (row.loss_mask, np.bool_)
+        )
+        index.rows.append(_RowAt(prompts[id(row.prompt_ids)], start, len(row.ids), row.turns))
+    packed = pickle.dumps(index, pickle.HIGHEST_PROTOCOL)
+    return [len(packed).to_bytes(8, "little"), packed, *blobs]
+
+
+def _rows(read: Read, indices: Iterable[int] | None) -> dict[int, RowTokens]:
+    """The rows with these indices, or all of them."""
+    size = int.from_bytes(read(0, 8), "little")
+    index: _Index = pickle.loads(read(8, size))
+    data = 8 + size
+    prompts: dict[int, NDArray[np.int32]] = {}
+    rows: dict[int, RowTokens] = {}
+    for number in range(len(index.rows)) if indices is None else indices:
+        at = index.rows[number]
+        if at.prompt not in prompts:
+            prompt = index.prompts[at.prompt]
+            prompts[at.prompt] = np.frombuffer(read(data + prompt.offset, 4 * prompt.length), np.int32)
+        bytes_, n = read(data + at.offset, BYTES_PER_TOKEN * at.length), at.length
+        rows[number] = RowTokens(
+            prompt_ids=prompts[at.prompt],
+            ids=np.frombuffer(bytes_, np.int32, n),
+            logprobs=np.frombuffer(bytes_, np.float32, n, 4 * n),
+            versions=np.frombuffer(bytes_, np.int32, n, 8 * n),
+            loss_mask=np.frombuffer(bytes_, np.bool_, n, 12 * n),
+            turns=at.turns,
+        )
+    return rows
 
 
 def _free(directory: Path) -> int:

@@ -11,7 +11,7 @@ where the method is written. How a call reaches a rank is the `Worker`'s busines
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -20,8 +20,9 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 from headway.cluster.file_work import while_bytes_move
 from headway.concurrently import concurrently
-from headway.data.collate import split_by_tokens
-from headway.data.types import Column, Handle, Sample
+from headway.data.assignment import Cost, assign, by_group, split
+from headway.data.types import Column, Handle, Sample, TrajectoryId
+from headway.errors import RunError
 from headway.progress import Heartbeat
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -36,7 +37,8 @@ class Dispatch(StrEnum):
     RANK_ZERO = "rank_zero"
     """Call rank zero alone."""
     SPLIT = "split"
-    """Divide the first argument, a list of samples, over the ranks by token count."""
+    """Divide the first argument, a list of samples, over the ranks: as the fetch was assigned that has begun, or else
+    by themselves. See `headway.data.assignment`."""
 
 
 class Collect(StrEnum):
@@ -44,10 +46,9 @@ class Collect(StrEnum):
 
     RANK_ZERO = "rank_zero"
     """Return rank zero's result: the ranks agree, or only rank zero's counts."""
-    HANDLE = "handle"
-    """Return a handle of rank zero's result; the value stays with the worker. For ``Dispatch.RANK_ZERO``."""
     COLUMNS = "columns"
-    """Return one `Column` per sample, in order; each rank's arrays stay where they are. For ``Dispatch.SPLIT``."""
+    """Return one `Column` per sample, the first argument, in order. Arrays stay where they are, those of each group
+    behind a handle of its own: whoever needs a group's needs no other's. Not for ``Dispatch.ONE_TO_ALL``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +64,8 @@ def register(dispatch: Dispatch, collect: Collect = Collect.RANK_ZERO, *, files:
     ``files`` describes a method's work with files, of which it gets the path. The call of such a method fails when
     bytes no longer move (see `file_work.while_bytes_move`).
     """
-    if collect is Collect.COLUMNS and dispatch is not Dispatch.SPLIT:
-        raise ValueError(f"columns are collected from split samples only, not with dispatch {dispatch!r}")
-    if collect is Collect.HANDLE and dispatch is not Dispatch.RANK_ZERO:
-        raise ValueError(f"a handle is that of rank zero's result alone, not with dispatch {dispatch!r}")
+    if collect is Collect.COLUMNS and dispatch is Dispatch.ONE_TO_ALL:
+        raise ValueError(f"columns are collected once for each sample, not with dispatch {dispatch!r}")
 
     def mark(method: F) -> F:
         setattr(method, _REGISTRATION, Registration(dispatch, collect, files))
@@ -128,8 +127,10 @@ class Worker(Protocol):
     async def call(self, method: str, *args: Any) -> Any:
         """Call the role's method and return its result."""
 
-    async def keep(self, method: str, *args: Any) -> Handle[Any]:
-        """Run the role's method to its end and return a handle of its result, which stays with the worker."""
+    async def keep(self, method: str, parts: Sequence[Sequence[int]], *args: Any) -> list[Handle[Any]]:
+        """Run the role's method to its end. Its result, a list, stays with the worker; return a handle for each of
+        ``parts``: of the list of the items at these places.
+        """
 
     def peer(self) -> Peer:
         """Return the worker as it is called many times a second, by other workers or by the driver."""
@@ -161,8 +162,8 @@ class PartOf:
     async def call(self, method: str, *args: Any) -> Any:
         return await self._worker.call(f"{self._part}.{method}", *args)
 
-    async def keep(self, method: str, *args: Any) -> Handle[Any]:
-        return await self._worker.keep(f"{self._part}.{method}", *args)
+    async def keep(self, method: str, parts: Sequence[Sequence[int]], *args: Any) -> list[Handle[Any]]:
+        return await self._worker.keep(f"{self._part}.{method}", parts, *args)
 
     def peer(self) -> Peer:
         return PeerPart(self._worker.peer(), self._part)
@@ -185,14 +186,21 @@ class WorkerGroup:
     """Ranks of one role. Each registered method is an attribute here; calling it starts the work on the ranks at once
     and returns a task: await it to block, or keep it as a future. The first rank that fails fails the call. Paths are
     sent absolute: workers may run in another directory.
+
+    Between `begin_fetch` and `end_fetch` calls with samples are about these samples alone: each rank gets those of the
+    episodes that were assigned to it, in every call, and holds what it has read of them.
     """
 
-    def __init__(self, role: type, workers: Sequence[Worker]) -> None:
+    def __init__(self, role: type, workers: Sequence[Worker], cost: Cost | None = None) -> None:
+        """Create the group. ``cost``: what samples are balanced by."""
         if not workers:
             raise ValueError(f"a group of {role.__name__} needs at least one worker")
         self.workers = tuple(workers)
         self._role = role
         self._methods = registered(role)
+        self._cost = cost or Cost()
+        self._owners: dict[TrajectoryId, int] | None = None
+        """Rank of each episode of the fetch that has begun; None without one."""
 
     @property
     def name(self) -> str:
@@ -209,6 +217,20 @@ class WorkerGroup:
         task: asyncio.Task[Any] = getattr(self, method)(*args)
         return task
 
+    def begin_fetch(self, mini_batches: Sequence[Sequence[Sample]]) -> asyncio.Task[Any]:
+        """Assign a fetch to the ranks, which hold what they read of it until `end_fetch`."""
+        self._owners = assign(mini_batches, len(self.workers), self._cost)
+        return self._tell("begin_fetch")
+
+    def end_fetch(self) -> asyncio.Task[Any]:
+        """Forget the fetch, on the ranks, too."""
+        self._owners = None
+        return self._tell("end_fetch")
+
+    def _tell(self, method: str) -> asyncio.Task[Any]:
+        calls = concurrently(worker.call(method) for worker in self.workers)
+        return asyncio.create_task(calls, name=f"{self._role.__name__}.{method}")
+
     def _start(self, method: str, registration: Registration, *args: Any) -> asyncio.Task[Any]:
         args = tuple(argument.absolute() if isinstance(argument, Path) else argument for argument in args)
         call = self._run(method, registration, args)
@@ -219,25 +241,47 @@ class WorkerGroup:
 
     async def _run(self, method: str, registration: Registration, args: tuple[Any, ...]) -> Any:
         match registration.dispatch:
+            case Dispatch.RANK_ZERO if registration.collect is Collect.COLUMNS:
+                return await self._columns(method, [range(len(args[0]))], *args)
             case Dispatch.RANK_ZERO:
-                first = self.workers[0]
-                on_rank = first.keep if registration.collect is Collect.HANDLE else first.call
-                return await on_rank(method, *args)
+                return await self.workers[0].call(method, *args)
             case Dispatch.ONE_TO_ALL:
                 return (await concurrently(worker.call(method, *args) for worker in self.workers))[0]
             case Dispatch.SPLIT:
                 return await self._split(method, registration.collect, *args)
 
     async def _split(self, method: str, collect: Collect, samples: Sequence[Sample], *args: Any) -> Any:
-        shares = split_by_tokens(samples, len(self.workers))
-        calls: list[Coroutine[Any, Any, Any]] = []
-        for worker, share in zip(self.workers, shares, strict=True):
-            on_rank = worker.keep if collect is Collect.COLUMNS else worker.call
-            calls.append(on_rank(method, [samples[i] for i in share], *args))
-        results = await concurrently(calls)
-        if collect is Collect.RANK_ZERO:
-            return results[0]
+        shares = self._shares(samples)
+        if collect is Collect.COLUMNS:
+            return await self._columns(method, shares, samples, *args)
+        calls = (
+            worker.call(method, [samples[i] for i in share], *args)
+            for worker, share in zip(self.workers, shares, strict=True)
+        )
+        return (await concurrently(calls))[0]
+
+    async def _columns(
+        self, method: str, shares: Sequence[Sequence[int]], samples: Sequence[Sample], *args: Any
+    ) -> list[Column]:
+        """Call the first ranks with their ``shares`` of the samples, and return the columns of all."""
+        own = [[samples[i] for i in share] for share in shares]
+        parts = [by_group(of_rank) for of_rank in own]
+        calls = (
+            worker.keep(method, of_parts, of_rank, *args)
+            for worker, of_parts, of_rank in zip(self.workers, parts, own, strict=False)
+        )
         columns: dict[int, Column] = {}
-        for handle, share in zip(results, shares, strict=True):
-            columns.update((index, Column(handle, place)) for place, index in enumerate(share))
+        for share, of_parts, handles in zip(shares, parts, await concurrently(calls), strict=True):
+            for part, handle in zip(of_parts, handles, strict=True):
+                columns.update((share[at], Column(handle, place)) for place, at in enumerate(part))
         return [columns[index] for index in range(len(samples))]
+
+    def _shares(self, samples: Sequence[Sample]) -> list[list[int]]:
+        ranks = len(self.workers)
+        owners = assign([samples], ranks, self._cost) if self._owners is None else self._owners
+        try:
+            return split(samples, owners, ranks)
+        except KeyError as unknown:
+            raise RunError(
+                f"{self.name}: episode {tuple(unknown.args[0])} is not of the fetch that has begun; end that first"
+            ) from None

@@ -1,19 +1,19 @@
 """Collation: from samples to rows, and from rows to the micro-batches that an engine runs.
 
-samples ─▶ split_by_tokens ─▶ one list per data-parallel rank      (driver: metadata only; whole episodes)
-samples ─▶ resolve ─▶ rows ─▶ token_budget_batches ─▶ collate      (worker: arrays)
+samples ─▶ assign ─▶ one list per data rank                      (driver: metadata only; see `assignment`)
+samples ─▶ resolve ─▶ rows ─▶ token_budget_batches ─▶ collate    (worker: arrays)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.data.types import Handle, Sample, TrajectoryId, TurnSpan
+from headway.data.types import Column, Handle, RowTokens, Sample, TrajectoryId, TurnSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,40 +50,43 @@ def resolve(samples: Sequence[Sample], get: Callable[[Handle[Any]], Any]) -> lis
 
     rows = []
     for sample in samples:
-        group = fetch(sample.tokens)
-        tokens = group.rows[sample.index]
-        rows.append(
-            Row(
-                input_ids=np.concatenate([tokens.prompt_ids, tokens.ids]),
-                prompt_length=len(tokens.prompt_ids),
-                logprobs=tokens.logprobs,
-                versions=tokens.versions,
-                loss_mask=np.zeros_like(tokens.loss_mask) if sample.masked else tokens.loss_mask,
-                columns={name: fetch(c.handle)[c.index] for name, c in sample.columns.items()},
-                finished=sample.finished,
-                episode=sample.episode,
-                turns=tokens.turns,
-            )
-        )
+        row = row_of(sample, fetch(sample.tokens).rows[sample.index])
+        rows.append(with_columns(row, sample, lambda column: fetch(column.handle)[column.index]))
     return rows
 
 
-def split_by_tokens(samples: Sequence[Sample], ranks: int) -> list[list[int]]:
-    """Indices of ``samples`` for each rank, token counts balanced (longest first to the lightest rank).
+def row_of(sample: Sample, tokens: RowTokens) -> Row:
+    """Make the row of ``sample`` from its tokens, as they were sampled: without columns, and not masked."""
+    return Row(
+        input_ids=np.concatenate([tokens.prompt_ids, tokens.ids]),
+        prompt_length=len(tokens.prompt_ids),
+        logprobs=tokens.logprobs,
+        versions=tokens.versions,
+        loss_mask=tokens.loss_mask,
+        finished=sample.finished,
+        episode=sample.episode,
+        turns=tokens.turns,
+    )
 
-    The samples of an episode are on one rank: whatever is said of sequences needs all of them.
+
+def with_columns(row: Row, sample: Sample, get: Callable[[Column], NDArray[np.float32]]) -> Row:
+    """Return ``row`` with the columns of ``sample``, and in no loss where the sample is masked."""
+    columns = {
+        name: get(column) if isinstance(column, Column) else spread(column, row.loss_mask)
+        for name, column in sample.columns.items()
+    }
+    mask = np.zeros_like(row.loss_mask) if sample.masked else row.loss_mask
+    return replace(row, loss_mask=mask, columns=columns)
+
+
+def spread(number: float, mask: NDArray[np.bool_]) -> NDArray[np.float32]:
+    """Return a column [T] with ``number`` where ``mask`` [T] is true, and exact zeros in its holes.
+
+    Not to be written to: without holes it is a view of one number.
     """
-    episodes: dict[TrajectoryId, list[int]] = {}
-    for index, sample in enumerate(samples):
-        episodes.setdefault(sample.episode, []).append(index)
-    tokens = {episode: sum(samples[i].total_length for i in indices) for episode, indices in episodes.items()}
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [0] * ranks
-    for episode, indices in sorted(episodes.items(), key=lambda item: (-tokens[item[0]], item[1][0])):
-        lightest = min(range(ranks), key=lambda r: (loads[r], r))
-        shares[lightest] += indices
-        loads[lightest] += tokens[episode]
-    return [sorted(share) for share in shares]
+    if mask.all():
+        return np.broadcast_to(np.float32(number), mask.shape)
+    return np.where(mask, np.float32(number), np.float32(0))
 
 
 def by_episode(rows: Sequence[Row]) -> list[list[int]]:

@@ -249,6 +249,8 @@ class Outcomes:
     """Reward of the greedy answer to each episode's prompt, [E], where one was generated."""
     turn_rewards: tuple[tuple[float, ...], ...] = ()
     """Rewards of each episode's turns, by number, E of them; empty where no episode has any."""
+    lengths: NDArray[np.int64] | None = None
+    """Number of tokens that each episode trains, [E], without holes; None where only their rows tell."""
 
 
 @dataclass(slots=True)
@@ -264,7 +266,7 @@ class Group:
     """Each trajectory's own reward, beside those of its turns, [n]; set by the stage Reward."""
     baseline: float | None = None
     """The score of the policy's greedy episode, those of its turns included, where one was generated (ReMax)."""
-    columns: dict[str, tuple[Column, ...]] = field(default_factory=dict)
+    columns: dict[str, tuple[AnyColumn, ...]] = field(default_factory=dict)
     """The numbers computed per token, by name: one [T] column per row, in the order of `samples`. See `Sample.columns`.
     """
 
@@ -321,6 +323,10 @@ class Column:
     index: int
 
 
+AnyColumn = Column | float
+"""A column, or one number, which travels in its place: that of every token that the row trains, 0 in holes."""
+
+
 @pickled_by_fields
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -333,7 +339,7 @@ class Sample:
     length: int
     episode: TrajectoryId
     """The episode that the row is of. Its rows lie next to each other."""
-    columns: Mapping[str, Column] = field(default_factory=dict)
+    columns: Mapping[str, AnyColumn] = field(default_factory=dict)
     """Further per-token inputs, by name: ``ref_logprobs``, ``prox_logprobs``, ``values``, ``advantages``, ``returns``.
     """
     finished: bool = True

@@ -69,6 +69,18 @@ def check_folder(path: str) -> str | None:
     return None if "auto_map" in config else str(config["model_type"])
 
 
+def hidden_size(path: str) -> int | None:
+    """Return the width of the model at ``path``, as its ``config.json`` has it; None where nothing there says it."""
+    file = Path(path).expanduser() / "config.json"
+    if not file.is_file():
+        return None
+    config = read_object(file)
+    text = config.get("text_config")
+    known = {**config, **text} if isinstance(text, Mapping) else config
+    sizes = (known.get(name) for name in ("hidden_size", "n_embd", "d_model"))
+    return next((size for size in sizes if isinstance(size, int) and size > 0), None)
+
+
 def find_folder(path: str | Path) -> Path | None:
     """Return the folder that ``path`` is; None where it may be a model's name on the hub (``owner/name``) instead.
 

@@ -16,7 +16,7 @@ from typing import Any
 from headway.data.types import ColumnName, Group, Sample
 from headway.events import CriticStepped, Emit
 from headway.interfaces import CriticEngine
-from headway.pipeline.fetches import Fetch
+from headway.pipeline.fetches import Fetch, samples_of
 from headway.pipeline.nonfinite import SkippedSteps
 from headway.pipeline.signal import Signal
 from headway.pipeline.state import now
@@ -32,11 +32,14 @@ class Critic:
         epochs: int,
         max_nonfinite_steps: int,
         mask_cut_off: bool = False,
+        own_ranks: bool = False,
     ) -> None:
         """Create the critic. ``mini_batch_size``: groups per optimizer step; ``epochs``: passes over each fetch;
-        ``mask_cut_off``: leave answers that did not end by themselves out of the loss.
+        ``mask_cut_off``: leave answers that did not end by themselves out of the loss; ``own_ranks``: nobody else
+        begins and ends fetches on the engine's ranks.
         """
         self._engine = engine
+        self._own_ranks = own_ranks
         self._emit = emit
         self._mini_batch_size = mini_batch_size
         self._epochs = epochs
@@ -53,6 +56,8 @@ class Critic:
         """Set the ``values`` column of ``fetch``, once the critic was trained on all fetches before it."""
         await self._changed.until(lambda: self._trained == fetch.index)
         async with self._ranks:
+            if self._own_ranks:
+                await self._engine.begin_fetch([samples_of(mini_batch) for mini_batch in self._mini_batches(fetch)])
             fetch.add(ColumnName.VALUES, await self._engine.forward_values(fetch.samples()))
 
     def hand(self, fetch: Fetch) -> None:
@@ -61,9 +66,8 @@ class Critic:
 
     async def train(self, fetch: Fetch) -> None:
         """Make optimizer steps towards the fetch's ``returns``. Raises `NonFinite` after too many skips in a row."""
-        size, groups = self._mini_batch_size, fetch.groups
         for _ in range(self._epochs):
-            for mini_batch in (groups[i : i + size] for i in range(0, len(groups), size)):
+            for mini_batch in self._mini_batches(fetch):
                 started = now()
                 report = await self._engine.train_step(self._samples(mini_batch))
                 self._emit(
@@ -79,16 +83,17 @@ class Critic:
                 )
                 self._steps += 1
                 self._skipped.count(report)
+        if self._own_ranks:
+            await self._engine.end_fetch()
         self._trained += 1
         self._changed.changed()
 
+    def _mini_batches(self, fetch: Fetch) -> list[list[Group]]:
+        size, groups = self._mini_batch_size, fetch.groups
+        return [groups[i : i + size] for i in range(0, len(groups), size)]
+
     def _samples(self, groups: Sequence[Group]) -> list[Sample]:
-        mask = self._mask_cut_off
-        return [
-            sample
-            for group in groups
-            for sample in group.samples((ColumnName.VALUES, ColumnName.RETURNS), mask_cut_off=mask)
-        ]
+        return samples_of(groups, (ColumnName.VALUES, ColumnName.RETURNS), mask_cut_off=self._mask_cut_off)
 
     def state(self) -> dict[str, Any]:
         """Return the critic's part of a checkpoint, once it was trained on all fetches that the trainer was."""

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from headway.data.types import Column, Group, Outcomes, Sample
+from headway.data.types import AnyColumn, Group, Outcomes, Sample
 from headway.pipeline.state import RunState
 
 
@@ -31,14 +31,19 @@ class Fetch:
 
     def samples(self, columns: Collection[str] = ()) -> list[Sample]:
         """Return a sample for each row of the fetch, in order, with these ``columns``."""
-        return [sample for group in self.groups for sample in group.samples(columns)]
+        return samples_of(self.groups, columns)
 
-    def add(self, name: str, columns: Iterable[Column]) -> None:
+    def add(self, name: str, columns: Iterable[AnyColumn]) -> None:
         """Set the column ``name`` of every row of the fetch, in order."""
         add_column(self.groups, name, columns)
 
 
-def add_column(groups: Sequence[Group], name: str, columns: Iterable[Column]) -> None:
+def samples_of(groups: Sequence[Group], columns: Collection[str] = (), *, mask_cut_off: bool = False) -> list[Sample]:
+    """Return a sample for each row of ``groups``, in order. See `Group.samples`."""
+    return [sample for group in groups for sample in group.samples(columns, mask_cut_off=mask_cut_off)]
+
+
+def add_column(groups: Sequence[Group], name: str, columns: Iterable[AnyColumn]) -> None:
     """Set the column ``name`` of every row of ``groups``, in order."""
     following = iter(columns)
     for group in groups:
@@ -63,6 +68,8 @@ def outcomes(groups: Sequence[Group]) -> Outcomes:
         episode_of=np.repeat(np.arange(len(kept), dtype=np.int64), [len(t.rows) for _, t, _ in kept]),
         baselines=np.array(baselines, dtype=np.float32) if baselines else None,
         turn_rewards=tuple(t.turn_rewards for _, t, _ in kept) if any(t.turn_rewards for _, t, _ in kept) else (),
+        # Each sampled token is trained in one row.
+        lengths=np.array([t.length for _, t, _ in kept], dtype=np.int64),
     )
 
 

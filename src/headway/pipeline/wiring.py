@@ -247,6 +247,7 @@ def _critic(config: Config, parts: Parts, emit: Emit) -> Critic | None:
         epochs=config.critic.ppo_epochs,
         max_nonfinite_steps=config.trainer.max_nonfinite_steps,
         mask_cut_off=config.algorithm.overlong_filtering,
+        own_ranks=not parts.critic_inside_fetch,
     )
 
 

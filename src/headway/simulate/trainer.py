@@ -68,6 +68,11 @@ class SimulatedTrainer:
         """Note that a fetch's advantages were computed: the next step is the first one of a fetch."""
         self._owed_s = self._fetch_s
 
+    async def begin_fetch(self, mini_batches: Sequence[Sequence[Sample]]) -> None:
+        """Do nothing: ranks that have no tokens hold none."""
+
+    async def end_fetch(self) -> None: ...
+
     async def forward_logprobs(self, samples: Sequence[Sample]) -> list[Column]:
         await self._work("a forward pass", self._cost.forward_token_s * _tokens(samples))
         return [_COLUMN] * len(samples)

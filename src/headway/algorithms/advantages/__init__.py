@@ -17,6 +17,8 @@ from headway.algorithms.advantages.inputs import (
     AdvantageEstimator,
     AdvantageInputs,
     Advantages,
+    from_outcomes_alone,
+    looks_at_tokens,
     per_token,
 )
 from headway.algorithms.advantages.pass_at_k import grpo_passk, pass_at_k
@@ -29,9 +31,11 @@ __all__ = [
     "AdvantageInputs",
     "Advantages",
     "dr_grpo",
+    "from_outcomes_alone",
     "gae",
     "grpo",
     "grpo_passk",
+    "looks_at_tokens",
     "maxrl",
     "opo",
     "pass_at_k",

@@ -11,13 +11,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from headway.algorithms.advantages.groups import Groups
-from headway.algorithms.advantages.inputs import ADVANTAGES, AdvantageInputs
+from headway.algorithms.advantages.inputs import ADVANTAGES, AdvantageInputs, from_outcomes_alone
 from headway.errors import RunError
 
 STD_EPS = 1e-6
 
 
 @ADVANTAGES.register("grpo")
+@from_outcomes_alone
 def grpo(inputs: AdvantageInputs, *, normalize_by_std: bool = True) -> Tensor:
     """Group-relative advantages: (r − mean) / (std + 1e-6), over each group's own rewards.
 
@@ -40,6 +41,7 @@ def grpo(inputs: AdvantageInputs, *, normalize_by_std: bool = True) -> Tensor:
 
 
 @ADVANTAGES.register("dr_grpo")
+@from_outcomes_alone
 def dr_grpo(inputs: AdvantageInputs) -> Tensor:
     """Advantages r − mean, over each group's rewards: GRPO without the division, which favours easy and hard prompts.
 
@@ -59,6 +61,7 @@ def dr_grpo(inputs: AdvantageInputs) -> Tensor:
 
 
 @ADVANTAGES.register("rloo")
+@from_outcomes_alone
 def rloo(inputs: AdvantageInputs) -> Tensor:
     """Leave one out: r minus the mean of the *other* answers' rewards, which is n/(n − 1) · (r − mean).
 
@@ -81,6 +84,7 @@ def rloo(inputs: AdvantageInputs) -> Tensor:
 
 
 @ADVANTAGES.register("opo")
+@from_outcomes_alone
 def opo(inputs: AdvantageInputs) -> Tensor:
     """Advantages r − Σ l·r / Σ l over the group, l = tokens that the policy wrote: the baseline of least variance.
 
@@ -97,13 +101,14 @@ def opo(inputs: AdvantageInputs) -> Tensor:
     """
     scores_S = inputs.scores()
     groups = Groups.of(inputs.groups)
-    written_S = inputs.counts().sum(dim=1).double()
+    written_S = inputs.written().double()
     baseline_G = groups.sum(written_S * scores_S) / groups.sum(written_S).clamp(min=1)
     advantages_S = scores_S - baseline_G[groups.index]
     return inputs.shared(advantages_S.masked_fill(groups.all_equal(scores_S), 0.0))
 
 
 @ADVANTAGES.register("maxrl")
+@from_outcomes_alone
 def maxrl(inputs: AdvantageInputs) -> Tensor:
     """Advantages (r − mean) / (mean + 1e-6), over each group's rewards: 0 where nothing succeeded, or everything did.
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -87,6 +88,10 @@ class AdvantageInputs:
         """Mask [S, T] of the tokens that count: response tokens that are not holes."""
         within_ST = torch.arange(self.width, device=self.lengths.device) < self.lengths[:, None]
         return within_ST if self.mask is None else within_ST & self.mask
+
+    def written(self) -> Int[Tensor, " S"]:
+        """Number of tokens of each trajectory that count."""
+        return self.lengths if self.mask is None else self.counts().sum(dim=1)
 
     def scores(self) -> Float[Tensor, " S"]:
         """One reward per trajectory, float64: differences between large rewards stay exact.
@@ -178,6 +183,25 @@ AdvantageEstimator = Callable[..., Tensor | Advantages]
 [S, T], one per token, or `Advantages`; padded to the longest trajectory or to the inputs' T. ``params`` are its own."""
 
 ADVANTAGES: Registry[AdvantageEstimator] = Registry("advantage estimator", "algorithm.adv_estimator")
+
+E = TypeVar("E", bound=AdvantageEstimator)
+_OUTCOMES_ALONE = "__headway_outcomes_alone__"
+
+
+def from_outcomes_alone(estimator: E) -> E:
+    """Declare that ``estimator`` looks at outcomes and never at tokens, unless these have rewards of their own.
+
+    It is then given ``rewards``, ``groups``, ``baselines`` and, as ``lengths``, the number of tokens of each trajectory
+    that count (`AdvantageInputs.written`); there is no mask, and it returns [S]. No token of a fetch is fetched for it,
+    and one number per trajectory travels instead of one per token.
+    """
+    setattr(estimator, _OUTCOMES_ALONE, True)
+    return estimator
+
+
+def looks_at_tokens(estimator: AdvantageEstimator) -> bool:
+    """Tell whether ``estimator`` may look at tokens: True unless it was declared with `from_outcomes_alone`."""
+    return not getattr(estimator, _OUTCOMES_ALONE, False)
 
 
 def per_token(

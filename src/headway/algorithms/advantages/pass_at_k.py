@@ -10,11 +10,12 @@ from torch import Tensor
 
 from headway.algorithms.advantages.group_relative import STD_EPS
 from headway.algorithms.advantages.groups import Groups
-from headway.algorithms.advantages.inputs import ADVANTAGES, AdvantageInputs
+from headway.algorithms.advantages.inputs import ADVANTAGES, AdvantageInputs, from_outcomes_alone
 from headway.errors import ConfigError
 
 
 @ADVANTAGES.register("grpo_passk")
+@from_outcomes_alone
 def grpo_passk(inputs: AdvantageInputs, *, normalize_by_std: bool = True) -> Tensor:
     """The best answer of a group gets (r_max − r_second) / (std + 1e-6), all others 0; nobody where two are the best.
 
@@ -43,6 +44,7 @@ def grpo_passk(inputs: AdvantageInputs, *, normalize_by_std: bool = True) -> Ten
 
 
 @ADVANTAGES.register("pass_at_k")
+@from_outcomes_alone
 def pass_at_k(inputs: AdvantageInputs, *, k: int = 4) -> Tensor:
     """Pass@k Training: (E[R | y in the subset] − E[R]) / (σ + 1e-6), R = best reward of k answers drawn from the group.
 

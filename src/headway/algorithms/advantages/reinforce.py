@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headway.algorithms.advantages.groups import Groups
-from headway.algorithms.advantages.inputs import ADVANTAGES, AdvantageInputs
+from headway.algorithms.advantages.inputs import ADVANTAGES, AdvantageInputs, from_outcomes_alone
 from headway.algorithms.advantages.tokens import Closed, check_share, sums_ahead, whiten
 
 
@@ -38,6 +38,7 @@ def reinforce_plus_plus(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Float
 
 
 @ADVANTAGES.register("reinforce_plus_plus_baseline")
+@from_outcomes_alone
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Tensor:
     """Advantages r − mean of the group, whitened over all tokens of the fetch: an answer counts once for each token.
 
@@ -55,10 +56,11 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Tensor:
     scores_S = inputs.scores()
     groups = Groups.of(inputs.groups)
     centred_S = groups.centred(scores_S).masked_fill(groups.all_equal(scores_S), 0.0)
-    return inputs.shared(whiten(centred_S, inputs.counts().sum(dim=1).double()))
+    return inputs.shared(whiten(centred_S, inputs.written().double()))
 
 
 @ADVANTAGES.register("remax")
+@from_outcomes_alone
 def remax(inputs: AdvantageInputs) -> Tensor:
     """Advantages r − r_greedy, of the policy's own greedy answer; with rewards of tokens, Σ_{u ≥ t} r_u − r_greedy,
     r_u discounted by the turns between t and u.

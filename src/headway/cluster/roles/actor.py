@@ -47,6 +47,8 @@ class ActorRole(WithCritic):
         self._total_critic_steps = total_critic_steps
         self._store: Any = None
         self._outbox = Outbox(self._config, sends=rank == 0)
+        self._returns: list[NDArray[np.float32]] = []
+        """Returns of a fetch, from `advantages` until `returns` takes them."""
 
     @register(Dispatch.RANK_ZERO)
     def open_store(self) -> Address:
@@ -121,11 +123,23 @@ class ActorRole(WithCritic):
     def proximal_logprobs(self, samples: Sequence[Sample], version: int) -> list[NDArray[np.float32]]:
         return self._engine.proximal_logprobs(self._rows(samples), version)
 
-    @register(Dispatch.RANK_ZERO, Collect.HANDLE)
+    @register(Dispatch.RANK_ZERO)
+    def outcome_advantages(self, outcomes: Outcomes) -> NDArray[np.float32] | None:
+        """Return the advantage of each episode of a whole fetch, [E]; None where tokens have to be looked at."""
+        return self._advantages.of_outcomes(outcomes)
+
+    @register(Dispatch.RANK_ZERO, Collect.COLUMNS)
     def advantages(self, samples: Sequence[Sample], outcomes: Outcomes) -> list[NDArray[np.float32]]:
-        """Return the advantages of each sample of a whole fetch, then, where there is a critic, the returns of each."""
-        columns = self._advantages(self._rows(samples), outcomes)
-        return [*columns[ColumnName.ADVANTAGES], *columns.get(ColumnName.RETURNS, ())]
+        """Return the advantages of each sample of a whole fetch, all of whose tokens are looked at here."""
+        columns = self._advantages(self._held.rows(samples, once=True), outcomes)
+        self._returns = columns.get(ColumnName.RETURNS, [])
+        return columns[ColumnName.ADVANTAGES]
+
+    @register(Dispatch.RANK_ZERO, Collect.COLUMNS)
+    def returns(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
+        """Return what `advantages` was called for last: the returns of each of its samples. There is a critic."""
+        returns, self._returns = self._returns, []
+        return returns
 
     @register(Dispatch.SPLIT)
     def train_step(self, samples: Sequence[Sample], context: StepContext) -> StepReport:

@@ -7,9 +7,10 @@ from datetime import timedelta
 from typing import Any
 
 from headway.cluster.hardware import Hardware, hardware_here
+from headway.cluster.held_rows import HeldRows
 from headway.cluster.roles.lookout import Lookout
 from headway.config.schema import Config
-from headway.data.collate import Row, resolve
+from headway.data.collate import Row
 from headway.data.types import Handle, Sample
 from headway.weights.transports.links import Address, EndContext
 
@@ -47,17 +48,23 @@ class Role:
         self._put = put
         self._host = host
         self.lookout = Lookout(host)
+        self._held = HeldRows(fetch)
 
     def hardware(self) -> Hardware:
         """Return a description of the hardware that this rank computes on; call it once the role is built."""
         return hardware_here(self._device)
 
+    def begin_fetch(self) -> None:
+        """Hold from now on the rows that calls ask for, until `end_fetch`."""
+        self._held.begin()
+
+    def end_fetch(self) -> None:
+        """Forget the rows that are held."""
+        self._held.end()
+
     def _rows(self, samples: Sequence[Sample]) -> list[Row]:
-        """Return the samples with their arrays. All that they refer to is fetched at once, and only once."""
-        handles = {id(s.tokens): s.tokens for s in samples}
-        handles.update((id(c.handle), c.handle) for s in samples for c in s.columns.values())
-        behind = dict(zip(handles, self._fetch(list(handles.values())), strict=True))
-        return resolve(samples, lambda handle: behind[id(handle)])
+        """Return the samples with their arrays, fetched once for all calls of a fetch."""
+        return self._held.rows(samples)
 
     def _set_threads(self) -> None:
         import torch

@@ -1,5 +1,6 @@
 """Advantages of a fetch: from its episodes and rewards to the estimators' tensors, and back to rows.
 
+rewards ──────────────────────────────────────▶ estimator ─▶ one number per episode, where outcomes are enough
 rewards ─▶ [− kl_coef · KL(π_prox‖π_ref) per token] ─▶ estimator ─▶ advantages, and a critic's returns
 """
 
@@ -14,13 +15,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headway.algorithms.advantages import ADVANTAGES, AdvantageInputs, Advantages, per_token
+from headway.algorithms.advantages import ADVANTAGES, AdvantageInputs, Advantages, looks_at_tokens, per_token
 from headway.algorithms.kl import kl_in_reward
 from headway.config.learning import AlgorithmConfig
 from headway.data.collate import Row
 from headway.data.types import ColumnName, Outcomes
 from headway.engines.train.episodes import Episodes, Get, turn_numbers
-from headway.errors import RunError
+from headway.errors import ConfigError, RunError
 
 Arrays = list[NDArray[np.float32]]
 """Float32 arrays, one [T] for each row, or one [L] for each episode."""
@@ -62,6 +63,39 @@ class FetchAdvantages:
         for name, arrays in columns.items():
             _check_finite(name, arrays, outcomes)
         return {name: episodes.cut(arrays) for name, arrays in columns.items()}
+
+    def of_outcomes(self, outcomes: Outcomes) -> NDArray[np.float32] | None:
+        """Compute each episode's advantage, [E], which all tokens that it trains share, from ``outcomes`` alone.
+
+        The numbers are those that rows give. None where tokens have to be looked at: by the estimator, or for rewards
+        of turns or a KL penalty per token.
+
+        Raises:
+            RunError: a reward or an advantage is not finite; the message names the trajectory.
+            ConfigError: the estimator returned something else than one number for each trajectory.
+        """
+        algorithm = self._algorithm
+        per_token = algorithm.use_kl_in_reward or outcomes.turn_rewards or algorithm.turn_discount != 1.0
+        if per_token or outcomes.lengths is None or looks_at_tokens(self._estimator):
+            return None
+        _check_finite("rewards", [np.atleast_1d(reward) for reward in outcomes.rewards], outcomes)
+        inputs = AdvantageInputs(
+            rewards=torch.from_numpy(outcomes.rewards),
+            groups=torch.from_numpy(outcomes.groups),
+            lengths=torch.from_numpy(outcomes.lengths),
+            baselines=torch.from_numpy(outcomes.baselines) if outcomes.baselines is not None else None,
+        )
+        estimate = self._estimator(inputs, **self._params)
+        if not isinstance(estimate, torch.Tensor) or estimate.shape != inputs.rewards.shape:
+            said = list(estimate.shape) if isinstance(estimate, torch.Tensor) else type(estimate).__name__
+            raise ConfigError(
+                f"algorithm.adv_estimator: {algorithm.adv_estimator} is declared to look at outcomes alone, so it "
+                f"returns one number for each of {len(outcomes.ids)} trajectories, not {said}; return [S], or drop "
+                "from_outcomes_alone"
+            )
+        numbers: NDArray[np.float32] = estimate.numpy().astype(np.float32)
+        _check_finite(ColumnName.ADVANTAGES, [np.atleast_1d(number) for number in numbers], outcomes)
+        return numbers
 
     def _inputs(self, episodes: Episodes, outcomes: Outcomes) -> AdvantageInputs:
         masks = episodes.join(lambda row: row.loss_mask)

@@ -24,7 +24,7 @@ from headway.interfaces import StepContext, StepReport, TrainEngine
 from headway.pipeline.boundaries import Boundaries
 from headway.pipeline.channel import Channel
 from headway.pipeline.critic import Critic
-from headway.pipeline.fetches import Fetch, FetchSource
+from headway.pipeline.fetches import Fetch, FetchSource, samples_of
 from headway.pipeline.fleet import Fleet
 from headway.pipeline.guard import Guard
 from headway.pipeline.keepers import Keepers
@@ -191,10 +191,11 @@ class ActorTrain(Stage[Fetch | Resumed, Update]):
     async def _train(self, fetch: Fetch) -> None:
         version, groups = self._state.version, fetch.groups
         lags = {g.number: self._state.staleness.check(g.number, g.oldest_version, version) for g in groups}
-        await self._preparation.prepare(fetch, self._busy)
-        await self._train_critic(fetch)
         size = self._settings.mini_batch_size
         mini_batches = [groups[i : i + size] for i in range(0, len(groups), size)]
+        await self._trainer.begin_fetch([samples_of(mini_batch) for mini_batch in mini_batches])
+        await self._preparation.prepare(fetch, self._busy)
+        await self._train_critic(fetch)
         trained: set[int] = set()
         for _ in range(self._settings.ppo_epochs):
             for mini_batch in mini_batches:
@@ -202,6 +203,7 @@ class ActorTrain(Stage[Fetch | Resumed, Update]):
                 self._report_step(report, fetch, mini_batch, lags)
                 if not report.skipped:
                     trained.update(group.number for group in mini_batch)
+        await self._trainer.end_fetch()
         for group in groups:
             if group.number in trained:
                 self._state.consume(group.number, Fate.TRAINED, lag=lags[group.number])
@@ -220,7 +222,7 @@ class ActorTrain(Stage[Fetch | Resumed, Update]):
 
     async def _step(self, groups: Sequence[Group]) -> StepReport:
         mask_cut_off = self._settings.mask_cut_off
-        rows = [sample for group in groups for sample in group.samples(COLUMNS, mask_cut_off=mask_cut_off)]
+        rows = samples_of(groups, COLUMNS, mask_cut_off=mask_cut_off)
         progress = self._steps_of_version / self._settings.steps_per_version
         context = StepContext(self._state.version, progress, self._guard.clip_scale)
         with self._busy("step"):

@@ -94,10 +94,8 @@ class Reward(Stage[Group, Group]):
             self._state.discard(group.number, Fate.FILTERED, reason)
             return
         group.rewards = own
-        # The driver holds no text of a conversation longer than it has to.
-        group.trajectories = tuple(
-            t if t.conversation is None else replace(t, conversation=None) for t in group.trajectories[:n]
-        )
+        # The driver holds no text longer than it has to: a group may wait for long before it is trained on.
+        group.trajectories = tuple(replace(t, text="", conversation=None) for t in group.trajectories[:n])
         yield group
 
     def _compared(

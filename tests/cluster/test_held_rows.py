@@ -1,0 +1,175 @@
+"""What ranks read of a fetch: their own groups from files, once, and columns of these alone."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from headway.cluster.held_rows import HeldRows
+from headway.cluster.roles.role import Role
+from headway.cluster.token_files import TokenFiles, TokenPart, TokenPlace, read_part
+from headway.cluster.worker_group import Collect, Dispatch, WorkerGroup, register
+from headway.data.types import Column, GroupTokens, RowTokens, Sample, SampledTokens, TrajectoryId
+from tests.cluster.fakes import group_tokens, sample
+
+RANKS = 4
+
+
+class TrainerLike(Role):
+    """Calls of a trainer's rank, which only read."""
+
+    @register(Dispatch.SPLIT, Collect.COLUMNS)
+    def forward(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
+        return [row.logprobs + 1 for row in self._rows(samples)]
+
+    @register(Dispatch.SPLIT)
+    def step(self, samples: Sequence[Sample]) -> None:
+        for row in self._rows(samples):
+            assert (row.columns["prox_logprobs"] == row.logprobs + 1).all()
+            assert (row.columns["advantages"] == np.float32(0.1)).all()
+
+
+class Rank:
+    """A rank in this process, which counts the bytes that it reads."""
+
+    def __init__(self, rank: int) -> None:
+        self.name = f"rank-{rank}"
+        self.files = self.columns = self.fetches = 0
+        """Bytes of token files, bytes of lists of columns, and handles that it fetched."""
+        self.role = TrainerLike(
+            config=None, model_path="", name=self.name, device="cpu", threads=1, fetch=self._fetch, put=lambda x: x
+        )  # type: ignore[arg-type]
+
+    def _fetch(self, handles: Sequence[Any]) -> list[Any]:
+        self.fetches += len(handles)
+        self.columns += sum(a.nbytes for h in handles if not isinstance(h, TokenPart) for a in h)
+        before = bytes_read()
+        read = [read_part(handle) if isinstance(handle, TokenPart) else handle for handle in handles]
+        self.files += bytes_read() - before
+        return read
+
+    async def call(self, method: str, *args: Any) -> Any:
+        return getattr(self.role, method)(*args)
+
+    async def keep(self, method: str, parts: Sequence[Sequence[int]], *args: Any) -> list[Any]:
+        result = await self.call(method, *args)
+        return [[result[place] for place in part] for part in parts]
+
+
+def bytes_read() -> int:
+    """The bytes that all reads of this process have brought so far, as the kernel counts them."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def fetch_of(groups: Sequence[tuple[int, Sequence[int]]], files: TokenFiles) -> list[list[Sample]]:
+    """The samples of each group, whose tokens are in a file."""
+    rng = np.random.default_rng(0)
+    made = []
+    for number, (prompt, lengths) in enumerate(groups):
+        prompt_ids = rng.integers(0, 99, prompt).astype(np.int32)
+        rows = [
+            RowTokens.answer(
+                prompt_ids,
+                SampledTokens(np.zeros(n, np.int32), rng.standard_normal(n).astype(np.float32), np.zeros(n, np.int32)),
+            )
+            for n in lengths
+        ]
+        tokens = files.write(GroupTokens(tuple(rows)))
+        made.append([Sample(tokens, k, prompt, n, TrajectoryId(0, number, 0, k)) for k, n in enumerate(lengths)])
+    return made
+
+
+@pytest.mark.parametrize("few", [False, True], ids=["groups stay whole", "groups are cut"])
+async def test_a_rank_reads_its_share_of_a_fetch_once_whatever_is_computed_from_it(tmp_path: Path, few: bool) -> None:
+    rng = np.random.default_rng(1)
+    count, mini = (3, 3) if few else (32, 8)
+    groups = [(int(rng.integers(200, 900)), rng.integers(1000, 8000, 8).tolist()) for _ in range(count)]
+    fetch = fetch_of(groups, TokenFiles("keeper-0", TokenPlace("here", tmp_path), "here"))
+    mini_batches = [list(chain(*fetch[i : i + mini])) for i in range(0, count, mini)]
+    ranks = [Rank(rank) for rank in range(RANKS)]
+    trainer = WorkerGroup(TrainerLike, ranks)  # type: ignore[arg-type]
+
+    await trainer.begin_fetch(mini_batches)
+    samples = list(chain(*mini_batches))
+    columns: list[Column] = await trainer.forward(samples)
+    await trainer.forward(samples)
+    by_episode = {sample.episode: column for sample, column in zip(samples, columns, strict=True)}
+    for _ in range(2):
+        for mini_batch in mini_batches:
+            await trainer.step(
+                [
+                    replace(
+                        one, columns={"prox_logprobs": by_episode[one.episode], "advantages": float(np.float32(0.1))}
+                    )
+                    for one in mini_batch
+                ]
+            )
+    owners = trainer._owners
+    assert owners is not None
+    for number, rank in enumerate(ranks):
+        own = [sample for sample in samples if owners[sample.episode] == number]
+        share = 13 * sum(sample.length for sample in own) + 4 * sum(
+            {sample.episode[:3]: sample.prompt_length for sample in own}.values()
+        )
+        assert own and share <= rank.files <= 1.05 * share
+        assert rank.columns == 4 * sum(sample.length for sample in own), "of its own columns alone"
+    whole = 13 * sum(sample.length for sample in samples) + 4 * sum(prompt for prompt, _ in groups)
+    assert sum(rank.files for rank in ranks) <= (1.1 if few else 1.02) * whole
+    before = [rank.fetches for rank in ranks]
+    await trainer.end_fetch()
+    assert all(not rank.role._held._rows and not rank.role._held._columns for rank in ranks)
+    await trainer.forward(samples)
+    assert all(rank.fetches > fetches for rank, fetches in zip(ranks, before, strict=True)), "it was forgotten"
+    assert all(not rank.role._held._rows for rank in ranks), "without a fetch nothing is held"
+
+
+def test_what_is_asked_for_once_is_not_held_and_what_is_held_is_not_fetched_for_it() -> None:
+    fetched: list[int] = []
+
+    def fetch(handles: Sequence[Any]) -> list[Any]:
+        fetched.append(len(handles))
+        return list(handles)
+
+    held = HeldRows(fetch)
+    one, two = (sample(group_tokens(n, 1.0), n) for n in (2, 3))
+    held.begin()
+    held.rows([one])
+    assert [len(row.logprobs) for row in held.rows([one, two], once=True)] == [2, 3]
+    held.rows([one, two])
+    assert fetched == [1, 1, 1]
+    held.rows([one, two], once=True)
+    assert fetched == [1, 1, 1], "all of it is held"
+
+
+def test_objects_of_this_process_are_told_apart_by_address_as_long_as_they_are_held() -> None:
+    held = HeldRows(list)
+    held.begin()
+    tokens = group_tokens(2, 1.0)
+    alive = weakref.ref(tokens.rows[0].logprobs)
+    assert held.rows([sample(tokens, 2)])[0].logprobs[0] == 1.0
+    address = id(tokens)
+    del tokens
+    gc.collect()
+    later = [group_tokens(2, 2.0) for _ in range(50)]
+    assert address not in map(id, later)
+    assert all(held.rows([sample(other, 2)])[0].logprobs[0] == 2.0 for other in later)
+    del later
+    held.end()
+    gc.collect()
+    assert alive() is None
+
+
+def test_samples_of_one_row_may_be_masked_in_one_call_and_not_in_another() -> None:
+    held = HeldRows(list)
+    held.begin()
+    one = sample(group_tokens(2, 1.0), 2)
+    assert [held.rows([replace(one, masked=masked)])[0].loss_mask.any() for masked in (False, True, False)] == [1, 0, 1]
