@@ -225,13 +225,15 @@ def _rows(read: Read, indices: Iterable[int] | None) -> dict[int, RowTokens]:
         if at.prompt not in prompts:
             prompt = index.prompts[at.prompt]
             prompts[at.prompt] = np.frombuffer(read(data + prompt.offset, 4 * prompt.length), np.int32)
-        bytes_, n = read(data + at.offset, BYTES_PER_TOKEN * at.length), at.length
+        n = at.length
+        # Ids apart from the rest: whoever joins them to their prompt need not keep them.
+        ids, rest = read(data + at.offset, 4 * n), read(data + at.offset + 4 * n, (BYTES_PER_TOKEN - 4) * n)
         rows[number] = RowTokens(
             prompt_ids=prompts[at.prompt],
-            ids=np.frombuffer(bytes_, np.int32, n),
-            logprobs=np.frombuffer(bytes_, np.float32, n, 4 * n),
-            versions=np.frombuffer(bytes_, np.int32, n, 8 * n),
-            loss_mask=np.frombuffer(bytes_, np.bool_, n, 12 * n),
+            ids=np.frombuffer(ids, np.int32, n),
+            logprobs=np.frombuffer(rest, np.float32, n),
+            versions=np.frombuffer(rest, np.int32, n, 4 * n),
+            loss_mask=np.frombuffer(rest, np.bool_, n, 8 * n),
             turns=at.turns,
         )
     return rows

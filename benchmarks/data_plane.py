@@ -1,0 +1,224 @@
+"""The data plane at size: what a fetch of random tokens costs the driver and the trainer's ranks. No model.
+
+    python -m benchmarks.data_plane [--prompts 512] [--answers 16] [--tokens 3277] [--ranks 8]
+
+A keeper's process writes token files; ranks are processes on Ray that read and touch the rows that they would train on.
+Worker group, assignment, files, columns and advantages are those of a run. With the defaults, the number of groups and
+rows is that of 512 prompts × 16 answers × 32k tokens, and each answer has a tenth of the tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.data_plane_roles import Rank, Writer, memory
+from benchmarks.table import report
+from headway.cluster.engines import TrainGroup, reference_of
+from headway.cluster.memory_files import SHARED_MEMORY
+from headway.cluster.plan import ClusterPlan, WorkerSpec
+from headway.cluster.ray_cluster import RayCluster
+from headway.cluster.ray_worker import RayWorker
+from headway.cluster.token_files import BYTES_PER_TOKEN, TokenFile
+from headway.cluster.worker_group import WorkerGroup
+from headway.config.schema import Config
+from headway.data.assignment import Cost
+from headway.data.types import ColumnName, FinishReason, Group, Prompt, RowAt, Sample, Trajectory
+from headway.interfaces import StepContext
+from headway.pipeline.fetches import Fetch, outcomes, samples_of
+from headway.pipeline.stages.actor_train import COLUMNS
+
+MINI_BATCHES, EPOCHS = 4, 2
+FULL_TOKENS = 32768
+"""Tokens of an answer in the fetch that the arithmetic is for."""
+HIDDEN = 4096
+
+
+def _shapes(given: argparse.Namespace) -> list[tuple[int, NDArray[np.int64]]]:
+    """Long-tailed answers: log-normal, up to ten times the mean. Prompts of a few hundred tokens."""
+    rng = np.random.default_rng(0)
+    drawn = np.minimum(rng.lognormal(0.0, 0.8, (given.prompts, given.answers)), 10.0)
+    lengths = np.maximum(drawn * given.tokens / drawn.mean(), 16).astype(np.int64)
+    return [(int(rng.integers(100, 600)), of_group) for of_group in lengths]
+
+
+def _group(number: int, prompt_length: int, lengths: NDArray[np.int64], file: TokenFile) -> Group:
+    prompt = Prompt(0, number, 0, "random", "", np.zeros(prompt_length, np.int32))
+    trajectories = tuple(
+        Trajectory(
+            id=prompt.trajectory_id(k),
+            replica="rollout-0",
+            text="",
+            prompt_length=prompt_length,
+            length=int(n),
+            finish_reason=FinishReason.STOP,
+            version_spans=[[0, 0]],
+            started=0.0,
+            finished=1.0,
+            rows=(RowAt(k, prompt_length, int(n)),),
+        )
+        for k, n in enumerate(lengths)
+    )
+    rewards = np.random.default_rng(number).integers(0, 2, len(lengths)).astype(np.float32)
+    return Group(number, prompt, trajectories, file, rewards)
+
+
+class Phases:
+    """Seconds of each phase, in order; of those with one name the sum."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def since(self, name: str, started: float) -> float:
+        now = time.perf_counter()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - started
+        return now
+
+
+async def _one_fetch(
+    train: TrainGroup, ranks: WorkerGroup, fetch: Fetch, phases: Phases, look: Callable[[], Awaitable[None]]
+) -> None:
+    """What `ActorTrain` does with a fetch that has a reference. ``look`` is called before its end."""
+    size = len(fetch.groups) // MINI_BATCHES
+    mini_batches = [fetch.groups[i : i + size] for i in range(0, len(fetch.groups), size)]
+    at = time.perf_counter()
+    await train.begin_fetch([samples_of(mini_batch) for mini_batch in mini_batches])
+    at = phases.since("assignment", at)
+    fetch.add(ColumnName.REF_LOGPROBS, await reference_of(ranks).forward_logprobs(fetch.samples()))
+    at = phases.since("first pass over all rows: tokens are read", at)
+    computed = await train.advantages(fetch.samples((ColumnName.REF_LOGPROBS,)), outcomes(fetch.groups))
+    for name, columns in computed.items():
+        fetch.add(name, columns)
+    at = phases.since("advantages", at)
+    for epoch in range(EPOCHS):
+        for mini_batch in mini_batches:
+            await train.train_step(samples_of(mini_batch, COLUMNS), StepContext())
+        at = phases.since(f"epoch {epoch + 1}, {MINI_BATCHES} mini-batches", at)
+    await look()
+    await train.end_fetch()
+
+
+async def measure(given: argparse.Namespace, directory: Path) -> None:
+    """Start a keeper and ranks, have one fetch written and trained on, and report."""
+    config = Config(
+        cluster={"device": "cpu"},
+        rollout={"n": given.answers},
+        data={"max_prompt_length": 600, "max_response_length": 10 * given.tokens},
+        actor={"ppo_mini_batch_size": given.prompts // MINI_BATCHES, "ppo_epochs": EPOCHS},
+        async_training={"require_batches": MINI_BATCHES},
+    )
+    # Columns go through Ray's object store, whose size follows the longest answer that may come: here, the mean.
+    sized = config.model_copy(update={"data": config.data.model_copy(update={"max_response_length": given.tokens})})
+    cluster = RayCluster(sized, directory)
+    common = {"config": config, "model_path": ""}
+    specs = [WorkerSpec(f"rank-{rank}", Rank, rank, 1, common) for rank in range(given.ranks)]
+    specs.append(WorkerSpec("keeper-0", Writer, given.ranks, 1, common))
+    workers: list[RayWorker] = []
+    try:
+        await cluster.connect()
+        await cluster.reserve(ClusterPlan(tuple(specs), *[()] * 6, inside_fetch=frozenset(), shared=False))
+        workers = [cluster.launch(spec) for spec in specs]
+        for worker in workers:
+            await worker.up()
+        await _measured(given, directory, workers[:-1], workers[-1])
+    finally:
+        for worker in workers:
+            await worker.kill()
+        await cluster.stop()
+
+
+async def _measured(given: argparse.Namespace, directory: Path, ranks: Sequence[RayWorker], keeper: RayWorker) -> None:
+    phases, shapes = Phases(), _shapes(given)
+    at, files = time.perf_counter(), list[TokenFile]()
+    for first in range(0, len(shapes), 32):
+        files += await keeper.call("write", directory, first, shapes[first : first + 32])
+    phases.since("written by one keeper, tokens drawn included", at)
+    idle = [await rank.call("used") for rank in ranks]
+    driver_before = memory()["own"]
+    groups = [_group(number, *shape, file) for number, (shape, file) in enumerate(zip(shapes, files, strict=True))]
+    of_metadata = memory()["own"] - driver_before
+    group = WorkerGroup(Rank, ranks, Cost(HIDDEN))
+    train = TrainGroup(group, None)  # type: ignore[arg-type]  # no weights are sent here
+    fetch = Fetch(0, 0, groups)
+    await group.outcome_advantages(outcomes(groups[:1]))  # imports torch, as a trainer's rank has long before
+    held: list[dict[str, float]] = []
+    owners: list[list[int]] = []
+
+    async def look() -> None:
+        held.extend([await rank.call("used") for rank in ranks])
+        owners.extend(group._shares(fetch.samples()))
+
+    started = time.perf_counter()
+    await _one_fetch(train, group, fetch, phases, look)
+    total = time.perf_counter() - started
+    after = [await rank.call("used") for rank in ranks]
+    samples = fetch.samples()
+    shares = [_share([samples[i] for i in share]) for share in owners]
+    whole = _share(samples)
+    tokens = sum(sample.length for sample in samples)
+    ratios = [used["read"] / share for used, share in zip(after, shares, strict=True)]
+    scale = FULL_TOKENS / given.tokens
+    holds = [(one["own"] - before["own"]) / 2**20 for one, before in zip(held[1:], idle[1:], strict=True)]
+    left = [(one["own"] - before["own"]) / 2**20 for one, before in zip(after[1:], idle[1:], strict=True)]
+    read_s = max(used["fetch_s"] for used in after)
+    metadata_s = total - read_s - sum(phases.seconds[name] for name in phases.seconds if name.startswith("epoch"))
+    report(
+        "data_plane",
+        f"{given.prompts} prompts × {given.answers} answers: {tokens / 1e6:.1f} M tokens, {given.ranks} ranks",
+        [{"phase": name, "seconds": seconds} for name, seconds in phases.seconds.items()],
+        notes=[
+            f"files: {whole / 2**20:.0f} MiB; shares of {min(shares) / 2**20:.2f} to {max(shares) / 2**20:.2f} MiB",
+            f"bytes read per rank, files, over its share: {min(ratios):.4f} to {max(ratios):.4f}",
+            f"all ranks together read {sum(used['read'] for used in after) / whole:.4f} × the files",
+            f"cost of the longest rank over the mean: {_balance(owners, samples):.4f}",
+            f"a rank reads its share in {min(u['fetch_s'] for u in after):.2f} to {read_s:.2f} s, all ranks at once",
+            f"a rank holds {min(holds):.0f} to {max(holds):.0f} MiB; its allocator keeps up to {max(left):.0f} for the "
+            "next fetch",
+            f"driver: {of_metadata / 2**20:.1f} MiB of metadata, {memory()['own'] / 2**20:.0f} MiB in all, "
+            f"{(memory()['own'] - driver_before) / 2**20:.1f} MiB more than before the fetch",
+            f"× {scale:.3g} for answers of {FULL_TOKENS} tokens: files {whole * scale / 2**30:.2f} GiB, a rank reads "
+            f"{max(shares) * scale / 2**20:.0f} MiB in {read_s * scale:.1f} s and holds {max(holds) * scale:.0f} MiB; "
+            f"what depends on the number of rows alone stays: {metadata_s:.1f} s",
+        ],
+    )
+
+
+def _share(samples: Sequence[Sample]) -> float:
+    """Bytes of the samples' tokens, the prompt of each group once."""
+    prompts = {sample.episode[:3]: sample.prompt_length for sample in samples}
+    return BYTES_PER_TOKEN * sum(sample.length for sample in samples) + 4 * sum(prompts.values())
+
+
+def _balance(owners: Sequence[Sequence[int]], samples: Sequence[Sample]) -> float:
+    """The longest rank's cost over the mean."""
+    cost, loads = Cost(HIDDEN), list[float]()
+    for share in owners:
+        own = [samples[i] for i in share]
+        prompts = {sample.episode[:3]: sample.prompt_length for sample in own}
+        loads.append(
+            sum(map(cost.prompt, prompts.values()))
+            + sum(cost.response(sample.prompt_length, sample.length) for sample in own)
+        )
+    return max(loads) / (sum(loads) / len(loads))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=512)
+    parser.add_argument("--answers", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=3277, help="mean length of an answer")
+    parser.add_argument("--ranks", type=int, default=8)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="data-plane-", dir=SHARED_MEMORY) as directory:
+        asyncio.run(measure(given, Path(directory)))
+
+
+if __name__ == "__main__":
+    main()
