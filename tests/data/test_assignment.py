@@ -141,3 +141,10 @@ def test_long_rows_are_balanced_by_attentions_square_and_not_by_their_tokens() -
     assert min(map(len, shares)) == 1, "9 M pairs are more than 6 times 1 M"
     shares = split(samples, assign([samples], 2, Cost(10**9)), 2)
     assert sorted(sum(samples[i].length for i in share) for share in shares) == [4000, 5000]
+
+
+def test_pieces_that_meet_on_a_rank_compute_their_prompt_there_once() -> None:
+    """A group of six long answers takes three ranks, two answers each: in halves, or with a rank more, it is worse."""
+    samples = samples_of([(1000, [400] * 6), (1, [10] * 5), (300, [10] * 7), (1000, [100] * 5)])
+    of_ranks = loads(samples, assign([samples], 4, COST), 4)
+    assert max(of_ranks) <= (COST.prompt(1000) + 2 * COST.response(1000, 400)) * 1.01
