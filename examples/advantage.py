@@ -5,9 +5,10 @@ headway train recipes/demo.yaml algorithm.adv_estimator=examples/advantage.py:by
 
 from torch import Tensor
 
-from headway.algorithms.advantages import AdvantageInputs
+from headway.algorithms.advantages import AdvantageInputs, from_outcomes_alone
 
 
+@from_outcomes_alone
 def by_rank(inputs: AdvantageInputs) -> Tensor:
     """[S] in [−1, 1]: how many answers of its group it beats, less how many beat it, as a share of the others."""
     same_group = inputs.groups[:, None] == inputs.groups

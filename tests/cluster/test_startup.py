@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,6 +12,7 @@ import pytest
 from headway.cluster import backend, startup
 from headway.cluster.backend import start_backend
 from headway.cluster.plan import ClusterPlan, WorkerSpec
+from headway.data.assignment import Cost
 from headway.errors import ConfigError, ModelError, StallError, WorkerDied
 from headway.interfaces import Capabilities, OnUpdate
 from headway.progress import Heartbeat
@@ -33,7 +34,7 @@ class PlannedWorker:
     async def call(self, method: str, *args: Any) -> Any:
         return await self._cluster.answer(self.name, method)
 
-    async def keep(self, method: str, *args: Any) -> Any:
+    async def keep(self, method: str, parts: Sequence[Sequence[int]], *args: Any) -> Any:
         return await self._cluster.answer(self.name, method)
 
     async def each(self, method: str, *args: Any, apart_s: float = 0.0) -> AsyncGenerator[Any, None]:
@@ -158,6 +159,25 @@ async def test_watching_raises_when_a_worker_dies_that_is_needed_and_replicas_te
             await workers.watch()
         with pytest.raises(WorkerDied, match="worker rollout-0 died"):
             await workers.rollouts[0].died()
+
+
+@pytest.mark.parametrize(
+    ("config", "width"),
+    [
+        ('{"hidden_size": 64}', 64),
+        ('{"n_embd": 48}', 48),
+        ('{"hidden_size": 7, "text_config": {"hidden_size": 96}}', 96),
+        ('{"text_config": null}', 1024),
+        (None, 1024),
+    ],
+)
+def test_samples_are_balanced_by_the_width_that_the_models_configuration_tells(
+    tmp_path: Path, config: str | None, width: int
+) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    assert startup._cost(str(tmp_path)) == Cost(width)
+    assert startup._cost("owner/model") == Cost()
 
 
 async def test_an_engine_that_cannot_sleep_cannot_share_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
