@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -71,10 +72,10 @@ async def test_the_baseline_is_found_where_other_episodes_failed():
     assert [t.id.k for t in group.trajectories] == [1, 3]
 
 
-async def test_a_group_goes_on_without_conversations():
+async def test_a_group_goes_on_without_text():
     told = Conversation([{"role": "user", "content": "2+2"}], [{"role": "assistant", "content": "4"}])
-    group = await rewarded(*(episode(k, 1.0, conversation=told) for k in range(3)))
-    assert [(t.id.k, t.conversation) for t in group.trajectories] == [(0, None), (1, None)]
+    group = await rewarded(*(replace(episode(k, 1.0, conversation=told), text="4") for k in range(3)))
+    assert [(t.id.k, t.conversation, t.text) for t in group.trajectories] == [(0, None, ""), (1, None, "")]
     assert group.baseline == 1.0
 
 
