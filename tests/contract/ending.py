@@ -17,6 +17,7 @@ JOIN_S = 60.0
 class Ending(OfEngine):
     @scenario()
     async def test_closing_while_busy_ends_every_call_and_leaves_nothing_behind(self) -> None:
+        """Over 5 s where the engine is vLLM, of which one is started here."""
         threads, tasks = set(threading.enumerate()), asyncio.all_tasks()
         async with self.harness.serve(fresh=True) as replica:
             running = await submit(replica, endless(1), endless(2), endless(3))
@@ -36,6 +37,7 @@ class Ending(OfEngine):
 
     @scenario()
     async def test_a_closed_engine_says_so_to_everybody(self) -> None:
+        """Over 5 s where the engine is vLLM, of which one is started here."""
         async with self.harness.serve(fresh=True) as replica:
             engine = replica.engine
             await collect(replica, make_calls(1))

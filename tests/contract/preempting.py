@@ -29,6 +29,7 @@ LONG = (60, CONTEXT - 20)
 class Preempting(OfEngine):
     @scenario(Feature.TOKENS, Feature.SHORT_MEMORY)
     async def test_answers_that_outgrow_memory_are_parked_and_go_on(self) -> None:
+        """Over 5 s where the engine is vLLM, of which one with little memory is started here."""
         parts = [endless(row, n=3) for row in range(self.harness.slots + 2)]
         async with self.harness.serve(short_memory=True) as replica:
             answers = await collect(replica, *parts)

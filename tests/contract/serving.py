@@ -62,6 +62,7 @@ class Serving(OfEngine):
 
     @scenario()
     async def test_every_call_has_its_own_result_under_its_number(self) -> None:
+        """Over 5 s where the engine is vLLM: the first test of those that share one starts it."""
         calls = [
             call for row in range(5) for call in make_calls(row, n=row + 1, max_tokens=5 + row, epoch=2, attempt=1)
         ]

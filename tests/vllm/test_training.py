@@ -20,6 +20,7 @@ def score(response, answer):
 
 
 def test_async_partial_trains_over_vllm(tmp_path: Path) -> None:
+    """Over 5 s: a whole run, with a start of vLLM."""
     recipe = make_job(tmp_path)
     # Attention on CPUs takes heads of 32 and more.
     model = MakeModelConfig(

@@ -90,6 +90,7 @@ async def test_prompts_that_do_not_fit_into_one_step_together_are_prefilled_one_
 
 
 async def test_the_death_of_vllms_processes_reaches_whoever_waits(tmp_path: Path) -> None:
+    """Over 5 s: vLLM is started."""
     served = Served(tmp_path / "model")
     resource_tracker.ensure_running()  # Python's own, of this process
     before = set(psutil.Process().children(recursive=True))
@@ -156,6 +157,7 @@ def test_the_environment_is_prepared_where_the_user_left_it_open(environment: No
 
 
 def test_the_rest_of_headway_runs_without_vllm() -> None:
+    """Over 5 s: a process that imports torch and transformers."""
     code = "import sys, headway.app, headway.engines.rollout.vllm; sys.exit('vllm' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": "src"}, check=True)
 
@@ -220,6 +222,7 @@ async def test_a_model_that_vllm_cannot_compute_with_is_refused_at_the_start(tmp
 
 
 async def test_closing_while_busy_answers_everybody(tmp_path: Path) -> None:
+    """Over 5 s: vLLM is started."""
     served = Served(tmp_path / "model")
     await served.engine.start()
     calls = [await served.submit(endless(1), endless(2), endless(3))]

@@ -101,6 +101,9 @@ class Run:
         stack.push_async_callback(workers.close)
         for name, hardware in workers.hardware.items():
             reports.emit(WorkerDescribed(time=time.monotonic(), worker=name, **asdict(hardware)))
+        if workers.padded is not None and config.model.packing != "padded":
+            text = f"the rows of {self._model_path} are padded in training, and prompts computed for each answer: "
+            reports.emit(Note(time=time.monotonic(), level="warning", text=text + workers.padded))
         parts = Parts(
             source=data.train,
             validation=data.val,

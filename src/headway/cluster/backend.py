@@ -53,6 +53,8 @@ class Workers:
     """Tolerances, in nats, by which the log-probs of each receiver may differ from the trainer's by rounding."""
     hardware: Mapping[str, Hardware]
     """Hardware that each worker computes on, by the worker's name."""
+    padded: str | None
+    """Reason why the policy's rows are padded and not packed; None where they are packed."""
     replacements: Replacements[RolloutReplica] | None
     replacements_of_keepers: Replacements[RemoteKeeper] | None
     undo: AsyncExitStack
@@ -155,6 +157,7 @@ async def start_backend(config: Config, *, model_path: str, run_dir: Path, total
             cluster=cluster,
             rounding=started.rounding,
             hardware=started.hardware,
+            padded=started.padded,
             replacements=started.replacements,
             replacements_of_keepers=started.replacements_of_keepers,
             undo=undo,

@@ -101,6 +101,8 @@ class Started:
     """Workers each of which the run cannot go on without."""
     hardware: dict[str, Hardware]
     """Hardware that each worker computes on, by the worker's name."""
+    padded: str | None
+    """Reason why the policy's rows are padded and not packed; None where they are packed."""
     replacements: Replacements[RolloutReplica] | None
     """Replacements of lost replicas; None where replicas share their processes with training ranks."""
     replacements_of_keepers: Replacements[RemoteKeeper] | None
@@ -223,6 +225,7 @@ class Startup:
             rounding=await self._measured(groups.actor, [*rollouts, *receivers], (dtype, computed)),
             needed=tuple(worker for name, worker in workers.items() if name not in alone),
             hardware=dict(zip(computing, hardware, strict=True)),
+            padded=await self._wait("the trainer to say how it packs rows", _result(groups.actor.padded)),
             replacements=replacements,
             replacements_of_keepers=replacements_of_keepers,
         )

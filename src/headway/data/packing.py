@@ -28,11 +28,8 @@ class Pack:
     """Indices of the rows."""
     trees: tuple[Tree, ...] = ()
     """The lines that they are packed into, one behind the other: those of ``rows``, in order. Empty for padded rows."""
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens in the line."""
-        return sum(len(tree.ids) for tree in self.trees)
+    tokens: int = 0
+    """Number of tokens that are computed: those of the lines, or of the rows with their padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +57,10 @@ class Packing:
         if not self.packed:
             lengths = [len(row.input_ids) for row in rows]
             units = by_episode(rows) if whole_episodes else None
-            return [Pack(tuple(batch)) for batch in token_budget_batches(lengths, self.token_budget, units)]
+            return [
+                Pack(tuple(batch), tokens=len(batch) * max(lengths[i] for i in batch))
+                for batch in token_budget_batches(lengths, self.token_budget, units)
+            ]
         pieces: list[list[int]] = []
         trees: list[Tree] = []
         for group in self._groups(rows):
@@ -68,9 +68,14 @@ class Packing:
             for piece in self._cut(rows, group, prompt, whole_episodes):
                 pieces.append(piece)
                 trees.append(grow([rows[i].input_ids for i in piece], prompt))
-        batches = first_fit([len(tree.ids) for tree in trees], self.token_budget)
+        sizes = [len(tree.ids) for tree in trees]
         return [
-            Pack(tuple(row for i in batch for row in pieces[i]), tuple(trees[i] for i in batch)) for batch in batches
+            Pack(
+                tuple(row for i in batch for row in pieces[i]),
+                tuple(trees[i] for i in batch),
+                sum(sizes[i] for i in batch),
+            )
+            for batch in first_fit(sizes, self.token_budget)
         ]
 
     def apart(self, rows: Sequence[Row], packs: Sequence[Pack]) -> list[int]:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -87,6 +88,8 @@ class Layout:
     device: torch.device
     windows: dict[int | None, list[Part]] = field(default_factory=dict)
     """The parts that were made so far, by the window of the layers that asked for them."""
+    masks: dict[int | None, Any] = field(default_factory=dict)
+    """The masks that FlexAttention was given so far, by the window."""
 
     @classmethod
     def of(cls, trees: Sequence[Tree], device: torch.device) -> Layout:

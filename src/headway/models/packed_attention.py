@@ -56,9 +56,15 @@ def packed_attention(
     if attention_mask is not None or len(query) != 1:
         raise ValueError("packed attention takes one line of tokens, and a layout in place of a mask")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if query.device.type == "cuda":
+        from headway.models.flex import flex  # imports compilers, which CPUs do without
+
+        return flex(
+            query, key, value, layout, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux
+        ), None
     parts = layout.parts(sliding_window)
     q_LHD, k_LGD, v_LGE = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    flash = query.device.type == "cpu" and softcap is None and s_aux is None and query.shape[-1] == value.shape[-1]
+    flash = softcap is None and s_aux is None and query.shape[-1] == value.shape[-1]
     if flash:
         out_LHE = _Flash.apply(q_LHD, k_LGD, v_LGE, parts, scale)  # type: ignore[no-untyped-call]
     else:

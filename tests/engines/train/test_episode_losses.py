@@ -19,7 +19,6 @@ from headway.config.losses import LOSSES
 from headway.config.schema import Config
 from headway.data.collate import Row
 from headway.data.packing import Pack, Packing
-from headway.data.types import TrajectoryId
 from headway.engines.train.fsdp.apart import Apart
 from headway.engines.train.fsdp.batch import collate
 from headway.engines.train.fsdp.engine import FsdpEngine
@@ -99,7 +98,7 @@ ways = st.one_of(
     st.sampled_from(LOSS_MODES),
     st.sampled_from(MODES),
     st.sampled_from(CORRECTIONS),
-    st.sampled_from([10_000, 60, 1]),
+    st.sampled_from([10_000, 60, 14, 1]),
 )
 def test_cutting_an_episodes_row_into_several_changes_no_loss_no_gradient_and_no_metric(
     seed: int, way: list[Any], loss: str, mode: str, correction: dict[str, Any], budget: int
@@ -195,13 +194,13 @@ def test_through_the_engine_an_episode_in_several_micro_batches_has_the_gradient
     assert 0 < report.metrics["clip_fraction"] < 1
     assert not correction or 0 < report.metrics["correction/rejected"] < 1
     flat = [row for own in parts for row in own]
-    tight = sizes(ppo_max_token_len_per_gpu=20)
+    tight = sizes(ppo_max_token_len_per_gpu=12)
     shares = [[row for own in parts[k::2] for row in own] for k in range(2)]
-    packing = Packing(20)
+    packing = Packing(12)
     assert all(packing.apart(share, packing(share, whole_episodes=True)) for share in shares)
     found = [gradient_and_step(path, tight, [flat]), *run_ranks(2, gradient_and_step, (path, tight, shares))]
     for grads, split_report in found:
         for name, grad in expected.items():
             torch.testing.assert_close(grads[name], grad, rtol=1e-4, atol=1e-6, msg=name)
-        metrics = {name: value for name, value in report.metrics.items() if name != "grad_norm"}
+        metrics = {name: value for name, value in report.metrics.items() if name not in ("grad_norm", "tokens_saved")}
         assert {n: split_report.metrics[n] for n in metrics} == pytest.approx(metrics, rel=1e-3, abs=1e-6)

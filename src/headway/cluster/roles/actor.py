@@ -165,6 +165,11 @@ class ActorRole(WithCritic):
         return probe_vector(self._engine.forward_logprobs(probe_rows(self._engine.vocabulary)))
 
     @register(Dispatch.RANK_ZERO)
+    def padded(self) -> str | None:
+        """Return why the model's rows are padded and not packed; None where they are packed."""
+        return self._engine.padded
+
+    @register(Dispatch.RANK_ZERO)
     def compute_dtype(self) -> str:
         """Dtype of the model's matrix products, as torch spells it without the prefix."""
         import torch

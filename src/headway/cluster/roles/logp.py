@@ -54,7 +54,6 @@ class LogpRole(Role):
     def serve(self, manifest: Manifest) -> None:
         """Create the engine that recomputes log-probs, with weights in the layout ``manifest``."""
         from headway.data.packing import Packing
-        from headway.data.packing import Packing
         from headway.engines.train.logprobs import LogProbCopy
 
         self._copy: LogProbCopy = LogProbCopy(

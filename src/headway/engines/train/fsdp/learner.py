@@ -69,6 +69,9 @@ class Learner:
         A loss or gradient that is not finite on any rank skips the step on all: weights and optimizer are unchanged.
         The learning-rate schedule counts skipped steps too, so that it ends where the run does. The metrics of a
         skipped step are not finite.
+
+        Beside the sums of ``part`` the metrics have ``grad_norm``, ``lr`` and ``tokens_saved``: the share of the rows'
+        tokens that were not computed, since rows share them; less than 0 where padding was computed.
         """
         try:
             metrics = self._backward(rows, part, whole_episodes=whole_episodes)
@@ -98,10 +101,19 @@ class Learner:
     def _backward(self, rows: Sequence[Row], part: StepPart, *, whole_episodes: bool = False) -> dict[str, float]:
         """Leave the mini-batch's gradient in the parameters; returns the metrics, equal on all ranks."""
         mine = count(rows)
-        tokens, sequences = reduce_numbers([mine.tokens, mine.sequences], dist.ReduceOp.SUM, self._device)
+        packs = micro_batches(rows, self._packing, self._device, whole_episodes=whole_episodes)
+        tokens, sequences, computed, given = reduce_numbers(
+            [
+                mine.tokens,
+                mine.sequences,
+                sum(pack.tokens for pack in packs),
+                sum(len(row.input_ids) for row in rows),
+            ],
+            dist.ReduceOp.SUM,
+            self._device,
+        )
         totals = Totals(tokens, sequences, mine.lengths)
         parts = []
-        packs = micro_batches(rows, self._packing, self._device, whole_episodes=whole_episodes)
         for done, pack in enumerate(packs, 1):
             loss, sums = part(rows_of(rows, pack), pack.trees, totals)
             loss.backward()
@@ -113,7 +125,7 @@ class Learner:
         grad_square = torch.stack(norms).double().square().sum().to(self._device)
         sums = reduce_sums({**merge(parts), "grad_square": grad_square})
         grad_norm = math.sqrt(float(sums.pop("grad_square")))
-        return {**as_metrics(sums), "grad_norm": grad_norm}
+        return {**as_metrics(sums), "grad_norm": grad_norm, "tokens_saved": 1 - computed / given}
 
     def _update(self, grad_norm: float, lr: float) -> None:
         if grad_norm > self._grad_clip:

@@ -151,7 +151,7 @@ class Objective:
         if others:
             entropy_NT, logprobs_NT = _beside(entropy_NT, None, columns), _beside(logprobs_NT, others, columns)
             mask_NT = mask_NT.clone()
-            mask_NT[len(batch.input_ids) :] = False
+            mask_NT[len(batch.present) :] = False
         params = self._params
         if context.clip_scale != 1.0:
             scale = context.clip_scale
