@@ -10,7 +10,7 @@
 # make wheelhouse PYTHON_VERSION=3.12    wheels for a machine that has torch, transformers and no network
 # make bench    the main job against a plain loop and TRL, about 8 minutes, into build/bench/
 # make bench-trl      the same; builds TRL's environment first
-# make trl-env        that environment alone, about 1.4 GB: fails where it cannot be built
+# make trl-env        that environment alone, about 1.9 GB: fails where it cannot be built
 # make bench-train    training steps, padded, packed and with shared prompts, about 15 minutes   (ARGS="--models 1m")
 # make bench-update   what updates of the weights cost, about 25 minutes   (ARGS="--models 1m --only broadcast")
 # make bench-rollout  generation against its peers, about 30 minutes  (ARGS="--quick", "--full", "--update --models 1m")

@@ -199,7 +199,7 @@ def test_the_command_itself_imports_nothing_of_headway_before_it_knows_that_it_c
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_check_passes_in_its_cpu_form_from_the_command_line(tmp_path: Path) -> None:
-    """Over 5 s: eleven processes that import torch, one of which is a whole run of the demo."""
+    """Over 5 s: thirteen processes that import torch, one of which is a whole run of the demo."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--small"],
         cwd=ROOT,
