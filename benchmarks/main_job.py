@@ -37,7 +37,7 @@ COMMON = (
     "data.task.val_size=16",
 )
 LENGTH = f"rollout.total_rollout_steps={GROUPS}"
-HEADWAY = ("rollout.max_concurrent=64",)
+HEADWAY = ("rollout.max_concurrent=null",)
 """The recipe's own is small, to have generation as the slower half; here memory is no limit for either side."""
 PLAIN = "plain loop"
 TRL = "TRL"

@@ -173,6 +173,8 @@ class Call:
     priority: Priority = Priority.TRAINING
     goes_on: bool = False
     """The episode may call again with this context and its continuation as a prefix, until it is released."""
+    together: int = 1
+    """Number of calls that have the same context and are asked for beside this one, which counts, too: a group's."""
 
 
 @pickled_by_fields

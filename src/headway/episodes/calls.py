@@ -46,6 +46,8 @@ class Asked:
     priority: Priority = Priority.TRAINING
     key: int = 0
     goes_on: bool = False
+    together: int = 1
+    """See `headway.interfaces.Call`."""
     replica: str = ""
     """The replica that has the call, or had it; empty before."""
     number: int = 0
@@ -95,6 +97,7 @@ class Calls:
             key=asked.key,
             priority=asked.priority,
             goes_on=asked.goes_on,
+            together=asked.together,
         )
         self._lines[replica].submit(call)
 

@@ -200,6 +200,7 @@ class GroupKeeper:
             done=lambda asked, finished: self._on_finished(group, k, asked, finished),
             failed=lambda asked, error: self._on_failed(group, error),
             priority=request.priority,
+            together=request.episodes,
         )
         self._calls.ask(asked)
 

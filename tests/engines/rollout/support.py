@@ -149,6 +149,7 @@ def make_call(request: GroupRequest, k: int = 0, number: int = 0, **changes: Any
         "input_ids": request.prompt.token_ids,
         "sampling": request.sampling,
         "priority": request.priority,
+        "together": request.n,
     }
     return Call(**{**settings, **changes})
 

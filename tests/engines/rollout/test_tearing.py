@@ -58,6 +58,7 @@ class Watching:
     def __init__(self, core: EngineCore, forward: PolicyForward) -> None:
         self._core = core
         self._forward = forward
+        self.shares = forward.shares
         self.forwards = 0
 
     def step(self, *args: Any) -> Any:

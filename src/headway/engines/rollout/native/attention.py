@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from headway.engines.rollout.native.forward import Context, Decoding, alike
 from headway.engines.rollout.native.prefix_cache import BLOCK
+from headway.engines.rollout.native.prompts import LEAST_TOKENS, TOGETHER
 from headway.engines.rollout.native.windows import BlockMasks, Windows
 
 
@@ -28,6 +29,62 @@ class AttentionShape:
     dtype: torch.dtype
 
 
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+"""(queries [B, H, Q, D], keys, values [B, H, S, D]) → outputs, and the log-sum-exp [B, H, Q] of each one's scores."""
+
+
+VECTORS = 32
+"""Numbers in float32 that an elementwise operation computes at once, in the two largest vector registers there are."""
+
+
+def attend_to_prompt(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Let `TOGETHER` rows attend to all of one prompt, in one call of always the same shape.
+
+    ``queries`` [M ≤ TOGETHER, K, H/K, D], ``keys`` and ``values`` [K, P, D]. Returns the outputs like ``queries``, and
+    the log-sum-exp [M, K, H/K] of their scores.
+    """
+    rows, kv_heads, of_each, size = queries.shape
+    filled = F.pad(queries, (0, 0, 0, 0, 0, 0, 0, TOGETHER - rows)) if rows < TOGETHER else queries
+    side_by_side = filled.transpose(0, 1).reshape(1, kv_heads, TOGETHER * of_each, size)
+    output, total = _flash(side_by_side, keys[None], values[None])
+    output = output.view(kv_heads, TOGETHER, of_each, size).transpose(0, 1)
+    return output[:rows], total.view(kv_heads, TOGETHER, of_each).transpose(0, 1)[:rows]
+
+
+def _merged(own: torch.Tensor, total: torch.Tensor, other: torch.Tensor, of_other: torch.Tensor) -> torch.Tensor:
+    """Attention to two sets of keys, from the outputs [M, K, H/K, D] and log-sum-exps [M, K, H/K] for each of them.
+
+    Writes over ``own``.
+    """
+    # The sigmoid of what is left beside whole vector registers is computed in another way, to other bits: rows are
+    # filled up to whole ones. The rest is single operations: a fused one may round by its place, too.
+    difference = (total - of_other).flatten(1)
+    wide = F.pad(difference, (0, -difference.shape[1] % VECTORS))
+    share = torch.sigmoid(wide)[:, : difference.shape[1]].reshape(total.shape).unsqueeze(-1).to(own.dtype)
+    return own.sub_(other).mul_(share).add_(other)
+
+
+@torch.inference_mode()
+def places_do_not_matter(shape: AttentionShape) -> bool:
+    """Tell whether a row's attention to a prompt is the same bits in whichever place of the call it is."""
+    noise = torch.Generator().manual_seed(0)
+    for tokens in (LEAST_TOKENS, 513):  # 513: another cut of the keys than into whole blocks of the kernel's
+        sizes = ((TOGETHER, shape.kv_heads, shape.heads // shape.kv_heads), (shape.kv_heads, tokens))
+        queries, keys, values = (
+            torch.randn(*size, shape.head_dim, generator=noise).to(shape.dtype) for size in (*sizes, sizes[1])
+        )
+        output, total = attend_to_prompt(queries, keys, values)
+        merged = _merged(output, total, queries, total / 2)
+        for row in range(TOGETHER):
+            only = slice(row, row + 1)
+            alone, its = attend_to_prompt(queries[only], keys, values)
+            if not torch.equal(_merged(alone, its, queries[only], its / 2), merged[only]):
+                return False
+    return True
+
+
 class DecodeAttention:
     """Rows that run one token each: where they are in a step, and how they attend."""
 
@@ -40,18 +97,35 @@ class DecodeAttention:
         self.last = torch.arange(self.count, device=decoding.tokens.device)
         # Query heads that share keys attend as if they were query positions: no copy of the keys for each.
         self._queries = (self.count, shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim)
+        self._prompts = [(torch.from_numpy(one.rows), int(one.rows[0]), one.length) for one in decoding.prompts]
 
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         """[A, H + 2K, D] → [A, H·D]"""
         self._cache.append(layer, self._addresses, qkv[:, self._shape.heads :])
         queries = qkv[:, : self._shape.heads].reshape(self._queries)
+        of_prompts, totals = self._to_prompts(layer, queries) if self._prompts else (queries, queries)
         parts = []
         for block in self._blocks:
-            keys, values = self._cache.view(layer, block.start, block.stop, block.span)
-            mask = block.windowed if self._shape.windows.layers[layer] else block.mask
-            part = F.scaled_dot_product_attention(queries[block.start : block.stop], keys, values, attn_mask=mask)
+            rows = slice(block.start, block.stop)
+            keys, values = self._cache.view(layer, block.start, block.stop, block.span, block.first)
+            if block.first:
+                own, total = _flash(queries[rows], keys, values, attn_mask=block.mask)
+                part = _merged(own, total, of_prompts[rows], totals[rows])
+            else:
+                mask = block.windowed if self._shape.windows.layers[layer] else block.mask
+                part = F.scaled_dot_product_attention(queries[rows], keys, values, attn_mask=mask)
             parts.append(part.reshape(block.stop - block.start, -1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _to_prompts(self, layer: int, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs [A, K, H/K, D] of attention to the prompts alone, and log-sum-exps [A, K, H/K]; else undefined."""
+        outputs, totals = torch.empty_like(queries), queries.new_empty(queries.shape[:3], dtype=torch.float32)
+        for rows, reads, length in self._prompts:
+            keys, values = self._cache.view(layer, reads, reads + 1, length)
+            output, total = attend_to_prompt(queries.index_select(0, rows), keys[0], values[0])
+            outputs.index_copy_(0, rows, output)
+            totals.index_copy_(0, rows, total)
+        return outputs, totals
 
 
 @dataclass(frozen=True, slots=True)

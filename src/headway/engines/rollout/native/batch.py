@@ -18,6 +18,7 @@ from headway.data.types import FinishReason
 from headway.engines.rollout.native.activity import Step
 from headway.engines.rollout.native.admission import Share, StepAdmission
 from headway.engines.rollout.native.prefixes import Prefixes
+from headway.engines.rollout.native.prompts import SharedPrompts
 from headway.engines.rollout.native.rows import Rows
 from headway.engines.rollout.native.runner import Given, Runner
 from headway.engines.rollout.native.seen import SeenTokens
@@ -44,6 +45,7 @@ class Batch:
         self.rows = Rows(slots, max_context)
         self.prefixes = Prefixes(runner.cache)
         self.siblings = Siblings(max(max_context, runner.cache.tokens // KEPT_SHARE))
+        self._prompts = SharedPrompts(slots)
         self._runner = runner
         self._max_batched_tokens = max_batched_tokens
         self._decode_text = decode
@@ -68,6 +70,15 @@ class Batch:
         rows = self.active if rows is None else rows
         positions = self._longest + 1 if positions is None else positions
         self.prefixes.reserve(self._runner.rows_of(rows), positions, self.rows.lengths[: self.active])
+
+    def renew(self, *, in_place: bool) -> None:
+        """New weights are served; ``in_place``: what goes on does so with what old ones computed."""
+        self.siblings.drop()
+        self._prompts.renew()
+        if in_place:
+            self.prefixes.renew()
+        else:
+            self.prefixes.clear()
 
     def drop_kept(self) -> None:
         """Drop all that was computed for calls to come."""
@@ -101,7 +112,8 @@ class Batch:
         missing = [share for share in admission.shares if share.missing]
         contexts = [Given(share.ids[share.found.length :], self.prefixes.gather(share.found)) for share in missing]
         tokens, lengths = self.rows.tokens[:decoding], self.rows.lengths[:decoding]
-        decoded, prefilled = self._runner.step(tokens, lengths, contexts)
+        prompts = self._prompts.of(decoding) if self._runner.shares else ()
+        decoded, prefilled = self._runner.step(tokens, lengths, contexts, prompts)
         lengths += 1
         logits = [decoded] if decoding else []
         if starting:
@@ -148,6 +160,7 @@ class Batch:
     def remove(self, row: int) -> CallRun:
         """Free a row; the last one moves into its place, in the cache too."""
         run, moved = self.rows.remove(row)
+        self._prompts.remove(row, moved)
         self.prefixes.end(run)
         if moved != row:
             self._runner.cache.move(moved, row, int(self.rows.lengths[row]))
@@ -159,6 +172,7 @@ class Batch:
         first = self.active
         for row, run in enumerate(starting, first):
             self.rows.add(run)
+            self._prompts.add(row, run)
             sampling = run.call.sampling
             if sampling.repetition_penalty != 1:
                 self._seen.add(row, run.context)

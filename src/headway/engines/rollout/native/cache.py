@@ -144,9 +144,12 @@ class SlotCache:
         """Store one token's keys and values [A, 2·kv_heads, head_dim] in rows 0..A-1."""
         self._flat[layer][addresses] = kv
 
-    def view(self, layer: int, start: int, stop: int, span: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [stop - start, kv_heads, span, head_dim] of rows start..stop-1: views."""
-        rows = self._layers[layer][start:stop, :, :span]
+    def view(self, layer: int, start: int, stop: int, span: int, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [stop - start, kv_heads, span, head_dim] of rows start..stop-1, from position ``first`` on.
+
+        They are views.
+        """
+        rows = self._layers[layer][start:stop, :, first : first + span]
         return rows[:, : self.geometry.kv_heads], rows[:, self.geometry.kv_heads :]
 
     def fill(self, rows: range, kv: torch.Tensor, start: int = 0) -> None:

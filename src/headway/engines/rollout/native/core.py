@@ -147,11 +147,7 @@ class EngineCore:
         start = self._clock()
         load()
         self._runner.refresh()
-        self._batch.siblings.drop()
-        if self._in_place:
-            self._batch.prefixes.renew()
-        else:
-            self._batch.prefixes.clear()
+        self._batch.renew(in_place=self._in_place)
         self.version = version
         return self._clock() - start
 

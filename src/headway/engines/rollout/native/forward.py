@@ -23,13 +23,14 @@ from transformers import Cache, PreTrainedModel
 
 from headway.engines.rollout.native.cache import KvGeometry, SlotCache
 from headway.engines.rollout.native.prefix_cache import BLOCK
+from headway.engines.rollout.native.prompts import SharedPrompt
 from headway.engines.rollout.native.windows import FULL, SLIDING, BlockMasks, Windows
 from headway.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)
 class RowBlock:
-    """Consecutive decoding rows that attend together: rows start..stop-1, over the first ``span`` positions."""
+    """Consecutive decoding rows that attend together: rows start..stop-1, over ``span`` positions from ``first`` on."""
 
     start: int
     stop: int
@@ -38,16 +39,20 @@ class RowBlock:
     """[stop - start, 1, 1, span], 0 where a row has a token (the new one included), else -inf."""
     windowed: torch.Tensor
     """Mask like ``mask`` for layers with a sliding window: 0 only for the last tokens of each row."""
+    first: int = 0
+    """Tokens of each row that come before: those of its prompt, which are attended to apart."""
 
     @classmethod
-    def of(cls, rows: range, span: int, lengths: torch.Tensor, window: int | None, dtype: torch.dtype) -> RowBlock:
+    def of(
+        cls, rows: range, span: int, lengths: torch.Tensor, window: int | None, dtype: torch.dtype, first: int = 0
+    ) -> RowBlock:
         """Select ``rows`` of those whose new token is at ``lengths`` [A]."""
         newest = lengths[rows.start : rows.stop, None]
-        positions = torch.arange(span, device=lengths.device)
+        positions = torch.arange(first, first + span, device=lengths.device)
         zeros = torch.zeros(len(rows), span, dtype=dtype, device=lengths.device)
         mask = zeros.masked_fill_(positions > newest, -torch.inf)
         windowed = mask if window is None else mask.masked_fill(positions <= newest - window, -torch.inf)
-        return cls(rows.start, rows.stop, span, mask[:, None, None], windowed[:, None, None])
+        return cls(rows.start, rows.stop, span, mask[:, None, None], windowed[:, None, None], first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +67,8 @@ class Decoding:
     """Cache that stores the rows' keys and values."""
     blocks: list[RowBlock]
     """Blocks that together have each row once."""
+    prompts: Sequence[SharedPrompt] = ()
+    """Prompts that rows attend to apart, where the forward pass `shares` them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +91,8 @@ class PolicyForward(Protocol):
 
     recordable: bool
     """A step without contexts never waits for the device, and reads weights where they stay (see `graphs`)."""
+    shares: bool
+    """Rows can attend to their prompts apart (see `prompts`)."""
 
     def step(
         self, decoding: Decoding | None, contexts: Sequence[Context], least_rows: int
@@ -108,6 +117,7 @@ class ModuleForward:
     """Runs the module itself, with a cache that writes into slots."""
 
     recordable = False
+    shares = False
 
     def __init__(self, model: PreTrainedModel, max_context: int, windows: Windows) -> None:
         self._model = model

@@ -22,7 +22,12 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from headway.engines.rollout.native.attention import AttentionShape, DecodeAttention, PrefillAttention
+from headway.engines.rollout.native.attention import (
+    AttentionShape,
+    DecodeAttention,
+    PrefillAttention,
+    places_do_not_matter,
+)
 from headway.engines.rollout.native.cache import KvGeometry, SlotCache
 from headway.engines.rollout.native.forward import (
     Context,
@@ -161,6 +166,8 @@ class FusedForward:
             int(config.num_attention_heads), geometry.kv_heads, geometry.head_dim, windows, model.dtype
         )
         self._masks = block_masks(windows, max_context, model.dtype, model.device)
+        no_window, on_cpu = windows.size is None, model.device.type == "cpu"
+        self.shares = no_window and on_cpu and places_do_not_matter(self.shape)
         self._norm = RmsNorm(float(config.rms_norm_eps), model.device, model.dtype)
         self._embedding = model.get_input_embeddings()
         self._final_norm = decoder.norm

@@ -19,6 +19,7 @@ from headway.engines.rollout.native.cache import ROOM_STEP, KvGeometry, SlotCach
 from headway.engines.rollout.native.forward import Context, Decoding, PolicyForward, RowBlock
 from headway.engines.rollout.native.graphs import Recorder
 from headway.engines.rollout.native.invariance import TOGETHER, least_invariant_rows
+from headway.engines.rollout.native.prompts import SharedPrompt
 from headway.engines.rollout.native.sampling import BatchSampling, behaviour_logprobs, sample
 from headway.engines.rollout.native.windows import Windows
 from headway.errors import ConfigError
@@ -187,12 +188,22 @@ class Runner:
         )
         return slots
 
+    @property
+    def shares(self) -> bool:
+        """Rows can attend to their prompts apart (see `prompts`)."""
+        return self._forward.shares
+
     def step(
-        self, tokens: NDArray[np.int64], lengths: NDArray[np.int64], contexts: Sequence[Given]
+        self,
+        tokens: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        contexts: Sequence[Given],
+        prompts: Sequence[SharedPrompt] = (),
     ) -> tuple[torch.Tensor, list[Prefilled]]:
         """One token for each of rows 0..A-1, ``tokens`` [A] at positions ``lengths`` [A], and all of ``contexts``.
 
-        In one pass, except where a row's result depends on the number of rows: then each context has one of its own.
+        ``prompts``: those that rows attend to apart. In one pass, except where a row's result depends on the number of
+        rows: then each context has one of its own.
         Returns the rows' logits [A, V] and a result for each context.
         """
         if self._graphs is not None and len(tokens) and not contexts:
@@ -201,7 +212,7 @@ class Runner:
                 return logits, []
         decoded = torch.empty(0)
         prefilled: list[Prefilled] = []
-        rows = self._decoding(tokens, lengths, self.cache) if len(tokens) else None
+        rows = self._decoding(tokens, lengths, self.cache, prompts) if len(tokens) else None
         if rows is not None and not self._mixes:
             decoded, rows = self._forward.step(rows, (), self._least_rows)[0][: len(tokens)], None
         given = [Context(self._to_device(context.ids), context.past) for context in contexts]
@@ -227,13 +238,19 @@ class Runner:
         logits, _ = self._forward.step(self._decoding(tokens, lengths, cache), (), self._least_rows)
         return logits[: len(tokens)]
 
-    def _decoding(self, tokens: NDArray[np.int64], lengths: NDArray[np.int64], cache: SlotCache) -> Decoding:
+    def _decoding(
+        self,
+        tokens: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        cache: SlotCache,
+        prompts: Sequence[SharedPrompt] = (),
+    ) -> Decoding:
         if len(tokens) < self._least_rows:  # rows that nobody uses, with one token each
             fillers = np.zeros(self._least_rows - len(tokens), np.int64)
             tokens, lengths = np.concatenate([tokens, fillers]), np.concatenate([lengths, fillers])
         on_device = self._to_device(lengths)
-        blocks = self._blocks(lengths, on_device, cache.room)
-        return Decoding(self._to_device(tokens), on_device, cache, blocks)
+        blocks = self._blocks(lengths, on_device, cache.room, prompts)
+        return Decoding(self._to_device(tokens), on_device, cache, blocks, prompts)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -287,15 +304,33 @@ class Runner:
         tokens, logprobs = sample(logits, sampling, self._to_device(uniforms))
         return tokens.cpu().numpy(), logprobs.cpu().numpy()
 
-    def _blocks(self, lengths: NDArray[np.int64], on_device: torch.Tensor, room: int) -> list[RowBlock]:
+    def _blocks(
+        self, lengths: NDArray[np.int64], on_device: torch.Tensor, room: int, prompts: Sequence[SharedPrompt]
+    ) -> list[RowBlock]:
         """Partition the rows into neighbours that attend together, each over its own longest row."""
-        # On a GPU the time of a step is the number of its kernels: one block.
-        whole = (0, len(lengths), int(lengths.max()) + 1)
-        blocks = blocks_of(lengths + 1) if self.device.type == "cpu" else [whole]
-        return [
-            RowBlock.of(range(start, stop), self._span(span, room), on_device, self._window, self._dtype)
-            for start, stop, span in blocks
-        ]
+        if self.device.type != "cpu":  # on a GPU the time of a step is the number of its kernels: one block
+            span = self._span(int(lengths.max()) + 1, room)
+            return [RowBlock.of(range(len(lengths)), span, on_device, self._window, self._dtype)]
+        firsts = np.zeros(len(lengths), np.int64)
+        for prompt in prompts:
+            firsts[prompt.rows] = prompt.length
+        ends = [*(np.flatnonzero(np.diff(firsts)) + 1).tolist(), len(lengths)] if prompts else [len(lengths)]
+        blocks, begin = [], 0
+        for end in ends:
+            first = int(firsts[begin])
+            blocks += [
+                RowBlock.of(
+                    range(begin + start, begin + stop),
+                    self._span(span, room - first),
+                    on_device,
+                    self._window,
+                    self._dtype,
+                    first,
+                )
+                for start, stop, span in blocks_of(lengths[begin:end] + 1 - first)
+            ]
+            begin = end
+        return blocks
 
     def _span(self, positions: int, most: int) -> int:
         return min(-(-positions // SPAN_STEP) * SPAN_STEP, most)
