@@ -17,8 +17,11 @@ from headway.data.types import (
     Prompt,
     RowAt,
     RowTokens,
+    Sample,
     SampledTokens,
     Trajectory,
+    TrajectoryId,
+    TurnSpan,
 )
 from headway.errors import RunError
 from headway.pipeline.fetches import add_column, outcomes
@@ -143,3 +146,53 @@ def test_rows_keep_the_array_of_a_prompt_that_they_share_when_they_travel() -> N
     tokens = GroupTokens((RowTokens.answer(prompt, sampled), RowTokens.answer(prompt, sampled)))
     one, other = pickle.loads(pickle.dumps(tokens)).rows
     assert one.prompt_ids is other.prompt_ids
+
+
+def sampled(length: int, version: int = 3) -> SampledTokens:
+    ids = np.arange(length, dtype=np.int32)
+    return SampledTokens(ids, -ids.astype(np.float32) / 7, np.full(length, version, np.int32))
+
+
+@pytest.mark.parametrize("length", [0, 1, 5])
+def test_sampled_tokens_are_pickled_as_they_were(length: int) -> None:
+    tokens = sampled(length)
+    back = pickle.loads(pickle.dumps(tokens, pickle.HIGHEST_PROTOCOL))
+    for name in ("ids", "logprobs", "versions"):
+        there, here = getattr(tokens, name), getattr(back, name)
+        assert np.array_equal(there, here)
+        assert (here.dtype, here.flags.writeable) == (there.dtype, True)
+
+
+def test_the_tokens_of_a_group_are_pickled_as_they_were_and_rows_share_prompts_that_they_shared() -> None:
+    prompt, other = np.array([1, 2], np.int32), np.array([1, 2], np.int32)
+    forked = RowTokens(
+        other,
+        np.array([5, 6, 7], np.int32),
+        np.array([-0.5, 0.0, -1.5], np.float32),
+        np.array([2, -1, 3], np.int32),
+        np.array([True, False, True]),
+        (TurnSpan(1, 0, 1), TurnSpan(4, 2, 3)),
+    )
+    rows = (RowTokens.answer(prompt, sampled(4)), forked, RowTokens.answer(prompt, sampled(2)))
+    back = pickle.loads(pickle.dumps(GroupTokens(rows), pickle.HIGHEST_PROTOCOL)).rows
+    assert len(back) == 3
+    for there, here in zip(rows, back, strict=True):
+        assert here.turns == there.turns
+        assert type(here.turns[0]) is TurnSpan
+        for name in ("prompt_ids", "ids", "logprobs", "versions", "loss_mask"):
+            assert np.array_equal(getattr(there, name), getattr(here, name))
+            assert getattr(there, name).dtype == getattr(here, name).dtype
+    assert back[0].prompt_ids is back[2].prompt_ids
+    assert back[0].prompt_ids is not back[1].prompt_ids
+
+
+def test_a_group_without_rows_is_pickled() -> None:
+    assert pickle.loads(pickle.dumps(GroupTokens(()))) == GroupTokens(())
+
+
+def test_a_sample_is_pickled_as_it_was() -> None:
+    columns = {"advantages": Column("a handle", 4), "values": Column("another", 0)}
+    sample = Sample("tokens", 2, 5, 7, TrajectoryId(0, 1, 2, 3), columns, finished=False, masked=True)
+    back = pickle.loads(pickle.dumps(sample))
+    assert back == sample
+    assert type(back.episode) is TrajectoryId

@@ -23,6 +23,7 @@ from headway.cluster.memory_files import SHARED_MEMORY, directory_in_memory, hel
 from headway.config.schema import Config
 from headway.data.types import GroupTokens
 from headway.errors import RunError
+from headway.pickling import pickled_by_fields
 
 SMALL = 100_000
 """Most bytes of tokens that travel with their handle."""
@@ -30,6 +31,7 @@ BYTES_PER_TOKEN = 4 + 4 + 4 + 1
 """Bytes of a token's id, log-prob, version and mask."""
 
 
+@pickled_by_fields
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class TokenFile:
     """Handle of one group's `GroupTokens`."""
@@ -70,7 +72,8 @@ class TokenFiles:
         if not self._beside_driver and len(data) <= SMALL:
             return TokenFile(self._host, path, data)
         try:
-            Path(path).write_bytes(data)
+            with open(path, "wb") as file:  # noqa: PTH123 - a Path takes as long to make as the file
+                file.write(data)
         except OSError as error:
             Path(path).unlink(missing_ok=True)
             raise RunError(
