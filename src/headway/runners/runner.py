@@ -87,7 +87,7 @@ class Runner:
         """Send a job."""
         self.jobs[job.number] = job
         job.runner = self
-        self.process.channel.send_soon(Frame(Kind.JOB, job.number, payload=job.payload))
+        self.process.channel.send(Frame(Kind.JOB, job.number, payload=job.payload))
         job.payload = b""  # it may be large, and the job long
         if job.timeout_s is not None:
             job.limit = asyncio.get_running_loop().call_later(job.timeout_s, job.overdue)
