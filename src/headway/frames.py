@@ -64,20 +64,27 @@ class Channel:
         self._on_frame, self._on_end = on_frame, on_end
         self._loop = asyncio.get_running_loop()
         self._frames = Frames()
+        self._gathered: list[bytes] = []
+        """Frames that are sent together at the end of this turn of the loop."""
         self._unsent = bytearray()
         self._open = True
         self._loop.add_reader(sock, self._read)
 
     def send(self, frame: Frame) -> None:
         """Send ``frame``, at once as far as the socket takes it. To an end that is closed nothing is sent."""
-        if not self._open:
-            return
-        data = memoryview(frame.packed())
-        if not self._unsent:
-            data = data[self._sent(data) :]
-            if data:
-                self._loop.add_writer(self._sock, self._send_on)
-        self._unsent += data
+        if self._open:
+            self._send_gathered()
+            self._send(frame.packed())
+
+    def send_soon(self, frame: Frame) -> None:
+        """Send ``frame`` at the end of this turn of the loop, with all others of the turn: the other end wakes up once.
+
+        What the loop does not get to is not sent, so this is for a loop that nobody holds up.
+        """
+        if self._open:
+            if not self._gathered:
+                self._loop.call_soon(self._send_gathered)
+            self._gathered.append(frame.packed())
 
     def send_with(self, frame: Frame, descriptor: int) -> None:
         """Send a small ``frame`` together with a file descriptor. Raises `OSError` where it cannot be sent at once."""
@@ -91,6 +98,7 @@ class Channel:
     def close(self) -> None:
         """Close this end. Neither callback is called any more."""
         if self._open:
+            self._send_gathered()
             self._open = False
             self._loop.remove_reader(self._sock)
             self._loop.remove_writer(self._sock)
@@ -113,6 +121,19 @@ class Channel:
             if not self._open:
                 break
         return True
+
+    def _send_gathered(self) -> None:
+        gathered, self._gathered = self._gathered, []
+        if gathered and self._open:
+            self._send(gathered[0] if len(gathered) == 1 else b"".join(gathered))
+
+    def _send(self, data: bytes) -> None:
+        unsent = memoryview(data)
+        if not self._unsent:
+            unsent = unsent[self._sent(unsent) :]
+            if unsent:
+                self._loop.add_writer(self._sock, self._send_on)
+        self._unsent += unsent
 
     def _sent(self, data: memoryview | bytearray) -> int:
         try:

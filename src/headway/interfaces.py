@@ -65,6 +65,7 @@ class PromptSource(Protocol):
 # ---------------------------------------------------------------------------------------------- rewards
 
 
+@pickled_by_fields
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
     """Scores of one group's n responses, in order."""

@@ -17,8 +17,10 @@ from headway.data.types import (
     Prompt,
     RowAt,
     RowTokens,
+    Sample,
     SampledTokens,
     Trajectory,
+    TrajectoryId,
 )
 from headway.errors import RunError
 from headway.pipeline.fetches import add_column, outcomes
@@ -143,3 +145,26 @@ def test_rows_keep_the_array_of_a_prompt_that_they_share_when_they_travel() -> N
     tokens = GroupTokens((RowTokens.answer(prompt, sampled), RowTokens.answer(prompt, sampled)))
     one, other = pickle.loads(pickle.dumps(tokens)).rows
     assert one.prompt_ids is other.prompt_ids
+
+
+def sampled(length: int, version: int = 3) -> SampledTokens:
+    ids = np.arange(length, dtype=np.int32)
+    return SampledTokens(ids, -ids.astype(np.float32) / 7, np.full(length, version, np.int32))
+
+
+@pytest.mark.parametrize("length", [0, 1, 5])
+def test_sampled_tokens_are_pickled_as_they_were(length: int) -> None:
+    tokens = sampled(length)
+    back = pickle.loads(pickle.dumps(tokens, pickle.HIGHEST_PROTOCOL))
+    for name in ("ids", "logprobs", "versions"):
+        there, here = getattr(tokens, name), getattr(back, name)
+        assert np.array_equal(there, here)
+        assert (here.dtype, here.flags.writeable) == (there.dtype, True)
+
+
+def test_a_sample_is_pickled_as_it_was() -> None:
+    columns = {"advantages": 0.5, "ref_logprobs": Column("a handle", 4), "values": Column("another", 0)}
+    sample = Sample("tokens", 2, 5, 7, TrajectoryId(0, 1, 2, 3), columns, finished=False, masked=True)
+    back = pickle.loads(pickle.dumps(sample))
+    assert back == sample
+    assert type(back.episode) is TrajectoryId

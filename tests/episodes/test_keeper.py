@@ -11,7 +11,7 @@ import pytest
 
 from headway.data.types import FinishReason, Prompt, SampledTokens, TrajectoryId
 from headway.episodes.keeper import GroupKeeper
-from headway.errors import DataError, WorkerDied
+from headway.errors import DataError, RunError, WorkerDied
 from headway.interfaces import Call, FinishedCall, FinishedGroup, GroupRequest, Priority, SamplingParams
 from headway.simulate.clock import run_virtual
 
@@ -73,8 +73,8 @@ def request(number: int, n: int = 2, priority: Priority = Priority.TRAINING) -> 
 
 
 @asynccontextmanager
-async def keeper_of(*engines: ScriptedEngine) -> AsyncGenerator[GroupKeeper, None]:
-    keeper = GroupKeeper("keeper", lambda ids: " ".join(map(str, ids)))
+async def keeper_of(*engines: ScriptedEngine, gather_s: float = 0.0) -> AsyncGenerator[GroupKeeper, None]:
+    keeper = GroupKeeper("keeper", lambda ids: " ".join(map(str, ids)), gather_s=gather_s)
     for engine in engines:
         await keeper.join(engine)
     await keeper.route([engine.name for engine in engines])
@@ -308,6 +308,68 @@ def test_a_replica_that_fails_is_reported_once():
             assert (replica, str(error)) == ("a", "a was killed")
             keeper.end(error)
             with pytest.raises(WorkerDied, match="a was killed"):
+                await asked.task
+
+    run_virtual(main())
+
+
+# ---------------------------------------------------------------------------------------------- gathering
+
+
+def test_whole_groups_are_gathered_for_a_while_unless_none_is_being_made_any_more():
+    async def main() -> None:
+        engine = ScriptedEngine("a", slots=64)
+        async with keeper_of(engine, gather_s=10.0) as keeper:
+            asked = Asked(keeper, [request(number) for number in range(4)])
+            await settle()
+            engine.finish([1, 2])
+            await settle()
+            assert asked.numbers == [0]  # nothing was handed on in the last ten seconds
+            engine.finish([3, 4])
+            await settle()
+            engine.finish([5, 6])
+            await asyncio.sleep(7)
+            assert asked.numbers == [0]
+            await asyncio.sleep(2)
+            assert asked.numbers == [0, 1, 2]
+            engine.finish([7, 8])
+            await settle()
+            assert asked.numbers == [0, 1, 2, 3]  # the last one
+
+    run_virtual(main())
+
+
+def test_a_gathered_group_is_handed_on_before_the_keepers_end_and_dropped_with_whoever_asked_for_it():
+    async def main() -> None:
+        engine = ScriptedEngine("a", slots=64)
+        async with keeper_of(engine, gather_s=10.0) as keeper:
+            left, ended = Asked(keeper, [request(0), request(1)]), Asked(keeper, [request(2), request(3)])
+            await settle()
+            engine.finish([1, 2])
+            await settle()
+            engine.finish([3, 4])
+            engine.finish([5, 6])
+            await settle()
+            left.task.cancel()
+            await settle()
+            keeper.end(DataError("enough"))
+            with pytest.raises(DataError, match="enough"):
+                await ended.task
+            assert left.numbers == [0]
+            assert ended.numbers == [2]
+
+    run_virtual(main())
+
+
+def test_a_group_that_cannot_be_put_together_fails_for_whoever_waits_for_it():
+    async def main() -> None:
+        engine = ScriptedEngine("a", slots=64)
+        async with keeper_of(engine, gather_s=10.0) as keeper:
+            keeper._decode = lambda ids: str(1 // 0)
+            asked = Asked(keeper, [request(0)])
+            await settle()
+            engine.finish_all()
+            with pytest.raises(RunError, match="keeper, group 0: ZeroDivisionError"):
                 await asked.task
 
     run_virtual(main())

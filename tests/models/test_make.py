@@ -12,7 +12,7 @@ from headway.config.model import MakeModelConfig
 from headway.errors import ModelError
 from headway.models.make import character_tokenizer, make_model, qwen2_character_tokenizer
 from headway.models.pretrained import stop_token_ids
-from headway.models.tokenizer import load_tokenizer
+from headway.models.tokenizer import load_tokenizer, text_of
 
 TINY = MakeModelConfig(
     hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=48
@@ -99,3 +99,24 @@ def test_stop_tokens_are_the_generation_config_s_and_the_tokenizer_s(tmp_path: P
     assert stop_token_ids(tmp_path / "model", tokenizer) == (1, 7)
     (tmp_path / "model/generation_config.json").unlink()
     assert stop_token_ids(tmp_path / "model", tokenizer) == (1,)
+
+
+@pytest.mark.parametrize("tidied", [False, True])
+def test_the_text_of_ids_is_what_the_tokenizer_decodes_without_special_tokens(tmp_path: Path, tidied: bool) -> None:
+    make_model(TINY, 0, tmp_path / "model")
+    tokenizer = load_tokenizer(tmp_path / "model")
+    tokenizer.clean_up_tokenization_spaces = tidied
+    ids = [*tokenizer("sort 3 1 2: a  z= -+*|()").input_ids, tokenizer.eos_token_id]
+    assert text_of(tokenizer)(ids) == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_a_tokenizer_that_decodes_in_its_own_way_is_asked_itself(tmp_path: Path) -> None:
+    make_model(TINY, 0, tmp_path / "model")
+    tokenizer = load_tokenizer(tmp_path / "model")
+
+    class Own(type(tokenizer)):  # type: ignore[misc]
+        def _decode(self, token_ids, **options):  # type: ignore[no-untyped-def]
+            return "its own"
+
+    tokenizer.__class__ = Own
+    assert text_of(tokenizer)([3, 4]) == "its own"

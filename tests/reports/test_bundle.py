@@ -13,7 +13,7 @@ from rich.console import Console
 
 from headway.config.schema import Config
 from headway.errors import UserError
-from headway.events import Note
+from headway.events import Event, GroupAdmitted, GroupSettled, Note
 from headway.reports.bundle import Reports, open_reports
 from headway.reports.events_file import read_events
 from tests.reports.scripted_run import ScriptedRun
@@ -132,3 +132,57 @@ def test_without_an_output_a_run_has_reports_all_the_same(tmp_path: Path, monkey
     reports = open_reports(Config.model_validate({"reports": {"tensorboard": False}}), tmp_path / "r")
     reports.report_end(None)
     assert reports.directory.summary.exists()
+
+
+def admission(number: int, time: float) -> GroupAdmitted:
+    return GroupAdmitted(
+        time=time, number=number, epoch=0, row=number, attempt=0, version=0, admitted=number + 1, discarded=0, limit=9
+    )
+
+
+def test_events_of_groups_wait_for_others_and_are_in_the_record_before_whatever_comes_behind_them(tmp_path: Path):
+    reports, _ = opened(tmp_path / "r")
+    seen: list[Event] = []
+    reports._metrics.on_event = seen.append  # type: ignore[method-assign]
+    told: list[Event] = [admission(0, 1.0), admission(1, 1.1)]
+    for event in told:
+        reports.emit(event)
+    assert seen == []
+    told.append(Note(time=1.15, level="info", text="a line"))
+    reports.emit(told[-1])
+    assert seen == told
+    told += [admission(2, 1.2), admission(3, 1.3), admission(4, 1.5)]
+    for event in told[3:]:
+        reports.emit(event)
+    assert seen == told  # a quarter of a second is over
+    reports.close()
+    assert list(read_events(reports.directory.events)) == told
+
+
+def test_what_reports_say_of_the_run_has_the_events_that_wait(tmp_path: Path):
+    reports, _ = opened(tmp_path / "r")
+    reports.emit(admission(0, 1.0))
+    assert reports.groups["in_flight"] == 1
+    reports.emit(GroupSettled(time=1.0, number=0, fate="trained", lag=0))
+    assert reports.summary()["groups"]["trained"] == 1
+    reports.emit(admission(1, 1.0))
+    reports.close()
+    assert len(list(read_events(reports.directory.events))) == 3
+
+
+def test_an_interrupt_in_the_middle_loses_no_event_behind_it(tmp_path: Path):
+    reports, _ = opened(tmp_path / "r")
+    on_event = reports._metrics.on_event
+
+    def interrupted(event: Event) -> None:
+        reports._metrics.on_event = on_event  # type: ignore[method-assign]
+        raise KeyboardInterrupt
+
+    reports._metrics.on_event = interrupted  # type: ignore[method-assign]
+    told = [admission(0, 1.0), admission(1, 1.0), Note(time=1.0, level="info", text="a line")]
+    for event in told[:2]:
+        reports.emit(event)
+    with pytest.raises(KeyboardInterrupt):
+        reports.emit(told[2])
+    reports.close()
+    assert list(read_events(reports.directory.events)) == told

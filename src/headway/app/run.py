@@ -70,6 +70,7 @@ class Run:
     async def _open_and_run(self, stack: AsyncExitStack, interrupts: Interrupts) -> Status:
         """Open everything and run the pipeline. What has to be closed is left on ``stack``."""
         from headway.cluster.backend import start_backend
+        from headway.cluster.process import collecting_seldom
         from headway.models.pretrained import stop_token_ids
         from headway.models.tokenizer import load_tokenizer
 
@@ -135,6 +136,8 @@ class Run:
         checkpoints = Checkpoints(reports.directory.checkpoints)
         retention = Retention(checkpoints, keep=config.trainer.max_actor_ckpt_to_keep, told=lambda: reports.resumable)
         pipeline = Pipeline(config, parts, [reports, retention], reports.directory.checkpoints, taken)
+        if config.cluster.backend == "ray":  # else the trainer computes in this process
+            stack.enter_context(collecting_seldom())
         try:
             with interrupts.asking(pipeline):
                 status = await pipeline.run()

@@ -134,7 +134,7 @@ class _Caller:
                 raise
 
     def _send(self, kind: Kind, number: int, what: Any) -> None:
-        self._channel.send(Frame(kind, number, 0, pickle.dumps(what, pickle.HIGHEST_PROTOCOL)))
+        self._channel.send_soon(Frame(kind, number, 0, pickle.dumps(what, pickle.HIGHEST_PROTOCOL)))
 
     def _on_end(self) -> None:
         for task in list(self._open.values()):
@@ -177,7 +177,7 @@ class Connection:
         self._last += 1
         number = self._last
         frames = self._open[number] = asyncio.Queue()
-        self._channel.send(Frame(kind, number, detail, asked))
+        self._channel.send_soon(Frame(kind, number, detail, asked))
         over = False
         try:
             while True:

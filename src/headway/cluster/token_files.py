@@ -33,6 +33,7 @@ from headway.cluster.memory_files import SHARED_MEMORY, directory_in_memory, hel
 from headway.config.schema import Config
 from headway.data.types import GroupTokens, RowTokens, TurnSpan
 from headway.errors import RunError
+from headway.pickling import pickled_by_fields
 
 SMALL = 100_000
 """Most bytes of tokens that travel with their handle."""
@@ -40,6 +41,7 @@ BYTES_PER_TOKEN = 4 + 4 + 4 + 1
 """Bytes of a token's id, log-prob, version and mask."""
 
 
+@pickled_by_fields
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class TokenFile:
     """Handle of one group's `GroupTokens`."""
@@ -114,7 +116,7 @@ class TokenFiles:
         if not self._beside_driver and size <= SMALL:
             return TokenFile(self._host, path, b"".join(parts))
         try:
-            with Path(path).open("wb") as file:
+            with open(path, "wb") as file:  # noqa: PTH123 - a Path takes as long to make as the file
                 file.writelines(parts)
         except OSError as error:
             Path(path).unlink(missing_ok=True)

@@ -294,7 +294,7 @@ class AsyncTrainingConfig(Section):
     """Cut answers in flight at an update: true means ``on_update: interrupt`` unless ``keep`` is asked for; false means
     ``drain``."""
     admission: Admission = Admission.GROUP
-    """Admit groups one by one, or in waves of at most B when everything admitted was rewarded."""
+    """Admit each group as soon as there is room, or all in waves of at most B when everything admitted was rewarded."""
     order: Order = Order.FIFO
     """Order in which finished groups are taken: ``fifo`` by number, ``window`` any whose number is within W of the
     oldest, ``ready`` whichever finished first (docs/staleness.md)."""

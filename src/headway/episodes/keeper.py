@@ -41,7 +41,9 @@ class _Group:
     missing: int
     """Episodes that are not over."""
     done: dict[int, MadeEpisode] = field(default_factory=dict)
-    """Finished episodes by k."""
+    """Finished episodes of programs, by k."""
+    answers: dict[int, tuple[Asked, FinishedCall]] = field(default_factory=dict)
+    """Finished episodes of one turn, by k."""
     calls: dict[int, Asked] = field(default_factory=dict)
     """Calls of episodes of one turn, by k."""
     programs: dict[int, tuple[ProgramEpisode, asyncio.Task[None]]] = field(default_factory=dict)
@@ -58,6 +60,7 @@ class _Group:
         """The oldest version in a finished call; None before the first token."""
         versions = [made.trajectory.oldest_version for made in self.done.values()]
         versions += [episode.oldest_version for episode, _ in self.programs.values()]
+        versions += [version for _, finished in self.answers.values() for _, version in finished.version_spans]
         return min((version for version in versions if version is not None), default=None)
 
 
@@ -68,6 +71,7 @@ class GroupKeeper:
         name: of the keeper, under which replicas know its calls.
         decode: token ids to text, the stop token included; None where tokens are only simulated.
         hosting: what makes episodes by a user's program; None for the program of one turn.
+        gather_s: seconds from when groups were handed on until the next ones are, unless none is being made any more.
     """
 
     def __init__(
@@ -75,6 +79,8 @@ class GroupKeeper:
         name: str,
         decode: Callable[[Sequence[int]], str] | None = None,
         hosting: Hosting | None = None,
+        *,
+        gather_s: float = 0.0,
     ) -> None:
         self.name = name
         self._decode = decode
@@ -87,6 +93,12 @@ class GroupKeeper:
         """Groups that wait for `go_on`; None while none has to."""
         self._changed = asyncio.Event()
         """Set when a group is over."""
+        self._gather_s = gather_s
+        self._whole: dict[_Group, None] = {}
+        """Groups that are over, and were not handed on."""
+        self._hands_on_at = 0.0
+        """Time on the loop's clock before which whole groups are gathered."""
+        self._handing_on: asyncio.TimerHandle | None = None
         self._ended: HeadwayError | None = None
 
     # ------------------------------------------------------------------------------------- groups
@@ -167,6 +179,7 @@ class GroupKeeper:
     def end(self, error: HeadwayError) -> None:
         """Raise ``error`` from `generate` from now on, calls under way included."""
         self._ended = error
+        self._hand_on()
         groups = [*self._groups, *(self._held or ())]
         for inbox in dict.fromkeys(group.inbox for group in groups):
             inbox.put_nowait(error)
@@ -174,7 +187,9 @@ class GroupKeeper:
 
     async def close(self) -> None:
         """Leave all replicas, and end all programs."""
-        self._drop(list(self._groups))
+        self._drop([*self._groups, *self._whole])
+        if self._handing_on is not None:
+            self._handing_on.cancel()
         await self._calls.close()
         if self._hosting is not None:
             await self._hosting.programs.close()
@@ -208,7 +223,9 @@ class GroupKeeper:
         del group.calls[k]
         if finished.finish_reason is FinishReason.ABORTED:
             self._abort([group])
-        self._over(group, k, self._of_one_turn(group, asked, finished))
+        if group in self._groups:
+            group.answers[k] = asked, finished
+            self._over(group)
 
     def _on_failed(self, group: _Group, error: HeadwayError) -> None:
         group.inbox.put_nowait(error)
@@ -236,38 +253,44 @@ class GroupKeeper:
                 self._on_failed(group, error)
                 return
             group.programs.pop(k, None)
-            self._over(group, k, made)
+            self._made(group, k, made)
 
         name = f"{self.name}, episode {tuple(episode.id)}"
         group.programs[k] = episode, asyncio.get_running_loop().create_task(make(), name=name)
 
-    def _over(self, group: _Group, k: int, made: MadeEpisode) -> None:
-        """End episode ``k``, and with the last one the group."""
-        if group not in self._groups:
-            return
-        group.done[k] = made
+    def _made(self, group: _Group, k: int, made: MadeEpisode) -> None:
+        if group in self._groups:
+            group.done[k] = made
+            self._over(group)
+
+    def _over(self, group: _Group) -> None:
+        """End an episode, and with the last one the group."""
         group.missing -= 1
         if group.missing == 0:
             del self._groups[group]
             self._changed.set()
-            group.inbox.put_nowait(_finished_group(group))
+            self._whole[group] = None
+            loop = asyncio.get_running_loop()
+            if not self._groups or loop.time() >= self._hands_on_at:
+                self._hand_on()
+            elif self._handing_on is None:
+                self._handing_on = loop.call_at(self._hands_on_at, self._hand_on)
 
-    def _of_one_turn(self, group: _Group, asked: Asked, finished: FinishedCall) -> MadeEpisode:
-        tokens, prompt_ids = finished.tokens, group.request.prompt.token_ids
-        trajectory = Trajectory(
-            id=asked.trajectory,
-            replica=asked.replica,
-            text="" if tokens is None or self._decode is None else self._decode(tokens.ids.tolist()),
-            prompt_length=len(prompt_ids),
-            length=finished.length,
-            finish_reason=finished.finish_reason,
-            version_spans=finished.version_spans,
-            started=finished.started,
-            finished=finished.finished,
-            rows=(RowAt(0, len(prompt_ids), finished.length),) if finished.length else (),
-        )
-        rows = [RowTokens.answer(prompt_ids, tokens)] if tokens is not None and finished.length else []
-        return MadeEpisode(trajectory, rows)
+    def _hand_on(self) -> None:
+        """Hand on all groups that are whole: whoever waits for them is woken up once."""
+        if self._handing_on is not None:
+            self._handing_on.cancel()
+            self._handing_on = None
+        whole, self._whole = self._whole, {}
+        for group in whole:
+            try:
+                with boundary(f"{self.name}, group {group.request.number}", RunError):
+                    finished = _of_programs(group) if group.done else _of_answers(group, self._decode)
+            except HeadwayError as error:
+                group.inbox.put_nowait(error)
+            else:
+                group.inbox.put_nowait(finished)
+        self._hands_on_at = asyncio.get_running_loop().time() + self._gather_s
 
     def _abort(self, groups: Iterable[_Group]) -> None:
         """End ``groups`` as they are: what replicas have of them comes back."""
@@ -278,13 +301,14 @@ class GroupKeeper:
             for k, (episode, task) in list(group.programs.items()):
                 task.cancel()
                 del group.programs[k]
-                self._over(group, k, episode.aborted())
+                self._made(group, k, episode.aborted())
 
     def _drop(self, groups: Iterable[_Group]) -> None:
         """Forget ``groups``: nobody waits for them any more."""
         for group in groups:
             if self._held is not None:
                 self._held.pop(group, None)
+            self._whole.pop(group, None)
             if self._groups.pop(group, self) is self:
                 continue
             self._changed.set()
@@ -297,7 +321,40 @@ def _trains(group: _Group) -> bool:
     return group.request.priority is Priority.TRAINING
 
 
-def _finished_group(group: _Group) -> FinishedGroup:
+def _of_answers(group: _Group, decode: Callable[[Sequence[int]], str] | None) -> FinishedGroup:
+    """Put the episodes of one turn together, in order of k: once for the whole group, so that an answer that comes
+    alone costs no more than a look."""
+    prompt_ids = group.request.prompt.token_ids
+    trajectories: list[Trajectory] = []
+    rows: list[RowTokens] = []
+    count, simulated = 0, False
+    for k in range(group.request.episodes):
+        asked, finished = group.answers[k]
+        tokens, length = finished.tokens, finished.length
+        trajectories.append(
+            Trajectory(
+                id=asked.trajectory,
+                replica=asked.replica,
+                text="" if tokens is None or decode is None else decode(tokens.ids.tolist()),
+                prompt_length=len(prompt_ids),
+                length=length,
+                finish_reason=finished.finish_reason,
+                version_spans=finished.version_spans,
+                started=finished.started,
+                finished=finished.finished,
+                rows=(RowAt(count, len(prompt_ids), length),) if length else (),
+            )
+        )
+        if length:
+            count += 1
+            if tokens is None:
+                simulated = True
+            else:
+                rows.append(RowTokens.answer(prompt_ids, tokens))
+    return FinishedGroup(group.request.number, tuple(trajectories), None if simulated else GroupTokens(tuple(rows)))
+
+
+def _of_programs(group: _Group) -> FinishedGroup:
     """Put the episodes of ``group`` together, in order of k, and number their rows."""
     trajectories: list[Trajectory] = []
     rows: list[RowTokens] = []

@@ -59,9 +59,7 @@ def packed_attention(
     if query.device.type == "cuda":
         from headway.models.flex import flex  # imports compilers, which CPUs do without
 
-        return flex(
-            query, key, value, layout, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux
-        ), None
+        return flex(query, key, value, layout, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux), None
     parts = layout.parts(sliding_window)
     q_LHD, k_LGD, v_LGE = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     flash = softcap is None and s_aux is None and query.shape[-1] == value.shape[-1]

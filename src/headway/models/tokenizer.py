@@ -50,7 +50,17 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
 
 
 def text_of(tokenizer: Any) -> Callable[[Sequence[int]], str]:
-    """Return the text of token ids, without special tokens."""
+    """Return a function from token ids to their text, without special tokens.
+
+    A tokenizer of transformers' usual kind, which tidies up no spaces, is called without its wrapper: that takes 2.5 of
+    the 3.5 µs for each answer of ten tokens.
+    """
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    kind = type(tokenizer)
+    usual = issubclass(kind, PreTrainedTokenizerFast) and kind._decode is PreTrainedTokenizerFast._decode
+    if usual and kind.decode is PreTrainedTokenizerBase.decode and not tokenizer.clean_up_tokenization_spaces:
+        return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
     return partial(tokenizer.decode, skip_special_tokens=True)
 
 

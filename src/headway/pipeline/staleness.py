@@ -60,17 +60,16 @@ class Staleness:
     by which earlier groups were admitted."""
     served_version: int = field(init=False)
     """Oldest version that a serving replica has loaded."""
+    bound: int | None = field(init=False)
+    """Largest lag that a group may be trained at; None where there is no bound."""
     limit: int = field(init=False)
     """Number of groups that may have been admitted, kept up to date: ⌊(v + 1 + η) · B⌋, v = ``served_version``."""
 
     def __post_init__(self) -> None:
         self.eta_now = self.eta
-        self._serve()
-
-    @property
-    def bound(self) -> int | None:
         bounds = [lag_bound(self.eta, self.groups_per_version, self.window), self.max_lag]
-        return min((bound for bound in bounds if bound is not None), default=None)
+        self.bound = min((bound for bound in bounds if bound is not None), default=None)
+        self._serve()
 
     def oldest_trainable(self, version: int) -> int | None:
         """Return the oldest version whose tokens ``version`` may be trained on; None: any. Older ones are dropped."""
@@ -160,12 +159,12 @@ class Staleness:
 def wave_size(policy: Admission, *, room: int, unrewarded: int, validation_runs: bool, groups_per_version: int) -> int:
     """Return the number of groups to admit together now; 0 means wait.
 
-    ``group`` admits one at a time as soon as there is room. ``batch`` admits one wave, at most B, and only when every
-    admitted group has passed Reward and no validation runs that matters: so all of a wave starts together.
+    ``group`` admits whatever there is room for, whenever there is some. ``batch`` admits one wave, at most B, and only
+    when every admitted group has passed Reward and no validation runs that matters: so all of a wave starts together.
     """
     match policy:
         case Admission.GROUP:
-            return min(room, 1)
+            return room
         case Admission.BATCH:
             return 0 if unrewarded or validation_runs else min(room, groups_per_version)
 

@@ -10,6 +10,7 @@ are made from what survives, and its clock stands still between the boundary tha
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -20,7 +21,17 @@ from rich.console import Console
 
 from headway.config.schema import Config
 from headway.errors import UserError
-from headway.events import Event, Observer, RunResumed, RunStarted
+from headway.events import (
+    Event,
+    GroupAdmitted,
+    GroupRewarded,
+    GroupSettled,
+    Observer,
+    RunResumed,
+    RunStarted,
+    StageChanged,
+    TrajectoryFinished,
+)
 from headway.reports.checkpoints import Checkpoints
 from headway.reports.console_view import ConsoleView, Outcome, report_end, stdout_console
 from headway.reports.events_file import EventsFile, JsonLines, cut_off_half_line, look_through, read_events
@@ -33,6 +44,13 @@ from headway.reports.summary import summary
 from headway.reports.tensorboard import TensorBoardFile
 
 Lock = AbstractContextManager[Any]
+
+MANY = (TrajectoryFinished, StageChanged, GroupAdmitted, GroupRewarded, GroupSettled)
+"""Events that come with every group. They wait a moment for others: handled in between the run's own work, each of them
+finds none of the reports' code in the core's cache."""
+MOST_WAITING = 512
+WAIT_S = 0.25
+"""Seconds on the events' clock after whose end the next event has those that wait handled."""
 
 
 class MetricsFile:
@@ -92,11 +110,23 @@ class Reports:
         self._lock = lock
         self._run_lock = run_lock
         self._clock = clock
+        self._waiting: deque[Event] = deque()
+        """Events that no report has seen yet, in order."""
         self._closed = False
 
     def on_event(self, event: Event) -> None:
-        """Hand ``event`` to every report."""
+        """Hand ``event`` to every report: at once, with all before it, or in a moment where it is one of `MANY`."""
         with self._lock:
+            waiting = self._waiting
+            waiting.append(event)
+            late = event.time - waiting[0].time >= WAIT_S
+            if late or len(waiting) >= MOST_WAITING or not isinstance(event, MANY):
+                self._hand_on()
+
+    def _hand_on(self) -> None:
+        """Hand the events that wait to every report. An interrupt leaves those that it has not got to waiting."""
+        while self._waiting:
+            event = self._waiting.popleft()
             if self._clock is not None:
                 event = self._clock.read(event)
             for observer in self._observers:
@@ -112,12 +142,14 @@ class Reports:
     def summary(self) -> dict[str, Any]:
         """Return the run so far as one object, as in ``summary.json``."""
         with self._lock:
+            self._hand_on()
             return summary(self._metrics)
 
     @property
     def groups(self) -> dict[str, int]:
         """Numbers of groups by fate so far, derived from the events; the ledger's balance has the same."""
         with self._lock:
+            self._hand_on()
             return self._metrics.tally.counts()
 
     @property
@@ -151,6 +183,7 @@ class Reports:
         self._closed = True
         try:
             with self._lock:
+                self._hand_on()
                 for observer in self._observers:
                     if observer is not self._view:
                         observer.close()

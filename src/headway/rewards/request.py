@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from headway.pickling import pickled_by_fields
 from headway.user_code import names_a_file, resolve_spec
 
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ class HostedReward:
         return self._scorer(job)
 
 
+@pickled_by_fields
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
     """One group: a prompt and its n responses."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from headway.cluster.calls import ReplicaCalls
+from headway.cluster.process import collecting_seldom
 from headway.cluster.roles.role import Role
 from headway.cluster.token_files import TokenFile, TokenFiles, TokenPlace
 from headway.cluster.worker_group import Dispatch, register
@@ -18,6 +19,10 @@ from headway.episodes.runners import ProgramRunners
 from headway.errors import HeadwayError
 from headway.interfaces import FinishedGroup, GroupRequest, Priority
 from headway.models.tokenizer import load_tokenizer, text_of, torch_hidden
+
+GATHER_S = 0.03
+"""Seconds for which finished groups are gathered. Waking up for each of them costs keeper and driver as much as what
+they do for it, on cores that trainer and engine share with them; a fetch of groups takes far longer."""
 
 
 class KeeperRole(Role):
@@ -31,6 +36,8 @@ class KeeperRole(Role):
         """
         super().__init__(**arguments)
         self._logs = logs
+        self._process = ExitStack()
+        """Settings of the process, where it is the keeper's own."""
         self._files = None if tokens is None else TokenFiles(self.name, tokens, self._host)
 
     @register(Dispatch.RANK_ZERO)
@@ -48,7 +55,12 @@ class KeeperRole(Role):
             with torch_hidden():
                 hosting = chat_hosting(self._config, self._tokenizer, programs)
             await programs.start()
-        self._keeper = GroupKeeper(self.name, text_of(self._tokenizer), hosting)
+        decode = text_of(self._tokenizer)
+        if self._files is None:  # the process is the driver's, which nobody has to wake up
+            self._keeper = GroupKeeper(self.name, decode, hosting)
+        else:
+            self._process.enter_context(collecting_seldom())
+            self._keeper = GroupKeeper(self.name, decode, hosting, gather_s=GATHER_S)
 
     async def generate(
         self, requests: Sequence[GroupRequest], on: str | None, forgotten: Sequence[TokenFile]
@@ -110,3 +122,4 @@ class KeeperRole(Role):
         """Leave all replicas."""
         if hasattr(self, "_keeper"):
             await self.leave_all()
+        self._process.close()

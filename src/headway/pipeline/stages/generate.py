@@ -89,10 +89,11 @@ class Generate(Stage[Share, Group]):
         return None
 
     def _report(self, finished: FinishedGroup) -> None:
+        time = now()
         for trajectory in finished.trajectories:
             self._emit(
                 TrajectoryFinished(
-                    time=now(),
+                    time=time,
                     number=finished.number,
                     k=trajectory.id.k,
                     replica=trajectory.replica,
@@ -116,4 +117,4 @@ class Generate(Stage[Share, Group]):
             self._state.ledger.episodes_failed(finished.number, failed)
         if self._troubles is not None:
             for text in self._troubles.look(finished.trajectories):
-                self._emit(Note(time=now(), level="warning", text=text))
+                self._emit(Note(time=time, level="warning", text=text))
