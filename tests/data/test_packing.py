@@ -29,7 +29,7 @@ def row(ids: Sequence[int], prompt: int, episode: TrajectoryId | None = None) ->
 
 @st.composite
 def fetches(draw: st.DrawFn) -> list[Row]:
-    """Groups of episodes of one to three rows, of which some go on where an earlier one is at; rows without episodes."""
+    """Groups of episodes of one to three rows, some of which go on where another is at, and rows without episodes."""
     token = st.integers(2, draw(st.sampled_from([3, 60])))
     rows = []
     for group in range(draw(st.integers(1, 4))):
