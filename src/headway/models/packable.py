@@ -28,8 +28,8 @@ from headway.models.pretrained import without_reports
 WINDOW = 3
 """Length of the sliding windows that models are tried with, where they have any."""
 ROPES_OF_LENGTH = frozenset({"dynamic", "longrope"})
-"""Types of rotary embeddings that go by the largest position, which in a line is that of the longest row: what rows have
-in common is not the same in rows of different lengths, beyond lengths that no trial reaches."""
+"""Types of rotary embeddings that go by the largest position of a line, which is that of its longest row: so a row's
+hidden states depend on the others', and on lengths that no trial reaches."""
 _WINDOWS = ("sliding_window", "attention_chunk_size", "local_window_size", "window_size")
 
 
