@@ -27,6 +27,9 @@ from headway.models.pretrained import without_reports
 
 WINDOW = 3
 """Length of the sliding windows that models are tried with, where they have any."""
+LAYERS = frozenset({"full_attention", "sliding_attention"})
+"""Types of layers that packed attention computes, as configs name them. Small weights hide others from a trial: in
+bfloat16 a convolution of a model that was just made differs by less than rounding."""
 ROPES_OF_LENGTH = frozenset({"dynamic", "longrope"})
 """Types of rotary embeddings that go by the largest position of a line, which is that of its longest row: so a row's
 hidden states depend on the others', and on lengths that no trial reaches."""
@@ -41,6 +44,10 @@ def use_packed_attention(lm: PreTrainedModel) -> str | None:
     before = lm.config._attn_implementation
     if not lm._can_set_attn_implementation():
         return "its attention is its own"
+    if lm._is_stateful:
+        return "it is recurrent"
+    if other := set(getattr(lm.config.get_text_config(), "layer_types", None) or ()) - LAYERS:
+        return f"it has layers of other kinds than attention to all tokens or to a window ({', '.join(sorted(other))})"
     if changing := _ropes(lm.config) & ROPES_OF_LENGTH:
         return f"its rotary embedding ({', '.join(sorted(changing))}) depends on the longest of the rows"
     with without_reports(), torch.no_grad(), _short_windows(lm):
