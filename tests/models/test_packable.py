@@ -90,11 +90,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "falcon": ("falcon", {"head_dim": None}, "attention is its own"),
     "gptj": ("gptj", {**GPT2, "rotary_dim": 4}, "attention is its own"),
     "stablelm, which says nothing of layouts": ("stablelm", {}, "does not take packed lines"),
-    "mamba": ("mamba", {"state_size": 4}, "not those of single rows"),
+    "mamba": ("mamba", {"state_size": 4}, "recurrent"),
     "recurrent_gemma": (
         "recurrent_gemma",
         {"attention_window_size": WINDOW, "lru_width": 32, "num_hidden_layers": 3},
-        "not those of single rows",
+        "recurrent",
     ),
     "qwen3_next, linear attention": (
         "qwen3_next",
@@ -107,10 +107,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
             "linear_value_head_dim": 8,
             "shared_expert_intermediate_size": 16,
         },
-        "not those of single rows",
+        "recurrent",
     ),
-    "lfm2, convolutions": ("lfm2", {"layer_types": ["conv", "full_attention"]}, "not those of single rows"),
-    "phimoe, a window by a mask": ("phimoe", {**EXPERTS, "sliding_window": WINDOW}, "not those of single rows"),
+    "lfm2, convolutions": ("lfm2", {"layer_types": ["conv", "full_attention"]}, "(conv)"),
+    "phimoe, a window by a mask": ("phimoe", {**EXPERTS, "sliding_window": 30}, "not those of single rows"),
     "llama, dynamic positions": (
         "llama",
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}},
@@ -224,6 +224,14 @@ def test_a_model_that_cannot_be_packed_is_refused_with_the_reason_and_stays_as_i
     assert lm.config.to_dict() == config
     assert lm.config._attn_implementation == chosen != NAME
     assert all(torch.equal(tensor, weights[name]) for name, tensor in lm.state_dict().items())
+
+
+def test_layers_that_no_trial_could_tell_from_attention_are_refused_by_their_type() -> None:
+    """In half precision small weights leave next to nothing of what a convolution makes of the tokens before."""
+    family, values, reason = REFUSED["lfm2, convolutions"]
+    torch.manual_seed(0)
+    lm = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**{**BASE, **values}), dtype=torch.bfloat16).eval()
+    assert reason in (use_packed_attention(lm) or "it was taken")
 
 
 def test_a_model_that_is_packed_keeps_its_weights_and_its_windows() -> None:
