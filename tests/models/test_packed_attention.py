@@ -216,6 +216,23 @@ def test_many_rows_with_a_long_prompt_are_attended_as_by_themselves_at_what_they
     assert_as_defined([grow(rows, 150)], Case(window=20, key_heads=2), torch.float32)
 
 
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_groups_whose_prompts_are_of_different_lengths_are_attended_together(dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(4)
+    trees = []
+    for length in (90, 80, 84):
+        prompt = rng.integers(2, 60, length)
+        rows = [np.concatenate([prompt, rng.integers(2, 60, 12)]).astype(np.int32) for _ in range(10)]
+        trees.append(grow(rows, length))
+    with costs("own and subtrees"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layouts, "CALL", 10_000)  # such a call costs more than their padding
+        layout = assert_as_defined(trees, Case(key_heads=2), dtype)
+        assert_as_defined(trees, Case(softcap=1.5), dtype)
+    (subtrees,) = [part for part in layout.parts(None) if part.kind is Kind.SUBTREE]
+    assert subtrees.items == 3
+    assert subtrees.mask is not None
+
+
 def test_a_layout_makes_its_parts_once_for_each_window_that_matters() -> None:
     layout = Layout.of(long_trees(), CPU)
     longest = int(layout.positions.max())
