@@ -57,6 +57,8 @@ class Item:
     """Places of the keys."""
     before: int = 0
     """Of a view: the number of keys before the first query's own."""
+    level: int = 0
+    """Of a subtree: the number of segments above the one that it stands behind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +107,15 @@ class Layout:
         if window is not None and window > self.positions.max():
             window = None  # none of the tokens is so far from another that it sees
         if window not in self.windows:
-            items = _items(self.segments, self.positions, window)
+            # Subtrees of one level are disjoint. A query has a place in several levels', whose results are merged one
+            # after the other: within a part only one of them would be kept.
+            levels: dict[tuple[int, int], list[Item]] = {}
+            for item in _items(self.segments, self.positions, window):
+                levels.setdefault((item.kind.value, item.level), []).append(item)
             self.windows[window] = [
-                _part(kind, batch, window, self.device)
-                for kind in Kind
-                for batch in _batches([item for item in items if item.kind is kind])
+                _part(items[0].kind, batch, window, self.device)
+                for _, items in sorted(levels.items(), key=lambda level: level[0])
+                for batch in _batches(items)
             ]
         return self.windows[window]
 
@@ -133,11 +139,13 @@ def _items(segments: Segments, positions: Places, window: int | None) -> list[It
         if windowed or (as_views <= as_own and pairs.max() <= MOST_PAIRS):
             items += _views(root, following, segments, stops, window)
             continue
-        for start, stop, end in zip(starts[of].tolist(), stops[of].tolist(), ends[of].tolist(), strict=True):
-            own = np.arange(start, stop)
+        levels = {-1: -1}
+        for segment in range(root, following):
+            levels[segment] = level = levels[int(parents[segment])] + 1
+            own = np.arange(starts[segment], stops[segment])
             items.append(Item(Kind.OWN, own, own))
-            if end > stop:
-                items.append(Item(Kind.SUBTREE, np.arange(stop, end), own))
+            if ends[segment] > stops[segment]:
+                items.append(Item(Kind.SUBTREE, np.arange(stops[segment], ends[segment]), own, level=level))
     return items
 
 

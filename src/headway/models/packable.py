@@ -27,6 +27,12 @@ from headway.models.pretrained import without_reports
 
 WINDOW = 3
 """Length of the sliding windows that models are tried with, where they have any."""
+LAYERS = frozenset({"full_attention", "sliding_attention"})
+"""Types of layers that packed attention computes, as configs name them. Small weights hide others from a trial: in
+bfloat16 a convolution of a model that was just made differs by less than rounding."""
+ROPES_OF_LENGTH = frozenset({"dynamic", "longrope"})
+"""Types of rotary embeddings that go by the largest position of a line, which is that of its longest row: so a row's
+hidden states depend on the others', and on lengths that no trial reaches."""
 _WINDOWS = ("sliding_window", "attention_chunk_size", "local_window_size", "window_size")
 
 
@@ -38,6 +44,12 @@ def use_packed_attention(lm: PreTrainedModel) -> str | None:
     before = lm.config._attn_implementation
     if not lm._can_set_attn_implementation():
         return "its attention is its own"
+    if lm._is_stateful:
+        return "it is recurrent"
+    if other := set(getattr(lm.config.get_text_config(), "layer_types", None) or ()) - LAYERS:
+        return f"it has layers of other kinds than attention to all tokens or to a window ({', '.join(sorted(other))})"
+    if changing := _ropes(lm.config) & ROPES_OF_LENGTH:
+        return f"its rotary embedding ({', '.join(sorted(changing))}) depends on the longest of the rows"
     with without_reports(), torch.no_grad(), _short_windows(lm):
         rows = _rows(lm.config.get_text_config().vocab_size)
         device = lm.get_input_embeddings().weight.device
@@ -54,6 +66,13 @@ def use_packed_attention(lm: PreTrainedModel) -> str | None:
             return None
         lm.set_attn_implementation(before)
         return "its hidden states on packed lines are not those of single rows"
+
+
+def _ropes(config: Any) -> set[str]:
+    """The types of rotary embeddings of a model: one for all of its layers, or one for each type of them."""
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    each = [parameters, *(of for of in parameters.values() if isinstance(of, dict))]
+    return {of["rope_type"] for of in each if "rope_type" in of}
 
 
 def _rows(vocabulary: int) -> list[Ids]:
