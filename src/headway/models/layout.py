@@ -67,16 +67,17 @@ class Part:
 
     kind: Kind
     items: int
-    queries: Int[Tensor, " BQ"]
-    """Places of the queries in the line, B times Q."""
-    keys: Int[Tensor, " BK"]
+    queries: Int[Tensor, " BQ"] | slice
+    """Places of the queries in the line, B times Q; a slice where they lie one behind the other."""
+    keys: Int[Tensor, " BK"] | slice
+    """Places of the keys, B times K."""
     mask: Float[Tensor, "B 1 Q K"] | None
     """What is added to the scores, 0 or -inf; None where everything is seen, or, of ``own``, all that is not later."""
     kept: Int[Tensor, " M"] | None
     """Indices into ``queries`` of those that are no padding; None where none is."""
     padding: Int[Tensor, " R"] | None
     """Indices of those that are padding."""
-    places: Int[Tensor, " M"]
+    places: Int[Tensor, " M"] | slice
     """Places in the line of the queries that are kept."""
 
 
@@ -170,7 +171,7 @@ def _batches(items: Sequence[Item]) -> list[list[Item]]:
     """Partition items into batches of about the same size, so that padding costs less than a call of their own."""
     batches: list[list[Item]] = []
     longest = shortest = used = 0
-    for item in sorted(items, key=lambda item: (-len(item.keys), -len(item.queries), item.queries[0])):
+    for item in sorted(items, key=lambda item: (-len(item.keys), -len(item.queries), int(item.queries[0]))):
         queries, keys = len(item.queries), len(item.keys)
         if batches:
             wide = max(longest, queries)
@@ -204,16 +205,20 @@ def _part(kind: Kind, items: Sequence[Item], window: int | None, device: torch.d
     def tensor(array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
+    def places(array: NDArray[np.int64]) -> Tensor | slice:
+        start, stop = int(array[0]), int(array[0]) + len(array)
+        return slice(start, stop) if np.array_equal(array, np.arange(start, stop)) else tensor(array)
+
     padded = not real_BQ.all()
     return Part(
         kind=kind,
         items=len(items),
-        queries=tensor(queries_BQ.reshape(-1)),
-        keys=tensor(keys_BK.reshape(-1)),
+        queries=places(queries_BQ.reshape(-1)),
+        keys=places(keys_BK.reshape(-1)),
         mask=None if seen is None else _mask(seen, device),
         kept=tensor(np.flatnonzero(real_BQ)) if padded else None,
         padding=tensor(np.flatnonzero(~real_BQ)) if padded else None,
-        places=tensor(queries_BQ[real_BQ]),
+        places=places(queries_BQ[real_BQ]),
     )
 
 

@@ -76,19 +76,46 @@ ALL_ATTENTION_FUNCTIONS.register(NAME, packed_attention)
 # ------------------------------------------------------------------------------------------ parts
 
 
-def _gather(line: Float[Tensor, "L G D"], places: Int[Tensor, " N"], items: int, heads: int) -> Tensor:
+Places = Int[Tensor, " N"] | slice
+
+
+def _take(line: Float[Tensor, "L ..."], places: Places) -> Float[Tensor, "N ..."]:
+    """Take the tokens at ``places``. Those of a slice are not copied."""
+    taken: Tensor = line[places] if isinstance(places, slice) else line.index_select(0, places)
+    return taken
+
+
+def _put(line: Float[Tensor, "L ..."], places: Places, values: Float[Tensor, "N ..."]) -> None:
+    if isinstance(places, slice):
+        line[places] = values
+    else:
+        line.index_copy_(0, places, values)
+
+
+def _replaced(line: Float[Tensor, "L ..."], places: Places, values: Float[Tensor, "N ..."]) -> Float[Tensor, "L ..."]:
+    """Return ``line`` with ``values`` at ``places``. Differentiable."""
+    if isinstance(places, slice):
+        return torch.cat([line[: places.start], values, line[places.stop :]])
+    return line.index_copy(0, places, values)
+
+
+def _gather(line: Float[Tensor, "L G D"], places: Places, items: int, heads: int) -> Tensor:
     """Take the tokens at ``places``, as [B, H, N / B, D]; heads of keys are repeated for those of queries."""
     own = line.shape[1]
-    gathered = line.index_select(0, places).view(items, -1, own, line.shape[2]).transpose(1, 2)
+    gathered: Tensor = _take(line, places).unflatten(0, (items, -1)).transpose(1, 2)
     return gathered if own == heads else gathered.repeat_interleave(heads // own, dim=1)
 
 
-def _add(line: Float[Tensor, "L G D"], places: Int[Tensor, " N"], grad: Float[Tensor, "B H N D"]) -> None:
+def _add(line: Float[Tensor, "L G D"], places: Places, grad: Float[Tensor, "B H N D"]) -> None:
     """Add to ``line`` the gradient of what `_gather` took from it."""
     heads, own = grad.shape[1], line.shape[1]
     if own != heads:
         grad = grad.unflatten(1, (own, heads // own)).sum(2)
-    line.index_add_(0, places, grad.transpose(1, 2).reshape(-1, own, line.shape[2]).to(line.dtype))
+    flat = grad.transpose(1, 2).reshape(-1, own, line.shape[2])
+    if isinstance(places, slice):
+        line[places] += flat
+    else:
+        line.index_add_(0, places, flat.to(line.dtype))
 
 
 def _kept(part: Part, values: Float[Tensor, "B H Q ..."]) -> Float[Tensor, "M H ..."]:
@@ -101,11 +128,11 @@ def _merge(
     out_LHE: Tensor, lse_LH: Tensor, part: Part, own_MHE: Tensor, own_MH: Tensor
 ) -> tuple[Float[Tensor, "L H E"], Float[Tensor, "L H"]]:
     """Merge one more part's results into those of the line. Differentiable."""
-    so_far_MH = lse_LH.index_select(0, part.places)
+    so_far_MH = _take(lse_LH, part.places)
     both_MH = torch.logaddexp(so_far_MH, own_MH)
-    merged_MHE = out_LHE.index_select(0, part.places) * (so_far_MH - both_MH).exp().unsqueeze(-1)
+    merged_MHE = _take(out_LHE, part.places) * (so_far_MH - both_MH).exp().unsqueeze(-1)
     merged_MHE = merged_MHE + own_MHE * (own_MH - both_MH).exp().unsqueeze(-1)
-    return out_LHE.index_copy(0, part.places, merged_MHE), lse_LH.index_copy(0, part.places, both_MH)
+    return _replaced(out_LHE, part.places, merged_MHE), _replaced(lse_LH, part.places, both_MH)
 
 
 class _Flash(torch.autograd.Function):
@@ -133,8 +160,8 @@ class _Flash(torch.autograd.Function):
                 wide_LHD, lse_LH = _merge(out_LHD.to(lse_LH.dtype), lse_LH, part, own_MHD.to(lse_LH.dtype), own_MH)
                 out_LHD = wide_LHD.to(out_LHD.dtype)
             else:
-                out_LHD.index_copy_(0, part.places, own_MHD)
-                lse_LH.index_copy_(0, part.places, own_MH)
+                _put(out_LHD, part.places, own_MHD)
+                _put(lse_LH, part.places, own_MH)
         ctx.save_for_backward(q_LHD, k_LGD, v_LGD, out_LHD, lse_LH)
         ctx.parts, ctx.scale = parts, scale
         return out_LHD
@@ -145,12 +172,12 @@ class _Flash(torch.autograd.Function):
         heads = q_LHD.shape[1]
         totals = [torch.zeros(t.shape, dtype=lse_LH.dtype) for t in (q_LHD, k_LGD, v_LGD)]
         for part in ctx.parts:
-            grad_BHQD = grads[0].index_select(0, part.queries)
-            if part.padding is not None:
-                grad_BHQD.index_fill_(0, part.padding, 0.0)
-            lse_BHQ = lse_LH.index_select(0, part.queries).view(part.items, -1, heads).transpose(1, 2)
+            grad_NHD = _take(grads[0], part.queries)
+            if part.padding is not None:  # then it is a copy
+                grad_NHD.index_fill_(0, part.padding, 0.0)
+            lse_BHQ = _take(lse_LH, part.queries).unflatten(0, (part.items, -1)).transpose(1, 2)
             of_parts = _flash_backward(
-                grad_BHQD.view(part.items, -1, *grad_BHQD.shape[1:]).transpose(1, 2),
+                grad_NHD.unflatten(0, (part.items, -1)).transpose(1, 2),
                 _gather(q_LHD, part.queries, part.items, heads),
                 _gather(k_LGD, part.keys, part.items, heads),
                 _gather(v_LGD, part.keys, part.items, heads),
@@ -200,8 +227,8 @@ def _by_definition(
         if part.kind is Kind.SUBTREE:
             out_LHE, lse_LH = _merge(out_LHE, lse_LH, part, own_MHE, own_MH)
         else:
-            out_LHE = out_LHE.index_copy(0, part.places, own_MHE)
-            lse_LH = lse_LH.index_copy(0, part.places, own_MH)
+            out_LHE = _replaced(out_LHE, part.places, own_MHE)
+            lse_LH = _replaced(lse_LH, part.places, own_MH)
     if sinks_H is not None:
         out_LHE = out_LHE * torch.sigmoid(lse_LH - sinks_H.to(dtype)).unsqueeze(-1)
     return out_LHE.to(q_LHD.dtype)
