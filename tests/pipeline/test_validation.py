@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from math import inf
 from typing import Any
 
 import pytest
@@ -75,46 +74,6 @@ def test_validation_starts_before_training_groups_that_wait():
     for version, loaded in run.rollouts[0].loads[:-1]:
         after = [(time, priority) for time, _, priority in run.rollouts[0].submitted if time >= loaded]
         assert after[0] == (loaded, "validation"), f"version {version}"
-
-
-def asked(run: Run, version: int) -> dict[float, int]:
-    """Times at which the replica was asked for held-out answers of ``version`` → how many problems."""
-    starts = [event.span[0] for event in run.of(ValidationFinished)]
-    start, end = [*starts, inf][version : version + 2]
-    times: dict[float, int] = {}
-    for time, numbers, priority in run.rollouts[0].submitted:
-        if priority == "validation" and start <= time < end:
-            times[time] = times.get(time, 0) + len(numbers)
-    return times
-
-
-def test_beside_training_problems_are_asked_a_few_at_a_time_and_all_others_once_an_update_waits_for_them():
-    """A version is 32 answers, and there are 32 problems: half of the 8 slots are theirs."""
-    run = Scenario("async_stale", problems=32, lengths=slow_validation).run().assert_completed()
-    for version in range(1, 6):
-        (loaded, few), (hurried, rest) = asked(run, version).items()
-        assert (few, rest) == (4, 28)
-        steps = [step.time for step in run.of(OptimizerStepped) if step.version == version]
-        assert loaded < steps[0] < steps[-1] < hurried < steps[-1] + 1, "when the trainer is through"
-    assert list(asked(run, 6).values()) == [32], "nothing is trained beside the last one"
-
-
-def test_problems_follow_on_those_that_are_answered_while_training_generates():
-    run = Scenario("async_stale", problems=32, lengths=lambda t: 8 if t.epoch == -1 else 80).run().assert_completed()
-    *batches, rest = asked(run, 1).values()
-    assert batches == [4, 4, 4, 4], "no more than half of the slots at once"
-    assert rest == 16, "when training generates nothing"
-
-
-def test_the_first_problems_of_a_run_are_asked_at_once_to_find_a_reward_out_that_never_works():
-    run = Scenario("async_stale", problems=32, slots=8, lengths=slow_validation).run().assert_completed()
-    assert next(iter(asked(run, 0).values())) == 8
-
-
-@pytest.mark.parametrize("mode", ["on_policy", "colocate_sync"])
-def test_without_staleness_all_problems_are_asked_at_once(mode: str):
-    run = Scenario(mode, problems=32, lengths=slow_validation).run().assert_completed()
-    assert all(list(asked(run, version).values()) == [32] for version in range(7))
 
 
 def test_a_run_without_held_out_problems_validates_nothing():

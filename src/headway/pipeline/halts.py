@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 
 from headway.events import ReplicaHalted
 from headway.interfaces import OnUpdate, RolloutEngine
@@ -79,11 +80,12 @@ class Halts:
                 halted.by.append(why)
                 return Halt([why], stopped=halted.stopped)
             asked = now()
-            await self._state.validated(replica.name)
+            validated = partial(self._state.changed.until, lambda: replica.name not in self._state.validating)
+            await validated()
             # Not before that wait: training generation goes on beside a validation, refills included.
             if self._by_episodes:
                 await self._finish_episodes(replica)
-                await self._state.validated(replica.name)  # another one may have begun meanwhile
+                await validated()  # another one may have begun meanwhile
             halt = self._halts[replica.name] = Halt([why], validation_s=now() - asked)
             self._available.pop(replica.name, None)
             self._set_gate()

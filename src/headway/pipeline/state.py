@@ -42,8 +42,6 @@ class RunState:
     """Prompts whose groups a resumed run lost; admitted again, before any new one."""
     validating: set[str] = field(default_factory=set)
     """Names of the replicas whose validation is submitted or running."""
-    awaited: set[str] = field(default_factory=set)
-    """Names of the replicas that somebody wants to halt as soon as their validation is done."""
     changed: Signal = field(default_factory=Signal)
     """Signal that fires when anything changed that admission or an update may wait for."""
     stopping: bool = False
@@ -238,15 +236,6 @@ class RunState:
         else:
             self.validating.discard(replica)
         self._wake()
-
-    async def validated(self, replica: str) -> None:
-        """Wait until ``replica`` answers no validation; one that goes on is told to hurry."""
-        self.awaited.add(replica)
-        self._wake()
-        try:
-            await self.changed.until(lambda: replica not in self.validating)
-        finally:
-            self.awaited.discard(replica)
 
     def check_balance(self) -> None:
         """Raise `LedgerImbalance` unless the ledger and the counters of admission agree."""

@@ -151,14 +151,7 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
         to_critic=to_critic,
         follows=follows,
     )
-    validators = Validators(
-        state,
-        fleet,
-        everywhere=config.rollout.has_program,
-        problems=len(parts.validation),
-        n=config.rollout.val_n,
-        trained=config.groups_per_version * config.rollout.n,
-    )
+    validators = Validators(state, fleet, everywhere=config.rollout.has_program)
     update = ParamUpdate(
         state,
         updates,

@@ -6,20 +6,17 @@
     is unblocked by ParamUpdate; by a replica, or by another where it is lost; by the reward's processes
     produces        nothing but the event, in order of versions
 
-Outside the inequality: validation generates with first priority and trains nothing. Beside training it asks a few
-problems at a time, and all that are left once somebody waits for the replica, or training generates nothing. Who
-answers is in `validators`: programs run over all replicas, and at η > 0 their answers may be of several versions, which
-are told. Answers of one version are scored while the next one's are being generated. Where nothing of the first
-validation can be scored, and it has many problems, the run ends, whatever was trained beside it: that does not depend
-on who is quicker. Where the first ones all time out, the run ends with those. Scores that do not come hold up no stop:
-the validation is left unfinished.
+Outside the inequality: validation generates with first priority and trains nothing. Who answers is in `validators`:
+programs run over all replicas, and at η > 0 their answers may be of several versions, which are told. Answers of one
+version are scored while the next one's are being generated. Where nothing of the first validation can be scored, and it
+has many problems, the run ends, whatever was trained beside it: that does not depend on who is quicker. Where the first
+ones all time out, the run ends with those. Scores that do not come hold up no stop: the validation is left unfinished.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import partial
 
@@ -42,9 +39,6 @@ from headway.pipeline.signal import Signal
 from headway.pipeline.stage import Stage
 from headway.pipeline.state import RunState, now
 from headway.pipeline.validators import Validation, Validators
-
-LANES = 4
-"""Requests for answers that a validation beside training has open at a time, each for its share of the pace."""
 
 Score = float | ScoringFailed
 """Mean reward of a problem's answers, or the error why there is none, which counts as 0."""
@@ -91,13 +85,12 @@ class Validate(Stage[Validation, None]):
         if self._input_ended_before:
             return None
         self._input_ended_before = True
-        self._state.changed.changed()
         with self._waiting_within("the validations before the last one"):
             await self._finished.until(lambda: self._open == 0)
         if not self._prompts or self._newest == self._state.version or self._reward.closed:
             return None
         self._open += 1
-        return self._validators.order(self._state.version, alone=True)
+        return self._validators.order(self._state.version)
 
     async def process_data(self, validation: Validation) -> AsyncGenerator[None, None]:
         before, self._reported = self._reported, asyncio.Event()
@@ -117,7 +110,7 @@ class Validate(Stage[Validation, None]):
     async def _validate(self, validation: Validation, before: asyncio.Event) -> None:
         started, due, first = now(), validation.version, validation.version == 0
         while (answers := await failing_as_one(partial(self._answers_to, validation, first))) is None:
-            validation = self._validators.order(due, alone=validation.pace is None)
+            validation = self._validators.order(due)
         trajectories = [t for finished, _ in answers for t in finished.trajectories]
         scores = [score for _, score in answers]
         by_source = {
@@ -174,15 +167,12 @@ class Validate(Stage[Validation, None]):
                     answers.append(finished)
                     scoring.append(tasks.start(self._score(finished, timeouts)))
 
-        async def ask(some: Sequence[GroupRequest]) -> None:
-            if replica is not None:
-                await take(self._keepers.generate_on(replica.name, some))
-            else:
-                await concurrently(take(self._keepers.generate(share)) for share in self._keepers.assign(some))
-
         try:
             with self._waiting_within("all replicas" if replica is None else replica.name):
-                await self._paced(validation, requests, ask)
+                if replica is not None:
+                    await take(self._keepers.generate_on(replica.name, requests))
+                else:
+                    await concurrently(take(self._keepers.generate(share)) for share in self._keepers.assign(requests))
         except WorkerDied:  # the fleet, which lost it, has said so to the keepers
             if replica is None:
                 raise
@@ -201,38 +191,6 @@ class Validate(Stage[Validation, None]):
         self._newest = version if self._newest is None else max(self._newest, version)
         self._validators.let_go(validation)  # it may load again while scores come in
         return [(answer, await score) for answer, score in zip(answers, scoring, strict=True)]
-
-    async def _paced(
-        self,
-        validation: Validation,
-        requests: Sequence[GroupRequest],
-        ask: Callable[[Sequence[GroupRequest]], Awaitable[None]],
-    ) -> None:
-        """``ask`` for the answers to all ``requests`` at the validation's pace."""
-        pace, replica, left = validation.pace, validation.replica, deque(requests)
-        if pace is None or pace >= len(left):
-            await ask(requests)
-            return
-        if validation.version == 0:  # a reward that never works is to be found out by these, before training's groups
-            await ask(_taken(left, FAILED_AT_VALIDATION))
-
-        def wanted() -> bool:
-            return self._input_ended_before or (replica is not None and replica.name in self._state.awaited)
-
-        async def lane() -> None:
-            some = _taken(left, max(1, pace // LANES))
-            while some:
-                await ask(some)
-                all_left = wanted() or not self._state.unrewarded
-                some = _taken(left, len(left) if all_left else max(1, pace // LANES))
-            self._state.changed.changed()
-
-        async def rest() -> None:
-            await self._state.changed.until(lambda: not left or wanted())
-            if left:
-                await ask(_taken(left, len(left)))
-
-        await concurrently([*(lane() for _ in range(min(LANES, pace))), rest()])
 
     async def _score(self, finished: FinishedGroup, timeouts: Timeouts | None) -> Score:
         prompt = self._prompts[finished.number]
@@ -269,10 +227,6 @@ class Timeouts:
         if count == FAILED_AT_VALIDATION:
             which = f"the {count}" if count == problems else f"the first {count} of {problems}"
             raise never_scored(f"{which} held-out problems at version 0", self._reasons)
-
-
-def _taken(left: deque[GroupRequest], most: int) -> list[GroupRequest]:
-    return [left.popleft() for _ in range(min(most, len(left)))]
 
 
 def _accuracy(scores: Sequence[Score]) -> float:
