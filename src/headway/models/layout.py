@@ -236,6 +236,5 @@ def _mask(seen: NDArray[np.bool_], device: torch.device) -> Float[Tensor, "B 1 Q
     items = len(seen)
     if items > 1 and seen.size > MOST_PAIRS and (seen == seen[:1]).all():
         seen = seen[:1]
-    # In C order, which broadcasting does not keep, and the kernels rely on: they know one stride for a row of a mask.
-    mask = np.ascontiguousarray(np.where(seen, np.float32(0), np.float32(-np.inf)))
+    mask = np.where(seen, np.float32(0), np.float32(-np.inf))
     return torch.from_numpy(mask).to(device)[:, None].expand(items, -1, -1, -1)
