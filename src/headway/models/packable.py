@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headway.data.trees import Ids, Tree, grow
+from headway.errors import ModelError, boundary
 from headway.models.layout import Layout
 from headway.models.packed_attention import NAME
 from headway.models.pretrained import without_reports
@@ -40,6 +41,9 @@ def use_packed_attention(lm: PreTrainedModel) -> str | None:
     """Have ``lm``, which has its weights, attend over packed lines from now on.
 
     Returns why it cannot; it is then as it was, and its rows have to be padded.
+
+    Raises:
+        ModelError: its decoder gives no hidden states, from which log-probs are computed.
     """
     before = lm.config._attn_implementation
     if not lm._can_set_attn_implementation():
@@ -53,7 +57,8 @@ def use_packed_attention(lm: PreTrainedModel) -> str | None:
     with without_reports(), torch.no_grad(), _short_windows(lm):
         rows = _rows(lm.config.get_text_config().vocab_size)
         device = lm.get_input_embeddings().weight.device
-        single = [_hidden(lm, row, device) for row in rows]
+        with boundary(f"{type(lm).__name__}: its decoder gives no hidden states to compute log-probs from", ModelError):
+            single = [_hidden(lm, row, device) for row in rows]
         tree = grow(rows[:2], 9)
         try:
             lm.set_attn_implementation(NAME)
