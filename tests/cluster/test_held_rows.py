@@ -150,6 +150,26 @@ def test_what_is_asked_for_once_is_not_held_and_what_is_held_is_not_fetched_for_
     assert fetched == [1, 1, 1], "all of it is held"
 
 
+def test_a_column_that_is_asked_for_once_stays_borrowed_until_the_fetch_ends() -> None:
+    class Reference:
+        """Handle that can be hashed, as Ray's."""
+
+    tokens, values = Reference(), Reference()
+    behind: dict[Any, Any] = {tokens: group_tokens(2, 1.0), values: [np.zeros(2, np.float32)]}
+    held = HeldRows(lambda handles: [behind[handle] for handle in handles])
+    held.begin()
+    one = replace(sample(tokens, 2), columns={"values": Column(values, 0)})
+    held.rows([one], once=True)
+    behind.clear()
+    borrowed = weakref.ref(values)
+    del one, values
+    gc.collect()
+    assert borrowed() is not None
+    held.end()
+    gc.collect()
+    assert borrowed() is None
+
+
 def test_objects_that_are_told_apart_by_their_address_live_as_long_as_their_rows() -> None:
     class Tokens:
         rows = group_tokens(2, 1.0).rows

@@ -25,8 +25,10 @@ class HeldRows:
         # Each value has its handle beside it: the key of some is their address, which must not become another's.
         self._rows: dict[tuple[Hashable, int], tuple[Handle[Any], Row]] = {}
         self._columns: dict[Hashable, tuple[Handle[Any], Any]] = {}
-        """Lists of columns by handle. A reference of Ray is kept with its object for another reason, too: once in
-        a while Ray never delivered an object whose reference had been given back and borrowed again."""
+        """Lists of columns by handle."""
+        self._borrowed: dict[Hashable, Handle[Any]] = {}
+        """Handles of all columns that the fetch's calls asked for, those asked for once as well: once in a while Ray
+        never delivered an object whose reference had been given back and borrowed again."""
 
     def begin(self) -> None:
         """Hold from now on what is asked for; forget what was held."""
@@ -36,7 +38,7 @@ class HeldRows:
     def end(self) -> None:
         """Forget everything, and hold no more."""
         self._holds = False
-        self._rows, self._columns = {}, {}
+        self._rows, self._columns, self._borrowed = {}, {}, {}
 
     def rows(self, samples: Sequence[Sample], *, once: bool = False) -> list[Row]:
         """Return the samples with their arrays. What is not held is fetched at once; ``once``: and not held then."""
@@ -52,6 +54,8 @@ class HeldRows:
             for column in sample.columns.values():
                 if not isinstance(column, float) and _key(column.handle) not in columns:
                     handles[_key(column.handle)] = column.handle
+        if self._holds:
+            self._borrowed |= handles
         wanted = [_part(handle, tuple(missing)) for handle, missing in tokens.values()]
         fetched: Iterator[Any] = iter(self._fetch([*wanted, *handles.values()]) if wanted or handles else ())
         for (key, (handle, missing)), group in zip(tokens.items(), fetched, strict=False):

@@ -63,10 +63,13 @@ def block_mask(layout: Layout, window: int | None, *, compiled: bool = True) -> 
         segment_of = np.searchsorted(starts, np.arange(len(layout.positions)), side="right") - 1
         ends_L = torch.from_numpy(layout.segments.ends[segment_of]).to(layout.device)
         positions_L = torch.from_numpy(layout.positions).to(layout.device)
+        # The window is in a tensor: a number would be compiled in, and torch gives up on a function of which it has
+        # compiled a few variants (`recompile_limit`), those with and without a gradient among them, and computes all
+        # scores at once from then on.
+        oldest_L = torch.full_like(positions_L, -1) if window is None else positions_L - window
 
         def sees(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            seen = (k <= q) & (q < ends_L[k])
-            return seen if window is None else seen & (positions_L[q] - positions_L[k] < window)
+            return (k <= q) & (q < ends_L[k]) & (positions_L[k] > oldest_L[q])
 
         tokens = len(positions_L)
         layout.masks[window] = _kernel(create_block_mask, compiled)(
