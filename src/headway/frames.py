@@ -88,6 +88,7 @@ class Channel:
 
     def send_with(self, frame: Frame, descriptor: int) -> None:
         """Send a small ``frame`` together with a file descriptor. Raises `OSError` where it cannot be sent at once."""
+        self._send_gathered()
         socket.send_fds(self._sock, [frame.packed()], [descriptor])
 
     def drain(self) -> None:

@@ -227,10 +227,19 @@ class Startup:
             rounding=await self._measured(groups.actor, [*rollouts, *receivers], (dtype, computed)),
             needed=tuple(worker for name, worker in workers.items() if name not in alone),
             hardware=dict(zip(computing, hardware, strict=True)),
-            padded=await self._wait("the trainer to say how it packs rows", _result(groups.actor.padded)),
+            padded=await self._padded(groups),
             replacements=replacements,
             replacements_of_keepers=replacements_of_keepers,
         )
+
+    async def _padded(self, groups: _Groups) -> str | None:
+        """Return why rows of the policy are padded, on the trainer's ranks or on those that recompute log-probs."""
+        for group in (groups.actor, groups.logp):
+            if group is not None:
+                reason: str | None = await self._wait(f"{group.name} to say how it packs rows", _result(group.padded))
+                if reason is not None:
+                    return reason
+        return None
 
     def _replacements_of_keepers(
         self, plan: ClusterPlan, workers: dict[str, Worker], sight: Sight | None

@@ -3,9 +3,9 @@
     rows ─▶ one tree for each group ─▶ micro-batches of at most `token_budget` tokens, longest trees first
             (cut where it is more than the budget)
 
-A pure function of the rows. A micro-batch is one line of tokens, without padding, that costs what it has; only models
-whose attention Headway does not know keep padded rows. Ranks go through their micro-batches in step: since the longest
-come first on each of them, those that meet cost about the same, attention's square included.
+A pure function of the rows. A micro-batch is one line of tokens, without padding; only models whose attention Headway
+does not know keep padded rows. Ranks go through their micro-batches in step, each from the one with most pairs of tokens for
+attention to the one with fewest: so those that meet cost about the same.
 """
 
 from __future__ import annotations
@@ -69,13 +69,15 @@ class Packing:
                 pieces.append(piece)
                 trees.append(grow([rows[i].input_ids for i in piece], prompt))
         sizes = [len(tree.ids) for tree in trees]
+        batches = first_fit(sizes, self.token_budget)
+        batches.sort(key=lambda batch: -sum(trees[i].pairs for i in batch))
         return [
             Pack(
                 tuple(row for i in batch for row in pieces[i]),
                 tuple(trees[i] for i in batch),
                 sum(sizes[i] for i in batch),
             )
-            for batch in first_fit(sizes, self.token_budget)
+            for batch in batches
         ]
 
     def apart(self, rows: Sequence[Row], packs: Sequence[Pack]) -> list[int]:

@@ -20,6 +20,9 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 
 from headway.models.layout import Layout
 
+VARIANTS = 64
+"""Number of variants of a kernel that may be compiled in a process."""
+
 
 def flex(
     query: Float[Tensor, "1 H L D"],
@@ -89,4 +92,9 @@ def _capped(cap: float) -> Callable[..., Tensor]:
 
 @cache
 def _kernel(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
-    return torch.compile(function) if compiled else function
+    if not compiled:
+        return function
+    # Each kind of head, with and without a gradient or a soft cap, is a variant; beyond its limit torch computes all
+    # scores at once, and says so in one warning.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)
+    return torch.compile(function)

@@ -176,13 +176,19 @@ def _batches(items: Sequence[Item]) -> list[list[Item]]:
         if batches:
             wide = max(longest, queries)
             padded = (len(batches[-1]) + 1) * wide * shortest
-            if padded - used - queries * keys <= max(CALL, padded // 4):
+            # Masks of many pairs are held as one for all items, which have to be alike for that.
+            unlike = padded > MOST_PAIRS and _shape(item) != _shape(batches[-1][0])
+            if not unlike and padded - used - queries * keys <= max(CALL, padded // 4):
                 batches[-1].append(item)
                 longest, used = wide, used + queries * keys
                 continue
         batches.append([item])
         longest, shortest, used = queries, keys, queries * keys
     return batches
+
+
+def _shape(item: Item) -> tuple[int, int, int]:
+    return len(item.queries), len(item.keys), item.before
 
 
 def _part(kind: Kind, items: Sequence[Item], window: int | None, device: torch.device) -> Part:

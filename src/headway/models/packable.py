@@ -26,6 +26,8 @@ from headway.models.layout import Layout
 from headway.models.packed_attention import NAME
 from headway.models.pretrained import without_reports
 
+LEAST_HEAD = 16
+"""Smallest size of a head that FlexAttention computes on GPUs."""
 WINDOW = 3
 """Length of the sliding windows that models are tried with, where they have any."""
 LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -37,8 +39,8 @@ hidden states depend on the others', and on lengths that no trial reaches."""
 _WINDOWS = ("sliding_window", "attention_chunk_size", "local_window_size", "window_size")
 
 
-def use_packed_attention(lm: PreTrainedModel) -> str | None:
-    """Have ``lm``, which has its weights, attend over packed lines from now on.
+def use_packed_attention(lm: PreTrainedModel, *, on_gpu: bool = False) -> str | None:
+    """Have ``lm``, which has its weights, attend over packed lines from now on; ``on_gpu``: that is where it will.
 
     Returns why it cannot; it is then as it was, and its rows have to be padded.
 
@@ -54,6 +56,8 @@ def use_packed_attention(lm: PreTrainedModel) -> str | None:
         return f"it has layers of other kinds than attention to all tokens or to a window ({', '.join(sorted(other))})"
     if changing := _ropes(lm.config) & ROPES_OF_LENGTH:
         return f"its rotary embedding ({', '.join(sorted(changing))}) depends on the longest of the rows"
+    if on_gpu and (size := _head_size(lm.config.get_text_config())) < LEAST_HEAD:
+        return f"its heads have {size} numbers each, and kernels of GPUs take {LEAST_HEAD} at least"
     with without_reports(), torch.no_grad(), _short_windows(lm):
         rows = _rows(lm.config.get_text_config().vocab_size)
         device = lm.get_input_embeddings().weight.device
@@ -71,6 +75,11 @@ def use_packed_attention(lm: PreTrainedModel) -> str | None:
             return None
         lm.set_attn_implementation(before)
         return "its hidden states on packed lines are not those of single rows"
+
+
+def _head_size(config: Any) -> int:
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(size)
 
 
 def _ropes(config: Any) -> set[str]:

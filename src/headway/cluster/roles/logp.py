@@ -67,6 +67,11 @@ class LogpRole(Role):
             takes_deltas=self._config.param_update.encoding == "delta",
         )
 
+    @register(Dispatch.RANK_ZERO)
+    def padded(self) -> str | None:
+        """Return why the model's rows are padded and not packed; None where they are packed."""
+        return self._copy.padded
+
     @register(Dispatch.SPLIT, Collect.COLUMNS)
     def proximal_logprobs(self, samples: Sequence[Sample], version: int) -> list[NDArray[np.float32]]:
         return self._copy.proximal_logprobs(self._rows(samples), version)

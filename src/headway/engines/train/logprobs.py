@@ -61,8 +61,10 @@ class LogProbCopy:
         check_output_layer(model, name)
         self._name = name
         self._policy = PolicyModule(model, temperature)
-        packs = packing.packed and use_packed_attention(model) is None
-        self._packing = replace(packing, packed=packs)
+        on_gpu = model.device.type == "cuda"
+        self.padded = use_packed_attention(model, on_gpu=on_gpu) if packing.packed else "model.packing=padded"
+        """Reason why rows are padded and not packed; None where they are packed."""
+        self._packing = replace(packing, packed=self.padded is None)
         self._vocabulary = len(model.get_input_embeddings().weight)
         self._weights = ServedWeights(model, name)
         self._weights.check_layout(manifest)

@@ -46,7 +46,7 @@ def sharded(wrap: Wrap[M], model_path: str, config: Config, device: torch.device
     Raises:
         ModelError: on every rank, when the model cannot be opened or has a head that this engine does not support.
     """
-    lm, padded = _load_on_rank_zero(model_path, config)
+    lm, padded = _load_on_rank_zero(model_path, config, device.type == "cuda")
     module = wrap(lm)
     module.padded = padded
     ranks = dist.get_world_size()
@@ -65,7 +65,7 @@ def reshard(module: ShardedModule) -> None:
     module.reshard()
 
 
-def _load_on_rank_zero(model_path: str, config: Config) -> tuple[PreTrainedModel, str | None]:
+def _load_on_rank_zero(model_path: str, config: Config, on_gpu: bool) -> tuple[PreTrainedModel, str | None]:
     """The full model on rank zero; on the others the same modules over memory that nobody has touched yet. And the
     reason why its rows have to be padded, if they have to.
     """
@@ -76,7 +76,7 @@ def _load_on_rank_zero(model_path: str, config: Config) -> tuple[PreTrainedModel
         model = load_model(model_path, dtype=torch.float32, trust_remote_code=trust_remote_code)
         check_output_layer(model, model_path)
         loaded.append(model)
-        return use_packed_attention(model) if Packing.of(config).packed else "model.packing=padded"
+        return use_packed_attention(model, on_gpu=on_gpu) if Packing.of(config).packed else "model.packing=padded"
 
     padded = from_rank_zero(load)
     if loaded:
