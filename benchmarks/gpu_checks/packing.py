@@ -7,8 +7,11 @@ shared   one line in which a group's prompt stands once
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -34,6 +37,8 @@ from headway.data.types import TrajectoryId
 
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)[::-1]
 """Values of ``model.packing``, the plainest first."""
+WINDOW = 8
+"""Positions that a token sees in layers with a window."""
 N = 8
 """Answers to a prompt."""
 
@@ -57,7 +62,27 @@ def gradients(setting: Setting) -> Passed:
             found = ", ".join(f"{layout} {value:.2g}" for layout, value in off.items())
             lines.append(f"{dtype}: gradients off by {found} of their norm (limit {limit:.2g})")
             figures[dtype] = off
+        with_windows = windowed(folder)
+        engine = engine_of(setting, with_windows, "float32", packing="shared")
+        require(engine.padded is None, f"rows of a model with windows are padded: {engine.padded}")
+        torch._dynamo.config.fail_on_recompile_limit_hit = True  # beyond it a kernel computes all scores at once
+        expected = reference(with_windows, rows)
+        off = compare(engine, rows, expected, "shared, windows", FLOAT32_TOLERANCE)["gradient"]
+        lines.append(f"every second layer with a window of {WINDOW}: gradient off by {off:.2g} of its norm")
+        figures["windows"] = {"shared": off}
     return Passed(lines, figures)
+
+
+def windowed(folder: Path) -> Path:
+    """A copy of the model whose every second layer sees `WINDOW` tokens."""
+    copy = Path(shutil.copytree(folder, f"{folder}-windows", dirs_exist_ok=True))
+    path = copy / "config.json"
+    config = json.loads(path.read_text())
+    kinds = ["full_attention", "sliding_attention"]
+    config |= {"use_sliding_window": True, "sliding_window": WINDOW}
+    config["layer_types"] = [kinds[layer % 2] for layer in range(config["num_hidden_layers"])]
+    path.write_text(json.dumps(config))
+    return copy
 
 
 def speed(setting: Setting) -> Passed:

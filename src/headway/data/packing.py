@@ -4,8 +4,8 @@
             (cut where it is more than the budget)
 
 A pure function of the rows. A micro-batch is one line of tokens, without padding; only models whose attention Headway
-does not know keep padded rows. Ranks go through their micro-batches in step, each from the one with most pairs of tokens for
-attention to the one with fewest: so those that meet cost about the same.
+does not know keep padded rows. Ranks go through their micro-batches in step, each from the one with most pairs of
+tokens for attention to the one with fewest: so those that meet cost about the same.
 """
 
 from __future__ import annotations
