@@ -28,7 +28,7 @@ from headway.cluster.ray_worker import RayWorker
 from headway.cluster.token_files import TokenFile, read_here
 from headway.config.placement import ACTOR, CRITIC, LOGP, REF, ROLLOUT, resolve_placement
 from headway.config.schema import Config
-from headway.data.collate import Row, resolve
+from headway.data.collate import Row
 from headway.data.types import Column, GroupTokens, Outcomes, RowTokens, Sample, TrajectoryId
 from headway.engines.train.advantages import FetchAdvantages
 from headway.engines.train.fsdp.critic import FsdpCritic
@@ -36,6 +36,7 @@ from headway.errors import ConfigError, RunError, WorkerDied
 from headway.interfaces import OnUpdate, ReceiveReport, SendReport, StepContext, StepReport
 from headway.models.pretrained import load_model
 from tests.cluster.one_version import generate, tiny_config
+from tests.data.resolving import resolve
 
 Arrays = list[NDArray[np.float32]]
 Get = Callable[[Any], Any]

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.data.collate import Row, by_episode, resolve, token_budget_batches
+from headway.data.collate import Row, by_episode, token_budget_batches
 from headway.data.types import GroupTokens, RowTokens, Sample, TrajectoryId, TurnSpan
+from tests.data.resolving import resolve
 
 episodes = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=5), max_size=12)
 """The lengths of each episode's rows."""

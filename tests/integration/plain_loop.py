@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from headway.config.loading import load
 from headway.config.placement import concurrent
-from headway.data.collate import resolve
 from headway.data.sources import build_sources
 from headway.data.types import Group
 from headway.engines.rollout.native.engine import NativeEngine
@@ -28,6 +27,7 @@ from headway.pipeline.fetches import outcomes
 from headway.user_code import load_function
 from headway.weights.outgoing import Stream
 from headway.weights.protocols import WeightSink
+from tests.data.resolving import resolve
 
 
 async def plain_loop(config_path: Path, out: Path) -> None:

@@ -1,19 +1,18 @@
 """Collation: from samples to rows, and from rows to the micro-batches that an engine runs.
 
-samples ─▶ assign ─▶ one list per data rank                      (driver: metadata only; see `assignment`)
-samples ─▶ resolve ─▶ rows ─▶ token_budget_batches ─▶ collate    (worker: arrays)
+samples ─▶ assign ─▶ one list per data rank                            (driver: metadata only; see `assignment`)
+samples ─▶ row_of, with_columns ─▶ rows ─▶ packing ─▶ micro-batches    (worker: arrays; see `packing`)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.data.types import Column, Handle, RowTokens, Sample, TrajectoryId, TurnSpan
+from headway.data.types import Column, RowTokens, Sample, TrajectoryId, TurnSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +36,6 @@ class Row:
     """The episode that the row is of; None for a row that is a whole one."""
     turns: tuple[TurnSpan, ...] = ()
     """The turns that are trained in the row, in order; empty for one turn, which is the whole response."""
-
-
-def resolve(samples: Sequence[Sample], get: Callable[[Handle[Any]], Any]) -> list[Row]:
-    """Fetch what the samples' handles point to. ``get`` is the backend's (identity when inline)."""
-    behind: dict[int, Any] = {}
-
-    def fetch(handle: Handle[Any]) -> Any:
-        if id(handle) not in behind:
-            behind[id(handle)] = get(handle)
-        return behind[id(handle)]
-
-    rows = []
-    for sample in samples:
-        row = row_of(sample, fetch(sample.tokens).rows[sample.index])
-        rows.append(with_columns(row, sample, lambda column: fetch(column.handle)[column.index]))
-    return rows
 
 
 def row_of(sample: Sample, tokens: RowTokens) -> Row:
