@@ -36,6 +36,7 @@ class Pausing(OfEngine):
     @pytest.mark.parametrize("policy", OnUpdate)
     @scenario()
     async def test_every_answer_comes_to_its_end_over_many_pauses(self, policy: OnUpdate) -> None:
+        """Takes long over vLLM on a busy machine: the longest of its answers has 76 tokens, over four pauses."""
         parts = [make_calls(row, n=3, max_tokens=20 + 8 * row) for row in range(8)]
         async with self.harness.serve() as replica:
             running = await submit(replica, *parts)

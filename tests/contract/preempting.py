@@ -66,6 +66,7 @@ class Preempting(OfEngine):
     @mostly_slow("seed", range(2), quick=range(1))
     @scenario(Feature.TOKENS, Feature.SHORT_MEMORY)
     async def test_random_commands_lose_nothing_while_answers_are_parked(self, seed: int) -> None:
+        """Takes long on a busy machine: answers wait for memory, and are prefilled again and again."""
         async with self.harness.serve(short_memory=True) as replica:
             session = Session(replica, np.random.default_rng(seed), self.harness.features, LONG)
             await session.act()

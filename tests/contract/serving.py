@@ -309,6 +309,7 @@ class Serving(OfEngine):
 
     @scenario()
     async def test_cancelling_at_random_times_frees_everything_and_disturbs_nobody(self) -> None:
+        """Takes long over vLLM on a busy machine: twelve rounds of calls beside others that decode."""
         rng = np.random.default_rng(3)
         async with self.harness.serve() as replica:
             steady = [make_calls(row, n=2, max_tokens=60) for row in range(40)]
