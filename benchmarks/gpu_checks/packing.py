@@ -21,14 +21,13 @@ from benchmarks.gpu_checks.models import Shape, checked_shape, peaked_model
 from benchmarks.gpu_checks.setting import Passed, Setting, one_rank_group, require
 from benchmarks.gpu_checks.speed import LARGE_GPU_GB, headway_step, measured, model_folder, peak_tflops, shape_of
 from benchmarks.gpu_checks.training import (
-    BFLOAT16_FACTOR,
     FLOAT32_TOLERANCE,
     Layout,
     compare,
     engine_of,
     random_rows,
     reference,
-    rounding,
+    tolerance,
 )
 from benchmarks.rollout_workload import Size, long_tailed
 from benchmarks.train_workload import Kind, work
@@ -50,9 +49,7 @@ def gradients(setting: Setting) -> Passed:
     lines, figures = [], {}
     with one_rank_group(setting):
         for dtype in ("float32", "bfloat16"):
-            limit = FLOAT32_TOLERANCE
-            if dtype == "bfloat16":
-                limit = BFLOAT16_FACTOR * rounding(setting, folder, rows, expected)
+            limit = tolerance(setting, folder, rows, expected, dtype)
             off = {}
             for layout in LAYOUTS:
                 engine = engine_of(setting, folder, dtype, packing=layout)

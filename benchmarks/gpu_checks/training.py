@@ -67,9 +67,7 @@ def training(setting: Setting) -> Passed:
     lines, figures = [], {}
     with one_rank_group(setting):
         for dtype in ("float32", "bfloat16"):
-            limit = FLOAT32_TOLERANCE
-            if dtype == "bfloat16":
-                limit = BFLOAT16_FACTOR * rounding(setting, folder, rows, expected)
+            limit = tolerance(setting, folder, rows, expected, dtype)
             found = compare(engine_of(setting, folder, dtype), rows, expected, dtype, limit)
             lines.append(
                 f"{dtype}: gradient off by {found['gradient']:.2g} of its norm (limit {limit:.2g}), loss by "
@@ -245,6 +243,13 @@ def reference(folder: Path, rows: list[Row]) -> Reference:
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     torch.optim.AdamW(model.parameters(), lr=LR, betas=OptimConfig().betas, weight_decay=0.0).step()
     return Reference(loss, gradient, before, {name: p.detach() for name, p in model.named_parameters()})
+
+
+def tolerance(setting: Setting, folder: Path, rows: Sequence[Row], expected: Reference, dtype: str) -> float:
+    """Limit of a gradient's distance from ``expected`` in ``dtype``: in bfloat16 by what rounding alone makes of it."""
+    if dtype != "bfloat16":
+        return FLOAT32_TOLERANCE
+    return BFLOAT16_FACTOR * rounding(setting, folder, rows, expected)
 
 
 def rounding(setting: Setting, folder: Path, rows: Sequence[Row], expected: Reference) -> float:

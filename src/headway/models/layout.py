@@ -56,9 +56,9 @@ class Item:
     keys: Places
     """Places of the keys."""
     before: int = 0
-    """Of a view: the number of keys before the first query's own."""
+    """Number of keys before the first query's own, in a view; 0 in other kinds."""
     level: int = 0
-    """Of a subtree: the number of segments above the one that it stands behind."""
+    """Number of segments above the one that a subtree stands behind; 0 in other kinds."""
 
 
 @dataclass(frozen=True, slots=True)
