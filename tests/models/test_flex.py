@@ -12,6 +12,8 @@ from headway.models.flex import block_mask, flex
 from headway.models.layout import Layout
 from headway.models.packed_attention import packed_attention
 
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
 CPU = torch.device("cpu")
 
 

@@ -25,8 +25,9 @@ CPU = torch.device("cpu")
 SCALE = 0.3
 COSTS: dict[str, dict[str, int]] = {
     "as they come": {},
-    "views": {"CALL": 10**9, "COPY": 0, "MERGE": 10**6},
-    "own and subtrees": {"CALL": 0, "COPY": 10**6, "MERGE": 0},
+    "rows": {"CALL": 10**9, "COPY": 0, "BLOCK": -(10**6), "MERGE": 10**6},
+    "views": {"CALL": 10**9, "COPY": 0, "BLOCK": 10**6, "MERGE": 10**6},
+    "segments": {"CALL": 0, "COPY": 10**6, "BLOCK": 0, "MERGE": 0},
     "pieces": {"PIECE": 4},
 }
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 0.03}
@@ -183,9 +184,10 @@ def test_each_kind_of_part_is_chosen_where_it_is_cheap() -> None:
                 part.kind for part in assert_as_defined(long_trees(), Case(window=window), torch.float32).parts(window)
             }
 
-    assert kinds("views") == {Kind.VIEW, Kind.OWN}, "rows by themselves need no mask"
-    assert kinds("own and subtrees") == {Kind.OWN, Kind.SUBTREE}
-    assert Kind.VIEW in kinds("own and subtrees", window=5), "windows are cut out of views alone"
+    assert kinds("rows") == {Kind.CAUSAL}
+    assert Kind.VIEW in kinds("views")
+    assert kinds("segments") == {Kind.CAUSAL, Kind.SUBTREE}
+    assert Kind.VIEW in kinds("segments", window=5), "windows are cut out of views alone"
 
 
 def test_a_deep_tree_is_attended_as_its_rows_are() -> None:
@@ -212,7 +214,7 @@ def test_many_rows_with_a_long_prompt_are_attended_as_by_themselves_at_what_they
     prompt = rng.integers(2, 60, 150)
     rows = [np.concatenate([prompt, rng.integers(2, 60, int(n))]).astype(np.int32) for n in rng.integers(1, 40, 24)]
     layout = assert_as_defined([grow(rows, 150)], Case(key_heads=2), torch.float32)
-    assert {part.kind for part in layout.parts(None)} == {Kind.OWN, Kind.SUBTREE}
+    assert {part.kind for part in layout.parts(None)} == {Kind.CAUSAL, Kind.SUBTREE}
     assert_as_defined([grow(rows, 150)], Case(window=20, key_heads=2), torch.float32)
 
 
@@ -224,7 +226,7 @@ def test_groups_whose_prompts_are_of_different_lengths_are_attended_together(dty
         prompt = rng.integers(2, 60, length)
         rows = [np.concatenate([prompt, rng.integers(2, 60, 12)]).astype(np.int32) for _ in range(10)]
         trees.append(grow(rows, length))
-    with costs("own and subtrees"), pytest.MonkeyPatch.context() as patch:
+    with costs("segments"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(layouts, "CALL", 10_000)  # such a call costs more than their padding
         layout = assert_as_defined(trees, Case(key_heads=2), dtype)
         assert_as_defined(trees, Case(softcap=1.5), dtype)

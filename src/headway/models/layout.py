@@ -3,11 +3,12 @@
 A line's segments stand behind each other as `headway.data.trees` says. Attention takes them in parts, each of which is
 a batch of queries with keys of their own:
 
-    view     a segment's tokens, or a piece of them, and the keys of their whole path, copied together, under a mask
-    own      a segment's tokens among themselves, causal
+    causal   a segment's tokens among themselves, or those of a whole row: what another row has, too, is dropped there
+    view     a segment's tokens, or a piece of them, and the keys of their whole path, under a mask
     subtree  all that stands behind a segment, and the segment's keys: no copies, no mask
 
-Few tokens are quicker as views, many as ``own`` and ``subtree``, whose results are merged by their log-sum-exps.
+A tree is computed as whole rows, as views, or as its segments and what stands behind them, whose results are merged by
+their log-sum-exps: in whichever way costs least.
 
 Shape suffixes: L tokens of the line, S segments, B items of a part, Q queries and K keys of each (padded).
 """
@@ -30,9 +31,11 @@ from headway.data.trees import Places, Segments, Tree
 
 COPY = 8
 """Cost of a key that is copied into a view, in pairs of a query and a key."""
+BLOCK = 32
+"""Number of queries that kernels take at once."""
 MERGE = 12
 """Cost of merging a query's results of two parts, in pairs."""
-CALL = 2_000
+CALL = 6_000
 """Cost of one more part, in pairs."""
 MOST_PAIRS = 1 << 22
 """Most pairs of one view: their mask is held as numbers."""
@@ -41,8 +44,8 @@ PIECE = 256
 
 
 class Kind(Enum):
+    CAUSAL = auto()
     VIEW = auto()
-    OWN = auto()
     SUBTREE = auto()
 
 
@@ -55,6 +58,8 @@ class Item:
     """Places of the queries in the line."""
     keys: Places
     """Places of the keys."""
+    dropped: int = 0
+    """Number of the first queries whose results another item has, too."""
     before: int = 0
     """Number of keys before the first query's own, in a view; 0 in other kinds."""
     level: int = 0
@@ -62,8 +67,20 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
+class Sums:
+    """How values of a part's keys are added up where the line has them. N of the B times K are no padding."""
+
+    order: Int[Tensor, " N"]
+    """Indices of the keys, those of one place behind each other."""
+    offsets: Int[Tensor, " U"]
+    """Where in ``order`` those of each place begin."""
+    places: Int[Tensor, " U"] | slice
+    """The places, ascending."""
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
-    """Items that are computed in one call. Padding repeats an item's last token, and is never kept."""
+    """Items that are computed in one call. Padding repeats an item's last token, and is dropped."""
 
     kind: Kind
     items: int
@@ -72,13 +89,15 @@ class Part:
     keys: Int[Tensor, " BK"] | slice
     """Places of the keys, B times K."""
     mask: Float[Tensor, "B 1 Q K"] | None
-    """What is added to the scores, 0 or -inf; None where everything is seen, or, of ``own``, all that is not later."""
+    """What is added to the scores, 0 or -inf; None where all is seen or, of ``causal``, all that is not later."""
     kept: Int[Tensor, " M"] | None
-    """Indices into ``queries`` of those that are no padding; None where none is."""
-    padding: Int[Tensor, " R"] | None
-    """Indices of those that are padding."""
+    """Indices into ``queries`` of those whose results are not dropped; None where none is."""
+    dropped: Int[Tensor, " R"] | None
+    """Indices of the others."""
     places: Int[Tensor, " M"] | slice
-    """Places in the line of the queries that are kept."""
+    """Places in the line of the queries that are kept, each once."""
+    sums: Sums | None
+    """How gradients of keys are added up; None where ``keys`` has each place once, in a slice."""
 
 
 @dataclass(eq=False, slots=True)
@@ -103,7 +122,7 @@ class Layout:
     def parts(self, window: int | None) -> list[Part]:
         """Parts of attention under a sliding ``window``: a token sees those less than so many positions before it.
 
-        What covers each token, ``view`` or ``own``, comes before the subtrees.
+        What covers each token, ``causal`` or ``view``, comes before the subtrees.
         """
         if window is not None and window > self.positions.max():
             window = None  # none of the tokens is so far from another that it sees
@@ -122,7 +141,7 @@ class Layout:
 
 
 def _items(segments: Segments, positions: Places, window: int | None) -> list[Item]:
-    """Queries and keys of a whole line, tree by tree in whichever way costs less."""
+    """Queries and keys of a whole line, tree by tree in whichever way costs least."""
     starts, parents, ends = segments.starts, segments.parents, segments.ends
     stops = np.append(starts[1:], len(positions))
     roots = np.flatnonzero(parents < 0)
@@ -132,21 +151,51 @@ def _items(segments: Segments, positions: Places, window: int | None) -> list[It
         lengths = stops[of] - starts[of]
         depths = positions[starts[of]]
         behind = ends[of] - stops[of]
+        paths = (depths + lengths)[behind == 0]
         pairs = lengths * (depths + lengths)
+        as_rows = int(_causal(paths).sum() + COPY * paths.sum())
         as_views = int((pairs + COPY * (depths + lengths)).sum())
-        as_own = int((lengths * lengths).sum()) // 2 + int((behind * (lengths + MERGE)).sum())
-        as_own += CALL * int((behind > 0).any())
+        as_segments = int(_causal(lengths).sum() + (behind * (lengths + MERGE)).sum()) + CALL * int(len(paths) > 1)
         windowed = window is not None and window <= positions[starts[root] : ends[root]].max()
-        if windowed or (as_views <= as_own and pairs.max() <= MOST_PAIRS):
+        if windowed or (as_views < min(as_rows, as_segments) and pairs.max() <= MOST_PAIRS):
             items += _views(root, following, segments, stops, window)
-            continue
-        levels = {-1: -1}
-        for segment in range(root, following):
-            levels[segment] = level = levels[int(parents[segment])] + 1
-            own = np.arange(starts[segment], stops[segment])
-            items.append(Item(Kind.OWN, own, own))
-            if ends[segment] > stops[segment]:
-                items.append(Item(Kind.SUBTREE, np.arange(stops[segment], ends[segment]), own, level=level))
+        elif as_rows <= as_segments:
+            items += _rows(root, following, segments, stops)
+        else:
+            items += _segments(root, following, segments, stops)
+    return items
+
+
+def _causal(lengths: Places) -> Places:
+    """Pairs that are computed of tokens among themselves: kernels leave out blocks in which none is seen."""
+    return lengths * (lengths + BLOCK) // 2
+
+
+def _rows(root: int, following: int, segments: Segments, stops: Places) -> list[Item]:
+    """Each row of a tree by itself. What it has in common with one before it is computed again, and dropped."""
+    paths: dict[int, Places] = {-1: np.empty(0, np.int64)}
+    items = []
+    done = int(segments.starts[root])  # tokens before it are some row's already
+    for segment in range(root, following):
+        start, stop = int(segments.starts[segment]), int(stops[segment])
+        path = paths[segment] = np.concatenate([paths[int(segments.parents[segment])], np.arange(start, stop)])
+        if segments.ends[segment] == stop:
+            items.append(Item(Kind.CAUSAL, path, path, dropped=int(np.searchsorted(path, done))))
+            done = stop
+    return items
+
+
+def _segments(root: int, following: int, segments: Segments, stops: Places) -> list[Item]:
+    """Each segment of a tree by itself, and what stands behind it with the segment's keys."""
+    levels = {-1: -1}
+    items = []
+    for segment in range(root, following):
+        levels[segment] = level = levels[int(segments.parents[segment])] + 1
+        stop, end = int(stops[segment]), int(segments.ends[segment])
+        own = np.arange(segments.starts[segment], stop)
+        items.append(Item(Kind.CAUSAL, own, own))
+        if end > stop:
+            items.append(Item(Kind.SUBTREE, np.arange(stop, end), own, level=level))
     return items
 
 
@@ -196,11 +245,12 @@ def _part(kind: Kind, items: Sequence[Item], window: int | None, device: torch.d
     key_lengths = np.array([len(item.keys) for item in items])
     queries_BQ, keys_BK = _padded([item.queries for item in items]), _padded([item.keys for item in items])
     wide, long = queries_BQ.shape[1], keys_BK.shape[1]
-    real_BQ = np.arange(wide) < query_lengths[:, None]
+    column = np.arange(wide)
+    kept_BQ = (column < query_lengths[:, None]) & (column >= np.array([[item.dropped] for item in items]))
     seen = None
     if kind is Kind.VIEW:
         # Padding sees what the item's last query does, whose place it has.
-        last = np.minimum(np.arange(wide), query_lengths[:, None] - 1)
+        last = np.minimum(column, query_lengths[:, None] - 1)
         at_BQ1 = (last + np.array([[item.before] for item in items]))[..., None]
         seen = np.arange(long) <= at_BQ1
         if window is not None:
@@ -208,24 +258,36 @@ def _part(kind: Kind, items: Sequence[Item], window: int | None, device: torch.d
     elif kind is Kind.SUBTREE and (key_lengths < long).any():
         seen = np.broadcast_to((np.arange(long) < key_lengths[:, None])[:, None], (len(items), wide, long))
 
-    def tensor(array: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
-
-    def places(array: NDArray[np.int64]) -> Tensor | slice:
-        start, stop = int(array[0]), int(array[0]) + len(array)
-        return slice(start, stop) if np.array_equal(array, np.arange(start, stop)) else tensor(array)
-
-    padded = not real_BQ.all()
+    dropping = not kept_BQ.all()
+    keys = _places(keys_BK.reshape(-1), device)
     return Part(
         kind=kind,
         items=len(items),
-        queries=places(queries_BQ.reshape(-1)),
-        keys=places(keys_BK.reshape(-1)),
+        queries=_places(queries_BQ.reshape(-1), device),
+        keys=keys,
         mask=None if seen is None else _mask(seen, device),
-        kept=tensor(np.flatnonzero(real_BQ)) if padded else None,
-        padding=tensor(np.flatnonzero(~real_BQ)) if padded else None,
-        places=places(queries_BQ[real_BQ]),
+        kept=_tensor(np.flatnonzero(kept_BQ), device) if dropping else None,
+        dropped=_tensor(np.flatnonzero(~kept_BQ), device) if dropping else None,
+        places=_places(queries_BQ[kept_BQ], device),
+        sums=None if isinstance(keys, slice) else _sums(keys_BK, key_lengths, device),
     )
+
+
+def _sums(keys_BK: NDArray[np.int64], lengths: NDArray[np.int64], device: torch.device) -> Sums:
+    real = np.flatnonzero(np.arange(keys_BK.shape[1]) < lengths[:, None])
+    places = keys_BK.reshape(-1)[real]
+    order = np.argsort(places, kind="stable")
+    unique, offsets = np.unique(places[order], return_index=True)
+    return Sums(_tensor(real[order], device), _tensor(offsets, device), _places(unique, device))
+
+
+def _tensor(array: NDArray[np.int64], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+
+def _places(array: NDArray[np.int64], device: torch.device) -> Tensor | slice:
+    start, stop = int(array[0]), int(array[0]) + len(array)
+    return slice(start, stop) if np.array_equal(array, np.arange(start, stop)) else _tensor(array, device)
 
 
 def _padded(arrays: Sequence[Places]) -> NDArray[np.int64]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.nn.functional import embedding_bag
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headway.models.layout import Kind, Layout, Part
@@ -106,20 +107,33 @@ def _gather(line: Float[Tensor, "L G D"], places: Places, items: int, heads: int
     return gathered if own == heads else gathered.repeat_interleave(heads // own, dim=1)
 
 
-def _add(line: Float[Tensor, "L G D"], places: Places, grad: Float[Tensor, "B H N D"]) -> None:
-    """Add to ``line`` the gradient of what `_gather` took from it."""
+def _as_line(line: Float[Tensor, "L G D"], grad: Float[Tensor, "B H N D"]) -> Float[Tensor, "BN G D"]:
+    """Gradient of what `_gather` took from ``line``, token by token."""
     heads, own = grad.shape[1], line.shape[1]
     if own != heads:
         grad = grad.unflatten(1, (own, heads // own)).sum(2)
-    flat = grad.transpose(1, 2).reshape(-1, own, line.shape[2])
+    return grad.transpose(1, 2).reshape(-1, own, line.shape[2]).to(line.dtype)
+
+
+def _add(line: Float[Tensor, "L G D"], places: Places, values: Float[Tensor, "N G D"]) -> None:
+    """Add ``values`` at ``places``, each of which is there once."""
     if isinstance(places, slice):
-        line[places] += flat
+        line[places] += values
     else:
-        line.index_add_(0, places, flat.to(line.dtype))
+        line.index_copy_(0, places, line.index_select(0, places).add_(values))
+
+
+def _summed(part: Part, values: Float[Tensor, "N G D"]) -> tuple[Places, Float[Tensor, "U G D"]]:
+    """Places of a part's keys, and the sum of the ``values`` of each."""
+    if part.sums is None:
+        return part.keys, values
+    # Much quicker than `index_add`, and the same each time.
+    sums = embedding_bag(part.sums.order, values.flatten(1), part.sums.offsets, mode="sum")
+    return part.sums.places, sums.unflatten(1, values.shape[1:])
 
 
 def _kept(part: Part, values: Float[Tensor, "B H Q ..."]) -> Float[Tensor, "M H ..."]:
-    """Values of the queries that are no padding, in the order of ``part.places``."""
+    """Values of the queries that are not dropped, in the order of ``part.places``."""
     flat = values.transpose(1, 2).flatten(0, 1)
     return flat if part.kept is None else flat.index_select(0, part.kept)
 
@@ -151,7 +165,7 @@ class _Flash(torch.autograd.Function):
                 _gather(k_LGD, part.keys, part.items, heads),
                 _gather(v_LGD, part.keys, part.items, heads),
                 0.0,
-                part.kind is Kind.OWN,
+                part.kind is Kind.CAUSAL,
                 attn_mask=_as_dtype(part.mask, q_LHD.dtype),
                 scale=scale,
             )
@@ -170,13 +184,13 @@ class _Flash(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q_LHD, k_LGD, v_LGD, out_LHD, lse_LH = ctx.saved_tensors
         heads = q_LHD.shape[1]
-        totals = [torch.zeros(t.shape, dtype=lse_LH.dtype) for t in (q_LHD, k_LGD, v_LGD)]
+        grad_q, grad_k, grad_v = (torch.zeros(t.shape, dtype=lse_LH.dtype) for t in (q_LHD, k_LGD, v_LGD))
         for part in ctx.parts:
             grad_NHD = _take(grads[0], part.queries)
-            if part.padding is not None:  # then it is a copy
-                grad_NHD.index_fill_(0, part.padding, 0.0)
+            if part.dropped is not None:
+                grad_NHD = grad_NHD.index_fill(0, part.dropped, 0.0)
             lse_BHQ = _take(lse_LH, part.queries).unflatten(0, (part.items, -1)).transpose(1, 2)
-            of_parts = _flash_backward(
+            of_q, of_k, of_v = _flash_backward(
                 grad_NHD.unflatten(0, (part.items, -1)).transpose(1, 2),
                 _gather(q_LHD, part.queries, part.items, heads),
                 _gather(k_LGD, part.keys, part.items, heads),
@@ -184,14 +198,14 @@ class _Flash(torch.autograd.Function):
                 _gather(out_LHD, part.queries, part.items, heads),
                 lse_BHQ,
                 0.0,
-                part.kind is Kind.OWN,
+                part.kind is Kind.CAUSAL,
                 attn_mask=_as_dtype(part.mask, q_LHD.dtype),
                 scale=ctx.scale,
             )
-            for total, places, grad in zip(totals, (part.queries, part.keys, part.keys), of_parts, strict=True):
-                _add(total, places, grad)
-        grad_q, grad_k, grad_v = (t.to(q_LHD.dtype) for t in totals)
-        return grad_q, grad_k, grad_v, None, None
+            _add(grad_q, part.places, _kept(part, of_q).to(grad_q.dtype))
+            _add(grad_k, *_summed(part, _as_line(grad_k, of_k)))
+            _add(grad_v, *_summed(part, _as_line(grad_v, of_v)))
+        return grad_q.to(q_LHD.dtype), grad_k.to(q_LHD.dtype), grad_v.to(q_LHD.dtype), None, None
 
 
 def _by_definition(
@@ -218,7 +232,7 @@ def _by_definition(
             scores = softcap * torch.tanh(scores / softcap)
         if part.mask is not None:
             scores = scores + part.mask
-        elif part.kind is Kind.OWN:
+        elif part.kind is Kind.CAUSAL:
             later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
             scores = scores.masked_fill(later, -math.inf)
         lse = scores.logsumexp(-1)
