@@ -206,7 +206,7 @@ def look_through(path: Path) -> Record:
     prefixes = tuple(kinds)
     for index, line in _lines(path):
         if line.startswith(prefixes):
-            match event := _parse(line, f"{path}:{index + 1}"):
+            match event := parse_event(line, f"{path}:{index + 1}"):
                 case VersionReached():
                     record.boundaries[event.version] = index
                 case RunFinished():
@@ -240,7 +240,7 @@ def read_events(path: Path, *, until: int | None = None) -> Iterator[Event]:
                 return
             first, last = following
         if index >= first:
-            yield _parse(line, f"{path}:{index + 1}")
+            yield parse_event(line, f"{path}:{index + 1}")
 
 
 def cut_off_half_line(path: Path) -> None:
@@ -274,7 +274,8 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         ) from cause
 
 
-def _parse(line: str, where: str) -> Event:
+def parse_event(line: str, where: str) -> Event:
+    """Return the event of one line. Raises `DataError`, which begins with ``where``, for a line that holds none."""
     try:
         row = json.loads(line)
         event_type, hints = _event_types()[row.pop("kind")]

@@ -11,6 +11,8 @@ from headway.events import Event
 from headway.reports.events_file import read_events
 from headway.reports.html_timeline import write_html
 from headway.reports.run_directory import RunDirectory
+from headway.reports.sampled import NAME, SampleIndex, for_page, read_all
+from headway.reports.tail import Rewritten
 from headway.reports.timeline import Timeline, build_timeline
 from headway.reports.trace import write_trace
 
@@ -40,13 +42,23 @@ def report(run: Path, html: Path | None = None, trace: Path | None = None) -> Wr
         ConfigError: ``run`` is no run's directory, its record cannot be read, or a file cannot be written.
     """
     written = places(run, html, trace)
-    timeline = build_timeline(_events(run))
-    _write(write_html, timeline, written.html, "--html")
+    samples = _samples(run)
+    timeline = build_timeline(events_of(run), sampled=samples.groups)
+    shown = for_page(samples)
+    _write(lambda timeline, path: write_html(timeline, path, samples=shown), timeline, written.html, "--html")
     _write(write_trace, timeline, written.trace, "--trace")
     return written
 
 
-def _events(run: Path) -> Iterator[Event]:
+def _samples(run: Path) -> SampleIndex:
+    try:
+        return read_all(RunDirectory(run).path / NAME)
+    except (OSError, Rewritten) as cause:
+        raise ConfigError(f"RUN: got {run}, whose {NAME} cannot be read: {cause or 'it is being rewritten'}") from cause
+
+
+def events_of(run: Path) -> Iterator[Event]:
+    """Yield the surviving events of the run in directory ``run``. Raises `ConfigError` where there are none."""
     path = _events_file(run)
     empty = True
     try:
