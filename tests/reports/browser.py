@@ -121,14 +121,14 @@ class Page:
         return {"clip": {"x": 0, "y": 0, "width": size["width"], "height": min(size["height"], 6000), "scale": 1}}
 
     def cut(self) -> list[str]:
-        """Texts that are wider or higher than the elements that they are in show, and a page that is wider than it is."""
+        """Texts that are wider than their elements, or beyond the window; a page that is wider than the window."""
         found: list[str] = self.ask(CUT)
         return found
 
 
 CUT = """(() => {
   const cut = [], said = (element) => element.textContent.trim().slice(0, 60);
-  if (document.documentElement.scrollWidth > innerWidth) cut.push(`the page is ${document.documentElement.scrollWidth}`);
+  if (document.documentElement.scrollWidth > innerWidth) cut.push("the page");
   for (const element of document.querySelectorAll("body *")) {
     if (!element.clientWidth || element.closest("canvas, script, .unseen, #names, [hidden]")) continue;
     if (![...element.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim())) continue;

@@ -122,7 +122,7 @@ const groups = (() => {
     name.lastChild.textContent = sampled.has(row.key) ? "●" : "";
     version.textContent = `v${row.version}`;
     fate.lastChild.textContent = NAMED[row.fate] ?? row.fate;
-    source.textContent = row.source;
+    source.textContent = source.title = row.source;
     reward.textContent = row.reward === null ? "–" : plain(row.reward);
     length.textContent = row.length === null ? "–" : plain(row.length);
     lag.textContent = row.lag ?? "–";

@@ -7,6 +7,7 @@ import tempfile
 import threading
 import webbrowser
 from collections.abc import Callable
+from contextlib import suppress
 from html import escape
 from pathlib import Path
 
@@ -32,7 +33,8 @@ def serve(run: Path, port: int, tell: Callable[[str], None], open_page: bool) ->
         tell(server.url)
         if open_page:
             hint = _opened(server.url)
-        follower.join()
+        with suppress(KeyboardInterrupt):  # the way to end it
+            follower.join()
     finally:
         if hint is not None:
             hint.unlink(missing_ok=True)
