@@ -68,7 +68,9 @@ class Page:
             if message["method"] == "Runtime.exceptionThrown":
                 self.problems.append(str(message["params"]["exceptionDetails"]))
             elif message["method"] == "Log.entryAdded" and message["params"]["entry"]["level"] == "error":
-                self.problems.append(message["params"]["entry"]["text"])
+                entry = message["params"]["entry"]
+                if not entry.get("url", "").endswith("/favicon.ico"):  # asked for by the browser, not by the page
+                    self.problems.append(f"{entry['text']} {entry.get('url')}")
 
     def look(self, width: int, height: int, *, dark: bool = False) -> None:
         """Set the size of the window, and the scheme of colours."""

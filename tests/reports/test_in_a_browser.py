@@ -31,9 +31,9 @@ pytestmark = [
 ]
 SIZES = [(1280, 900), (420, 860)]
 SMOOTH_MS = 50
-"""Longest time of a frame's work that is no stutter, on a machine that is otherwise idle."""
-SLACK = 4
-"""Times that limit that tests allow: their machine does other things, too, and has no graphics device."""
+"""Longest time between two frames that is no stutter."""
+SLACK = 3
+"""Times that limit that tests allow for one frame in twenty: their machine does other things, and has no graphics."""
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +65,10 @@ def picture(page: Page, name: str) -> None:
 
 
 def open_group(page: Page) -> None:
-    """Choose the newest group with text by keyboard alone."""
+    """Show the newest trained group with text, chosen by keyboard."""
     page.ask("document.querySelector('#filters input[type=checkbox]').click()")
+    page.ask("document.querySelector('#filters select').value = 'trained'")
+    page.ask("document.querySelector('#filters select').dispatchEvent(new Event('change'))")
     page.frame()
     page.ask("document.getElementById('list').focus()")
     page.press("ArrowDown", "Enter")
@@ -212,39 +214,32 @@ def test_a_live_page_of_500_versions_and_2000_groups_does_not_stutter(
         )
         page.frame()
         assert page.ask("document.querySelectorAll('#spacer .line').length") < 60
-        figures = {
-            name: page.ask(SCROLLED % (target, name)) for name, target in (("list", "list"), ("cursor", "charts"))
-        }
+        figures = {name: page.ask(FRAMES % (name, name)) for name in ("list", "charts")}
+        print(f"milliseconds between frames, median, 95th percentile and longest, at {width}: {figures}")
+        for median, most, _ in figures.values():
+            assert median < SMOOTH_MS
+            assert most < SLACK * SMOOTH_MS
         open_group(page)
-        print(width, figures)
-        for name, (worst, median, frames) in figures.items():
-            assert frames > 30, name
-            assert worst < SLACK * SMOOTH_MS, (name, worst)
-            assert median < SMOOTH_MS, (name, median)
         assert page.cut() == []
         assert page.problems == []
         picture(page, f"watch-{width}")
 
 
-SCROLLED = """new Promise((done) => {
-  const target = document.getElementById("%s"), spent = [];
+FRAMES = """new Promise((done) => {
+  const target = document.getElementById("%s"), between = [];
   target.focus();
-  let left = 60;
-  const frame = (drawn) => {
-    const began = performance.now();
-    if ("%s" === "list") { target.scrollTop += 400; target.dispatchEvent(new Event("scroll")); }
+  let last = null;
+  const frame = (now) => {
+    if (last !== null) between.push(now - last);
+    last = now;
+    if ("%s" === "list") target.scrollTop += 400;
     else target.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowLeft" }));
-    // What was asked for is drawn in this frame's turn, so the next one begins when it is done.
-    requestAnimationFrame(() => {
-      setTimeout(() => {
-        spent.push(performance.now() - began);
-        if (--left) requestAnimationFrame(frame);
-        else { spent.sort((a, b) => a - b); done([spent.at(-1), spent[spent.length >> 1], spent.length]); }
-      });
-    });
+    if (between.length < 90) requestAnimationFrame(frame);
+    else { between.sort((a, b) => a - b); done([45, 85, 89].map((place) => Math.round(between[place]))); }
   };
   requestAnimationFrame(frame);
 })"""
+"""Moves something with each frame; milliseconds between two frames: the median, the 95th percentile, the longest."""
 
 
 def test_a_live_page_follows_a_run_through_a_kill_and_a_resume(page: Page, tmp_path: Path) -> None:

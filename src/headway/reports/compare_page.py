@@ -57,7 +57,8 @@ def overlaid(found: Comparison) -> dict[str, Any]:
 
 
 def _chart(kind: ChartKind, found: Comparison, each: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    drawn = [next((chart for chart in of["charts"] if chart["name"] == kind.name), {"curves": []}) for of in each]
+    none: dict[str, Any] = {"curves": []}
+    drawn = [next((chart for chart in of["charts"] if chart["name"] == kind.name), none) for of in each]
     metric = next(
         (m for m, _ in kind.metrics if any(c["metric"] == m for chart in drawn for c in chart["curves"])), None
     )

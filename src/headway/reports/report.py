@@ -54,7 +54,7 @@ def _samples(run: Path) -> SampleIndex:
     try:
         return read_all(RunDirectory(run).path / NAME)
     except (OSError, Rewritten) as cause:
-        raise ConfigError(f"RUN: got {run}, whose {NAME} cannot be read: {cause or 'it is being rewritten'}") from cause
+        raise ConfigError(f"RUN: got {run}, whose {NAME} cannot be read: {cause}") from cause
 
 
 def events_of(run: Path) -> Iterator[Event]:

@@ -33,13 +33,13 @@ class Tail:
             file = self.path.open("rb")
         except FileNotFoundError:
             if self._identity is not None:
-                raise Rewritten from None
+                raise Rewritten(f"{self.path} is gone") from None
             return
         with file:
             found = os.fstat(file.fileno())
             identity = found.st_dev, found.st_ino
             if self._identity not in (None, identity) or found.st_size < self.offset:
-                raise Rewritten
+                raise Rewritten(f"{self.path} was replaced while it was read")
             self._identity = identity
             file.seek(self.offset)
             chunk = file.read(CHUNK)

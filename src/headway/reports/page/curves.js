@@ -4,7 +4,7 @@ const curves = (() => {
   const AXES = [["version", "version", (x) => `version ${Math.round(x)}`], ["seconds", "time", (x) => `${duration(x * 1e6)} since the start`],
     ["tokens", "trained tokens", (x) => `${many(x)} trained tokens`]];
   const box = byId("learning"), grid = byId("charts"), readout = byId("readout");
-  let axisName = "version", at = null, panels = [], stops = [], range = [0, 1], waiting = false;
+  let axisName = "version", at = null, panels = [], stops = [], range = [0, 1], waiting = false, stale = true, inks = [], line = "", soft = "";
 
   for (const [name, words] of AXES) {
     const button = make("button", "", words);
@@ -14,8 +14,16 @@ const curves = (() => {
     byId("axes").append(button);
   }
 
-  const ink = (i) => colourOf(`c${i % PALETTE}`), dash = (i) => (i < PALETTE ? [] : [4, 3]);
+  const ink = (i) => inks[i % PALETTE], dash = (i) => (i < PALETTE ? [] : [4, 3]);
   const words = (x) => AXES.find(([name]) => name === axisName)[2](x);
+
+  function dress() {
+    inks = Array.from({ length: PALETTE }, (_, i) => colourOf(`c${i}`));
+    line = colourOf("line");
+    soft = colourOf("soft");
+    panels.forEach(caption);
+    redraw();
+  }
 
   function take({ tables, charts }) {
     box.hidden = charts.length === 0;
@@ -34,8 +42,9 @@ const curves = (() => {
   }
 
   function build() {
-    const canvas = make("canvas"), head = make("figcaption"), figure = make("figure", "panel", head, canvas);
-    const panel = { canvas, head, figure };
+    const canvas = make("canvas"), cursor = make("i", "cursor"), spots = make("div");
+    const head = make("figcaption"), figure = make("figure", "panel", head, make("div", "plot", canvas, cursor, spots));
+    const panel = { canvas, cursor, spots, head, figure };
     canvas.setAttribute("role", "img");
     canvas.addEventListener("pointermove", (event) => moveTo(nearestStop(panel, event.clientX - canvas.getBoundingClientRect().left)));
     canvas.addEventListener("pointerdown", (event) => moveTo(nearestStop(panel, event.clientX - canvas.getBoundingClientRect().left)));
@@ -53,6 +62,11 @@ const curves = (() => {
       return several ? make("span", "key", swatch, curve.name, panel.values[i]) : make("span", "key", panel.values[i]);
     });
     if (panel.left_out) keys.push(make("span", "key", `and ${panel.left_out} more`));
+    panel.spots.replaceChildren(...panel.curves.map((curve) => {
+      const spot = make("i", "spot");
+      spot.style.background = ink(curve.ink);
+      return spot;
+    }));
     panel.head.replaceChildren(make("b", "", panel.name), " ", make("small", "", panel.unit), make("div", "keys", ...keys));
   }
 
@@ -72,10 +86,17 @@ const curves = (() => {
     redraw();
   }
 
-  function redraw() {
+  function redraw() { stale = true; later(); }
+  function later() {
     if (waiting) return;
     waiting = true;
-    requestAnimationFrame(() => { waiting = false; panels.forEach(draw); tell(); });
+    requestAnimationFrame(() => {
+      waiting = false;
+      if (stale) panels.forEach(draw);
+      stale = false;
+      panels.forEach(point);
+      tell();
+    });
   }
 
   function scaleOf(panel) {
@@ -97,28 +118,28 @@ const curves = (() => {
     const left = Math.ceil(Math.max(...labels.map((label) => pen.measureText(label).width))) + GUTTER, right = width - 8;
     const px = (x) => left + ((x - range[0]) / (range[1] - range[0])) * (right - left);
     const py = (y) => TOP + ((high - y) / (high - low)) * (height - FOOT - TOP);
-    Object.assign(panel, { left, right });
+    Object.assign(panel, { left, right, px, py });
     pen.textBaseline = "middle";
     pen.textAlign = "right";
     ticks.forEach((tick, i) => {
-      pen.fillStyle = colourOf("line");
+      pen.fillStyle = line;
       pen.fillRect(left, Math.round(py(tick)), right - left, 1);
-      pen.fillStyle = colourOf("soft");
+      pen.fillStyle = soft;
       pen.fillText(labels[i], left - GUTTER + 2, py(tick));
     });
     drawFoot(pen, px, left, right, height);
     for (const curve of panel.curves) drawCurve(pen, curve, px, py);
+  }
+
+  function point(panel) { // the cursor and its spots are elements over the chart: moving them draws nothing again
+    panel.cursor.hidden = panel.spots.hidden = at === null;
     if (at === null) return;
-    pen.fillStyle = colourOf("soft");
-    pen.fillRect(Math.round(px(at)), TOP, 1, height - FOOT - TOP);
-    for (const curve of panel.curves) {
-      const i = nearest(curve);
-      if (i < 0) continue;
-      pen.fillStyle = ink(curve.ink);
-      pen.beginPath();
-      pen.arc(px(curve.x[i]), py(curve.y[i]), 3.2, 0, 7);
-      pen.fill();
-    }
+    panel.cursor.style.transform = `translateX(${Math.round(panel.px(at))}px)`;
+    panel.curves.forEach((curve, place) => {
+      const i = nearest(curve), spot = panel.spots.children[place];
+      spot.hidden = i < 0;
+      if (i >= 0) spot.style.transform = `translate(${panel.px(curve.x[i]) - 3.5}px, ${panel.py(curve.y[i]) - 3.5}px)`;
+    });
   }
 
   function drawCurve(pen, curve, px, py) {
@@ -141,7 +162,7 @@ const curves = (() => {
       : [1, 2, 5, 10].map((n) => n * power);
     let step = steps.find((n) => n >= rough) ?? Math.ceil(rough / 86400) * 86400;
     if (axisName === "version") step = Math.max(step, 1);
-    pen.fillStyle = colourOf("soft");
+    pen.fillStyle = soft;
     pen.textBaseline = "alphabetic";
     pen.textAlign = "center";
     for (let x = Math.ceil(range[0] / step - 1e-9) * step; x <= range[1] + step * 1e-6; x += step) {
@@ -167,7 +188,7 @@ const curves = (() => {
     return i > 0 && (i === stops.length || wanted - stops[i - 1] <= stops[i] - wanted) ? stops[i - 1] : stops[i];
   }
 
-  function moveTo(x) { if (x !== at) { at = x ?? null; redraw(); } }
+  function moveTo(x) { if (x !== at) { at = x ?? null; later(); } }
 
   function tell() { // values at the cursor, or the last ones
     readout.textContent = at === null ? "" : words(at);
@@ -193,6 +214,7 @@ const curves = (() => {
   });
   grid.addEventListener("blur", () => moveTo(null));
   new ResizeObserver(redraw).observe(grid);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { panels.forEach(caption); redraw(); });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", dress);
+  dress();
   return { take };
 })();

@@ -104,7 +104,7 @@ const groups = (() => {
 
   function emptyLine() {
     const dot = make("i", "dot"), fate = make("span"), mark = make("span", "mark");
-    const element = make("div", "line", make("span", "name", make("span"), " ", mark), make("span", "n"), make("span", "fate", dot, fate),
+    const element = make("div", "line", make("span", "", make("span"), " ", mark), make("span", "n"), make("span", "fate", dot, fate),
       ...cells.slice(3).map((_, i) => make("span", i ? "n" : "")));
     element.setAttribute("role", "option");
     element.addEventListener("click", () => choose(element.dataset.key, true));

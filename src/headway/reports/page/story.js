@@ -36,7 +36,7 @@ if (given.groups) {
 // ------------------------------------------------------------------------------------------------ live
 
 function startLive() {
-  live = { epoch: -1, timeline: -1, fetching: false };
+  live = { epoch: -1, timeline: 0, wanted: 0, fetching: false };
   const stream = new EventSource("stream");
   stream.addEventListener("message", (event) => receive(JSON.parse(event.data)));
   stream.addEventListener("error", () => showStatus({ status: "not connected", reason: "headway watch does not answer: it was stopped, or its machine cannot be reached" }));
