@@ -1,6 +1,6 @@
 // Small charts with one x axis: a cursor in one of them reads all of them at the same place.
 const curves = (() => {
-  const PALETTE = 8, GUTTER = 6, FOOT = 18, TOP = 6;
+  const PALETTE = 8, MANY_POINTS = 120, GUTTER = 6, FOOT = 18, TOP = 6;
   const AXES = [["version", "version", (x) => `version ${Math.round(x)}`], ["seconds", "time", (x) => `${duration(x * 1e6)} since the start`],
     ["tokens", "trained tokens", (x) => `${many(x)} trained tokens`]];
   const box = byId("learning"), grid = byId("charts"), readout = byId("readout");
@@ -147,12 +147,28 @@ const curves = (() => {
     pen.lineWidth = 1.5;
     pen.lineJoin = "round";
     pen.setLineDash(dash(curve.ink));
-    pen.beginPath();
-    curve.x.forEach((x, i) => (i ? pen.lineTo(px(x), py(curve.y[i])) : pen.moveTo(px(x), py(curve.y[i]))));
-    pen.stroke();
+    const stroke = (y) => {
+      pen.beginPath();
+      curve.x.forEach((x, i) => (i ? pen.lineTo(px(x), py(y[i])) : pen.moveTo(px(x), py(y[i]))));
+      pen.stroke();
+    };
+    const noisy = curve.x.length > MANY_POINTS;
+    pen.globalAlpha = noisy ? 0.3 : 1;
+    stroke(curve.y);
+    pen.globalAlpha = 1;
+    if (noisy) { pen.lineWidth = 1.8; stroke(smooth(curve.y)); }
     pen.setLineDash([]);
     if (curve.x.length > 40) return;
     for (let i = 0; i < curve.x.length; i++) { pen.beginPath(); pen.arc(px(curve.x[i]), py(curve.y[i]), 2, 0, 7); pen.fill(); }
+  }
+
+  function smooth(y) { // running means over a fortieth of the points to each side
+    const reach = Math.ceil(y.length / 40), sums = [0];
+    for (const value of y) sums.push(sums.at(-1) + value);
+    return y.map((_, i) => {
+      const from = Math.max(i - reach, 0), to = Math.min(i + reach + 1, y.length);
+      return (sums[to] - sums[from]) / (to - from);
+    });
   }
 
   function drawFoot(pen, px, left, right, height) {
@@ -191,7 +207,8 @@ const curves = (() => {
   function moveTo(x) { if (x !== at) { at = x ?? null; later(); } }
 
   function tell() { // values at the cursor, or the last ones
-    readout.textContent = at === null ? "" : words(at);
+    const noisy = panels.some((panel) => panel.curves.some((curve) => curve.y.length > MANY_POINTS));
+    readout.textContent = at !== null ? words(at) : noisy ? "Strong lines are running means of the faint ones." : "";
     for (const panel of panels) {
       panel.curves.forEach((curve, i) => {
         const place = at === null ? curve.y.length - 1 : nearest(curve);

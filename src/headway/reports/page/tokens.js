@@ -48,7 +48,7 @@ const tokens = (() => {
 
   function episodes() {
     const buttons = sample.episodes.map((one) => {
-      const button = make("button", "", `${one.k}: ${one.reward == null ? "no reward" : plain(one.reward)}`);
+      const button = make("button", "", `${one.k}: ${one.reward == null ? "no reward" : `reward ${plain(one.reward)}`}`);
       button.type = "button";
       button.setAttribute("aria-pressed", String(one === episode));
       button.addEventListener("click", () => { episode = one; draw(); box.querySelectorAll(".episodes button")[sample.episodes.indexOf(one)].focus(); });
