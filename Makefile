@@ -11,7 +11,7 @@
 # make bench    the main job against a plain loop and TRL, about 8 minutes, into build/bench/
 # make bench-trl      the same; builds TRL's environment first
 # make trl-env        that environment alone, about 1.9 GB: fails where it cannot be built
-# make bench-train    training steps, padded, packed and with shared prompts, about 15 minutes   (ARGS="--models 1m")
+# make bench-train    training steps, padded, packed and with shared prompts, about 22 minutes   (ARGS="--models 1m")
 # make bench-update   what updates of the weights cost, about 25 minutes   (ARGS="--models 1m --only broadcast")
 # make bench-rollout  generation against its peers, about 30 minutes  (ARGS="--quick", "--full", "--update --models 1m")
 # make bench-episodes what episodes of several turns cost, about 3 minutes   (ARGS="--quick", "--only prefixes")
