@@ -81,7 +81,7 @@ def test_rows_of_drawn_groups_are_shown_as_the_step_saw_them(
     one_rank: None, model_path: ModelPath, packing: str
 ) -> None:
     """Packed, what two answers have in common is computed once; the rows are in micro-batches of any order."""
-    rows, trainer = fetch(), engine(model_path(), packing)
+    rows, trainer = fetch(), engine(model_path(), packing, budget=96)
     report = trainer.train_step(rows, StepContext(version=2, shown=frozenset({DRAWN})))
     assert (report.metrics["tokens_saved"] > 0) == (packing == "shared")
     drawn = [row for row in rows if row.episode is not None and row.episode[:3] == DRAWN]
