@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,8 +17,10 @@ if TYPE_CHECKING:
 
 LAST = 40
 """Samples of a table without ``--last``."""
+PIPE_WIDTH = 160
+"""Characters of a line where nobody says how wide one may be, as in a pipe."""
 
-Group = Annotated[int | None, typer.Argument(min=0, metavar="[GROUP]", help="A group's number; default: a table.")]
+Group = Annotated[int | None, typer.Argument(min=0, metavar="GROUP", help="A group's number; default: a table.")]
 
 
 def show(
@@ -110,4 +113,7 @@ def _print_json(value: object) -> None:
 def _console() -> Console:
     from rich.console import Console
 
-    return Console(highlight=False, markup=False)
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = PIPE_WIDTH
+    return console

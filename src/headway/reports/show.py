@@ -87,7 +87,7 @@ def print_group(
     scale = common_scale(color, episodes)
     if scale is not None and not tokens:
         console.print()
-        console.print(legend(scale, colors=_has_colors(console)))
+        console.print(legend(scale, colors=_has_colors(console)), soft_wrap=True)
     for one in episodes:
         _print_episode(one, sample, console, color, scale, tokens=tokens)
 
@@ -134,7 +134,7 @@ def print_story(story: Story, console: Console) -> None:
             end = f"failed: {t.failure}" if t.failure else (t.limit and f"limit: {t.limit}") or t.finish_reason
             table.add_row(str(t.k), t.replica, human.count(t.tokens), versions, str(t.turns), Text(visible(end)))
         console.print(table)
-    console.print(Text(story.kept))
+    console.print(Text(story.kept), soft_wrap=True)
 
 
 def _chosen(sample: Sample, episode: int | None) -> list[Mapping[str, Any]]:
@@ -185,7 +185,7 @@ def _times(moments: Mapping[str, float | None]) -> str:
 
 def _print_asked(sample: Sample, title: str, console: Console) -> None:
     console.print(Text(title, style="bold"))
-    console.print(Padding(Text(visible(sample["prompt"])), (0, 0, 0, 2)))
+    console.print(Padding(Text(visible(sample["prompt"])), (0, 0, 0, 2), expand=False))
     if sample["answer"] is not None:
         console.print(Text.assemble(("answer: ", QUIET), visible(str(sample["answer"]))))
 
@@ -225,7 +225,7 @@ def _print_episode(
             console.print(Text(f"{name}behind {human.count(row['prompt_length'])} tokens that end with", style=QUIET))
             context = visible(row["context"])
             shown = f"…{context[-CONTEXT:]}" if len(context) > CONTEXT else context
-            console.print(Padding(Text(shown, style=QUIET), (0, 0, 0, 2)))
+            console.print(Padding(Text(shown, style=QUIET), (0, 0, 0, 2), expand=False))
         console.print(Text(figures(row), style=QUIET))
         if tokens:
             console.print(token_table(row))
@@ -237,11 +237,11 @@ def _print_words(one: Mapping[str, Any], console: Console) -> None:
     """Print a conversation, or an answer, as it was said."""
     told = one["conversation"]
     if told is None:
-        console.print(Padding(Text(visible(one["text"])), (0, 0, 0, 2)))
+        console.print(Padding(Text(visible(one["text"])), (0, 0, 0, 2), expand=False))
         return
     for message in [*told["prompt"], *told["completion"]]:
         console.print(Text(f"{message.get('role', human.UNKNOWN)}:", style=QUIET))
-        console.print(Padding(Text(visible(_content(message))), (0, 0, 0, 2)))
+        console.print(Padding(Text(visible(_content(message))), (0, 0, 0, 2), expand=False))
 
 
 def _content(message: Mapping[str, Any]) -> str:
@@ -258,7 +258,8 @@ def _reward(one: Mapping[str, Any]) -> str:
 
 
 def _ended(one: Mapping[str, Any]) -> str:
-    return f", {_end_of(one)}, {human.count(one['length'])} tokens"
+    end = "cut off" if _end_of(one) == "length" else _end_of(one)
+    return f", {human.count(one['length'])} tokens, {end}"
 
 
 def _end_of(one: Mapping[str, Any]) -> str:
@@ -292,7 +293,7 @@ def _plain_table(*columns: str) -> Table:
 
 def _print_pairs(lines: Mapping[str, str], console: Console) -> None:
     for name, value in lines.items():
-        console.print(Text.assemble((f"{name}: ", QUIET), visible(value)))
+        console.print(Text.assemble((f"{name}: ", QUIET), visible(value)), soft_wrap=True)
 
 
 def _has_colors(console: Console) -> bool:
