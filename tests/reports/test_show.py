@@ -114,7 +114,7 @@ def test_a_group_is_told_from_its_prompt_to_its_tokens(run_dir: Path) -> None:
 def test_without_colours_tokens_that_stand_out_are_marked(run_dir: Path) -> None:
     told = said(run_dir, "3", "--episode", "0")
     assert "4⟨ is⟩-0.75↵\n<tool> right" in told
-    assert "up to -0.5  0.5 and more is marked ⟨so⟩, with its number" in told
+    assert "gap: trainer − engine, nats: <-0.5  >0.5 is marked ⟨so⟩, with its number" in told
     assert "episode 1:" not in told
     assert "4 is↵\n<tool>⟨ right⟩-1.50" in said(run_dir, "3", "--episode", "0", "--color", "advantage")
     assert "⟨version 3: 4⟩ is↵\n<tool>⟨version 4:  right⟩" in said(run_dir, "3", "--color", "version", "--episode", "0")
@@ -144,6 +144,15 @@ def test_with_colours_a_legend_says_what_they_mean(color: Color, monkeypatch: py
             rgb = ";".join(str(int(background[i : i + 2], 16)) for i in (0, 2, 4))
             assert f"\x1b[30;48;2;{rgb}m{piece}" in told
             assert f"\x1b[30;48;2;{rgb}m {step.label} " in told
+
+
+def test_steps_of_advantages_are_thirds_of_the_largest_one() -> None:
+    scale = scale_of(Color.ADVANTAGE, [row()])
+    labels = ["<-1", "-1..-0.5", "-0.5..0", "0", "0..0.5", "0.5..1", ">1"]
+    assert [step.label for step in scale.steps] == labels
+    assert [scale.step(value) for value in (-1.5, -0.6, -0.1, 0.0, 0.1, 0.5, 1.5)] == list(scale.steps)
+    nothing = row(columns={"advantages": [0.0] * 4})
+    assert [step.label for step in scale_of(Color.ADVANTAGE, [nothing]).steps] == ["0"]
 
 
 def test_no_color_is_obeyed() -> None:

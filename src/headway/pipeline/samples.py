@@ -40,7 +40,7 @@ class Texts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SampleOutlet:
-    """Where samples go, and how tokens become text."""
+    """Outlet of samples, and the means to make text of their tokens."""
 
     keep: Callable[[Record], None]
     """Function that takes a record, which is JSON. Must return at once and never raise."""

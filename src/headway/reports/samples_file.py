@@ -54,7 +54,7 @@ class TakesSamples(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Thinning:
-    """Which samples stay in a file that was thinned so many times."""
+    """Rule of which samples stay in a file that was thinned so many times."""
 
     seed: int
     share: float

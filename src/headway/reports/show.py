@@ -87,7 +87,7 @@ def print_group(
     scale = common_scale(color, episodes)
     if scale is not None and not tokens:
         console.print()
-        console.print(legend(scale, colors=_has_colors(console)), soft_wrap=True)
+        console.print(legend(scale, colors=_has_colors(console)))
     for one in episodes:
         _print_episode(one, sample, console, color, scale, tokens=tokens)
 

@@ -34,7 +34,7 @@ Sample = dict[str, Any]
 
 @dataclass(slots=True)
 class Story:
-    """What a run's record tells of a group: all but what was said."""
+    """Account of a group by its run's record, which has all but what was said."""
 
     admitted: GroupAdmitted
     episodes: list[TrajectoryFinished] = field(default_factory=list)

@@ -27,7 +27,7 @@ VERSIONS = ("black on #cfe8cf", "black on #cfe0f5", "black on #f5dccf", "black o
 
 
 class Color(StrEnum):
-    """What tokens are coloured by."""
+    """Property by which tokens are coloured."""
 
     GAP = "gap"
     LOGPROB = "logprob"
@@ -109,10 +109,9 @@ def _advantage(rows: Sequence[Row]) -> Scale:
 
 
 def _diverging(title: str, bounds: tuple[float, ...]) -> Scale:
-    low, high = (f"up to {human.number(bounds[0])}", f"{human.number(bounds[-1])} and more")
-    middle = [f"{human.number(a)} to {human.number(b)}" for a, b in itertools.pairwise(bounds)]
-    if abs(bounds[2]) < 1e-3 * abs(bounds[0]):
-        middle[1:4] = [f"{human.number(bounds[1])} to 0", "0", f"0 to {human.number(bounds[4])}"]
+    low, high = f"<{human.number(bounds[0])}", f">{human.number(bounds[-1])}"
+    ends = [human.number(0.0 if abs(bound) < 1e-3 * bounds[-1] else bound) for bound in bounds]
+    middle = [a if a == b else f"{a}..{b}" for a, b in itertools.pairwise(ends)]
     styles = (*BLUES, "", *REDS)
     labels = (low, *middle, high)
     loud = {0, len(styles) - 1}
@@ -120,7 +119,7 @@ def _diverging(title: str, bounds: tuple[float, ...]) -> Scale:
 
 
 def _logprob(rows: Sequence[Row]) -> Scale:
-    labels = ("p below 1%", "1 to 10%", "10 to 50%", "50 to 90%", "90% and more")
+    labels = ("p<1%", "1..10%", "10..50%", "50..90%", ">90%")
     bounds = tuple(math.log(p) for p in (0.01, 0.1, 0.5, 0.9))
     steps = tuple(
         Step(label, style, place == 0) for place, (label, style) in enumerate(zip(labels, PURPLES, strict=True))
@@ -129,7 +128,7 @@ def _logprob(rows: Sequence[Row]) -> Scale:
 
 
 def _entropy(rows: Sequence[Row]) -> Scale:
-    labels = ("below 0.1", "0.1 to 0.5", "0.5 to 1", "1 to 2", "2 and more")
+    labels = ("<0.1", "0.1..0.5", "0.5..1", "1..2", ">2")
     steps = tuple(
         Step(label, style, place == 4) for place, (label, style) in enumerate(zip(labels, YELLOWS, strict=True))
     )
