@@ -22,6 +22,7 @@ from headway.events import Note, PromptsLeftOut, WorkerDescribed
 from headway.pipeline.parts import Parts
 from headway.pipeline.resume import Taken
 from headway.pipeline.run import Pipeline, Status
+from headway.pipeline.samples import SampleOutlet
 from headway.pipeline.stages.reward import GroupFilter, Shaping
 from headway.reports.bundle import Reports
 from headway.reports.checkpoints import Checkpoints, Retention
@@ -71,6 +72,7 @@ class Run:
         """Open everything and run the pipeline. What has to be closed is left on ``stack``."""
         from headway.cluster.backend import start_backend
         from headway.cluster.process import collecting_seldom
+        from headway.models.pieces import TokenTexts
         from headway.models.pretrained import stop_token_ids
         from headway.models.tokenizer import load_tokenizer
 
@@ -130,6 +132,7 @@ class Run:
             watch_keeper=workers.watch_keeper,
             replace_keeper=workers.replace_keeper if workers.replaces_keepers else None,
             workers=workers.living,
+            samples=SampleOutlet(reports.on_sample, TokenTexts(tokenizer)) if config.reports.samples else None,
             probe_tolerance=workers.rounding.tolerance,
         )
         taken = None if self._start is None else await self._load(workers, self._start)

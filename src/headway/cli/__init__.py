@@ -3,6 +3,7 @@
 headway COMMAND CONFIG [a.b=c ...] ─▶ load ─▶ diagnose ─▶ the command's own work
 
     training.py   train, doctor          planning.py   plan, profile, report          evaluation.py   eval
+    showing.py    show
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import headway
 from headway.cli.common import EXIT_FAILED, TakesSettings, say
 from headway.cli.evaluation import evaluate
 from headway.cli.planning import plan, profile, report
+from headway.cli.showing import show
 from headway.cli.stdout import replace_stdout
 from headway.cli.training import doctor, train
 from headway.errors import OutputRefused
@@ -31,7 +33,7 @@ cli = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 cli.command(cls=TakesSettings)(train)
-for command in (plan, profile, report):
+for command in (plan, profile, report, show):
     cli.command()(command)
 cli.command(cls=TakesSettings)(doctor)
 cli.command("eval", cls=TakesSettings)(evaluate)

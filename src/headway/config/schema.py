@@ -403,6 +403,9 @@ class ReportsConfig(Section):
     """Write TensorBoard files."""
     activity_interval_s: float = Field(1.0, gt=0)
     """Seconds between two reports of what a replica was doing."""
+    samples: NonNegative = 2
+    """Number of groups of each version, and of problems of each validation, that leave what they said in
+    ``samples.jsonl``, for ``headway show``; 0 keeps nothing. Groups are drawn by the seed, so many on average."""
 
 
 class Config(Section):

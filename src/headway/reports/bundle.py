@@ -2,6 +2,7 @@
 
 emit ─▶ events.jsonl ─▶ RunMetrics ──rows──▶ metrics.jsonl, TensorBoard, the console's view
                            └─ summary() ──▶ summary.json
+on_sample ─▶ samples.jsonl, and every row sink that takes samples
 
 A run that is resumed goes on in its files. What is undone of its record leaves ``metrics.jsonl`` and TensorBoard, which
 are made from what survives, and its clock stands still between the boundary that it goes back to and its new start.
@@ -39,6 +40,7 @@ from headway.reports.live import LiveView
 from headway.reports.metrics import RowSink, RunMetrics
 from headway.reports.plain import PlainView
 from headway.reports.run_directory import RunDirectory, RunLock
+from headway.reports.samples_file import SamplesFile, TakesSamples, Thinning, draft_of, later, write_surviving
 from headway.reports.snapshot import SnapshotTaker
 from headway.reports.summary import summary
 from headway.reports.tensorboard import TensorBoardFile
@@ -83,6 +85,11 @@ class RunClock:
             self._ahead = self.boundary - event.time
         return event.later(self.boundary - event.time if self._ahead is None else self._ahead)
 
+    @property
+    def ahead(self) -> float:
+        """Seconds by which the clock is ahead of that of the process, since the run was started again."""
+        return self._ahead or 0.0
+
 
 class Reports:
     """An observer that feeds every report. Methods may be called from any thread; close once, whatever happened."""
@@ -98,6 +105,7 @@ class Reports:
         lock: Lock,
         run_lock: RunLock,
         clock: RunClock | None = None,
+        samples: SamplesFile | None = None,
     ) -> None:
         self.directory = directory
         self._console = console
@@ -110,6 +118,7 @@ class Reports:
         self._lock = lock
         self._run_lock = run_lock
         self._clock = clock
+        self._samples = samples
         self._waiting: deque[Event] = deque()
         """Events that no report has seen yet, in order."""
         self._closed = False
@@ -133,6 +142,18 @@ class Reports:
                 observer.on_event(event)
 
     emit = on_event
+
+    def on_sample(self, sample: dict[str, Any]) -> None:
+        """Write what a drawn group or a held-out problem said, and hand it to every row sink that takes samples."""
+        with self._lock:
+            if self._samples is None or not self._samples.takes(sample):
+                return
+            if self._clock is not None:
+                sample = later(sample, self._clock.ahead)
+            self._samples.on_sample(sample)
+            for sink in self._sinks:
+                if isinstance(sink, TakesSamples):
+                    sink.on_sample(sample)
 
     def phase(self, text: str, detail: str = "") -> None:
         """Show what the run is doing before or after training, and how far it got."""
@@ -190,6 +211,8 @@ class Reports:
                 for sink in self._sinks:
                     if sink is not self._view:
                         sink.close()
+                if self._samples is not None:
+                    self._samples.close()
         finally:  # also where Ctrl-C comes in between
             self._write_summary()
             self._view.close()
@@ -239,9 +262,10 @@ def reopen_reports(
     console = console or stdout_console()
     checkpoints = Checkpoints(directory.checkpoints)
     resumed = look_through(directory.events).resumed + 1
-    rows = directory.metrics.with_name(f"{directory.metrics.name}.tmp")
+    rows, samples = draft_of(directory.metrics), draft_of(directory.samples)
     try:
         metrics, last, boundary = _told(directory.events, version, rows)
+        _surviving_samples(directory, samples, version, boundary)
         if (told := metrics.tally.counts()) != saved:
             raise UserError(
                 f"{checkpoints.actor(version)} is not the checkpoint of which {directory.events.name} tells: it holds "
@@ -250,10 +274,13 @@ def reopen_reports(
         directory.write_config(config)
     except BaseException:
         rows.unlink(missing_ok=True)
+        samples.unlink(missing_ok=True)
         raise
     cut_off_half_line(directory.events)
     checkpoints.forget_above(version)  # before the record undoes them: a later resume would take them for its own
     rows.replace(directory.metrics)
+    if samples.exists():
+        samples.replace(directory.samples)
     directory.summary.unlink(missing_ok=True)  # it tells of an end that is none any more
     reports = _open(config, directory, lock, metrics, console, clock=RunClock(boundary), purge_step=last + 1)
     reports.emit(RunResumed(time=boundary, version=version, times=resumed))
@@ -277,6 +304,22 @@ def _told(events: Path, version: int, rows: Path) -> tuple[RunMetrics, int, floa
             f"{rows} could not be written, so the run was not resumed, and nothing of it is lost; make room"
         )
     return metrics, kept.last, boundary
+
+
+def _surviving_samples(directory: RunDirectory, draft: Path, version: int, boundary: float) -> None:
+    """Write the samples of a run's history up to the boundary of ``version`` to ``draft``, where there are any.
+
+    Raises `DataError` and `UserError`.
+    """
+    if not directory.samples.is_file():
+        return
+    try:
+        write_surviving(directory.samples, draft, version, boundary)
+    except OSError as cause:
+        raise UserError(
+            f"{draft} could not be written ({cause.strerror or cause}), so the run was not resumed, and nothing of it "
+            "is lost; make room"
+        ) from cause
 
 
 class _Kept(MetricsFile):
@@ -309,7 +352,8 @@ def _open(
         sinks.append(TensorBoardFile(directory.tensorboard, view.warn, purge_step=purge_step))
     sinks.append(view)
     events_file = EventsFile(directory.events, view.warn)
-    return Reports(directory, console, metrics, view, events_file, sinks, lock, run_lock, clock)
+    samples = SamplesFile(directory.samples, Thinning.of(config), view.warn) if config.reports.samples else None
+    return Reports(directory, console, metrics, view, events_file, sinks, lock, run_lock, clock, samples)
 
 
 def _open_view(config: Config, console: Console, snapshots: SnapshotTaker, lock: Lock) -> ConsoleView:

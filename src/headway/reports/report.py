@@ -27,7 +27,7 @@ class Written:
 
 def places(run: Path, html: Path | None = None, trace: Path | None = None) -> Written:
     """Return the paths that `report` will write to. Raises `ConfigError` where ``run`` is no run's directory."""
-    _events_file(run)
+    events_file_of(run)
     return Written(html or run / HTML_NAME, trace or run / TRACE_NAME)
 
 
@@ -40,26 +40,31 @@ def report(run: Path, html: Path | None = None, trace: Path | None = None) -> Wr
         ConfigError: ``run`` is no run's directory, its record cannot be read, or a file cannot be written.
     """
     written = places(run, html, trace)
-    timeline = build_timeline(_events(run))
+    timeline = build_timeline(events_of(run))
     _write(write_html, timeline, written.html, "--html")
     _write(write_trace, timeline, written.trace, "--trace")
     return written
 
 
-def _events(run: Path) -> Iterator[Event]:
-    path = _events_file(run)
+def events_of(run: Path, about: Callable[[str], bool] | None = None) -> Iterator[Event]:
+    """Yield the surviving history of the run in directory ``run``. Raises `ConfigError` as `report` does.
+
+    ``about``: which lines to parse, see `read_events`; there may be none then.
+    """
+    path = events_file_of(run)
     empty = True
     try:
-        for event in read_events(path):
+        for event in read_events(path, about=about):
             empty = False
             yield event
     except DataError as cause:
         raise ConfigError(f"RUN: got {run}, whose record cannot be read: {cause}") from cause
-    if empty:
+    if empty and about is None:
         raise ConfigError(f"RUN: got {run}, where nothing has happened yet: {path.name} has no complete line")
 
 
-def _events_file(run: Path) -> Path:
+def events_file_of(run: Path) -> Path:
+    """Return the record of the run in directory ``run``. Raises `ConfigError` where that is no run's directory."""
     wanted = "expected a run's directory, the run.dir of a headway train"
     if not run.exists():
         raise ConfigError(f"RUN: got {run}, which does not exist; {wanted}")

@@ -2,6 +2,7 @@
 
 config.yaml    the resolved configuration       events.jsonl   everything that happened
 metrics.jsonl  one row per version              summary.json   the run in one object
+samples.jsonl  what drawn groups said
 tensorboard/   checkpoints/   logs/             model/         the exported model
 run.lock       held by the process that trains  initial_model/ the model that was made, where one was
 .room          space on the disk that a run holds for its summary, and gives up for it
@@ -170,6 +171,10 @@ class RunDirectory:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples.jsonl"
 
     @property
     def summary(self) -> Path:
