@@ -42,9 +42,8 @@ def report(run: Path, html: Path | None = None, trace: Path | None = None) -> Wr
         ConfigError: ``run`` is no run's directory, its record cannot be read, or a file cannot be written.
     """
     written = places(run, html, trace)
-    samples = _samples(run)
-    timeline = build_timeline(events_of(run), sampled=samples.groups)
-    shown = for_page(samples)
+    shown = for_page(_samples(run))
+    timeline = build_timeline(events_of(run), sampled={sample["group"] for sample in shown if "group" in sample})
     _write(lambda timeline, path: write_html(timeline, path, samples=shown), timeline, written.html, "--html")
     _write(write_trace, timeline, written.trace, "--trace")
     return written

@@ -32,7 +32,7 @@ from headway.reports.watch.alive import is_trained
 
 LOOK_EVERY_S = 0.5
 """Seconds between two looks at the files."""
-BUSY_SHARE = 0.01
+BUSY_SHARE = 0.004
 """Largest share of a core that building curves takes over time, and building timelines: each is as rare as that."""
 CURVES_EVERY_S, TIMELINE_EVERY_S = 1.0, 3.0
 LIVE_SPANS = 30_000
