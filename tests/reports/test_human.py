@@ -67,9 +67,10 @@ def test_a_score_that_is_not_known_is_a_dash() -> None:
     assert [human.score(value) for value in (None, math.nan, math.inf)] == ["-"] * 3
 
 
-def test_a_sparkline_spans_its_own_range_and_shows_the_latest_values() -> None:
+def test_a_sparkline_spans_its_own_range_and_all_of_the_values() -> None:
     assert human.sparkline([0.0, 2.0, 7.0], 10) == "▁▃█"
-    assert human.sparkline([9.0, 0.0, 1.0], 2) == "▁█"
+    assert human.sparkline([0.0, 0.0, 9.0, 1.0], 2) == "▁█"
+    assert human.sparkline([float(i) for i in range(1000)], 8) == "▁▂▃▄▅▆▇█"
     assert human.sparkline([0.5, 0.5], 10) == "▁▁"
     assert human.sparkline([], 10) == ""
     assert human.sparkline([math.nan, 1.0, 2.0], 10) == "▁█"

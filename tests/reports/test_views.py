@@ -18,7 +18,7 @@ from headway.reports.live import LiveView
 from headway.reports.metrics import RunMetrics
 from headway.reports.panel import panel
 from headway.reports.plain import PlainView, validation_line
-from headway.reports.snapshot import Snapshot, SnapshotTaker
+from headway.reports.snapshot import HISTORY, Snapshot, SnapshotTaker
 from headway.reports.summary import summary
 from tests.reports.scripted_run import ScriptedRun
 
@@ -249,3 +249,12 @@ def test_a_validation_line_names_the_sources_where_there_are_several() -> None:
     assert "(" not in validation_line(one)
     several = validation_line(replace(one, by_source={"code": 0.25, "math": 0.75}))
     assert "mean reward 0.500 on 8 problems (code 0.250, math 0.750)" in several
+
+
+def test_the_curve_of_rewards_spans_a_long_run_and_begins_with_its_first() -> None:
+    taker = SnapshotTaker(RunMetrics(), Clock())
+    for version in range(5000):
+        taker.on_row({"version": version, "reward/mean": version / 5000})
+    assert HISTORY <= len(taker._rewards) <= 2 * HISTORY
+    assert (taker._rewards[0], taker._rewards[-1]) == (0.0, 4999 / 5000)
+    assert taker._rewards == sorted(taker._rewards)

@@ -4,6 +4,7 @@ headway COMMAND CONFIG [a.b=c ...] ─▶ load ─▶ diagnose ─▶ the comman
 
     training.py   train, doctor          planning.py   plan, profile, report          evaluation.py   eval
     showing.py    show
+    watching.py   watch, compare
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from headway.cli.planning import plan, profile, report
 from headway.cli.showing import show
 from headway.cli.stdout import replace_stdout
 from headway.cli.training import doctor, train
+from headway.cli.watching import compare, watch
 from headway.errors import OutputRefused
 
 cli = typer.Typer(
@@ -33,7 +35,7 @@ cli = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 cli.command(cls=TakesSettings)(train)
-for command in (plan, profile, report, show):
+for command in (plan, profile, report, show, watch, compare):
     cli.command()(command)
 cli.command(cls=TakesSettings)(doctor)
 cli.command("eval", cls=TakesSettings)(evaluate)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from headway.events import (
     WAITS_FOR_GROUPS,
@@ -173,6 +173,10 @@ class AdmissionLanes:
         if self._since is not None:
             self._complete.append((self._since, end))
             self._since = None
+
+    def copy(self) -> AdmissionLanes:
+        """Return a copy that may be closed while this one goes on."""
+        return replace(self, _complete=list(self._complete))
 
     def no_requests(self, loader: StageLog, generate: StageLog, in_steps: Sequence[Span]) -> list[list[LaneSpan]]:
         """Claims for replicas without requests: why they had nothing to do though nothing halted them.

@@ -211,7 +211,7 @@ def look_through(path: Path) -> Record:
     prefixes = tuple(kinds)
     for index, line in complete_lines(path):
         if line.startswith(prefixes):
-            match event := _parse(line, f"{path}:{index + 1}"):
+            match event := parse_event(line, f"{path}:{index + 1}"):
                 case VersionReached():
                     record.boundaries[event.version] = index
                 case RunFinished():
@@ -246,7 +246,7 @@ def read_events(path: Path, *, until: int | None = None, about: Callable[[str], 
                 return
             first, last = following
         if index >= first and (about is None or about(line)):
-            yield _parse(line, f"{path}:{index + 1}")
+            yield parse_event(line, f"{path}:{index + 1}")
 
 
 def cut_off_half_line(path: Path) -> None:
@@ -280,7 +280,8 @@ def complete_lines(path: Path) -> Iterator[tuple[int, str]]:
         ) from cause
 
 
-def _parse(line: str, where: str) -> Event:
+def parse_event(line: str, where: str) -> Event:
+    """Return the event of one line. Raises `DataError`, which begins with ``where``, for a line that holds none."""
     try:
         row = json.loads(line)
         event_type, hints = _event_types()[row.pop("kind")]

@@ -1,83 +1,158 @@
 """A timeline as one HTML page that needs nothing else: no network, no library, no file beside it.
 
 Timeline ─▶ merged to at most MAX_SPANS ─▶ integers and a table of strings ─▶ inside the page ─▶ page/*.js
+         ├▶ curves, ledger, groups, samples ─▶ inside the page
          └▶ figures, idle reasons, remarks ─▶ plain HTML, which also shows without scripts
+
+The page that `headway watch` serves is the same without data: its script asks for it, part by part.
 """
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Iterable, Iterator, Sequence
+from hashlib import sha256
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from string import Template
+from typing import Any
 
 from headway.reports import human
+from headway.reports.curves import to_json as curves_json
 from headway.reports.events_file import to_json_line
 from headway.reports.page_data import MAX_SPANS, busy_share, merged, page_data
-from headway.reports.timeline import KEPT_DISCARDS, Timeline, idle_reasons
+from headway.reports.timeline import KEPT_DISCARDS, Story, Timeline, build_timeline, idle_reasons
 
 REASONS_SHOWN = 12
-SCRIPTS = ("rows.js", "drawing.js", "hands.js")
+SCRIPTS = ("common.js", "rows.js", "drawing.js", "hands.js", "curves.js", "groups.js", "tokens.js", "story.js")
 """Scripts of the page, in the order in which it runs them."""
+STYLES = ("timeline.css", "story.css")
+EMPTY = build_timeline([])
 
 
-def write_html(timeline: Timeline, path: Path, *, bottleneck: str | None = None) -> None:
+def write_html(
+    timeline: Timeline, path: Path, *, bottleneck: str | None = None, samples: Sequence[dict[str, Any]] = ()
+) -> None:
     """Write the page to ``path``, which is replaced. ``bottleneck`` is a sentence, the summary's own when not given."""
-    path.write_text(page(timeline, bottleneck=bottleneck), encoding="utf-8")
+    path.write_text(page(timeline, bottleneck=bottleneck, samples=samples), encoding="utf-8")
 
 
-def page(timeline: Timeline, *, bottleneck: str | None = None, max_spans: int = MAX_SPANS) -> str:
-    """Return the HTML text of a timeline's page."""
+def page(
+    timeline: Timeline,
+    *,
+    bottleneck: str | None = None,
+    max_spans: int = MAX_SPANS,
+    samples: Sequence[dict[str, Any]] = (),
+) -> str:
+    """Return the HTML text of a timeline's page. ``samples``: those to show, as ``samples.jsonl`` has them."""
     figures, sentence = timeline.summary, bottleneck or timeline.summary["bottleneck"]
     mode = str(figures["mode"] or "unknown mode")
     status = "simulated" if timeline.simulated else str(figures["status"])
     why = f'<p class="why">{escape(str(figures["reason"]))}</p>' if figures["reason"] else ""
     lanes, resolution = merged(timeline.lanes, timeline.window, max_spans)
-    return Template(_part("timeline.html")).substitute(
+    data = page_data(timeline, lanes, resolution)
+    if timeline.story is not None:
+        data |= story_data(timeline.story) | {"samples": list(samples)}
+    return _filled(
         title=escape(f"{mode} · Headway timeline"),
         mode=escape(mode),
         status=f'<span class="status {escape(status)}">{escape(status)}</span>{why}',
-        figures="\n".join(_figures(timeline)),
-        sentence=f'<p class="sentence">{escape(sentence)}</p>',
+        figures="\n".join(_figure(*figure) for figure in _figures(timeline)),
+        sentence=escape(sentence),
         lanes=_lane_table(timeline),
         reasons=_reason_table(timeline),
         remarks="\n".join(f"<p>{escape(remark)}</p>" for remark in _remarks(timeline, resolution)),
-        data=_inside_script(to_json_line(page_data(timeline, lanes, resolution))),
-        css=_part("timeline.css"),
-        js="\n".join(_part(name) for name in SCRIPTS),
+        data=inside_script(to_json_line(data)),
     )
 
 
-def _part(name: str) -> str:
+def live_page(name: str) -> str:
+    """Return the HTML text of the page that shows a run, called ``name``, while it goes on, and asks for its parts."""
+    return _filled(
+        live=True,
+        title=escape(f"{name} · Headway"),
+        mode=escape(name),
+        status='<span class="status">reading</span>',
+        figures="",
+        sentence="",
+        lanes="",
+        reasons="",
+        remarks="",
+        data=inside_script(to_json_line({"live": True, **page_data(EMPTY, (), 0.0)})),
+    )
+
+
+def live_parts(timeline: Timeline, max_spans: int) -> dict[str, Any]:
+    """Return what the live page shows of a timeline: its data, figures, sentence, idle reasons and remarks as text."""
+    lanes, resolution = merged(timeline.lanes, timeline.window, max_spans)
+    return {
+        "data": page_data(timeline, lanes, resolution),
+        "figures": list(_figures(timeline)),
+        "sentence": timeline.summary["bottleneck"],
+        "reasons": _reason_rows(timeline),
+        "remarks": list(_remarks(timeline, resolution)),
+    }
+
+
+def story_data(story: Story) -> dict[str, Any]:
+    """Return curves, ledger and groups as the page's script reads them."""
+    return {
+        "curves": curves_json(story.curves),
+        "ledger": story.ledger,
+        "groups": [line.values() for line in story.groups.lines()],
+    }
+
+
+def _filled(*, live: bool = False, **parts: str) -> str:
+    script = as_script(SCRIPTS)
+    return Template(part("timeline.html")).substitute(
+        parts, css="\n".join(part(name) for name in STYLES), js=script, policy=policy(script, live=live)
+    )
+
+
+def as_script(names: Sequence[str]) -> str:
+    """Return the text of one script that runs those of ``names`` one after the other, with names of their own."""
+    return "\n".join(["", '"use strict";', "(() => {", *(part(name) for name in names), "})();", ""])
+
+
+def policy(script: str, *, live: bool = False) -> str:
+    """Return a page's Content-Security-Policy: this ``script`` alone; ``live``: it may ask where it came from."""
+    digest = b64encode(sha256(script.encode()).digest()).decode()
+    connect = " connect-src 'self';" if live else ""
+    return (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}';{connect} img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def part(name: str) -> str:
     return files("headway.reports").joinpath("page", name).read_text(encoding="utf-8")
 
 
-def _inside_script(json: str) -> str:
+def inside_script(json: str) -> str:
     """Escape JSON so that no character in it could end, or open, an element."""
     return json.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _figures(timeline: Timeline) -> Iterator[str]:
-    """The figures that a reader wants to know first, as entries of a definition list."""
+def _figures(timeline: Timeline) -> Iterator[tuple[str, str, str]]:
+    """The figures that a reader wants to know first, each with its value and a remark."""
     figures, lag = timeline.summary, timeline.summary["lag"]
     evaluations = figures["eval"]
     trained = figures["groups"]["trained"]
     bound = "no bound" if lag["bound"] is None else f"bound {lag['bound']}"
-    yield _figure("wall time", human.duration(figures["wall_s"] or timeline.window[1] - timeline.window[0]))
-    yield _figure("versions", human.count(figures["version"]))
-    yield _figure("groups trained", human.count(trained), f"of {human.count(figures['groups']['admitted'])} admitted")
-    yield _figure("trainer idle", human.share(figures["trainer/idle_ratio"]))
-    yield _figure("replicas idle", human.share(figures["rollouter/idle_ratio"]))
-    yield _figure("slots in use", human.share(figures["rollouter/slot_utilization"]))
-    yield _figure("lag, mean", human.number(lag["mean"]))
-    yield _figure("lag, most", human.UNKNOWN if lag["max"] is None else human.count(lag["max"]), bound)
-    yield _figure("groups per second", human.number(figures["throughput"]["samples_per_s"]))
+    yield ("wall time", human.duration(figures["wall_s"] or timeline.window[1] - timeline.window[0]), "")
+    yield ("versions", human.count(figures["version"]), "")
+    yield ("groups trained", human.count(trained), f"of {human.count(figures['groups']['admitted'])} admitted")
+    yield ("trainer idle", human.share(figures["trainer/idle_ratio"]), "")
+    yield ("replicas idle", human.share(figures["rollouter/idle_ratio"]), "")
+    yield ("slots in use", human.share(figures["rollouter/slot_utilization"]), "")
+    yield ("lag, mean", human.number(lag["mean"]), "")
+    yield ("lag, most", human.UNKNOWN if lag["max"] is None else human.count(lag["max"]), bound)
+    yield ("groups per second", human.number(figures["throughput"]["samples_per_s"]), "")
     if evaluations and not timeline.simulated:
         first, last = evaluations[0]["accuracy"], evaluations[-1]["accuracy"]
-        yield _figure(
-            "validation reward", human.score(last), f"from {human.score(first)}" if len(evaluations) > 1 else ""
-        )
+        yield ("validation reward", human.score(last), f"from {human.score(first)}" if len(evaluations) > 1 else "")
 
 
 def _figure(name: str, value: str, beside: str = "") -> str:
@@ -86,14 +161,17 @@ def _figure(name: str, value: str, beside: str = "") -> str:
 
 
 def _reason_table(timeline: Timeline) -> str:
-    reasons = idle_reasons(timeline)
-    if not reasons:
+    rows = _reason_rows(timeline)
+    if not rows:
         return "<p>Nothing was trained, so there is no wall time to share out.</p>"
-    rows = [
+    return table(("who", "why it did nothing", "time", "share of the wall time"), rows, numbers=2)
+
+
+def _reason_rows(timeline: Timeline) -> list[tuple[str, str, str, str]]:
+    return [
         (found.who, found.reason, human.duration(found.seconds), human.share(found.share))
-        for found in reasons[:REASONS_SHOWN]
+        for found in idle_reasons(timeline)[:REASONS_SHOWN]
     ]
-    return _table(("who", "why it did nothing", "time", "share of the wall time"), rows, numbers=2)
 
 
 def _lane_table(timeline: Timeline) -> str:
@@ -102,10 +180,10 @@ def _lane_table(timeline: Timeline) -> str:
         for lane in timeline.lanes
         if (busy := busy_share(lane, timeline)) is not None
     ]
-    return _table(("group", "lane", "busy"), rows, numbers=1)
+    return table(("group", "lane", "busy"), rows, numbers=1)
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: int) -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: int) -> str:
     """Make an HTML table, whose last ``numbers`` columns hold numbers."""
     left = len(head) - numbers
 

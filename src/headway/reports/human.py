@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
+from statistics import fmean
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 UNKNOWN = "-"
@@ -67,8 +69,14 @@ def duration(seconds: float | None) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Draw the last ``width`` values as blocks between their minimum and maximum; nothing for fewer than two."""
-    shown = [value for value in values if math.isfinite(value)][-width:]
+    """Draw values as ``width`` blocks at most, between minimum and maximum; nothing for fewer than two.
+
+    Of more values than ``width``, neighbours are drawn as their mean.
+    """
+    shown = [value for value in values if math.isfinite(value)]
+    if len(shown) > width:
+        ends = [place * len(shown) // width for place in range(width + 1)]
+        shown = [fmean(shown[start:end]) for start, end in pairwise(ends)]
     if len(shown) < 2:
         return ""
     low, high = min(shown), max(shown)

@@ -11,6 +11,8 @@ from headway.events import Event
 from headway.reports.events_file import read_events
 from headway.reports.html_timeline import write_html
 from headway.reports.run_directory import RunDirectory
+from headway.reports.sampled import SampleIndex, for_page, read_all
+from headway.reports.tail import Rewritten
 from headway.reports.timeline import Timeline, build_timeline
 from headway.reports.trace import write_trace
 
@@ -40,10 +42,19 @@ def report(run: Path, html: Path | None = None, trace: Path | None = None) -> Wr
         ConfigError: ``run`` is no run's directory, its record cannot be read, or a file cannot be written.
     """
     written = places(run, html, trace)
-    timeline = build_timeline(events_of(run))
-    _write(write_html, timeline, written.html, "--html")
+    shown = for_page(_samples(run))
+    timeline = build_timeline(events_of(run), sampled={sample["group"] for sample in shown if "group" in sample})
+    _write(lambda timeline, path: write_html(timeline, path, samples=shown), timeline, written.html, "--html")
     _write(write_trace, timeline, written.trace, "--trace")
     return written
+
+
+def _samples(run: Path) -> SampleIndex:
+    path = RunDirectory(run).samples
+    try:
+        return read_all(path)
+    except (OSError, Rewritten) as cause:
+        raise ConfigError(f"RUN: got {run}, whose {path.name} cannot be read: {cause}") from cause
 
 
 def events_of(run: Path, about: Callable[[str], bool] | None = None) -> Iterator[Event]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from headway.reports.metrics import RunMetrics
 from headway.reports.tally import Whereabouts
 
 HISTORY = 200
+"""Least number of versions whose rewards are kept; of more than twice as many every second one is, and both ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class SnapshotTaker:
         self._clock = clock
         self._event_time = 0.0
         self._seen_at = 0.0
-        self._rewards: deque[float] = deque(maxlen=HISTORY)
+        self._rewards: list[float] = []
         self._row: dict[str, Any] = {}
 
     def on_event(self, event: Event) -> None:
@@ -75,6 +75,8 @@ class SnapshotTaker:
         self._row = self._row | row
         if "reward/mean" in row:
             self._rewards.append(row["reward/mean"])
+            if len(self._rewards) > 2 * HISTORY:
+                self._rewards = [*self._rewards[:-1:2], self._rewards[-1]]
 
     def take(self) -> Snapshot | None:
         """Take a snapshot; None before the run has started."""

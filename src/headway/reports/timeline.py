@@ -8,13 +8,14 @@
     LeaseChanged, ValidationFinished, CheckpointSaved ──────▶ Run
     UpdateFinished, GroupSettled, ReplicaLost, Note, … ─────▶ marks
     every event ────────────────────────────────────────────▶ figures of the whole run, as in summary.json
+    rows of metrics, groups ────────────────────────────────▶ `Story`: curves, the fates of groups
 
 Everything is derived from events, so a run that failed or still goes on has a timeline up to its last event.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -45,8 +46,10 @@ from headway.events import (
     ValidationFinished,
 )
 from headway.reports.counters import Counter, Counters
+from headway.reports.curves import CurveLog
 from headway.reports.device_lanes import REPLICAS, TRAINER, AdmissionLanes, Replicas, Trainer
 from headway.reports.environment_lanes import Environments
+from headway.reports.groups import GroupLog, ledger
 from headway.reports.human import score
 from headway.reports.intervals import complement, intersection
 from headway.reports.lanes import Kind, Lane, LaneSpan, side_by_side
@@ -97,10 +100,21 @@ class Timeline:
     """The wall time that the figures' shares refer to: first admission to last optimizer step."""
     simulated: bool = False
     """True for a simulation: times are predictions, and rewards mean nothing."""
+    story: Story | None = None
+    """What was learned and what became of each group; None where nothing says so, and of a simulation."""
 
     @property
     def spans(self) -> int:
         return sum(len(lane.spans) for lane in self.lanes)
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """What a run learned, and what became of its groups."""
+
+    curves: CurveLog
+    groups: GroupLog
+    ledger: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +130,14 @@ class IdleReason:
     share: float
 
 
-def build_timeline(events: Iterable[Event], *, simulated: bool = False) -> Timeline:
+def build_timeline(
+    events: Iterable[Event], *, simulated: bool = False, sampled: Container[int] = frozenset()
+) -> Timeline:
     """Build the timeline of a run from its events, in the order in which they happened.
 
-    ``simulated``: nothing was computed, so that rewards mean nothing.
+    ``simulated``: nothing was computed, so that rewards mean nothing. ``sampled``: numbers of groups to keep.
     """
-    builder = _Builder(simulated=simulated)
+    builder = TimelineBuilder(simulated=simulated, groups=GroupLog(sampled))
     for event in events:
         builder.on_event(event)
     return builder.build()
@@ -146,9 +162,11 @@ def idle_reasons(timeline: Timeline) -> list[IdleReason]:
 
 
 @dataclass(slots=True)
-class _Builder:
+class TimelineBuilder:
     """Takes a run's events one by one and lays the lanes out at the end."""
 
+    curves: CurveLog = field(default_factory=CurveLog)
+    groups: GroupLog = field(default_factory=GroupLog)
     metrics: RunMetrics = field(default_factory=RunMetrics)
     stages: dict[str, StageLog] = field(default_factory=dict)
     trainer: Trainer = field(default_factory=Trainer)
@@ -166,16 +184,33 @@ class _Builder:
     first: float | None = None
     last: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.metrics.sinks = [self.curves]
+
     def on_event(self, event: Event) -> None:
         self.first = event.time if self.first is None else min(self.first, event.time)
         self.last = max(self.last, event.time)
         self.metrics.on_event(event)
         self.counters.on_event(event)
+        self.groups.on_event(event)
         self._record(event)
         self._mark(event)
 
-    def build(self) -> Timeline:
+    def so_far(self) -> Timeline:
+        """Return the timeline up to the last event of a run that goes on: further events may follow."""
+        open_ends = replace(
+            self,
+            stages={name: replace(log, stays=list(log.stays)) for name, log in self.stages.items()},
+            admission=self.admission.copy(),
+        )
+        return open_ends.build(ended=False)
+
+    def build(self, *, ended: bool = True) -> Timeline:
+        """Return the timeline. With ``ended`` no event follows: the last rows of an unfinished run are closed."""
         life = (self.first or 0.0, self.last)
+        figures = summary(self.metrics)
+        if ended:
+            self.metrics.close()
         for log in self.stages.values():
             log.close(life[1])
         self.admission.close(life[1])
@@ -184,9 +219,10 @@ class _Builder:
             lanes=() if self.first is None else tuple(self._lanes(life)),
             marks=tuple(sorted(self.marks, key=lambda mark: mark.time)),
             counters=self.counters.all(),
-            summary=summary(self.metrics),
+            summary=figures,
             measured=self.metrics.window,
             simulated=self.simulated,
+            story=None if self.simulated else Story(self.curves, self.groups, ledger(self.metrics)),
         )
 
     # ------------------------------------------------------------------------------------------ events

@@ -47,19 +47,6 @@ function describeSpan(lane, i) {
   return [labelOf(lane, i), `${kind.words} · ${lane.name}`, `${duration(us)} · ${when}`];
 }
 
-function showTip(lines, px, py) {
-  if (!lines) { tip.hidden = true; return; }
-  tip.replaceChildren(...lines.map((line, i) => {
-    const element = document.createElement(i ? "span" : "b");
-    element.textContent = line;
-    return element;
-  }));
-  tip.hidden = false;
-  const box = tip.getBoundingClientRect();
-  tip.style.left = `${Math.max(4, px + 16 + box.width > innerWidth ? px - box.width - 12 : px + 16)}px`;
-  tip.style.top = `${Math.max(4, py + 18 + box.height > innerHeight ? py - box.height - 12 : py + 18)}px`;
-}
-
 // ------------------------------------------------------------------------------------------------ moving about
 
 function show(from, to) {

@@ -2,11 +2,9 @@
 // Times are whole microseconds since the run's first event.
 //
 //   rows.js: data ─▶ rows ─▶ layout        drawing.js: what is in view ─▶ canvas        hands.js: wheel, pointer, keys
-const data = JSON.parse(document.getElementById("data").textContent);
-const byId = (id) => document.getElementById(id);
-const chart = byId("chart"), canvas = byId("canvas"), axis = byId("axis"), tip = byId("tip"), names = byId("names");
-const KINDS = data.kinds, END = data.end || 1e6, LANE = 24, THIN = 15, HEAD = 24, COUNTER = 46, AXIS = 44;
-const IDLE = KINDS.map((kind) => kind.idle);
+const given = JSON.parse(byId("data").textContent);
+const chart = byId("chart"), canvas = byId("canvas"), axis = byId("axis"), names = byId("names");
+const LANE = 24, THIN = 15, HEAD = 24, COUNTER = 46, AXIS = 44;
 const reduced = 1.5; // pixels under which a span is drawn as part of a column
 
 // ------------------------------------------------------------------------------------------------ data
@@ -40,29 +38,31 @@ function buildRows() {
   return rows;
 }
 
-const rows = buildRows(), closed = new Set();
-const updates = data.marks.find((marks) => marks.kind === "update")?.points ?? [];
-const view = { from: 0, to: END }, chosen = { row: -1, span: -1 };
+const closed = new Set(), view = { from: 0, to: 0 }, chosen = { row: -1, span: -1 };
+let data, KINDS, END = 0, IDLE, rows = [], updates;
+
+function take(timeline) { // another timeline of the same run, longer than the last one
+  const whole = view.from === 0 && view.to === END, name = rows[chosen.row]?.name;
+  data = timeline;
+  KINDS = data.kinds;
+  END = data.end || 1e6;
+  IDLE = KINDS.map((kind) => kind.idle);
+  rows = buildRows();
+  updates = data.marks.find((marks) => marks.kind === "update")?.points ?? [];
+  chosen.row = rows.findIndex((row) => row.type === "lane" && row.name === name);
+  if (whole || view.to > END) { view.from = 0; view.to = END; }
+}
+take(given);
 let visible = [], height = 0, width = 0, tall = 0, colours = {}, patterns = {}, marked = null, queued = false;
 
 // ------------------------------------------------------------------------------------------------ words
 
-function duration(us) {
-  const s = us / 1e6;
-  if (s === 0) return "0 s";
-  if (s < 1e-3) return `${us.toPrecision(3).replace(/\.0+$/, "")} µs`;
-  if (s < 1) return `${(s * 1e3).toPrecision(3)} ms`;
-  if (s < 60) return `${s.toPrecision(3)} s`;
-  if (s < 3600) return `${Math.floor(s / 60)} min ${Math.round(s % 60)} s`;
-  return `${Math.floor(s / 3600).toLocaleString("en")} h ${Math.round((s % 3600) / 60)} min`;
-}
 function instant(us, step) {
   const s = us / 1e6, digits = Math.min(6, Math.max(0, Math.ceil(-Math.log10(step / 1e6) - 1e-9)));
   if (END < 120e6 || step < 1e6 && s < 60) return `${s.toFixed(digits)} s`;
   const two = (n) => String(n).padStart(2, "0"), whole = Math.floor(s + 1e-9), part = (s - whole).toFixed(digits).slice(1);
   return `${Math.floor(whole / 3600)}:${two(Math.floor(whole / 60) % 60)}:${two(whole % 60)}${digits ? part : ""}`;
 }
-const share = (part) => `${part > 0 && part < 0.01 ? "<1" : Math.round(100 * part)}%`;
 const labelOf = (lane, i) => data.strings[lane.label[i]];
 const x = (t) => ((t - view.from) / (view.to - view.from)) * width;
 const t = (px) => view.from + (px / width) * (view.to - view.from);

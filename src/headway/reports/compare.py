@@ -1,0 +1,222 @@
+"""``headway compare``: what differs between runs in their settings, and in what they reached at equal cost.
+
+RUN, RUN, … ─▶ `read_runs`: settings, curves, figures ─▶ `compared` ─▶ tables for the terminal, and one page of curves
+
+Runs are compared where all of them have been: at the groups, the seconds and the tokens that the shortest one reached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from headway.config.layers import flatten
+from headway.errors import ConfigError
+from headway.reports import human
+from headway.reports.curves import ACCURACY, CurveLog, Place, value_at
+from headway.reports.metrics import RunMetrics
+from headway.reports.report import events_of
+from headway.reports.run_directory import RunDirectory
+from headway.reports.summary import summary
+from headway.reports.watch.alive import is_trained
+
+REWARD, ESS = "reward/mean", "offpolicy/ess"
+AVERAGED = 10
+"""Number of versions whose mean training reward is compared: that of one version is noisy."""
+NOT_COMPARED = frozenset({"run.dir"})
+AXES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("groups", "groups", lambda value: human.count(round(value))),
+    ("seconds", "seconds", human.number),
+    ("tokens", "tokens", human.number),
+)
+"""Fields of `Place` at which runs are compared, with their names and how values of them are written."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunRead:
+    """One run: its ``settings`` by dotted key, its curves, and its ``figures`` as in ``summary.json``."""
+
+    name: str
+    settings: dict[str, Any]
+    curves: CurveLog
+    figures: dict[str, Any]
+    status: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of a table: what it is about, and one text for each run."""
+
+    name: str
+    cells: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    runs: tuple[RunRead, ...]
+    settings: tuple[Row, ...]
+    """The settings that differ, by key."""
+    results: tuple[Row, ...]
+
+
+def read_runs(paths: Sequence[Path]) -> list[RunRead]:
+    """Read the runs in the directories ``paths``. Their names are the directories', as long as needed to differ.
+
+    Raises `ConfigError` for two that are one, and for what is no run's directory or cannot be read.
+    """
+    seen: dict[Path, Path] = {}
+    for path in paths:
+        first = seen.setdefault(path.resolve(), path)
+        if first is not path:
+            raise ConfigError(f"RUN: got {first} and {path}, which are one run; give different ones")
+    return [_read(path, name) for path, name in zip(paths, names(paths), strict=True)]
+
+
+def names(paths: Sequence[Path]) -> list[str]:
+    """Return a name for each path: its last part, and as many before it as make all names differ."""
+    parts = [path.resolve().parts for path in paths]
+    for count in range(1, max(map(len, parts)) + 1):
+        found = ["/".join(part[-count:]) for part in parts]
+        if len(set(found)) == len(found):
+            return found
+    return [str(path) for path in paths]
+
+
+def _read(path: Path, name: str) -> RunRead:
+    curves = CurveLog()
+    metrics = RunMetrics([curves])
+    for event in events_of(path):
+        metrics.on_event(event)
+    figures = summary(metrics)
+    metrics.close()
+    status = str(figures["status"])
+    if metrics.finished is None and is_trained(RunDirectory(path).lock) is False:
+        status = "killed"
+    return RunRead(name, _settings(path), curves, figures, status)
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    config = RunDirectory(path).config
+    try:
+        values = yaml.safe_load(config.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as cause:
+        raise ConfigError(f"RUN: got {path}, whose {config.name} cannot be read: {cause}") from cause
+    if not isinstance(values, dict):
+        raise ConfigError(f"RUN: got {path}, whose {config.name} holds no settings")
+    return dict(flatten(values))
+
+
+def compared(runs: Sequence[RunRead]) -> Comparison:
+    """Compare runs that were read."""
+    return Comparison(tuple(runs), tuple(_differing(runs)), tuple(_results(runs)))
+
+
+def _differing(runs: Sequence[RunRead]) -> list[Row]:
+    """The settings that are not the same in all runs. One that a file lacks has its default there, shown as a dash."""
+    missing = object()
+    keys = list(dict.fromkeys(key for run in runs for key in run.settings if key not in NOT_COMPARED))
+    rows = []
+    for key in keys:
+        values = [run.settings.get(key, missing) for run in runs]
+        if any(value != values[0] for value in values):
+            rows.append(Row(key, tuple(human.UNKNOWN if value is missing else _value(value) for value in values)))
+    return rows
+
+
+def _value(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _results(runs: Sequence[RunRead]) -> list[Row]:
+    figures = [run.figures for run in runs]
+    ends = [_end(run.curves) for run in runs]
+    rows = [
+        Row("status", tuple(run.status for run in runs)),
+        Row("versions", tuple(human.count(of["version"]) for of in figures)),
+        Row("groups trained", tuple(human.count(of["groups"]["trained"]) for of in figures)),
+        Row("seconds", tuple(human.number(end.seconds) for end in ends)),
+        Row("tokens trained", tuple(human.number(of["tokens"]["trained"]) for of in figures)),
+        *at_equal("accuracy", [run.curves.points(ACCURACY) for run in runs]),
+        *at_equal("training reward", [_smooth(run.curves.points(REWARD)) for run in runs]),
+    ]
+
+    def row(name: str, write: Callable[[Any], str], read: Callable[[dict[str, Any]], Any]) -> None:
+        rows.append(Row(name, tuple(write(read(of)) for of in figures)))
+
+    row("generated tokens/s", human.number, lambda of: of["throughput"]["generated_tokens_per_s"])
+    row("trained tokens/s", human.number, lambda of: of["throughput"]["trained_tokens_per_s"])
+    row("trainer idle", human.share, lambda of: of["trainer/idle_ratio"])
+    row("replicas idle", human.share, lambda of: of["rollouter/idle_ratio"])
+    row("lag, mean", human.number, lambda of: of["lag"]["mean"])
+    row("lag, most", human.number, lambda of: of["lag"]["max"])
+    rows.append(Row("ESS, mean", tuple(human.number(_mean(run.curves.points(ESS))) for run in runs)))
+    for fate in ("filtered", "dropped", "failed", "in_flight"):
+        row(f"groups {fate.replace('_', ' ')}", human.count, lambda of, fate=fate: of["groups"][fate])  # type: ignore[misc]
+    return rows
+
+
+def at_equal(name: str, points: Sequence[Sequence[tuple[Place, float]]]) -> list[Row]:
+    """Rows of a metric at the groups, seconds and tokens that all runs with a value of it have reached.
+
+    ``points``: of each run, by version. A run without any value has dashes.
+    """
+    known = [run for run in points if run]
+    if not known:
+        return []
+    rows = []
+    for axis, unit, write in AXES:
+        at = min(getattr(run[-1][0], axis) for run in known)
+        cells = tuple(human.score(value_at(run, axis, at)) for run in points)
+        rows.append(Row(f"{name} at {write(at)} {unit}", cells))
+    return [*rows, Row(f"{name}, best", tuple(_best(run) for run in points))]
+
+
+def _best(points: Sequence[tuple[Place, float]]) -> str:
+    return human.score(max((value for _, value in points), default=None))
+
+
+def _smooth(points: Sequence[tuple[Place, float]]) -> list[tuple[Place, float]]:
+    """Means over the last `AVERAGED` values, or as many as there are."""
+    values = [value for _, value in points]
+    return [
+        (place, sum(values[max(i + 1 - AVERAGED, 0) : i + 1]) / min(i + 1, AVERAGED))
+        for i, (place, _) in enumerate(points)
+    ]
+
+
+def _mean(points: Sequence[tuple[Place, float]]) -> float | None:
+    return sum(value for _, value in points) / len(points) if points else None
+
+
+def _end(curves: CurveLog) -> Place:
+    places = curves.places()
+    return places[-1] if places else Place(0, 0.0, 0.0, 0.0)
+
+
+# ------------------------------------------------------------------------------------------------ terminal
+
+
+def print_comparison(found: Comparison, console: Console) -> None:
+    """Print the settings that differ, and the table of results."""
+    if found.settings:
+        console.print(_table("settings that differ", found, found.settings))
+    else:
+        console.print("The settings are the same, but for the directory.")
+    console.print()
+    console.print(_table("results", found, found.results))
+
+
+def _table(title: str, found: Comparison, rows: Sequence[Row]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column(title, overflow="fold", max_width=38)
+    for run in found.runs:
+        table.add_column(run.name, overflow="fold", justify="right", max_width=28)
+    for row in rows:
+        table.add_row(row.name, *row.cells)
+    return table

@@ -1,0 +1,294 @@
+"""Curves of how a run learns, as plain values: one builder for the report's page, the live page and comparisons.
+
+rows of metrics ─▶ `CurveLog` (a row sink) ─▶ `charts`: at most `MOST_POINTS` points a curve ─▶ `to_json`
+                                           └▶ `points`: every value of one metric, with its place on each axis
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+MOST_POINTS = 600
+"""Most points of one curve on a page."""
+MOST_CURVES = 16
+"""Most curves of one chart; of more sources the first ones are drawn, and the page says how many are not."""
+DIGITS = 5
+ACCURACY = "validation/accuracy"
+
+
+@dataclass(frozen=True, slots=True)
+class ChartKind:
+    """What one chart draws: metrics by name, each with its curve's name, and a family of metrics, one for each source.
+
+    Metrics of the family begin with ``family[0]`` and end with ``family[1]``; what is between is the curve's name.
+    ``entered``: the values are of the weights that a version began with, and not of what happened while it lasted.
+    """
+
+    name: str
+    unit: str
+    metrics: tuple[tuple[str, str], ...] = ()
+    family: tuple[str, str] | None = None
+    entered: bool = False
+
+
+KINDS = (
+    ChartKind("reward", "mean of trained answers", (("reward/mean", "all"),), ("reward/source/", "/mean")),
+    ChartKind(
+        "validation",
+        "mean reward of held-out problems",
+        ((ACCURACY, "all"),),
+        ("validation/source/", "/accuracy"),
+        True,
+    ),
+    ChartKind("reward by part", "mean", (), ("reward/", "/mean")),
+    ChartKind("answer length", "tokens, mean", (("response_length/mean", "trained"),)),
+    ChartKind("answers cut off", "share", (("response_length/clip_ratio", "trained"),)),
+    ChartKind("entropy", "nats a token", (("actor/entropy", "policy"),)),
+    ChartKind(
+        "KL",
+        "nats a token",
+        (
+            ("offpolicy/kl", "engine to trainer"),
+            ("actor/approx_kl", "within a version"),
+            ("actor/ref_kl", "to the reference"),
+        ),
+    ),
+    ChartKind("effective sample size", "share; 1 is on policy", (("offpolicy/ess", "all tokens"),)),
+    ChartKind("lag", "versions", (("lag/mean", "mean"), ("lag/max", "most"))),
+    ChartKind(
+        "clip share",
+        "share of tokens",
+        (("actor/clip_fraction", "by the loss"), ("offpolicy/clip_fraction", "outside the range")),
+    ),
+    ChartKind("gradient norm", "before clipping", (("actor/grad_norm", "actor"), ("critic/grad_norm", "critic"))),
+    ChartKind("turns", "of an episode", (("num_turns/mean", "mean"), ("num_turns/max", "most"))),
+)
+_PLAIN = {metric: kind for kind in KINDS for metric, _ in kind.metrics}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A place on every axis: the version, seconds since the run's start, trained groups and tokens until then."""
+
+    version: int
+    seconds: float
+    groups: float
+    tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One curve: ``values[i]`` belongs to the entry ``places[i]`` of its chart's table of places."""
+
+    name: str
+    metric: str
+    places: tuple[int, ...]
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Curves with one y axis. ``left_out``: number of curves beyond `MOST_CURVES`."""
+
+    kind: ChartKind
+    curves: tuple[Curve, ...]
+    left_out: int
+
+
+class CurveLog:
+    """Row sink that keeps of every version what is drawn of it. A second row of a version adds to its first."""
+
+    def __init__(self) -> None:
+        self.serial = 0
+        """Number of rows so far."""
+        self._index: dict[int, int] = {}
+        """Version → its index in the arrays, in order of arrival."""
+        self._began, self._ended = array("d"), array("d")
+        """Seconds since the start; not a number where no row tells."""
+        self._groups, self._tokens = array("d"), array("d")
+        """Trained groups until the version's end, and tokens trained in it."""
+        self._values: dict[str, array[float]] = {}
+        self._kinds: dict[str, ChartKind | None] = {}
+
+    def on_row(self, row: dict[str, Any]) -> None:
+        self.serial += 1
+        index = self._index.setdefault(row["version"], len(self._index))
+        if index == len(self._began):
+            for column in (self._began, self._ended, self._groups):
+                column.append(math.nan)
+            self._tokens.append(0.0)
+        if "time/since_start" in row:
+            seconds = row["time/seconds"]
+            self._began[index], self._ended[index] = row["time/since_start"] - seconds, row["time/since_start"]
+            self._tokens[index] = row.get("throughput/trained_tokens_per_s", 0.0) * seconds
+        if "groups/trained" in row:
+            self._groups[index] = row["groups/trained"]
+        for name, value in row.items():
+            if self._kind(name) is not None and value is not None and math.isfinite(value):
+                values = self._values.setdefault(name, array("d"))
+                values.extend([math.nan] * (index + 1 - len(values)))
+                values[index] = value
+
+    def close(self) -> None: ...
+
+    def _kind(self, name: str) -> ChartKind | None:
+        if name not in self._kinds:
+            self._kinds[name] = _kind_of(name)
+        return self._kinds[name]
+
+    @property
+    def versions(self) -> int:
+        """Number of versions."""
+        return len(self._index)
+
+    def places(self, *, entered: bool = False) -> list[Place]:
+        """Places of all versions, ascending: of their ends, or with ``entered`` of the instants at which they began.
+
+        A row without a time, and a version without a row, take the place of the one before.
+        """
+        order = sorted(self._index.items())
+        ends: list[Place] = []
+        tokens = accumulate(self._tokens[index] for _, index in order)
+        seconds = min((began for began in self._began if not math.isnan(began)), default=0.0)
+        begin, groups = Place(0, seconds, 0.0, 0.0), 0.0
+        for (version, index), so_far in zip(order, tokens, strict=True):
+            seconds = max(_or(self._ended[index], seconds), seconds)
+            groups = max(_or(self._groups[index], groups), groups)
+            ends.append(Place(version, seconds, groups, so_far))
+        if not entered:
+            return ends
+        before = [begin, *ends[:-1]]
+        return [
+            Place(at.version, last.seconds, last.groups, last.tokens) for at, last in zip(ends, before, strict=False)
+        ]
+
+    def points(self, metric: str) -> list[tuple[Place, float]]:
+        """All values of a metric, by version, with their places."""
+        kind = self._kind(metric)
+        places = self.places(entered=kind is not None and kind.entered)
+        where, values = self._series(metric)
+        return [(places[place], value) for place, value in zip(where, values, strict=True)]
+
+    def charts(self, most: int = MOST_POINTS) -> list[Chart]:
+        """The charts that have data, in the order of `KINDS`, with at most ``most`` points a curve."""
+        return [chart for kind in KINDS if (chart := self._chart(kind, most)) is not None]
+
+    def _chart(self, kind: ChartKind, most: int) -> Chart | None:
+        named = [(metric, name) for metric, name in kind.metrics if metric in self._values]
+        if kind.family is not None:
+            head, tail = kind.family
+            of_family = [name for name in self._values if self._kind(name) is kind and name not in _PLAIN]
+            named += [(metric, metric.removeprefix(head).removesuffix(tail)) for metric in of_family]
+        curves = [self._curve(metric, name, most) for metric, name in named[:MOST_CURVES]]
+        return Chart(kind, tuple(curves), max(len(named) - MOST_CURVES, 0)) if curves else None
+
+    def _curve(self, metric: str, name: str, most: int) -> Curve:
+        places, values = self._series(metric)
+        kept = thinned(values, most)
+        return Curve(name, metric, tuple(places[i] for i in kept), tuple(values[i] for i in kept))
+
+    def _series(self, metric: str) -> tuple[list[int], list[float]]:
+        """Return a metric's places, as indices of `places`, and its values there."""
+        column = self._values.get(metric, array("d"))
+        order = sorted(self._index.items())
+        found = [
+            (place, column[index])
+            for place, (_, index) in enumerate(order)
+            if index < len(column) and not math.isnan(column[index])
+        ]
+        return [place for place, _ in found], [value for _, value in found]
+
+
+def thinned(values: Sequence[float], most: int) -> list[int]:
+    """Indices of at most ``most`` of the ``values``, ascending: the first, the last, and of each stretch the extremes.
+
+    ``most`` is 4 or more.
+    """
+    count = len(values)
+    if count <= most:
+        return list(range(count))
+    stretches = (most - 2) // 2
+    kept = {0, count - 1}
+    for stretch in range(stretches):
+        part = range(stretch * count // stretches, (stretch + 1) * count // stretches)
+        kept |= {min(part, key=values.__getitem__), max(part, key=values.__getitem__)}
+    return sorted(kept)
+
+
+def to_json(log: CurveLog, most: int = MOST_POINTS) -> dict[str, Any]:
+    """The charts as the page's script reads them: ``tables`` of places, and curves as indices into one of them.
+
+    ``i`` is absent where a curve has a value at every place of its table, in order.
+    """
+    charts = log.charts(most)
+    tables: dict[str, dict[str, list[float]]] = {}
+    index: dict[str, dict[int, int]] = {}
+    for name, entered in (("trained", False), ("entered", True)):
+        used = sorted(
+            {place for chart in charts if chart.kind.entered is entered for c in chart.curves for place in c.places}
+        )
+        if used:
+            places = log.places(entered=entered)
+            index[name] = {place: new for new, place in enumerate(used)}
+            tables[name] = _table([places[place] for place in used])
+    return {"tables": tables, "charts": [_packed(chart, index) for chart in charts]}
+
+
+def _table(places: Sequence[Place]) -> dict[str, list[float]]:
+    return {
+        "version": [place.version for place in places],
+        "seconds": [round(place.seconds, 3) for place in places],
+        "tokens": [round(place.tokens) for place in places],
+    }
+
+
+def _packed(chart: Chart, index: dict[str, dict[int, int]]) -> dict[str, Any]:
+    table = "entered" if chart.kind.entered else "trained"
+    return {
+        "name": chart.kind.name,
+        "unit": chart.kind.unit,
+        "left_out": chart.left_out,
+        "curves": [_packed_curve(curve, table, index[table]) for curve in chart.curves],
+    }
+
+
+def _packed_curve(curve: Curve, table: str, index: dict[int, int]) -> dict[str, Any]:
+    packed: dict[str, Any] = {"name": curve.name, "metric": curve.metric, "table": table}
+    if len(curve.places) < len(index):
+        packed["i"] = [index[place] for place in curve.places]
+    return packed | {"y": [float(f"{value:.{DIGITS}g}") for value in curve.values]}
+
+
+def _kind_of(name: str) -> ChartKind | None:
+    """Return the kind of chart that draws the metric ``name``; None for none."""
+    if name in _PLAIN:
+        return _PLAIN[name]
+    return next((kind for kind in KINDS if kind.family is not None and _is_of(name, kind.family)), None)
+
+
+def _is_of(name: str, family: tuple[str, str]) -> bool:
+    head, tail = family
+    return name.startswith(head) and name.endswith(tail) and len(name) > len(head) + len(tail)
+
+
+def _or(value: float, otherwise: float) -> float:
+    return otherwise if math.isnan(value) else value
+
+
+def value_at(points: Sequence[tuple[Place, float]], axis: str, at: float) -> float | None:
+    """Value of the last of ``points`` at ``at`` or before on ``axis``, a field of `Place`; None for none."""
+    places = [getattr(place, axis) for place, _ in points]
+    found = bisect_left(places, math.nextafter(at, math.inf)) - 1
+    return points[found][1] if found >= 0 else None
+
+
+def last_place(log: CurveLog) -> Place | None:
+    """The place that the run has reached; None where it has no row."""
+    places = log.places()
+    return places[-1] if places else None

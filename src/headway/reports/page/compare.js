@@ -1,0 +1,1 @@
+curves.take(JSON.parse(byId("data").textContent));

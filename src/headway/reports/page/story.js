@@ -1,0 +1,90 @@
+// Gives each part its data: at once where the page holds it, and on a live page as it comes.
+const samples = new Map();
+let live = null, asked = 0;
+
+groups.onOpen((row, hasText) => {
+  const mine = ++asked;
+  if (!hasText) { tokens.showLine(row); return; }
+  if (!live) { tokens.show(samples.get(row.key)); return; }
+  fetch(`sample?${row.key}`).then((answer) => (answer.ok ? answer.json() : Promise.reject(new Error(`the server said ${answer.status}`))))
+    .then((sample) => { if (mine === asked) tokens.show(sample); }, (error) => { if (mine === asked) tokens.clear(`This sample could not be read: ${error.message}`); });
+});
+
+function holdSamples(list) {
+  const mean = (episodes, name) => {
+    const values = episodes.map((episode) => episode[name]).filter((value) => value != null);
+    return values.length ? values.reduce((a, b) => a + b) / values.length : null;
+  };
+  const lines = [];
+  for (const sample of list) {
+    const validation = sample.validation !== undefined;
+    samples.set(validation ? `validation=${sample.validation}&problem=${sample.problem}` : `group=${sample.group}`, sample);
+    if (validation) lines.push([sample.validation, sample.problem, sample.source, mean(sample.episodes, "reward"), mean(sample.episodes, "length")]);
+  }
+  groups.addValidations(lines);
+  groups.addSamples(samples.keys());
+}
+
+if (given.curves) curves.take(given.curves);
+if (given.groups) {
+  groups.addGroups(given.groups);
+  groups.takeLedger(given.ledger);
+  holdSamples(given.samples ?? []);
+  groups.refresh();
+}
+
+// ------------------------------------------------------------------------------------------------ live
+
+function startLive() {
+  live = { epoch: -1, timeline: 0, wanted: 0, fetching: false };
+  const stream = new EventSource("stream");
+  stream.addEventListener("message", (event) => receive(JSON.parse(event.data)));
+  stream.addEventListener("error", () => showStatus({ status: "not connected", reason: "headway watch does not answer: it was stopped, or its machine cannot be reached" }));
+  document.addEventListener("visibilitychange", fetchTimeline);
+}
+
+function receive(message) {
+  if (message.epoch !== live.epoch) { // the run began again from a checkpoint: nothing that was shown counts
+    live.epoch = message.epoch;
+    groups.forget();
+    tokens.clear("Choose a group to see what was said.");
+  }
+  showStatus(message.status);
+  if (message.curves) curves.take(message.curves);
+  if (message.ledger) groups.takeLedger(message.ledger);
+  groups.addGroups(message.groups);
+  groups.addValidations(message.validations);
+  groups.addSamples(message.sampled);
+  groups.trim(message.most);
+  groups.refresh();
+  live.wanted = message.timeline;
+  fetchTimeline();
+}
+
+function fetchTimeline() {
+  if (live.fetching || document.hidden || live.wanted === live.timeline) return;
+  live.fetching = true;
+  const wanted = live.wanted;
+  fetch("timeline").then((answer) => answer.json()).then((parts) => {
+    live.timeline = wanted;
+    showTimeline(parts);
+  }, () => {}).finally(() => { live.fetching = false; });
+}
+
+function showTimeline({ data: timeline, figures, sentence, reasons, remarks }) {
+  take(timeline);
+  dress();
+  layout();
+  byId("figures").replaceChildren(...figures.map(([name, value, beside]) => make("div", "", make("dt", "", name), make("dd", "", value, beside ? " " : "", beside ? make("small", "", beside) : null))));
+  byId("sentence").textContent = sentence;
+  byId("remarks").replaceChildren(...remarks.map((remark) => make("p", "", remark)));
+  const line = (cell, row) => make("tr", "", ...row.map((text, i) => make(cell, i > 1 ? "number" : "", text)));
+  byId("reasons").replaceChildren(make("table", "", make("thead", "", line("th", ["who", "why it did nothing", "time", "share of the wall time"])),
+    make("tbody", "", ...reasons.map((row) => line("td", row)))));
+}
+
+function showStatus({ status, reason, words }) {
+  byId("status").replaceChildren(make("span", `status ${status.replace(" ", "_")}`, words ?? status), ...(reason ? [make("p", "why", reason)] : []));
+}
+
+if (given.live) startLive();

@@ -1,0 +1,176 @@
+"""Samples of a run, found by group or by validation and problem, in ``samples.jsonl``.
+
+Lines of a group are long, for they hold its tokens: the index keeps where they lie, and one is read when it is shown. A
+group or a validation that a resume undid is written again; its last line counts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headway.reports.tail import Tail
+
+_GROUP = re.compile(rb'\{"group": ?(\d+), ?"version": ?(-?\d+)')
+ON_PAGE = 2 * 10**6
+"""Most bytes of samples in a page that is one file."""
+MOST_OF_ONE = ON_PAGE // 6
+MOST_VALIDATIONS = 2_000
+
+Key = tuple[int] | tuple[int, int]
+"""A group's number, or the version of a validation and the problem."""
+
+
+@dataclass(frozen=True, slots=True)
+class At:
+    """Where a sample's line lies, and the trainer's version that it belongs to."""
+
+    offset: int
+    size: int
+    version: int
+
+
+@dataclass(slots=True)
+class SampleIndex:
+    """Index of the lines that were read so far. ``read`` goes on where the last reading ended."""
+
+    path: Path
+    groups: dict[int, At] = field(default_factory=dict)
+    validations: dict[tuple[int, int], At] = field(default_factory=dict)
+    lines: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
+    """Version and problem → its line in a list: version, problem, source, mean reward and length. The newest alone."""
+    damaged: int = 0
+    """Number of lines that are no samples."""
+    _tail: Tail = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._tail = Tail(self.path)
+
+    def read_on(self) -> bool:
+        """Read as `read` does; tell whether there was anything."""
+        before = self._tail.offset
+        self.read()
+        return self._tail.offset > before
+
+    def read(self) -> tuple[list[int], list[list[Any]]]:
+        """Read on; return the groups and the lines of validations that came. Raises `Rewritten` and `OSError`."""
+        groups: list[int] = []
+        validations: list[list[Any]] = []
+        for offset, line in self._tail.read():
+            if found := _GROUP.match(line):
+                number, version = int(found[1]), int(found[2])
+                self.groups[number] = At(offset, len(line), version)
+                groups.append(number)
+            elif (told := self._validation(offset, line)) is not None:
+                validations.append(told)
+        return groups, validations
+
+    def _validation(self, offset: int, line: bytes) -> list[Any] | None:
+        try:
+            row = json.loads(line)
+            if "group" in row:  # spelled in another order than its writer's
+                self.groups[row["group"]] = At(offset, len(line), row["version"])
+                return None
+            key = (int(row["validation"]), int(row["problem"]))
+            told = [*key, str(row.get("source", "")), *_means(row["episodes"])]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            self.damaged += 1
+            return None
+        self.validations[key] = At(offset, len(line), key[0])
+        self.lines[key] = told
+        if len(self.lines) > MOST_VALIDATIONS:
+            del self.lines[next(iter(self.lines))]
+        return told
+
+    def find(self, key: Key) -> At | None:
+        """Return where the sample of ``key`` lies; None where there is none."""
+        return self.groups.get(key[0]) if len(key) == 1 else self.validations.get(key)
+
+    def line(self, key: Key) -> bytes | None:
+        """Return the JSON of one sample; None where there is none. Raises `OSError` where it cannot be read."""
+        if (at := self.find(key)) is None:
+            return None
+        with self.path.open("rb") as file:
+            file.seek(at.offset)
+            return file.read(at.size)
+
+
+def read_all(path: Path) -> SampleIndex:
+    """Return the index of a whole file. A file that does not exist has no samples."""
+    index = SampleIndex(path)
+    while index.read_on():
+        pass
+    return index
+
+
+def for_page(index: SampleIndex, budget: int = ON_PAGE) -> list[dict[str, Any]]:
+    """Samples that fit into ``budget`` bytes of JSON: the newest, the oldest, and evenly between them.
+
+    Groups and validations get a half each, and what the other leaves. Of a group that is large its first episodes keep
+    their tokens; ``left_out`` counts the others.
+    """
+    validations = sorted(index.validations, key=lambda key: (index.validations[key].version, key))
+    chosen, left = _fill(index, validations, budget // 2)
+    groups, _ = _fill(index, [(number,) for number in sorted(index.groups)], budget - budget // 2 + left)
+    return groups + chosen
+
+
+def _fill(index: SampleIndex, keys: Sequence[Key], budget: int) -> tuple[list[dict[str, Any]], int]:
+    """Return samples of ``keys`` that fit, and how much of the budget is left."""
+    found: list[dict[str, Any]] = []
+    for place in spread(len(keys)):
+        sample = _small(index.line(keys[place]))
+        if sample is None:
+            continue
+        size = len(json.dumps(sample, ensure_ascii=False).encode())
+        if size > budget:
+            if budget < MOST_OF_ONE:
+                break
+            continue
+        budget -= size
+        found.append(sample)
+    return found, budget
+
+
+def spread(count: int) -> Iterator[int]:
+    """Yield each number below ``count`` once: the last, the first, then by halves, so that any beginning is spread."""
+    seen: set[int] = set()
+    parts = 1
+    while len(seen) < count:
+        for step in range(parts, -1, -1):
+            place = (count - 1) * step // parts
+            if place not in seen:
+                seen.add(place)
+                yield place
+        parts *= 2
+
+
+def _small(line: bytes | None) -> dict[str, Any] | None:
+    """Parse a sample, without its ids, and with tokens of as many episodes as fit into `MOST_OF_ONE`."""
+    try:
+        sample: dict[str, Any] = json.loads(line or b"")
+        room, left_out = MOST_OF_ONE, 0
+        for episode in sample["episodes"]:
+            rows = [{name: value for name, value in row.items() if name != "ids"} for row in episode.get("rows", [])]
+            size = len(json.dumps(rows)) + len(json.dumps(episode.get("text", "")))
+            if rows and size > room:
+                rows, left_out = [], left_out + 1
+            episode["rows"] = rows
+            room -= size if rows else 0
+        sample["left_out"] = left_out
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return sample
+
+
+def _means(episodes: Sequence[dict[str, Any]]) -> list[float | None]:
+    """Mean reward and mean length, each None where no episode has one."""
+    means: list[float | None] = []
+    for name in ("reward", "length"):
+        values = [episode[name] for episode in episodes if episode.get(name) is not None]
+        means.append(round(sum(values) / len(values), 4) if values else None)
+    return means

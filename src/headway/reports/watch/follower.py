@@ -1,0 +1,316 @@
+"""Follows a run by the files of its directory, which it only reads, and tells what has changed.
+
+    events.jsonl  ─▶ Tail ─▶ events ─▶ TimelineBuilder ─▶ curves, ledger, groups, and now and then the timeline
+    samples.jsonl ─▶ SampleIndex                                                       │
+    run.lock      ─▶ is it trained?                           Follower.message(since) ─┴▶ what a page has not seen
+
+A run that is resumed undoes a part of its record: everything is then read anew, and pages begin anew with it (`epoch`).
+One thread reads and builds; what pages see changes under a lock that is never held while something is built or parsed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from headway.errors import DataError
+from headway.events import Event, RunResumed
+from headway.reports import human
+from headway.reports.curves import to_json as curves_json
+from headway.reports.events_file import Record, look_through, parse_event, to_json_line
+from headway.reports.groups import MOST_GROUPS, GroupLog, ledger
+from headway.reports.html_timeline import live_parts
+from headway.reports.run_directory import RunDirectory
+from headway.reports.sampled import MOST_VALIDATIONS, Key, SampleIndex
+from headway.reports.tail import Rewritten, Tail
+from headway.reports.timeline import TimelineBuilder
+from headway.reports.watch.alive import is_trained
+
+LOOK_EVERY_S = 0.5
+"""Seconds between two looks at the files."""
+BUSY_SHARE = 0.004
+"""Largest share of a core that building curves takes over time, and building timelines: each is as rare as that."""
+CURVES_EVERY_S, TIMELINE_EVERY_S = 1.0, 3.0
+LIVE_SPANS = 30_000
+"""Most spans of a timeline that is drawn again and again."""
+JOIN_TIMEOUT_S = 10.0
+
+
+@dataclass(slots=True)
+class _Due:
+    """Says when something costly is to be done again, by what it cost the last time."""
+
+    every_s: float
+    _next: float = 0.0
+
+    def now(self, time_s: float) -> bool:
+        return time_s >= self._next
+
+    def took(self, seconds: float, now: float) -> None:
+        self._next = now + max(self.every_s, seconds / BUSY_SHARE)
+
+
+@dataclass(slots=True)
+class _Read:
+    """What was read of the run since its record was last looked through from the beginning."""
+
+    events: Tail
+    samples: SampleIndex
+    record: Record
+    builder: TimelineBuilder
+    lines: int = 0
+    """Number of lines of the record that were read."""
+    serials: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Sample of a validation → serial number when it came."""
+
+
+class Follower:
+    """Follows the run in ``directory`` from `start` to `close`. All other methods may be called from any thread."""
+
+    def __init__(self, directory: RunDirectory, clock: Callable[[], float] = time.monotonic) -> None:
+        self._directory = directory
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._closing = threading.Event()
+        self._failure: DataError | None = None
+        self._thread = threading.Thread(target=self._follow, name="follow-run", daemon=True)
+        self._curves_due, self._timeline_due = _Due(CURVES_EVERY_S), _Due(TIMELINE_EVERY_S)
+        self._read = self._anew(Record(lines=[(0, 0)]))
+        self._watched = 0
+        """Number of pages that are open."""
+        # What pages see, all of it under the condition's lock:
+        self.epoch = 0
+        self.serial = 0
+        """Number of changes so far, of anything."""
+        self._curves: tuple[int, dict[str, Any] | None] = (0, None)
+        """Charts, with the serial number when they changed."""
+        self._timeline: tuple[int, bytes] = (0, b"")
+        """Number of the timeline, and its JSON."""
+        self._status: dict[str, Any] = {"status": "reading", "reason": None}
+        self._built = (-1, -1)
+        """Numbers of rows and lines that the newest curves and the newest timeline were made from."""
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        with self._changed:
+            self._changed.notify_all()
+        if self._thread.ident is not None:
+            self._thread.join(JOIN_TIMEOUT_S)
+
+    # ------------------------------------------------------------------------------------------ pages
+
+    def page_opened(self) -> None:
+        with self._changed:
+            self._watched += 1
+
+    def page_closed(self) -> None:
+        with self._changed:
+            self._watched -= 1
+
+    def wait(self, since: int, epoch: int, timeout_s: float) -> bool:
+        """Wait for a change since message ``since`` of ``epoch``, so many seconds at most; tell whether one came."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_newer(since, epoch) or self._closing.is_set(), timeout_s)
+            return self._is_newer(since, epoch)
+
+    def _is_newer(self, since: int, epoch: int) -> bool:
+        return self.epoch != epoch or self.serial > since
+
+    @property
+    def closing(self) -> bool:
+        return self._closing.is_set()
+
+    def pause(self, seconds: float) -> None:
+        """Wait so long, or until following ends."""
+        self._closing.wait(seconds)
+
+    def join(self) -> None:
+        """Wait until following ends, by `close` or by a failure. Raises `DataError` where the record is damaged."""
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+
+    def message(self, since: int, epoch: int) -> dict[str, Any]:
+        """Return what has changed since the message with the number ``since`` of ``epoch``: all in another epoch."""
+        with self._changed:
+            since = since if epoch == self.epoch else 0
+            read, (changed, curves) = self._read, self._curves
+            lines = list(read.builder.groups.lines(since))
+            fresh = [key for key, serial in read.serials.items() if serial > since]
+            sampled = [f"group={line.number}" for line in lines if line.number in read.samples.groups]
+            return {
+                "epoch": self.epoch,
+                "serial": self.serial,
+                "status": self._status,
+                "ledger": ledger(read.builder.metrics) if read.lines else None,
+                "curves": curves if changed > since else None,
+                "groups": [line.values() for line in lines],
+                "validations": [read.samples.lines[key] for key in fresh if key in read.samples.lines],
+                "sampled": sampled + [f"validation={version}&problem={problem}" for version, problem in fresh],
+                "timeline": self._timeline[0],
+                "most": 2 * MOST_GROUPS + MOST_VALIDATIONS,
+            }
+
+    def timeline(self) -> bytes:
+        """Return the newest timeline as JSON, which `live_parts` describes; empty before there is one."""
+        with self._changed:
+            return self._timeline[1]
+
+    def sample(self, key: Key) -> bytes | None:
+        """Return the JSON of a sample; None where there is none. Raises `OSError` where it cannot be read."""
+        with self._changed:
+            samples = self._read.samples
+        return samples.line(key)
+
+    # ------------------------------------------------------------------------------------------ reading
+
+    def _follow(self) -> None:
+        try:
+            self._begin_anew()
+            while not self._closing.is_set():
+                if not self.look():
+                    self._closing.wait(LOOK_EVERY_S)
+        except DataError as cause:
+            self._failure = cause
+            self._show_status({"status": "damaged", "reason": str(cause)})
+
+    def look(self) -> bool:
+        """Look at the files once. Return whether there may be more to read at once.
+
+        Raises `DataError` for a record that is damaged.
+        """
+        try:
+            went_on = self._read_samples()
+            went_on |= self._read_events()
+        except Rewritten:
+            self._begin_anew()
+            return True
+        except OSError as cause:
+            self._show_status({"status": "unreadable", "reason": f"a file of the run cannot be read: {cause}"})
+            return False
+        if not went_on:  # up to date
+            self._show_status(self._stands())
+            self._build()
+        return went_on
+
+    def _anew(self, record: Record) -> _Read:
+        samples = SampleIndex(self._directory.samples)
+        builder = TimelineBuilder(groups=GroupLog(samples.groups))
+        return _Read(Tail(self._directory.events), samples, record, builder)
+
+    def _begin_anew(self) -> None:
+        record = look_through(self._directory.events) if self._directory.events.is_file() else Record(lines=[(0, 0)])
+        with self._changed:
+            self._read = self._anew(record)
+            self.epoch += 1
+            self._built, self._curves = (-1, -1), (0, None)
+            self._curves_due, self._timeline_due = _Due(CURVES_EVERY_S), _Due(TIMELINE_EVERY_S)
+            # Serial numbers of groups begin again, and a page's must not be ahead of them: it asks by its epoch.
+            self.serial = 0
+
+    def _read_samples(self) -> bool:
+        read = self._read
+        with self._changed:  # the index is what pages ask
+            groups, validations = read.samples.read()
+            for number in groups:
+                read.builder.groups.touch(number)
+            self._advance()
+            if validations:
+                self.serial += 1
+                read.builder.groups.serial = self.serial
+                read.serials.update({(version, problem): self.serial for version, problem, *_ in validations})
+            if groups or validations:
+                self._changed.notify_all()
+        return bool(groups or validations)
+
+    def _read_events(self) -> bool:
+        """Read a chunk of the record. Raises `Rewritten` where the run was resumed since it was looked through."""
+        read, events = self._read, list[Event]()
+        known, lines = read.record.lines[-1][1], read.lines
+        for _, line in read.events.read():
+            index, lines = lines, lines + 1
+            if index < known and not any(first <= index < last for first, last in read.record.lines):
+                continue  # undone
+            event = parse_event(line.decode("utf-8", "replace"), f"{self._directory.events}:{index + 1}")
+            if isinstance(event, RunResumed) and index >= known:
+                raise Rewritten
+            events.append(event)
+        if lines == read.lines:
+            return False
+        with self._changed:
+            read.lines = lines
+            for event in events:
+                read.builder.on_event(event)
+            self._advance()
+            self._changed.notify_all()
+        return True
+
+    def _advance(self) -> None:
+        """Bring the serial number up to that of the groups. Called with the lock held."""
+        self.serial = max(self.serial, self._read.builder.groups.serial)
+
+    def _bump(self) -> None:
+        """Count a change of something else, and have the groups go on from there. Called with the lock held."""
+        self._advance()
+        self.serial += 1
+        self._read.builder.groups.serial = self.serial
+        self._changed.notify_all()
+
+    # ------------------------------------------------------------------------------------------ how it stands
+
+    def _show_status(self, status: dict[str, Any]) -> None:
+        with self._changed:
+            if status != self._status:
+                self._status = status
+                self._bump()
+
+    def _stands(self) -> dict[str, Any]:
+        """How the run stands: by its last event, or by who holds its lock."""
+        metrics = self._read.builder.metrics
+        finished, started = metrics.finished, metrics.started
+        trained = is_trained(self._directory.lock)
+        if finished is not None and not trained:
+            return {"status": finished.status, "reason": finished.reason}
+        if trained is False:
+            if started is None:
+                return {"status": "not begun", "reason": "nobody trains in this directory, and nothing was trained"}
+            return {"status": "killed", "reason": "nobody trains this run any more, and it did not say how it ended"}
+        of = "" if started is None or started.total_groups is None else f" of {human.count(started.total_groups)}"
+        if started is None or finished is not None:
+            return {"status": "running", "reason": None, "words": "starting"}
+        words = f"running: version {metrics.version}, {human.count(metrics.tally.fates['trained'])}{of} groups trained"
+        if trained is None:
+            return {"status": "running", "reason": None, "words": f"{words}; the lock does not tell whether it goes on"}
+        return {"status": "running", "reason": None, "words": words}
+
+    # ------------------------------------------------------------------------------------------ building
+
+    def _build(self) -> None:
+        """Make curves and timeline again, where something is new and their time has come, if anybody looks."""
+        with self._changed:
+            if not self._watched:
+                return
+        read = self._read
+        rows, lines = read.builder.curves.serial, read.lines
+        if rows != self._built[0] and self._curves_due.now(self._clock()):
+            began = self._clock()
+            charts = curves_json(read.builder.curves)
+            self._built = (rows, self._built[1])
+            with self._changed:
+                self._bump()
+                self._curves = (self.serial, charts)
+            self._curves_due.took(self._clock() - began, self._clock())
+        if lines != self._built[1] and self._timeline_due.now(self._clock()):
+            began = self._clock()
+            parts = to_json_line(live_parts(read.builder.so_far(), LIVE_SPANS)).encode()
+            self._built = (self._built[0], lines)
+            with self._changed:
+                self._bump()
+                self._timeline = (self._timeline[0] + 1, parts)
+            self._timeline_due.took(self._clock() - began, self._clock())

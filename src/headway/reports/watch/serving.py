@@ -1,0 +1,66 @@
+"""One command's work: follow a run, serve its page, until Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import webbrowser
+from collections.abc import Callable
+from contextlib import suppress
+from html import escape
+from pathlib import Path
+
+from headway.errors import ConfigError
+from headway.reports.run_directory import RunDirectory
+from headway.reports.watch.follower import Follower
+from headway.reports.watch.server import Server
+
+
+def serve(run: Path, port: int, tell: Callable[[str], None], open_page: bool) -> None:
+    """Serve the page of the run in directory ``run`` until an interrupt. ``tell`` is called with its address.
+
+    Raises `UserError` where ``run`` is no run's directory, its record is damaged, or the port cannot be had.
+    """
+    directory = _directory(run)
+    follower = Follower(directory)
+    server = Server(follower, run.resolve().name, port)
+    follower.start()
+    thread = threading.Thread(target=server.serve_forever, name="watch", daemon=True)
+    thread.start()
+    hint: Path | None = None
+    try:
+        tell(server.url)
+        if open_page:
+            hint = _opened(server.url)
+        with suppress(KeyboardInterrupt):  # the way to end it
+            follower.join()
+    finally:
+        if hint is not None:
+            hint.unlink(missing_ok=True)
+        server.shutdown()
+        server.server_close()
+        follower.close()
+
+
+def _directory(run: Path) -> RunDirectory:
+    """Return the directory of a run, which may still be starting: it has a configuration. Raises `ConfigError`."""
+    wanted = "expected a run's directory, the run.dir of a headway train"
+    if not run.is_dir():
+        raise ConfigError(f"RUN: got {run}, which {'is a file' if run.exists() else 'does not exist'}; {wanted}")
+    directory = RunDirectory(run)
+    if not directory.config.is_file() and not directory.events.is_file():
+        raise ConfigError(f"RUN: got {run}, which has no {directory.config.name}; {wanted}")
+    return directory
+
+
+def _opened(url: str) -> Path:
+    """Open ``url`` in a browser by way of a file that only this user may read; return the file.
+
+    Other users see the arguments of a browser's process: the address itself must not be among them.
+    """
+    descriptor, name = tempfile.mkstemp(prefix="headway-", suffix=".html")
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(f'<!doctype html><meta http-equiv="refresh" content="0; url={escape(url)}">\n')
+    webbrowser.open(Path(name).as_uri())
+    return Path(name)
