@@ -3,6 +3,7 @@
 headway COMMAND CONFIG [a.b=c ...] ─▶ load ─▶ diagnose ─▶ the command's own work
 
     training.py   train, doctor          planning.py   plan, profile, report          evaluation.py   eval
+                            control.py    ctl
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import typer
 
 import headway
 from headway.cli.common import EXIT_FAILED, TakesSettings, say
+from headway.cli.control import ctl
 from headway.cli.evaluation import evaluate
 from headway.cli.planning import plan, profile, report
 from headway.cli.stdout import replace_stdout
@@ -35,6 +37,7 @@ for command in (plan, profile, report):
     cli.command()(command)
 cli.command(cls=TakesSettings)(doctor)
 cli.command("eval", cls=TakesSettings)(evaluate)
+cli.add_typer(ctl, name="ctl")
 
 
 def print_version(wanted: bool) -> None:

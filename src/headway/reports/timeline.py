@@ -28,6 +28,7 @@ from headway.events import (
     KeeperLost,
     LeaseChanged,
     Note,
+    ProfileTaken,
     ReplicaActivity,
     ReplicaHalted,
     ReplicaJoined,
@@ -319,6 +320,11 @@ def _mark_of(event: Event) -> Mark | None:
             return Mark(event.time, MarkKind.LOST, f"{event.replica} is lost: {event.reason}")
         case KeeperLost():
             return Mark(event.time, MarkKind.LOST, f"{event.keeper} is lost: {event.reason}")
+        case ProfileTaken():
+            until = f", to v{event.version + event.versions - 1}" if event.versions > 1 else ""
+            seconds = event.span[1] - event.span[0]
+            what = f"a profile of {seconds:.1f} s opens with v{event.version}{until}"
+            return Mark(event.span[0], MarkKind.NOTE, f"{what}: {event.folder}/{{{','.join(event.files)}}}")
         case Note():
             return Mark(event.time, MarkKind.WARNING if event.level == "warning" else MarkKind.NOTE, event.text)
         case RunResumed():

@@ -25,6 +25,7 @@ class FusedRole:
         self.actor = ActorRole(**actor, name=name, **common)
         self.rollout = RolloutRole(**rollout, **common, shares_device=True)
         self.lookout = self.actor.lookout
+        self.profile = self.actor.profile
 
     def hardware(self) -> Hardware:
         """Return a description of the hardware that this process computes on."""
