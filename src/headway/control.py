@@ -184,27 +184,35 @@ def ask(run: RunDirectory, message: Message) -> Iterator[str]:
         StallError: the process does not answer any more.
         RunError: it ended before it had answered.
     """
+    for answer in _answers(run, message):
+        match answer:
+            case {"say": str(text)}:
+                yield text
+            case {"error": str(text), "user": True}:
+                raise UserError(text)
+            case {"error": str(text)}:
+                raise RunError(text)
+            case {"end": True}:
+                return
+    raise RunError(f"{run.path}: the process that trains this run ended before it had answered")
+
+
+def _answers(run: RunDirectory, message: Message) -> Iterator[Message]:
+    """Yield what comes back, until the process hangs up. Raises `UserError` and `StallError`."""
     with _connected(run) as connection, connection.makefile("rb") as lines:
         try:
             connection.sendall(json.dumps(message).encode() + b"\n")
             for line in lines:
-                match _parsed(line):
-                    case {"say": str(text)}:
-                        yield text
-                    case {"error": str(text), "user": True}:
-                        raise UserError(text)
-                    case {"error": str(text)}:
-                        raise RunError(text)
-                    case {"end": True}:
-                        return
+                if not line.endswith(b"\n"):
+                    return
+                yield _parsed(line)
         except TimeoutError as cause:
             raise StallError(
                 f"{run.path}: waited {SILENT_S:g} s for {_holder(run)}, which trains this run, to say anything; it "
                 "stands still, or is suspended"
             ) from cause
-        except (ConnectionError, ValueError):
-            pass  # told below
-    raise RunError(f"{run.path}: the process that trains this run ended before it had answered")
+        except ConnectionError:
+            return
 
 
 @contextmanager

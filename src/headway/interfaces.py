@@ -603,7 +603,7 @@ class Profiled(Protocol):
     """Names of the workers in the process, joined by ``_``."""
 
     async def start(self) -> None:
-        """Record from now on. Raises `RunError` where that is impossible, or something else is profiling."""
+        """Record from now on. Raises `RunError` where that is impossible."""
 
     async def stop(self) -> None:
         """Record no more. Returns quickly; what was recorded is kept for `take`."""

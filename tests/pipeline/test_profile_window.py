@@ -243,6 +243,7 @@ def test_one_window_is_open_at_a_time(tmp_path: Path):
                 stage.window.ask(versions=1, seconds=60)
             refused.append(str(error.value).partition("(")[2].partition(")")[0])
             await stage.reach(boundary)
+            await asyncio.sleep(1)
         assert await stage.read(told) is None
         stage.window.ask(versions=1, seconds=60)
 

@@ -128,15 +128,16 @@ def compressed(trace: BinaryIO, origin: float, name: str, threads: dict[int, str
         raise RunError(f"the trace of {name} is none that Kineto wrote: it does not say what its times refer to")
     shift = (int(base[1]) - round(origin * 1e9)) / 1e3
     process = name.encode()
-    packed, last = io.BytesIO(), b""
+    packed, end = io.BytesIO(), b""
     with gzip.GzipFile(fileobj=packed, mode="wb", compresslevel=COMPRESSION, mtime=0) as out:
         for piece in _pieces(head.replace(base[0], b'"baseTimeNanoseconds": 0'), trace):
-            last = TIMES.sub(lambda found: b"%s%.3f" % (found[1], float(found[2]) + shift), piece)
-            if b'_name"' in last:
-                last = PROCESS_NAMES.sub(lambda found: found[1] + process + found[2], last)
-                last = THREAD_NAMES.sub(lambda found: _named(found, threads), last)
-            out.write(last)
-    if not last.rstrip().endswith(b"}"):
+            placed = TIMES.sub(lambda found: b"%s%.3f" % (found[1], float(found[2]) + shift), piece)
+            if b'_name"' in placed:
+                placed = PROCESS_NAMES.sub(lambda found: found[1] + process + found[2], placed)
+                placed = THREAD_NAMES.sub(lambda found: _named(found, threads), placed)
+            out.write(placed)
+            end = placed.rstrip()[-1:] or end
+    if end != b"}":
         raise RunError(f"the trace of {name} is cut off: the disk of {tempfile.gettempdir()} has no room for it")
     return packed.getvalue()
 
