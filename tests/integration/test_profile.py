@@ -91,7 +91,7 @@ def test_a_profile_has_the_trainers_products_and_the_engines_steps_and_changes_n
     assert not (tmp_path / "run" / "control.sock").exists()
 
     written = report(tmp_path / "run")
-    place = f"{taken['folder']}/{{actor-0_rollout-0.json.gz}}"
+    place = f"actor-0_rollout-0.json.gz in {taken['folder']}"
     assert place in written.trace.read_text() and place in written.html.read_text()
 
 

@@ -323,8 +323,9 @@ def _mark_of(event: Event) -> Mark | None:
         case ProfileTaken():
             until = f", to v{event.version + event.versions - 1}" if event.versions > 1 else ""
             seconds = event.span[1] - event.span[0]
-            what = f"a profile of {seconds:.1f} s opens with v{event.version}{until}"
-            return Mark(event.span[0], MarkKind.NOTE, f"{what}: {event.folder}/{{{','.join(event.files)}}}")
+            what = f"a profile of {seconds:.1f} s begins with v{event.version}{until}"
+            traces = event.files[0] if len(event.files) == 1 else f"{len(event.files)} traces"
+            return Mark(event.span[0], MarkKind.NOTE, f"{what}: {traces} in {event.folder}")
         case Note():
             return Mark(event.time, MarkKind.WARNING if event.level == "warning" else MarkKind.NOTE, event.text)
         case RunResumed():
