@@ -606,7 +606,7 @@ class Profiled(Protocol):
         """Record from now on. Raises `RunError` where that is impossible."""
 
     async def stop(self) -> None:
-        """Record no more. Returns quickly; what was recorded is kept for `take`."""
+        """Record no more. What was recorded is kept for `take`. The process may stand still for seconds meanwhile."""
 
     async def take(self, origin: float) -> bytes:
         """Return what was recorded as a Chrome trace in gzip, and forget it.

@@ -263,8 +263,8 @@ def test_a_folder_of_an_earlier_history_of_the_run_is_kept(tmp_path: Path):
     [
         (0, 60.0, "--versions: got 0, expected 1 to 1000"),
         (1001, 60.0, "--versions: got 1001"),
-        (1, 0.0, "--seconds: got 0, expected more than 0 and at most 600"),
-        (1, 601.0, "--seconds: got 601"),
+        (1, 0.0, "--seconds: got 0, expected more than 0 and at most 120"),
+        (1, 121.0, "--seconds: got 121"),
         (1, float("nan"), "--seconds: got nan"),
     ],
 )

@@ -27,10 +27,13 @@ from headway.pipeline.signal import Signal
 from headway.pipeline.state import now
 
 MAX_VERSIONS = 1000
-MAX_SECONDS = 600.0
-"""Longest window in seconds: a process that computes small tensors records some 80 MB in ten of them."""
+MAX_SECONDS = 120.0
+"""Longest window in seconds. A process that computes small tensors records some 80 MB in ten of them, and stands still
+for some seconds at the end of a million operations: one that does so for too long would be taken for lost."""
 BEGIN_S = 60.0
-"""Seconds for a process to begin, or to end, recording: the first use of a GPU's counters takes some."""
+"""Seconds for a process to begin to record: the first use of a GPU's counters takes some."""
+END_S = 300.0
+"""Seconds for a process to end it: torch goes through all that was recorded."""
 TAKE_S = 600.0
 """Seconds for a process to write its trace and send it."""
 AT_THE_END_S = 120.0
@@ -206,7 +209,7 @@ class ProfileWindow:
         self._state = WindowState.WRITING
         told.say(f"the window closes: {reason or f'version {first + trained - 1} is trained'}")
         # One that did not begin in time may have done so since.
-        stopped = await self._each(asked, "end", lambda process: process.stop(), BEGIN_S)
+        stopped = await self._each(asked, "end", lambda process: process.stop(), END_S)
         folder = self._new_folder(first)
         files = await self._written([process for process in stopped if process in opened], folder, told)
         if not files:
