@@ -200,6 +200,8 @@ def test_a_run_that_ends_before_the_window_opens_says_so(tmp_path: Path):
 
     failure = run_virtual(main())
     assert isinstance(failure, RunError) and "ended before version 1 began" in str(failure)
+    with pytest.raises(UserError, match="this run is ending, and trains no more"):
+        stage.window.ask(versions=1, seconds=60)
     assert stage.events == [] and not (tmp_path / "profiles").exists()
 
 

@@ -161,7 +161,9 @@ class ProfileWindow:
         if self._state is not WindowState.IDLE:
             raise UserError(f"this run has a profile under way ({self._state}); ask again when that is written")
         first = self._version + 1
-        if self._over or (self._last is not None and first > self._last):
+        if self._over:
+            raise UserError("this run is ending, and trains no more; there is nothing to profile")
+        if self._last is not None and first > self._last:
             raise UserError(
                 f"this run trains its last version, {self._version}, and a profile begins with a new one; ask a run "
                 "that goes on for longer"
