@@ -3,8 +3,7 @@
 headway COMMAND CONFIG [a.b=c ...] ─▶ load ─▶ diagnose ─▶ the command's own work
 
     training.py   train, doctor          planning.py   plan, profile, report          evaluation.py   eval
-    showing.py    show
-    watching.py   watch, compare
+    showing.py    show                   watching.py   watch, compare                  control.py      ctl
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import typer
 
 import headway
 from headway.cli.common import EXIT_FAILED, TakesSettings, say
+from headway.cli.control import ctl
 from headway.cli.evaluation import evaluate
 from headway.cli.planning import plan, profile, report
 from headway.cli.showing import show
@@ -39,6 +39,7 @@ for command in (plan, profile, report, show, watch, compare):
     cli.command()(command)
 cli.command(cls=TakesSettings)(doctor)
 cli.command("eval", cls=TakesSettings)(evaluate)
+cli.add_typer(ctl, name="ctl")
 
 
 def print_version(wanted: bool) -> None:

@@ -160,6 +160,11 @@ class PartOf:
         self._worker = worker
         self._part = part
 
+    @property
+    def whole(self) -> Worker:
+        """The worker that this is a part of."""
+        return self._worker
+
     async def up(self) -> None:
         await self._worker.up()
 

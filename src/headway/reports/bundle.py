@@ -90,6 +90,10 @@ class RunClock:
         """Seconds by which the clock is ahead of that of the process, since the run was started again."""
         return self._ahead or 0.0
 
+    def at(self, time: float) -> float:
+        """Return what this clock shows at ``time`` on the event loop's."""
+        return self.boundary if self._ahead is None else time + self._ahead
+
 
 class Reports:
     """An observer that feeds every report. Methods may be called from any thread; close once, whatever happened."""
@@ -184,6 +188,15 @@ class Reports:
         """The newest version from which the run can be resumed, by its record on the disk; -1 for none."""
         with self._lock:
             return self._events.told
+
+    def since_first(self, time: float) -> float:
+        """Return the seconds from the record's first event to ``time`` on the event loop's clock: where a timeline
+        made from the record has that moment.
+        """
+        with self._lock:
+            self._hand_on()
+            first = self._metrics.first
+            return 0.0 if first is None else (time if self._clock is None else self._clock.at(time)) - first
 
     @property
     def began(self) -> bool:
