@@ -3,6 +3,7 @@
 headway COMMAND CONFIG [a.b=c ...] ─▶ load ─▶ diagnose ─▶ the command's own work
 
     training.py   train, doctor          planning.py   plan, profile, report          evaluation.py   eval
+    trackers.py   sync
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from headway.cli.common import EXIT_FAILED, TakesSettings, say
 from headway.cli.evaluation import evaluate
 from headway.cli.planning import plan, profile, report
 from headway.cli.stdout import replace_stdout
+from headway.cli.trackers import sync
 from headway.cli.training import doctor, train
 from headway.errors import OutputRefused
 
@@ -35,6 +37,7 @@ for command in (plan, profile, report):
     cli.command()(command)
 cli.command(cls=TakesSettings)(doctor)
 cli.command("eval", cls=TakesSettings)(evaluate)
+cli.command()(sync)
 
 
 def print_version(wanted: bool) -> None:
