@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -37,21 +38,38 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def records(run: Tracked) -> list[Any]:
-    """All records of the run's ``.wandb`` files, by W&B's own reader, in the order of the files' making."""
+    """All records of the run's ``.wandb`` files, in the order of the files' making.
+
+    W&B's messages are parsed by its own classes. Its reader of the files is not written in Python any more.
+    """
     from wandb.proto.wandb_internal_pb2 import Record
-    from wandb.sdk.internal.datastore import DataStore
 
     read = []
     for path in sorted(
         run.directory.trackers.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime
     ):
-        store = DataStore()
-        store.open_for_scan(str(path))
-        while (data := store.scan_data()) is not None:
-            record = Record()
-            record.ParseFromString(data)
-            read.append(record)
+        read += [Record.FromString(data) for data in messages(path.read_bytes())]
     return read
+
+
+BLOCK = 32768
+"""Bytes of a block of LevelDB's log format, which the files have (github.com/google/leveldb, doc/log_format.md)."""
+
+
+def messages(content: bytes) -> Iterator[bytes]:
+    """Yield the messages of a log: each is one piece, or several, a piece never lies in two blocks."""
+    assert content[:4] == b":W&B"
+    at, message = 7, b""
+    while at + 7 <= len(content):
+        if BLOCK - at % BLOCK < 7:  # no room for a header
+            at += BLOCK - at % BLOCK
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, at)
+        message += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last piece
+            yield message
+            message = b""
 
 
 def items(updates: Any) -> dict[str, Any]:
@@ -197,6 +215,56 @@ def test_a_server_that_is_away_is_said_and_the_rest_is_sent_once_it_is_there(
     run.go([2])
     points = MlflowClient(server).get_metric_history(run.entry, "reward/mean")
     assert sorted((one.step, one.value) for one in points) == [(0, 0.0), (1, 0.1), (2, 0.2)]
+
+
+# ---------------------------------------------------------------------------------------------- trackio
+
+
+def stored(project: str, run: str) -> list[dict[str, Any]]:
+    """The run's logs by trackio's own reader, in a process: ``TRACKIO_DIR`` is read when trackio is imported."""
+    program = (
+        "import json, sys; from trackio.sqlite_storage import SQLiteStorage\n"
+        "print(json.dumps(SQLiteStorage.get_logs(*sys.argv[1:]), default=str))"
+    )
+    done = subprocess.run([sys.executable, "-c", program, project, run], capture_output=True, text=True, check=True)
+    logs: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return logs
+
+
+def test_trackio_has_the_whole_run_and_goes_on_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    run = Tracked(tmp_path, "trackio", project="sorting", log_model=True)
+    run.go([0, 1, 2])
+    assert run.notes == ["trackio: trackio show --project sorting"]
+    run.go([2, 3], times=2.0, undone_from=2, model=model_folder(tmp_path))
+    assert run.warnings == []
+    assert run.entry == "first"
+    logs = stored("sorting", "first")
+    points = [(one["step"], one["reward/mean"]) for one in logs if "reward/mean" in one]
+    assert sorted(points) == [(0, 0.0), (1, 0.1), (2, 0.2), (2, 0.4), (3, 0.6)]
+    tables = [one["samples/training"] for one in logs if "samples/training" in one]
+    assert len(tables) == 5
+    assert tables[0]["_value"][0]["text"] == "is it 4?"
+    assert [one["run/groups.trained"] for one in logs if "run/groups.trained" in one] == [64, 64]
+    assert any(
+        path.read_bytes() == b'{"model_type": "none"}' for path in (tmp_path / "trackio").rglob("*") if path.is_file()
+    )
+
+
+def test_a_second_run_of_the_same_name_is_another_one_in_trackio(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    entries = []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        run = Tracked(tmp_path / folder, "trackio")
+        run.go([0])
+        assert run.warnings == []
+        entries.append(run.entry)
+    assert entries[0] == "first"
+    assert entries[1].startswith("first-")
+    assert [len([one for one in stored("headway", entry) if "reward/mean" in one]) for entry in entries] == [1, 1]
 
 
 # ---------------------------------------------------------------------------------------------- Prometheus

@@ -32,7 +32,7 @@ def sync(run: Run, limit: Limit = 600.0, debug: Debug = False) -> None:
                 f"{run}: reports.trackers names none of {', '.join(KEPT)}; name one in {directory.config}, and the run "
                 "is sent to it"
             )
-        check_trackers(config)
+        check_trackers(config, KEPT)
         lock = RunLock(directory.lock)
         lock.take()
         warnings: list[str] = []

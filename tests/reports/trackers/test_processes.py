@@ -113,8 +113,8 @@ def test_a_package_that_works_gets_the_whole_run_and_its_words_are_in_the_log(
     log = (reports.directory.logs / "wandb.log").read_text()
     assert "a library that prints" in log
     assert [line.split()[-1] for line in log.splitlines() if line.startswith("logged")] == ["0", "1", "2", "3"]
-    assert "wandb         http://stub/1" in output
-    assert "warning" not in output
+    assert "wandb        http://stub/1" in output
+    assert "warning: wandb" not in output
     assert (tmp_path / "finished").read_text() == "0"
     assert json.loads((reports.directory.trackers / "wandb.json").read_text()) == {
         "entry": "stub-1",

@@ -8,7 +8,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from configparser import ConfigParser
 from configparser import Error as NotSettings
 from contextlib import suppress
@@ -26,13 +26,13 @@ NO_LOGIN = ("offline", "dryrun", "disabled")
 """Values of ``WANDB_MODE`` with which W&B needs no login."""
 
 
-def check_trackers(config: Config) -> None:
-    """Check that the trackers of ``reports.trackers`` can work here.
+def check_trackers(config: Config, among: Collection[str] = tuple(PACKAGES)) -> None:
+    """Check that the trackers of ``reports.trackers`` that are ``among`` these names can work here.
 
     Raises:
         ConfigError: a package is missing, W&B has no login, or the port for Prometheus is taken.
     """
-    chosen = [name for name in config.reports.trackers if name in PACKAGES]
+    chosen = [name for name in config.reports.trackers if name in PACKAGES and name in among]
     if missing := [name for name in chosen if importlib.util.find_spec(PACKAGES[name]) is None]:
         packages = ", ".join(PACKAGES[name] for name in missing)
         raise ConfigError(

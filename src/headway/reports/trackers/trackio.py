@@ -24,8 +24,9 @@ class TrackioTracker:
         self._troubles: list[str] = []
         warnings.showwarning = self._on_warning  # of this process, which is the tracker's own
         self.entry = setting.entry or _free_name(trackio, setting)
+        resume = "allow" if setting.entry else "never"
         self._run = trackio.init(
-            project=setting.project, name=self.entry, config=setting.config, resume="allow", embed=False
+            project=setting.project, name=self.entry, config=setting.config, resume=resume, embed=False
         )
         self.remedy = ""
         self.where = f"trackio show --project {setting.project}"
@@ -41,7 +42,7 @@ class TrackioTracker:
         if rows:
             version, kind, *_ = rows[0]
             values = [dict(zip(COLUMNS, row, strict=True)) for row in rows]
-            self._run.log({f"samples/{kind}": self._table(values)}, step=version)
+            self._run.log({f"samples/{kind}": self._trackio.Table(data=values)}, step=version)
 
     def on_summary(self, summary: dict[str, Any]) -> None:
         self._run.log({f"run/{name}": value for name, value in flat(summary) if is_number(value)}, step=self._newest)
@@ -54,11 +55,6 @@ class TrackioTracker:
     def close(self, status: str) -> None:
         self._run.finish()
         self._raise_trouble()
-
-    def _table(self, values: list[dict[str, Any]]) -> Any:
-        from pandas import DataFrame
-
-        return self._trackio.Table(dataframe=DataFrame(values))
 
     def _on_warning(self, message: Warning | str, *args: Any, **named: Any) -> None:
         print(f"warning: {message}", flush=True)
@@ -73,5 +69,8 @@ class TrackioTracker:
 
 def _free_name(trackio: Any, setting: Setting) -> str:
     """Return the run's name, or one made from it where the project has a run of that name."""
-    taken = {run.name for run in trackio.Api().runs(setting.project)}
+    try:
+        taken = {run.name for run in trackio.Api().runs(setting.project)}
+    except ValueError:  # there is no such project yet
+        taken = set()
     return f"{setting.name}-{secrets.token_hex(3)}" if setting.name in taken else setting.name
