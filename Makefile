@@ -6,8 +6,8 @@
 # make vllm-env     that environment alone, about 1 GB: fails where it cannot be built
 # make test-agents  programs over unmodified environments of TRL, Gymnasium, GEM, SkyRL-gym: 3 minutes    (ARGS="-k sql")
 # make agents-env   their packages alone, an environment of about 700 MB without torch
-# make test-trackers  W&B, MLflow, trackio and Prometheus by their own packages, 2 minutes    (ARGS="-k mlflow")
-# make trackers-env   their packages alone, an environment of about 900 MB without torch
+# make test-trackers  W&B, MLflow, trackio and Prometheus by their own packages, 3 minutes    (ARGS="-k mlflow")
+# make trackers-env   their packages alone, an environment of about 1.1 GB without torch
 # make test-gpu what works on this machine's GPUs, and how fast, in 8 minutes    (ARGS="--only logprobs,demo")
 # make wheelhouse PYTHON_VERSION=3.12    wheels for a machine that has torch, transformers and no network
 # make bench    the main job against a plain loop and TRL, about 8 minutes, into build/bench/

@@ -1,7 +1,4 @@
-"""Trackers against the packages themselves: what is sent is read back by the package's own reader, or its server.
-
-Over 5 s each: the packages take seconds to import, MLflow's server and its database half a minute.
-"""
+"""Trackers against the packages themselves: what is sent is read back by the package's own reader, or its server."""
 
 from __future__ import annotations
 
@@ -81,6 +78,7 @@ def history(run: Tracked) -> list[dict[str, Any]]:
 
 
 def test_wandb_has_the_whole_run_in_its_own_file(offline: None, tmp_path: Path) -> None:
+    """Over 5 s: starts W&B's service."""
     run = Tracked(tmp_path, "wandb", project="sorting", log_model=True)
     run.go([0, 1, 2], model=model_folder(tmp_path))
     assert run.warnings == []
@@ -97,18 +95,19 @@ def test_wandb_has_the_whole_run_in_its_own_file(offline: None, tmp_path: Path) 
     summaries = [record.summary.update for record in records(run) if record.HasField("summary")]
     told = {key: value for summary in summaries for key, value in items(summary).items()}
     assert (told["run/status"], told["run/groups.trained"]) == ("completed", 64)
-    (table,) = [one["samples/training"] for one in history(run) if one.get("version") == 1]
-    assert (table["_type"], table["nrows"]) == ("table-file", 2)
+    points = [one for one in history(run) if one.get("version") == 1]
+    assert [(one["samples/training._type"], one["samples/training.nrows"]) for one in points] == [("table-file", 2)]
     files = list(run.directory.trackers.rglob("*.table.json"))
     texts = [json.loads(path.read_text()) for path in files]
     assert len(texts) == 3
     assert {text["data"][0][text["columns"].index("text")] for text in texts} == {"is it 4?"}
-    artifacts = [record.request.log_artifact.artifact for record in records(run) if record.HasField("request")]
-    artifacts += [record.artifact for record in records(run) if record.HasField("artifact")]
-    assert "model" in {artifact.type for artifact in artifacts}
+    artifacts = {record.artifact.type: record.artifact for record in records(run) if record.HasField("artifact")}
+    assert artifacts["model"].name == f"model-{run.entry}"
+    assert [entry.path for entry in artifacts["model"].manifest.contents] == ["config.json"]
 
 
 def test_wandb_goes_on_in_the_same_run(offline: None, tmp_path: Path) -> None:
+    """Over 5 s: starts W&B's service twice."""
     run = Tracked(tmp_path, "wandb")
     run.go([0, 1, 2, 3], status="failed")
     entry = run.entry
@@ -123,6 +122,7 @@ def test_wandb_goes_on_in_the_same_run(offline: None, tmp_path: Path) -> None:
 def test_wandb_without_a_login_is_refused_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Over 5 s: W&B itself is asked."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.chdir(tmp_path)
@@ -169,6 +169,7 @@ def _wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
 def test_mlflow_has_the_whole_run_and_goes_on_in_it(
     server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Over 5 s: starts MLflow's server, which makes a database."""
     from mlflow import MlflowClient
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
@@ -202,6 +203,7 @@ def test_mlflow_has_the_whole_run_and_goes_on_in_it(
 def test_a_server_that_is_away_is_said_and_the_rest_is_sent_once_it_is_there(
     server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Over 5 s: imports MLflow twice."""
     from mlflow import MlflowClient
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
@@ -232,6 +234,7 @@ def stored(project: str, run: str) -> list[dict[str, Any]]:
 
 
 def test_trackio_has_the_whole_run_and_goes_on_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over 5 s: imports trackio three times."""
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     run = Tracked(tmp_path, "trackio", project="sorting", log_model=True)
     run.go([0, 1, 2])
@@ -254,6 +257,7 @@ def test_trackio_has_the_whole_run_and_goes_on_in_it(tmp_path: Path, monkeypatch
 def test_a_second_run_of_the_same_name_is_another_one_in_trackio(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Over 5 s: imports trackio four times."""
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     entries = []
     for folder in ("a", "b"):

@@ -65,6 +65,14 @@ def test_a_tracker_that_has_rows_which_are_undone_goes_on_with_the_next(tmp_path
     assert drained(outbox) == [{"version": 2}]
 
 
+def test_samples_and_rows_keep_their_order(tmp_path: Path) -> None:
+    outbox = Outbox(tmp_path / "metrics.jsonl")
+    told = [{"group": 0}, {"version": 0}, {"group": 1}, {"group": 2}, {"version": 1}, {"group": 3}]
+    for one in told:
+        (outbox.put_row if "version" in one else outbox.put_sample)(one)
+    assert drained(outbox) == told
+
+
 def test_the_newest_samples_are_kept_and_the_others_counted(tmp_path: Path) -> None:
     outbox = Outbox(tmp_path / "metrics.jsonl")
     for group in range(SAMPLES + 3):

@@ -51,7 +51,8 @@ class Outbox:
         self._news = threading.Condition()
         self._rows: deque[tuple[int, dict[str, Any]]] = deque(maxlen=ROWS)
         self._from_file: deque[tuple[int, dict[str, Any]]] = deque()
-        self._samples: deque[dict[str, Any]] = deque(maxlen=SAMPLES)
+        self._samples: deque[tuple[int, dict[str, Any]]] = deque(maxlen=SAMPLES)
+        """Samples, each with the number of the row that comes behind it."""
         self._told = 0
         """Number of times that something was put here."""
         self._ending: deque[Message] = deque()
@@ -76,7 +77,7 @@ class Outbox:
     def put_sample(self, sample: dict[str, Any]) -> None:
         def put() -> None:
             self.lost_samples += len(self._samples) == SAMPLES
-            self._samples.append(sample)
+            self._samples.append((self.rows, sample))
 
         self._tell(put)
 
@@ -105,13 +106,10 @@ class Outbox:
             return self._told, self.ended
 
     def first(self) -> Message | None:
-        """Return what is to be sent next, which stays here until `sent` is called; None where nothing waits.
-
-        Samples come before rows, so that a version's samples are there when its row ends it.
-        """
+        """Return what is to be sent next, which stays here until `sent` is called; None where nothing waits."""
         with self._news:
-            if self._samples:
-                return Message("on_sample", self._samples[0])
+            if self._samples and self._samples[0][0] <= self.next:
+                return Message("on_sample", self._samples[0][1])
         while (row := self._row()) is None and self.next < self.rows:
             self._read_rows()
         if row is not None:
@@ -124,7 +122,7 @@ class Outbox:
         with self._news:
             match message.call:
                 case "on_sample":
-                    if self._samples and self._samples[0] is message.value:  # else it made room for others meanwhile
+                    if self._samples and self._samples[0][1] is message.value:  # else it made room for others meanwhile
                         self._samples.popleft()
                     else:
                         self.lost_samples -= 1
