@@ -133,7 +133,7 @@ TRACKERS_TEST_ENV := env $(foreach name,$(filter WANDB_% MLFLOW_% TRACKIO_%,$(.V
 	PYTHONPATH=src $(TEST_ENV)
 
 test-trackers: trackers-env
-	$(TRACKERS_TEST_ENV) $(TRACKERS_BIN)/python -m pytest -m '' tests/trackers tests/reports/trackers $(ARGS)
+	$(TRACKERS_TEST_ENV) $(TRACKERS_BIN)/python -m pytest -m '' tests/trackers $(ARGS)
 
 trackers-env: $(TRACKERS_STAMP)
 

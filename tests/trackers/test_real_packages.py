@@ -21,6 +21,7 @@ from headway.errors import ConfigError
 from headway.reports.trackers.check import check_trackers
 from headway.reports.trackers.prometheus import PrometheusTracker
 from headway.reports.trackers.tracker import Setting
+from tests.full_disk import files_of_at_most
 from tests.trackers.tracked import Tracked, model_folder, row
 
 pytestmark = pytest.mark.timeout(300)
@@ -269,6 +270,23 @@ def test_a_second_run_of_the_same_name_is_another_one_in_trackio(
     assert entries[0] == "first"
     assert entries[1].startswith("first-")
     assert [len([one for one in stored("headway", entry) if "reward/mean" in one]) for entry in entries] == [1, 1]
+
+
+# ---------------------------------------------------------------------------------------------- a full disk
+
+
+@pytest.mark.parametrize("tracker", ["wandb", "trackio"])
+def test_a_disk_that_is_full_is_said_and_the_run_goes_on(
+    tracker: str, offline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over 5 s: imports the package."""
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    run = Tracked(tmp_path, tracker)
+    with files_of_at_most(3000):
+        run.go([0, 1, 2])
+    first, last = run.warnings
+    assert first.startswith(f"{tracker}: ") and "the run goes on" in first
+    assert last.startswith(f"{tracker} did not get ") and "headway sync" in last
 
 
 # ---------------------------------------------------------------------------------------------- Prometheus

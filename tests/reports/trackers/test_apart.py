@@ -139,6 +139,15 @@ def test_a_tool_whose_process_always_dies_is_started_a_few_times(tmp_path: Path)
     assert "(its process ended (SIGSEGV)); send it with" in tracker.missing("silent")
 
 
+def test_the_entry_is_there_before_the_first_version_ends(tmp_path: Path) -> None:
+    tool, told = Tool(), Told()
+    tracker = apart(tool, told, tmp_path)
+    tracker.start()
+    tool.wait_for(1)
+    end(tracker)
+    assert told.notes == ["tool: http://tool/entry-1"]
+
+
 def test_a_run_that_never_began_to_train_makes_no_entry(tmp_path: Path) -> None:
     tool, told = Tool(), Told()
     trackers = Trackers(None, [apart(tool, told, tmp_path)], told.say)

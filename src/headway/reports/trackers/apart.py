@@ -151,16 +151,18 @@ class TrackerApart:
         if self._complete:
             return f"{self.name} was too slow for {lost}; the run's directory has them" if lost else ""
         left = self._outbox.left()
-        what = ", ".join([*left, *([lost] if lost else [])]) or "the end of the run"
+        what = ", ".join(left) or "the end of the run"
+        aside = f", and not {lost}, which the run's directory has" if lost else ""
         why = self._problem or silent
         remedy = self._usual_remedy if left else self._own_remedy or self._usual_remedy
-        return f"{self.name} did not get {what} ({why})" + (f"; send it with: {remedy}" if remedy else "")
+        return f"{self.name} did not get {what} ({why}){aside}" + (f"; send it with: {remedy}" if remedy else "")
 
     # ------------------------------------------------------------------------------------------ the tracker's thread
 
     def _run(self) -> None:
         told, ended = 0, False
         try:
+            self._open()  # at once: the user sees where the run is, and what is wrong, before the first version ends
             while not ended and not self._given_up:
                 told, ended = self._outbox.wait(told)
                 self._send()
