@@ -31,7 +31,7 @@ SHORT = [
     "trainer.threads=1",
     "actor.ppo_mini_batch_size=4",
     "trainer.save_freq=-1",
-    "reports.tensorboard=false",
+    "reports.trackers=[]",
 ]
 
 

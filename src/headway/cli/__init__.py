@@ -4,6 +4,7 @@ headway COMMAND CONFIG [a.b=c ...] ─▶ load ─▶ diagnose ─▶ the comman
 
     training.py   train, doctor          planning.py   plan, profile, report          evaluation.py   eval
     showing.py    show                   watching.py   watch, compare                  control.py      ctl
+    trackers.py   sync
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from headway.cli.evaluation import evaluate
 from headway.cli.planning import plan, profile, report
 from headway.cli.showing import show
 from headway.cli.stdout import replace_stdout
+from headway.cli.trackers import sync
 from headway.cli.training import doctor, train
 from headway.cli.watching import compare, watch
 from headway.errors import OutputRefused
@@ -40,6 +42,7 @@ for command in (plan, profile, report, show, watch, compare):
 cli.command(cls=TakesSettings)(doctor)
 cli.command("eval", cls=TakesSettings)(evaluate)
 cli.add_typer(ctl, name="ctl")
+cli.command()(sync)
 
 
 def print_version(wanted: bool) -> None:

@@ -66,7 +66,7 @@ def files_of_run(run: Path) -> tuple[Path, ...]:
 
     own = RunDirectory(run)
     files = (own.config, own.events, own.metrics, own.samples, own.summary, own.lock)
-    return (*files, own.model, own.initial_model, own.checkpoints, own.tensorboard, own.logs)
+    return (*files, own.model, own.initial_model, own.checkpoints, own.tensorboard, own.trackers, own.logs)
 
 
 def _is_of(path: Path, one: Path) -> bool:

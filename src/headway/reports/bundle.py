@@ -1,7 +1,7 @@
 """All reports of one run behind one object: what the composition root opens, feeds and closes.
 
-emit ─▶ events.jsonl ─▶ RunMetrics ──rows──▶ metrics.jsonl, TensorBoard, the console's view
-                           └─ summary() ──▶ summary.json
+emit ─▶ events.jsonl ─▶ RunMetrics ──rows──▶ metrics.jsonl, trackers, the console's view
+                           └─ summary() ──▶ summary.json, trackers
 on_sample ─▶ samples.jsonl, and every row sink that takes samples
 
 A run that is resumed goes on in its files. What is undone of its record leaves ``metrics.jsonl`` and TensorBoard, which
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +43,8 @@ from headway.reports.run_directory import RunDirectory, RunLock
 from headway.reports.samples_file import SamplesFile, TakesSamples, Thinning, draft_of, later, write_surviving
 from headway.reports.snapshot import SnapshotTaker
 from headway.reports.summary import summary
-from headway.reports.tensorboard import TensorBoardFile
+from headway.reports.trackers.apart import Say
+from headway.reports.trackers.trackers import Trackers, open_trackers
 
 Lock = AbstractContextManager[Any]
 
@@ -106,6 +107,7 @@ class Reports:
         view: ConsoleView,
         events: EventsFile,
         sinks: list[RowSink],
+        trackers: Trackers,
         lock: Lock,
         run_lock: RunLock,
         clock: RunClock | None = None,
@@ -119,6 +121,7 @@ class Reports:
         # Metrics before the view, so that what is shown includes the event that caused it to be shown.
         self._observers: list[Observer] = [events, metrics, view]
         self._sinks = sinks
+        self._trackers = trackers
         self._lock = lock
         self._run_lock = run_lock
         self._clock = clock
@@ -135,6 +138,13 @@ class Reports:
             late = event.time - waiting[0].time >= WAIT_S
             if late or len(waiting) >= MOST_WAITING or not isinstance(event, MANY):
                 self._hand_on()
+            if isinstance(event, RunStarted):
+                self._trackers.start()
+
+    def on_sample(self, sample: dict[str, Any]) -> None:
+        """Hand a sample, as a line of ``samples.jsonl`` has it, to the trackers."""
+        with self._lock:
+            self._trackers.on_sample(sample)
 
     def _hand_on(self) -> None:
         """Hand the events that wait to every report. An interrupt leaves those that it has not got to waiting."""
@@ -210,8 +220,11 @@ class Reports:
         with self._lock:
             return self._metrics.finished is not None
 
-    def close(self) -> None:
-        """Complete and close every file, write ``summary.json``, give the terminal back."""
+    def close(self, model: Path | None = None) -> None:
+        """Complete and close every file, write ``summary.json``, end the trackers, give the terminal back.
+
+        ``model``: folder of the exported model, for trackers; None where there is none.
+        """
         if self._closed:
             return
         self._closed = True
@@ -227,9 +240,12 @@ class Reports:
                 if self._samples is not None:
                     self._samples.close()
         finally:  # also where Ctrl-C comes in between
-            self._write_summary()
-            self._view.close()
-            self._run_lock.release()
+            try:
+                self._write_summary()
+                self._trackers.finish(self.summary(), model)
+            finally:
+                self._view.close()
+                self._run_lock.release()
 
     def _write_summary(self) -> None:
         try:
@@ -239,10 +255,11 @@ class Reports:
 
     def report_end(self, model: Path | None, *, resumable: bool = False) -> None:
         """Close the reports, then print how the run ended, where its files are and how to go on with it."""
-        self.close()
+        self.close(model)
         written = any(self.directory.tensorboard.glob("*"))  # none where somebody removed the folder
         tensorboard = self.directory.tensorboard if written else None
-        outcome = Outcome(self.directory.events, tensorboard, model, self.directory.path if resumable else None)
+        resumes = self.directory.path if resumable else None
+        outcome = Outcome(self.directory.events, tensorboard, model, resumes, self._trackers.places)
         report_end(self._console, self.summary(), outcome)
 
 
@@ -361,12 +378,22 @@ def _open(
     lock = threading.RLock()  # a signal may deliver an event in the middle of another one
     view = _open_view(config, console, SnapshotTaker(metrics), lock)
     sinks.append(MetricsFile(JsonLines(directory.metrics, view.warn)))
-    if config.reports.tensorboard:
-        sinks.append(TensorBoardFile(directory.tensorboard, view.warn, purge_step=purge_step))
-    sinks.append(view)
+    say = Say(warn=_locked(lock, view.warn), note=_locked(lock, view.note), phase=_locked(lock, view.phase))
+    trackers = open_trackers(config, directory, say, undone_from=purge_step)
+    sinks += [trackers, view]
     events_file = EventsFile(directory.events, view.warn)
     samples = SamplesFile(directory.samples, Thinning.of(config), view.warn) if config.reports.samples else None
-    return Reports(directory, console, metrics, view, events_file, sinks, lock, run_lock, clock, samples)
+    return Reports(directory, console, metrics, view, events_file, sinks, trackers, lock, run_lock, clock, samples)
+
+
+def _locked(lock: Lock, tell: Callable[[str], None]) -> Callable[[str], None]:
+    """Return ``tell`` for other threads: views are called with the lock held."""
+
+    def told(text: str) -> None:
+        with lock:
+            tell(text)
+
+    return told
 
 
 def _open_view(config: Config, console: Console, snapshots: SnapshotTaker, lock: Lock) -> ConsoleView:

@@ -4,6 +4,7 @@ config.yaml    the resolved configuration       events.jsonl   everything that h
 metrics.jsonl  one row per version              summary.json   the run in one object
 samples.jsonl  what drawn groups said
 tensorboard/   checkpoints/   logs/             model/         the exported model
+trackers/      what other trackers leave here, and the ids of their entries
 run.lock       held by the process that trains  initial_model/ the model that was made, where one was
 control.sock   where that process is asked      profiles/      what workers computed, where that was asked for
 .room          space on the disk that a run holds for its summary, and gives up for it
@@ -207,6 +208,10 @@ class RunDirectory:
     @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
+
+    @property
+    def trackers(self) -> Path:
+        return self.path / "trackers"
 
     @property
     def checkpoints(self) -> Path:
