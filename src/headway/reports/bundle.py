@@ -2,7 +2,7 @@
 
 emit ─▶ events.jsonl ─▶ RunMetrics ──rows──▶ metrics.jsonl, trackers, the console's view
                            └─ summary() ──▶ summary.json, trackers
-on_sample ─▶ samples.jsonl, and every row sink that takes samples
+on_sample ─▶ samples.jsonl, trackers
 
 A run that is resumed goes on in its files. What is undone of its record leaves ``metrics.jsonl`` and TensorBoard, which
 are made from what survives, and its clock stands still between the boundary that it goes back to and its new start.
@@ -40,7 +40,7 @@ from headway.reports.live import LiveView
 from headway.reports.metrics import RowSink, RunMetrics
 from headway.reports.plain import PlainView
 from headway.reports.run_directory import RunDirectory, RunLock
-from headway.reports.samples_file import SamplesFile, TakesSamples, Thinning, draft_of, later, write_surviving
+from headway.reports.samples_file import SamplesFile, Thinning, draft_of, later, write_surviving
 from headway.reports.snapshot import SnapshotTaker
 from headway.reports.summary import summary
 from headway.reports.trackers.apart import Say
@@ -141,11 +141,6 @@ class Reports:
             if isinstance(event, RunStarted):
                 self._trackers.start()
 
-    def on_sample(self, sample: dict[str, Any]) -> None:
-        """Hand a sample, as a line of ``samples.jsonl`` has it, to the trackers."""
-        with self._lock:
-            self._trackers.on_sample(sample)
-
     def _hand_on(self) -> None:
         """Hand the events that wait to every report. An interrupt leaves those that it has not got to waiting."""
         while self._waiting:
@@ -158,16 +153,14 @@ class Reports:
     emit = on_event
 
     def on_sample(self, sample: dict[str, Any]) -> None:
-        """Write what a drawn group or a held-out problem said, and hand it to every row sink that takes samples."""
+        """Write what a drawn group or a held-out problem said, and hand it to the trackers."""
         with self._lock:
             if self._samples is None or not self._samples.takes(sample):
                 return
             if self._clock is not None:
                 sample = later(sample, self._clock.ahead)
             self._samples.on_sample(sample)
-            for sink in self._sinks:
-                if isinstance(sink, TakesSamples):
-                    sink.on_sample(sample)
+            self._trackers.on_sample(sample)
 
     def phase(self, text: str, detail: str = "") -> None:
         """Show what the run is doing before or after training, and how far it got."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from headway.config.schema import Config
 from headway.data.draws import place_of_group, share_of
@@ -43,13 +43,6 @@ _OF_ROW = frozenset(
 )
 
 Sample = Mapping[str, Any]
-
-
-@runtime_checkable
-class TakesSamples(Protocol):
-    """Receiver of samples, beside rows of metrics. Each is one JSON object, as in ``samples.jsonl``."""
-
-    def on_sample(self, sample: dict[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
