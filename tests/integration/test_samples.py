@@ -18,7 +18,7 @@ from tests.integration.support import events, make_job, run_here, train
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("samples")
-    train(make_job(folder), folder / "run", "cluster.backend=inline", "reports.samples=3", "reports.tensorboard=false")
+    train(make_job(folder), folder / "run", "cluster.backend=inline", "reports.samples=3", "reports.trackers=[]")
     return folder / "run"
 
 

@@ -149,35 +149,23 @@ def test_a_damaged_line_is_named(line: str, where: str, tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------- in the reports
 
 
-class Tracker:
-    """A row sink that takes samples."""
-
-    def __init__(self) -> None:
-        self.samples: list[dict[str, Any]] = []
-
-    def on_row(self, row: dict[str, Any]) -> None: ...
-
-    def on_sample(self, sample: dict[str, Any]) -> None:
-        self.samples.append(sample)
-
-    def close(self) -> None: ...
-
-
 def config(samples: int) -> Config:
-    return Config.model_validate({"reports": {"samples": samples, "tensorboard": False, "live": "off"}})
+    return Config.model_validate({"reports": {"samples": samples, "trackers": [], "live": "off"}})
 
 
-def test_samples_are_in_their_file_and_at_sinks_and_nowhere_else(tmp_path: Path) -> None:
+def test_samples_are_in_their_file_and_at_trackers_and_nowhere_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reports = open_reports(config(2), tmp_path / "run", quiet())
-    tracker = Tracker()
-    reports._sinks.append(tracker)
+    tracked: list[dict[str, Any]] = []
+    monkeypatch.setattr(reports._trackers, "on_sample", tracked.append)
     reports.emit(Note(time=0.0, level="info", text="a line"))
     reports.on_sample(of_group(3))
     reports.on_sample(of_validation(0))
     reports.close()
     directory = reports.directory
     assert list(read_samples(directory.samples)) == [{**s, "thinned": 0} for s in (of_group(3), of_validation(0))]
-    assert tracker.samples == [of_group(3), of_validation(0)]
+    assert tracked == [of_group(3), of_validation(0)]
     assert len(directory.events.read_text().splitlines()) == 1
 
 
