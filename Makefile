@@ -6,12 +6,14 @@
 # make vllm-env     that environment alone, about 1 GB: fails where it cannot be built
 # make test-agents  programs over unmodified environments of TRL, Gymnasium, GEM, SkyRL-gym: 3 minutes    (ARGS="-k sql")
 # make agents-env   their packages alone, an environment of about 700 MB without torch
+# make test-trackers  W&B, MLflow, trackio and Prometheus by their own packages, 3 minutes    (ARGS="-k mlflow")
+# make trackers-env   their packages alone, an environment of about 1.1 GB without torch
 # make test-gpu what works on this machine's GPUs, and how fast, in 8 minutes    (ARGS="--only logprobs,demo")
 # make wheelhouse PYTHON_VERSION=3.12    wheels for a machine that has torch, transformers and no network
 # make bench    the main job against a plain loop and TRL, about 8 minutes, into build/bench/
 # make bench-trl      the same; builds TRL's environment first
 # make trl-env        that environment alone, about 1.9 GB: fails where it cannot be built
-# make bench-train    training steps, padded, packed and with shared prompts, about 15 minutes   (ARGS="--models 1m")
+# make bench-train    training steps, padded, packed and with shared prompts, about 22 minutes   (ARGS="--models 1m")
 # make bench-update   what updates of the weights cost, about 25 minutes   (ARGS="--models 1m --only broadcast")
 # make bench-rollout  generation against its peers, about 30 minutes  (ARGS="--quick", "--full", "--update --models 1m")
 # make bench-episodes what episodes of several turns cost, about 3 minutes   (ARGS="--quick", "--only prefixes")
@@ -30,6 +32,8 @@ VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.installed
 AGENTS_BIN := .venv-agents/bin
 AGENTS_STAMP := .venv-agents/.installed
+TRACKERS_BIN := .venv-trackers/bin
+TRACKERS_STAMP := .venv-trackers/.installed
 TRL_BIN := .venv-trl/bin
 TRL_STAMP := .venv-trl/.installed
 
@@ -38,10 +42,10 @@ TRL_STAMP := .venv-trl/.installed
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 
 # Each has a target test-NAME, and NAME-env that builds its environment alone.
-ENVIRONMENTS := vllm agents
+ENVIRONMENTS := vllm agents trackers
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu wheelhouse test-slow test-all environments vllm-env test-vllm agents-env test-agents lint types layers pytest bench trl-env bench-trl bench-train bench-update bench-rollout bench-episodes study-staleness docs format clean
+.PHONY: help setup demo test test-gpu wheelhouse test-slow test-all environments vllm-env test-vllm agents-env test-agents trackers-env test-trackers lint types layers pytest bench trl-env bench-trl bench-train bench-update bench-rollout bench-episodes study-staleness docs format clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -124,6 +128,22 @@ $(AGENTS_STAMP): constraints-agents.txt
 	$(AGENTS_BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints-agents.txt --no-deps trl
 	@touch $@
 
+# What the user has set for a tracker, a login included, stays out of its tests.
+TRACKERS_TEST_ENV := env $(foreach name,$(filter WANDB_% MLFLOW_% TRACKIO_%,$(.VARIABLES)),-u $(name)) \
+	PYTHONPATH=src $(TEST_ENV)
+
+test-trackers: trackers-env
+	$(TRACKERS_TEST_ENV) $(TRACKERS_BIN)/python -m pytest -m '' tests/trackers $(ARGS)
+
+trackers-env: $(TRACKERS_STAMP)
+
+$(TRACKERS_STAMP): constraints-trackers.txt
+	@test -x $(TRACKERS_BIN)/pip || $(PYTHON) -m venv .venv-trackers || { $(PYTHON) -m venv --clear --without-pip .venv-trackers && \
+		$(PYTHON) -m pip --python $(TRACKERS_BIN)/python install pip; }
+	$(TRACKERS_BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints-trackers.txt wandb mlflow trackio prometheus-client \
+		numpy omegaconf pydantic pyyaml rich tensorboard typer hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist
+	@touch $@
+
 test-gpu: setup
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
@@ -171,5 +191,5 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-vllm .venv-agents .venv-trl build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-vllm .venv-agents .venv-trackers .venv-trl build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

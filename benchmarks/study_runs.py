@@ -44,7 +44,7 @@ BASE = (
     "cluster.backend=inline",
     "cluster.device=cpu",
     "reports.live=off",
-    "reports.tensorboard=false",
+    "reports.trackers=[]",
 )
 """One process, one torch thread for training and one for generation, which is fast enough to stay as far ahead as η
 permits. No group is filtered: where a policy has collapsed nearly all would be, the trainer would wait for generation,

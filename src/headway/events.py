@@ -465,6 +465,27 @@ class CheckpointSaved(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileTaken(Event):
+    """Event: what workers computed during ``span``, while versions from ``version`` on were trained, is in files.
+
+    ``time`` is the end of the span: writing the files takes longer.
+    """
+
+    kind: ClassVar[str] = "profile.taken"
+    on_clock: ClassVar[tuple[str, ...]] = ("time", "span")
+    version: int
+    versions: int
+    """Number of versions that were trained to their end meanwhile; fewer than asked for where the window was cut."""
+    span: Span
+    folder: str
+    """Folder of the traces, relative to the run's directory."""
+    files: list[str]
+    """Names of the traces in that folder, one for each process."""
+    reason: str | None = None
+    """Reason why the window was closed early; None where it was not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Note(Event):
     """Event: a line for the log. ``level`` is ``info`` or ``warning``."""
 

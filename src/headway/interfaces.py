@@ -12,7 +12,7 @@ Everything the pipeline calls is asynchronous and returns plain data. Implementa
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -20,6 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.data.assignment import GroupId
 from headway.data.types import (
     AnyColumn,
     Column,
@@ -212,6 +213,8 @@ class GroupRequest:
     priority: Priority = Priority.TRAINING
     baseline: SamplingParams | None = None
     """Sampling of one more episode, k = n, which is not trained on; None without one."""
+    shown: bool = False
+    """True where the group leaves a sample: its episodes come with their conversations, whoever scores them."""
 
     @property
     def episodes(self) -> int:
@@ -442,6 +445,35 @@ class StepContext:
     """Share of this version's optimizer steps that were made before this one: in [0, 1)."""
     clip_scale: float = 1.0
     """Width of the trust region, as a multiple of the configured one."""
+    shown: frozenset[GroupId] = frozenset()
+    """Groups of the mini-batch whose rows the report has, as the step saw them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainedRow:
+    """One row as an optimizer step saw it. All arrays are [T], of its response tokens.
+
+    What a step costs does not depend on it: the log-probs are those of the step's own forward pass.
+    """
+
+    episode: TrajectoryId
+    prompt_ids: NDArray[np.int32]
+    """Token ids of the row's prompt, [P]."""
+    ids: NDArray[np.int32]
+    mask: NDArray[np.bool_]
+    """True where the loss counts the token."""
+    versions: NDArray[np.int32]
+    """Version that sampled each token; -1 where none did."""
+    behaviour: NDArray[np.float32]
+    """Log-probs (nats) under the policy that sampled the tokens, as the engine gave them."""
+    logprobs: NDArray[np.float32]
+    """Log-probs (nats) under the trainer's policy, before the step."""
+    entropy: NDArray[np.float32]
+    """Entropies (nats) of the trainer's policy at each token."""
+    columns: Mapping[str, NDArray[np.float32]]
+    """Columns that came with the row, by name."""
+    cut: int = 0
+    """Number of tokens that were left out in the middle of a long response; T counts those that are here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,6 +482,12 @@ class StepReport:
 
     skipped: bool
     metrics: dict[str, float]
+    shown: tuple[TrainedRow, ...] = ()
+    """Rows of the groups that `StepContext.shown` names, those of an episode in order."""
+
+    def joined(self, others: Sequence[StepReport]) -> StepReport:
+        """Return the report of all ranks. Their metrics agree; each has the rows of its own share."""
+        return replace(self, shown=tuple(row for report in (self, *others) for row in report.shown))
 
 
 @dataclass(frozen=True, slots=True)
@@ -589,6 +627,30 @@ class CriticEngine(FetchEngine, Protocol):
         """Save a complete checkpoint: model, optimizer, schedule. Atomic, by a rename."""
 
     async def load(self, path: Path) -> None: ...
+
+
+class Profiled(Protocol):
+    """A process of the run whose work can be profiled.
+
+    await process.start()                   # whatever it computes from now on is recorded, on all of its threads
+    await process.stop()
+    trace = await process.take(origin)      # a Chrome trace, compressed
+    """
+
+    name: str
+    """Names of the workers in the process, joined by ``_``."""
+
+    async def start(self) -> None:
+        """Record from now on. Raises `RunError` where that is impossible."""
+
+    async def stop(self) -> None:
+        """Record no more. What was recorded is kept for `take`. The process may stand still for seconds meanwhile."""
+
+    async def take(self, origin: float) -> bytes:
+        """Return what was recorded as a Chrome trace in gzip, and forget it.
+
+        Its times are microseconds since ``origin``, which is in Unix seconds.
+        """
 
 
 class AdvantageFn(Protocol):

@@ -133,7 +133,7 @@ import headway.engines.train.fsdp.engine, headway.rewards.mathematics, headway.r
 import headway.runners.inside
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from headway.reports.tensorboard import TensorBoardFile
+from headway.reports.trackers.tensorboard import TensorBoardFile
 problems = []
 with TemporaryDirectory() as folder:
     file = TensorBoardFile(Path(folder) / "tensorboard", problems.append)

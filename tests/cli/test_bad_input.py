@@ -34,7 +34,7 @@ rollout: {n: 2, total_rollout_steps: 4, max_concurrent: 4, threads: 1}
 actor: {ppo_mini_batch_size: 2}
 trainer: {threads: 1}
 cluster: {backend: inline, device: cpu}
-reports: {live: off, tensorboard: false}
+reports: {live: off, trackers: []}
 run: {dir: run}
 """
 ROWS = "".join(json.dumps({"prompt": f"{i}=", "answer": str(i)}) + "\n" for i in range(6))

@@ -17,7 +17,7 @@ def test_runs_that_begin_in_the_same_second_have_directories_of_their_own(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(time, "strftime", lambda _: "20260101-120000")
-    config = Config.model_validate({"run": {"name": "sort"}, "reports": {"tensorboard": False, "live": "off"}})
+    config = Config.model_validate({"run": {"name": "sort"}, "reports": {"trackers": [], "live": "off"}})
     for name in ("sort-20260101-120000", "sort-20260101-120000-2", "sort-20260101-120000-3"):
         reports = _open_reports(config)
         reports.close()

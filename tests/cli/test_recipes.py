@@ -57,7 +57,7 @@ TINY = [
     "actor.ppo_mini_batch_size=2",
     "actor.ppo_max_token_len_per_gpu=2048",
     "reward.workers=1",
-    "reports.tensorboard=false",
+    "reports.trackers=[]",
 ]
 """One version of one optimizer step, in one process."""
 

@@ -62,7 +62,7 @@ async def test_a_version_equals_one_process_bit_for_bit_and_a_killed_replica_end
         await workers.train.reach(["rollout-0"])
         staging = asyncio.create_task(workers.rollouts[0].stage_weights(2))
         await workers.rollouts[0].stats()
-        replica = workers.rollouts[0]._worker
+        replica = workers.rollouts[0].worker
         assert isinstance(replica, RayWorker)
         assert replica.pid is not None
         assert os.getpriority(os.PRIO_PROCESS, replica.pid) == os.getpriority(os.PRIO_PROCESS, 0)

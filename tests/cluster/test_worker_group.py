@@ -27,6 +27,9 @@ class Doubler:
     @register(Dispatch.SPLIT)
     def total(self, samples: Sequence[Sample], factor: int) -> None: ...
 
+    @register(Dispatch.SPLIT, Collect.JOINED)
+    def joined(self, samples: Sequence[Sample]) -> None: ...
+
     @register(Dispatch.SPLIT, Collect.COLUMNS)
     def columns(self, samples: Sequence[Sample]) -> None: ...
 
@@ -103,6 +106,21 @@ async def test_split_divides_the_samples_and_repeats_the_other_arguments() -> No
     assert {sum(s.length for s in share) for share in (share0, share1)} == {8}
 
 
+class Sum(int):
+    """A result to which other ranks' results can be added."""
+
+    def joined(self, others: Sequence[int]) -> int:
+        return self + sum(others)
+
+
+async def test_joined_results_are_rank_zeros_with_what_the_others_add() -> None:
+    workers = [Scripted(rank) for rank in range(3)]
+    for worker in workers:
+        worker.rank = Sum(10**worker.rank)
+    assert await group(*workers).joined(samples(8, 1, 1, 6)) == 111
+    assert await group(*workers[:1]).joined(samples(8)) == 1
+
+
 @given(lengths=st.lists(st.integers(0, 50), max_size=20), ranks=st.integers(1, 4))
 def test_columns_come_back_in_the_samples_order_and_point_into_the_right_ranks_result(
     lengths: list[int], ranks: int
@@ -156,7 +174,7 @@ async def test_a_call_starts_at_once_and_can_be_awaited_later() -> None:
 
 
 def test_only_registered_methods_are_there() -> None:
-    assert set(registered(Doubler)) == {"everywhere", "first", "total", "columns", "export"}
+    assert set(registered(Doubler)) == {"everywhere", "first", "total", "joined", "columns", "export"}
     with pytest.raises(AttributeError, match="'private' is not a registered method"):
         group(Scripted(0)).private()
 

@@ -79,7 +79,7 @@ class Moments:
 def headway_train(recipe: Path, run_dir: Path, *overrides: str) -> Done:
     """The command in this process, to its end; none of the processes that it started are left."""
     before = set(descendants(os.getpid()))
-    settings = ("trainer.save_freq=1", "reports.tensorboard=false", *overrides, f"run.dir={run_dir}")
+    settings = ("trainer.save_freq=1", "reports.trackers=[]", *overrides, f"run.dir={run_dir}")
     done = run_here("train", str(recipe), *settings)
     theirs = before.union(descendants(*before))  # Ray, where it runs, starts processes when it likes
     left = alive([pid for pid in descendants(os.getpid()) if pid not in theirs and not _is_kept(pid)])

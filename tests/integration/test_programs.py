@@ -10,6 +10,7 @@ import pytest
 
 from headway.config.model import MakeModelConfig
 from headway.models.make import make_model
+from headway.reports.samples_file import read_samples
 from tests.integration.support import events, finish, start, summary, train, wait_for
 
 TEMPLATE = (
@@ -56,6 +57,9 @@ trainer: {threads: 1, save_freq: -1}
 """
 
 
+ALTERNATING = ["assistant", "user", "assistant", "user", "assistant"]
+
+
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("programs")
@@ -91,6 +95,13 @@ def test_an_agent_trains_in_a_run_like_any_other(recipe: Path, tmp_path: Path, n
     result = train(recipe, tmp_path / "run", program(recipe, name), "cluster.backend=inline")
     assert (result["groups"]["trained"], result["balanced"]) == (32, True)
     assert {episode["turns"] for episode in episodes(tmp_path / "run")} == {3}
+    shown = list(read_samples(tmp_path / "run" / "samples.jsonl", what="group"))
+    told = [episode["conversation"] for group in shown for episode in group["episodes"]]
+    assert told and all([message["role"] for message in one["completion"]] == ALTERNATING for one in told)
+    rows = [row for group in shown for episode in group["episodes"] for row in episode["rows"]]
+    assert any(0 in row["mask"] for row in rows)
+    for row in rows:
+        assert [version < 0 for version in row["versions"]] == [not counts for counts in row["mask"]]
     assert not psutil.Process().children(recursive=True) or all(
         "headway.runners" not in " ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)
     )

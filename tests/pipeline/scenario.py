@@ -23,6 +23,7 @@ from headway.events import (
     ValidationFinished,
 )
 from headway.pipeline.run import Parts, Pipeline, Status
+from headway.pipeline.samples import SampleOutlet
 from headway.pipeline.stages.reward import GroupFilter
 from headway.simulate.clock import run_virtual
 from headway.simulate.profile import UpdateProfile
@@ -256,6 +257,8 @@ class Scenario:
     rollout: type[FakeRollout] = FakeRollout
     hosting: Callable[[Config], Hosting] | None = None
     """Makes what episodes are made by; None for single answers."""
+    samples: SampleOutlet | None = None
+    """Where samples go; None for a run without any."""
     watched: bool = False
     """`beside` is given to the pipeline as its watch, so that what it raises is the pipeline's affair."""
 
@@ -334,6 +337,7 @@ class Scenario:
             replace_keeper=None if self.keeper_start_s is None else lambda lost: self._replace_keeper(run, lost),
             watch=(lambda: self._watch(run)) if self.watched else None,
             workers=lambda: [trainer],
+            samples=self.samples,
         )
         pipeline = Pipeline(self.config, parts, [recorder], Path("checkpoints"), self.resume_from)
         run = Run(None, None, recorder.events, pipeline, source, rollouts, trainer, 0.0, [], transport, self, recorder)

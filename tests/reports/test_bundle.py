@@ -61,7 +61,7 @@ def test_closing_twice_is_closing_once(tmp_path: Path) -> None:
 
 
 def test_tensorboard_can_be_switched_off(tmp_path: Path) -> None:
-    config = Config.model_validate({"reports": {"tensorboard": False, "live": "off"}})
+    config = Config.model_validate({"reports": {"trackers": [], "live": "off"}})
     reports, output = opened(tmp_path / "r", terminal=True, config=config)
     for event in ScriptedRun(versions=1).build():
         reports.emit(event)
@@ -71,9 +71,9 @@ def test_tensorboard_can_be_switched_off(tmp_path: Path) -> None:
     assert "--logdir" not in output.getvalue()
 
 
-@pytest.mark.parametrize("tensorboard", [True, False])
-def test_a_tensorboard_folder_that_somebody_removed_fails_no_run_at_its_end(tensorboard: bool, tmp_path: Path) -> None:
-    config = Config.model_validate({"reports": {"tensorboard": tensorboard, "live": "off"}})
+@pytest.mark.parametrize("trackers", [["tensorboard"], []])
+def test_a_tensorboard_folder_that_is_removed_fails_no_run_at_its_end(trackers: list[str], tmp_path: Path) -> None:
+    config = Config.model_validate({"reports": {"trackers": trackers, "live": "off"}})
     reports, output = opened(tmp_path / "r", config=config)
     shutil.rmtree(reports.directory.tensorboard)
     reports.report_end(None)
@@ -119,7 +119,7 @@ def test_an_output_that_refuses_ends_what_is_shown_and_not_the_run(
         os.close(reading)
         output = os.fdopen(writing, "w", encoding="utf-8")
     monkeypatch.setattr(sys, "stdout", output)
-    reports = open_reports(Config.model_validate({"reports": {"live": live, "tensorboard": False}}), tmp_path / "r")
+    reports = open_reports(Config.model_validate({"reports": {"live": live, "trackers": []}}), tmp_path / "r")
     for event in ScriptedRun(versions=1).build():
         reports.emit(event)
     reports.report_end(None)
@@ -129,7 +129,7 @@ def test_an_output_that_refuses_ends_what_is_shown_and_not_the_run(
 
 def test_without_an_output_a_run_has_reports_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
-    reports = open_reports(Config.model_validate({"reports": {"tensorboard": False}}), tmp_path / "r")
+    reports = open_reports(Config.model_validate({"reports": {"trackers": []}}), tmp_path / "r")
     reports.report_end(None)
     assert reports.directory.summary.exists()
 

@@ -104,6 +104,24 @@ def test_a_run_may_be_resumed_and_killed_again_and_again(undisturbed: Path, tmp_
     assert (summary(directory)["resumed"], summary(directory)["groups"]) == (4, summary(undisturbed)["groups"])
 
 
+def test_a_moment_is_placed_where_the_record_has_it_before_and_after_a_resume(tmp_path: Path) -> None:
+    directory, state = killed(tmp_path, 14.0)
+    lock = RunLock(directory / "run.lock")
+    lock.take()
+    reports = reopen_reports(
+        SCENARIO.config, RunDirectory.existing(directory), lock, state["version"], balance(state), quiet()
+    )
+    before = reports.since_first(7e5)  # the clock stands still
+    (start,) = (event for event in read_events(directory / "events.jsonl") if isinstance(event, RunStarted))
+    reports.emit(replace(start, time=1e6))
+    reports.emit(Note(time=1e6 + 3.0, level="info", text="later"))
+    placed = reports.since_first(1e6 + 3.0)
+    reports.close()
+    first, *_, last = read_events(directory / "events.jsonl")
+    assert isinstance(last, Note) and placed == pytest.approx(last.time - first.time)
+    assert placed == pytest.approx(before + 3.0)
+
+
 def test_the_clock_stands_still_between_the_boundary_and_the_new_start(tmp_path: Path) -> None:
     directory, state = killed(tmp_path, 14.0)
     resumed(directory, state)

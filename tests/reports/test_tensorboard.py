@@ -11,8 +11,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import headway
-from headway.reports import tensorboard
-from headway.reports.tensorboard import TensorBoardFile
+from headway.reports.trackers import tensorboard
+from headway.reports.trackers.tensorboard import TensorBoardFile
+from headway.reports.trackers.tracker import Setting
 from tests.full_disk import files_of_at_most
 
 
@@ -22,6 +23,7 @@ def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
     from_tensors = {
         tag: [(e.step, float(e.tensor_proto.float_val[0])) for e in reader.Tensors(tag)]
         for tag in reader.Tags()["tensors"]
+        if reader.SummaryMetadata(tag).plugin_data.plugin_name == "scalars"
     }
     return from_tensors | {tag: [(e.step, e.value) for e in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
 
@@ -35,6 +37,34 @@ def test_each_versions_numbers_are_scalars_at_that_step(tmp_path: Path) -> None:
     assert scalars(tmp_path) == {"reward/mean": [(0, 0.5), (1, 0.75)], "lag/max": [(0, 1.0)]}
 
 
+def texts(directory: Path) -> dict[str, list[tuple[int, str]]]:
+    reader = EventAccumulator(str(directory), size_guidance={"tensors": 0})
+    reader.Reload()
+    return {
+        tag: [(e.step, e.tensor_proto.string_val[0].decode()) for e in reader.Tensors(tag)]
+        for tag in reader.Tags()["tensors"]
+        if reader.SummaryMetadata(tag).plugin_data.plugin_name == "text"
+    }
+
+
+def test_settings_samples_and_the_summary_are_texts(tmp_path: Path) -> None:
+    board = TensorBoardFile(tmp_path, pytest.fail, Setting("p", "n", tmp_path, {"run.seed": 7}))
+    episode = {"k": 0, "reward": 1.0, "parts": {}, "turns": 1, "length": 3, "finish": "stop", "text": "it is\nfour"}
+    board.on_sample(
+        {"validation": 2, "problem": 5, "source": "sums", "prompt": "2+2", "answer": 4, "episodes": [episode]}
+    )
+    board.on_row({"version": 3, "reward/mean": 0.5})
+    board.on_summary({"status": "completed"})
+    board.close()
+    told = texts(tmp_path)
+    assert told["settings"] == [(0, '```json\n{\n "run.seed": 7\n}\n```')]
+    assert told["summary"] == [(3, '```json\n{\n "status": "completed"\n}\n```')]
+    ((step, sample),) = told["samples/validation"]
+    assert step == 2
+    assert "**prompt** 2+2" in sample
+    assert "**text** \n\n```\nit is\nfour\n```" in sample
+
+
 @pytest.mark.parametrize("opened_before", [0, 8, 9, 98])
 def test_what_is_undone_is_forgotten_and_the_rest_stays_as_it_was_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened_before: int
@@ -44,7 +74,7 @@ def test_what_is_undone_is_forgotten_and_the_rest_stays_as_it_was_written(
     for version in range(4):
         first.on_row({"version": version, "reward/mean": float(version)})
     first.close()
-    resumed = TensorBoardFile(tmp_path, pytest.fail, purge_step=2)
+    resumed = TensorBoardFile(tmp_path, pytest.fail, Setting("p", "n", tmp_path, undone_from=2))
     for version in (2, 3, 4):
         resumed.on_row({"version": version, "reward/mean": 10.0 * version})
     resumed.close()
@@ -80,7 +110,7 @@ def test_neither_torch_nor_tensorflow_is_imported_by_any_report() -> None:
     program = (
         "import sys, tempfile, pathlib\n"
         "import headway.reports.bundle\n"
-        "from headway.reports.tensorboard import TensorBoardFile\n"
+        "from headway.reports.trackers.tensorboard import TensorBoardFile\n"
         "board = TensorBoardFile(pathlib.Path(tempfile.mkdtemp()), print)\n"
         "board.on_row({'version': 0, 'reward/mean': 1.0})\n"
         "board.close()\n"

@@ -15,6 +15,7 @@ from headway.events import (
     GroupSettled,
     LeaseChanged,
     OptimizerStepped,
+    ProfileTaken,
     ReplicaActivity,
     ReplicaHalted,
     ReplicaJoined,
@@ -351,3 +352,21 @@ def test_a_run_that_failed_before_training_has_no_shares_but_a_mark_that_says_wh
 def test_a_run_of_one_event_and_a_run_of_none_have_timelines() -> None:
     assert build_timeline([started(time=5.0)]).window == (5.0, 5.0)
     assert build_timeline([]).lanes == ()
+
+
+@pytest.mark.parametrize(
+    ("files", "versions", "label"),
+    [
+        (["actor-0.json.gz"], 1, "a profile of 2.5 s begins with v3: actor-0.json.gz in profiles/version-3"),
+        (["actor-0.json.gz", "rollout-0.json.gz"], 2, "a profile of 2.5 s begins with v3, to v4: 2 traces in profiles"),
+    ],
+)
+def test_a_profile_is_marked_where_its_window_opened(files: list[str], versions: int, label: str) -> None:
+    taken = ProfileTaken(
+        time=105.0, version=3, versions=versions, span=(102.0, 104.5), folder="profiles/version-3", files=files
+    )
+    events = ScriptedRun().build()
+    timeline = build_timeline([*events, taken])
+    (mark,) = (mark for mark in timeline.marks if "profile" in mark.label)
+    assert (mark.time, mark.kind) == (102.0, MarkKind.NOTE)
+    assert mark.label.startswith(label)

@@ -26,6 +26,7 @@ from headway.reports.watch.alive import is_trained
 from headway.reports.watch.follower import Follower
 from headway.reports.watch.server import Server
 from tests.reports.stories import lines, sample, story, validated, written
+from tests.reports.timelines import simulated_events
 
 
 class Clock:
@@ -125,19 +126,15 @@ def test_a_page_is_told_of_what_comes_and_of_nothing_else(tmp_path: Path) -> Non
     assert news["timeline"] == seen["timeline"] + 1
 
 
-def test_what_is_told_of_a_growing_run_is_what_its_whole_record_says(tmp_path: Path) -> None:
+def test_what_is_told_of_a_growing_run_is_what_its_whole_record_says() -> None:
     """A timeline that was built on the way changes nothing of the one that is built at the end."""
-    whole = story(versions=5)
+    whole = simulated_events("async_partial")
     builder = TimelineBuilder()
     for place, event in enumerate(whole):
         builder.on_event(event)
-        if place % 40 == 0:
+        if place % (len(whole) // 20) == 0:
             builder.so_far()
-    grown, expected = live_parts(builder.so_far(), 10_000), live_parts(build_timeline(whole), 10_000)
-    assert grown["figures"] == expected["figures"]
-    assert grown["reasons"] == expected["reasons"]
-    busy = {(lane["group"], lane["name"]): lane["busy"] for lane in expected["data"]["lanes"]}
-    assert {(lane["group"], lane["name"]): lane["busy"] for lane in grown["data"]["lanes"]} == busy
+    assert live_parts(builder.so_far(), 10_000) == live_parts(build_timeline(whole), 10_000)
 
 
 def test_a_run_that_is_resumed_is_read_anew_without_what_it_undid(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from headway.preflight import check_inputs, check_model
 from headway.programs.tools import load_tools
 from headway.reports.bundle import Reports, open_reports
 from headway.reports.run_directory import Occupied, RunDirectory
+from headway.reports.trackers.check import check_trackers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -36,7 +37,8 @@ def train(loaded: LoadedConfig) -> int:
     set_math_environment(config)
     if config.run.dir is not None:
         RunDirectory(config.run.dir).check_free()  # the check of `create`, which comes after much that takes longer
-    rows = check_inputs(config)  # this and the next come before the run's directory: an error leaves no trace
+    check_trackers(config)  # all checks come before the run's directory: an error leaves no trace
+    rows = check_inputs(config)
     check_model(config, rows)
     reports = _open_reports(config)
     try:

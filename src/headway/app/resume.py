@@ -23,6 +23,7 @@ from headway.reports.bundle import reopen_reports
 from headway.reports.checkpoints import Checkpoints
 from headway.reports.events_file import Record, look_through
 from headway.reports.run_directory import RunDirectory, RunLock
+from headway.reports.trackers.check import check_trackers
 from headway.user_code import names_a_file
 
 
@@ -67,6 +68,7 @@ def resume(path: Path, before: Config, loaded: LoadedConfig) -> int:
             )
         if needs_critic(config):
             read_state(checkpoints.critic(version))
+        check_trackers(config)
         with _relative_paths_explained(config):
             rows = check_inputs(config)
             data = check_model(config, rows) or _data(config, rows, directory.initial_model)

@@ -12,16 +12,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.app.control import Control
 from headway.app.interrupts import Interrupts
 from headway.config.placement import CRITIC, LOGP, REF, needs_critic, needs_greedy_baseline
 from headway.config.schema import Config
+from headway.control import listening
 from headway.data.sources import Rows, build_sources
 from headway.episodes.runners import variables
-from headway.errors import HeadwayError, RunError, boundary
+from headway.errors import HeadwayError, RunError, boundary, said_by
 from headway.events import Note, PromptsLeftOut, WorkerDescribed
 from headway.pipeline.parts import Parts
+from headway.pipeline.profile_window import ProfileWindow
 from headway.pipeline.resume import Taken
 from headway.pipeline.run import Pipeline, Status
+from headway.pipeline.samples import SampleOutlet
 from headway.pipeline.stages.reward import GroupFilter, Shaping
 from headway.reports.bundle import Reports
 from headway.reports.checkpoints import Checkpoints, Retention
@@ -71,10 +75,17 @@ class Run:
         """Open everything and run the pipeline. What has to be closed is left on ``stack``."""
         from headway.cluster.backend import start_backend
         from headway.cluster.process import collecting_seldom
+        from headway.models.pieces import TokenTexts
         from headway.models.pretrained import stop_token_ids
         from headway.models.tokenizer import load_tokenizer
 
         config, reports = self._config, self._reports
+        control = Control()
+        try:
+            await stack.enter_async_context(listening(reports.directory.control, control.answer))
+        except OSError as cause:
+            text = f"this run cannot be asked for profiles (headway ctl): {reports.directory.control}: {said_by(cause)}"
+            reports.emit(Note(time=time.monotonic(), level="warning", text=text))
         reports.phase("starting workers")
         tokenizer = load_tokenizer(self._model_path, trust_remote_code=config.model.trust_remote_code)
         data = build_sources(config, tokenizer, self._rows)
@@ -130,12 +141,14 @@ class Run:
             watch_keeper=workers.watch_keeper,
             replace_keeper=workers.replace_keeper if workers.replaces_keepers else None,
             workers=workers.living,
+            samples=SampleOutlet(reports.on_sample, TokenTexts(tokenizer)) if config.reports.samples else None,
             probe_tolerance=workers.rounding.tolerance,
         )
         taken = None if self._start is None else await self._load(workers, self._start)
         checkpoints = Checkpoints(reports.directory.checkpoints)
         retention = Retention(checkpoints, keep=config.trainer.max_actor_ckpt_to_keep, told=lambda: reports.resumable)
-        pipeline = Pipeline(config, parts, [reports, retention], reports.directory.checkpoints, taken)
+        control.window = window = await stack.enter_async_context(self._profile_window(workers))
+        pipeline = Pipeline(config, parts, [reports, retention, window], reports.directory.checkpoints, taken)
         if config.cluster.backend == "ray":  # else the trainer computes in this process
             stack.enter_context(collecting_seldom())
         try:
@@ -155,6 +168,18 @@ class Run:
                 for newest in checkpoints.complete(with_critic=needs_critic(config))[-1:]:
                     write_version(reports.directory.model, newest)
         return status
+
+    def _profile_window(self, workers: Workers) -> ProfileWindow:
+        engine, reports = self._config.rollout.name, self._reports
+        ours = engine == "native"
+        return ProfileWindow(
+            lambda: workers.profiled(replicas=ours),
+            reports.directory.profiles,
+            reports.emit,
+            reports.since_first,
+            version=0 if self._start is None else self._start.version,
+            remark=None if ours else f"replicas are not profiled: {engine} computes in processes of its own",
+        )
 
     def _report_timeout(self, count: int) -> None:
         """Warn of the reward's first time-outs, and of its tenth, hundredth and so on."""

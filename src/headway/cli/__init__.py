@@ -3,7 +3,8 @@
 headway COMMAND CONFIG [a.b=c ...] ─▶ load ─▶ diagnose ─▶ the command's own work
 
     training.py   train, doctor          planning.py   plan, profile, report          evaluation.py   eval
-    watching.py   watch, compare
+    showing.py    show                   watching.py   watch, compare                  control.py      ctl
+    trackers.py   sync
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ import typer
 
 import headway
 from headway.cli.common import EXIT_FAILED, TakesSettings, say
+from headway.cli.control import ctl
 from headway.cli.evaluation import evaluate
 from headway.cli.planning import plan, profile, report
+from headway.cli.showing import show
 from headway.cli.stdout import replace_stdout
+from headway.cli.trackers import sync
 from headway.cli.training import doctor, train
 from headway.cli.watching import compare, watch
 from headway.errors import OutputRefused
@@ -33,10 +37,12 @@ cli = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 cli.command(cls=TakesSettings)(train)
-for command in (plan, profile, report, watch, compare):
+for command in (plan, profile, report, show, watch, compare):
     cli.command()(command)
 cli.command(cls=TakesSettings)(doctor)
 cli.command("eval", cls=TakesSettings)(evaluate)
+cli.add_typer(ctl, name="ctl")
+cli.command()(sync)
 
 
 def print_version(wanted: bool) -> None:

@@ -65,8 +65,8 @@ def files_of_run(run: Path) -> tuple[Path, ...]:
     from headway.reports.run_directory import RunDirectory
 
     own = RunDirectory(run)
-    files = (own.config, own.events, own.metrics, own.summary, own.lock)
-    return (*files, own.model, own.initial_model, own.checkpoints, own.tensorboard, own.logs)
+    files = (own.config, own.events, own.metrics, own.samples, own.summary, own.lock)
+    return (*files, own.model, own.initial_model, own.checkpoints, own.tensorboard, own.trackers, own.logs)
 
 
 def _is_of(path: Path, one: Path) -> bool:

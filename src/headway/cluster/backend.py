@@ -12,6 +12,7 @@ from typing import NoReturn
 from headway.cluster.engines import RolloutReplica, TrainGroup, critic_of, reference_of
 from headway.cluster.hardware import Hardware
 from headway.cluster.keepers import RemoteKeeper
+from headway.cluster.profiled import ProfiledProcess, profiled
 from headway.cluster.proxy import proxy
 from headway.cluster.replacements import Replacements
 from headway.cluster.rounding import Rounding
@@ -68,6 +69,14 @@ class Workers:
         """Return every worker once, for heartbeats. A replica in the process of a training rank counts as that rank."""
         keepers = self.keepers if self.replaces_keepers else ()
         return [*self.needed, *(self.rollouts if self.replaces else ()), *keepers]
+
+    def profiled(self, *, replicas: bool) -> list[ProfiledProcess]:
+        """Return the processes that compute, once each: those of the ranks and, with ``replicas``, of their engines."""
+        keepers = {keeper.name for keeper in self.keepers}
+        computing = [worker for worker in self.needed if worker.name not in keepers]
+        if replicas:
+            computing += [replica.worker for replica in self.rollouts]
+        return profiled(computing, separate_processes=self.cluster.separate_processes)
 
     @property
     def replaces(self) -> bool:

@@ -111,7 +111,7 @@ class RolloutReplica:
         self._verify = verify
         self.capabilities = capabilities
         self.slots = slots
-        self._worker = worker
+        self.worker = worker
         peer = worker.peer()  # whose calls cost tens of microseconds; each of Ray's takes the driver half a millisecond
         self.calls = calls = ReplicaCalls(worker.name, slots, peer)
         """The replica as keepers call it; can be sent to another process."""

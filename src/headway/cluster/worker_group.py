@@ -46,6 +46,8 @@ class Collect(StrEnum):
 
     RANK_ZERO = "rank_zero"
     """Return rank zero's result: the ranks agree, or only rank zero's counts."""
+    JOINED = "joined"
+    """Return rank zero's result with what the others add to it: ``first.joined(others)``."""
     COLUMNS = "columns"
     """Return one `Column` per sample, the first argument, in order. Arrays stay where they are, those of each group
     behind a handle of its own: whoever needs a group's needs no other's. Not for ``Dispatch.ONE_TO_ALL``."""
@@ -66,6 +68,8 @@ def register(dispatch: Dispatch, collect: Collect = Collect.RANK_ZERO, *, files:
     """
     if collect is Collect.COLUMNS and dispatch is Dispatch.ONE_TO_ALL:
         raise ValueError(f"columns are collected once for each sample, not with dispatch {dispatch!r}")
+    if collect is Collect.JOINED and dispatch is not Dispatch.SPLIT:
+        raise ValueError(f"results of ranks are joined where each has a share of its own, not with {dispatch!r}")
 
     def mark(method: F) -> F:
         setattr(method, _REGISTRATION, Registration(dispatch, collect, files))
@@ -155,6 +159,11 @@ class PartOf:
         self.name = name
         self._worker = worker
         self._part = part
+
+    @property
+    def whole(self) -> Worker:
+        """The worker that this is a part of."""
+        return self._worker
 
     async def up(self) -> None:
         await self._worker.up()
@@ -258,7 +267,8 @@ class WorkerGroup:
             worker.call(method, [samples[i] for i in share], *args)
             for worker, share in zip(self.workers, shares, strict=True)
         )
-        return (await concurrently(calls))[0]
+        first, *others = await concurrently(calls)
+        return first.joined(others) if collect is Collect.JOINED else first
 
     async def _columns(
         self, method: str, shares: Sequence[Sequence[int]], samples: Sequence[Sample], *args: Any

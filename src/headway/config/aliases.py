@@ -50,7 +50,8 @@ RENAMED: Mapping[str, str] = {
     "data.val_files": "data.val",
     "trainer.default_local_dir": "run.dir",
     "trainer.experiment_name": "run.name",
-    "trainer.project_name": "run.name",
+    "trainer.logger": "reports.trackers",
+    "trainer.project_name": "reports.project",
     "trainer.total_epochs": "data.epochs",
     "trainer.total_training_steps": "rollout.total_rollout_steps",
 }
@@ -76,6 +77,9 @@ USUAL: Mapping[str, tuple[str, ...]] = {
     "group_size": ("rollout.n",),
     "kl_coef": ("actor.kl_loss_coef", "algorithm.kl_ctrl.kl_coef"),
     "learning_rate": ("actor.optim.lr",),
+    "log_with": ("reports.trackers",),
+    "logger": ("reports.trackers",),
+    "loggers": ("reports.trackers",),
     "loss_type": ("algorithm.policy_loss.loss_mode",),
     "lr": ("actor.optim.lr",),
     "lr_scheduler": ("actor.optim.lr_scheduler_type",),
@@ -88,6 +92,8 @@ USUAL: Mapping[str, tuple[str, ...]] = {
     "max_steps": ("rollout.total_rollout_steps",),
     "max_tokens": ("data.max_response_length",),
     "micro_batch_size": ("actor.ppo_max_token_len_per_gpu",),
+    "mlflow": ("reports.trackers",),
+    "mlflow.experiment_name": ("reports.project",),
     "model": ("model.path",),
     "model_name": ("model.path",),
     "model_name_or_path": ("model.path",),
@@ -99,16 +105,29 @@ USUAL: Mapping[str, tuple[str, ...]] = {
     "output_dir": ("run.dir",),
     "padding_free": ("model.packing",),
     "per_device_train_batch_size": ("actor.ppo_mini_batch_size",),
+    "prometheus": ("reports.trackers",),
+    "report_to": ("reports.trackers",),
     "reward_funcs": ("reward.function",),
     "save_steps": ("trainer.save_freq",),
     "staleness": ("async_training.staleness_threshold",),
+    "tensorboard": ("reports.trackers",),
     "torch_dtype": ("model.dtype",),
+    "tracker": ("reports.trackers",),
+    "trackio": ("reports.trackers",),
     "use_prefix_grouper": ("model.packing",),
     "use_remove_padding": ("model.packing",),
+    "use_tensorboard": ("reports.trackers",),
+    "use_wandb": ("reports.trackers",),
+    "wandb": ("reports.trackers",),
+    "wandb.name": ("reports.run_name",),
+    "wandb.project": ("reports.project",),
+    "wandb_project": ("reports.project",),
+    "wandb_run_name": ("reports.run_name",),
     "warmup_steps": ("actor.optim.lr_warmup_steps",),
     "weight_decay": ("actor.optim.weight_decay",),
 }
-"""Names of settings in other systems (TRL, OpenRLHF, AReaL, prime-rl) → the nearest keys here; for suggestions."""
+"""Names of settings in other systems (TRL, OpenRLHF, AReaL, prime-rl), whole or the last part → the nearest keys here;
+for suggestions."""
 
 
 def canonical_key(key: str) -> str:

@@ -34,6 +34,7 @@ def without_effect(config: Config) -> dict[str, str]:
         _update,
         _asynchrony,
         _devices,
+        _reports,
     ):
         for key, reason in rules(config):
             found.setdefault(key, reason)
@@ -187,3 +188,17 @@ def _devices(config: Config) -> Iterator[Idle]:
         if not config.trainer.use_nodes_ratios and (replicas == 1 or config.placement.kind == "shared"):
             yield "cluster.max_replica_restarts", "in one process the run ends with its only replica"
         yield "cluster.address", "cluster.backend=inline uses no Ray cluster"
+
+
+def _reports(config: Config) -> Iterator[Idle]:
+    chosen = config.reports.trackers
+    users = {
+        ("project",): ("wandb", "mlflow", "trackio"),
+        ("log_model",): ("wandb", "mlflow", "trackio"),
+        ("run_name",): ("wandb", "mlflow", "trackio", "prometheus"),
+        ("prometheus_host", "prometheus_port"): ("prometheus",),
+    }
+    for keys, names in users.items():
+        if not set(names) & set(chosen):
+            for key in keys:
+                yield f"reports.{key}", f"reports.trackers does not name {' or '.join(names)}"

@@ -146,8 +146,8 @@ def _where(key: str, origins: Mapping[str, str]) -> str:
 def meant(key: str, root: type[Section] = Config) -> list[str]:
     """Return the keys that ``key`` probably means: itself, where it is known; none, where nothing is similar.
 
-    Candidates: a renamed key, the name that other systems have for it, the same name in other sections, or the most
-    similar spelling.
+    Candidates: a renamed key, the name that other systems have for it or for its section, the same name in other
+    sections, or the most similar spelling.
     """
     keys = list(dict.fromkeys(known_keys(root)))
     plain = canonical_key(re.sub(r"\[\d+\]", "", key))
@@ -161,6 +161,7 @@ def meant(key: str, root: type[Section] = Config) -> list[str]:
         difflib.get_close_matches(plain, same_name, n=1, cutoff=NEARLY_EQUAL)
         or [known for known in same_name if known.startswith(section)]
         or _usual(plain, section, keys)
+        or _other_section(plain, keys)
         or same_name
         or _similar(plain, keys)
     )
@@ -168,9 +169,16 @@ def meant(key: str, root: type[Section] = Config) -> list[str]:
 
 def _usual(key: str, section: str, keys: Sequence[str]) -> list[str]:
     """Return Headway's keys for another system's ``key`` (`USUAL`): those of ``section``, where there are any."""
-    found = [known for known in USUAL.get(_name(key), ()) if known in keys]
+    found = [known for known in USUAL.get(key) or USUAL.get(_name(key), ()) if known in keys]
     own = [f"{section}{known.partition('.')[2]}" for known in found]
     return [known for known in own if known in keys] or found
+
+
+def _other_section(key: str, keys: Sequence[str]) -> list[str]:
+    """Return Headway's keys for another system's section (`USUAL`) that ``key`` lies in, like ``wandb.mode``."""
+    section, dot, _ = key.partition(".")
+    ours = {known.partition(".")[0] for known in keys}
+    return [known for known in USUAL.get(section, ()) if known in keys] if dot and section not in ours else []
 
 
 def _suggest(key: str, root: type[Section]) -> str:

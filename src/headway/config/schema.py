@@ -394,15 +394,44 @@ class ClusterConfig(Section):
     step may take longer, for ranks count layers and micro-batches; a layer of a micro-batch, and a reward, may not."""
 
 
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(names)) < len(names):
+        raise ValueError("expected each tracker once")
+    return names
+
+
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio", "prometheus"]
+
+
 class ReportsConfig(Section):
     """The reports that a run shows and writes."""
 
     live: Annotated[Literal["auto", "on", "off"], BeforeValidator(on_or_off)] = "auto"
     """The live view; ``auto`` shows it on a terminal and prints plain lines elsewhere."""
-    tensorboard: bool = True
-    """Write TensorBoard files."""
+    trackers: Annotated[tuple[TrackerName, ...], BeforeValidator(_as_list), AfterValidator(_each_once)] = (
+        "tensorboard",
+    )
+    """Tools for looking at runs that get this one, too (docs/trackers.md). All but ``tensorboard`` need the extra of
+    their name."""
+    project: str = Field("headway", min_length=1)
+    """Project of W&B and trackio, experiment of MLflow."""
+    run_name: str | None = Field(None, min_length=1)
+    """Name of the run in the trackers. Default: the name of its directory."""
+    log_model: bool = False
+    """Give the exported model to W&B, MLflow and trackio as an artifact. The end of the run waits for its upload."""
+    prometheus_host: str = "127.0.0.1"
+    """Address at which the figures are there for Prometheus; ``0.0.0.0`` for all of this machine's."""
+    prometheus_port: int = Field(9464, ge=0, le=65535)
+    """Port at which the figures are there for Prometheus; 0 takes a free one."""
     activity_interval_s: float = Field(1.0, gt=0)
     """Seconds between two reports of what a replica was doing."""
+    samples: NonNegative = 2
+    """Number of groups of each version, and of problems of each validation, that leave what they said in
+    ``samples.jsonl``, for ``headway show``; 0 keeps nothing. Groups are drawn by the seed, so many on average."""
 
 
 class Config(Section):

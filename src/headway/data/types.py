@@ -214,7 +214,8 @@ class Trajectory:
     reward: float | None = None
     """Reward given by its program; None where it gave none."""
     conversation: Conversation | None = None
-    """Its last conversation; only of a program's episode that a reward function scores, until that has."""
+    """Its last conversation; only of a program's episode that a reward function scores, or that is shown, until it is
+    scored."""
     turn_rewards: tuple[float, ...] = ()
     """Rewards of its turns, by number, where its program gave any; beside ``reward``."""
     failure: str | None = None
@@ -284,6 +285,11 @@ class Group:
     columns: dict[str, tuple[AnyColumn, ...]] = field(default_factory=dict)
     """The numbers computed per token, by name: one [T] column per row, in the order of `samples`. See `Sample.columns`.
     """
+
+    @property
+    def id(self) -> tuple[int, int, int]:
+        """The group's identity: epoch, row and attempt, with which the ids of its trajectories begin."""
+        return self.prompt.epoch, self.prompt.row, self.prompt.attempt
 
     def samples(self, columns: Collection[str] = (), *, mask_cut_off: bool = False) -> list[Sample]:
         """The samples of the group for a forward or training step, with those of ``columns`` that it has.

@@ -329,7 +329,7 @@ class ProgramEpisode:
         with boundary("the answer of a turn cannot be read", UserCodeError):
             answer = one.record.answered(prompted, request, finished, number)
         one.text = answer.text
-        if self._hosting.keeps_conversations:
+        if self._hosting.keeps_conversations or self._request.shown:
             one.answered(request.messages, answer.message)
         return answer
 

@@ -138,15 +138,15 @@ def _kept(part: Part, values: Float[Tensor, "B H Q ..."]) -> Float[Tensor, "M H 
     return flat if part.kept is None else flat.index_select(0, part.kept)
 
 
-def _merge(
+def _merged(
     out_LHE: Tensor, lse_LH: Tensor, part: Part, own_MHE: Tensor, own_MH: Tensor
-) -> tuple[Float[Tensor, "L H E"], Float[Tensor, "L H"]]:
-    """Merge one more part's results into those of the line. Differentiable."""
+) -> tuple[Float[Tensor, "M H E"], Float[Tensor, "M H"]]:
+    """Results of a part's queries so far, merged with those of the part itself."""
     so_far_MH = _take(lse_LH, part.places)
     both_MH = torch.logaddexp(so_far_MH, own_MH)
-    merged_MHE = _take(out_LHE, part.places) * (so_far_MH - both_MH).exp().unsqueeze(-1)
-    merged_MHE = merged_MHE + own_MHE * (own_MH - both_MH).exp().unsqueeze(-1)
-    return _replaced(out_LHE, part.places, merged_MHE), _replaced(lse_LH, part.places, both_MH)
+    so_far_MHE = _take(out_LHE, part.places).to(both_MH.dtype)
+    so_far_MHE = so_far_MHE * (so_far_MH - both_MH).exp().unsqueeze(-1)
+    return so_far_MHE + own_MHE.to(both_MH.dtype) * (own_MH - both_MH).exp().unsqueeze(-1), both_MH
 
 
 class _Flash(torch.autograd.Function):
@@ -171,11 +171,9 @@ class _Flash(torch.autograd.Function):
             )
             own_MHD, own_MH = _kept(part, out), _kept(part, lse.to(lse_LH.dtype))
             if part.kind is Kind.SUBTREE:
-                wide_LHD, lse_LH = _merge(out_LHD.to(lse_LH.dtype), lse_LH, part, own_MHD.to(lse_LH.dtype), own_MH)
-                out_LHD = wide_LHD.to(out_LHD.dtype)
-            else:
-                _put(out_LHD, part.places, own_MHD)
-                _put(lse_LH, part.places, own_MH)
+                own_MHD, own_MH = _merged(out_LHD, lse_LH, part, own_MHD, own_MH)
+            _put(out_LHD, part.places, own_MHD.to(out_LHD.dtype))
+            _put(lse_LH, part.places, own_MH)
         ctx.save_for_backward(q_LHD, k_LGD, v_LGD, out_LHD, lse_LH)
         ctx.parts, ctx.scale = parts, scale
         return out_LHD
@@ -184,7 +182,8 @@ class _Flash(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q_LHD, k_LGD, v_LGD, out_LHD, lse_LH = ctx.saved_tensors
         heads = q_LHD.shape[1]
-        grad_q, grad_k, grad_v = (torch.zeros(t.shape, dtype=lse_LH.dtype) for t in (q_LHD, k_LGD, v_LGD))
+        grad_q = torch.empty(q_LHD.shape, dtype=lse_LH.dtype)  # parts that cover each query once come first
+        grad_k, grad_v = (torch.zeros(t.shape, dtype=lse_LH.dtype) for t in (k_LGD, v_LGD))
         for part in ctx.parts:
             grad_NHD = _take(grads[0], part.queries)
             if part.dropped is not None:
@@ -202,7 +201,8 @@ class _Flash(torch.autograd.Function):
                 attn_mask=_as_dtype(part.mask, q_LHD.dtype),
                 scale=ctx.scale,
             )
-            _add(grad_q, part.places, _kept(part, of_q).to(grad_q.dtype))
+            to_queries = _add if part.kind is Kind.SUBTREE else _put
+            to_queries(grad_q, part.places, _kept(part, of_q).to(grad_q.dtype))
             _add(grad_k, *_summed(part, _as_line(grad_k, of_k)))
             _add(grad_v, *_summed(part, _as_line(grad_v, of_v)))
         return grad_q.to(q_LHD.dtype), grad_k.to(q_LHD.dtype), grad_v.to(q_LHD.dtype), None, None
@@ -239,10 +239,9 @@ def _by_definition(
         values = _gather(v_LGE, part.keys, part.items, heads).to(dtype)
         own_MHE, own_MH = _kept(part, (scores - lse.unsqueeze(-1)).exp() @ values), _kept(part, lse)
         if part.kind is Kind.SUBTREE:
-            out_LHE, lse_LH = _merge(out_LHE, lse_LH, part, own_MHE, own_MH)
-        else:
-            out_LHE = _replaced(out_LHE, part.places, own_MHE)
-            lse_LH = _replaced(lse_LH, part.places, own_MH)
+            own_MHE, own_MH = _merged(out_LHE, lse_LH, part, own_MHE, own_MH)
+        out_LHE = _replaced(out_LHE, part.places, own_MHE)
+        lse_LH = _replaced(lse_LH, part.places, own_MH)
     if sinks_H is not None:
         out_LHE = out_LHE * torch.sigmoid(lse_LH - sinks_H.to(dtype)).unsqueeze(-1)
     return out_LHE.to(q_LHD.dtype)

@@ -19,6 +19,7 @@ from headway.interfaces import (
     RolloutEngine,
     TrainEngine,
 )
+from headway.pipeline.samples import SampleOutlet
 from headway.pipeline.stages.reward import GroupFilter, Shaping
 from headway.pipeline.supervision import Replace, Watch
 from headway.progress import Living
@@ -65,5 +66,7 @@ class Parts:
     """Receivers that hold the policy and generate nothing. They serve each version before its update is over."""
     workers: Callable[[], Sequence[Living]] = tuple
     """Function that returns the workers to ask for a heartbeat when no event came for long."""
+    samples: SampleOutlet | None = None
+    """Outlet of samples of what was said; None where there are none."""
     probe_tolerance: Callable[[str], float] = lambda name: 1e-3
     """Function from a receiver's name to the nats by which its log-probs may differ from the trainer's by rounding."""

@@ -19,6 +19,7 @@ from headway.events import Emit, GroupAdmitted, GroupSettled
 from headway.pipeline.ledger import Fate, Ledger
 from headway.pipeline.message_queue import MessageQueue
 from headway.pipeline.nothing_to_train import DISCARDED_VERSIONS, FAILED_AT_FIRST, Ends, all_discarded, never_scored
+from headway.pipeline.samples import Samples
 from headway.pipeline.signal import Signal
 from headway.pipeline.staleness import Staleness
 
@@ -48,6 +49,8 @@ class RunState:
     """True once the run was asked to end at the next version boundary."""
     stop_reason: str | None = None
     """Reason why the run stops itself; None where the request came from outside."""
+    samples: Samples | None = None
+    """Keeper of what drawn groups say; None where nothing is drawn."""
     _unrewarded: set[int] = field(default_factory=set)
     _discarded_in_row: Ends = field(default_factory=Counter)
     """Number of groups by (fate, reason) that were discarded since a group last passed Reward."""
@@ -139,6 +142,8 @@ class RunState:
         self.staleness.admit()
         self.queue.expect(number, self.staleness.served_version)
         self._unrewarded.add(number)
+        if self.samples is not None:
+            self.samples.admitted(number, prompt, now())
         self.emit(
             GroupAdmitted(
                 time=now(),
@@ -277,6 +282,8 @@ class RunState:
     def _settle(self, number: int, fate: Fate, reason: str | None, lag: int | None = None) -> None:
         self.ledger.settle(number, fate)
         self.emit(GroupSettled(time=now(), number=number, fate=fate.value, reason=reason, lag=lag))
+        if self.samples is not None:
+            self.samples.settled(number, fate.value, reason, lag, version=self.version, time=now())
 
     def _wake(self) -> None:
         self.changed.changed()

@@ -15,6 +15,7 @@ from typing import Any
 
 from headway.config.algorithm import GROUP_RELATIVE, min_episodes
 from headway.config.schema import Config
+from headway.data.draws import share_of
 from headway.data.types import Group
 from headway.events import WAITS_FOR_GROUPS, Emit, Observer, fan_out
 from headway.interfaces import Keeper, OnUpdate, RolloutEngine, SamplingParams
@@ -36,6 +37,7 @@ from headway.pipeline.parts import Parts
 from headway.pipeline.preparation import Preparation
 from headway.pipeline.prompts import Prompts
 from headway.pipeline.resume import DriverState
+from headway.pipeline.samples import Samples
 from headway.pipeline.scoring import Scoring
 from headway.pipeline.stage import Stage
 from headway.pipeline.stages.actor_train import ActorTrain, TrainSettings, Update
@@ -234,7 +236,16 @@ def _state(config: Config, parts: Parts, emit: Emit) -> RunState:
         drops_overdue=settings.on_overdue == "drop",
     )
     ledger = Ledger(config.rollout.n + parts.greedy_baseline)
-    return RunState(staleness, ledger, MessageQueue(staleness), emit)
+    return RunState(staleness, ledger, MessageQueue(staleness), emit, samples=_samples(config, parts))
+
+
+def _samples(config: Config, parts: Parts) -> Samples | None:
+    """Return the keeper of what drawn groups say; None where none are drawn."""
+    wanted = config.reports.samples
+    if parts.samples is None or not wanted:
+        return None
+    share = share_of(wanted, config.groups_per_version)
+    return Samples(parts.samples, seed=config.run.seed, share=share, problems=wanted, n=config.rollout.n)
 
 
 def _critic(config: Config, parts: Parts, emit: Emit) -> Critic | None:

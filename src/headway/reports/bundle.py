@@ -1,7 +1,8 @@
 """All reports of one run behind one object: what the composition root opens, feeds and closes.
 
-emit ─▶ events.jsonl ─▶ RunMetrics ──rows──▶ metrics.jsonl, TensorBoard, the console's view
-                           └─ summary() ──▶ summary.json
+emit ─▶ events.jsonl ─▶ RunMetrics ──rows──▶ metrics.jsonl, trackers, the console's view
+                           └─ summary() ──▶ summary.json, trackers
+on_sample ─▶ samples.jsonl, trackers
 
 A run that is resumed goes on in its files. What is undone of its record leaves ``metrics.jsonl`` and TensorBoard, which
 are made from what survives, and its clock stands still between the boundary that it goes back to and its new start.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,9 +40,11 @@ from headway.reports.live import LiveView
 from headway.reports.metrics import RowSink, RunMetrics
 from headway.reports.plain import PlainView
 from headway.reports.run_directory import RunDirectory, RunLock
+from headway.reports.samples_file import SamplesFile, Thinning, draft_of, later, write_surviving
 from headway.reports.snapshot import SnapshotTaker
 from headway.reports.summary import summary
-from headway.reports.tensorboard import TensorBoardFile
+from headway.reports.trackers.apart import Say
+from headway.reports.trackers.trackers import Trackers, open_trackers
 
 Lock = AbstractContextManager[Any]
 
@@ -83,6 +86,15 @@ class RunClock:
             self._ahead = self.boundary - event.time
         return event.later(self.boundary - event.time if self._ahead is None else self._ahead)
 
+    @property
+    def ahead(self) -> float:
+        """Seconds by which the clock is ahead of that of the process, since the run was started again."""
+        return self._ahead or 0.0
+
+    def at(self, time: float) -> float:
+        """Return what this clock shows at ``time`` on the event loop's."""
+        return self.boundary if self._ahead is None else time + self._ahead
+
 
 class Reports:
     """An observer that feeds every report. Methods may be called from any thread; close once, whatever happened."""
@@ -95,9 +107,11 @@ class Reports:
         view: ConsoleView,
         events: EventsFile,
         sinks: list[RowSink],
+        trackers: Trackers,
         lock: Lock,
         run_lock: RunLock,
         clock: RunClock | None = None,
+        samples: SamplesFile | None = None,
     ) -> None:
         self.directory = directory
         self._console = console
@@ -107,9 +121,11 @@ class Reports:
         # Metrics before the view, so that what is shown includes the event that caused it to be shown.
         self._observers: list[Observer] = [events, metrics, view]
         self._sinks = sinks
+        self._trackers = trackers
         self._lock = lock
         self._run_lock = run_lock
         self._clock = clock
+        self._samples = samples
         self._waiting: deque[Event] = deque()
         """Events that no report has seen yet, in order."""
         self._closed = False
@@ -122,6 +138,8 @@ class Reports:
             late = event.time - waiting[0].time >= WAIT_S
             if late or len(waiting) >= MOST_WAITING or not isinstance(event, MANY):
                 self._hand_on()
+            if isinstance(event, RunStarted):
+                self._trackers.start()
 
     def _hand_on(self) -> None:
         """Hand the events that wait to every report. An interrupt leaves those that it has not got to waiting."""
@@ -133,6 +151,16 @@ class Reports:
                 observer.on_event(event)
 
     emit = on_event
+
+    def on_sample(self, sample: dict[str, Any]) -> None:
+        """Write what a drawn group or a held-out problem said, and hand it to the trackers."""
+        with self._lock:
+            if self._samples is None or not self._samples.takes(sample):
+                return
+            if self._clock is not None:
+                sample = later(sample, self._clock.ahead)
+            self._samples.on_sample(sample)
+            self._trackers.on_sample(sample)
 
     def phase(self, text: str, detail: str = "") -> None:
         """Show what the run is doing before or after training, and how far it got."""
@@ -164,6 +192,15 @@ class Reports:
         with self._lock:
             return self._events.told
 
+    def since_first(self, time: float) -> float:
+        """Return the seconds from the record's first event to ``time`` on the event loop's clock: where a timeline
+        made from the record has that moment.
+        """
+        with self._lock:
+            self._hand_on()
+            first = self._metrics.first
+            return 0.0 if first is None else (time if self._clock is None else self._clock.at(time)) - first
+
     @property
     def began(self) -> bool:
         """True once generation and training began; before that nothing of the run is worth keeping."""
@@ -176,8 +213,11 @@ class Reports:
         with self._lock:
             return self._metrics.finished is not None
 
-    def close(self) -> None:
-        """Complete and close every file, write ``summary.json``, give the terminal back."""
+    def close(self, model: Path | None = None) -> None:
+        """Complete and close every file, write ``summary.json``, end the trackers, give the terminal back.
+
+        ``model``: folder of the exported model, for trackers; None where there is none.
+        """
         if self._closed:
             return
         self._closed = True
@@ -190,10 +230,15 @@ class Reports:
                 for sink in self._sinks:
                     if sink is not self._view:
                         sink.close()
+                if self._samples is not None:
+                    self._samples.close()
         finally:  # also where Ctrl-C comes in between
-            self._write_summary()
-            self._view.close()
-            self._run_lock.release()
+            try:
+                self._write_summary()
+                self._trackers.finish(self.summary(), model)
+            finally:
+                self._view.close()
+                self._run_lock.release()
 
     def _write_summary(self) -> None:
         try:
@@ -203,10 +248,11 @@ class Reports:
 
     def report_end(self, model: Path | None, *, resumable: bool = False) -> None:
         """Close the reports, then print how the run ended, where its files are and how to go on with it."""
-        self.close()
+        self.close(model)
         written = any(self.directory.tensorboard.glob("*"))  # none where somebody removed the folder
         tensorboard = self.directory.tensorboard if written else None
-        outcome = Outcome(self.directory.events, tensorboard, model, self.directory.path if resumable else None)
+        resumes = self.directory.path if resumable else None
+        outcome = Outcome(self.directory.events, tensorboard, model, resumes, self._trackers.places)
         report_end(self._console, self.summary(), outcome)
 
 
@@ -239,9 +285,10 @@ def reopen_reports(
     console = console or stdout_console()
     checkpoints = Checkpoints(directory.checkpoints)
     resumed = look_through(directory.events).resumed + 1
-    rows = directory.metrics.with_name(f"{directory.metrics.name}.tmp")
+    rows, samples = draft_of(directory.metrics), draft_of(directory.samples)
     try:
         metrics, last, boundary = _told(directory.events, version, rows)
+        _surviving_samples(directory, samples, version, boundary)
         if (told := metrics.tally.counts()) != saved:
             raise UserError(
                 f"{checkpoints.actor(version)} is not the checkpoint of which {directory.events.name} tells: it holds "
@@ -250,10 +297,13 @@ def reopen_reports(
         directory.write_config(config)
     except BaseException:
         rows.unlink(missing_ok=True)
+        samples.unlink(missing_ok=True)
         raise
     cut_off_half_line(directory.events)
     checkpoints.forget_above(version)  # before the record undoes them: a later resume would take them for its own
     rows.replace(directory.metrics)
+    if samples.exists():
+        samples.replace(directory.samples)
     directory.summary.unlink(missing_ok=True)  # it tells of an end that is none any more
     reports = _open(config, directory, lock, metrics, console, clock=RunClock(boundary), purge_step=last + 1)
     reports.emit(RunResumed(time=boundary, version=version, times=resumed))
@@ -277,6 +327,22 @@ def _told(events: Path, version: int, rows: Path) -> tuple[RunMetrics, int, floa
             f"{rows} could not be written, so the run was not resumed, and nothing of it is lost; make room"
         )
     return metrics, kept.last, boundary
+
+
+def _surviving_samples(directory: RunDirectory, draft: Path, version: int, boundary: float) -> None:
+    """Write the samples of a run's history up to the boundary of ``version`` to ``draft``, where there are any.
+
+    Raises `DataError` and `UserError`.
+    """
+    if not directory.samples.is_file():
+        return
+    try:
+        write_surviving(directory.samples, draft, version, boundary)
+    except OSError as cause:
+        raise UserError(
+            f"{draft} could not be written ({cause.strerror or cause}), so the run was not resumed, and nothing of it "
+            "is lost; make room"
+        ) from cause
 
 
 class _Kept(MetricsFile):
@@ -305,11 +371,22 @@ def _open(
     lock = threading.RLock()  # a signal may deliver an event in the middle of another one
     view = _open_view(config, console, SnapshotTaker(metrics), lock)
     sinks.append(MetricsFile(JsonLines(directory.metrics, view.warn)))
-    if config.reports.tensorboard:
-        sinks.append(TensorBoardFile(directory.tensorboard, view.warn, purge_step=purge_step))
-    sinks.append(view)
+    say = Say(warn=_locked(lock, view.warn), note=_locked(lock, view.note), phase=_locked(lock, view.phase))
+    trackers = open_trackers(config, directory, say, undone_from=purge_step)
+    sinks += [trackers, view]
     events_file = EventsFile(directory.events, view.warn)
-    return Reports(directory, console, metrics, view, events_file, sinks, lock, run_lock, clock)
+    samples = SamplesFile(directory.samples, Thinning.of(config), view.warn) if config.reports.samples else None
+    return Reports(directory, console, metrics, view, events_file, sinks, trackers, lock, run_lock, clock, samples)
+
+
+def _locked(lock: Lock, tell: Callable[[str], None]) -> Callable[[str], None]:
+    """Return ``tell`` for other threads: views are called with the lock held."""
+
+    def told(text: str) -> None:
+        with lock:
+            tell(text)
+
+    return told
 
 
 def _open_view(config: Config, console: Console, snapshots: SnapshotTaker, lock: Lock) -> ConsoleView:

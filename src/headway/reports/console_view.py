@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,9 @@ class ConsoleView(Protocol):
 
     def warn(self, text: str) -> None:
         """Show a warning about the reports themselves."""
+
+    def note(self, text: str) -> None:
+        """Show something worth knowing about the reports, like where a tracker shows the run."""
 
     def on_event(self, event: Event) -> None: ...
 
@@ -103,6 +107,8 @@ class Outcome:
     """The exported model; None when there is none (the run failed before it)."""
     resumable: Path | None = None
     """The run's directory, if the run can be resumed; else None."""
+    trackers: Sequence[tuple[str, str]] = ()
+    """Names of the other trackers, and where each shows the run."""
 
 
 def report_end(console: Console, summary: dict[str, Any], outcome: Outcome) -> None:
@@ -118,6 +124,8 @@ def report_end(console: Console, summary: dict[str, Any], outcome: Outcome) -> N
     for name, path in (("model", outcome.model), ("TensorBoard", outcome.tensorboard), ("events", outcome.events)):
         if path is not None:
             console.print(_place(name, Text(str(path))), soft_wrap=True)
+    for name, where in outcome.trackers:
+        console.print(_place(name, Text(where)), soft_wrap=True)
     if outcome.tensorboard is not None:
         command = f"tensorboard --logdir {shlex.quote(str(outcome.tensorboard))}"
         console.print(_place("next", Text(command, style="bold")), soft_wrap=True)

@@ -67,6 +67,11 @@ class JsonLines:
         """True if everything written so far is in the file."""
         return self._end is not None and not self._waiting
 
+    @property
+    def size(self) -> int:
+        """Number of bytes that are in the file."""
+        return self._end or 0
+
     def write(self, row: dict[str, Any], *, at_once: bool = False) -> None:
         if self._ended:
             return
@@ -204,7 +209,7 @@ def look_through(path: Path) -> Record:
     record = Record(lines=[(0, 0)])
     kinds = {f'{{"kind": "{event.kind}"': event for event in (VersionReached, RunResumed, RunFinished)}
     prefixes = tuple(kinds)
-    for index, line in _lines(path):
+    for index, line in complete_lines(path):
         if line.startswith(prefixes):
             match event := parse_event(line, f"{path}:{index + 1}"):
                 case VersionReached():
@@ -220,10 +225,11 @@ def look_through(path: Path) -> Record:
     return record
 
 
-def read_events(path: Path, *, until: int | None = None) -> Iterator[Event]:
+def read_events(path: Path, *, until: int | None = None, about: Callable[[str], bool] | None = None) -> Iterator[Event]:
     """The surviving history of a run, in order; only up to the boundary of the version ``until``, where that is given.
 
-    A last line that was cut off (a run that was killed) is left out.
+    A last line that was cut off (a run that was killed) is left out. ``about`` looks at each line and says whether its
+    event is wanted: the others are not parsed, which takes most of the time.
 
     Raises `DataError` when the file cannot be read, holds something else, or has no such boundary.
     """
@@ -234,12 +240,12 @@ def read_events(path: Path, *, until: int | None = None) -> Iterator[Event]:
         record.back_to(until, 0)
     ranges = iter(record.lines)
     first, last = next(ranges)
-    for index, line in _lines(path):
+    for index, line in complete_lines(path):
         while index >= last:
             if (following := next(ranges, None)) is None:
                 return
             first, last = following
-        if index >= first:
+        if index >= first and (about is None or about(line)):
             yield parse_event(line, f"{path}:{index + 1}")
 
 
@@ -258,8 +264,8 @@ def cut_off_half_line(path: Path) -> None:
             file.truncate(position)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the complete lines of the file, each with its index."""
+def complete_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the complete lines of a record, each with its index. Raises `DataError` for what cannot be read."""
     try:
         with path.open("rb") as file:
             for index, line in enumerate(file):

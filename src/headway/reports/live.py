@@ -65,6 +65,9 @@ class LiveView:
     def warn(self, text: str) -> None:
         self._lines.append(Padding(Text(f"! {text}", style=LOOK_HERE), (0, 0, 0, 2), expand=False))
 
+    def note(self, text: str) -> None:
+        self._lines.append(Text(f"    {text}"))
+
     def on_event(self, event: Event) -> None:
         self._snapshots.on_event(event)
         match event:

@@ -127,6 +127,8 @@ class RunMetrics:
         self.occupancy = Occupancy()
         self.started: RunStarted | None = None
         """The run's start event, updated when the run is resumed; None before it."""
+        self.first: float | None = None
+        """Time of the first event; None before it."""
         self.finished: RunFinished | None = None
         self.resumed = 0
         """Number of times that the run was resumed."""
@@ -162,6 +164,8 @@ class RunMetrics:
     # ------------------------------------------------------------------------------------------ events
 
     def on_event(self, event: Event) -> None:
+        if self.first is None:
+            self.first = event.time
         match event:
             case StageChanged():
                 self.occupancy.stage_changed(event)

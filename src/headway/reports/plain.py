@@ -40,6 +40,9 @@ class PlainView:
     def warn(self, text: str) -> None:
         self._line(f"warning: {text}")
 
+    def note(self, text: str) -> None:
+        self._line(text)
+
     def on_event(self, event: Event) -> None:
         self._snapshots.on_event(event)
         match event:

@@ -11,7 +11,7 @@ from headway.events import Event
 from headway.reports.events_file import read_events
 from headway.reports.html_timeline import write_html
 from headway.reports.run_directory import RunDirectory
-from headway.reports.sampled import NAME, SampleIndex, for_page, read_all
+from headway.reports.sampled import SampleIndex, for_page, read_all
 from headway.reports.tail import Rewritten
 from headway.reports.timeline import Timeline, build_timeline
 from headway.reports.trace import write_trace
@@ -29,7 +29,7 @@ class Written:
 
 def places(run: Path, html: Path | None = None, trace: Path | None = None) -> Written:
     """Return the paths that `report` will write to. Raises `ConfigError` where ``run`` is no run's directory."""
-    _events_file(run)
+    events_file_of(run)
     return Written(html or run / HTML_NAME, trace or run / TRACE_NAME)
 
 
@@ -42,36 +42,40 @@ def report(run: Path, html: Path | None = None, trace: Path | None = None) -> Wr
         ConfigError: ``run`` is no run's directory, its record cannot be read, or a file cannot be written.
     """
     written = places(run, html, trace)
-    samples = _samples(run)
-    timeline = build_timeline(events_of(run), sampled=samples.groups)
-    shown = for_page(samples)
+    shown = for_page(_samples(run))
+    timeline = build_timeline(events_of(run), sampled={sample["group"] for sample in shown if "group" in sample})
     _write(lambda timeline, path: write_html(timeline, path, samples=shown), timeline, written.html, "--html")
     _write(write_trace, timeline, written.trace, "--trace")
     return written
 
 
 def _samples(run: Path) -> SampleIndex:
+    path = RunDirectory(run).samples
     try:
-        return read_all(RunDirectory(run).path / NAME)
+        return read_all(path)
     except (OSError, Rewritten) as cause:
-        raise ConfigError(f"RUN: got {run}, whose {NAME} cannot be read: {cause}") from cause
+        raise ConfigError(f"RUN: got {run}, whose {path.name} cannot be read: {cause}") from cause
 
 
-def events_of(run: Path) -> Iterator[Event]:
-    """Yield the surviving events of the run in directory ``run``. Raises `ConfigError` where there are none."""
-    path = _events_file(run)
+def events_of(run: Path, about: Callable[[str], bool] | None = None) -> Iterator[Event]:
+    """Yield the surviving history of the run in directory ``run``. Raises `ConfigError` as `report` does.
+
+    ``about``: which lines to parse, see `read_events`; there may be none then.
+    """
+    path = events_file_of(run)
     empty = True
     try:
-        for event in read_events(path):
+        for event in read_events(path, about=about):
             empty = False
             yield event
     except DataError as cause:
         raise ConfigError(f"RUN: got {run}, whose record cannot be read: {cause}") from cause
-    if empty:
+    if empty and about is None:
         raise ConfigError(f"RUN: got {run}, where nothing has happened yet: {path.name} has no complete line")
 
 
-def _events_file(run: Path) -> Path:
+def events_file_of(run: Path) -> Path:
+    """Return the record of the run in directory ``run``. Raises `ConfigError` where that is no run's directory."""
     wanted = "expected a run's directory, the run.dir of a headway train"
     if not run.exists():
         raise ConfigError(f"RUN: got {run}, which does not exist; {wanted}")

@@ -2,8 +2,11 @@
 
 config.yaml    the resolved configuration       events.jsonl   everything that happened
 metrics.jsonl  one row per version              summary.json   the run in one object
+samples.jsonl  what drawn groups said
 tensorboard/   checkpoints/   logs/             model/         the exported model
+trackers/      what other trackers leave here, and the ids of their entries
 run.lock       held by the process that trains  initial_model/ the model that was made, where one was
+control.sock   where that process is asked      profiles/      what workers computed, where that was asked for
 .room          space on the disk that a run holds for its summary, and gives up for it
 """
 
@@ -68,6 +71,21 @@ class RunLock:
         with suppress(OSError):  # on a full disk it is held all the same, by nobody known
             file.truncate(0)
             os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+
+    def holder(self) -> str | None:
+        """Return who holds the lock, in its own words; None where nobody does, or the file system has no locks."""
+        try:
+            file = self._path.open(encoding="utf-8")
+        except OSError:
+            return None
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return file.read().strip() or "another process"
+            except OSError:
+                return None
+        return None
 
     def release(self) -> None:
         if self._file is not None:
@@ -156,6 +174,14 @@ class RunDirectory:
         return self.path / "run.lock"
 
     @property
+    def control(self) -> Path:
+        return self.path / "control.sock"
+
+    @property
+    def profiles(self) -> Path:
+        return self.path / "profiles"
+
+    @property
     def initial_model(self) -> Path:
         return self.path / "initial_model"
 
@@ -172,12 +198,20 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
+    def samples(self) -> Path:
+        return self.path / "samples.jsonl"
+
+    @property
     def summary(self) -> Path:
         return self.path / "summary.json"
 
     @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
+
+    @property
+    def trackers(self) -> Path:
+        return self.path / "trackers"
 
     @property
     def checkpoints(self) -> Path:

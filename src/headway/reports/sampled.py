@@ -15,7 +15,6 @@ from typing import Any
 
 from headway.reports.tail import Tail
 
-NAME = "samples.jsonl"
 _GROUP = re.compile(rb'\{"group": ?(\d+), ?"version": ?(-?\d+)')
 ON_PAGE = 2 * 10**6
 """Most bytes of samples in a page that is one file."""

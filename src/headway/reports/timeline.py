@@ -29,6 +29,7 @@ from headway.events import (
     KeeperLost,
     LeaseChanged,
     Note,
+    ProfileTaken,
     ReplicaActivity,
     ReplicaHalted,
     ReplicaJoined,
@@ -355,6 +356,12 @@ def _mark_of(event: Event) -> Mark | None:
             return Mark(event.time, MarkKind.LOST, f"{event.replica} is lost: {event.reason}")
         case KeeperLost():
             return Mark(event.time, MarkKind.LOST, f"{event.keeper} is lost: {event.reason}")
+        case ProfileTaken():
+            until = f", to v{event.version + event.versions - 1}" if event.versions > 1 else ""
+            seconds = event.span[1] - event.span[0]
+            what = f"a profile of {seconds:.1f} s begins with v{event.version}{until}"
+            traces = event.files[0] if len(event.files) == 1 else f"{len(event.files)} traces"
+            return Mark(event.span[0], MarkKind.NOTE, f"{what}: {traces} in {event.folder}")
         case Note():
             return Mark(event.time, MarkKind.WARNING if event.level == "warning" else MarkKind.NOTE, event.text)
         case RunResumed():

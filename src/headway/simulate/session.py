@@ -228,7 +228,7 @@ def config_for(
         "param_update.timeout_s": FOREVER_S,
         "reports.activity_interval_s": activity_interval_s,
         "reports.live": "off",
-        "reports.tensorboard": False,
+        "reports.trackers": [],
     }
     return Config.model_validate(nest(values))
 

@@ -39,7 +39,7 @@ QUICK: dict[str, Any] = {
     "rollout": {"n": 2, "total_rollout_steps": 32, "test_freq": -1, "max_concurrent": 4},
     "actor": {"ppo_mini_batch_size": 4, "ppo_max_token_len_per_gpu": 1024},
     "cluster": {"device": "cpu", "address": RAY, "start_timeout_s": RUN_S},
-    "reports": {"live": "off", "tensorboard": False},
+    "reports": {"live": "off", "trackers": []},
 }
 
 

@@ -141,7 +141,7 @@ class ActorRole(WithCritic):
         returns, self._returns = self._returns, []
         return returns
 
-    @register(Dispatch.SPLIT)
+    @register(Dispatch.SPLIT, Collect.JOINED)
     def train_step(self, samples: Sequence[Sample], context: StepContext) -> StepReport:
         return self._engine.train_step(self._rows(samples), context)
 

@@ -12,6 +12,7 @@ from headway.cluster.hardware import Hardware
 from headway.cluster.roles.actor import ActorRole
 from headway.cluster.roles.rollout import RolloutRole
 from headway.config.transports import WITHIN_PROCESS
+from headway.engines.profiler import ProcessProfile
 from headway.weights.transports.links import Meeting, make_link
 
 WITHIN = "within"
@@ -25,6 +26,11 @@ class FusedRole:
         self.actor = ActorRole(**actor, name=name, **common)
         self.rollout = RolloutRole(**rollout, **common, shares_device=True)
         self.lookout = self.actor.lookout
+
+    @property
+    def profile(self) -> ProcessProfile:
+        """The profile of this process."""
+        return self.actor.profile
 
     def hardware(self) -> Hardware:
         """Return a description of the hardware that this process computes on."""

@@ -12,6 +12,7 @@ from headway.cluster.roles.lookout import Lookout
 from headway.config.schema import Config
 from headway.data.collate import Row
 from headway.data.types import Handle, Sample
+from headway.engines.profiler import ProcessProfile
 from headway.weights.transports.links import Address, EndContext
 
 RANKS_WAIT_S = 7 * 86_400.0
@@ -48,6 +49,7 @@ class Role:
         self._put = put
         self._host = host
         self.lookout = Lookout(host)
+        self.profile = ProcessProfile(name)
         self._held = HeldRows(fetch)
 
     def hardware(self) -> Hardware:

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from headway.data.assignment import GroupId
 from headway.data.types import ColumnName, Group, Trajectory
 from headway.events import WAITS_FOR_GROUPS, FetchTaken, OptimizerStepped, TrainerBusy
 from headway.interfaces import StepContext, StepReport, TrainEngine
@@ -37,6 +38,8 @@ from headway.pipeline.state import RunState, now
 
 COLUMNS = (ColumnName.ADVANTAGES, ColumnName.REF_LOGPROBS, ColumnName.PROX_LOGPROBS)
 """Names of the columns that the loss may read."""
+SHOWN_COLUMNS = (*COLUMNS, ColumnName.VALUES, ColumnName.RETURNS)
+"""Names of the columns that a group brings whose rows are shown."""
 
 
 @dataclass(slots=True)
@@ -197,9 +200,9 @@ class ActorTrain(Stage[Fetch | Resumed, Update]):
         await self._preparation.prepare(fetch, self._busy)
         await self._train_critic(fetch)
         trained: set[int] = set()
-        for _ in range(self._settings.ppo_epochs):
+        for epoch in range(self._settings.ppo_epochs):
             for mini_batch in mini_batches:
-                report = await self._step(mini_batch)
+                report = await self._step(mini_batch, first=epoch == 0)
                 self._report_step(report, fetch, mini_batch, lags)
                 if not report.skipped:
                     trained.update(group.number for group in mini_batch)
@@ -220,13 +223,23 @@ class ActorTrain(Stage[Fetch | Resumed, Update]):
             with self._busy("critic"):
                 await self._critic.train(fetch)
 
-    async def _step(self, groups: Sequence[Group]) -> StepReport:
-        mask_cut_off = self._settings.mask_cut_off
-        rows = samples_of(groups, COLUMNS, mask_cut_off=mask_cut_off)
+    async def _step(self, groups: Sequence[Group], *, first: bool) -> StepReport:
+        """Make one optimizer step. ``first``: in the first epoch, whose rows are shown where their groups are drawn."""
+        mask_cut_off, samples = self._settings.mask_cut_off, self._state.samples
+        shown = samples.of(groups) if samples is not None and first else frozenset[GroupId]()
+        rows = [
+            sample
+            for group in groups
+            for sample in group.samples(
+                SHOWN_COLUMNS if shown and group.id in shown else COLUMNS, mask_cut_off=mask_cut_off
+            )
+        ]
         progress = self._steps_of_version / self._settings.steps_per_version
-        context = StepContext(self._state.version, progress, self._guard.clip_scale)
+        context = StepContext(self._state.version, progress, self._guard.clip_scale, shown)
         with self._busy("step"):
             report = await self._trainer.train_step(rows, context)
+        if samples is not None:
+            samples.trained(report.shown)
         self._steps_of_version += 1
         self._guard.look(report, context.version)
         return report

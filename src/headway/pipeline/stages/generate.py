@@ -69,6 +69,8 @@ class Generate(Stage[Share, Group]):
         with self._waiting_within(", ".join(self._halts.serving)):
             async for finished in self._keepers.generate(share):
                 self._report(finished)
+                if self._state.samples is not None:
+                    self._state.samples.generated(finished.number, finished.trajectories, now())
                 if any(t.finish_reason is FinishReason.ABORTED for t in finished.trajectories):
                     reason = "overdue" if self._state.staleness.drops_overdue else "aborted"
                     self._state.discard(finished.number, Fate.DROPPED, reason)

@@ -67,10 +67,12 @@ class PromptLoader(Stage[list[Prompt], Wave]):
         return None
 
     async def process_data(self, prompts: list[Prompt]) -> AsyncGenerator[Wave, None]:
-        yield [
-            GroupRequest(self._state.admit(prompt), prompt, self._n, self._sampling, baseline=self._baseline)
-            for prompt in prompts
-        ]
+        yield [self._admit(prompt) for prompt in prompts]
+
+    def _admit(self, prompt: Prompt) -> GroupRequest:
+        number, samples = self._state.admit(prompt), self._state.samples
+        shown = samples is not None and samples.draws(number)
+        return GroupRequest(number, prompt, self._n, self._sampling, baseline=self._baseline, shown=shown)
 
     def end(self) -> None:
         """Admit no further groups."""

@@ -84,6 +84,8 @@ class Reward(Stage[Group, Group]):
             rewards, own, compared = rewards[:n], own[:n], compared[:n]
         parts = {name: values[:n] for name, values in scores.parts.items()} if len(scores.parts) > 1 else {}
         self._emit(GroupRewarded(time=now(), number=group.number, rewards=rewards.tolist(), parts=parts))
+        if self._state.samples is not None:
+            self._state.samples.rewarded(group, scores, now())
         reason = None
         if self._filter is not None:
             reason = self._filter(compared)

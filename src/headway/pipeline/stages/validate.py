@@ -24,7 +24,7 @@ from headway.concurrently import Tasks, concurrently, failing_as_one
 from headway.data.types import Prompt, Trajectory
 from headway.errors import ScoringFailed, WorkerDied
 from headway.events import Note, ValidationFinished
-from headway.interfaces import FinishedGroup, GroupRequest, Priority, SamplingParams
+from headway.interfaces import FinishedGroup, GroupRequest, Priority, SamplingParams, Scores
 from headway.pipeline.channel import Channel
 from headway.pipeline.keepers import Keepers
 from headway.pipeline.nothing_to_train import (
@@ -68,6 +68,8 @@ class Validate(Stage[Validation, None]):
         self._reward = reward
         self._n = n
         self._sampling = sampling
+        self._shown = frozenset[int]() if state.samples is None else state.samples.problems(prompts)
+        """Indices of the problems that leave a sample of each validation."""
         self._newest: int | None = None
         """Newest version whose validation answers are complete; None before the first."""
         self._reported = asyncio.Event()
@@ -109,7 +111,8 @@ class Validate(Stage[Validation, None]):
 
     async def _validate(self, validation: Validation, before: asyncio.Event) -> None:
         started, due, first = now(), validation.version, validation.version == 0
-        while (answers := await failing_as_one(partial(self._answers_to, validation, first))) is None:
+        shown: dict[int, Scores] = {}
+        while (answers := await failing_as_one(partial(self._answers_to, validation, first, shown))) is None:
             validation = self._validators.order(due)
         trajectories = [t for finished, _ in answers for t in finished.trajectories]
         scores = [score for _, score in answers]
@@ -134,6 +137,11 @@ class Validate(Stage[Validation, None]):
                 by_source=by_source if len(by_source) > 1 else {},
             )
         )
+        if (samples := self._state.samples) is not None:
+            for finished in sorted((answer for answer, _ in answers), key=lambda answer: answer.number):
+                if (number := finished.number) in self._shown:
+                    prompt, episodes = self._prompts[number], finished.trajectories
+                    samples.validated(version, number, prompt, episodes, shown.get(number), now())
 
     def _check_scored(self, scores: Sequence[Score], version: int, *, first: bool) -> None:
         """Check whether all problems failed. If so, raises `NothingToTrain` for the ``first`` validation when it has
@@ -149,11 +157,14 @@ class Validate(Stage[Validation, None]):
         self._emit(Note(time=now(), level="warning", text=text))
 
     async def _answers_to(
-        self, validation: Validation, first: bool, tasks: Tasks
+        self, validation: Validation, first: bool, shown: dict[int, Scores], tasks: Tasks
     ) -> list[tuple[FinishedGroup, Score]] | None:
-        """Return the answers to all problems and their scores; None when the one replica is lost and others go on."""
+        """Return the answers to all problems and their scores; None when the one replica is lost and others go on.
+
+        ``shown``: where to leave all that the reward said of the problems that are shown.
+        """
         requests = [
-            GroupRequest(i, prompt, self._n, self._sampling, Priority.VALIDATION)
+            GroupRequest(i, prompt, self._n, self._sampling, Priority.VALIDATION, shown=i in self._shown)
             for i, prompt in enumerate(self._prompts)
         ]
         answers: list[FinishedGroup] = []
@@ -165,7 +176,7 @@ class Validate(Stage[Validation, None]):
             async with aclosing(made) as groups:
                 async for finished in groups:
                     answers.append(finished)
-                    scoring.append(tasks.start(self._score(finished, timeouts)))
+                    scoring.append(tasks.start(self._score(finished, timeouts, shown)))
 
         try:
             with self._waiting_within("all replicas" if replica is None else replica.name):
@@ -192,7 +203,7 @@ class Validate(Stage[Validation, None]):
         self._validators.let_go(validation)  # it may load again while scores come in
         return [(answer, await score) for answer, score in zip(answers, scoring, strict=True)]
 
-    async def _score(self, finished: FinishedGroup, timeouts: Timeouts | None) -> Score:
+    async def _score(self, finished: FinishedGroup, timeouts: Timeouts | None, shown: dict[int, Scores]) -> Score:
         prompt = self._prompts[finished.number]
         made = [t for t in finished.trajectories if t.failure is None]
         score: Score
@@ -201,6 +212,8 @@ class Validate(Stage[Validation, None]):
                 raise ScoringFailed(f"{EPISODE_FAILED}: {finished.trajectories[0].failure}")
             scores = await self._reward.score(prompt, made)
             score = float(scores.rewards.mean())
+            if finished.number in self._shown:
+                shown[finished.number] = scores
         except GivenUp:
             raise
         except ScoringFailed as failure:

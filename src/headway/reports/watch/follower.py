@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from headway.errors import DataError
@@ -25,14 +24,14 @@ from headway.reports.events_file import Record, look_through, parse_event, to_js
 from headway.reports.groups import MOST_GROUPS, GroupLog, ledger
 from headway.reports.html_timeline import live_parts
 from headway.reports.run_directory import RunDirectory
-from headway.reports.sampled import MOST_VALIDATIONS, NAME, Key, SampleIndex
+from headway.reports.sampled import MOST_VALIDATIONS, Key, SampleIndex
 from headway.reports.tail import Rewritten, Tail
 from headway.reports.timeline import TimelineBuilder
 from headway.reports.watch.alive import is_trained
 
 LOOK_EVERY_S = 0.5
 """Seconds between two looks at the files."""
-BUSY_SHARE = 0.01
+BUSY_SHARE = 0.004
 """Largest share of a core that building curves takes over time, and building timelines: each is as rare as that."""
 CURVES_EVERY_S, TIMELINE_EVERY_S = 1.0, 3.0
 LIVE_SPANS = 30_000
@@ -201,7 +200,7 @@ class Follower:
         return went_on
 
     def _anew(self, record: Record) -> _Read:
-        samples = SampleIndex(Path(self._directory.path, NAME))
+        samples = SampleIndex(self._directory.samples)
         builder = TimelineBuilder(groups=GroupLog(samples.groups))
         return _Read(Tail(self._directory.events), samples, record, builder)
 

@@ -10,6 +10,7 @@ the caller's, and a process keeps its rank for life; on GPUs it is an NCCL group
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from headway.engines.train.fsdp.gather import gather
 from headway.engines.train.fsdp.learner import Learner
 from headway.engines.train.fsdp.objective import Objective
 from headway.engines.train.fsdp.sharding import sharded_policy
+from headway.engines.train.fsdp.shown import Shown
 from headway.engines.train.fsdp.sums import Sums, Totals
 from headway.engines.train.fsdp.version_start import VersionStart
 from headway.interfaces import StepContext, StepReport
@@ -89,11 +91,16 @@ class FsdpEngine:
             return self.forward_logprobs(rows)
 
     def train_step(self, rows: Sequence[Row], context: StepContext) -> StepReport:
-        """Take one optimizer step on a mini-batch of which ``rows`` are this rank's share. See `Learner.step`."""
+        """Take one optimizer step on a mini-batch of which ``rows`` are this rank's share. See `Learner.step`.
+
+        The report has those of ``rows`` that ``context`` wants shown, with the numbers of the step's forward pass.
+        """
         self._at_version.stepping(context.version)
         whole = self._objective.looks_at_sequences
-        part = partial(self._part, context, apart=self._apart(rows) if whole else NOTHING_APART)
-        return self._learner.step(rows, part, whole_episodes=whole)
+        shown = Shown(rows, context.shown)
+        part = partial(self._part, context, apart=self._apart(rows) if whole else NOTHING_APART, shown=shown)
+        report = self._learner.step(rows, part, whole_episodes=whole)
+        return replace(report, shown=shown.rows()) if context.shown else report
 
     def _apart(self, rows: Sequence[Row]) -> Apart:
         """Look at the episodes of ``rows`` that no micro-batch holds whole, in a pass without gradient."""
@@ -112,6 +119,7 @@ class FsdpEngine:
         totals: Totals,
         *,
         apart: Apart = NOTHING_APART,
+        shown: Shown | None = None,
     ) -> tuple[torch.Tensor, Sums]:
         batch = collate(rows, self._device, trees)
         others = apart.beside(rows)
@@ -123,6 +131,8 @@ class FsdpEngine:
             lengths=totals.lengths,
         )
         logprobs, entropy = self._policy(batch)
+        if shown is not None:
+            shown.look(rows, logprobs, entropy)
         return self._objective(batch, columns, totals, logprobs, entropy, context, others.logprobs)
 
     @property

@@ -1,8 +1,11 @@
-"""Each version's numbers as TensorBoard scalars, in TensorBoard's own format: no torch, no TensorFlow."""
+"""Each version's numbers as TensorBoard scalars, in TensorBoard's own format: no torch, no TensorFlow.
+
+Settings, samples and the summary are texts in the same file.
+"""
 
 from __future__ import annotations
 
-import math
+import json
 import os
 import socket
 import time
@@ -14,35 +17,60 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from headway.errors import said_by
+from headway.reports.trackers.tables import markdown, scalars, table
+from headway.reports.trackers.tracker import Setting
 
 _NUMBER = count()
 """Numbers the files that this process opens. Padded in a name, since readers go through the files by their names."""
 
 
 class TensorBoardFile:
-    """Row sink for TensorBoard; a scalar's step is the version. A failure is reported once and ends the writing."""
+    """Tracker for TensorBoard, which writes in its caller's thread; a point's step is the version.
 
-    def __init__(self, directory: Path, report: Callable[[str], None], *, purge_step: int | None = None) -> None:
-        """Open a file. ``purge_step``: earlier files lose their points of this version and of later ones."""
+    A failure is reported once and ends the writing: no method raises.
+    """
+
+    entry = remedy = ""
+
+    def __init__(self, directory: Path, report: Callable[[str], None], setting: Setting | None = None) -> None:
+        """Open a file. Earlier files lose their points of the version ``setting.undone_from`` and of later ones."""
         self._directory = directory
+        self.where = str(directory)
         self._report = report
         self._records: _Records | None = None
-        self._attempt(lambda: self._open(purge_step))
+        self._version = 0
+        self._attempt(lambda: self._open(setting))
 
     def on_row(self, row: dict[str, Any]) -> None:
         if (records := self._records) is not None:
-            self._attempt(lambda: records.add(row))
+            self._version = max(self._version, row["version"])
+            self._attempt(lambda: records.add_scalars(row["version"], scalars(row)))
 
-    def close(self) -> None:
+    def on_sample(self, sample: dict[str, Any]) -> None:
+        if (records := self._records) is not None and (rows := table(sample)):
+            version, kind, *_ = rows[0]
+            self._attempt(lambda: records.add_text(version, f"samples/{kind}", markdown(rows)))
+
+    def on_summary(self, summary: dict[str, Any]) -> None:
+        if (records := self._records) is not None:
+            self._attempt(lambda: records.add_text(self._version, "summary", _as_code(summary)))
+
+    def on_model(self, folder: Path) -> None:
+        """Do nothing: TensorBoard has no artifacts."""
+
+    def close(self, status: str = "") -> None:
         if (records := self._records) is not None:
             self._attempt(records.close)
         self._records = None
 
-    def _open(self, purge_step: int | None) -> None:
+    def _open(self, setting: Setting | None) -> None:
         self._directory.mkdir(exist_ok=True)  # of a run that goes on it may have been removed
-        if purge_step is not None:
-            _purge(self._directory, purge_step)
+        step = None if setting is None else setting.undone_from
+        if step is not None:
+            _purge(self._directory, step)
         self._records = _Records(self._directory)
+        if setting is not None:
+            self._records.add_text(step or 0, "settings", _as_code(setting.config))
 
     def _attempt(self, action: Callable[[], object]) -> None:
         try:
@@ -63,27 +91,35 @@ class _Records:
     def __init__(self, directory: Path) -> None:
         # Slow to import, and not needed where TensorBoard is switched off.
         from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_SCALAR, SummaryMetadata
+        from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_SCALAR, DATA_CLASS_TENSOR, SummaryMetadata
         from tensorboard.compat.proto.tensor_pb2 import TensorProto
-        from tensorboard.compat.proto.types_pb2 import DT_FLOAT
+        from tensorboard.compat.proto.types_pb2 import DT_FLOAT, DT_STRING
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event = Event
         plugin = SummaryMetadata.PluginData(plugin_name="scalars")
         self._metadata = SummaryMetadata(plugin_data=plugin, data_class=DATA_CLASS_SCALAR)
+        texts = SummaryMetadata.PluginData(plugin_name="text")
+        self._is_text = SummaryMetadata(plugin_data=texts, data_class=DATA_CLASS_TENSOR)
         self._tensor = partial(TensorProto, dtype=DT_FLOAT)
+        self._string = partial(TensorProto, dtype=DT_STRING)
         opened = f"{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBER):06d}"
         self._writer = RecordWriter((directory / f"events.out.tfevents.{opened}").open("xb"))
         self.write(self._event(wall_time=time.time(), file_version="brain.Event:2"))
         self._writer.flush()
 
-    def add(self, row: dict[str, Any]) -> None:
-        """Write one event with all scalars of ``row``; it is on the disk when this returns."""
-        event = self._event(wall_time=time.time(), step=row["version"])
-        for name, value in row.items():
-            is_scalar = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            if name != "version" and is_scalar:
-                event.summary.value.add(tag=name, tensor=self._tensor(float_val=[value]), metadata=self._metadata)
+    def add_scalars(self, step: int, values: dict[str, float | int]) -> None:
+        """Write one event with all ``values``; it is on the disk when this returns."""
+        event = self._event(wall_time=time.time(), step=step)
+        for name, value in values.items():
+            event.summary.value.add(tag=name, tensor=self._tensor(float_val=[value]), metadata=self._metadata)
+        self.write(event)
+        self._writer.flush()
+
+    def add_text(self, step: int, name: str, text: str) -> None:
+        """Write one text, which TensorBoard shows as Markdown; it is on the disk when this returns."""
+        event = self._event(wall_time=time.time(), step=step)
+        event.summary.value.add(tag=name, tensor=self._string(string_val=[text.encode()]), metadata=self._is_text)
         self.write(event)
         self._writer.flush()
 
@@ -113,3 +149,8 @@ def _purge(directory: Path, step: int) -> None:
         kept.rename(directory / kept.name)
     for file in earlier:
         file.unlink()
+
+
+def _as_code(values: dict[str, Any]) -> str:
+    """Return ``values`` as a block of JSON, which TensorBoard shows as it is."""
+    return f"```json\n{json.dumps(values, indent=1, default=str)}\n```"

@@ -1,0 +1,119 @@
+"""Command ``headway show``: what drawn groups and held-out problems of a run said, token by token."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headway.cli.common import Debug, errors_as_messages
+from headway.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+LAST = 40
+"""Samples of a table without ``--last``."""
+PIPE_WIDTH = 160
+"""Characters of a line where nobody says how wide one may be, as in a pipe."""
+
+Group = Annotated[int | None, typer.Argument(min=0, metavar="GROUP", help="A group's number; default: a table.")]
+
+
+def show(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")],
+    group: Group = None,
+    fate: Annotated[str | None, typer.Option(metavar="FATE", help="Only groups of this fate, like filtered.")] = None,
+    source: Annotated[str | None, typer.Option(metavar="SOURCE", help="Only prompts from this source.")] = None,
+    last: Annotated[int | None, typer.Option(min=1, metavar="N", help=f"So many lines; default: {LAST}.")] = None,
+    validation: Annotated[
+        bool, typer.Option("--validation", help="Held-out problems; GROUP is then the number of one.")
+    ] = False,
+    color: Annotated[
+        str,
+        typer.Option(
+            metavar="BY", help="What tokens are coloured by: gap, logprob, advantage, entropy, version or mask."
+        ),
+    ] = "gap",
+    tokens: Annotated[bool, typer.Option("--tokens", help="A table of tokens, with all their numbers.")] = False,
+    episode: Annotated[int | None, typer.Option(min=0, metavar="K", help="Only this episode of the group.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: a list of lines, or the whole sample.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Show what a run said: a table of the groups that were drawn, or one of them token by token."""
+    with errors_as_messages(debug):
+        if group is None:
+            given = {"--tokens": tokens, "--episode": episode is not None, "--color": color != "gap"}
+            _refuse([name for name, is_given in given.items() if is_given], "shows one group; give its number: GROUP")
+            _table(run, validation, fate, source, last or LAST, as_json)
+            return
+        given = {"--fate": fate is not None, "--source": source is not None, "--last": last is not None}
+        _refuse([name for name, is_given in given.items() if is_given], "chooses lines of the table; leave GROUP out")
+        if validation:
+            _refuse([n for n, is_given in {"--tokens": tokens, "--episode": episode is not None}.items() if is_given],
+                    "is of groups that were trained; problems of a validation are not")  # fmt: skip
+            _problem(run, group, as_json)
+        else:
+            _group(run, group, color, tokens, episode, as_json)
+
+
+def _refuse(options: list[str], why: str) -> None:
+    if options:
+        raise ConfigError(f"{options[0]} {why}")
+
+
+def _table(run: Path, validation: bool, fate: str | None, source: str | None, last: int, as_json: bool) -> None:
+    from headway.reports.show import print_table, summary_of
+    from headway.reports.shown import listed
+
+    samples = listed(run, validation=validation, fate=fate, source=source)
+    shown = samples[-last:]
+    if as_json:
+        _print_json([summary_of(sample) for sample in shown])
+    elif not shown:
+        typer.echo(f"no group that left a sample was {fate}" if fate is not None else "no sample is of this source")
+    else:
+        print_table(shown, _console(), left_out=len(samples) - len(shown))
+
+
+def _problem(run: Path, problem: int, as_json: bool) -> None:
+    from headway.reports.show import print_validations
+    from headway.reports.shown import of_problem
+
+    samples = of_problem(run, problem)
+    if as_json:
+        _print_json(samples)
+    else:
+        print_validations(samples, _console())
+
+
+def _group(run: Path, number: int, color: str, tokens: bool, episode: int | None, as_json: bool) -> None:
+    from headway.reports.show import print_group, print_story
+    from headway.reports.shown import Story, found
+    from headway.reports.token_scales import Color
+
+    if color not in list(Color):
+        raise ConfigError(f"--color: got {color}, expected one of {', '.join(Color)}")
+    sample = found(run, number)
+    if as_json:
+        _print_json(sample.to_json() if isinstance(sample, Story) else sample)
+    elif isinstance(sample, Story):
+        print_story(sample, _console())
+    else:
+        print_group(sample, _console(), color=Color(color), tokens=tokens, episode=episode)
+
+
+def _print_json(value: object) -> None:
+    typer.echo(json.dumps(value, indent=1, ensure_ascii=False))
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = PIPE_WIDTH
+    return console

@@ -1,0 +1,210 @@
+"""A run's samples, ``samples.jsonl``: what drawn groups and held-out problems said, one JSON object a line.
+
+    on_sample ─▶ line ─▶ line ─▶ … ─▶ more than `LIMIT` bytes: half of the groups, and of the validations, leave
+                                      the file, and of those to come half are taken
+
+So a run of weeks has a file of bounded size, in which old versions have as many samples as new ones. Each line ends
+with ``thinned``, how often that was done; all lines of a file have the same. docs/samples.md has the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headway.config.schema import Config
+from headway.data.draws import place_of_group, share_of
+from headway.errors import DataError
+from headway.reports.events_file import JsonLines, complete_lines
+
+LIMIT = 64 * 2**20
+"""Bytes from which on the file is thinned."""
+MOST_THINNED = 60
+ON_CLOCK = ("admitted", "generated", "rewarded", "settled", "started", "finished", "time")
+"""Names of the moments in a sample."""
+_START = re.compile(r'\{"(group|validation)": (-?\d+)')
+_END = re.compile(r', "thinned": (\d+)\}\s*$')
+_OF_VALIDATION = frozenset({"validation", "problem", "source", "prompt", "answer", "time", "episodes"})
+_OF_GROUP = frozenset(
+    {"group", "version", "fate", "reason", "lag", "source", "prompt", "answer", "baseline", "times", "episodes"}
+)
+_OF_ANSWER = frozenset({"k", "reward", "parts", "turns", "length", "finish", "text", "conversation"})
+_OF_EPISODE = _OF_ANSWER | frozenset(
+    {"replica", "turn_rewards", "limit", "failure", "started", "finished", "waited_s", "worked_s", "rows"}
+)
+_OF_ROW = frozenset(
+    {"context", "prompt_length", "cut", "ids", "pieces", "mask", "versions", "behaviour", "logprobs", "entropy"}
+    | {"columns"}
+)
+
+Sample = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Thinning:
+    """Rule of which samples stay in a file that was thinned so many times."""
+
+    seed: int
+    share: float
+    """Share of groups that were drawn."""
+    every: int
+    """Number of versions between two validations."""
+
+    @classmethod
+    def of(cls, config: Config) -> Thinning:
+        share = share_of(config.reports.samples, config.groups_per_version)
+        return cls(config.run.seed, share, max(1, config.rollout.test_freq))
+
+    def keeps(self, what: str, number: int, thinned: int) -> bool:
+        """Tell whether the sample of a ``group``, or of the ``validation`` of a version, stays."""
+        if what == "validation":
+            return number // self.every % (1 << thinned) == 0
+        return not thinned or place_of_group(self.seed, number) < self.share / 2**thinned
+
+
+class SamplesFile:
+    """Writes ``samples.jsonl``, with the care of every record: a disk that refuses ends no run."""
+
+    def __init__(self, path: Path, thinning: Thinning, report: Callable[[str], None], limit: int = LIMIT) -> None:
+        """Open the file, in which samples may be already. ``report`` is told, once, what cannot be written."""
+        self._path = path
+        self._thinning = thinning
+        self._report = report
+        self._limit = limit
+        self._reported = False
+        self.thinned = _thinned(path)
+        """Number of times that the file was thinned."""
+        self._lines = JsonLines(path, report)
+
+    def takes(self, sample: Sample) -> bool:
+        """Tell whether ``sample`` belongs into the file, as often as that was thinned."""
+        what = "group" if "group" in sample else "validation"
+        return self._thinning.keeps(what, sample[what], self.thinned)
+
+    def on_sample(self, sample: dict[str, Any]) -> None:
+        """Write one sample that it takes."""
+        # At once: few lines come, and the next one, with which this one would be flushed, may be minutes away.
+        self._lines.write({**sample, "thinned": self.thinned}, at_once=True)
+        while self._lines.whole and self._lines.size > self._limit and self.thinned < MOST_THINNED:
+            if not self._thin():
+                break
+
+    def close(self) -> None:
+        self._lines.close()
+
+    def _thin(self) -> bool:
+        """Rewrite the file with about half of its samples. Returns whether that was possible."""
+        self._lines.close()
+        self.thinned += 1
+        draft = draft_of(self._path)
+        try:
+            with draft.open("w", encoding="utf-8") as kept:
+                for _, line in complete_lines(self._path):
+                    found = _START.match(line)
+                    if found and self._thinning.keeps(found[1], int(found[2]), self.thinned):
+                        kept.write(_END.sub(f', "thinned": {self.thinned}}}\n', line))
+            draft.replace(self._path)
+            return True
+        except (OSError, DataError) as cause:
+            self._limit *= 2
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)
+            if not self._reported:
+                self._reported = True
+                self._report(f"cannot thin {self._path}: {cause}; it grows beyond {self._limit // 2**21} MiB")
+            return False
+        finally:
+            self._lines = JsonLines(self._path, self._report)
+
+
+def later(sample: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Return ``sample`` with its moments moved to a clock that is ahead by so many seconds."""
+
+    def moved(value: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: round(one + seconds, 4) if name in ON_CLOCK and isinstance(one, float | int) else one
+            for name, one in value.items()
+        }
+
+    result = moved(sample)
+    if "times" in result:
+        result["times"] = moved(result["times"])
+    result["episodes"] = [moved(episode) for episode in result["episodes"]]
+    return result
+
+
+def write_surviving(path: Path, draft: Path, version: int, boundary: float) -> None:
+    """Write those samples of ``path`` to ``draft`` that belong to a run's history up to the boundary of ``version``,
+    which was at the time ``boundary``. Lines that are no samples are left out.
+
+    Raises `OSError` where that cannot be written.
+    """
+    with draft.open("w", encoding="utf-8") as kept:
+        for _, line in complete_lines(path):
+            with suppress(ValueError, KeyError, TypeError):
+                if _survives(json.loads(line), version, boundary):
+                    kept.write(line)
+
+
+def read_samples(path: Path, *, what: str | None = None, number: int | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the samples in a file, in order; a last line that was cut off is left out.
+
+    ``what``: ``group`` or ``validation``, where only those are wanted. ``number``: of the one group that is.
+
+    Raises `DataError`, naming the line, for a file that holds something else, or cannot be read.
+    """
+    wanted = None if number is None else f'{{"group": {number},'
+    for index, line in complete_lines(path):
+        if wanted is not None and not line.startswith(wanted) and _START.match(line):
+            continue
+        try:
+            sample = _checked(json.loads(line))
+        except (ValueError, TypeError, KeyError, AttributeError) as cause:
+            raise DataError(f"{path}:{index + 1} is not a sample of this version of Headway: {cause!r}") from cause
+        if (what is None or what in sample) and number in (None, sample.get("group")):
+            yield sample
+
+
+def _checked(sample: dict[str, Any]) -> dict[str, Any]:
+    """Return ``sample`` if it has all keys. Raises `KeyError` for one that is missing, and what else is not as it
+    should be: `AttributeError`, `TypeError`.
+    """
+    of_group = "group" in sample
+    _has(sample, _OF_GROUP if of_group else _OF_VALIDATION)
+    for episode in sample["episodes"]:
+        _has(episode, _OF_EPISODE if of_group else _OF_ANSWER)
+        for row in episode["rows"] if of_group else ():
+            _has(row, _OF_ROW)
+    return sample
+
+
+def _has(value: Mapping[str, Any], keys: frozenset[str]) -> None:
+    if missing := keys - value.keys():
+        raise KeyError(min(missing))
+
+
+def draft_of(path: Path) -> Path:
+    """Return the path of the file that is to take the place of ``path``."""
+    return path.with_name(f"{path.name}.tmp")
+
+
+def _survives(sample: Sample, version: int, boundary: float) -> bool:
+    if "group" in sample:
+        return bool(sample["version"] < version)
+    return bool(sample["validation"] < version and sample["time"] <= boundary + 1e-3)
+
+
+def _thinned(path: Path) -> int:
+    """Return how often a file was thinned, by its last complete line; 0 without any."""
+    if not path.is_file():
+        return 0
+    last = ""
+    for _, line in complete_lines(path):
+        last = line
+    found = _END.search(last)
+    return int(found[1]) if found else 0

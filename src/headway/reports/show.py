@@ -1,0 +1,300 @@
+"""``headway show`` as it is printed: tables of samples, and one group from its prompt to the numbers of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from headway.errors import ConfigError
+from headway.reports import human
+from headway.reports.shown import Sample, Story
+from headway.reports.token_scales import Color, Scale
+from headway.reports.token_view import QUIET, common_scale, figures, legend, token_table, token_text, visible
+
+LINE = 60
+"""Most characters of a prompt in a table."""
+CONTEXT = 400
+"""Most characters shown of the end of a context that is not the group's prompt."""
+
+
+def summary_of(sample: Sample) -> dict[str, Any]:
+    """Return the line of a sample in a table, as JSON."""
+    episodes = sample["episodes"]
+    rewards = [e["reward"] for e in episodes if e["reward"] is not None]
+    lengths = [e["length"] for e in episodes]
+    common = {
+        "source": sample["source"],
+        "reward": round(fmean(rewards), 5) if rewards else None,
+        "lengths": [min(lengths), max(lengths)] if lengths else None,
+        "turns": max((e["turns"] for e in episodes), default=None),
+        "prompt": sample["prompt"],
+    }
+    if "group" in sample:
+        own = {name: sample[name] for name in ("group", "version", "fate", "reason", "lag")}
+        return own | {"episodes": len(episodes), "failed": sum(e["failure"] is not None for e in episodes)} | common
+    return {"validation": sample["validation"], "problem": sample["problem"], "episodes": len(episodes)} | common
+
+
+def print_table(samples: Sequence[Sample], console: Console, *, left_out: int = 0) -> None:
+    """Print a line for each sample. ``left_out``: earlier ones that are not among them."""
+    validation = any("validation" in sample for sample in samples)
+    names = ("validation", "problem") if validation else ("group", "version")
+    lines = [summary_of(sample) for sample in samples]
+    sources = len({line["source"] for line in lines}) > 1
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    if not validation:
+        table.add_column("fate", no_wrap=True)
+        table.add_column("lag", justify="right", no_wrap=True)
+    table.add_column("reward", justify="right", no_wrap=True)
+    table.add_column("tokens", justify="right", no_wrap=True)
+    turns = any((line["turns"] or 1) > 1 for line in lines)
+    if turns:
+        table.add_column("turns", justify="right", no_wrap=True)
+    if sources:
+        table.add_column("source", no_wrap=True)
+    table.add_column("prompt", no_wrap=True, overflow="ellipsis")
+    for line in lines:
+        cells = [str(line[name]) for name in names]
+        if not validation:
+            cells += [line["fate"], human.UNKNOWN if line["lag"] is None else str(line["lag"])]
+        cells += [human.score(line["reward"]), _range(line["lengths"])]
+        cells += [str(line["turns"] or human.UNKNOWN)] if turns else []
+        cells += [line["source"]] if sources else []
+        table.add_row(*(Text(cell) for cell in cells), Text(_one_line(line["prompt"])))
+    console.print(table)
+    if left_out:
+        console.print(Text(f"{human.count(left_out)} earlier ones are not shown; --last N shows more", style=QUIET))
+
+
+def print_group(
+    sample: Sample, console: Console, *, color: Color = Color.GAP, tokens: bool = False, episode: int | None = None
+) -> None:
+    """Print one group: what was asked, what was said, what it was worth, and what was trained of it.
+
+    ``tokens``: as tables; ``episode``: only that one. Raises `ConfigError` for an episode that the group has not.
+    """
+    episodes = _chosen(sample, episode)
+    _print_head(sample, console)
+    console.print(_episodes_table(sample["episodes"]))
+    scale = common_scale(color, episodes)
+    if scale is not None and not tokens:
+        console.print()
+        console.print(legend(scale, colors=_has_colors(console)))
+    for one in episodes:
+        _print_episode(one, sample, console, color, scale, tokens=tokens)
+
+
+def print_validations(samples: Sequence[Sample], console: Console) -> None:
+    """Print what was said to one held-out problem, by version."""
+    first = samples[0]
+    _print_asked(first, f"problem {first['problem']}, from {first['source']}", console)
+    for sample in samples:
+        for one in sample["episodes"]:
+            reward = _reward(one)
+            console.print(Text(f"\nversion {sample['validation']}, answer {one['k']}: {reward}{_ended(one)}", "bold"))
+            _print_words(one, console)
+
+
+def print_story(story: Story, console: Console) -> None:
+    """Print what the record tells of a group that left no sample."""
+    admitted, settled = story.admitted, story.settled
+    fate = "under way" if settled is None else _fate(settled.fate, settled.reason)
+    console.print(Text(f"group {admitted.number}: {fate}", style="bold"))
+    lines = {"source": admitted.source or human.UNKNOWN, "admitted": f"at version {admitted.version}"}
+    if story.taken is not None:
+        lines["taken"] = f"at version {story.taken.version}, into fetch {story.taken.fetch}"
+    if settled is not None and settled.lag is not None:
+        lines["lag"] = str(settled.lag)
+    if story.rewarded is not None:
+        lines["rewards"] = ", ".join(human.number(reward) for reward in story.rewarded.rewards)
+        for name, values in story.rewarded.parts.items():
+            lines[f"  {name}"] = ", ".join(human.number(value) for value in values)
+    finished = max((t.finished for t in story.episodes), default=None)
+    moments = {
+        "admitted": admitted.time,
+        "started": min((t.started for t in story.episodes), default=None),
+        "generated": finished,
+        "rewarded": None if story.rewarded is None else story.rewarded.time,
+        "settled": None if settled is None else settled.time,
+    }
+    lines["times"] = _times(moments)
+    _print_pairs(lines, console)
+    if story.episodes:
+        table = _plain_table("episode", "replica", "tokens", "versions", "turns", "finish")
+        for t in sorted(story.episodes, key=lambda t: t.k):
+            versions = ", ".join(str(v) for v in dict.fromkeys(version for _, version in t.version_spans))
+            end = f"failed: {t.failure}" if t.failure else (t.limit and f"limit: {t.limit}") or t.finish_reason
+            table.add_row(str(t.k), t.replica, human.count(t.tokens), versions, str(t.turns), Text(visible(end)))
+        console.print(table)
+    console.print(Text(story.kept), soft_wrap=True)
+
+
+def _chosen(sample: Sample, episode: int | None) -> list[Mapping[str, Any]]:
+    episodes: list[Mapping[str, Any]] = sample["episodes"]
+    if episode is None:
+        return episodes
+    if chosen := [one for one in episodes if one["k"] == episode]:
+        return chosen
+    there = ", ".join(str(one["k"]) for one in episodes) or "none, for it ended before any was made"
+    raise ConfigError(f"--episode: got {episode}, but group {sample['group']} has the episodes {there}")
+
+
+def _print_head(sample: Sample, console: Console) -> None:
+    trained = sample["fate"] == "trained"
+    title = f"group {sample['group']}: {_fate(sample['fate'], sample['reason'])} at version {sample['version']}"
+    lag = f", lag {sample['lag']}" if trained else ""
+    _print_asked(sample, f"{title}{lag}, from {sample['source']}", console)
+    times = sample["times"]
+    started = min((one["started"] for one in sample["episodes"]), default=None)
+    moments = {"admitted": times["admitted"], "started": started, **{n: times[n] for n in _AFTER}}
+    lines = {"times": _times(moments)}
+    if sample["baseline"] is not None:
+        lines["baseline"] = human.number(sample["baseline"])
+    _print_pairs(lines, console)
+    console.print()
+
+
+_AFTER = ("generated", "rewarded", "settled")
+_WAITS = {
+    "started": "waited for an engine",
+    "generated": "generated",
+    "rewarded": "scored",
+    "settled": "waited for training and trained",
+}
+
+
+def _times(moments: Mapping[str, float | None]) -> str:
+    """Say how long each part of a group's way took: its moments are in order, and some may be missing."""
+    parts, before = [], None
+    for name, at in moments.items():
+        if at is None:
+            continue
+        if before is not None:
+            parts.append(f"{human.duration(at - before)} {_WAITS[name]}")
+        before = at
+    return ", ".join(parts) or human.UNKNOWN
+
+
+def _print_asked(sample: Sample, title: str, console: Console) -> None:
+    console.print(Text(title, style="bold"))
+    console.print(Padding(Text(visible(sample["prompt"])), (0, 0, 0, 2), expand=False))
+    if sample["answer"] is not None:
+        console.print(Text.assemble(("answer: ", QUIET), visible(str(sample["answer"]))))
+
+
+def _episodes_table(episodes: Sequence[Mapping[str, Any]]) -> Table:
+    names = list(dict.fromkeys(name for one in episodes for name in one["parts"]))
+    parts = names if len(names) > 1 else []
+    programs = any(one["turns"] > 1 or one["worked_s"] or one["waited_s"] for one in episodes)
+    columns = ["episode", "reward", *parts, "tokens", *(["turns", "worked", "waited"] if programs else [])]
+    table = _plain_table(*columns, "versions", "took", "replica", "end")
+    for one in episodes:
+        cells = [str(one["k"]), human.score(one["reward"]), *(human.number(one["parts"].get(name)) for name in parts)]
+        cells.append(human.count(one["length"]))
+        if programs:
+            cells += [str(one["turns"]), human.duration(one["worked_s"]), human.duration(one["waited_s"])]
+        versions = sorted({v for row in one["rows"] for v in row["versions"] if v >= 0})
+        cells += [", ".join(map(str, versions)) or human.UNKNOWN, human.duration(one["finished"] - one["started"])]
+        table.add_row(*cells, one["replica"], Text(_end_of(one)))
+    return table
+
+
+def _print_episode(
+    one: Mapping[str, Any], sample: Sample, console: Console, color: Color, scale: Scale | None, *, tokens: bool
+) -> None:
+    console.print(Text(f"\nepisode {one['k']}: {_reward(one)}{_ended(one)}", "bold"))
+    if one["turn_rewards"]:
+        rewards = ", ".join(human.number(reward) for reward in one["turn_rewards"])
+        console.print(Text(f"rewards of its turns: {rewards}", style=QUIET))
+    rows = one["rows"]
+    if scale is None or not rows:
+        _print_words(one, console)
+        console.print(Text("no tokens are kept of it, since it was not trained", style=QUIET))
+        return
+    for place, row in enumerate(rows):
+        if len(rows) > 1 or row["context"] != sample["prompt"]:
+            name = f"row {place + 1} of {len(rows)}, " if len(rows) > 1 else ""
+            console.print(Text(f"{name}behind {human.count(row['prompt_length'])} tokens that end with", style=QUIET))
+            context = visible(row["context"])
+            shown = f"…{context[-CONTEXT:]}" if len(context) > CONTEXT else context
+            console.print(Padding(Text(shown, style=QUIET), (0, 0, 0, 2), expand=False))
+        console.print(Text(figures(row), style=QUIET))
+        if tokens:
+            console.print(token_table(row))
+        else:
+            console.print(token_text(row, color, scale, colors=_has_colors(console)))
+
+
+def _print_words(one: Mapping[str, Any], console: Console) -> None:
+    """Print a conversation, or an answer, as it was said."""
+    told = one["conversation"]
+    if told is None:
+        console.print(Padding(Text(visible(one["text"])), (0, 0, 0, 2), expand=False))
+        return
+    for message in [*told["prompt"], *told["completion"]]:
+        console.print(Text(f"{message.get('role', human.UNKNOWN)}:", style=QUIET))
+        console.print(Padding(Text(visible(_content(message))), (0, 0, 0, 2), expand=False))
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    text = content if isinstance(content, str) else "" if content is None else str(content)
+    calls = [str(call.get("function", call)) for call in message.get("tool_calls") or []]
+    return "\n".join([*([text] if text else []), *calls])
+
+
+def _reward(one: Mapping[str, Any]) -> str:
+    parts = [f"{name} {human.number(value)}" for name, value in one["parts"].items()] if len(one["parts"]) > 1 else []
+    reward = "no reward" if one["reward"] is None else f"reward {human.number(one['reward'])}"
+    return f"{reward} ({', '.join(parts)})" if parts else reward
+
+
+def _ended(one: Mapping[str, Any]) -> str:
+    end = "cut off" if _end_of(one) == "length" else _end_of(one)
+    return f", {human.count(one['length'])} tokens, {end}"
+
+
+def _end_of(one: Mapping[str, Any]) -> str:
+    if one.get("failure") is not None:
+        return visible(f"failed: {one['failure']}")
+    return f"limit: {one['limit']}" if one.get("limit") else str(one["finish"])
+
+
+def _fate(fate: str, reason: str | None) -> str:
+    return visible(f"{fate} ({reason})" if reason else fate).replace("_", " ", 1)
+
+
+def _range(lengths: Sequence[int] | None) -> str:
+    if lengths is None:
+        return human.UNKNOWN
+    low, high = lengths
+    return human.count(low) if low == high else f"{human.count(low)}-{human.count(high)}"
+
+
+def _one_line(text: str) -> str:
+    words = " ".join(visible(text).split())
+    return words if len(words) <= LINE else f"{words[: LINE - 1]}…"
+
+
+def _plain_table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("replica", "end", "finish", "versions") else "right")
+    return table
+
+
+def _print_pairs(lines: Mapping[str, str], console: Console) -> None:
+    for name, value in lines.items():
+        console.print(Text.assemble((f"{name}: ", QUIET), visible(value)), soft_wrap=True)
+
+
+def _has_colors(console: Console) -> bool:
+    return console.color_system is not None and not console.no_color

@@ -1,0 +1,190 @@
+"""What ``headway show`` has to show: the samples of a run, or what its record knows of a group that left none.
+
+samples.jsonl ─▶ listed, found          events.jsonl ─▶ Story, of a group that was not drawn
+
+A sample is read from ``samples.jsonl`` alone. The record, which is large, is looked at where that does not help.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headway.errors import ConfigError, DataError
+from headway.events import (
+    Event,
+    FetchTaken,
+    GroupAdmitted,
+    GroupRewarded,
+    GroupSettled,
+    RunStarted,
+    TrajectoryFinished,
+)
+from headway.reports.report import events_file_of, events_of
+from headway.reports.run_directory import RunDirectory
+from headway.reports.samples_file import read_samples
+from headway.reports.tally import FATES, IN_FLIGHT
+
+ALL_FATES = (*FATES, IN_FLIGHT)
+
+Sample = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Story:
+    """Account of a group by its run's record, which has all but what was said."""
+
+    admitted: GroupAdmitted
+    episodes: list[TrajectoryFinished] = field(default_factory=list)
+    rewarded: GroupRewarded | None = None
+    taken: FetchTaken | None = None
+    settled: GroupSettled | None = None
+    kept: str = ""
+    """One sentence: why there is no text, and how there would be."""
+
+    def to_json(self) -> dict[str, Any]:
+        events = [self.admitted, *self.episodes, self.rewarded, self.taken, self.settled]
+        return {
+            "group": self.admitted.number,
+            "sample": None,
+            "why": self.kept,
+            "events": [event.to_json() for event in events if event is not None],
+        }
+
+
+def listed(run: Path, *, validation: bool = False, fate: str | None = None, source: str | None = None) -> list[Sample]:
+    """Return the samples of a run, in the order in which they were written: of groups, or of validations.
+
+    Raises:
+        ConfigError: ``run`` is no run's directory, has no samples yet, or was told to keep none; its samples cannot be
+            read; it has no such fate or source.
+    """
+    what = "validation" if validation else "group"
+    if fate is not None and (validation or fate not in ALL_FATES):
+        wanted = f"expected one of {', '.join(ALL_FATES)}" if not validation else "but held-out problems have no fate"
+        raise ConfigError(f"--fate: got {fate}, {wanted}")
+    every = list(_samples(run, what))
+    if not every:
+        raise ConfigError(_why_none(run, what))
+    sources = sorted({str(sample["source"]) for sample in every})
+    if source is not None and source not in sources:
+        raise ConfigError(f"--source: got {source}, expected one of {', '.join(sources)}")
+    return [
+        sample
+        for sample in every
+        if (fate is None or sample["fate"] == fate) and (source is None or sample["source"] == source)
+    ]
+
+
+def of_problem(run: Path, problem: int) -> list[Sample]:
+    """Return the samples of one held-out problem, by version. Raises `ConfigError` where it was not shown."""
+    every = listed(run, validation=True)
+    shown = sorted({sample["problem"] for sample in every})
+    if problem not in shown:
+        those = ", ".join(map(str, shown))
+        raise ConfigError(
+            f"GROUP: got {problem}, but with --validation it is one of the problems that are shown: {those}"
+        )
+    return [sample for sample in every if sample["problem"] == problem]
+
+
+def found(run: Path, number: int) -> Sample | Story:
+    """Return the sample of group ``number``, or what the record tells of it where it left none.
+
+    Raises `ConfigError` for a group that was never admitted, and what cannot be read.
+    """
+    for sample in _samples(run, "group", number):
+        return sample
+    return _story(run, number)
+
+
+def _samples(run: Path, what: str, number: int | None = None) -> Iterator[Sample]:
+    events_file_of(run)
+    path = RunDirectory(run).samples
+    if not path.is_file():
+        return
+    try:
+        yield from read_samples(path, what=what, number=number)
+    except DataError as cause:
+        raise ConfigError(f"RUN: got {run}, whose samples cannot be read: {cause}") from cause
+
+
+def _story(run: Path, number: int) -> Story:
+    story: Story | None = None
+    for event in events_of(run, lambda line: f'"number": {number},' in line or '"fetch.taken"' in line[:24]):
+        match event:
+            case GroupAdmitted(number=n) if n == number:
+                story = Story(event)
+            case TrajectoryFinished(number=n) if n == number and story is not None:
+                story.episodes.append(event)
+            case GroupRewarded(number=n) if n == number and story is not None:
+                story.rewarded = event
+            case FetchTaken() if number in event.numbers and story is not None:
+                story.taken = event
+            case GroupSettled(number=n) if n == number and story is not None:
+                story.settled = event
+    if story is None:
+        raise ConfigError(_never_admitted(run, number))
+    story.kept = _why_no_text(run, story)
+    return story
+
+
+def _why_no_text(run: Path, story: Story) -> str:
+    drawn = _drawn_per_version(run)
+    if story.settled is None:
+        return "Its fate is not settled yet; a group that is drawn leaves its text when it is."
+    if drawn == 0:
+        return "Its text was not kept, for the run has reports.samples=0; reports.samples=N keeps N groups a version."
+    if story.settled.reason == "resume":
+        return "Its text was not kept: it was under way when the run was ended, and lost when it was resumed."
+    rate = "some groups" if drawn is None else f"about {drawn} groups"
+    return (
+        f"It was not drawn, so its text was not kept: {rate} of each version leave theirs. "
+        "A larger reports.samples keeps more."
+    )
+
+
+def _never_admitted(run: Path, number: int) -> str:
+    last = _last_admitted(run)
+    if last is None:
+        return f"GROUP: got {number}, but the run in {run} is still starting, or ended before: no group was admitted"
+    return f"GROUP: got {number}, but the run in {run} has admitted the groups 0 to {last}"
+
+
+def _why_none(run: Path, what: str) -> str:
+    if _last_admitted(run) is None and what == "group":
+        return f"RUN: got {run}, where no group was admitted yet: the run is still starting, or ended before"
+    if _drawn_per_version(run) == 0:
+        return f"RUN: got {run}, which keeps no samples: it has reports.samples=0"
+    if what == "validation":
+        return f"RUN: got {run}, which has no samples of a validation: none has ended, or rollout.test_freq is -1"
+    return f"RUN: got {run}, where no group that was drawn has ended yet"
+
+
+def _last_admitted(run: Path) -> int | None:
+    last: int | None = None
+    empty = True
+    for event in _starts_and_admissions(run):
+        empty = False
+        if isinstance(event, GroupAdmitted):
+            last = event.number
+    if empty:  # an empty record has a message of its own
+        next(events_of(run), None)
+    return last
+
+
+def _starts_and_admissions(run: Path) -> Iterator[Event]:
+    kinds = tuple(f'{{"kind": "{kind.kind}"' for kind in (RunStarted, GroupAdmitted))
+    return events_of(run, lambda line: line.startswith(kinds))
+
+
+def _drawn_per_version(run: Path) -> int | None:
+    """Return ``reports.samples`` of a run; None where its configuration does not tell."""
+    from headway.config.loading import load
+
+    try:
+        return load(RunDirectory(run).config, []).config.reports.samples
+    except (ConfigError, OSError):
+        return None

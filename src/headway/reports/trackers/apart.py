@@ -1,0 +1,256 @@
+"""A tracker in a process of its own, as the run sees it: what is handed over is taken at once, and never refused.
+
+run's thread ──put──▶ Outbox ──▶ this tracker's thread ──ask──▶ its process
+                                      └─▶ RUN/trackers/NAME.json: the entry, and how many rows it has
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from headway.errors import said_by
+from headway.reports.trackers.outbox import Ending, Message, Outbox
+from headway.reports.trackers.process import Link, TrackerLost
+from headway.reports.trackers.tracker import Setting
+
+BEHIND_S = 60.0
+"""Seconds without an answer after which a tracker is said to be behind."""
+MOST_STARTS = 3
+"""Most processes that are started for one tracker in a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a resumed run knows of a tracker, from the file ``NAME.json`` in the run's folder of trackers."""
+
+    entry: str = ""
+    rows: int = 0
+    """Number of rows that the entry has."""
+    whole: bool = False
+    """True if the entry has the run's end, too."""
+
+    @classmethod
+    def read(cls, path: Path) -> Memory:
+        """Read the file; one that is missing or damaged is that of a tracker without an entry."""
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return cls()
+
+    def write(self, path: Path) -> None:
+        """Replace the file in one step. Raises `OSError`."""
+        draft = path.with_name(f"{path.name}.tmp")
+        draft.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        draft.replace(path)
+
+
+def memory_file(folder: Path, name: str) -> Path:
+    """Return the path of the memory of the tracker ``name``. ``folder``: the run's folder of trackers."""
+    return folder / f"{name}.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """Ways to tell the user something, each callable from any thread."""
+
+    warn: Callable[[str], None]
+    note: Callable[[str], None]
+    phase: Callable[[str], None]
+
+
+class TrackerApart:
+    """A tracker's thread, and what it has to send.
+
+    not started ─start─▶ sending ─end─▶ sending the rest ─▶ over
+                            └───────────────┴──give_up──────┘
+    """
+
+    def __init__(
+        self,
+        name: str,
+        setting: Setting,
+        outbox: Outbox,
+        link: Callable[[], Link],
+        say: Say,
+        *,
+        remedy: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Prepare; nothing is started. ``link`` starts the tracker's process, in this tracker's thread. ``remedy``: the
+        command that sends what the tracker lacks in the end.
+        """
+        self.name = name
+        self.where = ""
+        """Place to look at the run; empty before the tracker has told it."""
+        self._setting = setting
+        self._outbox = outbox
+        self._make_link = link
+        self._say = say
+        self._clock = clock
+        self._link: Link | None = None
+        self._starts = 0
+        self._opened = False
+        self._complete = False
+        self._given_up = False
+        self._usual_remedy = remedy
+        self._own_remedy = ""
+        self._problem = ""
+        self._warned = False
+        self._asked_at: float | None = None
+        """Time of the question that is not answered yet; None where there is none."""
+        self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
+
+    # ------------------------------------------------------------------------------------------ the run's thread
+
+    def start(self) -> None:
+        if self._thread.ident is None:
+            try:
+                self._thread.start()
+            except RuntimeError as cause:  # the system allows no more threads
+                self._warn(f"cannot be started ({cause}); the run goes on without")
+
+    def on_row(self, row: dict[str, Any]) -> None:
+        self._outbox.put_row(row)
+        asked_at = self._asked_at
+        if asked_at is not None and (waited := self._clock() - asked_at) >= BEHIND_S:
+            self._warn(f"has not answered for {waited:.0f} s; the run goes on, and what waits is sent later")
+
+    def on_sample(self, sample: dict[str, Any]) -> None:
+        self._outbox.put_sample(sample)
+
+    def end(self, ending: Ending) -> None:
+        """Let the thread send what is left, and end."""
+        self._outbox.end(ending)
+
+    def join(self, timeout_s: float | None) -> bool:
+        """Wait for the thread's end. Returns whether it came."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def give_up(self) -> None:
+        """End the tracker's process, whatever it does. Its thread then ends by itself."""
+        self._given_up = True
+        if (link := self._link) is not None:
+            link.kill()
+
+    def missing(self, silent: str) -> str:
+        """Say after the end what the tracker did not get, why, and how it gets it; "" where it has all.
+
+        ``silent``: the reason where it is none of the tracker's own.
+        """
+        if self._thread.ident is None:
+            return ""
+        lost = " and ".join(self._outbox.lost())
+        if self._complete:
+            return f"{self.name} was too slow for {lost}; the run's directory has them" if lost else ""
+        left = self._outbox.left()
+        what = ", ".join(left) or "the end of the run"
+        aside = f", and not {lost}, which the run's directory has" if lost else ""
+        why = self._problem or silent
+        remedy = self._usual_remedy if left else self._own_remedy or self._usual_remedy
+        return f"{self.name} did not get {what} ({why}){aside}" + (f"; send it with: {remedy}" if remedy else "")
+
+    # ------------------------------------------------------------------------------------------ the tracker's thread
+
+    def _run(self) -> None:
+        told, ended = 0, False
+        try:
+            self._open()  # at once: the user sees where the run is, and what is wrong, before the first version ends
+            while not ended and not self._given_up:
+                told, ended = self._outbox.wait(told)
+                self._send()
+            if self._opened and not self._given_up:
+                all_sent = self._outbox.first() is None
+                problem = self._problem
+                self._complete = self._ask("close", self._outbox.status) is not None and all_sent
+                self._problem = self._problem or problem
+                self._remember()
+        except Exception as cause:  # nothing of a tracker may reach the run, or a thread's traceback the terminal
+            self._fail(said_by(cause))
+        finally:
+            if (link := self._link) is not None:
+                link.kill()
+
+    def _send(self) -> None:
+        """Send what waits, up to the first thing that the tracker would not take."""
+        if not self._opened and not self._open():
+            return
+        while not self._given_up and (message := self._outbox.first()) is not None:
+            if self._ask(message.call, message.value) is not None:
+                self._on_sent(message)
+            elif message.call == "on_sample" and self._opened:
+                self._outbox.lose(message)
+            else:
+                return
+
+    def _on_sent(self, message: Message) -> None:
+        self._outbox.sent(message)
+        if message.call == "on_row":
+            self._remember()
+
+    def _open(self) -> bool:
+        if self._link is None and not self._start_process():
+            return False
+        answer = self._ask("open", {**asdict(self._setting), "folder": str(self._setting.folder)})
+        if answer is None:
+            return False
+        self._setting = replace(self._setting, entry=answer["entry"], undone_from=None)
+        if not self.where and answer["where"]:
+            self._say.note(f"{self.name}: {answer['where']}")
+        self.where, self._own_remedy, self._opened = answer["where"], answer["remedy"], True
+        self._remember()
+        return True
+
+    def _start_process(self) -> bool:
+        if self._starts == MOST_STARTS or self._given_up:
+            return False
+        self._starts += 1
+        try:
+            self._setting.folder.mkdir(exist_ok=True)
+            self._link = self._make_link()
+        except OSError as cause:
+            self._fail(f"its process cannot be started ({cause.strerror or cause})")
+        return self._link is not None
+
+    def _ask(self, call: str, value: Any) -> dict[str, Any] | None:
+        """Ask the tracker. Returns its answer; None where it failed, which the user is told the first time."""
+        if self._link is None or self._given_up:
+            return None
+        self._asked_at = self._clock()
+        try:
+            answer = self._link.ask(call, value)
+        except TrackerLost as cause:
+            self._link.kill()
+            self._link, self._opened = None, False
+            answer = {"problem": str(cause)}
+        finally:
+            self._asked_at = None
+        if "problem" in answer:
+            self._fail(answer["problem"])
+            return None
+        self._problem = ""
+        return answer
+
+    def _remember(self) -> None:
+        path = memory_file(self._setting.folder, self.name)
+        try:
+            Memory(self._setting.entry, self._outbox.next, self._complete).write(path)
+        except OSError as cause:
+            self._warn(f"cannot write {path} ({cause.strerror or cause}); a resumed run would begin another entry")
+
+    def _fail(self, problem: str) -> None:
+        self._problem = "" if self._given_up else problem
+        if not self._given_up:
+            self._warn(f"{problem}; the run goes on, and what waits is sent later")
+
+    def _warn(self, text: str) -> None:
+        if not self._warned:
+            self._warned = True
+            self._say.warn(f"{self.name}: {text}")

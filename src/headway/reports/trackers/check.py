@@ -1,0 +1,101 @@
+"""What trackers need, looked at before anything of a run is made: packages, a login, a free port."""
+
+from __future__ import annotations
+
+import importlib.util
+import netrc
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Collection, Mapping
+from configparser import ConfigParser
+from configparser import Error as NotSettings
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from headway.config.schema import Config
+from headway.errors import ConfigError
+from headway.reports.trackers.factory import PACKAGES
+
+ASK_S = 20.0
+"""Seconds for W&B to say whether it has a login."""
+ASK = "import sys, wandb; sys.exit(0 if wandb.login(verify=False) else 3)"
+NO_LOGIN = ("offline", "dryrun", "disabled")
+"""Values of ``WANDB_MODE`` with which W&B needs no login."""
+
+
+def check_trackers(config: Config, among: Collection[str] = tuple(PACKAGES)) -> None:
+    """Check that the trackers of ``reports.trackers`` that are ``among`` these names can work here.
+
+    Raises:
+        ConfigError: a package is missing, W&B has no login, or the port for Prometheus is taken.
+    """
+    chosen = [name for name in config.reports.trackers if name in PACKAGES and name in among]
+    if missing := [name for name in chosen if importlib.util.find_spec(PACKAGES[name]) is None]:
+        packages = ", ".join(PACKAGES[name] for name in missing)
+        raise ConfigError(
+            f"reports.trackers names {', '.join(missing)}, and {packages} is not installed here; install it with "
+            f"pip install 'headway[{','.join(missing)}]', or take it out of reports.trackers"
+        )
+    if "wandb" in chosen and not wandb_may_log(os.environ) and not _wandb_says_so():
+        raise ConfigError(
+            "reports.trackers names wandb, and W&B has no login here; run wandb login, set WANDB_API_KEY, or set "
+            "WANDB_MODE=offline to keep the run on this machine"
+        )
+    if "prometheus" in chosen:
+        _check_port(config.reports.prometheus_host, config.reports.prometheus_port)
+
+
+def wandb_may_log(environment: Mapping[str, str]) -> bool:
+    """Tell whether W&B needs no login, or has one where it keeps it: its variables, its settings, the netrc file.
+
+    Only that there is a login is looked at.
+    """
+    settings = _wandb_settings(environment)
+    mode = environment.get("WANDB_MODE") or settings.get("mode", "")
+    if mode in NO_LOGIN or environment.get("WANDB_API_KEY") or environment.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    url = environment.get("WANDB_BASE_URL") or settings.get("base_url") or "https://api.wandb.ai"
+    path = Path(environment.get("NETRC") or "~/.netrc").expanduser()
+    with suppress(OSError, netrc.NetrcParseError):
+        return netrc.netrc(path).authenticators(urlsplit(url).netloc) is not None
+    return False
+
+
+def _wandb_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return W&B's settings of this user and of this directory, as ``wandb offline`` writes them."""
+    of_user = environment.get("WANDB_CONFIG_DIR") or "~/.config/wandb"
+    of_directory = environment.get("WANDB_DIR") or "."
+    parser = ConfigParser(interpolation=None)
+    with suppress(OSError, NotSettings, UnicodeDecodeError):
+        parser.read([Path(of_user).expanduser() / "settings", Path(of_directory) / "wandb" / "settings"])
+    return dict(parser["default"]) if parser.has_section("default") else {}
+
+
+def _wandb_says_so() -> bool:
+    """Ask W&B itself, in a process, whether it has a login that `wandb_may_log` does not know of.
+
+    Where it does not answer the run begins, and the tracker tells what is wrong.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", ASK], stdin=subprocess.DEVNULL, capture_output=True, timeout=ASK_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return True
+    return done.returncode == 0
+
+
+def _check_port(host: str, port: int) -> None:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        with socket.socket(family) as listening:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind((host, port))
+    except OSError as cause:
+        raise ConfigError(
+            f"reports.prometheus_port={port}: nothing can listen there on {host} ({cause.strerror or cause}); another "
+            "run may; give another port, or 0 for a free one"
+        ) from cause

@@ -1,0 +1,41 @@
+"""Trackers by name: the packages they need, and the classes that are in processes of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from headway.reports.trackers.tracker import Setting, Tracker
+
+PACKAGES: Mapping[str, str] = {
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "trackio": "trackio",
+    "prometheus": "prometheus_client",
+}
+"""Trackers in processes of their own → the package that each needs. The extra has the tracker's name."""
+
+
+def make_tracker(name: str, setting: Setting) -> Tracker:
+    """Make the tracker ``name``, which imports its package. Raises `ValueError` for a name that is not known."""
+    return _class(name)(setting)
+
+
+def _class(name: str) -> Callable[[Setting], Tracker]:
+    match name:
+        case "wandb":
+            from headway.reports.trackers.wandb import WandbTracker
+
+            return WandbTracker
+        case "mlflow":
+            from headway.reports.trackers.mlflow import MlflowTracker
+
+            return MlflowTracker
+        case "trackio":
+            from headway.reports.trackers.trackio import TrackioTracker
+
+            return TrackioTracker
+        case "prometheus":
+            from headway.reports.trackers.prometheus import PrometheusTracker
+
+            return PrometheusTracker
+    raise ValueError(f"no tracker {name!r}; there are tensorboard, {', '.join(PACKAGES)}")

@@ -1,0 +1,176 @@
+"""What waits to be sent to one tracker: bounded, in order, and lost only where it is nowhere else.
+
+rows       numbered as the lines of metrics.jsonl; the newest are kept here, earlier ones are read from the file
+samples    the newest; earlier ones are dropped, and counted
+ending     the summary, and the model's folder where it was asked for
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+ROWS = 256
+"""Most rows that wait in memory. More than a second's: by then they are in the file."""
+SAMPLES = 64
+READ_AT_ONCE = 256
+"""Most rows that are read from the file at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One call of a tracker: ``on_row``, ``on_sample``, ``on_summary`` or ``on_model``, and its argument."""
+
+    call: str
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """End of a run: its summary, and the folder of its model where trackers get it."""
+
+    summary: dict[str, Any]
+    model: Path | None = None
+
+
+class Outbox:
+    """Bounded queue between the run and the thread that sends. Methods may be called from any thread, none waits but
+    `wait`, and none holds its lock while it reads the file.
+    """
+
+    def __init__(self, metrics: Path, *, rows: int = 0, sent: int = 0) -> None:
+        """Begin with ``rows`` lines in the file ``metrics``, of which the tracker has the first ``sent``."""
+        self._metrics = metrics
+        self._news = threading.Condition()
+        self._rows: deque[tuple[int, dict[str, Any]]] = deque(maxlen=ROWS)
+        self._from_file: deque[tuple[int, dict[str, Any]]] = deque()
+        self._samples: deque[tuple[int, dict[str, Any]]] = deque(maxlen=SAMPLES)
+        """Samples, each with the number of the row that comes behind it."""
+        self._told = 0
+        """Number of times that something was put here."""
+        self._ending: deque[Message] = deque()
+        self.ended = False
+        self.status = "failed"
+        """How the run ended, once it has; a run that does not say failed."""
+        self.rows = rows
+        """Number of rows of the run so far."""
+        self.next = min(sent, rows)
+        """Number of the next row to send: those before it are sent, or lost."""
+        self.lost_rows = 0
+        """Rows that were neither here nor in the file."""
+        self.lost_samples = 0
+
+    def put_row(self, row: dict[str, Any]) -> None:
+        def put() -> None:
+            self._rows.append((self.rows, row))
+            self.rows += 1
+
+        self._tell(put)
+
+    def put_sample(self, sample: dict[str, Any]) -> None:
+        def put() -> None:
+            self.lost_samples += len(self._samples) == SAMPLES
+            self._samples.append((self.rows, sample))
+
+        self._tell(put)
+
+    def end(self, ending: Ending) -> None:
+        """Nothing comes any more but ``ending``."""
+
+        def put() -> None:
+            self._ending.append(Message("on_summary", ending.summary))
+            if ending.model is not None:
+                self._ending.append(Message("on_model", str(ending.model)))
+            self.status = ending.summary.get("status") or self.status
+            self.ended = True
+
+        self._tell(put)
+
+    def _tell(self, put: Callable[[], None]) -> None:
+        with self._news:
+            put()
+            self._told += 1
+            self._news.notify_all()
+
+    def wait(self, told: int) -> tuple[int, bool]:
+        """Wait until more than ``told`` things were put here. Returns how many were, and whether that was all."""
+        with self._news:
+            self._news.wait_for(lambda: self._told > told or self.ended)
+            return self._told, self.ended
+
+    def first(self) -> Message | None:
+        """Return what is to be sent next, which stays here until `sent` is called; None where nothing waits."""
+        with self._news:
+            if self._samples and self._samples[0][0] <= self.next:
+                return Message("on_sample", self._samples[0][1])
+        while (row := self._row()) is None and self.next < self.rows:
+            self._read_rows()
+        if row is not None:
+            return Message("on_row", row)
+        with self._news:
+            return self._ending[0] if self._ending else None
+
+    def sent(self, message: Message) -> None:
+        """Take ``message``, which `first` returned, off the queue."""
+        with self._news:
+            match message.call:
+                case "on_sample":
+                    if self._samples and self._samples[0][1] is message.value:  # else it made room for others meanwhile
+                        self._samples.popleft()
+                    else:
+                        self.lost_samples -= 1
+                case "on_row":
+                    self.next += 1
+                case _:
+                    self._ending.popleft()
+
+    def lose(self, sample: Message) -> None:
+        """Take a sample off the queue that the tracker would not have."""
+        with self._news:
+            self.sent(sample)
+            self.lost_samples += 1
+
+    def _row(self) -> dict[str, Any] | None:
+        """Return the next row, if it is in memory."""
+        with self._news:
+            for kept in (self._from_file, self._rows):
+                while kept and kept[0][0] < self.next:
+                    kept.popleft()
+                if kept and kept[0][0] == self.next:
+                    return kept[0][1]
+        return None
+
+    def _read_rows(self) -> None:
+        """Read the rows from the next one on that have no room in memory. Those that are not there are lost."""
+        with self._news:
+            begin, end = self.next, self._rows[0][0] if self._rows else self.rows
+        end = min(end, begin + READ_AT_ONCE)
+        read: list[dict[str, Any]] = []
+        with suppress(OSError, ValueError), self._metrics.open(encoding="utf-8") as lines:
+            for line in islice(lines, begin, end):
+                read.append(json.loads(line))  # noqa: PERF401 - what comes before half a line is kept
+        with self._news:
+            self._from_file.extend(enumerate(read, begin))
+            if not read:
+                self.lost_rows += end - begin
+                self.next = end
+
+    def left(self) -> list[str]:
+        """Return in words what was put here and can still be sent: rows, the summary, the model."""
+        with self._news:
+            rows = self.rows - self.next
+            names = {"on_summary": "the summary", "on_model": "the model"}
+            return ([f"{rows} of {self.rows} rows"] if rows else []) + [names[end.call] for end in self._ending]
+
+    def lost(self) -> list[str]:
+        """Return in words what was put here and will not be sent: rows that no file has, samples."""
+        with self._news:
+            counts = {"rows": self.lost_rows, "samples": self.lost_samples + len(self._samples) * self.ended}
+            return [f"{count} {name}" for name, count in counts.items() if count]

@@ -1,0 +1,177 @@
+"""All trackers of one run: opened with its reports, fed with its rows and samples, ended with it."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from headway.config.layers import flatten
+from headway.config.schema import Config
+from headway.reports.run_directory import RunDirectory
+from headway.reports.trackers.apart import Memory, Say, TrackerApart, memory_file
+from headway.reports.trackers.factory import PACKAGES
+from headway.reports.trackers.outbox import Ending, Outbox
+from headway.reports.trackers.process import TrackerProcess
+from headway.reports.trackers.tables import trimmed
+from headway.reports.trackers.tensorboard import TensorBoardFile
+from headway.reports.trackers.tracker import Setting
+
+LIMIT_S = 10.0
+"""Seconds that the end of a run waits for its trackers."""
+UPLOAD_BYTES_PER_S = 5e6
+"""Slowest upload of a model that the end of a run waits for, where trackers get the model."""
+KEPT = ("wandb", "mlflow", "trackio")
+"""Trackers that keep what they get, so that a run that is over can be sent to them."""
+QUIET_S = 0.5
+"""Seconds that the end of a run waits for its trackers without a word."""
+
+
+class Trackers:
+    """Row sink that hands everything to each tracker. No method but `finish` takes longer than to enqueue it, but for
+    TensorBoard's file, which is written at once.
+    """
+
+    def __init__(
+        self,
+        board: TensorBoardFile | None,
+        apart: Sequence[TrackerApart],
+        say: Say,
+        *,
+        log_model: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Take over the trackers. ``log_model``: whether they get the model."""
+        self._board = board
+        self._apart = list(apart)
+        self._say = say
+        self._log_model = log_model
+        self._clock = clock
+
+    def start(self) -> None:
+        """Begin to send: training begins, and the run is worth an entry."""
+        for tracker in self._apart:
+            tracker.start()
+
+    def on_row(self, row: dict[str, Any]) -> None:
+        if self._board is not None:
+            self._board.on_row(row)
+        for tracker in self._apart:
+            tracker.on_row(row)
+
+    def on_sample(self, sample: dict[str, Any]) -> None:
+        """Hand on a sample as a line of ``samples.jsonl`` has it. Trackers get its texts, not its tokens."""
+        if self._board is None and not self._apart:
+            return
+        short = trimmed(sample)
+        if self._board is not None:
+            self._board.on_sample(short)
+        for tracker in self._apart:
+            tracker.on_sample(short)
+
+    def close(self) -> None:
+        """Do nothing: trackers get the summary first, and end with `finish`."""
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the trackers in processes of their own."""
+        return [tracker.name for tracker in self._apart]
+
+    @property
+    def places(self) -> list[tuple[str, str]]:
+        """Names of trackers, and where each shows the run, for those that have said it."""
+        return [(tracker.name, tracker.where) for tracker in self._apart if tracker.where]
+
+    def finish(self, summary: dict[str, Any], model: Path | None = None, *, limit_s: float | None = None) -> None:
+        """End all entries, and wait for them for `LIMIT_S` or ``limit_s``, longer where they get the model.
+
+        An interrupt ends the waiting, and nothing else. What a tracker lacks then is said.
+        """
+        if self._board is not None:
+            self._board.on_summary(summary)
+            self._board.close(summary.get("status") or "failed")
+        given = model if self._log_model else None
+        limit_s = LIMIT_S if limit_s is None else limit_s
+        limit_s += 0.0 if given is None else _bytes_in(given) / UPLOAD_BYTES_PER_S
+        try:
+            for tracker in self._apart:
+                tracker.end(Ending(summary, given))
+            self._wait(limit_s)
+            silent = f"it did not answer within {limit_s:.0f} s"
+        except KeyboardInterrupt:
+            silent = "the wait for it was interrupted"
+        finally:
+            for tracker in self._apart:
+                tracker.give_up()
+        for tracker in self._apart:
+            if lacks := tracker.missing(silent):
+                self._say.warn(lacks)
+
+    def _wait(self, limit_s: float) -> None:
+        end = self._clock() + limit_s
+        for tracker in self._apart:
+            tracker.join(min(QUIET_S, limit_s))
+        if waiting := ", ".join(tracker.name for tracker in self._apart if not tracker.join(0.0)):
+            self._say.phase(f"waiting for {waiting}, up to {limit_s:.0f} s")
+        for tracker in self._apart:
+            tracker.join(max(end - self._clock(), 0.0))
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def open_trackers(config: Config, directory: RunDirectory, say: Say, *, undone_from: int | None = None) -> Trackers:
+    """Make the trackers of ``config.reports``: TensorBoard's file is opened, all others wait for `Trackers.start`.
+
+    ``undone_from``: the version from which on a resumed run begins anew; None for a new run.
+    """
+    setting = _setting(config, directory, undone_from)
+    chosen = config.reports.trackers
+    board = TensorBoardFile(directory.tensorboard, say.warn, setting) if "tensorboard" in chosen else None
+    apart = [_apart(name, setting, directory, say) for name in chosen if name in PACKAGES]
+    return Trackers(board, apart, say, log_model=config.reports.log_model)
+
+
+def open_lacking(config: Config, directory: RunDirectory, say: Say) -> Trackers:
+    """Make those trackers of a run that is over which lack something of it. `Trackers.names` says which they are."""
+    setting = _setting(config, directory, None)
+    kept = [name for name in config.reports.trackers if name in KEPT]
+    lacking = [name for name in kept if not Memory.read(memory_file(directory.trackers, name)).whole]
+    apart = [_apart(name, setting, directory, say) for name in lacking]
+    return Trackers(None, apart, say, log_model=config.reports.log_model)
+
+
+def _setting(config: Config, directory: RunDirectory, undone_from: int | None) -> Setting:
+    return Setting(
+        project=config.reports.project,
+        name=config.reports.run_name or directory.path.resolve().name,
+        folder=directory.trackers,
+        config=dict(flatten(config.model_dump(mode="json"))),
+        undone_from=undone_from,
+        prometheus_host=config.reports.prometheus_host,
+        prometheus_port=config.reports.prometheus_port,
+    )
+
+
+def _apart(name: str, setting: Setting, directory: RunDirectory, say: Say) -> TrackerApart:
+    """Make a tracker in a process of its own, which goes on in the entry that the run's directory remembers."""
+    memory, rows = Memory.read(memory_file(directory.trackers, name)), _lines(directory.metrics)
+    undone = setting.undone_from if memory.rows > rows else None
+    outbox = Outbox(directory.metrics, rows=rows, sent=memory.rows)
+    link = partial(TrackerProcess, name, directory.logs / f"{name}.log")
+    remedy = f"headway sync {shlex.quote(str(directory.path))}" if name in KEPT else ""
+    own = replace(setting, entry=memory.entry, undone_from=undone)
+    return TrackerApart(name, own, outbox, link, say, remedy=remedy)
+
+
+def _lines(path: Path) -> int:
+    try:
+        with path.open("rb") as lines:
+            return sum(1 for _ in lines)
+    except OSError:
+        return 0

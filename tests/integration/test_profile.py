@@ -1,0 +1,113 @@
+"""Profiles of runs that go on, as a user takes them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway.control import ask
+from headway.errors import UserError
+from headway.reports.report import report
+from headway.reports.run_directory import RunDirectory
+from tests.integration.support import events, finish, make_job, run_here, start_long_run, train
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_job(tmp_path_factory.mktemp("profiles"))
+
+
+class Asking:
+    """A thread that asks a run for a profile of one version, again and again until it goes on."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.lines: list[str] = []
+        self._run = RunDirectory(run_dir)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._ask)
+
+    def __enter__(self) -> Asking:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _ask(self) -> None:
+        while not self._over.wait(0.02):
+            try:
+                for line in ask(self._run, {"command": "profile", "versions": 1, "seconds": 30.0}):
+                    self.lines.append(line)
+            except UserError:  # it is still starting
+                continue
+            return
+
+
+def ops(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """Spans of a trace, by the names of their threads."""
+    found = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in found if event["name"] == "thread_name"}
+    spans: dict[str, list[dict[str, Any]]] = {}
+    for event in found:
+        if event.get("cat") == "cpu_op":
+            spans.setdefault(names[event["tid"]].partition(" ")[0], []).append(event)
+    return spans
+
+
+def test_a_profile_has_the_trainers_products_and_the_engines_steps_and_changes_nothing_else(
+    recipe: Path, tmp_path: Path
+) -> None:
+    """Makes two whole runs: what was trained is compared to the bit."""
+    settings = ["cluster.backend=inline", "rollout.total_rollout_steps=24"]
+    train(recipe, tmp_path / "alone", *settings)
+    with Asking(tmp_path / "run") as asking:
+        train(recipe, tmp_path / "run", *settings)
+    assert asking.lines[-1].startswith("wrote profiles/version-"), asking.lines
+    (taken,) = events(tmp_path / "run", "profile.taken")
+    assert (taken["files"], taken["reason"], taken["versions"]) == (["actor-0_rollout-0.json.gz"], None, 1)
+
+    spans = ops(tmp_path / "run" / taken["folder"] / taken["files"][0])
+    first = json.loads((tmp_path / "run" / "events.jsonl").read_text().splitlines()[0])["time"]
+    (step,) = (busy["span"] for busy in events(tmp_path / "run", "trainer.busy")
+               if busy["what"] == "step" and busy["version"] == taken["version"])  # fmt: skip
+    within = [span for span in spans["actor-0_0"] if step[0] <= first + span["ts"] / 1e6 <= step[1]]
+    assert "aten::mm" in {span["name"] for span in within}
+    assert {"aten::mm", "aten::bmm", "aten::addmm", "aten::linear"} & {
+        span["name"] for span in spans["headway-decode-rollout-0"]
+    }
+
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / "run" / "model" / file).read_bytes() == (tmp_path / "alone" / "model" / file).read_bytes()
+    metrics = [[step["metrics"]["grad_norm"] for step in events(tmp_path / name, "optimizer.stepped")]
+               for name in ("run", "alone")]  # fmt: skip
+    assert metrics[0] == metrics[1]
+    assert not (tmp_path / "run" / "control.sock").exists()
+
+    written = report(tmp_path / "run")
+    place = f"actor-0_rollout-0.json.gz in {taken['folder']}"
+    assert place in written.trace.read_text() and place in written.html.read_text()
+
+
+@pytest.mark.slow
+def test_on_ray_each_process_has_a_trace_of_its_own_on_the_runs_clock(recipe: Path, tmp_path: Path) -> None:
+    """Makes a whole run of several processes."""
+    process = start_long_run(recipe, tmp_path / "run")
+    done = run_here("ctl", str(tmp_path / "run"), "profile", "--versions", "2")
+    assert done.exit_code == 0, done.output
+    process.send_signal(signal.SIGINT)
+    finish(process)
+    (taken,) = events(tmp_path / "run", "profile.taken")
+    assert taken["files"] == ["actor-0.json.gz", "rollout-0.json.gz"]
+    first = json.loads((tmp_path / "run" / "events.jsonl").read_text().splitlines()[0])["time"]
+    for name, thread in (("actor-0", "actor-0_0"), ("rollout-0", "headway-decode-rollout-0")):
+        spans = ops(tmp_path / "run" / taken["folder"] / f"{name}.json.gz")[thread]
+        assert len(spans) > 100
+        times = [first + span["ts"] / 1e6 for span in spans]
+        assert taken["span"][0] - 0.5 <= min(times) <= max(times) <= taken["span"][1] + 5

@@ -1,0 +1,316 @@
+"""The window in which a run's processes are profiled, on the virtual clock, with processes that note what they do."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from headway.errors import HeadwayError, RunError, UserError, WorkerDied
+from headway.events import Event, Note, ProfileTaken, RunFinished, RunStarted, VersionReached
+from headway.pipeline.profile_window import ProfileWindow, Told
+from headway.simulate.clock import run_virtual
+from tests.pipeline.scenario import Run, Scenario
+
+
+@dataclass
+class FakeProcess:
+    """A process that begins after ``start_s``, and fails where it is told to."""
+
+    name: str = "actor-0"
+    start_s: float = 0.0
+    take_s: float = 0.0
+    fails: str = ""
+    did: list[tuple[str, float]] = field(default_factory=list)
+
+    async def start(self) -> None:
+        await self._do("start", self.start_s)
+
+    async def stop(self) -> None:
+        await self._do("stop", 0.0)
+
+    async def take(self, origin: float) -> bytes:
+        await self._do("take", self.take_s)
+        return f"{self.name} {origin:.0f}".encode()
+
+    async def _do(self, what: str, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        if self.fails == what:
+            raise WorkerDied(f"worker {self.name} died during {what!r}")
+        self.did.append((what, asyncio.get_running_loop().time()))
+
+
+@dataclass
+class Stage:
+    """A window, the processes that it profiles, and what it tells."""
+
+    folder: Path
+    processes: list[FakeProcess] = field(default_factory=lambda: [FakeProcess(), FakeProcess("rollout-0")])
+    events: list[Event] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    remark: str | None = None
+
+    def __post_init__(self) -> None:
+        async def write(path: Path, content: bytes) -> None:
+            keep(path, content)
+
+        self.window = ProfileWindow(
+            lambda: self.processes,
+            self.folder / "profiles",
+            self.events.append,
+            lambda time: time,
+            remark=self.remark,
+            write=write,
+        )
+
+    async def reach(self, *versions: int, every: float = 10.0) -> None:
+        """Boundaries of ``versions``, one ``every`` so many seconds."""
+        for version in versions:
+            await asyncio.sleep(every)
+            time = asyncio.get_running_loop().time()
+            self.window.on_event(VersionReached(time=time, version=version, groups={}))
+
+    async def read(self, told: Told) -> HeadwayError | None:
+        """Read all that is told; return what the window ended with."""
+        try:
+            async for line in told.lines():
+                self.lines.append(line)
+        except HeadwayError as failure:
+            return failure
+        return None
+
+    @property
+    def warnings(self) -> list[str]:
+        return [event.text for event in self.events if isinstance(event, Note)]
+
+    def taken(self) -> ProfileTaken:
+        (taken,) = (event for event in self.events if isinstance(event, ProfileTaken))
+        return taken
+
+
+def keep(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+
+
+def started(total: int | None, per_version: int = 4) -> RunStarted:
+    return RunStarted(
+        time=0, mode="", seed=0, groups_per_version=per_version, total_groups=total, lag_bound=0, order="fifo", slots={}
+    )  # fmt: skip
+
+
+def finished() -> RunFinished:
+    return RunFinished(time=asyncio.get_running_loop().time(), status="completed", reason=None, version=9, groups={})
+
+
+async def window_over(stage: Stage, versions: int, *boundaries: int, seconds: float = 60.0) -> HeadwayError | None:
+    told = stage.window.ask(versions=versions, seconds=seconds)
+    await stage.reach(*boundaries)
+    return await stage.read(told)
+
+
+def test_a_window_opens_at_the_next_boundary_and_closes_so_many_later(tmp_path: Path):
+    stage = Stage(tmp_path)
+    assert run_virtual(window_over(stage, 2, 1, 2, 3, 4)) is None
+    for process in stage.processes:
+        assert [(what, at) for what, at in process.did if what != "take"] == [("start", 10.0), ("stop", 30.0)]
+    taken = stage.taken()
+    assert (taken.version, taken.versions, taken.span, taken.reason) == (1, 2, (10.0, 30.0), None)
+    assert taken.files == ["actor-0.json.gz", "rollout-0.json.gz"]
+    for name in taken.files:
+        assert (tmp_path / taken.folder / name).read_bytes().startswith(name.removesuffix(".json.gz").encode())
+    assert stage.lines == [
+        "the window opens with version 1, when version 0 is trained",
+        "the window is open, with version 1: actor-0, rollout-0",
+        "the window closes: version 2 is trained",
+        "wrote profiles/version-1/actor-0.json.gz",
+        "wrote profiles/version-1/rollout-0.json.gz",
+    ]
+
+
+def test_a_window_whose_processes_begin_slowly_counts_from_the_version_that_it_meets(tmp_path: Path):
+    stage = Stage(tmp_path, [FakeProcess(start_s=25.0)])
+    assert run_virtual(window_over(stage, 1, 1, 2, 3, 4, 5)) is None
+    assert (stage.taken().version, stage.processes[0].did[1]) == (3, ("stop", 40.0))
+
+
+def test_a_window_is_written_where_nobody_reads_what_it_tells(tmp_path: Path):
+    stage = Stage(tmp_path)
+
+    async def main() -> None:
+        stage.window.ask(versions=1, seconds=60)
+        await stage.reach(1, 2, 3)
+
+    run_virtual(main())
+    assert stage.taken().version == 1
+
+
+def test_a_window_is_closed_at_its_limit_and_says_so(tmp_path: Path):
+    stage = Stage(tmp_path)
+    assert run_virtual(window_over(stage, 3, 1, 2, 3, 4, seconds=15)) is None
+    taken = stage.taken()
+    assert (taken.span, taken.versions) == ((10.0, 25.0), 1)
+    assert taken.reason == "version 3 was not trained within --seconds 15"
+    assert f"the window closes: {taken.reason}" in stage.lines
+
+
+def test_the_trace_of_what_was_is_kept_when_the_run_ends_first(tmp_path: Path):
+    stage = Stage(tmp_path)
+
+    async def main() -> None:
+        async with stage.window:
+            told = stage.window.ask(versions=5, seconds=60)
+            await stage.reach(1, 2)
+            stage.window.on_event(finished())
+        assert await stage.read(told) is None
+
+    run_virtual(main())
+    taken = stage.taken()
+    assert (taken.versions, taken.reason) == (1, "the run ended before version 5 was trained")
+    assert (tmp_path / taken.folder / "rollout-0.json.gz").exists()
+
+
+def test_a_run_that_fails_waits_a_few_seconds_for_traces_and_no_longer(tmp_path: Path):
+    stage = Stage(tmp_path, [FakeProcess(take_s=1e6)])
+
+    async def main() -> float:
+        told = stage.window.ask(versions=5, seconds=60)
+        try:
+            async with stage.window:
+                await stage.reach(1)
+                await asyncio.sleep(5)
+                raise RunError("the run failed")
+        except RunError:
+            pass
+        assert "left before" in str(await stage.read(told))
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == 25.0
+
+
+def test_a_run_that_ends_before_the_window_opens_says_so(tmp_path: Path):
+    stage = Stage(tmp_path)
+
+    async def main() -> HeadwayError | None:
+        told = stage.window.ask(versions=1, seconds=60)
+        stage.window.on_event(finished())
+        return await stage.read(told)
+
+    failure = run_virtual(main())
+    assert isinstance(failure, RunError) and "ended before version 1 began" in str(failure)
+    with pytest.raises(UserError, match="this run is ending, and trains no more"):
+        stage.window.ask(versions=1, seconds=60)
+    assert stage.events == [] and not (tmp_path / "profiles").exists()
+
+
+@pytest.mark.parametrize("what", ["start", "stop", "take"])
+def test_a_process_that_fails_has_no_trace_and_others_have_theirs(tmp_path: Path, what: str):
+    stage = Stage(tmp_path, [FakeProcess(fails=what), FakeProcess("rollout-0")])
+    assert run_virtual(window_over(stage, 1, 1, 2, 3)) is None
+    assert stage.taken().files == ["rollout-0.json.gz"]
+    assert stage.warnings == [f"there is no profile of actor-0: worker actor-0 died during '{what}'"]
+
+
+def test_a_process_that_does_not_begin_in_time_is_left_out_and_stopped_all_the_same(tmp_path: Path):
+    stage = Stage(tmp_path, [FakeProcess(start_s=1e6), FakeProcess("rollout-0")])
+    assert run_virtual(window_over(stage, 1, *range(1, 12))) is None
+    assert stage.taken().files == ["rollout-0.json.gz"]
+    assert stage.warnings == ["there is no profile of actor-0: it did not begin within 60 s"]
+    assert [what for what, _ in stage.processes[0].did] == ["stop"]
+
+
+def test_without_any_trace_the_window_has_failed_and_another_may_be_asked_for(tmp_path: Path):
+    stage = Stage(tmp_path, [FakeProcess(fails="start")])
+
+    async def main() -> None:
+        failure = await window_over(stage, 1, 1, 2)
+        assert isinstance(failure, RunError) and "no process of the run could be profiled" in str(failure)
+        stage.processes[0].fails = ""
+        assert await window_over(stage, 1, 3, 4) is None
+
+    run_virtual(main())
+    assert stage.taken().version == 3
+
+
+def test_one_window_is_open_at_a_time(tmp_path: Path):
+    stage = Stage(tmp_path, [FakeProcess(take_s=100.0)])
+    refused = []
+
+    async def main() -> None:
+        told = stage.window.ask(versions=1, seconds=60)
+        for boundary in (1, 2, 3):  # waits, is open, is written
+            with pytest.raises(UserError, match="under way") as error:
+                stage.window.ask(versions=1, seconds=60)
+            refused.append(str(error.value).partition("(")[2].partition(")")[0])
+            await stage.reach(boundary)
+            await asyncio.sleep(1)
+        assert await stage.read(told) is None
+        stage.window.ask(versions=1, seconds=60)
+
+    run_virtual(main())
+    assert refused == ["waiting", "open", "writing"]
+
+
+def test_a_folder_of_an_earlier_history_of_the_run_is_kept(tmp_path: Path):
+    (tmp_path / "profiles" / "version-1").mkdir(parents=True)
+    stage = Stage(tmp_path)
+    assert run_virtual(window_over(stage, 1, 1, 2)) is None
+    assert stage.taken().folder == "profiles/version-1-2"
+
+
+@pytest.mark.parametrize(
+    ("versions", "seconds", "message"),
+    [
+        (0, 60.0, "--versions: got 0, expected 1 to 1000"),
+        (1001, 60.0, "--versions: got 1001"),
+        (1, 0.0, "--seconds: got 0, expected more than 0 and at most 120"),
+        (1, 121.0, "--seconds: got 121"),
+        (1, float("nan"), "--seconds: got nan"),
+    ],
+)
+def test_numbers_that_make_no_window_are_refused(tmp_path: Path, versions: int, seconds: float, message: str):
+    with pytest.raises(UserError, match=message):
+        Stage(tmp_path).window.ask(versions=versions, seconds=seconds)
+
+
+@pytest.mark.parametrize(("total", "refused"), [(8, True), (9, False), (None, False)])
+def test_a_run_in_its_last_version_has_none_to_profile(tmp_path: Path, total: int | None, refused: bool):
+    stage = Stage(tmp_path)
+    stage.window.on_event(started(total))
+
+    async def main() -> None:
+        await stage.reach(1)
+        if refused:
+            with pytest.raises(UserError, match="trains its last version, 1,"):
+                stage.window.ask(versions=1, seconds=60)
+        else:
+            stage.window.ask(versions=1, seconds=60)
+
+    run_virtual(main())
+
+
+def test_a_run_without_anything_to_profile_says_why(tmp_path: Path):
+    with pytest.raises(UserError, match="nothing to profile: replicas are not profiled"):
+        Stage(tmp_path, [], remark="replicas are not profiled").window.ask(versions=1, seconds=60)
+
+
+def test_what_is_not_profiled_is_said_first(tmp_path: Path):
+    stage = Stage(tmp_path, remark="replicas are not profiled")
+    assert run_virtual(window_over(stage, 1, 1, 2)) is None
+    assert stage.lines[0] == "replicas are not profiled"
+
+
+def test_a_whole_run_goes_the_same_way_with_a_window_as_without(tmp_path: Path):
+    stage = Stage(tmp_path)
+
+    def script(run: Run) -> None:
+        run.recorder.on = stage.window.on_event
+        stage.window.ask(versions=2, seconds=60)
+
+    profiled = Scenario(mode="overlapped", replicas=2, script=script).run()
+    alone = Scenario(mode="overlapped", replicas=2).run()
+    assert profiled.events == alone.events
+    boundaries = {event.version: event.time for event in alone.of(VersionReached)}
+    assert stage.taken().span == (boundaries[1], boundaries[3])

@@ -1,0 +1,279 @@
+"""``headway show``: tables, groups token by token, and what it says where there is nothing to show."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from headway.cli import cli
+from headway.config.loading import dump
+from headway.config.schema import Config
+from headway.reports.events_file import EventsFile
+from headway.reports.show import print_group
+from headway.reports.token_scales import Color, scale_of, values_of
+from tests.reports.samples import episode, row, sample, validation
+from tests.reports.scripted_run import ScriptedRun
+
+SAMPLES = [
+    validation(0, 2, "five"),
+    sample(3, [episode(0, [row()]), episode(1, [row(), row(context="2+2=4 is so")])]),
+    sample(7, [episode(0, []), episode(1, [])], fate="filtered", reason="all rewards are 1", lag=None, source="words"),
+    sample(9, [], fate="dropped", reason="aborted", lag=None),
+    validation(1, 2, "six \x1b[2J"),
+]
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("shown") / "run"
+    directory.mkdir()
+    (directory / "config.yaml").write_text(dump(Config()))
+    events = EventsFile(directory / "events.jsonl", print)
+    for event in ScriptedRun(versions=2).build():
+        events.on_event(event)
+    events.close()
+    (directory / "samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in SAMPLES))
+    return directory
+
+
+def show(run: Path | str, *arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["show", str(run), *arguments], env={"COLUMNS": "160"})
+
+
+def said(run: Path | str, *arguments: str) -> str:
+    done = show(run, *arguments)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def refused(run: Path | str, *arguments: str) -> str:
+    done = show(run, *arguments)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    return done.stderr.removeprefix("error: ").strip()
+
+
+# ---------------------------------------------------------------------------------------------- the table
+
+
+def test_the_table_has_a_line_for_each_group_that_was_drawn(run_dir: Path) -> None:
+    head, *lines = [line.split() for line in said(run_dir).splitlines()]
+    assert head == ["group", "version", "fate", "lag", "reward", "tokens", "source", "prompt"]
+    assert lines == [
+        ["3", "4", "trained", "1", "0.500", "3", "sums", "2+2="],
+        ["7", "4", "filtered", "-", "0.500", "3", "words", "2+2="],
+        ["9", "4", "dropped", "-", "-", "-", "sums", "2+2="],
+    ]
+
+
+def test_the_table_can_be_narrowed(run_dir: Path) -> None:
+    def groups(*arguments: str) -> list[int]:
+        return [line["group"] for line in json.loads(said(run_dir, "--json", *arguments))]
+
+    assert groups() == [3, 7, 9]
+    assert groups("--fate", "filtered") == groups("--source", "words") == [7]
+    assert groups("--last", "2") == [7, 9]
+    assert "2 earlier ones are not shown; --last N shows more" in said(run_dir, "--last", "1")
+    assert "no group that left a sample was failed" in said(run_dir, "--fate", "failed")
+    (line,) = json.loads(said(run_dir, "--json", "--fate", "trained"))
+    assert (line["reward"], line["lengths"], line["episodes"]) == (0.5, [3, 3], 2)
+
+
+def test_validations_have_a_table_and_each_problem_its_answers_by_version(run_dir: Path) -> None:
+    assert [line.split()[:2] for line in said(run_dir, "--validation").splitlines()[1:]] == [["0", "2"], ["1", "2"]]
+    told = said(run_dir, "2", "--validation")
+    assert told.index("version 0, answer 0: reward 1") < told.index("five") < told.index("version 1, answer 0")
+    assert "six <0x1B>[2J" in told  # and not what a terminal would obey
+    assert [one["validation"] for one in json.loads(said(run_dir, "2", "--validation", "--json"))] == [0, 1]
+
+
+# ---------------------------------------------------------------------------------------------- one group
+
+
+def test_a_group_is_told_from_its_prompt_to_its_tokens(run_dir: Path) -> None:
+    told = said(run_dir, "3")
+    assert "group 3: trained at version 4, lag 1, from sums" in told
+    assert "answer: 4" in told
+    times = "0.5s waited for an engine, 2.5s generated, 0.5s scored, 6.0s waited for training and trained"
+    assert f"times: {times}" in told
+    assert "row 2 of 2, behind 4 tokens that end with\n  2+2=4 is so" in told
+    # By hand: gaps 0.01, −0.75 and 0.3; entropies 0.05, 0.7 and 2.5; the hole counts nowhere.
+    assert told.count("gap -0.147 on average, -0.75 at most, entropy 1.08, advantage -1.5 to 0.5") == 3
+    assert [line.split()[:4] for line in told.splitlines() if "rollout-0" in line] == [
+        ["0", "0.000", "0", "-"],
+        ["1", "1.000", "1", "-"],
+    ]
+
+
+def test_without_colours_tokens_that_stand_out_are_marked(run_dir: Path) -> None:
+    told = said(run_dir, "3", "--episode", "0")
+    assert "4⟨ is⟩-0.75↵\n<tool> right" in told
+    assert "gap: trainer − engine, nats: <-0.5  >0.5 is marked ⟨so⟩, with its number" in told
+    assert "episode 1:" not in told
+    assert "4 is↵\n<tool>⟨ right⟩-1.50" in said(run_dir, "3", "--episode", "0", "--color", "advantage")
+    assert "⟨version 3: 4⟩ is↵\n<tool>⟨version 4:  right⟩" in said(run_dir, "3", "--color", "version", "--episode", "0")
+    assert "⟨trained: 4⟩ is⟨only read, or left out: ↵\n<tool>⟩⟨trained:  right⟩" in said(
+        run_dir, "3", "--color", "mask", "--episode", "0"
+    )
+
+
+def coloured(color: Color, **settings: Any) -> str:
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, color_system="truecolor", width=160, **settings)
+    print_group(SAMPLES[1], console, color=color, episode=0)
+    return output.getvalue()
+
+
+@pytest.mark.parametrize("color", list(Color))
+def test_with_colours_a_legend_says_what_they_mean(color: Color, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    told = coloured(color)
+    assert "⟨" not in told
+    scale = scale_of(color, [row()])
+    assert scale.title in told
+    for value, piece in zip(values_of(color, row()), ["4", " is", "<tool>", " right"], strict=True):
+        step = scale.step(value)
+        if step is not None and step.style:
+            background = step.style.removeprefix("black on #")
+            rgb = ";".join(str(int(background[i : i + 2], 16)) for i in (0, 2, 4))
+            assert f"\x1b[30;48;2;{rgb}m{piece}" in told
+            assert f"\x1b[30;48;2;{rgb}m {step.label} " in told
+
+
+def test_steps_of_advantages_are_thirds_of_the_largest_one() -> None:
+    scale = scale_of(Color.ADVANTAGE, [row()])
+    labels = ["<-1", "-1..-0.5", "-0.5..0", "0", "0..0.5", "0.5..1", ">1"]
+    assert [step.label for step in scale.steps] == labels
+    assert [scale.step(value) for value in (-1.5, -0.6, -0.1, 0.0, 0.1, 0.5, 1.5)] == list(scale.steps)
+    nothing = row(columns={"advantages": [0.0] * 4})
+    assert [step.label for step in scale_of(Color.ADVANTAGE, [nothing]).steps] == ["0"]
+
+
+def test_no_color_is_obeyed() -> None:
+    assert "⟨ is⟩-0.75" in coloured(Color.GAP, no_color=True)
+
+
+def test_every_token_has_its_numbers_in_a_table(run_dir: Path) -> None:
+    lines = [line.split() for line in said(run_dir, "3", "--tokens", "--episode", "0").splitlines()]
+    at = lines.index(["#", "token", "version", "engine", "trainer", "gap", "entropy", "advantage"])
+    assert lines[at + 1 : at + 5] == [
+        ["0", "4", "3", "-0.1100", "-0.1000", "0.0100", "0.0500", "0.5000"],
+        ["1", "is", "3", "-0.2500", "-1.0000", "-0.7500", "0.7000", "0.5000"],
+        ["2", "\\n<tool>", *["-"] * 6],
+        ["3", "right", "4", "-2.3000", "-2.0000", "0.3000", "2.5000", "-1.5000"],
+    ]
+
+
+def test_a_long_row_says_what_it_lacks() -> None:
+    output = io.StringIO()
+    one = sample(1, [episode(0, [row(cut=1200)])])
+    print_group(one, Console(file=output, width=160))
+    assert "[…1,200 tokens left out…]" in output.getvalue()
+    print_group(one, Console(file=output, width=160), tokens=True)
+    assert [line.split()[0] for line in output.getvalue().splitlines()[-4:]] == ["0", "1", "1202", "1203"]
+
+
+def test_numbers_that_are_not_finite_are_shown_as_missing() -> None:
+    output = io.StringIO()
+    one = sample(1, [episode(0, [row(logprobs=[None, -1.0, None, None])])])
+    for tokens in (False, True):
+        print_group(one, Console(file=output, width=160), tokens=tokens)
+    assert "gap -0.75 on average" in output.getvalue()
+
+
+def test_a_group_that_was_not_trained_shows_what_was_said(run_dir: Path) -> None:
+    told = said(run_dir, "7")
+    assert "group 7: filtered (all rewards are 1) at version 4, from words" in told
+    assert "4 is right" in told
+    assert "no tokens are kept of it, since it was not trained" in told
+    told = said(run_dir, "9")
+    assert "group 9: dropped (aborted)" in told
+
+
+def test_a_conversation_is_told_by_who_speaks() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
+    talk = {"prompt": [{"role": "user", "content": "2+2?"}], "completion": [call, {"role": "tool", "content": "4"}]}
+    output = io.StringIO()
+    one = sample(1, [episode(0, [], conversation=talk, turns=2, failure="broke", reward=None)], fate="failed")
+    print_group(one, Console(file=output, width=160))
+    told = output.getvalue()
+    assert told.index("user:\n  2+2?") < told.index("{'name': 'add'}") < told.index("tool:\n  4")
+    assert "episode 0: no reward" in told
+    assert "failed: broke" in told
+
+
+def test_json_is_the_sample_itself(run_dir: Path) -> None:
+    assert json.loads(said(run_dir, "3", "--json")) == SAMPLES[1]
+
+
+# ---------------------------------------------------------------------------------------------- not drawn
+
+
+def test_a_group_that_was_not_drawn_is_told_from_the_record(run_dir: Path) -> None:
+    told = said(run_dir, "4")
+    assert told.splitlines()[0] == "group 4: trained"
+    for line in ("admitted: at version 0", "taken: at version 0, into fetch 0", "lag: 0", "rewards: "):
+        assert line in told
+    assert told.splitlines()[-1] == (
+        "It was not drawn, so its text was not kept: about 2 groups of each version leave theirs. A larger "
+        "reports.samples keeps more."
+    )
+    assert next(line.split()[:3] for line in told.splitlines() if "rollout-0" in line)[:2] == ["0", "rollout-0"]
+    whole = json.loads(said(run_dir, "4", "--json"))
+    assert (whole["group"], whole["sample"]) == (4, None)
+    assert [event["kind"] for event in whole["events"]][-1] == "group.settled"
+
+
+# ---------------------------------------------------------------------------------------------- bad input
+
+
+def test_what_cannot_be_shown_is_one_message(run_dir: Path, tmp_path: Path) -> None:
+    last = max(json.loads(line)["number"] for line in (run_dir / "events.jsonl").read_text().splitlines()
+               if '"group.admitted"' in line)  # fmt: skip
+    assert refused(run_dir, "99") == f"GROUP: got 99, but the run in {run_dir} has admitted the groups 0 to {last}"
+    assert refused(run_dir, "3", "--episode", "5") == "--episode: got 5, but group 3 has the episodes 0, 1"
+    assert refused(run_dir, "9", "--episode", "5").endswith("none, for it ended before any was made")
+    assert refused(run_dir, "3", "--color", "gaps").startswith("--color: got gaps, expected one of gap, logprob, ")
+    assert refused(run_dir, "--fate", "lost").startswith("--fate: got lost, expected one of trained, filtered, ")
+    assert refused(run_dir, "--fate", "failed", "--validation").endswith("held-out problems have no fate")
+    assert refused(run_dir, "--source", "x") == "--source: got x, expected one of sums, words"
+    assert refused(run_dir, "--tokens") == "--tokens shows one group; give its number: GROUP"
+    assert refused(run_dir, "3", "--last", "2") == "--last chooses lines of the table; leave GROUP out"
+    assert refused(run_dir, "4", "--validation").endswith("the problems that are shown: 2")
+    assert "does not exist" in refused(tmp_path / "nowhere")
+    assert "has no events.jsonl" in refused(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("events", "samples", "arguments", "message"),
+    [
+        ("", None, [], "where nothing has happened yet: events.jsonl has no complete line"),
+        ('{"kind": "note", "time": 1.0, "level": "info", "text": "x"}\n', "", [], "the run is still starting"),
+        ('{"kind": "note", "time": 1.0, "level": "info", "text": "x"}\n', "", ["3"], "no group was admitted"),
+        ('{"kind": "group.admitted", "number": 3, "colour": 1}\n', "", ["3"], "is not an event of this version of"),
+        ("\xff\xfe\n", "", ["3"], "is damaged: it is not UTF-8"),
+        ("", '{"group": 3, "other": 1}\n', ["3"], "samples.jsonl:1 is not a sample of this version of Headway"),
+        ("", "{}\n", [], "samples.jsonl:1 is not a sample of this version of Headway"),
+    ],
+)
+def test_a_run_that_is_damaged_of_another_version_or_still_starting_is_one_message(
+    events: str, samples: str | None, arguments: list[str], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.yaml").write_text(dump(Config()))
+    (tmp_path / "events.jsonl").write_text(events, encoding="latin-1")
+    if samples is not None:
+        (tmp_path / "samples.jsonl").write_text(samples)
+    assert message in refused(tmp_path, *arguments)
+
+
+def test_a_run_that_was_told_to_keep_nothing_says_so(run_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(dump(Config.model_validate({"reports": {"samples": 0}})))
+    (tmp_path / "events.jsonl").write_bytes((run_dir / "events.jsonl").read_bytes())
+    assert "which keeps no samples: it has reports.samples=0" in refused(tmp_path)
+    assert "the run has reports.samples=0; reports.samples=N keeps N groups a version" in said(tmp_path, "4")

@@ -1,0 +1,104 @@
+"""A tool that is scripted, behind the link of a tracker: it keeps what it is told, fails and hangs as a test says."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headway.reports.trackers.apart import Say, TrackerApart
+from headway.reports.trackers.outbox import Outbox
+from headway.reports.trackers.process import TrackerLost
+from headway.reports.trackers.tracker import Setting
+
+SOON_S = 30.0
+"""Longest wait for another thread, which only a failing test waits out."""
+
+
+@dataclass
+class Tool:
+    """The tool, whichever process talks to it. ``entries``: entry → what it was told, call by call."""
+
+    hangs_at: str = ""
+    """Call that is never answered."""
+    problems: deque[str | None] = field(default_factory=deque)
+    """What is wrong with the next rows; None for a row that is taken."""
+    dies_at: set[int] = field(default_factory=set)
+    """Numbers of the calls, counted from 1, at which the process ends."""
+    calls: list[tuple[str, Any]] = field(default_factory=list)
+    opened_with: list[dict[str, Any]] = field(default_factory=list)
+    hanging: threading.Event = field(default_factory=threading.Event)
+    processes: int = 0
+    asked: int = 0
+    _news: threading.Condition = field(default_factory=threading.Condition)
+
+    @property
+    def rows(self) -> list[int]:
+        return [value["version"] for call, value in self.calls if call == "on_row"]
+
+    def link(self) -> Link:
+        self.processes += 1
+        return Link(self)
+
+    def count(self) -> None:
+        with self._news:
+            self.asked += 1
+            self._news.notify_all()
+
+    def wait_for(self, asked: int) -> None:
+        """Wait until so many questions were answered, in one way or another."""
+        with self._news:
+            assert self._news.wait_for(lambda: self.asked >= asked, SOON_S), f"{self.asked} of {asked}: {self.calls}"
+
+
+class Link:
+    def __init__(self, tool: Tool) -> None:
+        self._tool = tool
+        self.killed = threading.Event()
+
+    def ask(self, call: str, value: Any) -> dict[str, Any]:
+        tool = self._tool
+        try:
+            if tool.asked + 1 in tool.dies_at:
+                raise TrackerLost("its process ended (SIGSEGV)")
+            if call == tool.hangs_at:
+                tool.hanging.set()
+                assert self.killed.wait(SOON_S), "nobody ended a tracker that hangs"
+                raise TrackerLost("its process ended (SIGKILL)")
+            if call == "on_row" and tool.problems and (problem := tool.problems.popleft()) is not None:
+                return {"problem": problem}
+            if call == "open":
+                tool.opened_with.append(value)
+                return {"entry": value["entry"] or "entry-1", "where": "http://tool/entry-1", "remedy": ""}
+            tool.calls.append((call, value))
+            return {}
+        finally:
+            tool.count()
+
+    def kill(self) -> None:
+        self.killed.set()
+
+
+@dataclass
+class Told:
+    """What the user was told."""
+
+    warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    phases: list[str] = field(default_factory=list)
+
+    @property
+    def say(self) -> Say:
+        return Say(self.warnings.append, self.notes.append, self.phases.append)
+
+
+def apart(
+    tool: Tool, told: Told, folder: Path, outbox: Outbox | None = None, clock: Callable[[], float] = lambda: 0.0
+) -> TrackerApart:
+    """A tracker named ``tool`` over the scripted tool."""
+    setting = Setting(project="p", name="n", folder=folder / "trackers")
+    outbox = outbox or Outbox(folder / "metrics.jsonl")
+    return TrackerApart("tool", setting, outbox, tool.link, told.say, remedy="headway sync RUN", clock=clock)

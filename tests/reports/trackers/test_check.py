@@ -1,0 +1,105 @@
+"""What trackers need is looked at before a run begins."""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway.config.schema import Config
+from headway.errors import ConfigError
+from headway.reports.trackers import check
+from headway.reports.trackers.check import check_trackers, wandb_may_log
+from headway.reports.trackers.factory import make_tracker
+from headway.reports.trackers.tracker import Setting
+
+DOCUMENT = (Path(__file__).parents[3] / "docs" / "errors.md").read_text(encoding="utf-8")
+
+
+def with_trackers(*names: str, **reports: Any) -> Config:
+    return Config.model_validate({"reports": {"trackers": list(names), **reports}})
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Names of the packages that are installed, for a test to fill."""
+    names: set[str] = set()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in names else None)
+    return names
+
+
+def test_packages_that_are_missing_are_said_at_once_with_their_extras(installed: set[str]) -> None:
+    installed.add("mlflow")
+    with pytest.raises(ConfigError) as refused:
+        check_trackers(with_trackers("tensorboard", "wandb", "mlflow", "prometheus"))
+    assert str(refused.value) == (
+        "reports.trackers names wandb, prometheus, and wandb, prometheus_client is not installed here; install it with "
+        "pip install 'headway[wandb,prometheus]', or take it out of reports.trackers"
+    )
+    with pytest.raises(ConfigError) as refused:
+        check_trackers(with_trackers("wandb"))
+    assert f"`{refused.value}`" in DOCUMENT
+
+
+def test_tensorboard_alone_needs_nothing(installed: set[str]) -> None:
+    check_trackers(with_trackers("tensorboard"))
+    check_trackers(with_trackers())
+
+
+@pytest.mark.parametrize(("code", "begins"), [(0, True), (3, False), (1, False), (None, True)])
+def test_a_run_without_a_login_is_refused_once_wandb_itself_knows_of_none(
+    code: int | None, begins: bool, installed: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package that does not answer is no reason to refuse: the tracker will tell what is wrong."""
+    installed.add("wandb")
+
+    def run(command: list[str], **given: Any) -> subprocess.CompletedProcess[bytes]:
+        if code is None:
+            raise subprocess.TimeoutExpired(command, 1.0)
+        return subprocess.CompletedProcess(command, code)
+
+    monkeypatch.setattr(check, "wandb_may_log", lambda environment: False)
+    monkeypatch.setattr(subprocess, "run", run)
+    if begins:
+        check_trackers(with_trackers("wandb"))
+        return
+    with pytest.raises(ConfigError) as refused:
+        check_trackers(with_trackers("wandb"))
+    assert f"`{refused.value}`" in DOCUMENT
+
+
+def test_a_login_is_found_where_wandb_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    nowhere = {"WANDB_CONFIG_DIR": str(tmp_path / "none"), "NETRC": str(tmp_path / "netrc")}
+    assert not wandb_may_log(nowhere)
+    assert not wandb_may_log({**nowhere, "WANDB_MODE": "online"})
+    assert wandb_may_log({**nowhere, "WANDB_MODE": "offline"})
+    assert wandb_may_log({**nowhere, "WANDB_API_KEY": "k"})
+    (tmp_path / "netrc").write_text("machine api.wandb.ai\n  login user\n  password k\n")
+    assert wandb_may_log(nowhere)
+    assert not wandb_may_log({**nowhere, "WANDB_BASE_URL": "https://wandb.our.company"})
+    (tmp_path / "netrc").unlink()
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "settings").write_text("[default]\nmode = offline\n")
+    assert wandb_may_log(nowhere)
+
+
+def test_a_port_in_use_is_said_before_anything_starts(installed: set[str]) -> None:
+    installed.add("prometheus_client")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError) as refused:
+            check_trackers(with_trackers("prometheus", prometheus_port=port))
+        assert f"`{refused.value}`".replace(str(port), "9464") in DOCUMENT
+    check_trackers(with_trackers("prometheus", prometheus_port=0))
+
+
+def test_a_tracker_that_there_is_not_is_answered_with_those_that_there_are(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no tracker 'comet'; there are tensorboard, wandb, mlflow, trackio, prometh"):
+        make_tracker("comet", Setting(project="p", name="n", folder=tmp_path))

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from headway.reports.trackers.outbox import ROWS, SAMPLES, Ending, Outbox
+
+
+def rows(numbers: range) -> list[dict[str, Any]]:
+    return [{"version": number} for number in numbers]
+
+
+def write(path: Path, written: list[dict[str, Any]], end: str = "") -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in written) + end)
+    return path
+
+
+def drained(outbox: Outbox) -> list[Any]:
+    values = []
+    while (message := outbox.first()) is not None:
+        values.append(message.value)
+        outbox.sent(message)
+    return values
+
+
+def test_rows_that_have_no_room_are_read_from_the_file_in_their_order(tmp_path: Path) -> None:
+    told = rows(range(10 * ROWS))
+    outbox = Outbox(write(tmp_path / "metrics.jsonl", told))
+    for row in told:
+        outbox.put_row(row)
+    assert len(outbox._rows) == ROWS
+    assert drained(outbox) == told
+    assert (outbox.left(), outbox.lost()) == ([], [])
+
+
+def test_rows_that_are_nowhere_are_counted_and_do_not_hold_the_others_up(tmp_path: Path) -> None:
+    outbox = Outbox(tmp_path / "metrics.jsonl")
+    told = rows(range(ROWS + 5))
+    for row in told:
+        outbox.put_row(row)
+    assert drained(outbox) == told[5:]
+    assert outbox.lost() == ["5 rows"]
+
+
+def test_half_a_line_in_the_file_costs_what_is_behind_it_alone(tmp_path: Path) -> None:
+    told = rows(range(ROWS + 5))
+    outbox = Outbox(write(tmp_path / "metrics.jsonl", told[:3], end='{"versi'))
+    for row in told:
+        outbox.put_row(row)
+    assert drained(outbox) == told[:3] + told[5:]
+    assert outbox.lost() == ["2 rows"]
+
+
+def test_rows_of_before_that_were_not_sent_come_first(tmp_path: Path) -> None:
+    told = rows(range(4))
+    outbox = Outbox(write(tmp_path / "metrics.jsonl", told), rows=4, sent=1)
+    outbox.put_row({"version": 4})
+    assert drained(outbox) == [*told[1:], {"version": 4}]
+
+
+def test_a_tracker_that_has_rows_which_are_undone_goes_on_with_the_next(tmp_path: Path) -> None:
+    outbox = Outbox(write(tmp_path / "metrics.jsonl", rows(range(2))), rows=2, sent=6)
+    outbox.put_row({"version": 2})
+    assert drained(outbox) == [{"version": 2}]
+
+
+def test_samples_and_rows_keep_their_order(tmp_path: Path) -> None:
+    outbox = Outbox(tmp_path / "metrics.jsonl")
+    told = [{"group": 0}, {"version": 0}, {"group": 1}, {"group": 2}, {"version": 1}, {"group": 3}]
+    for one in told:
+        (outbox.put_row if "version" in one else outbox.put_sample)(one)
+    assert drained(outbox) == told
+
+
+def test_the_newest_samples_are_kept_and_the_others_counted(tmp_path: Path) -> None:
+    outbox = Outbox(tmp_path / "metrics.jsonl")
+    for group in range(SAMPLES + 3):
+        outbox.put_sample({"group": group})
+    assert [sample["group"] for sample in drained(outbox)] == list(range(3, SAMPLES + 3))
+    assert outbox.lost() == ["3 samples"]
+
+
+def test_a_sample_that_made_room_while_it_was_being_sent_is_not_counted_as_lost(tmp_path: Path) -> None:
+    outbox = Outbox(tmp_path / "metrics.jsonl")
+    outbox.put_sample({"group": 0})
+    message = outbox.first()
+    assert message is not None
+    for group in range(1, SAMPLES + 1):
+        outbox.put_sample({"group": group})
+    outbox.sent(message)
+    assert outbox.lost() == []
+    assert [sample["group"] for sample in drained(outbox)] == list(range(1, SAMPLES + 1))
+
+
+def test_the_end_comes_last_and_what_is_left_of_it_is_said(tmp_path: Path) -> None:
+    outbox = Outbox(tmp_path / "metrics.jsonl")
+    outbox.put_row({"version": 0})
+    outbox.end(Ending({"status": "completed"}, tmp_path))
+    assert outbox.left() == ["1 of 1 rows", "the summary", "the model"]
+    assert outbox.wait(1) == (2, True)
+    assert drained(outbox) == [{"version": 0}, {"status": "completed"}, str(tmp_path)]
+    assert (outbox.left(), outbox.status) == ([], "completed")
