@@ -322,12 +322,17 @@ def _check_unknown_family(config: Config) -> None:
 
 
 def _check_engine(config: Config, model_config: Any) -> None:
-    """Check that the native rollout engine has the model's kind of attention; raise `ModelError` if not."""
+    """Check that the native rollout engine can run the model, as far as its config tells; raise `ModelError` if not."""
     if config.rollout.name != "native":
         return
+    from headway.engines.rollout.native.cache import KvGeometry
+    from headway.engines.rollout.native.kinds import check_kind
     from headway.engines.rollout.native.windows import Windows
 
-    Windows.of(model_config, config.data.max_prompt_length + config.data.max_response_length)
+    max_context = config.data.max_prompt_length + config.data.max_response_length
+    check_kind(model_config, max_context)
+    Windows.of(model_config, max_context)
+    KvGeometry.of(model_config.get_text_config())
 
 
 def _checked_model(config: Config, model_config: Any) -> Any:
