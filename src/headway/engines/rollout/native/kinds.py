@@ -23,7 +23,7 @@ def check_kind(config: PreTrainedConfig, max_context: int) -> None:
         raise not_served(config, f"it has {STATES}")
     if getattr(text, "kv_lora_rank", None):
         raise not_served(config, f"it has {LATENT}")
-    if text.model_type == "gpt_neo" and "local" in text.attention_layers and text.window_size < max_context:
+    if text.model_type == "gpt_neo" and set(text.attention_layers) != {"global"} and text.window_size < max_context:
         raise not_served(
             config,
             f"its code makes windows of {text.window_size} tokens by itself, and prompt and response may take "
