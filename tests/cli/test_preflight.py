@@ -134,6 +134,16 @@ def test_a_model_that_the_native_engine_cannot_run_is_refused_with_a_way_out(
     assert f"(model_type {values['model_type']})" in said and "set rollout.name=vllm" in said
 
 
+def test_vllm_that_is_not_installed_is_refused_by_the_doctor_too(
+    job: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headway.config.machine.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="vLLM is not installed here"):
+        check_inputs(changed(job, "rollout", name="vllm"))
+    elsewhere = {**job, "cluster": {"address": "head:6379"}}
+    check_inputs(changed(elsewhere, "rollout", name="vllm"))
+
+
 def test_a_model_that_is_yet_to_be_made_has_no_prompts(job: dict[str, Any]) -> None:
     config = Config.model_validate(job | {"model": {"make": {}}})
     assert check_model(config, check_inputs(config)) is None
