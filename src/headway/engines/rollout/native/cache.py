@@ -42,7 +42,7 @@ class KvGeometry:
             heads = int(config.num_attention_heads)
             kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
             if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
-                kv_heads = 1  # Falcon and GPT-BigCode, whose configs give no number
+                kv_heads = 1  # Falcon, whose config gives no number
             head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
             return cls(int(config.num_hidden_layers), kv_heads, head_dim)
         except (
