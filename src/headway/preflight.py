@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from headway.cluster.address import check_listens
+from headway.config.machine import check_vllm_installed
 from headway.config.schema import Config
 from headway.data.rows import by_source
 from headway.data.sources import DataBundle, Rows, build_sources, read_rows
@@ -57,12 +58,14 @@ def check_inputs(config: Config) -> Rows:
     """Return the run's rows, with the reward tried on their columns. A user's own reward is loaded in its own process.
 
     Raises:
-        ConfigError: no such reward or task, or parameters that the task does not take.
+        ConfigError: no such reward or task, or parameters that the task does not take; or vLLM is not installed here.
         DataError: a data file is missing, or holds something else than it should.
         ModelError: the folder of ``model.path`` is missing, or lacks a file, or has one that is damaged; or its logits
             are made in a way that is not supported.
         UserCodeError: the reward's file does not import, or its function needs what the rows lack.
     """
+    if config.rollout.name == "vllm" and config.cluster.address is None:  # workers will all be here
+        check_vllm_installed()
     go_offline_without_a_hub(config)
     if config.model.path is not None:
         model_type = check_folder(config.model.path)
@@ -127,7 +130,6 @@ def check_model(config: Config, rows: Rows, *, when_too_long: str = LOWER) -> Da
             the model is of a kind that trainer or rollout engine cannot run.
         UserCodeError: an own loss, estimator or correction cannot be called as it will be.
     """
-    from headway.engines.rollout.vllm.launch import check_installed
     from headway.engines.train.advantages import FetchAdvantages
     from headway.engines.train.fsdp.objective import Objective
 
@@ -138,8 +140,6 @@ def check_model(config: Config, rows: Rows, *, when_too_long: str = LOWER) -> Da
         timeout_s = min(config.cluster.start_timeout_s, CONNECT_TIMEOUT_S)
         asyncio.run(check_listens(config.cluster.address, timeout_s))
     else:  # workers will all be here
-        if config.rollout.name == "vllm":
-            check_installed()
         _check_device(config)
     if config.model.path is None:
         return None
@@ -322,12 +322,17 @@ def _check_unknown_family(config: Config) -> None:
 
 
 def _check_engine(config: Config, model_config: Any) -> None:
-    """Check that the native rollout engine has the model's kind of attention; raise `ModelError` if not."""
+    """Check that the native rollout engine can run the model, as far as its config tells; raise `ModelError` if not."""
     if config.rollout.name != "native":
         return
+    from headway.engines.rollout.native.cache import KvGeometry
+    from headway.engines.rollout.native.kinds import check_kind
     from headway.engines.rollout.native.windows import Windows
 
-    Windows.of(model_config, config.data.max_prompt_length + config.data.max_response_length)
+    max_context = config.data.max_prompt_length + config.data.max_response_length
+    check_kind(model_config, max_context)
+    Windows.of(model_config, max_context)
+    KvGeometry.of(model_config.get_text_config())
 
 
 def _checked_model(config: Config, model_config: Any) -> Any:

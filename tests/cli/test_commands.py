@@ -80,6 +80,14 @@ assert not heavy, heavy
     assert done.returncode == 0, done.stderr
 
 
+def test_tokenizers_without_torch_come_without_advice_on_installing_it() -> None:
+    code = (
+        "from headway.models.tokenizer import torch_hidden\nwith torch_hidden(): from transformers import AutoTokenizer"
+    )
+    done = python("-c", code)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_help_takes_less_than_half_a_second() -> None:
     def seconds() -> float:
         """Of the processor: the clock on the wall also counts whatever else the machine does."""
@@ -110,6 +118,17 @@ def test_one_process_is_shown_as_one(recipe: str) -> None:
     assert lines == ["# actor: 1 × (device 0)", "# rollout: 1 × (device 1)"]
     inline = run("train", recipe, "cluster.backend=inline", "--dry-run").stdout.splitlines()
     assert [line for line in inline if line.startswith(roles)] == [f"{role}1 × (this process)" for role in roles]
+
+
+def test_the_number_of_slots_is_shown_also_where_it_follows_from_other_settings(recipe: str) -> None:
+    for given, end in (("7", "(rollout.max_concurrent)"), ("null", "(rollout.max_concurrent: null)")):
+        (line,) = [
+            line
+            for line in run("train", recipe, f"rollout.max_concurrent={given}", "--dry-run").stdout.splitlines()
+            if line.startswith("# slots: ")
+        ]
+        number = line.removeprefix("# slots: ").split()[0]
+        assert (number == given or (given == "null" and int(number) > 0)) and line.endswith(end)
 
 
 def test_a_dry_run_prints_a_configuration_that_loads_again_and_does_not_train(

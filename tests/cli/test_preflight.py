@@ -108,6 +108,42 @@ def test_a_job_without_mistakes_passes_and_its_prompts_come_back(job: dict[str, 
     assert [prompt.text for prompt in found.val] == [record.prompt for record in rows.val]
 
 
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"model_type": "bloom"}, "it has biases of its attention"),
+        ({"model_type": "falcon", "alibi": True}, "it has biases of its attention"),
+        ({"model_type": "rwkv"}, "it has a recurrent state"),
+        ({"model_type": "mamba"}, "some of its layers have linear_attention"),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 16}, "it has latent attention"),
+        ({"model_type": "gpt_neo", "num_layers": 2, "attention_types": [[["local"], 2]], "window_size": 3}, "windows"),
+        ({"model_type": "gemma4_text"}, "does not state one size of attention heads"),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_a_model_that_the_native_engine_cannot_run_is_refused_with_a_way_out(
+    job: dict[str, Any], values: dict[str, Any], reason: str
+) -> None:
+    path = Path(job["model"]["path"])
+    (path / "config.json").write_text(json.dumps(values))
+    config = Config.model_validate(job)
+    with pytest.raises(ModelError) as refused:
+        check(config)
+    said = str(refused.value)
+    assert said.startswith(f"model.path={path}: the native rollout engine cannot run this model") and reason in said
+    assert f"(model_type {values['model_type']})" in said and "set rollout.name=vllm" in said
+
+
+def test_vllm_that_is_not_installed_is_refused_by_the_doctor_too(
+    job: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headway.config.machine.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="vLLM is not installed here"):
+        check_inputs(changed(job, "rollout", name="vllm"))
+    elsewhere = {**job, "cluster": {"address": "head:6379"}}
+    check_inputs(changed(elsewhere, "rollout", name="vllm"))
+
+
 def test_a_model_that_is_yet_to_be_made_has_no_prompts(job: dict[str, Any]) -> None:
     config = Config.model_validate(job | {"model": {"make": {}}})
     assert check_model(config, check_inputs(config)) is None

@@ -282,7 +282,24 @@ def test_the_notes_of_loading_come_first(minimal: Load) -> None:
 
 
 def test_sequences_that_are_longer_than_a_micro_batch_are_noted_with_both_numbers(minimal: Load) -> None:
-    assert not any("ppo_max_token_len_per_gpu" in n for n in diagnose(minimal("actor.ppo_max_token_len_per_gpu=128")))
+    assert not any("longest sequence" in n for n in diagnose(minimal("actor.ppo_max_token_len_per_gpu=128")))
     (note,) = diagnose(minimal("actor.ppo_max_token_len_per_gpu=127"))
     assert note.startswith("actor.ppo_max_token_len_per_gpu=127 is less than the longest sequence")
     assert "64 + data.max_response_length=64 = 128 tokens" in note
+    assert note.endswith("computed once only where the group fits: about 576 tokens here, at most")
+
+
+def test_a_micro_batch_without_room_for_two_answers_is_noted_as_sharing_no_prompt(minimal: Load) -> None:
+    (note,) = diagnose(minimal("actor.ppo_max_token_len_per_gpu=191"))
+    assert "=191 has no room for two of the longest answers" in note and "about 576 tokens here" in note
+    for enough in (
+        ["actor.ppo_max_token_len_per_gpu=192"],
+        ["actor.ppo_max_token_len_per_gpu=191", "model.packing=packed"],
+    ):
+        assert diagnose(minimal(*enough)) == []
+
+
+def test_slots_for_more_answers_than_are_ever_in_flight_are_noted(minimal: Load) -> None:
+    assert diagnose(minimal("async_training.staleness_threshold=0.5", "rollout.max_concurrent=768")) == []
+    (note,) = diagnose(minimal("async_training.staleness_threshold=0.5", "rollout.max_concurrent=769"))
+    assert note.startswith("rollout.max_concurrent=769: at most 768 answers are in flight in training")

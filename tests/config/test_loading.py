@@ -82,6 +82,16 @@ def test_numbers_may_name_things_and_bare_on_and_off_are_words() -> None:
     ("override", "message"),
     [
         ("rollout.n=0", "rollout.n: got 0 (on the command line), expected a number greater than 0"),
+        (
+            "rollout.max_concurrent=0",
+            "rollout.max_concurrent: got 0 (on the command line), expected a number greater than 0, or null, as where "
+            "it is left out",
+        ),
+        (
+            "rollout.max_concurrent=8.5",
+            "rollout.max_concurrent: got 8.5 (on the command line), expected a whole number, or null, as where it is "
+            "left out",
+        ),
         ("rollout.n=many", "rollout.n: got 'many' (on the command line), expected a whole number"),
         ("rollout.n=2.5", "rollout.n: got 2.5 (on the command line), expected a whole number"),
         ("rollout.n=true", "rollout.n: got True (on the command line), expected a number"),
@@ -115,13 +125,19 @@ def test_numbers_may_name_things_and_bare_on_and_off_are_words() -> None:
         ("actor=3", "actor: got 3 (on the command line), expected a section with keys of its own"),
         (
             "async_training.window=wide",
-            "async_training.window: got 'wide' (on the command line), expected a whole number or 'B'",
+            "async_training.window: got 'wide' (on the command line), expected a whole number or 'B', or null, "
+            "as where it is left out",
         ),
         (
             "async_training.window=0",
-            "async_training.window: got 0 (on the command line), expected a number greater than 0 or 'B'",
+            "async_training.window: got 0 (on the command line), expected a number greater than 0 or 'B', or null, "
+            "as where it is left out",
         ),
-        ("async_training.window=true", "async_training.window: got True (on the command line), expected a number"),
+        (
+            "async_training.window=true",
+            "async_training.window: got True (on the command line), expected a number, or null, "
+            "as where it is left out",
+        ),
         (
             "async_training.order=lifo",
             "async_training.order: got 'lifo' (on the command line), expected 'fifo', 'window' or 'ready'",

@@ -89,7 +89,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "bloom": ("bloom", {"n_layer": 2, "n_head": 4}, "attention is its own"),
     "falcon": ("falcon", {"head_dim": None}, "attention is its own"),
     "gptj": ("gptj", {**GPT2, "rotary_dim": 4}, "attention is its own"),
-    "stablelm, which says nothing of layouts": ("stablelm", {}, "does not take packed lines"),
+    "stablelm, which says nothing of layouts": (
+        "stablelm",
+        {},
+        "does not hand on to its attention which tokens of a line belong together",
+    ),
     "mamba": ("mamba", {"state_size": 4}, "recurrent"),
     "recurrent_gemma": (
         "recurrent_gemma",

@@ -170,6 +170,7 @@ def test_without_a_terminal_there_is_one_line_per_version_and_validation_and_nev
     assert any("warning: the reward raised ValueError" in line for line in lines)
     assert "Warming up: held-out accuracy 0.45" in lines[0]
     assert "training starts: async_partial, seed 0, 8 groups per version of 24" in lines[1]
+    assert lines[1].rstrip().endswith(" answers at once")
     assert lines[-1].endswith("completed")
 
 

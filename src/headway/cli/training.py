@@ -152,7 +152,7 @@ def print_summary(loaded: LoadedConfig) -> None:
 
 def summary(config: Config) -> dict[str, str]:
     """Return the summary of the settings, line by line: the numbers that follow from them, and who runs where."""
-    from headway.config.placement import resolve_placement
+    from headway.config.placement import concurrent, resolve_placement
     from headway.pipeline.staleness import admission_limit, lag_bound
 
     settings, b = config.async_training, config.groups_per_version
@@ -167,6 +167,8 @@ def summary(config: Config) -> dict[str, str]:
         "η": f"{float(eta):g}: at most {admission_limit(0, eta, b)} groups admitted and not trained",
         "lag": "no bound (order ready)" if bound is None else f"at most {bound} versions",
         "length": f"{config.data.epochs} epochs" if total is None else f"{total} groups = {total // b} versions",
+        "slots": f"{concurrent(config)} answers at once on each replica (rollout.max_concurrent"
+        + (")" if config.rollout.max_concurrent is not None else ": null)"),
         "saves": checkpoints(config),
         "backend": config.cluster.backend,
     }

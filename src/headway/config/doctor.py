@@ -9,7 +9,7 @@ from math import floor
 from headway.config.algorithm import algorithm_problems
 from headway.config.idle import without_effect
 from headway.config.loading import LoadedConfig, mode_config
-from headway.config.placement import ACTOR, LOGP, resolve_placement
+from headway.config.placement import ACTOR, LOGP, MOST_SLOTS, most_in_flight, needs_greedy_baseline, resolve_placement
 from headway.config.presets import preset
 from headway.config.programs import program_problems
 from headway.config.schema import Config, Order
@@ -311,7 +311,16 @@ def _notes(loaded: LoadedConfig) -> Iterator[str]:
             f"actor.ppo_max_token_len_per_gpu={budget} is less than the longest sequence, data.max_prompt_length="
             f"{config.data.max_prompt_length} + data.max_response_length={config.data.max_response_length} = {longest} "
             f"tokens: longer ones are a micro-batch each, and training needs memory for {longest} tokens at once. "
-            f"Raise it to {longest} at least, or lower the lengths"
+            f"Raise it to {longest} at least, or lower the lengths{_to_share(config)}"
+        )
+    elif (to_share := _to_share(config)) and budget < longest + config.data.max_response_length:
+        yield f"actor.ppo_max_token_len_per_gpu={budget} has no room for two of the longest answers{to_share}"
+    slots, most = config.rollout.max_concurrent, most_in_flight(config)
+    most += most // config.rollout.n if needs_greedy_baseline(config) else 0
+    if slots is not None and slots > max(most, MOST_SLOTS):
+        yield (
+            f"rollout.max_concurrent={slots}: at most {most} answers are in flight in training, so more slots have no "
+            "effect there but on memory; null is as many as are needed"
         )
     ahead = floor(settings.staleness_threshold * b) > 0
     if settings.order is Order.READY and ahead and settings.max_lag is None:
@@ -319,3 +328,11 @@ def _notes(loaded: LoadedConfig) -> Iterator[str]:
             "async_training.order=ready with η > 0 has no bound on lag: a slow group can be overtaken again and again; "
             "async_training.max_lag sets one"
         )
+
+
+def _to_share(config: Config) -> str:
+    """Return the end of a note: the tokens that a group takes at most, where rows are to share their prompt."""
+    group = config.data.max_prompt_length + config.rollout.n * config.data.max_response_length
+    if config.model.packing != "shared" or config.rollout.n == 1:
+        return ""
+    return f"; a group's prompt is computed once only where the group fits: about {group} tokens here, at most"

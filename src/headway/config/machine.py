@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from headway.config.placement import resolve_placement
 from headway.config.schema import Config
+from headway.errors import ConfigError
 
 NVIDIA, AMD = Path("/proc/driver/nvidia/gpus"), Path("/dev/kfd")
 
@@ -36,6 +38,15 @@ def machine_notes(config: Config, *, cores: int, gpus: int | None) -> Iterator[s
         yield (
             f"{processes} worker processes ({asked}) on {cores} {'core' if cores == 1 else 'cores'}: they take turns, "
             "and each is slower for it. Lower trainer.n_gpus_per_node and rollout.n_gpus_per_node"
+        )
+
+
+def check_vllm_installed() -> None:
+    """Raise `ConfigError` where vLLM is not installed. Imports neither it nor torch."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "rollout.name=vllm, but vLLM is not installed here; install it (for a CPU: the packages of "
+            "constraints-vllm.txt), or set rollout.name=native"
         )
 
 

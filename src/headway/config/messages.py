@@ -22,6 +22,9 @@ SIMILARITY = 0.75
 NEARLY_EQUAL = 0.9
 """Likeness of two whole keys that end in the same name, from which on other keys of that name are not suggested."""
 
+NUMBERS = ("a number", "a whole number")
+"""Beginnings of expectations of numbers."""
+
 _MISSING = object()
 _NO_ALTERNATIVE = ("union_tag_not_found", "union_tag_invalid")
 """Pydantic's error types for a value of a union whose choosing key is missing or names no alternative."""
@@ -55,6 +58,8 @@ def explain(error: ValidationError, origins: dict[str, str], root: type[Section]
         given[key] = "nothing" if value is _MISSING else "null" if value is None else shown(value, 60)
     for key, expectations in expected.items():
         what = " or ".join(dict.fromkeys(expectations))
+        if what.startswith(NUMBERS) and re.sub(r"\[\d+\]\.", ".", key) in _null_by_default(root):
+            what += ", or null, as where it is left out"
         lines.append(f"{key}: got {given[key]}{_where(key, origins)}, expected {what}")
     return "\n".join(lines)
 
@@ -73,6 +78,16 @@ def known_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[st
 def _keys_of(section: type[Section]) -> dict[str, list[type[Section]]]:
     """Return the keys of a section, as they are written, with the sections that each value may be, or be a list of."""
     return {field.alias or name: sections_in(field.annotation) for name, field in section.model_fields.items()}
+
+
+def _null_by_default(section: type[Section], prefix: str = "") -> Iterator[str]:
+    """Dotted keys that may be null, and are where nobody gives them a value."""
+    for name, field in section.model_fields.items():
+        key = f"{prefix}{field.alias or name}"
+        if field.default is None:
+            yield key
+        for inner in sections_in(field.annotation):
+            yield from _null_by_default(inner, f"{key}.")
 
 
 def _find(detail: ErrorDetails, root: type[Section]) -> tuple[str, list[type[Section]]]:

@@ -77,12 +77,20 @@ def concurrent(config: Config) -> int:
     rollout = config.rollout
     if rollout.max_concurrent is not None:
         return rollout.max_concurrent
-    eta, replicas = config.async_training.staleness_threshold, len(resolve_placement(config).devices[ROLLOUT])
-    in_flight = -(-floor((1 + eta) * config.groups_per_version) * rollout.n // replicas)
+    in_flight = -(-most_in_flight(config) // len(resolve_placement(config).devices[ROLLOUT]))
     if rollout.kv_cache_gib is not None:
         return min(in_flight, MOST_SLOTS)
     context = config.data.max_prompt_length + config.data.max_response_length
     return min(in_flight, MOST_SLOTS, max(ALWAYS_SLOTS, WHOLE_CONTEXT_TOKENS // context))
+
+
+def most_in_flight(config: Config) -> int:
+    """Return the most trajectories that are in flight at once over all replicas: ⌊(1+η)·B⌋ · ``n``.
+
+    Greedy baselines and held-out answers come on top.
+    """
+    groups = floor((1 + config.async_training.staleness_threshold) * config.groups_per_version)
+    return groups * config.rollout.n
 
 
 def resolve_placement(config: Config) -> Placement:

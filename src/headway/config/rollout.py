@@ -21,7 +21,7 @@ class RolloutConfig(ProgramKeys):
     """Generation: sampling, the engine, its devices, validation, the length of the run."""
 
     name: Literal["native", "vllm"] = "native"
-    """The engine: ``native`` is Headway's own, over any Hugging Face decoder; ``vllm`` has to be installed."""
+    """The engine: ``native`` is Headway's own, over most Hugging Face decoders; ``vllm`` has to be installed."""
     n: int = Field(8, gt=0, le=65_536)
     """Number of trajectories per prompt."""
     temperature: float = Field(1.0, ge=0)

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headway.data.trees import Ids, Tree, grow
-from headway.errors import ModelError, boundary
+from headway.errors import ModelError, boundary, said_by
 from headway.models.layout import Layout
 from headway.models.packed_attention import NAME
 from headway.models.pretrained import without_reports
@@ -69,7 +69,9 @@ def use_packed_attention(lm: PreTrainedModel, *, on_gpu: bool = False) -> str | 
             line = _packed_hidden(lm, [tree, grow(rows[2:])], device)
         except Exception as error:  # the model's own code, of any family, which meets arguments that it may not know
             lm.set_attn_implementation(before)
-            return f"its code does not take packed lines ({type(error).__name__}: {str(error)[:200]})"
+            if isinstance(error, TypeError) and "'layout'" in str(error):
+                return "its code does not hand on to its attention which tokens of a line belong together"
+            return f"its code does not take packed lines ({said_by(error, 200)})"
         places: list[Any] = [*(torch.from_numpy(of).to(device) for of in tree.places), slice(len(tree.ids), None)]
         if all(_close(line[of], expected) for of, expected in zip(places, single, strict=True)):
             return None

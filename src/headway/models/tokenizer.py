@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from headway.models.folder import find_folder
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+NO_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+"""transformers' name of the variable without which it gives advice on what is not installed."""
 TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
 """transformers' name of its warning of a text with more tokens than ``model_max_length``; a tokenizer gives it once."""
 
@@ -73,12 +76,17 @@ def torch_hidden() -> Iterator[None]:
     if "torch" in sys.modules:
         yield
         return
-    before = list(sys.meta_path)
+    before, said = list(sys.meta_path), os.environ.get(NO_ADVICE)
     sys.meta_path[:] = [_WithoutTorch(finder) for finder in before]
+    os.environ[NO_ADVICE] = "1"  # transformers would say that there is no torch, which is meant
     try:
         yield
     finally:
         sys.meta_path[:] = before
+        if said is None:
+            del os.environ[NO_ADVICE]
+        else:
+            os.environ[NO_ADVICE] = said
 
 
 class _WithoutTorch:

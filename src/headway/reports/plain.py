@@ -100,7 +100,7 @@ def started_line(event: RunStarted) -> str:
     bound = "no bound on lag" if event.lag_bound is None else f"lag at most {event.lag_bound}"
     return (
         f"training starts: {event.mode}, seed {event.seed}, {human.count(event.groups_per_version)} groups per "
-        f"version{total}, {event.order}, {bound}"
+        f"version{total}, {event.order}, {bound}, {human.count(sum(event.slots.values()))} answers at once"
     )
 
 

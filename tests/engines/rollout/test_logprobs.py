@@ -9,7 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    FalconConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MistralConfig,
+    MistralForCausalLM,
+    OpenAIGPTConfig,
+    PreTrainedModel,
+)
 
 from headway.data.types import FinishReason
 from headway.engines.rollout.native import fused
@@ -283,6 +293,24 @@ def test_a_sliding_window_hides_what_lies_before_it(
     core.pause(OnUpdate.INTERRUPT)  # what was written is prefilled again, through the window
     core.resume()
     assert_logprobs(groups + finish(core), {0: model})
+
+
+def test_queries_may_share_one_head_of_keys_that_the_config_does_not_count() -> None:
+    config = FalconConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    core = make_core(model)
+    core.ask([make_request(0, length=9, max_tokens=5, stop_token_ids=())], "owner")
+    assert_logprobs(finish(core), {0: model})
+
+
+def test_a_model_whose_code_does_not_take_the_cache_is_refused_in_one_sentence() -> None:
+    config = OpenAIGPTConfig(vocab_size=VOCABULARY, n_positions=CONTEXT, n_embd=32, n_layer=2, n_head=4)
+    config._name_or_path = "models/first"
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    refused = r"model\.path=models/first: .*model_type openai-gpt\): its code does not .*; set rollout\.name=vllm"
+    with pytest.raises(ModelError, match=refused):
+        make_core(model)
 
 
 def test_an_unknown_kind_of_attention_is_refused() -> None:

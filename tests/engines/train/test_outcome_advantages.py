@@ -105,6 +105,8 @@ def declared(inputs):
     assert inputs.mask is None
     return inputs.rewards / inputs.written()
 @from_outcomes_alone
+def writes(inputs): return inputs.rewards.add_(1)
+@from_outcomes_alone
 def per_token(inputs): return torch.zeros(len(inputs.rewards), int(inputs.lengths.max()))
 """
 
@@ -118,6 +120,16 @@ def test_an_estimator_of_ones_own_looks_at_tokens_unless_it_says_otherwise(tmp_p
     np.testing.assert_allclose(numbers, outcomes.rewards / outcomes.lengths, rtol=1e-6)
     with pytest.raises(ConfigError, match=r"own\.py:per_token is declared to look at outcomes alone.* not \[6, \d+\]"):
         estimator(adv_estimator=f"{tmp_path}/own.py:per_token").of_outcomes(outcomes)
+
+
+def test_an_estimator_that_writes_into_its_inputs_changes_no_rewards_of_the_fetch(tmp_path: Path) -> None:
+    """What tensors and arrays share, torch warns of where the arrays are read-only, as an object store's are."""
+    (tmp_path / "own.py").write_text(OWN)
+    _, outcomes = fetch(3, holes=True, cuts=[[4]] * len(GROUPS), hands=[1] * len(GROUPS))
+    before = outcomes.rewards.copy()
+    numbers = estimator(adv_estimator=f"{tmp_path}/own.py:writes").of_outcomes(outcomes)
+    np.testing.assert_array_equal(outcomes.rewards, before)
+    np.testing.assert_array_equal(numbers, before + 1)
 
 
 def test_a_reward_that_is_not_finite_names_its_trajectory() -> None:

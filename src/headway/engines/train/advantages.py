@@ -80,10 +80,10 @@ class FetchAdvantages:
             return None
         _check_finite("rewards", [np.atleast_1d(reward) for reward in outcomes.rewards], outcomes)
         inputs = AdvantageInputs(
-            rewards=torch.from_numpy(outcomes.rewards),
-            groups=torch.from_numpy(outcomes.groups),
-            lengths=torch.from_numpy(outcomes.lengths),
-            baselines=torch.from_numpy(outcomes.baselines) if outcomes.baselines is not None else None,
+            rewards=torch.tensor(outcomes.rewards),
+            groups=torch.tensor(outcomes.groups),
+            lengths=torch.tensor(outcomes.lengths),
+            baselines=torch.tensor(outcomes.baselines) if outcomes.baselines is not None else None,
         )
         estimate = self._estimator(inputs, **self._params)
         if not isinstance(estimate, torch.Tensor) or estimate.shape != inputs.rewards.shape:
@@ -107,14 +107,14 @@ class FetchAdvantages:
 
         valued = all(ColumnName.VALUES in row.columns for row in episodes.rows)
         inputs = AdvantageInputs(
-            rewards=torch.from_numpy(outcomes.rewards),
-            groups=torch.from_numpy(outcomes.groups),
+            rewards=torch.tensor(outcomes.rewards),
+            groups=torch.tensor(outcomes.groups),
             lengths=torch.tensor([len(mask) for mask in masks]),
             mask=None if all(mask.all() for mask in masks) else _padded(masks),
             values=known("the critic's values", _values) if valued else None,
             # Every answer was scored as it is, also one that was cut off: nothing comes after its last token.
             finished=None,
-            baselines=torch.from_numpy(outcomes.baselines) if outcomes.baselines is not None else None,
+            baselines=torch.tensor(outcomes.baselines) if outcomes.baselines is not None else None,
             turn_discount=self._algorithm.turn_discount,
         )
         if outcomes.turn_rewards or self._algorithm.turn_discount != 1.0:

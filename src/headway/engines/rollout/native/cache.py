@@ -19,8 +19,9 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
+from headway.engines.rollout.native.kinds import not_served
 from headway.engines.rollout.native.prefix_cache import BLOCK, Copy
-from headway.errors import ModelError
+from headway.errors import said_by
 
 ROOM_STEP = 64
 """Number of positions by which rows are lengthened at a time, unless more is asked for."""
@@ -40,12 +41,16 @@ class KvGeometry:
         try:
             heads = int(config.num_attention_heads)
             kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+            if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+                kv_heads = 1  # Falcon, whose config gives no number
             head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
             return cls(int(config.num_hidden_layers), kv_heads, head_dim)
-        except AttributeError as missing:
-            raise ModelError(
-                f"the native rollout engine needs a decoder whose config states its attention heads; "
-                f"{type(config).__name__} does not: {missing}"
+        except (
+            AttributeError,
+            RuntimeError,
+        ) as missing:  # the latter where layers differ: transformers' own kind of it
+            raise not_served(
+                config, f"its config does not state one size of attention heads for all layers ({said_by(missing, 80)})"
             ) from missing
 
 

@@ -37,9 +37,11 @@ from headway.engines.rollout.native.forward import (
     RowBlock,
     block_masks,
 )
+from headway.engines.rollout.native.kinds import check_kind, not_served
 from headway.engines.rollout.native.projection import Projection
 from headway.engines.rollout.native.rms_norm import RmsNorm
 from headway.engines.rollout.native.windows import Windows
+from headway.errors import ModelError, said_by
 
 logger = logging.getLogger(__name__)
 
@@ -60,10 +62,12 @@ Attend = Callable[[int, torch.Tensor], torch.Tensor]
 def best_forward(model: PreTrainedModel, max_context: int) -> PolicyForward:
     """The fused forward where it is known to equal the module, else the module itself."""
     config = model.config
+    check_kind(config, max_context)
     windows = Windows.of(config, max_context)
     module = ModuleForward(model, max_context, windows)
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if config.model_type not in FAMILY or rope not in _FIXED_ROPE or config.hidden_act != "silu":
+        _try(module, model, windows, max_context)
         return module
     fused = FusedForward(model, max_context, windows)
     difference, largest = _largest_difference(module, fused, model, windows, max_context)
@@ -79,28 +83,43 @@ def best_forward(model: PreTrainedModel, max_context: int) -> PolicyForward:
     return module
 
 
+def _try(module: PolicyForward, model: PreTrainedModel, windows: Windows, max_context: int) -> None:
+    """Raise `ModelError` where the model's own code cannot be run with the engine's cache and masks."""
+    try:
+        _brief_logits(module, model, windows, max_context)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as cause:  # the model's own code, of any family
+        said = str(cause) if isinstance(cause, ModelError) else said_by(cause)
+        why = f"its code does not take the engine's cache or masks ({said})"
+        raise not_served(model.config, why) from cause
+
+
 def _largest_difference(
     module: PolicyForward, fused: PolicyForward, model: PreTrainedModel, windows: Windows, max_context: int
 ) -> tuple[float, float]:
     """Between the logits of both over a short prefill and one decoded token, and the module's largest logit."""
+    expected, logits = (_brief_logits(forward, model, windows, max_context) for forward in (module, fused))
+    return float((expected - logits).abs().max()), float(expected.abs().max())
+
+
+def _brief_logits(forward: PolicyForward, model: PreTrainedModel, windows: Windows, max_context: int) -> torch.Tensor:
+    """Logits [4, V] of a short prefill of two contexts, and of one token decoded behind each."""
     length = min(8, max_context - 1)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = (torch.arange(2 * length, device=model.device) * 7919 % vocabulary).view(2, length)
     lengths = torch.tensor([length, max(length // 2, 1)], device=model.device)
     contexts = [Context(row[:count]) for row, count in zip(ids, lengths.tolist(), strict=True)]
-    logits = []
     with torch.inference_mode():
-        for forward in (module, fused):
-            cache = SlotCache(
-                KvGeometry.of(model.config), slots=2, context=length + 1, dtype=model.dtype, device=model.device
-            )
-            prefilled, kv = forward.step(None, contexts, 1)
-            for row in range(2):
-                cache.fill(range(row, row + 1), kv[row])
-            block = RowBlock.of(range(2), length + 1, lengths, windows.size, model.dtype)
-            decoded, _ = forward.step(Decoding(ids[:, 0], lengths, cache, [block]), (), 1)
-            logits.append(torch.cat([prefilled, decoded]).float())
-    return float((logits[0] - logits[1]).abs().max()), float(logits[0].abs().max())
+        cache = SlotCache(
+            KvGeometry.of(model.config), slots=2, context=length + 1, dtype=model.dtype, device=model.device
+        )
+        prefilled, kv = forward.step(None, contexts, 1)
+        for row in range(2):
+            cache.fill(range(row, row + 1), kv[row])
+        block = RowBlock.of(range(2), length + 1, lengths, windows.size, model.dtype)
+        decoded, _ = forward.step(Decoding(ids[:, 0], lengths, cache, [block]), (), 1)
+        return torch.cat([prefilled, decoded]).float()
 
 
 @dataclass(slots=True)

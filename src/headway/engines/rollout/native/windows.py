@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
-from headway.errors import ModelError
+from headway.engines.rollout.native.kinds import not_served
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -27,14 +27,11 @@ class Windows:
     @classmethod
     def of(cls, config: PreTrainedConfig, max_context: int) -> Windows:
         """Read them off a Hugging Face config. Raises `ModelError` for kinds of attention that are neither."""
-        config = config.get_text_config()
+        whole, config = config, config.get_text_config()
         size = getattr(config, "sliding_window", None)
         kinds = getattr(config, "layer_types", None) or [FULL if size is None else SLIDING] * config.num_hidden_layers
         if unknown := sorted(set(kinds) - {FULL, SLIDING}):
-            raise ModelError(
-                f"some of the model's layers have {unknown[0]}; the native rollout engine knows {FULL} and "
-                f"{SLIDING} (set rollout.name=vllm, if vLLM serves this model)"
-            )
+            raise not_served(whole, f"some of its layers have {unknown[0]}, and the engine knows {FULL} and {SLIDING}")
         layers = tuple(kind == SLIDING for kind in kinds)
         if size is None or size >= max_context or not any(layers):
             return cls(None, (False,) * len(layers))

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from headway.config.machine import check_vllm_installed
 from headway.data.types import TrajectoryId
 from headway.engines.rollout.inboxes import CallInbox, Inboxes
 from headway.engines.rollout.vllm.activity import Activity
@@ -30,7 +31,6 @@ from headway.engines.rollout.vllm.buffer import SharedBackBuffer
 from headway.engines.rollout.vllm.core import VllmCore
 from headway.engines.rollout.vllm.launch import (
     VllmSettings,
-    check_installed,
     check_manifest,
     is_cpu_build,
     is_roomy,
@@ -114,7 +114,7 @@ class VllmEngine:
         sleep: bool = False,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        check_installed()
+        check_vllm_installed()
         self.name = name
         self.slots = slots
         self._settings = VllmSettings(

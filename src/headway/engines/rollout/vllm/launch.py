@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from headway.config.machine import check_vllm_installed
 from headway.errors import ConfigError, ModelError, WorkerDied
 from headway.weights.layout import Manifest
 
@@ -42,15 +42,6 @@ class VllmSettings:
     """Further arguments of vLLM's ``AsyncEngineArgs``, by name."""
 
 
-def check_installed() -> None:
-    """Raise `ConfigError` where vLLM is not installed."""
-    if importlib.util.find_spec("vllm") is None:
-        raise ConfigError(
-            "rollout.name=vllm, but vLLM is not installed here; install it (for a CPU: the packages of "
-            "constraints-vllm.txt), or set rollout.name=native"
-        )
-
-
 def prepare_environment(on_cpu: bool) -> None:
     """Set what vLLM reads from the environment when it is imported, and its processes when they start.
 
@@ -69,7 +60,7 @@ def start(settings: VllmSettings, stat_logger: Callable[..., Any]) -> Any:
 
     Raises `ConfigError` when vLLM is missing or refuses the settings, and `WorkerDied` when its processes end.
     """
-    check_installed()
+    check_vllm_installed()
     on_cpu = not torch.cuda.is_available()
     prepare_environment(on_cpu)
     from vllm.config import WeightTransferConfig  # type: ignore[import-not-found]
