@@ -57,6 +57,7 @@ PATIENTS: Mapping[str, Patient] = MappingProxyType(
         "entropy": Patient(
             "collapsed entropy",
             (
+                "mode=on_policy",
                 _paid_by("agreement"),
                 "algorithm.filter_groups.enable=false",
                 "actor.optim.lr=5e-4",
