@@ -16,9 +16,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from headway.errors import DataError, UserError
 from headway.events import CheckpointSaved, Note, RunResumed, RunStarted, VersionReached
 from headway.pipeline.resume import balance
-from headway.reports.bundle import Reports, open_reports, reopen_reports
+from headway.reports.bundle import Reports, open_reports
 from headway.reports.checkpoints import Checkpoints, Retention
 from headway.reports.events_file import read_events
+from headway.reports.reopened import reopen_reports
 from headway.reports.report import report
 from headway.reports.run_directory import RunDirectory, RunLock
 from tests.pipeline.scenario import Run, Scenario

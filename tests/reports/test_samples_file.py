@@ -16,9 +16,10 @@ from headway.errors import DataError, UserError
 from headway.events import GroupSettled, Note
 from headway.pipeline.resume import balance
 from headway.pipeline.samples import SampleOutlet
-from headway.reports import bundle
-from headway.reports.bundle import Reports, open_reports, reopen_reports
+from headway.reports import reopened
+from headway.reports.bundle import Reports, open_reports
 from headway.reports.events_file import read_events
+from headway.reports.reopened import reopen_reports
 from headway.reports.run_directory import RunDirectory, RunLock
 from headway.reports.samples_file import SamplesFile, Thinning, later, read_samples
 from tests.full_disk import files_of_at_most
@@ -240,7 +241,7 @@ def test_samples_that_cannot_be_rewritten_refuse_the_resume_and_change_nothing(
         draft.write_text("half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(bundle, "write_surviving", full)
+    monkeypatch.setattr(reopened, "write_surviving", full)
     before = {path.name: path.read_bytes() for path in directory.path.iterdir() if path.is_file()}
     with pytest.raises(UserError, match=r"samples.jsonl.tmp could not be written .* nothing of it is lost"):
         reopen_reports(SHOWN.config, directory, RunLock(directory.lock), state["version"], balance(state), quiet())

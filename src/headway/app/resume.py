@@ -19,9 +19,9 @@ from headway.errors import ConfigError, UserError
 from headway.pipeline.resume import Taken, balance
 from headway.pipeline.run import Status
 from headway.preflight import check_inputs, check_model
-from headway.reports.bundle import reopen_reports
 from headway.reports.checkpoints import Checkpoints
 from headway.reports.events_file import Record, look_through
+from headway.reports.reopened import reopen_reports
 from headway.reports.run_directory import RunDirectory, RunLock
 from headway.reports.trackers.check import check_trackers
 from headway.user_code import names_a_file

@@ -12,7 +12,8 @@ import pytest
 from rich.console import Console
 
 from headway.pipeline.resume import balance
-from headway.reports.bundle import Reports, open_reports, reopen_reports
+from headway.reports.bundle import Reports, open_reports
+from headway.reports.reopened import reopen_reports
 from headway.reports.run_directory import RunDirectory, RunLock
 from headway.reports.trackers import trackers
 from tests.pipeline.scenario import Run, Scenario
