@@ -43,7 +43,7 @@ class SampleIndex:
     lines: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
     """Version and problem → its line in a list: version, problem, source, mean reward and length. The newest alone."""
     damaged: int = 0
-    """Number of lines that are no samples."""
+    """Number of lines that were found to be no samples; a group's line is parsed when a page is made of it."""
     _tail: Tail = field(init=False)
 
     def __post_init__(self) -> None:
@@ -124,6 +124,7 @@ def _fill(index: SampleIndex, keys: Sequence[Key], budget: int) -> tuple[list[di
     for place in spread(len(keys)):
         sample = _small(index.line(keys[place]))
         if sample is None:
+            index.damaged += 1
             continue
         size = len(json.dumps(sample, ensure_ascii=False).encode())
         if size > budget:
