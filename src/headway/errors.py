@@ -12,6 +12,7 @@ the message says what was given, what was expected and what to do.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -192,3 +193,11 @@ def cut(text: str, most: int = 80) -> str:
 def writable(text: str) -> str:
     """Return ``text`` with lone surrogates, which UTF-8 cannot encode, spelled as escapes."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def writable_json(text: str) -> str:
+    """Return JSON in which `writable` was done to the strings. ``text``: JSON that does not escape characters."""
+    return _SURROGATES.sub(lambda found: f"\\\\u{ord(found[0]):04x}", text)
+
+
+_SURROGATES = re.compile("[\ud800-\udfff]")

@@ -41,7 +41,7 @@ def test_show_tells_of_a_real_group_what_its_first_step_computed(run_dir: Path) 
         deviation = np.std(rewarded[number], ddof=1)
         for episode, reward in zip(group["episodes"], rewarded[number], strict=True):
             (row,) = episode["rows"]
-            context = tokenizer(row["context"], return_tensors="pt").input_ids
+            context = tokenizer(row["context"] or group["prompt"], return_tensors="pt").input_ids
             ids = torch.tensor([[*context[0].tolist(), *row["ids"]]])
             logp = model(ids).logits[0, context.shape[1] - 1 : -1].log_softmax(-1)
             expected = logp[range(len(row["ids"])), row["ids"]].detach().numpy()

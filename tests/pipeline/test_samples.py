@@ -15,7 +15,7 @@ from headway.data.types import Conversation, Group, Sample, TrajectoryId
 from headway.events import FetchTaken, GroupAdmitted, GroupRewarded, GroupSettled, RunFinished, ValidationFinished
 from headway.interfaces import Scores, StepContext, StepReport, TrainedRow
 from headway.pipeline.ledger import Fate
-from headway.pipeline.samples import SampleOutlet, Samples, plain, rounded
+from headway.pipeline.samples import SampleOutlet, Samples, plain, rounded, storable
 from tests.pipeline.fakes import FakeReward, fails, prompt, validation_prompts, without_variance
 from tests.pipeline.scenario import Run, Scenario
 from tests.pipeline.test_episode_rewards import episode
@@ -234,7 +234,7 @@ def test_a_groups_record_has_what_was_asked_said_scored_and_trained():
         "conversation": {"prompt": told.prompt, "completion": told.completion},
     }
     assert row == {
-        "context": "problem 0/5/0",
+        "context": None,
         "prompt_length": 3,
         "cut": 0,
         "ids": [0, 1, 2],
@@ -283,3 +283,38 @@ def test_what_json_cannot_hold_is_text():
     assert plain(loop) == "[[...]]"
     assert plain({"a": np.arange(2), "b": {1, 2}}) == {"a": [0, 1], "b": "{1, 2}"}
     assert plain(None) is None
+
+
+def test_a_lone_surrogate_is_spelled_wherever_a_record_has_it():
+    kept: list[dict[str, Any]] = []
+    samples = Samples(SampleOutlet(kept.append, Spelled()), seed=0, share=1.0, problems=1, n=1)
+    asked = replace(prompt(0, 5), source="half \ud83d", answer={"\udc00": ["\ud83d"]})
+    answer = replace(episode(0), id=asked.trajectory_id(0), text="😀 \ud83d")
+    samples.admitted(1, asked, 1.0)
+    samples.generated(1, [answer], 2.0)
+    samples.settled(1, Fate.FILTERED.value, "said \udfff", None, version=0, time=3.0)
+    samples.validated(0, 0, asked, [answer], None, 4.0)
+    for record in kept:
+        json.dumps(record, ensure_ascii=False).encode()
+        assert (record["source"], record["answer"]) == ("half \\ud83d", {"\\udc00": ["\\ud83d"]})
+        assert record["episodes"][0]["text"] == "😀 \\ud83d"
+    assert kept[0]["reason"] == "said \\udfff"
+
+
+def test_a_record_that_is_too_large_keeps_what_comes_first_and_says_so():
+    def size(record: dict[str, Any]) -> int:
+        return len(json.dumps(record, ensure_ascii=False).encode())
+
+    def of(rows: int, text: str, answer: Any = "42") -> dict[str, Any]:
+        episodes = [{"k": k, "text": text, "rows": [{"ids": list(range(rows))}]} for k in range(4)]
+        return {"group": 1, "prompt": "2+2", "answer": answer, "messages": None, "episodes": episodes}
+
+    small = of(10, "x")
+    assert storable(small, 2_000) is small
+    fewer = storable(of(1_000, "said"), 12_000)
+    assert (size(fewer) <= 12_000, fewer["shortened"]) == (True, True)
+    assert [bool(one["rows"]) for one in fewer["episodes"]] == [True, True, False, False]
+    texts = storable(of(10, "é" * 10_000), 50_000)
+    assert [len(one["text"]) for one in texts["episodes"]] == [2**12] * 4
+    for endless in (of(1, "x", list(range(10_000))), {**of(1, "x"), "messages": [{"role": "user"}] * 10_000}):
+        assert size(storable(endless, 2_000)) <= 2_000

@@ -119,7 +119,7 @@ def _row(rng: random.Random, version: int, tokens: int) -> dict[str, Any]:
     mask = [0 if 10 <= i % 20 < 13 else 1 for i in range(tokens)]
     behaviour = [round(-2 * rng.random() ** 3, 5) for _ in range(tokens)]
     return {
-        "context": "<|user|>What is 17 + 25?<|assistant|>",
+        "context": None,
         "prompt_length": 9,
         "cut": 0,
         "ids": list(range(tokens)),

@@ -170,6 +170,7 @@ def test_tokens_are_told_one_by_one_by_keyboard_in_every_colour(page: Page, smal
     said = page.ask("document.getElementById('said').textContent")
     assert said.startswith('" us", token 2 of 40')
     assert "gap" in said and "entropy" in said and "advantages 0.7" in said
+    assert "17 + 25? <b>Think</b>" in page.ask("document.querySelector('#sample details').textContent")
 
 
 def test_groups_are_filtered_by_fate_reward_length_and_source(page: Page, small: Path) -> None:

@@ -69,6 +69,17 @@ def test_samples_are_found_by_group_and_by_validation_and_the_last_of_a_group_co
     assert index.damaged == 1
 
 
+def test_lone_surrogates_and_damaged_lines_end_no_page(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    one = {**sample(3, 1), "answer": "half \ud83d"}
+    broken = ['{"group": 4, "version": 1, "half\n', "{}\n"]
+    write(path, json.dumps(one) + "\n" + "".join(broken) + json.dumps({**validated(2, 7), "source": "\udc00"}) + "\n")
+    index = read_all(path)
+    group, problem = for_page(index)
+    json.dumps([group, problem, *index.lines.values()], ensure_ascii=False).encode()
+    assert (group["answer"], problem["source"], index.damaged) == ("half \\ud83d", "\\udc00", 2)
+
+
 def test_a_run_without_samples_has_none(tmp_path: Path) -> None:
     assert for_page(read_all(tmp_path / "samples.jsonl")) == []
 

@@ -75,6 +75,19 @@ def test_a_file_stays_small_and_thins_older_and_newer_samples_alike(tmp_path: Pa
     assert [p.name for p in tmp_path.iterdir()] == ["samples.jsonl"]
 
 
+def test_a_first_validation_of_any_size_does_not_end_the_samples(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    file = file_of(path, 20_000)
+    file.on_sample({**of_validation(0), "prompt": "x" * 50_000})
+    fill(file, drawn(400))
+    file.close()
+    assert file.thinned < 8
+    left = list(read_samples(path))
+    assert "validation" in left[0]
+    assert len(left) > 10
+    assert path.stat().st_size < 100_000
+
+
 def test_a_file_that_is_opened_again_goes_on_as_it_was_thinned(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     first = file_of(path, 20_000)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from typer.testing import CliRunner, Result
 from headway.cli import cli
 from headway.config.loading import dump
 from headway.config.schema import Config
+from headway.reports import shown
 from headway.reports.events_file import EventsFile
 from headway.reports.show import print_group
 from headway.reports.token_scales import Color, scale_of, values_of
@@ -258,8 +261,8 @@ def test_what_cannot_be_shown_is_one_message(run_dir: Path, tmp_path: Path) -> N
         ('{"kind": "note", "time": 1.0, "level": "info", "text": "x"}\n', "", ["3"], "no group was admitted"),
         ('{"kind": "group.admitted", "number": 3, "colour": 1}\n', "", ["3"], "is not an event of this version of"),
         ("\xff\xfe\n", "", ["3"], "is damaged: it is not UTF-8"),
-        ("", '{"group": 3, "other": 1}\n', ["3"], "samples.jsonl:1 is not a sample of this version of Headway"),
-        ("", "{}\n", [], "samples.jsonl:1 is not a sample of this version of Headway"),
+        ("", "{}\n", [], "whose samples.jsonl has damaged lines and no sample of a group that can be read"),
+        ("", "{}\n", ["2", "--validation"], "has damaged lines and no sample of a validation that can be read"),
     ],
 )
 def test_a_run_that_is_damaged_of_another_version_or_still_starting_is_one_message(
@@ -277,3 +280,89 @@ def test_a_run_that_was_told_to_keep_nothing_says_so(run_dir: Path, tmp_path: Pa
     (tmp_path / "events.jsonl").write_bytes((run_dir / "events.jsonl").read_bytes())
     assert "which keeps no samples: it has reports.samples=0" in refused(tmp_path)
     assert "the run has reports.samples=0; reports.samples=N keeps N groups a version" in said(tmp_path, "4")
+
+
+def copied(run_dir: Path, to: Path, samples: list[bytes]) -> Path:
+    for name in ("config.yaml", "events.jsonl"):
+        (to / name).write_bytes((run_dir / name).read_bytes())
+    (to / "samples.jsonl").write_bytes(b"".join(line + b"\n" for line in samples))
+    return to
+
+
+def test_damaged_lines_are_left_out_and_counted_in_one_remark(run_dir: Path, tmp_path: Path) -> None:
+    whole = [json.dumps(one).encode() for one in SAMPLES]
+    bad = [b'{"group": 4, "version": 1, "half', b"\xff\xfe", b"{}", b'{"group": 5}']
+    run = copied(run_dir, tmp_path, [whole[0], bad[0], whole[1], *bad[1:], *whole[2:]])
+    table = show(run)
+    assert (table.exit_code, table.stdout) == (0, said(run_dir))
+    assert table.stderr == f"damaged lines of {run}/samples.jsonl, which are left out: 4 (line 2, 4, 5, …)\n"
+    assert json.loads(said(run, "3", "--json")) == SAMPLES[1]
+    assert "which are left out: 4" in show(run, "2", "--validation").stderr
+    assert "it was not drawn, or its line in samples.jsonl is damaged" in said(run, "4")
+
+
+# ---------------------------------------------------------------------------------------------- what is printed
+
+
+def test_nothing_in_a_file_reaches_the_terminal_as_something_that_it_obeys(run_dir: Path, tmp_path: Path) -> None:
+    evil = "e\x1b[2J\x9b2J\u202e\u2028\x7f"
+    talk = {"prompt": [{"role": evil, "content": evil}], "completion": []}
+    one = {"replica": evil, "finish": evil, "parts": {evil: 1.0, "b": 2.0}}
+    rows = [row(columns={"advantages": [0.0] * 4, evil: [0.0] * 4}, context=evil)]
+    group = sample(1, [episode(0, rows, **one), episode(1, [], conversation=talk, limit=evil, **one)], source=evil)
+    problem = validation(0, 2, evil)
+    problem["source"], problem["episodes"][0]["parts"] = evil, {evil: 1.0, "b": 1.0}
+    other = sample(2, [], fate=evil, reason=evil)
+    run = copied(
+        run_dir, tmp_path, [json.dumps(line).encode() for line in (group, other, problem, validation(0, 3, "x"))]
+    )
+    for arguments in ([], ["1"], ["1", "--tokens"], ["2"], ["--validation"], ["2", "--validation"]):
+        for more, spelled in (([], "e<0x1B>[2J<0x9B>"), (["--json"], "e\\u001b[2J\\u009b")):
+            told = said(run, *arguments, *more)
+            assert not [c for c in told if not c.isprintable() and c != "\n"], arguments
+            assert spelled in told, arguments
+    assert json.loads(said(run, "1", "--json")) == group
+    assert "<0x1B>[2J" in refused(run, "--source", "x")
+
+
+def test_json_of_characters_that_utf_8_cannot_encode_is_printed(run_dir: Path, tmp_path: Path) -> None:
+    one = sample(1, [], source="half \ud83d", answer="é 😀")
+    run = copied(run_dir, tmp_path, [json.dumps(one).encode()])
+    assert json.loads(said(run, "1", "--json"))["source"] == "half \\ud83d"
+    assert "é 😀" in said(run, "1", "--json")
+
+
+def test_a_row_without_a_context_read_the_groups_prompt() -> None:
+    output = io.StringIO()
+    print_group(sample(1, [episode(0, [row(context=None)])]), Console(file=output, width=160))
+    assert "behind 4 tokens" not in output.getvalue()
+    print_group(sample(1, [episode(0, [row(context=None), row(context="x")])]), Console(file=output, width=160))
+    assert "row 1 of 2, behind 4 tokens that end with\n  2+2=" in output.getvalue()
+
+
+def test_the_tokens_of_a_group_that_was_too_large_are_said_to_be_missing() -> None:
+    output = io.StringIO()
+    print_group(sample(1, [episode(0, [])], shortened=True), Console(file=output, width=160))
+    assert "no tokens are kept of it, for the sample was too large for its file" in output.getvalue()
+
+
+def test_a_table_holds_no_sample_longer_than_its_line_takes(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Held(dict[str, Any]):
+        """A sample whose end can be noticed."""
+
+    alive: weakref.WeakSet[Held] = weakref.WeakSet()
+    Held.__hash__ = object.__hash__  # type: ignore[method-assign, assignment]
+    most = 0
+
+    def samples(path: Path, **others: Any) -> Iterator[dict[str, Any]]:
+        nonlocal most
+        for number in range(50):
+            one = Held(sample(number, []))
+            alive.add(one)
+            most = max(most, len(alive))
+            yield one
+
+    monkeypatch.setattr(shown, "read_samples", samples)
+    table = shown.listed(run_dir, [], last=10)
+    assert ([line["group"] for line in table.lines], table.left_out) == (list(range(40, 50)), 40)
+    assert most <= 3

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headway.cli.common import Debug, errors_as_messages
+from headway.cli.common import Debug, errors_as_messages, say
 from headway.cli.outputs import check_outputs, check_writable, files_of_run, writing
 from headway.errors import ConfigError
 
@@ -99,6 +99,8 @@ def report(
         check_outputs({"--html": wanted.html, "--trace": wanted.trace}, files_of_run(run))
         written = write(run, html, trace)
         typer.echo(f"page: {written.html}\ntrace, for ui.perfetto.dev: {written.trace}")
+        if written.damaged:
+            say(f"damaged lines of {run / 'samples.jsonl'}, which are left out: {written.damaged}")
 
 
 def _profile(path: Path | None, run: Path | None) -> Profile:

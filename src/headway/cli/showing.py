@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headway.cli.common import Debug, errors_as_messages
+from headway.cli.common import Debug, errors_as_messages, say
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -66,24 +69,25 @@ def _refuse(options: list[str], why: str) -> None:
 
 
 def _table(run: Path, validation: bool, fate: str | None, source: str | None, last: int, as_json: bool) -> None:
-    from headway.reports.show import print_table, summary_of
+    from headway.reports.show import print_table
     from headway.reports.shown import listed
 
-    samples = listed(run, validation=validation, fate=fate, source=source)
-    shown = samples[-last:]
+    with _damage_told(run) as damaged:
+        table = listed(run, damaged, last=last, validation=validation, fate=fate, source=source)
     if as_json:
-        _print_json([summary_of(sample) for sample in shown])
-    elif not shown:
+        _print_json(table.lines)
+    elif not table.lines:
         typer.echo(f"no group that left a sample was {fate}" if fate is not None else "no sample is of this source")
     else:
-        print_table(shown, _console(), left_out=len(samples) - len(shown))
+        print_table(table.lines, _console(), left_out=table.left_out)
 
 
 def _problem(run: Path, problem: int, as_json: bool) -> None:
     from headway.reports.show import print_validations
     from headway.reports.shown import of_problem
 
-    samples = of_problem(run, problem)
+    with _damage_told(run) as damaged:
+        samples = of_problem(run, problem, damaged)
     if as_json:
         _print_json(samples)
     else:
@@ -97,7 +101,8 @@ def _group(run: Path, number: int, color: str, tokens: bool, episode: int | None
 
     if color not in list(Color):
         raise ConfigError(f"--color: got {color}, expected one of {', '.join(Color)}")
-    sample = found(run, number)
+    with _damage_told(run) as damaged:
+        sample = found(run, number, damaged)
     if as_json:
         _print_json(sample.to_json() if isinstance(sample, Story) else sample)
     elif isinstance(sample, Story):
@@ -106,8 +111,20 @@ def _group(run: Path, number: int, color: str, tokens: bool, episode: int | None
         print_group(sample, _console(), color=Color(color), tokens=tokens, episode=episode)
 
 
+@contextmanager
+def _damage_told(run: Path) -> Iterator[list[int]]:
+    """Yield a list for the numbers of lines that are no samples, and say on stderr how many there are."""
+    damaged: list[int] = []
+    yield damaged
+    if damaged:
+        first = ", ".join(map(str, damaged[:3])) + (", …" if len(damaged) > 3 else "")
+        say(f"damaged lines of {run / 'samples.jsonl'}, which are left out: {len(damaged)} (line {first})")
+
+
 def _print_json(value: object) -> None:
-    typer.echo(json.dumps(value, indent=1, ensure_ascii=False))
+    """Print JSON, with what a terminal might obey, or UTF-8 cannot encode, as JSON's escapes."""
+    text = json.dumps(value, indent=1, ensure_ascii=False)
+    typer.echo(re.sub(r"[^\n\x20-\x7e]", lambda c: c[0] if c[0].isprintable() else json.dumps(c[0])[1:-1], text))
 
 
 def _console() -> Console:

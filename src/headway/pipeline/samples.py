@@ -20,10 +20,13 @@ from numpy.typing import NDArray
 from headway.data.assignment import GroupId
 from headway.data.draws import drawn_problems, place_of_group
 from headway.data.types import Group, Prompt, Trajectory
+from headway.errors import cut, writable_json
 from headway.interfaces import Scores, TrainedRow
 
 DIGITS = 5
 """Significant digits of the numbers in a record."""
+MOST_BYTES = 8 * 2**20
+"""Most bytes of a record as UTF-8: an eighth of the file's."""
 
 Record = dict[str, Any]
 
@@ -124,7 +127,7 @@ class Samples:
         if (drawn := self._open.pop(number, None)) is not None:
             del self._numbers[_identity(drawn.prompt)]
             ended = {"fate": fate, "reason": reason, "lag": lag}
-            self._outlet.keep(self._group(drawn, ended, version, time))
+            self._outlet.keep(storable(self._group(drawn, ended, version, time)))
 
     # ---------------------------------------------------------------------------------------- held-out problems
 
@@ -149,15 +152,8 @@ class Samples:
         for t in episodes:
             reward, parts = given.get(t.id.k, (None, {}))
             answers.append({**_said(t, reward, parts), "failure": t.failure})
-        self._outlet.keep(
-            {
-                "validation": version,
-                "problem": problem,
-                **_asked(prompt),
-                "time": _moment(time),
-                "episodes": answers,
-            }
-        )
+        record = {"validation": version, "problem": problem, **_asked(prompt)}
+        self._outlet.keep(storable({**record, "time": _moment(time), "episodes": answers}))
 
     # ---------------------------------------------------------------------------------------- records
 
@@ -201,7 +197,7 @@ class Samples:
         texts, ids = self._outlet.texts, row.ids.tolist()
         same = np.array_equal(row.prompt_ids, prompt.token_ids)
         return {
-            "context": prompt.text if same else texts.text(row.prompt_ids.tolist()),
+            "context": None if same else texts.text(row.prompt_ids.tolist()),
             "prompt_length": len(row.prompt_ids),
             "cut": row.cut,
             "ids": ids,
@@ -243,6 +239,47 @@ def _said(t: Trajectory, reward: float | None, parts: Mapping[str, float | None]
         "text": t.text,
         "conversation": None if told is None else plain({"prompt": told.prompt, "completion": told.completion}),
     }
+
+
+def storable(record: Record, most: int = MOST_BYTES) -> Record:
+    """Return ``record`` as a file can hold it: lone surrogates spelled, and of at most ``most`` bytes.
+
+    One that is larger loses the rows of its last episodes first, then the ends of long texts, and has ``shortened``.
+    """
+    text = json.dumps(record, ensure_ascii=False)
+    clean = writable_json(text)
+    if clean != text:
+        record = json.loads(clean)
+    return record if len(clean.encode()) <= most else _shortened(record, most)
+
+
+def _shortened(record: Record, most: int) -> Record:
+    record = {**record, "episodes": list(record["episodes"]), "shortened": True}
+    for place in reversed(range(len(record["episodes"]))):
+        if _size(record) <= most:
+            return record
+        if record["episodes"][place].get("rows"):
+            record["episodes"][place] = {**record["episodes"][place], "rows": []}
+    for longest in (2**16, 2**12, 2**8):
+        if _size(record) <= most:
+            return record
+        record = _with_short_texts(record, longest)
+    if _size(record) > most:
+        told = {name: cut(str(record[name]), 2**8) for name in ("answer", "messages") if record.get(name) is not None}
+        record = {**record, **told, "episodes": []}
+    return record
+
+
+def _size(record: Record) -> int:
+    return len(json.dumps(record, ensure_ascii=False).encode())
+
+
+def _with_short_texts(value: Any, longest: int) -> Any:
+    if isinstance(value, str):
+        return cut(value, longest)
+    if isinstance(value, dict):
+        return {name: _with_short_texts(one, longest) for name, one in value.items()}
+    return [_with_short_texts(one, longest) for one in value] if isinstance(value, list) else value
 
 
 def plain(value: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headway.errors import ConfigError, DataError
@@ -25,6 +25,8 @@ class Written:
 
     html: Path
     trace: Path
+    damaged: int = 0
+    """Number of lines of ``samples.jsonl`` that are no samples, and are left out."""
 
 
 def places(run: Path, html: Path | None = None, trace: Path | None = None) -> Written:
@@ -42,11 +44,12 @@ def report(run: Path, html: Path | None = None, trace: Path | None = None) -> Wr
         ConfigError: ``run`` is no run's directory, its record cannot be read, or a file cannot be written.
     """
     written = places(run, html, trace)
-    shown = for_page(_samples(run))
+    samples = _samples(run)
+    shown = for_page(samples)
     timeline = build_timeline(events_of(run), sampled={sample["group"] for sample in shown if "group" in sample})
     _write(lambda timeline, path: write_html(timeline, path, samples=shown), timeline, written.html, "--html")
     _write(write_trace, timeline, written.trace, "--trace")
-    return written
+    return replace(written, damaged=samples.damaged)
 
 
 def _samples(run: Path) -> SampleIndex:

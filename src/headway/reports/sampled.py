@@ -7,15 +7,14 @@ group or a validation that a resume undid is written again; its last line counts
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from headway.reports.samples_file import HEAD, parsed
 from headway.reports.tail import Tail
 
-_GROUP = re.compile(rb'\{"group": ?(\d+), ?"version": ?(-?\d+)')
 ON_PAGE = 2 * 10**6
 """Most bytes of samples in a page that is one file."""
 MOST_OF_ONE = ON_PAGE // 6
@@ -44,7 +43,7 @@ class SampleIndex:
     lines: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
     """Version and problem → its line in a list: version, problem, source, mean reward and length. The newest alone."""
     damaged: int = 0
-    """Number of lines that are no samples."""
+    """Number of lines that were found to be no samples; a group's line is parsed when a page is made of it."""
     _tail: Tail = field(init=False)
 
     def __post_init__(self) -> None:
@@ -61,8 +60,8 @@ class SampleIndex:
         groups: list[int] = []
         validations: list[list[Any]] = []
         for offset, line in self._tail.read():
-            if found := _GROUP.match(line):
-                number, version = int(found[1]), int(found[2])
+            if (found := HEAD.match(line)) and found[1] == b"group":
+                number, version = int(found[2]), int(found[3])
                 self.groups[number] = At(offset, len(line), version)
                 groups.append(number)
             elif (told := self._validation(offset, line)) is not None:
@@ -71,7 +70,7 @@ class SampleIndex:
 
     def _validation(self, offset: int, line: bytes) -> list[Any] | None:
         try:
-            row = json.loads(line)
+            row = parsed(line)
             if "group" in row:  # spelled in another order than its writer's
                 self.groups[row["group"]] = At(offset, len(line), row["version"])
                 return None
@@ -125,6 +124,7 @@ def _fill(index: SampleIndex, keys: Sequence[Key], budget: int) -> tuple[list[di
     for place in spread(len(keys)):
         sample = _small(index.line(keys[place]))
         if sample is None:
+            index.damaged += 1
             continue
         size = len(json.dumps(sample, ensure_ascii=False).encode())
         if size > budget:
@@ -152,7 +152,7 @@ def spread(count: int) -> Iterator[int]:
 def _small(line: bytes | None) -> dict[str, Any] | None:
     """Parse a sample, without its ids, and with tokens of as many episodes as fit into `MOST_OF_ONE`."""
     try:
-        sample: dict[str, Any] = json.loads(line or b"")
+        sample: dict[str, Any] = parsed(line or b"")
         room, left_out = MOST_OF_ONE, 0
         for episode in sample["episodes"]:
             rows = [{name: value for name, value in row.items() if name != "ids"} for row in episode.get("rows", [])]

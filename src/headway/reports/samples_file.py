@@ -19,16 +19,16 @@ from typing import Any
 
 from headway.config.schema import Config
 from headway.data.draws import place_of_group, share_of
-from headway.errors import DataError
-from headway.reports.events_file import JsonLines, complete_lines
+from headway.errors import DataError, writable_json
+from headway.reports.events_file import JsonLines
 
 LIMIT = 64 * 2**20
 """Bytes from which on the file is thinned."""
-MOST_THINNED = 60
 ON_CLOCK = ("admitted", "generated", "rewarded", "settled", "started", "finished", "time")
 """Names of the moments in a sample."""
-_START = re.compile(r'\{"(group|validation)": (-?\d+)')
-_END = re.compile(r', "thinned": (\d+)\}\s*$')
+HEAD = re.compile(rb'\{"(group|validation)": ?(-?\d+), ?"(?:version|problem)": ?(-?\d+)')
+"""Beginning of a line: kind, the group's number or the validated version, and the group's version or the problem."""
+_END = re.compile(rb', "thinned": (\d+)\}\s*$')
 _OF_VALIDATION = frozenset({"validation", "problem", "source", "prompt", "answer", "time", "episodes"})
 _OF_GROUP = frozenset(
     {"group", "version", "fate", "reason", "lag", "source", "prompt", "answer", "baseline", "times", "episodes"}
@@ -87,12 +87,13 @@ class SamplesFile:
         return self._thinning.keeps(what, sample[what], self.thinned)
 
     def on_sample(self, sample: dict[str, Any]) -> None:
-        """Write one sample that it takes."""
+        """Write one sample that it takes. Where that makes the file too large, about half of its samples leave it."""
         # At once: few lines come, and the next one, with which this one would be flushed, may be minutes away.
         self._lines.write({**sample, "thinned": self.thinned}, at_once=True)
-        while self._lines.whole and self._lines.size > self._limit and self.thinned < MOST_THINNED:
-            if not self._thin():
-                break
+        # Once for each sample: what always stays, such as the first validation, may be more than the limit by itself.
+        if self._lines.whole and self._lines.size > self._limit and self._thin():
+            while self._lines.size > self._limit * 3 // 4:
+                self._limit *= 2
 
     def close(self) -> None:
         self._lines.close()
@@ -103,11 +104,11 @@ class SamplesFile:
         self.thinned += 1
         draft = draft_of(self._path)
         try:
-            with draft.open("w", encoding="utf-8") as kept:
-                for _, line in complete_lines(self._path):
-                    found = _START.match(line)
-                    if found and self._thinning.keeps(found[1], int(found[2]), self.thinned):
-                        kept.write(_END.sub(f', "thinned": {self.thinned}}}\n', line))
+            with draft.open("wb") as kept:
+                for line in _lines_of(self._path):
+                    found = HEAD.match(line)
+                    if found and self._thinning.keeps(found[1].decode(), int(found[2]), self.thinned):
+                        kept.write(_END.sub(b', "thinned": %d}\n' % self.thinned, line))
             draft.replace(self._path)
             return True
         except (OSError, DataError) as cause:
@@ -144,30 +145,48 @@ def write_surviving(path: Path, draft: Path, version: int, boundary: float) -> N
 
     Raises `OSError` where that cannot be written.
     """
-    with draft.open("w", encoding="utf-8") as kept:
-        for _, line in complete_lines(path):
+    with draft.open("wb") as kept:
+        for line in _lines_of(path):
             with suppress(ValueError, KeyError, TypeError):
                 if _survives(json.loads(line), version, boundary):
                     kept.write(line)
 
 
-def read_samples(path: Path, *, what: str | None = None, number: int | None = None) -> Iterator[dict[str, Any]]:
+def read_samples(
+    path: Path, *, what: str | None = None, number: int | None = None, damaged: list[int] | None = None
+) -> Iterator[dict[str, Any]]:
     """Yield the samples in a file, in order; a last line that was cut off is left out.
 
-    ``what``: ``group`` or ``validation``, where only those are wanted. ``number``: of the one group that is.
+    ``what``: ``group`` or ``validation``, where only those are wanted. ``number``: of the one group that is; lines that
+    begin as those of others are not parsed. ``damaged``: list that gets the numbers, from 1, of lines that are no
+    samples, which are left out.
 
-    Raises `DataError`, naming the line, for a file that holds something else, or cannot be read.
+    Raises `DataError` for a file that cannot be read, and without ``damaged`` also for a line that is no sample.
     """
-    wanted = None if number is None else f'{{"group": {number},'
-    for index, line in complete_lines(path):
-        if wanted is not None and not line.startswith(wanted) and _START.match(line):
+    for index, line in enumerate(_lines_of(path)):
+        head = HEAD.match(line) if number is not None else None
+        if head is not None and (head[1] != b"group" or int(head[2]) != number):
             continue
         try:
-            sample = _checked(json.loads(line))
+            sample = _checked(parsed(line))
         except (ValueError, TypeError, KeyError, AttributeError) as cause:
-            raise DataError(f"{path}:{index + 1} is not a sample of this version of Headway: {cause!r}") from cause
+            if damaged is None:
+                raise DataError(f"{path}:{index + 1} is not a sample of this version of Headway: {cause!r}") from cause
+            damaged.append(index + 1)
+            continue
         if (what is None or what in sample) and number in (None, sample.get("group")):
             yield sample
+
+
+def parsed(line: bytes) -> Any:
+    """Return the JSON of a line, with lone surrogates spelled, so that all of it can be written anywhere.
+
+    Raises `ValueError` for what is no JSON, or no UTF-8.
+    """
+    value = json.loads(line.decode())
+    if b"\\ud" in line.lower():
+        value = json.loads(writable_json(json.dumps(value, ensure_ascii=False)))
+    return value
 
 
 def _checked(sample: dict[str, Any]) -> dict[str, Any]:
@@ -199,12 +218,23 @@ def _survives(sample: Sample, version: int, boundary: float) -> bool:
     return bool(sample["validation"] < version and sample["time"] <= boundary + 1e-3)
 
 
+def _lines_of(path: Path) -> Iterator[bytes]:
+    """Yield the complete lines of a file. Raises `DataError` where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                if line.endswith(b"\n"):
+                    yield line
+    except OSError as cause:
+        raise DataError(f"cannot read the samples of a run: {cause}") from cause
+
+
 def _thinned(path: Path) -> int:
     """Return how often a file was thinned, by its last complete line; 0 without any."""
     if not path.is_file():
         return 0
-    last = ""
-    for _, line in complete_lines(path):
+    last = b""
+    for line in _lines_of(path):
         last = line
     found = _END.search(last)
     return int(found[1]) if found else 0

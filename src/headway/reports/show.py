@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -13,7 +12,7 @@ from rich.text import Text
 
 from headway.errors import ConfigError
 from headway.reports import human
-from headway.reports.shown import Sample, Story
+from headway.reports.shown import Sample, Story, Summary
 from headway.reports.token_scales import Color, Scale
 from headway.reports.token_view import QUIET, common_scale, figures, legend, token_table, token_text, visible
 
@@ -23,29 +22,10 @@ CONTEXT = 400
 """Most characters shown of the end of a context that is not the group's prompt."""
 
 
-def summary_of(sample: Sample) -> dict[str, Any]:
-    """Return the line of a sample in a table, as JSON."""
-    episodes = sample["episodes"]
-    rewards = [e["reward"] for e in episodes if e["reward"] is not None]
-    lengths = [e["length"] for e in episodes]
-    common = {
-        "source": sample["source"],
-        "reward": round(fmean(rewards), 5) if rewards else None,
-        "lengths": [min(lengths), max(lengths)] if lengths else None,
-        "turns": max((e["turns"] for e in episodes), default=None),
-        "prompt": sample["prompt"],
-    }
-    if "group" in sample:
-        own = {name: sample[name] for name in ("group", "version", "fate", "reason", "lag")}
-        return own | {"episodes": len(episodes), "failed": sum(e["failure"] is not None for e in episodes)} | common
-    return {"validation": sample["validation"], "problem": sample["problem"], "episodes": len(episodes)} | common
-
-
-def print_table(samples: Sequence[Sample], console: Console, *, left_out: int = 0) -> None:
-    """Print a line for each sample. ``left_out``: earlier ones that are not among them."""
-    validation = any("validation" in sample for sample in samples)
+def print_table(lines: Sequence[Summary], console: Console, *, left_out: int = 0) -> None:
+    """Print a line for each sample. ``left_out``: number of earlier ones that are not among them."""
+    validation = any("validation" in line for line in lines)
     names = ("validation", "problem") if validation else ("group", "version")
-    lines = [summary_of(sample) for sample in samples]
     sources = len({line["source"] for line in lines}) > 1
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in names:
@@ -68,7 +48,7 @@ def print_table(samples: Sequence[Sample], console: Console, *, left_out: int = 
         cells += [human.score(line["reward"]), _range(line["lengths"])]
         cells += [str(line["turns"] or human.UNKNOWN)] if turns else []
         cells += [line["source"]] if sources else []
-        table.add_row(*(Text(cell) for cell in cells), Text(_one_line(line["prompt"])))
+        table.add_row(*(Text(visible(cell)) for cell in cells), Text(_one_line(line["prompt"])))
     console.print(table)
     if left_out:
         console.print(Text(f"{human.count(left_out)} earlier ones are not shown; --last N shows more", style=QUIET))
@@ -98,8 +78,8 @@ def print_validations(samples: Sequence[Sample], console: Console) -> None:
     _print_asked(first, f"problem {first['problem']}, from {first['source']}", console)
     for sample in samples:
         for one in sample["episodes"]:
-            reward = _reward(one)
-            console.print(Text(f"\nversion {sample['validation']}, answer {one['k']}: {reward}{_ended(one)}", "bold"))
+            title = f"\nversion {sample['validation']}, answer {one['k']}: {_reward(one)}{_ended(one)}"
+            console.print(Text(visible(title), "bold"))
             _print_words(one, console)
 
 
@@ -132,9 +112,10 @@ def print_story(story: Story, console: Console) -> None:
         for t in sorted(story.episodes, key=lambda t: t.k):
             versions = ", ".join(str(v) for v in dict.fromkeys(version for _, version in t.version_spans))
             end = f"failed: {t.failure}" if t.failure else (t.limit and f"limit: {t.limit}") or t.finish_reason
-            table.add_row(str(t.k), t.replica, human.count(t.tokens), versions, str(t.turns), Text(visible(end)))
+            cells = (str(t.k), t.replica, human.count(t.tokens), versions, str(t.turns), end)
+            table.add_row(*(Text(visible(cell)) for cell in cells))
         console.print(table)
-    console.print(Text(story.kept), soft_wrap=True)
+    console.print(Text(visible(story.kept)), soft_wrap=True)
 
 
 def _chosen(sample: Sample, episode: int | None) -> list[Mapping[str, Any]]:
@@ -184,7 +165,7 @@ def _times(moments: Mapping[str, float | None]) -> str:
 
 
 def _print_asked(sample: Sample, title: str, console: Console) -> None:
-    console.print(Text(title, style="bold"))
+    console.print(Text(visible(title), style="bold"))
     console.print(Padding(Text(visible(sample["prompt"])), (0, 0, 0, 2), expand=False))
     if sample["answer"] is not None:
         console.print(Text.assemble(("answer: ", QUIET), visible(str(sample["answer"]))))
@@ -203,27 +184,29 @@ def _episodes_table(episodes: Sequence[Mapping[str, Any]]) -> Table:
             cells += [str(one["turns"]), human.duration(one["worked_s"]), human.duration(one["waited_s"])]
         versions = sorted({v for row in one["rows"] for v in row["versions"] if v >= 0})
         cells += [", ".join(map(str, versions)) or human.UNKNOWN, human.duration(one["finished"] - one["started"])]
-        table.add_row(*cells, one["replica"], Text(_end_of(one)))
+        table.add_row(*cells, visible(one["replica"]), Text(visible(_end_of(one))))
     return table
 
 
 def _print_episode(
     one: Mapping[str, Any], sample: Sample, console: Console, color: Color, scale: Scale | None, *, tokens: bool
 ) -> None:
-    console.print(Text(f"\nepisode {one['k']}: {_reward(one)}{_ended(one)}", "bold"))
+    console.print(Text(visible(f"\nepisode {one['k']}: {_reward(one)}{_ended(one)}"), "bold"))
     if one["turn_rewards"]:
         rewards = ", ".join(human.number(reward) for reward in one["turn_rewards"])
         console.print(Text(f"rewards of its turns: {rewards}", style=QUIET))
     rows = one["rows"]
     if scale is None or not rows:
         _print_words(one, console)
-        console.print(Text("no tokens are kept of it, since it was not trained", style=QUIET))
+        large = sample.get("shortened") and sample["fate"] == "trained"
+        why = "for the sample was too large for its file" if large else "since it was not trained"
+        console.print(Text(f"no tokens are kept of it, {why}", style=QUIET))
         return
     for place, row in enumerate(rows):
-        if len(rows) > 1 or row["context"] != sample["prompt"]:
+        if len(rows) > 1 or row["context"] not in (None, sample["prompt"]):
             name = f"row {place + 1} of {len(rows)}, " if len(rows) > 1 else ""
             console.print(Text(f"{name}behind {human.count(row['prompt_length'])} tokens that end with", style=QUIET))
-            context = visible(row["context"])
+            context = visible(sample["prompt"] if row["context"] is None else row["context"])
             shown = f"…{context[-CONTEXT:]}" if len(context) > CONTEXT else context
             console.print(Padding(Text(shown, style=QUIET), (0, 0, 0, 2), expand=False))
         console.print(Text(figures(row), style=QUIET))
@@ -240,7 +223,7 @@ def _print_words(one: Mapping[str, Any], console: Console) -> None:
         console.print(Padding(Text(visible(one["text"])), (0, 0, 0, 2), expand=False))
         return
     for message in [*told["prompt"], *told["completion"]]:
-        console.print(Text(f"{message.get('role', human.UNKNOWN)}:", style=QUIET))
+        console.print(Text(visible(f"{message.get('role', human.UNKNOWN)}:"), style=QUIET))
         console.print(Padding(Text(visible(_content(message))), (0, 0, 0, 2), expand=False))
 
 
@@ -287,13 +270,13 @@ def _one_line(text: str) -> str:
 def _plain_table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in columns:
-        table.add_column(name, justify="left" if name in ("replica", "end", "finish", "versions") else "right")
+        table.add_column(visible(name), justify="left" if name in ("replica", "end", "finish", "versions") else "right")
     return table
 
 
 def _print_pairs(lines: Mapping[str, str], console: Console) -> None:
     for name, value in lines.items():
-        console.print(Text.assemble((f"{name}: ", QUIET), visible(value)), soft_wrap=True)
+        console.print(Text.assemble((f"{visible(name)}: ", QUIET), visible(value)), soft_wrap=True)
 
 
 def _has_colors(console: Console) -> bool:

@@ -7,9 +7,11 @@ A sample is read from ``samples.jsonl`` alone. The record, which is large, is lo
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from headway.errors import ConfigError, DataError
@@ -26,10 +28,23 @@ from headway.reports.report import events_file_of, events_of
 from headway.reports.run_directory import RunDirectory
 from headway.reports.samples_file import read_samples
 from headway.reports.tally import FATES, IN_FLIGHT
+from headway.reports.token_view import visible
 
 ALL_FATES = (*FATES, IN_FLIGHT)
 
 Sample = dict[str, Any]
+Summary = dict[str, Any]
+"""The line of a sample in a table, as JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """Table of a run's samples."""
+
+    lines: list[Summary]
+    """The last ones, in the order in which they were written."""
+    left_out: int
+    """Number of earlier ones."""
 
 
 @dataclass(slots=True)
@@ -54,8 +69,18 @@ class Story:
         }
 
 
-def listed(run: Path, *, validation: bool = False, fate: str | None = None, source: str | None = None) -> list[Sample]:
-    """Return the samples of a run, in the order in which they were written: of groups, or of validations.
+def listed(
+    run: Path,
+    damaged: list[int],
+    *,
+    last: int,
+    validation: bool = False,
+    fate: str | None = None,
+    source: str | None = None,
+) -> Listed:
+    """Return a table of the ``last`` samples of a run, of groups or of validations, which are read one at a time.
+
+    ``damaged`` gets the numbers of lines of the file that are no samples.
 
     Raises:
         ConfigError: ``run`` is no run's directory, has no samples yet, or was told to keep none; its samples cannot be
@@ -65,53 +90,81 @@ def listed(run: Path, *, validation: bool = False, fate: str | None = None, sour
     if fate is not None and (validation or fate not in ALL_FATES):
         wanted = f"expected one of {', '.join(ALL_FATES)}" if not validation else "but held-out problems have no fate"
         raise ConfigError(f"--fate: got {fate}, {wanted}")
-    every = list(_samples(run, what))
-    if not every:
-        raise ConfigError(_why_none(run, what))
-    sources = sorted({str(sample["source"]) for sample in every})
+    lines, sources, count = deque[Summary](maxlen=last), set[str](), 0
+    for sample in _samples(run, what, damaged):
+        sources.add(str(sample["source"]))
+        if (fate is None or sample["fate"] == fate) and (source is None or sample["source"] == source):
+            lines.append(_summary(sample))
+            count += 1
+    if not sources:
+        raise ConfigError(_why_none(run, what, damaged))
     if source is not None and source not in sources:
-        raise ConfigError(f"--source: got {source}, expected one of {', '.join(sources)}")
-    return [
-        sample
-        for sample in every
-        if (fate is None or sample["fate"] == fate) and (source is None or sample["source"] == source)
-    ]
+        raise ConfigError(f"--source: got {visible(source)}, expected one of {visible(', '.join(sorted(sources)))}")
+    return Listed(list(lines), count - len(lines))
 
 
-def of_problem(run: Path, problem: int) -> list[Sample]:
-    """Return the samples of one held-out problem, by version. Raises `ConfigError` where it was not shown."""
-    every = listed(run, validation=True)
-    shown = sorted({sample["problem"] for sample in every})
-    if problem not in shown:
-        those = ", ".join(map(str, shown))
+def of_problem(run: Path, problem: int, damaged: list[int]) -> list[Sample]:
+    """Return the samples of one held-out problem, by version. Raises `ConfigError` where it was not shown.
+
+    ``damaged`` gets the numbers of lines of the file that are no samples.
+    """
+    samples, shown = list[Sample](), set[int]()
+    for sample in _samples(run, "validation", damaged):
+        shown.add(sample["problem"])
+        if sample["problem"] == problem:
+            samples.append(sample)
+    if not shown:
+        raise ConfigError(_why_none(run, "validation", damaged))
+    if not samples:
+        those = ", ".join(map(str, sorted(shown)))
         raise ConfigError(
             f"GROUP: got {problem}, but with --validation it is one of the problems that are shown: {those}"
         )
-    return [sample for sample in every if sample["problem"] == problem]
+    return samples
 
 
-def found(run: Path, number: int) -> Sample | Story:
-    """Return the sample of group ``number``, or what the record tells of it where it left none.
+def found(run: Path, number: int, damaged: list[int]) -> Sample | Story:
+    """Return the last sample of group ``number``, or what the record tells of it where it left none.
+
+    ``damaged`` gets the numbers of lines of the file that may have been its own and are no samples.
 
     Raises `ConfigError` for a group that was never admitted, and what cannot be read.
     """
-    for sample in _samples(run, "group", number):
-        return sample
-    return _story(run, number)
+    last: Sample | None = None
+    for sample in _samples(run, "group", damaged, number):
+        last = sample
+    return last if last is not None else _story(run, number, damaged)
 
 
-def _samples(run: Path, what: str, number: int | None = None) -> Iterator[Sample]:
+def _summary(sample: Sample) -> Summary:
+    episodes = sample["episodes"]
+    rewards = [e["reward"] for e in episodes if e["reward"] is not None]
+    lengths = [e["length"] for e in episodes]
+    common = {
+        "source": sample["source"],
+        "reward": round(fmean(rewards), 5) if rewards else None,
+        "lengths": [min(lengths), max(lengths)] if lengths else None,
+        "turns": max((e["turns"] for e in episodes), default=None),
+        "prompt": sample["prompt"],
+    }
+    if "group" in sample:
+        own = {name: sample[name] for name in ("group", "version", "fate", "reason", "lag")}
+        return own | {"episodes": len(episodes), "failed": sum(e["failure"] is not None for e in episodes)} | common
+    return {"validation": sample["validation"], "problem": sample["problem"], "episodes": len(episodes)} | common
+
+
+def _samples(run: Path, what: str, damaged: list[int], number: int | None = None) -> Iterator[Sample]:
     events_file_of(run)
     path = RunDirectory(run).samples
     if not path.is_file():
         return
     try:
-        yield from read_samples(path, what=what, number=number)
+        yield from read_samples(path, what=what, number=number, damaged=damaged)
     except DataError as cause:
         raise ConfigError(f"RUN: got {run}, whose samples cannot be read: {cause}") from cause
 
 
-def _story(run: Path, number: int) -> Story:
+def _story(run: Path, number: int, damaged: list[int]) -> Story:
     story: Story | None = None
     for event in events_of(run, lambda line: f'"number": {number},' in line or '"fetch.taken"' in line[:24]):
         match event:
@@ -127,11 +180,13 @@ def _story(run: Path, number: int) -> Story:
                 story.settled = event
     if story is None:
         raise ConfigError(_never_admitted(run, number))
-    story.kept = _why_no_text(run, story)
+    story.kept = _why_no_text(run, story, damaged)
     return story
 
 
-def _why_no_text(run: Path, story: Story) -> str:
+def _why_no_text(run: Path, story: Story, damaged: list[int]) -> str:
+    if damaged:
+        return "It has no text that can be read: it was not drawn, or its line in samples.jsonl is damaged."
     drawn = _drawn_per_version(run)
     if story.settled is None:
         return "Its fate is not settled yet; a group that is drawn leaves its text when it is."
@@ -153,7 +208,9 @@ def _never_admitted(run: Path, number: int) -> str:
     return f"GROUP: got {number}, but the run in {run} has admitted the groups 0 to {last}"
 
 
-def _why_none(run: Path, what: str) -> str:
+def _why_none(run: Path, what: str, damaged: list[int]) -> str:
+    if damaged:
+        return f"RUN: got {run}, whose samples.jsonl has damaged lines and no sample of a {what} that can be read"
     if _last_admitted(run) is None and what == "group":
         return f"RUN: got {run}, where no group was admitted yet: the run is still starting, or ended before"
     if _drawn_per_version(run) == 0:

@@ -21,15 +21,17 @@ QUIET = "bright_black"
 
 
 def visible(text: str) -> str:
-    """Return ``text`` with its control characters spelled, but for ends of lines and tabs.
+    """Return ``text`` with its control and format characters spelled, but for ends of lines, tabs, and joiners.
 
-    What a model says may hold any of them, and a terminal obeys some.
+    What a model says may hold any of them, and a terminal obeys some. Joiners are part of emoji and of some scripts.
     """
     if text.isprintable():
         return text
-    return "".join(
-        f"<0x{ord(c):02X}>" if unicodedata.category(c) in ("Cc", "Cs") and c not in "\n\t" else c for c in text
-    )
+    return "".join(c if unicodedata.category(c) not in _OBEYED or c in _HARMLESS else f"<0x{ord(c):02X}>" for c in text)
+
+
+_OBEYED = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+_HARMLESS = "\n\t\u200c\u200d"
 
 
 def legend(scale: Scale, *, colors: bool) -> Text:
@@ -77,7 +79,7 @@ def token_table(row: Row) -> Table:
     table.add_column("#", justify="right", style=QUIET)
     table.add_column("token", no_wrap=True)
     for name in ("version", "engine", "trainer", "gap", "entropy", *columns):
-        table.add_column(_HEADINGS.get(name, name), justify="right", no_wrap=True)
+        table.add_column(visible(_HEADINGS.get(name, name)), justify="right", no_wrap=True)
     numbers = [row["behaviour"], row["logprobs"], gaps(row), row["entropy"], *columns.values()]
     half = len(row["ids"]) // 2 if row["cut"] else len(row["ids"])
     steps = [1] * len(row["ids"])

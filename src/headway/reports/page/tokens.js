@@ -70,7 +70,7 @@ const tokens = (() => {
       yield palette(one);
       for (const [i, row] of one.rows.entries()) {
         if (one.rows.length > 1) yield make("h4", "", `Row ${i + 1} of ${one.rows.length}`);
-        const context = make("details", "", make("summary", "", `What the model read: ${row.prompt_length} tokens`), text(row.context));
+        const context = make("details", "", make("summary", "", `What the model read: ${row.prompt_length} tokens`), text(row.context ?? sample.prompt));
         yield context;
         yield tokenBox(row);
       }
