@@ -108,7 +108,8 @@ def _settings(path: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(config.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as cause:
-        raise ConfigError(f"RUN: got {path}, whose {config.name} cannot be read: {cause}") from cause
+        said = " ".join(str(cause).split())  # YAML's own is a small picture
+        raise ConfigError(f"RUN: got {path}, whose {config.name} cannot be read: {said}") from cause
     if not isinstance(values, dict):
         raise ConfigError(f"RUN: got {path}, whose {config.name} holds no settings")
     return dict(flatten(values))
