@@ -273,6 +273,17 @@ FRAMES = """new Promise((done) => {
 """Moves something with each frame; milliseconds between two frames: the median, the 95th percentile, the longest."""
 
 
+def test_one_live_page_too_many_says_that_others_are_open(
+    page: Page, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headway.reports.watch.server.MOST_STREAMS", 0)
+    with Watched(small) as url:
+        page.open(url)
+        page.wait("document.getElementById('status').textContent.includes('pages of this run are open')")
+        page.ask("new Promise((done) => setTimeout(done, 300))")
+        assert "not connected" not in page.ask("document.getElementById('status').textContent")
+
+
 def test_a_live_page_follows_a_run_through_a_kill_and_a_resume(page: Page, tmp_path: Path) -> None:
     """The page waits for the server's looks at the files."""
     whole = story(versions=8)

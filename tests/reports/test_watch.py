@@ -21,6 +21,7 @@ from headway.errors import ConfigError, DataError, RunError, UserError
 from headway.events import Event, RunResumed, RunStarted, VersionReached
 from headway.reports.html_timeline import live_parts
 from headway.reports.run_directory import RunDirectory, RunLock
+from headway.reports.tail import Tail
 from headway.reports.timeline import TimelineBuilder, build_timeline
 from headway.reports.watch import server as watch_server
 from headway.reports.watch import serving
@@ -190,6 +191,23 @@ def test_a_record_that_is_damaged_ends_with_the_line_that_is(run: Path) -> None:
         follower.join()
     assert follower.message(0, -1)["status"]["status"] == "damaged"
     follower.close()
+
+
+def test_a_page_gets_its_message_while_files_are_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow disk under the run keeps no page waiting."""
+    follower, answered = Follower(RunDirectory(run), Clock()), []
+    read = Tail.read
+
+    def slow(tail: Tail) -> Iterator[tuple[int, bytes]]:
+        asking = threading.Thread(target=lambda: answered.append(follower.message(0, -1)), daemon=True)
+        asking.start()
+        asking.join(5)
+        assert not asking.is_alive(), f"a page waits for {tail.path.name}"
+        return read(tail)
+
+    monkeypatch.setattr(Tail, "read", slow)
+    up_to_date(follower)
+    assert answered
 
 
 def test_a_failure_that_nobody_thought_of_ends_the_command_with_a_message(

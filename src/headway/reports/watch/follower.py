@@ -235,8 +235,11 @@ class Follower:
 
     def _read_samples(self) -> bool:
         read = self._read
+        found = read.samples.parsed()
+        if not found:
+            return False
         with self._changed:  # the index is what pages ask
-            groups, validations = read.samples.read()
+            groups, validations = read.samples.merge(found)
             for number in groups:
                 read.builder.groups.touch(number)
             self._advance()
