@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from headway.errors import HeadwayError, RunError, StallError, UserError, said_by
-from headway.reports.run_directory import RunDirectory, RunLock
+from headway.reports.run_directory import RunDirectory
+from headway.reports.watch.alive import is_trained
 
 ADDRESS_BYTES = 107
 """Longest path that the kernel takes as a socket's address."""
@@ -232,17 +233,23 @@ def _connected(run: RunDirectory) -> Iterator[socket.socket]:
 
 
 def _holder(run: RunDirectory) -> str:
-    return RunLock(run.lock).holder() or "the process"
+    """Return who took the run's lock last, in its own words. The lock itself is not touched."""
+    try:
+        return run.lock.read_text(encoding="utf-8").strip() or "another process"
+    except (OSError, UnicodeDecodeError):
+        return "another process"
 
 
 def _why_alone(run: RunDirectory) -> str:
     """Return why nobody answers for a run."""
-    holder = RunLock(run.lock).holder()
-    if holder is None:
+    trained = is_trained(run.lock)
+    if trained is False:
         return f"no process trains this run. To go on with it: headway train --resume {run.path}"
-    here = socket.gethostname()
-    if " on " in holder and not holder.endswith(f" on {here}"):
-        return f"{holder} trains this run, and this machine is {here}; give the command there"
+    holder, here = _holder(run), socket.gethostname()
+    if trained is None and " on " in holder and not holder.endswith(f" on {here}"):
+        return (
+            f"{holder} trains this run, or did, and this machine is {here}, which cannot tell; give the command there"
+        )
     return (
         f"{holder} trains this run, and cannot be asked: it is still starting, or ending. If that stays so, the run "
         "warned at its start that it cannot be asked, and why"

@@ -218,7 +218,24 @@ def test_a_process_that_does_not_begin_in_time_is_left_out_and_stopped_all_the_s
     assert run_virtual(window_over(stage, 1, *range(1, 12))) is None
     assert stage.taken().files == ["rollout-0.json.gz"]
     assert stage.warnings == ["there is no profile of actor-0: it did not begin within 60 s"]
-    assert [what for what, _ in stage.processes[0].did] == ["stop"]
+    assert [what for what, _ in stage.processes[0].did] == ["stop", "take"]
+
+
+def test_processes_that_all_begin_too_late_are_stopped_and_forget_what_they_recorded(tmp_path: Path):
+    """A call that timed out here goes on over there: without an end it would record until memory runs out."""
+    stage = Stage(tmp_path, [FakeProcess(start_s=1e6), FakeProcess("rollout-0", start_s=1e6)])
+    failure = run_virtual(window_over(stage, 1, *range(1, 12)))
+    assert isinstance(failure, RunError) and "no process of the run could be profiled" in str(failure)
+    for process in stage.processes:
+        assert [what for what, _ in process.did] == ["stop", "take"]
+    assert not (tmp_path / "profiles").exists()
+
+
+def test_a_process_that_fails_to_end_forgets_what_it_recorded_and_is_warned_of_once(tmp_path: Path):
+    stage = Stage(tmp_path, [FakeProcess(fails="stop"), FakeProcess("rollout-0")])
+    assert run_virtual(window_over(stage, 1, 1, 2, 3)) is None
+    assert [what for what, _ in stage.processes[0].did] == ["start", "take"]
+    assert len(stage.warnings) == 1
 
 
 def test_without_any_trace_the_window_has_failed_and_another_may_be_asked_for(tmp_path: Path):

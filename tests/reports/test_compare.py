@@ -86,6 +86,15 @@ def test_only_the_settings_that_differ_are_shown() -> None:
     assert "The settings are the same" in printed(compared([a, a]))
 
 
+def test_settings_and_names_are_shown_as_they_are_whatever_brackets_or_escapes_they_hold() -> None:
+    a = read("runs[a]", settings={"data.train": "data/[a-z]*.jsonl", "rollout.stop": ["[/INST]"]})
+    b = read("b\x1b[2J", settings={"data.train": "\x9b31m", "rollout.stop": None})
+    text = printed(compared([a, b]))
+    for shown in ("runs[a]", "data/[a-z]*.jsonl", "['[/INST]']", "b<0x1B>[2J", "<0x9B>31m"):
+        assert shown in text
+    assert "\x1b" not in text and "\x9b" not in text
+
+
 def test_two_runs_fit_into_80_columns_and_five_are_all_there(tmp_path: Path) -> None:
     run = written(
         tmp_path / "a-directory-with-a-long-name",

@@ -16,11 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.events import Note, RunFinished
-from headway.reports.html_timeline import page, write_html
+from headway.reports.html_timeline import live_page, page, write_html
 from headway.reports.lanes import Kind, Lane, LaneSpan, idle
 from headway.reports.page_data import merge_short, merged
 from headway.reports.timeline import Timeline, build_timeline
+from headway.reports.token_scales import Color, scale_of
 from tests.reports.scripted_run import ScriptedRun
+from tests.reports.stories import story
 from tests.reports.timelines import cut_short, failed, simulated, started
 
 VOID = {"meta", "br", "img", "hr", "input", "link"}
@@ -148,6 +150,20 @@ def test_a_lane_without_spans_a_run_of_one_event_and_failed_runs_have_pages() ->
 def test_the_page_is_written_in_utf_8(tmp_path: Path) -> None:
     write_html(build_timeline(failed("ünï ✗")), tmp_path / "page.html")
     assert "ünï ✗" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("name", "color"), [("gap", Color.GAP), ("log-prob", Color.LOGPROB), ("entropy", Color.ENTROPY)]
+)
+def test_pages_colour_tokens_by_the_steps_that_the_terminal_has(name: str, color: Color) -> None:
+    """Steps with bounds of their own: a gap of 0.0001 is nothing, whatever else is in its row."""
+    scale = scale_of(color, ())
+    for text in (page(build_timeline(story(versions=1))), live_page("run")):
+        given = Page(text).data["scales"][name]
+        assert given["bounds"] == list(scale.bounds)
+        assert given["labels"] == [step.label for step in scale.steps]
+        assert [bool(strength) for strength in given["strengths"]] == [bool(step.style) for step in scale.steps]
+        assert max(abs(strength) for strength in given["strengths"]) == 1
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")

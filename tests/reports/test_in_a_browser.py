@@ -173,6 +173,37 @@ def test_tokens_are_told_one_by_one_by_keyboard_in_every_colour(page: Page, smal
     assert "17 + 25? <b>Think</b>" in page.ask("document.querySelector('#sample details').textContent")
 
 
+def test_tokens_that_nobody_sampled_have_no_gap_and_a_healthy_one_has_no_colour(page: Page, tmp_path: Path) -> None:
+    """Quick parts cannot tell: it is the page's script that colours tokens and tells of them."""
+    one = sample(3, 0, episodes=1)
+    one["fate"], one["reason"] = "dropped", "nonfinite"
+    (row,) = one["episodes"][0]["rows"]
+    row["versions"] = [-1 if i == 1 else 0 for i in range(40)]
+    row["mask"] = [int(i != 1) for i in range(40)]
+    row["behaviour"] = [0.0 if i == 1 else -1.0 for i in range(40)]
+    row["logprobs"] = [-3.2 if i == 1 else -1.3 if i == 2 else -1.0001 for i in range(40)]
+    html = report(written(tmp_path / "run", story(versions=3), [one])).html
+    page.problems.clear()
+    page.look(1280, 900)
+    page.open(html.as_uri())
+    page.ask("document.querySelector('#filters input[type=checkbox]').click()")
+    page.frame()
+    page.ask("document.getElementById('list').focus()")
+    page.press("ArrowDown", "Enter")
+    page.wait("document.querySelector('.tokens span')")
+    assert "nothing was trained on them" in page.ask("document.getElementById('sample').textContent")
+    page.ask("[...document.querySelectorAll('.colours button')].find((one) => one.textContent === 'gap').click()")
+    painted = page.ask("[...document.querySelectorAll('.tokens span')].map((span) => span.style.background !== '')")
+    assert [i for i, on in enumerate(painted) if on] == [2]
+    page.ask("document.querySelector('.tokens').focus()")
+    page.press("ArrowRight", "ArrowRight")
+    said = page.ask("document.getElementById('said').textContent")
+    assert "token 2 of 40, not trained on" in said and "gap" not in said and "engine" not in said
+    page.press("ArrowRight")
+    assert "gap -0.3" in page.ask("document.getElementById('said').textContent")
+    assert page.problems == []
+
+
 def test_groups_are_filtered_by_fate_reward_length_and_source(page: Page, small: Path) -> None:
     html = report(small).html
     page.look(1280, 900)
@@ -241,6 +272,17 @@ FRAMES = """new Promise((done) => {
   requestAnimationFrame(frame);
 })"""
 """Moves something with each frame; milliseconds between two frames: the median, the 95th percentile, the longest."""
+
+
+def test_one_live_page_too_many_says_that_others_are_open(
+    page: Page, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headway.reports.watch.server.MOST_STREAMS", 0)
+    with Watched(small) as url:
+        page.open(url)
+        page.wait("document.getElementById('status').textContent.includes('pages of this run are open')")
+        page.ask("new Promise((done) => setTimeout(done, 300))")
+        assert "not connected" not in page.ask("document.getElementById('status').textContent")
 
 
 def test_a_live_page_follows_a_run_through_a_kill_and_a_resume(page: Page, tmp_path: Path) -> None:

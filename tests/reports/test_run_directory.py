@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from pathlib import Path
 
 import pytest
@@ -153,14 +152,3 @@ def test_a_lock_where_nothing_can_be_written_is_refused_with_the_reason(tmp_path
     (tmp_path / "run").write_text("in the way")
     with pytest.raises(UserError, match=r"cannot be written \(Not a directory\); give a run.dir that you may write to"):
         RunLock(tmp_path / "run" / "run.lock").take()
-
-
-def test_a_locks_holder_is_named_while_it_is_held_and_asking_takes_nothing(tmp_path: Path) -> None:
-    lock = RunLock(tmp_path / "run.lock")
-    assert lock.holder() is None
-    lock.take()
-    assert RunLock(tmp_path / "run.lock").holder() == f"process {os.getpid()} on {socket.gethostname()}"
-    lock.release()
-    assert RunLock(tmp_path / "run.lock").holder() is None
-    lock.take()
-    lock.release()

@@ -8,19 +8,22 @@ import json
 import socket
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
-from headway.errors import ConfigError, DataError, UserError
+from headway.errors import ConfigError, DataError, RunError, UserError
 from headway.events import Event, RunResumed, RunStarted, VersionReached
 from headway.reports.html_timeline import live_parts
 from headway.reports.run_directory import RunDirectory, RunLock
+from headway.reports.tail import Tail
 from headway.reports.timeline import TimelineBuilder, build_timeline
+from headway.reports.watch import server as watch_server
 from headway.reports.watch import serving
 from headway.reports.watch.alive import is_trained
 from headway.reports.watch.follower import Follower
@@ -190,6 +193,63 @@ def test_a_record_that_is_damaged_ends_with_the_line_that_is(run: Path) -> None:
     follower.close()
 
 
+def test_a_page_gets_its_message_while_files_are_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow disk under the run keeps no page waiting."""
+    follower, answered = Follower(RunDirectory(run), Clock()), []
+    read = Tail.read
+
+    def slow(tail: Tail) -> Iterator[tuple[int, bytes]]:
+        asking = threading.Thread(target=lambda: answered.append(follower.message(0, -1)), daemon=True)
+        asking.start()
+        asking.join(5)
+        assert not asking.is_alive(), f"a page waits for {tail.path.name}"
+        return read(tail)
+
+    monkeypatch.setattr(Tail, "read", slow)
+    up_to_date(follower)
+    assert answered
+
+
+def test_a_failure_that_nobody_thought_of_ends_the_command_with_a_message(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("lane")
+
+    monkeypatch.setattr(TimelineBuilder, "on_event", fail)
+    follower = Follower(RunDirectory(run))
+    follower.start()
+    with pytest.raises(RunError, match=r"cannot be followed any more: .*lane"):
+        follower.join()
+    assert "lane" in follower.message(0, -1)["status"]["reason"]
+    follower.close()
+
+
+def test_what_cannot_be_read_for_a_moment_is_read_later(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder whose rights change, or a network's disk that is away: neither the record nor the lock is damaged."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    follower = Follower(RunDirectory(run), Clock())
+    for name in ("pathlib.Path.open", "headway.reports.watch.follower.is_trained"):
+        with monkeypatch.context() as refused:
+            refused.setattr(name, refuse)
+            up_to_date(follower)
+            assert follower.message(0, -1)["status"]["status"] == "unreadable"
+    assert up_to_date(follower).message(0, -1)["status"]["status"] == "completed"
+
+
+def test_nothing_is_known_of_a_lock_whose_folder_may_not_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    assert is_trained(tmp_path / "run.lock") is None
+
+
 # ------------------------------------------------------------------------------------------------ how it stands
 
 
@@ -332,7 +392,43 @@ def test_nothing_but_its_parts_is_served(run: Path) -> None:
             "sample?group=x",
         ):
             assert ask(server, f"/{server.token}/{where}")[0].status == 404, where
-        assert ask(server, f"/{server.token}/", method="POST")[0].status == 501
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "HEAD", "OPTIONS", "NONSENSE"])
+def test_every_other_method_gets_the_same_empty_404(run: Path, method: str) -> None:
+    with served(run) as server:
+        for path in ("/", f"/{server.token}/"):
+            response, body = ask(server, path, method=method)
+            assert (response.status, body) == (404, b"")
+            assert response.headers["Connection"] == "close"
+
+
+def test_whoever_has_no_token_holds_no_more_connections_than_a_few(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_server, "MOST_CONNECTIONS", 2)
+    with served(run) as server, ExitStack() as idle:
+        for _ in range(2):
+            idle.enter_context(socket.create_connection(("127.0.0.1", server.server_port), timeout=10)).send(b"GET ")
+        with socket.create_connection(("127.0.0.1", server.server_port), timeout=10) as refused:
+            assert refused.recv(1) == b""
+        idle.close()
+        until = time.monotonic() + 10
+        while time.monotonic() < until:
+            with suppress(OSError, http.client.HTTPException):
+                assert ask(server, urlsplit(server.url).path)[0].status == 200
+                break
+        else:
+            pytest.fail("connections that were closed still count")
+
+
+def test_one_page_too_many_is_told_so_in_a_stream_after_which_a_browser_asks_again(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch_server, "MOST_STREAMS", 1)
+    with served(run) as server, streamed(server) as messages:
+        next(messages)
+        response, body = ask(server, f"/{server.token}/stream")
+        assert (response.status, response.headers["Content-Type"]) == (200, "text/event-stream")
+        assert body.startswith(b"retry: ") and b"\nevent: full\n" in body
 
 
 def test_the_page_allows_itself_its_own_script_and_its_own_server_alone(run: Path) -> None:

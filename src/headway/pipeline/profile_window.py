@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import chain, count
@@ -202,31 +203,50 @@ class ProfileWindow:
         self._state = WindowState.OPEN
         opened_at, asked = now(), self._processes()
         opened = await self._each(asked, "begin", lambda process: process.start(), BEGIN_S)
-        if not opened:
-            raise RunError("no process of the run could be profiled; the run's warnings say why")
         first = self._version  # a later one where beginning took longer than a whole version
-        told.say(f"the window is open, with version {first}: {', '.join(process.name for process in opened)}")
-        reason = await self._until(first + versions, seconds)
+        reason: str | None = None
+        if opened:
+            told.say(f"the window is open, with version {first}: {', '.join(process.name for process in opened)}")
+            reason = await self._until(first + versions, seconds)
         trained, closed_at = min(versions, self._version - first), now()
         self._state = WindowState.WRITING
-        told.say(f"the window closes: {reason or f'version {first + trained - 1} is trained'}")
-        # One that did not begin in time may have done so since.
+        if opened:
+            told.say(f"the window closes: {reason or f'version {first + trained - 1} is trained'}")
+        # All of them: one that did not begin in time may have done so since, and would record until its memory ends.
         stopped = await self._each(asked, "end", lambda process: process.stop(), END_S)
+        kept = [process for process in stopped if process in opened]
         folder = self._new_folder(first)
-        files = await self._written([process for process in stopped if process in opened], folder, told)
+        files = await self._written(kept, folder, told)
+        if files:
+            self._emit(
+                ProfileTaken(
+                    time=closed_at,  # with the run's end, which no later event puts off
+                    version=first,
+                    versions=trained,
+                    span=(opened_at, closed_at),
+                    folder=f"{folder.parent.name}/{folder.name}",
+                    files=files,
+                    reason=reason,
+                )
+            )
+        await self._forgotten([process for process in asked if process not in kept])
+        if not opened:
+            raise RunError("no process of the run could be profiled; the run's warnings say why")
         if not files:
             raise RunError("no trace could be written; the run's warnings say why")
-        self._emit(
-            ProfileTaken(
-                time=closed_at,  # with the run's end, which no later event puts off
-                version=first,
-                versions=trained,
-                span=(opened_at, closed_at),
-                folder=f"{folder.parent.name}/{folder.name}",
-                files=files,
-                reason=reason,
-            )
-        )
+
+    async def _forgotten(self, processes: Sequence[Profiled]) -> None:
+        """Have processes forget what they may have recorded, which nobody wants: those that began or ended too late.
+
+        A process that has recorded nothing refuses, which is as good.
+        """
+
+        async def forget(process: Profiled) -> None:
+            with suppress(Exception):
+                async with asyncio.timeout(TAKE_S):
+                    await process.take(time.time())
+
+        await concurrently(forget(process) for process in processes)
 
     def _new_folder(self, version: int) -> Path:
         """Return a folder for the traces of a window, other than that of a version that a resume has undone."""

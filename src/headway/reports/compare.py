@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from headway.config.layers import flatten
 from headway.errors import ConfigError
@@ -24,6 +25,7 @@ from headway.reports.metrics import RunMetrics
 from headway.reports.report import events_of
 from headway.reports.run_directory import RunDirectory
 from headway.reports.summary import summary
+from headway.reports.token_view import visible
 from headway.reports.watch.alive import is_trained
 
 REWARD, ESS = "reward/mean", "offpolicy/ess"
@@ -106,7 +108,8 @@ def _settings(path: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(config.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as cause:
-        raise ConfigError(f"RUN: got {path}, whose {config.name} cannot be read: {cause}") from cause
+        said = " ".join(str(cause).split())  # YAML's own is a small picture
+        raise ConfigError(f"RUN: got {path}, whose {config.name} cannot be read: {said}") from cause
     if not isinstance(values, dict):
         raise ConfigError(f"RUN: got {path}, whose {config.name} holds no settings")
     return dict(flatten(values))
@@ -216,7 +219,12 @@ def _table(title: str, found: Comparison, rows: Sequence[Row]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column(title, overflow="fold", max_width=38)
     for run in found.runs:
-        table.add_column(run.name, overflow="fold", justify="right", max_width=28)
+        table.add_column(_as_it_is(run.name), overflow="fold", justify="right", max_width=28)
     for row in rows:
-        table.add_row(row.name, *row.cells)
+        table.add_row(_as_it_is(row.name), *map(_as_it_is, row.cells))
     return table
+
+
+def _as_it_is(text: str) -> Text:
+    """Return what a file says for a terminal: brackets are no markup, and what a terminal would obey is spelled."""
+    return Text(visible(text))

@@ -23,6 +23,7 @@ from headway.reports.curves import to_json as curves_json
 from headway.reports.events_file import to_json_line
 from headway.reports.page_data import MAX_SPANS, busy_share, merged, page_data
 from headway.reports.timeline import KEPT_DISCARDS, Story, Timeline, build_timeline, idle_reasons
+from headway.reports.token_scales import Color, Scale, scale_of
 
 REASONS_SHOWN = 12
 SCRIPTS = ("common.js", "rows.js", "drawing.js", "hands.js", "curves.js", "groups.js", "tokens.js", "story.js")
@@ -53,7 +54,7 @@ def page(
     lanes, resolution = merged(timeline.lanes, timeline.window, max_spans)
     data = page_data(timeline, lanes, resolution)
     if timeline.story is not None:
-        data |= story_data(timeline.story) | {"samples": list(samples)}
+        data |= story_data(timeline.story) | {"samples": list(samples), "scales": token_scales()}
     return _filled(
         title=escape(f"{mode} · Headway timeline"),
         mode=escape(mode),
@@ -79,7 +80,7 @@ def live_page(name: str) -> str:
         lanes="",
         reasons="",
         remarks="",
-        data=inside_script(to_json_line({"live": True, **page_data(EMPTY, (), 0.0)})),
+        data=inside_script(to_json_line({"live": True, "scales": token_scales(), **page_data(EMPTY, (), 0.0)})),
     )
 
 
@@ -101,6 +102,25 @@ def story_data(story: Story) -> dict[str, Any]:
         "curves": curves_json(story.curves),
         "ledger": story.ledger,
         "groups": [line.values() for line in story.groups.lines()],
+    }
+
+
+def token_scales() -> dict[str, Any]:
+    """Return the scales of tokens whose bounds are fixed, by the page's names: the ones of ``headway show``.
+
+    Each has ``bounds``, ``labels`` of its steps, and their ``strengths``: 0 for the one without a colour, up to ±1.
+    """
+    colors = {"gap": Color.GAP, "log-prob": Color.LOGPROB, "entropy": Color.ENTROPY}
+    return {name: _as_steps(scale_of(color, ())) for name, color in colors.items()}
+
+
+def _as_steps(scale: Scale) -> dict[str, Any]:
+    quiet = next(place for place, step in enumerate(scale.steps) if not step.style)
+    most = max(quiet, len(scale.steps) - 1 - quiet)
+    return {
+        "bounds": scale.bounds,
+        "labels": [step.label for step in scale.steps],
+        "strengths": [round((place - quiet) / most, 3) for place in range(len(scale.steps))],
     }
 
 

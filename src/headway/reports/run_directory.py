@@ -72,21 +72,6 @@ class RunLock:
             file.truncate(0)
             os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
 
-    def holder(self) -> str | None:
-        """Return who holds the lock, in its own words; None where nobody does, or the file system has no locks."""
-        try:
-            file = self._path.open(encoding="utf-8")
-        except OSError:
-            return None
-        with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return file.read().strip() or "another process"
-            except OSError:
-                return None
-        return None
-
     def release(self) -> None:
         if self._file is not None:
             self._file.close()

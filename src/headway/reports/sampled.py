@@ -33,6 +33,10 @@ class At:
     version: int
 
 
+Found = tuple[Key | None, At, list[Any]]
+"""What a line is: the sample's key, None where it is no sample; where it lies; a validation's line in a list."""
+
+
 @dataclass(slots=True)
 class SampleIndex:
     """Index of the lines that were read so far. ``read`` goes on where the last reading ended."""
@@ -57,33 +61,28 @@ class SampleIndex:
 
     def read(self) -> tuple[list[int], list[list[Any]]]:
         """Read on; return the groups and the lines of validations that came. Raises `Rewritten` and `OSError`."""
+        return self.merge(self.parsed())
+
+    def parsed(self) -> list[Found]:
+        """Read on and parse, which takes time, and leave what the index tells to `merge`. Raises as `read` does."""
+        return [_parsed(offset, line) for offset, line in self._tail.read()]
+
+    def merge(self, found: Sequence[Found]) -> tuple[list[int], list[list[Any]]]:
+        """Take up what `parsed` has found. Returns what `read` does."""
         groups: list[int] = []
         validations: list[list[Any]] = []
-        for offset, line in self._tail.read():
-            if (found := HEAD.match(line)) and found[1] == b"group":
-                number, version = int(found[2]), int(found[3])
-                self.groups[number] = At(offset, len(line), version)
-                groups.append(number)
-            elif (told := self._validation(offset, line)) is not None:
+        for key, at, told in found:
+            if key is None:
+                self.damaged += 1
+            elif len(key) == 1:
+                self.groups[key[0]] = at
+                groups.append(key[0])
+            else:
+                self.validations[key], self.lines[key] = at, told
                 validations.append(told)
+                if len(self.lines) > MOST_VALIDATIONS:
+                    del self.lines[next(iter(self.lines))]
         return groups, validations
-
-    def _validation(self, offset: int, line: bytes) -> list[Any] | None:
-        try:
-            row = parsed(line)
-            if "group" in row:  # spelled in another order than its writer's
-                self.groups[row["group"]] = At(offset, len(line), row["version"])
-                return None
-            key = (int(row["validation"]), int(row["problem"]))
-            told = [*key, str(row.get("source", "")), *_means(row["episodes"])]
-        except (ValueError, KeyError, TypeError, AttributeError):
-            self.damaged += 1
-            return None
-        self.validations[key] = At(offset, len(line), key[0])
-        self.lines[key] = told
-        if len(self.lines) > MOST_VALIDATIONS:
-            del self.lines[next(iter(self.lines))]
-        return told
 
     def find(self, key: Key) -> At | None:
         """Return where the sample of ``key`` lies; None where there is none."""
@@ -96,6 +95,20 @@ class SampleIndex:
         with self.path.open("rb") as file:
             file.seek(at.offset)
             return file.read(at.size)
+
+
+def _parsed(offset: int, line: bytes) -> Found:
+    if (found := HEAD.match(line)) and found[1] == b"group":  # most of them, without parsing their tokens
+        return (int(found[2]),), At(offset, len(line), int(found[3])), []
+    try:
+        row = parsed(line)
+        if "group" in row:  # spelled in another order than its writer's
+            return (int(row["group"]),), At(offset, len(line), int(row["version"])), []
+        key = (int(row["validation"]), int(row["problem"]))
+        told = [*key, str(row.get("source", "")), *_means(row["episodes"])]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None, At(offset, len(line), -1), []
+    return key, At(offset, len(line), key[0]), told
 
 
 def read_all(path: Path) -> SampleIndex:

@@ -39,7 +39,9 @@ function startLive() {
   live = { epoch: -1, timeline: 0, wanted: 0, fetching: false };
   const stream = new EventSource("stream");
   stream.addEventListener("message", (event) => receive(JSON.parse(event.data)));
-  stream.addEventListener("error", () => showStatus({ status: "not connected", reason: "headway watch does not answer: it was stopped, or its machine cannot be reached" }));
+  let full = false; // more pages are open than the server feeds: it hangs up, and the browser asks again
+  stream.addEventListener("full", (event) => { full = true; showStatus({ status: "waiting", reason: `${event.data} pages of this run are open, and no more are fed; close one of them` }); });
+  stream.addEventListener("error", () => { if (full) full = false; else showStatus({ status: "not connected", reason: "headway watch does not answer: it was stopped, or its machine cannot be reached" }); });
   document.addEventListener("visibilitychange", fetchTimeline);
 }
 

@@ -1,7 +1,10 @@
 // One sample: its prompt, its episodes with rewards and times, and an episode's tokens in colour.
 const tokens = (() => {
   const box = byId("sample"), MOST_TOKENS = 4096;
-  const numbers = (row, name) => (name === "gap" ? row.logprobs?.map((value, i) => minus(value, row.behaviour?.[i]))
+  const sampled = (row, i) => !(row.versions?.[i] < 0); // other tokens have places, and no numbers
+  const numbers = (row, name) => (name === "version" || name === "mask" ? every(row, name)
+    : every(row, name)?.map((value, i) => (sampled(row, i) && row.mask?.[i] !== 0 ? value : null)));
+  const every = (row, name) => (name === "gap" ? row.logprobs?.map((value, i) => minus(value, row.behaviour?.[i]))
     : name === "gap to the reference" ? row.logprobs?.map((value, i) => minus(value, row.columns?.ref_logprobs?.[i]))
     : name === "log-prob" ? row.logprobs : name === "entropy" ? row.entropy : name === "version" ? row.versions
     : name === "mask" ? row.mask : row.columns?.[name === "advantage" ? "advantages" : name]);
@@ -66,7 +69,7 @@ const tokens = (() => {
       ["took", one.started == null || one.finished == null ? null : duration((one.finished - one.started) * 1e6)],
       ["waited", one.waited_s ? duration(one.waited_s * 1e6) : null], ["worked", one.worked_s ? duration(one.worked_s * 1e6) : null]]);
     if (one.rows?.length) {
-      yield make("h4", "", "Tokens that were trained on");
+      yield make("h4", "", sample.fate === "trained" ? "Tokens that were trained on" : "Tokens as the trainer saw them; nothing was trained on them");
       yield palette(one);
       for (const [i, row] of one.rows.entries()) {
         if (one.rows.length > 1) yield make("h4", "", `Row ${i + 1} of ${one.rows.length}`);
@@ -112,20 +115,23 @@ const tokens = (() => {
     return row;
   }
 
-  function scaleOf(row) { // value → background, and the legend that says so
-    const values = numbers(row, colour) ?? [], known = values.filter((value, i) => value != null && (colour === "mask" || row.mask?.[i] !== 0));
+  function scaleOf() { // value → background, and the legend that says so
+    // One scale for all rows of the sample, so that its episodes can be compared.
+    const rows = sample.episodes.flatMap((one) => one.rows ?? []), known = rows.flatMap((each) => numbers(each, colour) ?? []).filter((value) => value != null);
     if (!known.length) return { paint: () => "", legend: make("p", "scale", "nothing is known of it") };
     const high = known.reduce((a, b) => Math.max(a, b)), low = known.reduce((a, b) => Math.min(a, b));
-    if (colour === "version") return versions(row, known);
+    if (colour === "version") return versions(known);
     if (colour === "mask") return { paint: (value) => (value ? "rgb(var(--plain) / 0.3)" : ""), legend: make("p", "scale", swatch("rgb(var(--plain) / 0.3)"), "trained on", HINTS.mask) };
+    const fixed = given.scales[colour === "gap to the reference" ? "gap" : colour];
+    if (fixed) return stepped(fixed);
     if (SIGNED.has(colour)) {
       const most = Math.max(Math.abs(high), Math.abs(low), 1e-9);
       return { paint: (value) => (value == null ? "" : `rgb(var(--${value < 0 ? "low" : "high"}) / ${strength(Math.abs(value) / most)})`),
         legend: scale(`linear-gradient(90deg, rgb(var(--low) / 0.6), transparent, rgb(var(--high) / 0.6))`, plain(-most), plain(most)) };
     }
-    const size = (value) => (colour === "log-prob" ? -value : value), most = Math.max(size(low), size(high), 1e-9);
-    return { paint: (value) => (value == null ? "" : `rgb(var(--plain) / ${strength(Math.max(size(value), 0) / most)})`),
-      legend: scale("linear-gradient(90deg, transparent, rgb(var(--plain) / 0.6))", "0", plain(colour === "log-prob" ? -most : most)) };
+    const most = Math.max(high, 1e-9);
+    return { paint: (value) => (value == null ? "" : `rgb(var(--plain) / ${strength(Math.max(value, 0) / most)})`),
+      legend: scale("linear-gradient(90deg, transparent, rgb(var(--plain) / 0.6))", "0", plain(most)) };
   }
   const strength = (part) => (0.6 * Math.sqrt(Math.min(part, 1))).toFixed(3);
   const swatch = (background) => { const i = make("i", "swatch"); i.style.background = background; return i; };
@@ -134,7 +140,13 @@ const tokens = (() => {
     i.style.background = gradient;
     return make("p", "scale", low, i, high, make("span", "", HINTS[colour] ?? ""));
   }
-  function versions(row, known) {
+  function stepped({ bounds, labels, strengths }) { // a step is from one bound up to, and without, the next
+    const ink = (part) => (part ? `rgb(var(--${!SIGNED.has(colour) ? "plain" : part < 0 ? "low" : "high"}) / ${(0.6 * Math.abs(part)).toFixed(3)})` : "");
+    const step = (value) => { const above = bounds.findIndex((bound) => value < bound); return strengths[above < 0 ? bounds.length : above]; };
+    return { paint: (value) => (value == null ? "" : ink(step(value))),
+      legend: make("p", "scale", ...strengths.flatMap((part, i) => [swatch(ink(part)), labels[i]]), make("span", "", HINTS[colour] ?? "")) };
+  }
+  function versions(known) {
     const all = [...new Set(known)].filter((version) => version >= 0).sort((a, b) => a - b);
     const paint = (value) => (value == null || value < 0 ? "" : `color-mix(in srgb, var(--c${all.indexOf(value) % 8}) 32%, transparent)`);
     return { paint, legend: make("p", "scale", ...all.flatMap((version) => [swatch(paint(version)), `v${version}`]), make("span", "", HINTS.version)) };
@@ -143,7 +155,7 @@ const tokens = (() => {
   // ---------------------------------------------------------------------------------------------- tokens
 
   function tokenBox(row) {
-    const { paint, legend } = scaleOf(row), values = numbers(row, colour) ?? [], body = make("div", "text tokens");
+    const { paint, legend } = scaleOf(), values = numbers(row, colour) ?? [], body = make("div", "text tokens");
     const pieces = row.pieces.slice(0, MOST_TOKENS), middle = row.cut ? Math.ceil(pieces.length / 2) : -1;
     const spans = pieces.map((piece, i) => {
       const span = make("span", row.mask?.[i] === 0 ? "off" : "", piece.replaceAll("\n", "⏎\n"));
@@ -184,7 +196,7 @@ const tokens = (() => {
   }
 
   function describe(row, i) {
-    const of = (values) => values?.[i], gap = minus(of(row.logprobs), of(row.behaviour));
+    const of = (values) => (sampled(row, i) ? values?.[i] : null), gap = minus(of(row.logprobs), of(row.behaviour));
     const lines = [JSON.stringify(row.pieces[i]), `token ${i + 1} of ${row.pieces.length}${row.mask?.[i] === 0 ? ", not trained on" : ""}`];
     if (of(row.versions) >= 0) lines.push(`sampled by version ${of(row.versions)}`);
     if (of(row.logprobs) != null) lines.push(`log-prob ${plain(of(row.logprobs), 4)}: probability ${plain(Math.exp(of(row.logprobs)))}`);

@@ -18,8 +18,10 @@ def is_trained(lock: Path, locks: Path = LOCKS) -> bool | None:
     try:
         found = lock.stat()
         holder = lock.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return False
     except (OSError, UnicodeDecodeError):
-        return False if not lock.exists() else None
+        return None
     if holder and not holder.rstrip().endswith(f" on {socket.gethostname()}"):
         return None  # on another machine, whose locks this one may not see
     try:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from headway.errors import DataError
+from headway.errors import DataError, HeadwayError, RunError, said_by
 from headway.events import Event, RunResumed
 from headway.reports import human
 from headway.reports.curves import to_json as curves_json
@@ -75,10 +75,12 @@ class Follower:
         self._clock = clock
         self._changed = threading.Condition()
         self._closing = threading.Event()
-        self._failure: DataError | None = None
+        self._failure: HeadwayError | None = None
         self._thread = threading.Thread(target=self._follow, name="follow-run", daemon=True)
         self._curves_due, self._timeline_due = _Due(CURVES_EVERY_S), _Due(TIMELINE_EVERY_S)
         self._read = self._anew(Record(lines=[(0, 0)]))
+        self._outdated = True
+        """True where the record is to be read from its beginning."""
         self._watched = 0
         """Number of pages that are open."""
         # What pages see, all of it under the condition's lock:
@@ -131,7 +133,10 @@ class Follower:
         self._closing.wait(seconds)
 
     def join(self) -> None:
-        """Wait until following ends, by `close` or by a failure. Raises `DataError` where the record is damaged."""
+        """Wait until following ends, by `close` or by a failure. Raises `DataError` where the record is damaged.
+
+        Raises `RunError` where following failed in a way that nobody has thought of.
+        """
         self._thread.join()
         if self._failure is not None:
             raise self._failure
@@ -172,13 +177,16 @@ class Follower:
 
     def _follow(self) -> None:
         try:
-            self._begin_anew()
             while not self._closing.is_set():
                 if not self.look():
                     self._closing.wait(LOOK_EVERY_S)
         except DataError as cause:
             self._failure = cause
             self._show_status({"status": "damaged", "reason": str(cause)})
+        except Exception as cause:  # a thread's own traceback would leave the command with nothing to end with
+            self._failure = RunError(f"{self._directory.path}: the run cannot be followed any more: {said_by(cause)}")
+            self._failure.__cause__ = cause
+            self._show_status({"status": "unreadable", "reason": str(self._failure)})
 
     def look(self) -> bool:
         """Look at the files once. Return whether there may be more to read at once.
@@ -186,16 +194,20 @@ class Follower:
         Raises `DataError` for a record that is damaged.
         """
         try:
+            if self._outdated:
+                self._begin_anew()
+                self._outdated = False
             went_on = self._read_samples()
             went_on |= self._read_events()
+            if not went_on:  # up to date
+                self._show_status(self._stands())
         except Rewritten:
-            self._begin_anew()
+            self._outdated = True
             return True
         except OSError as cause:
             self._show_status({"status": "unreadable", "reason": f"a file of the run cannot be read: {cause}"})
             return False
-        if not went_on:  # up to date
-            self._show_status(self._stands())
+        if not went_on:
             self._build()
         return went_on
 
@@ -205,7 +217,14 @@ class Follower:
         return _Read(Tail(self._directory.events), samples, record, builder)
 
     def _begin_anew(self) -> None:
-        record = look_through(self._directory.events) if self._directory.events.is_file() else Record(lines=[(0, 0)])
+        """Read the record from its beginning. Raises `DataError` where it is damaged, and `OSError`."""
+        events = self._directory.events
+        try:
+            record = look_through(events) if events.is_file() else Record(lines=[(0, 0)])
+        except DataError as cause:
+            if isinstance(cause.__cause__, OSError):  # nothing is wrong with the record
+                raise cause.__cause__ from cause
+            raise
         with self._changed:
             self._read = self._anew(record)
             self.epoch += 1
@@ -216,8 +235,11 @@ class Follower:
 
     def _read_samples(self) -> bool:
         read = self._read
+        found = read.samples.parsed()
+        if not found:
+            return False
         with self._changed:  # the index is what pages ask
-            groups, validations = read.samples.read()
+            groups, validations = read.samples.merge(found)
             for number in groups:
                 read.builder.groups.touch(number)
             self._advance()

@@ -5,9 +5,10 @@
     GET /TOKEN/timeline    the newest timeline
     GET /TOKEN/sample?group=17     one sample; or ?validation=4&problem=12
 
-Another user of the machine can connect, too, and gets an empty 404 for every path: the token has 256 random bits and is
-compared in constant time. A page of somebody else's that has its own name resolve to loopback is refused by the Host
-header. Nothing is ever written, and nothing is served that is not in the run's directory.
+Another user of the machine can connect, too, and gets an empty 404 for every path and method: the token has 256 random
+bits and is compared in constant time. A few connections are open at a time; whoever makes more is hung up on. A page of
+somebody else's that has its own name resolve to loopback is refused by the Host header. Nothing is ever written, and
+nothing is served that is not in the run's directory.
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ IDLE_S = 15.0
 BETWEEN_S = 0.25
 """Least seconds between two messages of a stream."""
 REQUEST_TIMEOUT_S = 30.0
+MOST_CONNECTIONS = 128
+"""Connections that are open at a time, a thread each: anybody on this machine can make some."""
+FULL = b"retry: 5000\nevent: full\ndata: %d\n\n" % MOST_STREAMS
+"""Stream of one page too many. A browser asks again after it, in so many milliseconds, and never after an error."""
 HEADERS = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
@@ -63,6 +68,7 @@ class Server(ThreadingHTTPServer):
         self.token = secrets.token_urlsafe(32)
         self.page = live_page(name).encode()
         self.streams = BoundedSemaphore(MOST_STREAMS)
+        self.connections = BoundedSemaphore(MOST_CONNECTIONS)
         try:
             super().__init__((LOOPBACK, port), _Handler)
         except (OSError, OverflowError) as cause:
@@ -74,6 +80,23 @@ class Server(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         return f"http://{LOOPBACK}:{self.server_port}/{self.token}/"
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer on a thread of its own, or hang up where too many are open."""
+        if not self.connections.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self.connections.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.connections.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore a request that broke off: its reader is gone."""
@@ -102,9 +125,18 @@ class _Handler(BaseHTTPRequestHandler):
         if where == "stream":
             self._stream()
         elif (reply := self._reply(where)) is None:
-            self._send(HTTPStatus.NOT_FOUND, _Reply(b"", "text/plain"))
+            self._refuse()
         else:
             self._send(HTTPStatus.OK, reply)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Refuse what is no GET, or no HTTP, as everything else: http.server would answer with a page of its own."""
+        self._refuse()
+
+    def _refuse(self) -> None:
+        """Send an empty 404, and hang up: whoever has no token holds no thread for longer, and a body is not read."""
+        self.close_connection = True
+        self._send(HTTPStatus.NOT_FOUND, _Reply(b"", "text/plain"))
 
     def _authorized(self) -> str | None:
         """Return what is asked for, behind the token; None for a request without it, or for another host."""
@@ -143,13 +175,15 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", kind)
         for name, value in HEADERS.items():
             self.send_header(name, value)
+        if self.close_connection:
+            self.send_header("Connection", "close")
         if kind.startswith("text/html"):
             self.send_header("Content-Security-Policy", "frame-ancestors 'none'")
 
     def _stream(self) -> None:
         """Send what changes until the page is closed, or nothing is followed any more."""
         if not self.server.streams.acquire(blocking=False):
-            self._send(HTTPStatus.SERVICE_UNAVAILABLE, _Reply(b"", "text/plain"))
+            self._send(HTTPStatus.OK, _Reply(FULL, "text/event-stream"))
             return
         follower = self.server.follower
         self.close_connection = True

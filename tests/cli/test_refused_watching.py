@@ -1,0 +1,73 @@
+"""Every row of docs/errors.md on runs that are watched, compared or asked: the command ends with its message."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from headway.cli import cli
+from tests.reports.stories import story, written
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "errors.md"
+SECTION = "A run that is watched, compared or asked"
+
+
+def rows() -> dict[str, tuple[str, int]]:
+    """Input → message and exit code, as the document's section has them."""
+    section = DOCUMENT.read_text(encoding="utf-8").partition(f"\n## {SECTION}\n")[2].partition("\n## ")[0]
+    lines = [line.strip("|").split(" | ") for line in section.splitlines() if line.startswith("| ")]
+    return {cells[0].strip(): (cells[1].strip("` "), int(cells[3])) for cells in lines if cells[3].strip().isdigit()}
+
+
+def damage(folder: Path) -> None:
+    (folder / "other" / "events.jsonl").write_text("nonsense\n")
+
+
+def spoil_settings(folder: Path) -> None:
+    (folder / "other" / "config.yaml").write_text("a: [")
+
+
+def hold_elsewhere(folder: Path) -> None:
+    (folder / "run" / "run.lock").write_text("process 7 on there\n")
+
+
+CASES: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "watch of what is no run": ("watch nowhere", lambda folder: None),
+    "watch of a run whose record is damaged": ("watch other", damage),
+    "--port in use": ("watch run --port PORT", lambda folder: None),
+    "compare of one run alone": ("compare run", lambda folder: None),
+    "compare of a run with itself": ("compare run ./run", lambda folder: None),
+    "compare of a damaged record": ("compare run other", damage),
+    "compare of settings that cannot be read": ("compare run other", spoil_settings),
+    "--html over a file of a run": ("compare run other --html other/events.jsonl", lambda folder: None),
+    "ctl of what is no run": ("ctl nowhere profile", lambda folder: None),
+    "ctl of a run that nobody trains": ("ctl run profile", lambda folder: None),
+    "ctl of a run on another machine": ("ctl run profile", hold_elsewhere),
+}
+
+
+def test_the_document_lists_the_cases_and_nothing_else() -> None:
+    assert set(rows()) == set(CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_ends_in_the_message_that_the_document_has(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for run in ("run", "other"):
+        written(tmp_path / run, story(versions=2))
+    command, prepare = CASES[name]
+    prepare(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        typed = command.replace("PORT", str(taken.getsockname()[1])).split()
+        done = CliRunner().invoke(cli, typed)
+    message, code = rows()[name]
+    pattern = ".*".join(re.escape(part) for part in message.split("…"))
+    assert done.exit_code == code, done.stderr
+    assert re.fullmatch(f"error: {pattern}\n", done.stderr), done.stderr
