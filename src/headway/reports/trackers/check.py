@@ -49,7 +49,7 @@ def check_trackers(config: Config, among: Collection[str] = tuple(PACKAGES)) -> 
 
 
 def _is_installed(package: str) -> bool:
-    """Tell whether ``package`` can be imported. A mere folder of its name is none: W&B makes a ``wandb`` where it runs."""
+    """Tell whether ``package`` can be imported. A mere folder is none: W&B makes a ``wandb`` where it runs."""
     found = importlib.util.find_spec(package)
     return found is not None and found.origin is not None
 

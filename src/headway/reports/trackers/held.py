@@ -1,4 +1,4 @@
-"""Samples that a tracker has taken and not sent yet: none of them may hold up a row, and each that is lost is counted."""
+"""Samples that a tracker has taken and not sent yet: none holds up a row, and each that is lost is counted."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ class Outbox:
             return ([f"{rows} of {self.rows} rows"] if rows else []) + [names[end.call] for end in self._ending]
 
     def lost(self) -> list[str]:
-        """Return in words what was put here and will not be sent: rows that no file has or that were refused, samples."""
+        """Return in words what was put here and will not be sent: rows that are nowhere or were refused, samples."""
         with self._news:
             waiting = (len(self._samples) + self._held) * self.ended
             counts = {"rows": self.lost_rows, "samples": self.lost_samples + waiting}

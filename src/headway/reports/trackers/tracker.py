@@ -41,8 +41,9 @@ class Tracker(Protocol):
         tracker.close("completed")
 
     Calls come from one thread, one after the other. Each may raise anything, and is then made again later, but for
-    `on_sample`. Making a tracker raises nothing once a new entry is there, whose id would be lost: a second would be made.
-    A sample that was taken may wait in ``samples`` for the next row, which it never fails. A call may take long: whoever must not wait keeps the tracker in a process of its own (`TrackerApart`).
+    `on_sample`. Making a tracker raises nothing once a new entry is there: its id would be lost, and another one made.
+    A sample that was taken may wait in ``samples`` for the next row, which it never fails. A call may take long: whoever
+    must not wait keeps the tracker in a process of its own (`TrackerApart`).
     A row's version may be lower than that of the row before: a validation that ended late has a row of its own.
     """
 
