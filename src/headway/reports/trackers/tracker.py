@@ -42,7 +42,7 @@ class Tracker(Protocol):
 
     Calls come from one thread, one after the other. Each may raise anything, and is then made again later, but for
     `on_sample`. Making a tracker raises nothing once a new entry is there: its id would be lost, and another one made.
-    A sample that was taken may wait in ``samples`` for the next row, which it never fails. A call may take long: whoever
+    A sample that was taken may wait in ``samples`` for the next row, which it never fails. A call may take long: who
     must not wait keeps the tracker in a process of its own (`TrackerApart`).
     A row's version may be lower than that of the row before: a validation that ended late has a row of its own.
     """
