@@ -65,6 +65,19 @@ def test_settings_samples_and_the_summary_are_texts(tmp_path: Path) -> None:
     assert "**text** \n\n```\nit is\nfour\n```" in sample
 
 
+def test_a_sample_that_cannot_be_written_costs_that_sample_alone(tmp_path: Path) -> None:
+    problems: list[str] = []
+    board = TensorBoardFile(tmp_path, problems.append)
+    board.on_sample({"version": 0})  # no sample at all
+    broken = {"k": 0, "text": "half an emoji: \ud83d"}
+    board.on_sample({"version": 0, "group": 1, "prompt": "?", "answer": None, "episodes": [broken]})
+    board.on_row({"version": 0, "reward/mean": 0.5})
+    board.close()
+    assert problems == [f"a sample is left out of {tmp_path}: KeyError: 'group'"]
+    assert "half an emoji: \\ud83d" in texts(tmp_path)["samples/training"][0][1]
+    assert scalars(tmp_path)["reward/mean"] == [(0, 0.5)]
+
+
 @pytest.mark.parametrize("opened_before", [0, 8, 9, 98])
 def test_what_is_undone_is_forgotten_and_the_rest_stays_as_it_was_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened_before: int

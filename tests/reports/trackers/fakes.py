@@ -26,6 +26,10 @@ class Tool:
     """Call that is never answered."""
     problems: deque[str | None] = field(default_factory=deque)
     """What is wrong with the next rows; None for a row that is taken."""
+    refuses: dict[str, str] = field(default_factory=dict)
+    """What is always wrong, by the call, or by the version of a row."""
+    account: dict[str, Any] = field(default_factory=dict)
+    """What the next answer to a sample or a row says of samples."""
     dies_at: set[int] = field(default_factory=set)
     """Numbers of the calls, counted from 1, at which the process ends."""
     calls: list[tuple[str, Any]] = field(default_factory=list)
@@ -68,13 +72,15 @@ class Link:
                 tool.hanging.set()
                 assert self.killed.wait(SOON_S), "nobody ended a tracker that hangs"
                 raise TrackerLost("its process ended (SIGKILL)")
+            if problem := tool.refuses.get(f"row {value['version']}" if call == "on_row" else call):
+                return {"problem": problem}
             if call == "on_row" and tool.problems and (problem := tool.problems.popleft()) is not None:
                 return {"problem": problem}
             if call == "open":
                 tool.opened_with.append(value)
                 return {"entry": value["entry"] or "entry-1", "where": "http://tool/entry-1", "remedy": ""}
             tool.calls.append((call, value))
-            return {}
+            return tool.account if call in ("on_sample", "on_row") else {}
         finally:
             tool.count()
 
@@ -96,9 +102,14 @@ class Told:
 
 
 def apart(
-    tool: Tool, told: Told, folder: Path, outbox: Outbox | None = None, clock: Callable[[], float] = lambda: 0.0
+    tool: Tool,
+    told: Told,
+    folder: Path,
+    outbox: Outbox | None = None,
+    clock: Callable[[], float] = lambda: 0.0,
+    config: dict[str, Any] | None = None,
 ) -> TrackerApart:
     """A tracker named ``tool`` over the scripted tool."""
-    setting = Setting(project="p", name="n", folder=folder / "trackers")
+    setting = Setting(project="p", name="n", folder=folder / "trackers", config=config or {})
     outbox = outbox or Outbox(folder / "metrics.jsonl")
     return TrackerApart("tool", setting, outbox, tool.link, told.say, remedy="headway sync RUN", clock=clock)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headway.reports.trackers.apart import MOST_STARTS, Memory, TrackerApart, memory_file
+from headway.reports.trackers.apart import GOOD_ROWS, MOST_STARTS, Memory, TrackerApart, memory_file
 from headway.reports.trackers.outbox import Ending, Outbox
 from headway.reports.trackers.trackers import Trackers
 from tests.full_disk import files_of_at_most
@@ -137,6 +137,98 @@ def test_a_tool_whose_process_always_dies_is_started_a_few_times(tmp_path: Path)
     end(tracker)
     assert tool.processes == MOST_STARTS
     assert "(its process ended (SIGSEGV)); send it with" in tracker.missing("silent")
+    assert told.warnings[1:] == [
+        "tool: its process ended 3 times, and gets no other in this run; send the rest with: headway sync RUN"
+    ]
+
+
+def test_a_process_that_worked_for_a_while_makes_up_for_those_that_died_before(tmp_path: Path) -> None:
+    row_after_each_death = GOOD_ROWS + 1
+    deaths = [2 + life * (row_after_each_death + 1) for life in range(1, MOST_STARTS + 3)]
+    tool, told = Tool(dies_at=set(deaths)), Told()
+    tracker = apart(tool, told, tmp_path)
+    tracker.start()
+    tool.wait_for(1)
+    rows = deaths[-1] + 20  # each is a reason to go on, also after the last death
+    for version in range(rows):
+        asked = tool.asked
+        tracker.on_row({"version": version})
+        tool.wait_for(asked + 1)
+    end(tracker)
+    assert tool.processes == len(deaths) + 1
+    assert tool.rows == list(range(rows))
+    assert (len(told.warnings), tracker.missing("silent")) == (1, "")
+
+
+def test_settings_that_are_refused_cost_no_row_and_no_other_entry_and_are_said(tmp_path: Path) -> None:
+    tool, told = Tool(refuses={"on_settings": "RestException: a parameter is too long"}), Told()
+    tracker = apart(tool, told, tmp_path, config={"run.seed": 7})
+    tracker.start()
+    for version in range(6):
+        tracker.on_row({"version": version})
+    end(tracker)
+    assert tool.rows == list(range(6))
+    assert [opened["entry"] for opened in tool.opened_with] == [""]
+    assert tracker.missing("silent") == (
+        "tool did not get the settings (RestException: a parameter is too long); send it with: headway sync RUN"
+    )
+    assert told.warnings == [
+        "tool: RestException: a parameter is too long; the run goes on, and what waits is sent later"
+    ]
+    assert memory(tmp_path) == Memory("entry-1", rows=6, whole=False)
+
+
+def test_settings_that_end_the_process_leave_the_next_one_to_the_rows(tmp_path: Path) -> None:
+    tool, told = Tool(dies_at={2}), Told()
+    tracker = apart(tool, told, tmp_path, config={"run.seed": 7})
+    tracker.start()
+    tool.wait_for(2)
+    tracker.on_row({"version": 0})
+    tool.wait_for(4)
+    end(tracker)
+    assert [call for call, _ in tool.calls] == ["on_row", "on_summary", "on_settings", "close"]
+    assert tracker.missing("silent") == ""
+
+
+def test_a_row_that_is_refused_again_and_again_does_not_hold_up_those_behind_it(tmp_path: Path) -> None:
+    tool, told = Tool(refuses={"row 1": "ValueError: a name"}), Told()
+    tracker = apart(tool, told, tmp_path)
+    tracker.start()
+    for version in range(7):
+        tracker.on_row({"version": version})
+        tool.wait_for(version + 2)
+    end(tracker)
+    assert tool.rows == [0, 2, 3, 4, 5, 6]
+    assert (
+        tracker.missing("")
+        == "tool did not get 1 rows (it was too slow, or refused them); the run's directory has them"
+    )
+    assert memory(tmp_path) == Memory("entry-1", rows=7, whole=True)
+
+
+def test_samples_that_the_tool_dropped_are_counted_and_said_once(tmp_path: Path) -> None:
+    tool, told = Tool(account={"held": 0, "dropped": 2, "why": "OSError: no place"}), Told()
+    tracker = apart(tool, told, tmp_path)
+    tracker.start()
+    tracker.on_row({"version": 0})
+    tracker.on_row({"version": 1})
+    end(tracker)
+    assert told.warnings == ["tool: did not take samples (OSError: no place); it gets the rows without them"]
+    assert tracker.missing("silent").startswith("tool did not get 4 samples (")
+
+
+def test_samples_that_waited_in_a_process_that_died_are_counted(tmp_path: Path) -> None:
+    tool, told = Tool(account={"held": 3, "dropped": 0, "why": ""}, dies_at={3}), Told()
+    tracker = apart(tool, told, tmp_path)
+    tracker.start()
+    tracker.on_sample(SAMPLE)
+    tool.wait_for(2)
+    tool.account = {"held": 0, "dropped": 0, "why": ""}
+    tracker.on_row({"version": 0})
+    tool.wait_for(3)
+    end(tracker)
+    assert tool.rows == [0]
+    assert tracker.missing("silent").startswith("tool did not get 3 samples (")
 
 
 def test_the_entry_is_there_before_the_first_version_ends(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import importlib.util
 import socket
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +29,9 @@ def with_trackers(*names: str, **reports: Any) -> Config:
 def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Names of the packages that are installed, for a test to fill."""
     names: set[str] = set()
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in names else None)
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: SimpleNamespace(origin=name) if name in names else None
+    )
     return names
 
 
@@ -43,6 +46,14 @@ def test_packages_that_are_missing_are_said_at_once_with_their_extras(installed:
     with pytest.raises(ConfigError) as refused:
         check_trackers(with_trackers("wandb"))
     assert f"`{refused.value}`" in DOCUMENT
+
+
+def test_a_folder_with_the_name_of_a_package_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "headway_stands_for_wandb").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(check, "PACKAGES", {"wandb": "headway_stands_for_wandb"})
+    with pytest.raises(ConfigError, match="headway_stands_for_wandb is not installed here"):
+        check_trackers(with_trackers("wandb"), ["wandb"])
 
 
 def test_tensorboard_alone_needs_nothing(installed: set[str]) -> None:

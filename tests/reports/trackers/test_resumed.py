@@ -58,7 +58,7 @@ def test_a_resumed_run_goes_on_in_its_entry(hangs_at: str, tools: list[Tool], tm
         assert tools[0].hanging.wait(SOON_S)
         tracker.give_up()
     else:
-        tools[0].wait_for(1 + tracker._outbox.rows)
+        tools[0].wait_for(2 + tracker._outbox.rows)  # the opening, the settings, and the rows
         reports.close()  # and a row more: that of the version in which it was killed
     assert tracker.join(SOON_S)
     sent = tools[0].rows
@@ -82,13 +82,13 @@ def test_a_resumed_run_goes_on_in_its_entry(hangs_at: str, tools: list[Tool], tm
     reports.close()
     (opened,) = tools[1].opened_with
     assert opened["entry"] == "entry-1"
+    assert opened["undone_from"] is None  # no tool but TensorBoard deletes points
     assert surviving > 0
     if hangs_at:
-        assert (sent, opened["undone_from"]) == ([], None)
+        assert sent == []
         assert tools[1].rows == rows_in(directory)
     else:
         assert len(sent) > surviving
-        assert opened["undone_from"] == rows_in(directory)[surviving - 1] + 1
         assert sent[:surviving] + tools[1].rows == rows_in(directory)
 
 

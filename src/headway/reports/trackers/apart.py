@@ -22,7 +22,11 @@ from headway.reports.trackers.tracker import Setting
 BEHIND_S = 60.0
 """Seconds without an answer after which a tracker is said to be behind."""
 MOST_STARTS = 3
-"""Most processes that are started for one tracker in a run."""
+"""Most processes that are started for one tracker in a run without `GOOD_ROWS` taken in between."""
+GOOD_ROWS = 10
+"""Number of rows that a process takes before those that were started before it are forgotten."""
+MOST_REFUSALS = 3
+"""Times that one row is refused before the row behind it is tried, and that settings are before the run's end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +99,19 @@ class TrackerApart:
         self._clock = clock
         self._link: Link | None = None
         self._starts = 0
+        self._good_rows = 0
+        self._refusals = (-1, 0)
+        """Number of the row that was refused last, and how often it was."""
+        self._settings_told = not setting.config
+        self._settings_tries = 0
+        self._settings_problem = ""
         self._opened = False
         self._complete = False
         self._given_up = False
         self._usual_remedy = remedy
         self._own_remedy = ""
         self._problem = ""
-        self._warned = False
+        self._warned: set[str] = set()
         self._asked_at: float | None = None
         """Time of the question that is not answered yet; None where there is none."""
         self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
@@ -149,11 +159,12 @@ class TrackerApart:
             return ""
         lost = " and ".join(self._outbox.lost())
         if self._complete:
-            return f"{self.name} was too slow for {lost}; the run's directory has them" if lost else ""
-        left = self._outbox.left()
+            why = "it was too slow, or refused them"
+            return f"{self.name} did not get {lost} ({why}); the run's directory has them" if lost else ""
+        left = self._outbox.left() + ([] if self._settings_told else ["the settings"])
         what = ", ".join(left) or "the end of the run"
         aside = f", and not {lost}, which the run's directory has" if lost else ""
-        why = self._problem or silent
+        why = self._problem or self._settings_problem or silent
         remedy = self._usual_remedy if left else self._own_remedy or self._usual_remedy
         return f"{self.name} did not get {what} ({why}){aside}" + (f"; send it with: {remedy}" if remedy else "")
 
@@ -167,7 +178,7 @@ class TrackerApart:
                 told, ended = self._outbox.wait(told)
                 self._send()
             if self._opened and not self._given_up:
-                all_sent = self._outbox.first() is None
+                all_sent = self._outbox.first() is None and self._settings_told
                 problem = self._problem
                 self._complete = self._ask("close", self._outbox.status) is not None and all_sent
                 self._problem = self._problem or problem
@@ -187,13 +198,39 @@ class TrackerApart:
                 self._on_sent(message)
             elif message.call == "on_sample" and self._opened:
                 self._outbox.lose(message)
-            else:
+            elif message.call != "on_row" or not self._opened or not self._passes_over():
                 return
+        if self._settings_tries < MOST_REFUSALS or self._outbox.ended:
+            self._tell_settings()
 
     def _on_sent(self, message: Message) -> None:
         self._outbox.sent(message)
         if message.call == "on_row":
+            self._good_rows += 1
+            if self._good_rows == GOOD_ROWS:
+                self._starts = 1  # this process alone
             self._remember()
+
+    def _passes_over(self) -> bool:
+        """Give a row up that was refused `MOST_REFUSALS` times, if the tracker takes the row behind it."""
+        number, count = self._refusals
+        self._refusals = (self._outbox.next, count + 1 if number == self._outbox.next else 1)
+        if self._refusals[1] < MOST_REFUSALS or (behind := self._outbox.behind()) is None:
+            return False
+        if self._ask(behind.call, behind.value) is None:
+            return False
+        self._outbox.pass_over()
+        self._remember()
+        return True
+
+    def _tell_settings(self) -> None:
+        """Send the settings, unless the tracker has them. It gets its rows without them, too."""
+        if not self._settings_told and self._opened:
+            self._settings_tries += 1
+            self._settings_told = self._ask("on_settings", self._setting.config) is not None
+            self._settings_problem = self._problem
+            if not self._opened:  # they ended the process: the next one is for the rows
+                self._settings_tries = MOST_REFUSALS
 
     def _open(self) -> bool:
         if self._link is None and not self._start_process():
@@ -201,17 +238,20 @@ class TrackerApart:
         answer = self._ask("open", {**asdict(self._setting), "folder": str(self._setting.folder)})
         if answer is None:
             return False
-        self._setting = replace(self._setting, entry=answer["entry"], undone_from=None)
+        self._setting = replace(self._setting, entry=answer["entry"])
         if not self.where and answer["where"]:
             self._say.note(f"{self.name}: {answer['where']}")
         self.where, self._own_remedy, self._opened = answer["where"], answer["remedy"], True
         self._remember()
-        return True
+        if self._settings_tries < MOST_REFUSALS:
+            self._tell_settings()
+        return self._opened  # the settings may have ended the process
 
     def _start_process(self) -> bool:
         if self._starts == MOST_STARTS or self._given_up:
             return False
         self._starts += 1
+        self._good_rows = 0
         try:
             self._setting.folder.mkdir(exist_ok=True)
             self._link = self._make_link()
@@ -229,14 +269,23 @@ class TrackerApart:
         except TrackerLost as cause:
             self._link.kill()
             self._link, self._opened = None, False
+            self._outbox.lose_held()
             answer = {"problem": str(cause)}
         finally:
             self._asked_at = None
+        self._account(answer)
         if "problem" in answer:
             self._fail(answer["problem"])
             return None
         self._problem = ""
         return answer
+
+    def _account(self, answer: dict[str, Any]) -> None:
+        """Take over what an answer says of samples."""
+        if "held" in answer:
+            self._outbox.account(answer["held"], answer["dropped"])
+            if answer["dropped"]:
+                self._warn(f"did not take samples ({answer['why']}); it gets the rows without them", "samples")
 
     def _remember(self) -> None:
         path = memory_file(self._setting.folder, self.name)
@@ -249,8 +298,12 @@ class TrackerApart:
         self._problem = "" if self._given_up else problem
         if not self._given_up:
             self._warn(f"{problem}; the run goes on, and what waits is sent later")
+            if self._link is None and self._starts == MOST_STARTS:
+                later = f"; send the rest with: {self._usual_remedy}" if self._usual_remedy else ""
+                self._warn(f"its process ended {MOST_STARTS} times, and gets no other in this run{later}", "no process")
 
-    def _warn(self, text: str) -> None:
-        if not self._warned:
-            self._warned = True
+    def _warn(self, text: str, about: str = "trouble") -> None:
+        """Warn the user, once about each thing."""
+        if about not in self._warned:
+            self._warned.add(about)
             self._say.warn(f"{self.name}: {text}")

@@ -33,7 +33,7 @@ def check_trackers(config: Config, among: Collection[str] = tuple(PACKAGES)) -> 
         ConfigError: a package is missing, W&B has no login, or the port for Prometheus is taken.
     """
     chosen = [name for name in config.reports.trackers if name in PACKAGES and name in among]
-    if missing := [name for name in chosen if importlib.util.find_spec(PACKAGES[name]) is None]:
+    if missing := [name for name in chosen if not _is_installed(PACKAGES[name])]:
         packages = ", ".join(PACKAGES[name] for name in missing)
         raise ConfigError(
             f"reports.trackers names {', '.join(missing)}, and {packages} is not installed here; install it with "
@@ -46,6 +46,12 @@ def check_trackers(config: Config, among: Collection[str] = tuple(PACKAGES)) -> 
         )
     if "prometheus" in chosen:
         _check_port(config.reports.prometheus_host, config.reports.prometheus_port)
+
+
+def _is_installed(package: str) -> bool:
+    """Tell whether ``package`` can be imported. A mere folder is none: W&B makes a ``wandb`` where it runs."""
+    found = importlib.util.find_spec(package)
+    return found is not None and found.origin is not None
 
 
 def wandb_may_log(environment: Mapping[str, str]) -> bool:

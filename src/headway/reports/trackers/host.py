@@ -72,11 +72,16 @@ class Host:
         self._tracker: Tracker | None = None
 
     def carry_out(self, call: str, value: Any) -> dict[str, Any]:
-        """Do what was asked. Returns the answer: nothing, what an opened tracker says of itself, or what went wrong."""
+        """Do what was asked. Returns the answer: nothing, what an opened tracker says of itself, or what went wrong.
+
+        Each answer has the tracker's account of its samples, too.
+        """
+        tracker = self._tracker
         try:
-            return self._carry_out(call, value)
+            answer = self._carry_out(call, value)
         except (Exception, SystemExit) as cause:
-            return {"problem": said_by(cause)}
+            answer = {"problem": said_by(cause)}
+        return answer if tracker is None else answer | tracker.samples.account()
 
     def _carry_out(self, call: str, value: Any) -> dict[str, Any]:
         if call == "open":
@@ -85,6 +90,8 @@ class Host:
         if (tracker_ := self._tracker) is None:
             return {}
         match call:
+            case "on_settings":
+                tracker_.on_settings(value)
             case "on_row":
                 tracker_.on_row(value)
             case "on_sample":

@@ -10,7 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from headway.reports.trackers.tables import COLUMNS, flat, scalars, table
+from headway.reports.trackers.held import HeldSamples
+from headway.reports.trackers.tables import COLUMNS, flat, scalars
 from headway.reports.trackers.tracker import Setting
 
 LONGEST_PARAM = 500
@@ -29,33 +30,39 @@ class MlflowTracker:
 
         self._metric, self._param, self._tag = Metric, Param, RunTag
         self._client = MlflowClient()
-        self.entry = setting.entry or self._create(setting)
-        self.remedy = ""
-        run = self._client.get_run(self.entry)
         if setting.entry:
-            self._client.update_run(self.entry, status="RUNNING")
-        self._log_settings(setting.config, dict(run.data.params))
-        self._samples: list[list[Any]] = []
-        """Rows of the table of samples that wait for the next metrics row."""
+            run = self._client.get_run(setting.entry)
+            self._client.update_run(setting.entry, status="RUNNING")
+        else:
+            run = self._create(setting)  # from here on nothing may fail: who asked would make another run
+        self.entry: str = run.info.run_id
+        self.remedy = ""
+        self.samples = HeldSamples()
         uri = str(self._client.tracking_uri)
         shown = f"{uri}/#/experiments/{run.info.experiment_id}/runs/{self.entry}"
         self.where = shown if uri.startswith("http") else f"run {self.entry} in {uri}"
 
-    def _create(self, setting: Setting) -> str:
+    def _create(self, setting: Setting) -> Any:
         experiment = self._client.get_experiment_by_name(setting.project)
         number = self._client.create_experiment(setting.project) if experiment is None else experiment.experiment_id
-        run_id: str = self._client.create_run(number, run_name=setting.name).info.run_id
-        return run_id
+        return self._client.create_run(number, run_name=setting.name)
 
-    def _log_settings(self, config: dict[str, Any], told: dict[str, str]) -> None:
+    def on_settings(self, config: dict[str, Any]) -> None:
         """Log the settings. MLflow's parameters never change: one that a resumed run changed becomes a tag."""
+        told = dict(self._client.get_run(self.entry).data.params)
         params = {_name(key): str(value)[:LONGEST_PARAM] for key, value in config.items()}
         new = [self._param(key, value) for key, value in params.items() if key not in told]
+        refused: list[Exception] = []
         for some in _batches(new, AT_ONCE):
-            self._client.log_batch(self.entry, params=some)
+            try:
+                self._client.log_batch(self.entry, params=some)
+            except Exception as cause:  # one parameter that is refused costs its batch, not the others
+                refused.append(cause)
         for key, value in params.items():
             if told.get(key, value) != value:
                 self._client.set_tag(self.entry, f"changed.{key}", value)
+        if refused:
+            raise refused[0]
 
     def on_row(self, row: dict[str, Any]) -> None:
         now, version = int(time.time() * 1000), row["version"]
@@ -65,7 +72,7 @@ class MlflowTracker:
         self._log_samples(version)
 
     def on_sample(self, sample: dict[str, Any]) -> None:
-        self._samples += table(sample)
+        self.samples.put(sample)
 
     def on_summary(self, summary: dict[str, Any]) -> None:
         self._log_samples(summary.get("version") or 0)
@@ -82,10 +89,12 @@ class MlflowTracker:
 
     def _log_samples(self, version: int) -> None:
         """Write the waiting samples as a table of MLflow's form, under the last version that ended."""
-        if self._samples:
-            text = json.dumps({"columns": list(COLUMNS), "data": self._samples})
+
+        def write(rows: list[list[Any]]) -> None:
+            text = json.dumps({"columns": list(COLUMNS), "data": rows})
             self._client.log_text(self.entry, text, f"samples/version-{version:06d}.json")
-            self._samples = []
+
+        self.samples.send(write)
 
 
 def _name(name: str) -> str:

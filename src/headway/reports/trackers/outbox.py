@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +64,10 @@ class Outbox:
         self.next = min(sent, rows)
         """Number of the next row to send: those before it are sent, or lost."""
         self.lost_rows = 0
-        """Rows that were neither here nor in the file."""
+        """Rows that were neither here nor in the file, or that the tracker refused while it took the row behind."""
         self.lost_samples = 0
+        self._held = 0
+        """Samples that were taken off the queue and wait in the tracker's process, with which they would go."""
 
     def put_row(self, row: dict[str, Any]) -> None:
         def put() -> None:
@@ -137,6 +139,32 @@ class Outbox:
             self.sent(sample)
             self.lost_samples += 1
 
+    def behind(self) -> Message | None:
+        """Return the row behind the next one, which stays here; None where it is not in memory."""
+        with self._news:
+            for number, row in chain(self._from_file, self._rows):
+                if number == self.next + 1:
+                    return Message("on_row", row)
+        return None
+
+    def pass_over(self) -> None:
+        """Take two rows off the queue: one that the tracker refuses, and the one behind it, which it took."""
+        with self._news:
+            self.lost_rows += 1
+            self.next += 2
+
+    def account(self, held: int, dropped: int) -> None:
+        """Take over what the tracker says of the samples that it took: how many wait in it, how many it dropped."""
+        with self._news:
+            self._held = held
+            self.lost_samples += dropped
+
+    def lose_held(self) -> None:
+        """Count the samples that waited in the tracker's process, which is gone."""
+        with self._news:
+            self.lost_samples += self._held
+            self._held = 0
+
     def _row(self) -> dict[str, Any] | None:
         """Return the next row, if it is in memory."""
         with self._news:
@@ -170,7 +198,8 @@ class Outbox:
             return ([f"{rows} of {self.rows} rows"] if rows else []) + [names[end.call] for end in self._ending]
 
     def lost(self) -> list[str]:
-        """Return in words what was put here and will not be sent: rows that no file has, samples."""
+        """Return in words what was put here and will not be sent: rows that are nowhere or were refused, samples."""
         with self._news:
-            counts = {"rows": self.lost_rows, "samples": self.lost_samples + len(self._samples) * self.ended}
+            waiting = (len(self._samples) + self._held) * self.ended
+            counts = {"rows": self.lost_rows, "samples": self.lost_samples + waiting}
             return [f"{count} {name}" for name, count in counts.items() if count]

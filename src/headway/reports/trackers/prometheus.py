@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from headway.reports.trackers.tables import flat, is_number, scalars
+from headway.reports.trackers.held import HeldSamples
+from headway.reports.trackers.tables import scalars
 from headway.reports.trackers.tracker import Setting
 
 PREFIX = "headway_"
@@ -23,6 +24,7 @@ class PrometheusTracker:
         self._gauges: dict[str, Any] = {}
         self._run = setting.name
         self._newest = -1
+        self.samples = HeldSamples()
         try:
             self._server, self._thread = start_http_server(
                 setting.prometheus_port, addr=setting.prometheus_host, registry=self._registry
@@ -32,6 +34,9 @@ class PrometheusTracker:
             raise OSError(f"cannot listen on {place} ({cause.strerror or cause})") from cause
         self.entry = self.remedy = ""
         self.where = f"http://{setting.prometheus_host}:{self._server.server_port}/metrics"
+
+    def on_settings(self, config: dict[str, Any]) -> None:
+        """Do nothing: Prometheus has no texts."""
 
     def on_row(self, row: dict[str, Any]) -> None:
         self._newest = max(self._newest, row["version"])
@@ -43,9 +48,7 @@ class PrometheusTracker:
         """Do nothing: Prometheus has no texts."""
 
     def on_summary(self, summary: dict[str, Any]) -> None:
-        for name, value in flat(summary):
-            if is_number(value):
-                self._set(f"run_{name}", f"{name} of the whole run", value)
+        """Do nothing: the port closes with the run, before anybody could scrape it."""
 
     def on_model(self, folder: Path) -> None:
         """Do nothing: Prometheus has no artifacts."""

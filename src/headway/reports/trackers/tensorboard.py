@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from headway.errors import said_by
+from headway.errors import said_by, writable
 from headway.reports.trackers.tables import markdown, scalars, table
 from headway.reports.trackers.tracker import Setting
 
@@ -27,7 +27,7 @@ _NUMBER = count()
 class TensorBoardFile:
     """Tracker for TensorBoard, which writes in its caller's thread; a point's step is the version.
 
-    A failure is reported once and ends the writing: no method raises.
+    A failure is reported once and ends the writing: no method raises. A sample that is no text costs that sample alone.
     """
 
     entry = remedy = ""
@@ -39,6 +39,7 @@ class TensorBoardFile:
         self._report = report
         self._records: _Records | None = None
         self._version = 0
+        self._sample_reported = False
         self._attempt(lambda: self._open(setting))
 
     def on_row(self, row: dict[str, Any]) -> None:
@@ -47,9 +48,19 @@ class TensorBoardFile:
             self._attempt(lambda: records.add_scalars(row["version"], scalars(row)))
 
     def on_sample(self, sample: dict[str, Any]) -> None:
-        if (records := self._records) is not None and (rows := table(sample)):
+        if (records := self._records) is None:
+            return
+        try:
+            rows = table(sample)
+            text = markdown(rows)
+        except Exception as cause:  # what a sample is made of is the environment's
+            if not self._sample_reported:
+                self._sample_reported = True
+                self._report(f"a sample is left out of {self._directory}: {said_by(cause)}")
+            return
+        if rows:
             version, kind, *_ = rows[0]
-            self._attempt(lambda: records.add_text(version, f"samples/{kind}", markdown(rows)))
+            self._attempt(lambda: records.add_text(version, f"samples/{kind}", text))
 
     def on_summary(self, summary: dict[str, Any]) -> None:
         if (records := self._records) is not None:
@@ -119,7 +130,9 @@ class _Records:
     def add_text(self, step: int, name: str, text: str) -> None:
         """Write one text, which TensorBoard shows as Markdown; it is on the disk when this returns."""
         event = self._event(wall_time=time.time(), step=step)
-        event.summary.value.add(tag=name, tensor=self._string(string_val=[text.encode()]), metadata=self._is_text)
+        event.summary.value.add(
+            tag=name, tensor=self._string(string_val=[writable(text).encode()]), metadata=self._is_text
+        )
         self.write(event)
         self._writer.flush()
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from headway.reports.trackers.held import HeldSamples
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -22,7 +24,7 @@ class Setting:
     entry: str = ""
     """Id of the entry in which a resumed run goes on; empty for a new one."""
     undone_from: int | None = None
-    """Version from which on the entry may have rows that are undone; None for none."""
+    """Version from which on a resumed run begins anew; None for none. TensorBoard alone deletes its points."""
     prometheus_host: str = "127.0.0.1"
     prometheus_port: int = 0
 
@@ -31,6 +33,7 @@ class Tracker(Protocol):
     """Writer of one run into one tool.
 
         tracker = MlflowTracker(setting)                 a new entry, or the one of ``setting.entry``
+        tracker.on_settings(setting.config)              once, after the entry is there
         tracker.on_row({"version": 0, …})                as versions end, in order
         tracker.on_sample({"group": 17, …})              a group or a held-out problem with its answers, cut to a size
         tracker.on_summary(summary)                      once, at the end
@@ -38,7 +41,9 @@ class Tracker(Protocol):
         tracker.close("completed")
 
     Calls come from one thread, one after the other. Each may raise anything, and is then made again later, but for
-    `on_sample`. A call may take long: whoever must not wait keeps the tracker in a process of its own (`TrackerApart`).
+    `on_sample`. Making a tracker raises nothing once a new entry is there: its id would be lost, and another one made.
+    A sample that was taken may wait in ``samples`` for the next row, which it never fails. A call may take long: who
+    must not wait keeps the tracker in a process of its own (`TrackerApart`).
     A row's version may be lower than that of the row before: a validation that ended late has a row of its own.
     """
 
@@ -48,6 +53,12 @@ class Tracker(Protocol):
     """Place to look at the run: a URL, or a folder with the command that shows it."""
     remedy: str
     """Command that sends what the tracker has taken and not delivered; empty for the usual one."""
+
+    samples: HeldSamples
+    """Samples that wait here; empty where a tracker sends them at once, or takes none."""
+
+    def on_settings(self, config: dict[str, Any]) -> None:
+        """Take the run's settings by dotted key. Rows come whether or not they were taken."""
 
     def on_row(self, row: dict[str, Any]) -> None: ...
 

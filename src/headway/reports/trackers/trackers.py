@@ -130,29 +130,30 @@ def open_trackers(config: Config, directory: RunDirectory, say: Say, *, undone_f
 
     ``undone_from``: the version from which on a resumed run begins anew; None for a new run.
     """
-    setting = _setting(config, directory, undone_from)
+    setting = _setting(config, directory)
     chosen = config.reports.trackers
-    board = TensorBoardFile(directory.tensorboard, say.warn, setting) if "tensorboard" in chosen else None
+    board = None
+    if "tensorboard" in chosen:
+        board = TensorBoardFile(directory.tensorboard, say.warn, replace(setting, undone_from=undone_from))
     apart = [_apart(name, setting, directory, say) for name in chosen if name in PACKAGES]
     return Trackers(board, apart, say, log_model=config.reports.log_model)
 
 
 def open_lacking(config: Config, directory: RunDirectory, say: Say) -> Trackers:
     """Make those trackers of a run that is over which lack something of it. `Trackers.names` says which they are."""
-    setting = _setting(config, directory, None)
+    setting = _setting(config, directory)
     kept = [name for name in config.reports.trackers if name in KEPT]
     lacking = [name for name in kept if not Memory.read(memory_file(directory.trackers, name)).whole]
     apart = [_apart(name, setting, directory, say) for name in lacking]
     return Trackers(None, apart, say, log_model=config.reports.log_model)
 
 
-def _setting(config: Config, directory: RunDirectory, undone_from: int | None) -> Setting:
+def _setting(config: Config, directory: RunDirectory) -> Setting:
     return Setting(
         project=config.reports.project,
         name=config.reports.run_name or directory.path.resolve().name,
         folder=directory.trackers,
         config=dict(flatten(config.model_dump(mode="json"))),
-        undone_from=undone_from,
         prometheus_host=config.reports.prometheus_host,
         prometheus_port=config.reports.prometheus_port,
     )
@@ -161,11 +162,10 @@ def _setting(config: Config, directory: RunDirectory, undone_from: int | None) -
 def _apart(name: str, setting: Setting, directory: RunDirectory, say: Say) -> TrackerApart:
     """Make a tracker in a process of its own, which goes on in the entry that the run's directory remembers."""
     memory, rows = Memory.read(memory_file(directory.trackers, name)), _lines(directory.metrics)
-    undone = setting.undone_from if memory.rows > rows else None
     outbox = Outbox(directory.metrics, rows=rows, sent=memory.rows)
     link = partial(TrackerProcess, name, directory.logs / f"{name}.log")
     remedy = f"headway sync {shlex.quote(str(directory.path))}" if name in KEPT else ""
-    own = replace(setting, entry=memory.entry, undone_from=undone)
+    own = replace(setting, entry=memory.entry)
     return TrackerApart(name, own, outbox, link, say, remedy=remedy)
 
 

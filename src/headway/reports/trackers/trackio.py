@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from headway.reports.trackers.held import HeldSamples
 from headway.reports.trackers.tables import COLUMNS, flat, is_number, scalars, table
 from headway.reports.trackers.tracker import Setting
 
@@ -31,6 +32,10 @@ class TrackioTracker:
         self.remedy = ""
         self.where = f"trackio show --project {setting.project}"
         self._newest = 0
+        self.samples = HeldSamples()
+
+    def on_settings(self, config: dict[str, Any]) -> None:
+        """Do nothing: trackio takes the settings when a run begins."""
 
     def on_row(self, row: dict[str, Any]) -> None:
         self._raise_trouble()

@@ -6,11 +6,11 @@ versions that a resumed run makes again, come at versions that were there before
 
 from __future__ import annotations
 
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from headway.reports.trackers.tables import COLUMNS, flat, scalars, table
+from headway.reports.trackers.held import HeldSamples
+from headway.reports.trackers.tables import COLUMNS, flat, scalars
 from headway.reports.trackers.tracker import Setting
 
 
@@ -29,26 +29,34 @@ class WandbTracker:
             dir=str(setting.folder),
             settings=wandb.Settings(console="off"),
         )
-        self._run.config.update(setting.config, allow_val_change=True)
         self._run.define_metric("version", hidden=True)
         self._run.define_metric("*", step_metric="version")
-        self._samples: defaultdict[str, list[list[Any]]] = defaultdict(list)
-        """Rows of the tables of samples, by kind, that wait for the next metrics row."""
+        self.samples = HeldSamples()
         files = Path(self._run.dir).parent
         self.entry: str = self._run.id
         self.remedy = f"wandb sync {files}"
         self.where: str = self._run.url or f"{files} (offline; upload it with: {self.remedy})"
 
+    def on_settings(self, config: dict[str, Any]) -> None:
+        self._run.config.update(config, allow_val_change=True)
+
     def on_row(self, row: dict[str, Any]) -> None:
-        self._run.log({**scalars(row), **self._tables(), "version": row["version"]})
+        values = {**scalars(row), "version": row["version"]}
+        try:
+            self._run.log({**values, **self._tables()})
+        except Exception as cause:
+            if not self.samples.rows:
+                raise
+            self._run.log(values)  # raises where it is not the samples that fail: they wait on
+            self.samples.drop(cause)
+        else:
+            self.samples.sent()
 
     def on_sample(self, sample: dict[str, Any]) -> None:
-        for row in table(sample):
-            self._samples[row[1]].append(row)
+        self.samples.put(sample)
 
     def on_summary(self, summary: dict[str, Any]) -> None:
-        if self._samples:
-            self._run.log(self._tables())
+        self.samples.send(lambda _: self._run.log(self._tables()))
         self._run.summary.update({f"run/{name}": value for name, value in flat(summary)})
 
     def on_model(self, folder: Path) -> None:
@@ -60,8 +68,7 @@ class WandbTracker:
         self._run.finish(exit_code=0 if status in ("completed", "interrupted") else 1)
 
     def _tables(self) -> dict[str, Any]:
-        """Return the waiting samples as tables, which wait no more."""
-        samples, self._samples = self._samples, defaultdict(list)
-        return {
-            f"samples/{kind}": self._wandb.Table(columns=list(COLUMNS), data=rows) for kind, rows in samples.items()
-        }
+        """Return the waiting samples as tables, one for each kind."""
+        kinds = dict.fromkeys(row[1] for row in self.samples.rows)
+        rows = {kind: [row for row in self.samples.rows if row[1] == kind] for kind in kinds}
+        return {f"samples/{kind}": self._wandb.Table(columns=list(COLUMNS), data=some) for kind, some in rows.items()}
