@@ -286,7 +286,9 @@ def test_a_disk_that_is_full_is_said_and_the_run_goes_on(
         run.go([0, 1, 2])
     first, last = run.warnings
     assert first.startswith(f"{tracker}: ") and "the run goes on" in first
-    assert last.startswith(f"{tracker} did not get ") and "headway sync" in last
+    # W&B may have taken the rows before it finds the disk full; what it has is then sent with its own command.
+    commands = ("headway sync", "wandb sync") if tracker == "wandb" else ("headway sync",)
+    assert last.startswith(f"{tracker} did not get ") and any(command in last for command in commands)
 
 
 # ---------------------------------------------------------------------------------------------- Prometheus
