@@ -173,6 +173,7 @@ def test_ctrl_c_twice_in_any_phase_leaves_at_once(
 def test_a_full_disk_at_the_export_is_one_message_and_the_run_that_goes_on_exports(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Over 5 s beside other work: trains, and goes on in a second process."""
     def no_room() -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
