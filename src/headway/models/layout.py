@@ -15,7 +15,7 @@ Shape suffixes: L tokens of the line, S segments, B items of a part, Q queries a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import pairwise
@@ -73,7 +73,7 @@ class Sums:
     order: Int[Tensor, " N"]
     """Indices of the keys, those of one place behind each other."""
     offsets: Int[Tensor, " U"]
-    """Where in ``order`` those of each place begin."""
+    """Index into ``order`` of the first key of each place."""
     places: Int[Tensor, " U"] | slice
     """The places, ascending."""
 
@@ -171,17 +171,23 @@ def _causal(lengths: Places) -> Places:
     return lengths * (lengths + BLOCK) // 2
 
 
+def _paths(root: int, following: int, segments: Segments, stops: Places) -> Iterator[tuple[int, Places, Places]]:
+    """Yield each segment of a tree with the places of its tokens, and of those of its whole path."""
+    paths: dict[int, Places] = {-1: np.empty(0, np.int64)}
+    for segment in range(root, following):
+        own = np.arange(segments.starts[segment], stops[segment])
+        path = paths[segment] = np.concatenate([paths[int(segments.parents[segment])], own])
+        yield segment, own, path
+
+
 def _rows(root: int, following: int, segments: Segments, stops: Places) -> list[Item]:
     """Each row of a tree by itself. What it has in common with one before it is computed again, and dropped."""
-    paths: dict[int, Places] = {-1: np.empty(0, np.int64)}
     items = []
     done = int(segments.starts[root])  # tokens before it are some row's already
-    for segment in range(root, following):
-        start, stop = int(segments.starts[segment]), int(stops[segment])
-        path = paths[segment] = np.concatenate([paths[int(segments.parents[segment])], np.arange(start, stop)])
-        if segments.ends[segment] == stop:
+    for segment, _, path in _paths(root, following, segments, stops):
+        if segments.ends[segment] == stops[segment]:
             items.append(Item(Kind.CAUSAL, path, path, dropped=int(np.searchsorted(path, done))))
-            done = stop
+            done = int(stops[segment])
     return items
 
 
@@ -201,11 +207,8 @@ def _segments(root: int, following: int, segments: Segments, stops: Places) -> l
 
 def _views(root: int, following: int, segments: Segments, stops: Places, window: int | None) -> list[Item]:
     """Each segment of a tree with its whole path; under a window in pieces, each with what it can see."""
-    paths: dict[int, Places] = {-1: np.empty(0, np.int64)}
     items = []
-    for segment in range(root, following):
-        own = np.arange(segments.starts[segment], stops[segment])
-        path = paths[segment] = np.concatenate([paths[int(segments.parents[segment])], own])
+    for _, own, path in _paths(root, following, segments, stops):
         depth = len(path) - len(own)
         step = len(own) if window is None else min(len(own), PIECE)
         for first in range(0, len(own), step):

@@ -26,7 +26,7 @@ Key = tuple[int] | tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """Where a sample's line lies, and the trainer's version that it belongs to."""
+    """Place of a sample's line in the file, and the trainer's version that it belongs to."""
 
     offset: int
     size: int

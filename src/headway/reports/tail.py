@@ -21,7 +21,7 @@ class Tail:
 
     path: Path
     offset: int = 0
-    """Where the next line begins, in bytes."""
+    """Number of bytes before the next line."""
     _identity: tuple[int, int] | None = None
 
     def read(self) -> Iterator[tuple[int, bytes]]:
