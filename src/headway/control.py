@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from headway.errors import HeadwayError, RunError, StallError, UserError, said_by
+from headway.reports.alive import is_trained
 from headway.reports.run_directory import RunDirectory
-from headway.reports.watch.alive import is_trained
 
 ADDRESS_BYTES = 107
 """Longest path that the kernel takes as a socket's address."""

@@ -174,6 +174,7 @@ def test_a_full_disk_at_the_export_is_one_message_and_the_run_that_goes_on_expor
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over 5 s beside other work: trains, and goes on in a second process."""
+
     def no_room() -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

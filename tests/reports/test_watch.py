@@ -19,13 +19,13 @@ import pytest
 
 from headway.errors import ConfigError, DataError, RunError, UserError
 from headway.events import Event, RunResumed, RunStarted, VersionReached
+from headway.reports.alive import is_trained
 from headway.reports.html_timeline import live_parts
 from headway.reports.run_directory import RunDirectory, RunLock
 from headway.reports.tail import Tail
 from headway.reports.timeline import TimelineBuilder, build_timeline
 from headway.reports.watch import server as watch_server
 from headway.reports.watch import serving
-from headway.reports.watch.alive import is_trained
 from headway.reports.watch.follower import Follower
 from headway.reports.watch.server import Server
 from tests.reports.stories import lines, sample, story, validated, written

@@ -20,13 +20,13 @@ from rich.text import Text
 from headway.config.layers import flatten
 from headway.errors import ConfigError
 from headway.reports import human
+from headway.reports.alive import is_trained
 from headway.reports.curves import ACCURACY, CurveLog, Place, value_at
 from headway.reports.metrics import RunMetrics
 from headway.reports.report import events_of
 from headway.reports.run_directory import RunDirectory
 from headway.reports.summary import summary
 from headway.reports.token_view import visible
-from headway.reports.watch.alive import is_trained
 
 REWARD, ESS = "reward/mean", "offpolicy/ess"
 AVERAGED = 10

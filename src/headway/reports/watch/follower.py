@@ -19,6 +19,7 @@ from typing import Any
 from headway.errors import DataError, HeadwayError, RunError, said_by
 from headway.events import Event, RunResumed
 from headway.reports import human
+from headway.reports.alive import is_trained
 from headway.reports.curves import to_json as curves_json
 from headway.reports.events_file import Record, look_through, parse_event, to_json_line
 from headway.reports.groups import MOST_GROUPS, GroupLog, ledger
@@ -27,7 +28,6 @@ from headway.reports.run_directory import RunDirectory
 from headway.reports.sampled import MOST_VALIDATIONS, Key, SampleIndex
 from headway.reports.tail import Rewritten, Tail
 from headway.reports.timeline import TimelineBuilder
-from headway.reports.watch.alive import is_trained
 
 LOOK_EVERY_S = 0.5
 """Seconds between two looks at the files."""
