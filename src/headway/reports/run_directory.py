@@ -152,7 +152,7 @@ class RunDirectory:
         """Replace ``config.yaml`` in one step, for a run that goes on. Raises `UserError` when it cannot be written."""
         with _writable(self.path):
             self._hold_room()
-            _replace(self.config, dump(config))
+            replace_file(self.config, dump(config))
 
     @property
     def lock(self) -> Path:
@@ -216,7 +216,7 @@ class RunDirectory:
         The summary is written last, and finds room on a disk that became full meanwhile.
         """
         self._room.unlink(missing_ok=True)
-        _replace(self.summary, json.dumps(summary, indent=2) + "\n")
+        replace_file(self.summary, json.dumps(summary, indent=2) + "\n")
 
     @property
     def _room(self) -> Path:
@@ -231,7 +231,8 @@ class RunDirectory:
             raise
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
+    """Replace a file in one step: whoever reads it sees the old one or the new one, whole. Raises `OSError`."""
     draft = path.with_name(f"{path.name}.tmp")
     try:
         draft.write_text(text, encoding="utf-8")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.errors import said_by
+from headway.reports.run_directory import replace_file
 from headway.reports.trackers.outbox import Ending, Message, Outbox
 from headway.reports.trackers.process import Link, TrackerLost
 from headway.reports.trackers.tracker import Setting
@@ -49,9 +50,7 @@ class Memory:
 
     def write(self, path: Path) -> None:
         """Replace the file in one step. Raises `OSError`."""
-        draft = path.with_name(f"{path.name}.tmp")
-        draft.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        draft.replace(path)
+        replace_file(path, json.dumps(asdict(self)))
 
 
 def memory_file(folder: Path, name: str) -> Path:
