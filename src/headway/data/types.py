@@ -230,6 +230,8 @@ class Trajectory:
     """Spans on the event clock in which its program worked. Of many, neighbours are joined."""
     waits: tuple[tuple[float, float], ...] = ()
     """Spans on the event clock in which its program waited to begin."""
+    notes: tuple[str, ...] = ()
+    """What its agent asked for and did not get: the first reason of each kind."""
 
     @property
     def complete(self) -> bool:

@@ -56,6 +56,11 @@ def reasoning_of(message: Message) -> str:
     return next((str(message[name]) for name in _REASONING if message.get(name)), "")
 
 
+def without_reasoning(message: Mapping[str, Any]) -> Message:
+    """Copy ``message`` without the thinking that it has apart from its text."""
+    return {name: value for name, value in message.items() if name not in _REASONING}
+
+
 @dataclass(frozen=True, slots=True)
 class Marked:
     """A copy of an answer with marks."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -19,9 +20,10 @@ import numpy as np
 import xxhash
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_exponential
 
-from headway.concurrently import failure_ignored
-from headway.data.types import Conversation, FinishReason, RowAt, RowTokens, Trajectory, TrajectoryId
-from headway.episodes.calls import Asked, Calls, Home
+from headway.data.types import Conversation, FinishReason, RowAt, RowTokens, SampledTokens, Trajectory, TrajectoryId
+from headway.endpoint.turns import Doors, MadeTurn, Note
+from headway.episodes.call_log import CallLog
+from headway.episodes.calls import Calls, Home
 from headway.episodes.deadlines import Clock
 from headway.episodes.limits import EpisodeTime, Limits, Steps
 from headway.episodes.record import Prompted, Record, spans_of
@@ -29,10 +31,10 @@ from headway.errors import (
     EpisodeOver,
     HeadwayError,
     ProgramAway,
+    ProgramFailed,
     RunError,
     RunnerLost,
     UserCodeError,
-    WorkerDied,
     boundary,
 )
 from headway.interfaces import FinishedCall, GroupRequest, SamplingParams
@@ -79,6 +81,14 @@ class Hosting:
     """Programs have to give rewards: no reward function does."""
     keeps_conversations: bool = False
     """Episodes come with their last conversation, for a reward function."""
+    endpoint: Doors | None = None
+    """Where agents ask for turns; None where programs do so by their chat alone."""
+
+    async def close(self) -> None:
+        """End all programs, and then the endpoint that they may be asking."""
+        await self.programs.close()
+        if self.endpoint is not None:
+            await self.endpoint.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +99,6 @@ class MadeEpisode:
     """Metadata, with rows numbered from 0."""
     rows: list[RowTokens]
     """Tokens of the rows; none where they are only simulated."""
-
-
-@dataclass(slots=True, eq=False)
-class _Logged:
-    """A call that was made, at whatever try."""
-
-    context: bytes
-    """Digest of the context."""
-    result: asyncio.Future[FinishedCall]
-    asked: Asked | None
-    """The call while it is not finished; afterwards None, since it holds the whole context."""
 
 
 @dataclass(slots=True, eq=False)
@@ -125,6 +124,10 @@ class _Try:
     """Rewards of turns, as the program told them with its last request."""
     waiting: int = 0
     """Turns that the program waits for."""
+    given_up: dict[bytes, list[Prompted]] = field(default_factory=dict)
+    """Turns whose answer nobody waited for, by their context: asked for again, they are the same turns."""
+    notes: dict[Note, list[str]] = field(default_factory=dict)
+    """What the program asked the endpoint for and did not get."""
     running: asyncio.Task[EpisodeEnd] | None = None
     over: bool = False
 
@@ -158,20 +161,12 @@ class ProgramEpisode:
         """
         self.id: TrajectoryId = request.prompt.trajectory_id(k)
         self._request = request
-        self._sampling = replace(
+        self.sampling = replace(
             sampling, stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *hosting.stop_ids)))
         )
         self._hosting = hosting
         self._limits = hosting.limits
-        self._calls = calls
-        self._home = home
-        self._on_aborted = on_aborted
-        self._on_failed = on_failed
-        self._log: dict[int, _Logged] = {}
-        self._replicas: dict[str, None] = {}
-        """Replicas that may keep a prefix of this episode."""
-        self._cut: list[FinishedCall] = []
-        """Results of calls that engines ended themselves."""
+        self._log = CallLog(self.id, self.sampling, request.priority, calls, home, on_aborted, on_failed)
         self._losses = 0
         self._tries = 0
         self._again: str | None = None
@@ -208,9 +203,7 @@ class ProgramEpisode:
             failure = str(error)
         finally:
             self._time.close()
-            for logged in self._log.values():
-                self._drop(logged)
-            self._calls.release(self.id, self._replicas)
+            self._log.close()
         return self._made(self._one, end, failure or self._failure_of(self._one, end))
 
     def _failure_of(self, one: _Try, end: EpisodeEnd) -> str | None:
@@ -234,7 +227,7 @@ class ProgramEpisode:
         was sampled of calls that are still in flight does not: they are dropped, for a group that is thrown away should
         not keep its place until the last replica has said how far it came.
         """
-        cut = [call for call in self._cut if call.length]
+        cut = [call for call in self._log.cut if call.length]
         return MadeEpisode(self._trajectory([*self._one.calls, *cut], FinishReason.ABORTED), [])
 
     # ------------------------------------------------------------------------------------- the program
@@ -250,26 +243,33 @@ class ProgramEpisode:
             self._time.begin()
             one.steps.begin()
 
-        start = EpisodeStart(
-            name=f"episode {tuple(self.id)}",
-            messages=self._messages(),
-            row=self._row(),
-            seed=_seed(self._hosting.seed, self.id),
-        )
-        one.running = asyncio.get_running_loop().create_task(
-            self._hosting.programs.run(start, lambda request: self._turn(one, request), on_begin=begin)
-        )
+        async def answer(request: TurnRequest) -> TurnAnswer:
+            return (await self.turn(one, request)).answer
+
+        turns = TurnsOfTry(self, one)
+        with nullcontext() if self._hosting.endpoint is None else self._hosting.endpoint.open(turns) as access:
+            start = EpisodeStart(turns.name, self._messages(), self._row(), _seed(self._hosting.seed, self.id), access)
+            one.running = asyncio.get_running_loop().create_task(
+                self._hosting.programs.run(start, answer, on_begin=begin)
+            )
+            return await self._end_of(one, one.running)
+
+    async def _end_of(self, one: _Try, running: asyncio.Task[EpisodeEnd]) -> EpisodeEnd:
         try:
-            end = await one.running
+            end = await running
         except asyncio.CancelledError:
             if one.limit is None or (task := asyncio.current_task()) is None or task.cancelling():
                 raise
             return EpisodeEnd(turn_rewards=one.rewards)  # it was ended by a limit, not from outside
         except EpisodeOver:
             return EpisodeEnd(turn_rewards=one.rewards)
+        except ProgramFailed:
+            if one.limit is None or self._hosting.endpoint is None:
+                raise
+            return EpisodeEnd(turn_rewards=one.rewards)  # an agent raises what its client made of the refused request
         finally:
             one.over = True
-            one.running.cancel()
+            running.cancel()
             one.steps.end()
         if not isinstance(end, EpisodeEnd):
             raise RunError(f"a program ended with {end!r} in place of its end")
@@ -297,20 +297,20 @@ class ProgramEpisode:
 
     # ------------------------------------------------------------------------------------- turns
 
-    async def _turn(self, one: _Try, request: TurnRequest) -> TurnAnswer:
+    async def turn(self, one: _Try, request: TurnRequest) -> MadeTurn:
         """Answer the program's request for a turn. Raises `EpisodeOver` at a limit."""
         one.steps.end()
         one.waiting += 1
         one.rewards = request.rewards
         number, one.asked = one.asked, one.asked + 1
         try:
-            return await self._answer(one, request, number)
+            return await self._made_turn(one, request, number)
         finally:
             one.waiting -= 1
             if one.waiting == 0 and not one.over:
                 one.steps.begin()
 
-    async def _answer(self, one: _Try, request: TurnRequest, number: int) -> TurnAnswer:
+    async def _made_turn(self, one: _Try, request: TurnRequest, number: int) -> MadeTurn:
         if self._time.is_over:
             one.limit = one.limit or "time"
         if one.limit is None and one.turns >= self._limits.max_turns:
@@ -322,8 +322,16 @@ class ProgramEpisode:
         room = self._limits.max_length - len(prompted.ids)
         if room < 1:
             raise self._over(one, "tokens")
+        context = xxhash.xxh3_128_digest(prompted.ids.tobytes())
+        if given_up := one.given_up.get(context):
+            prompted = replace(prompted, key=given_up.pop().key)
         one.turns += 1
-        finished = await self._call(prompted, min(room, *self._most_tokens(request)))
+        try:
+            finished = await self._log.call(prompted, min(room, *self._most_tokens(request)), request.stop)
+        except asyncio.CancelledError:
+            one.turns -= 1
+            one.given_up.setdefault(context, []).append(prompted)
+            raise
         one.calls.append(finished)
         one.numbers.append(number)
         with boundary("the answer of a turn cannot be read", UserCodeError):
@@ -331,7 +339,7 @@ class ProgramEpisode:
         one.text = answer.text
         if self._hosting.keeps_conversations or self._request.shown:
             one.answered(request.messages, answer.message)
-        return answer
+        return MadeTurn(number, answer, len(prompted.ids), finished.tokens or SampledTokens.nothing())
 
     def _over(self, one: _Try, limit: str) -> EpisodeOver:
         """Refuse a turn."""
@@ -347,67 +355,16 @@ class ProgramEpisode:
             one.running.cancel()
 
     def _most_tokens(self, request: TurnRequest) -> list[int]:
-        wanted = (self._sampling.max_tokens, self._limits.max_turn_tokens, request.max_tokens)
+        wanted = (self.sampling.max_tokens, self._limits.max_turn_tokens, request.max_tokens)
         return [most for most in wanted if most is not None]
-
-    async def _call(self, prompted: Prompted, max_tokens: int) -> FinishedCall:
-        """Call the policy, unless the log knows the call."""
-        logged, context = self._log.get(prompted.key), xxhash.xxh3_128_digest(prompted.ids.tobytes())
-        if logged is None or logged.context != context:
-            if logged is not None:
-                self._drop(logged)
-            logged = _Logged(context, failure_ignored(asyncio.get_running_loop().create_future()), None)
-            self._log[prompted.key] = logged
-            self._ask(logged, prompted, max_tokens)
-        return await asyncio.shield(logged.result)
-
-    def _ask(self, logged: _Logged, prompted: Prompted, max_tokens: int) -> None:
-        logged.asked = Asked(
-            self.id,
-            prompted.ids,
-            replace(self._sampling, max_tokens=max_tokens, min_tokens=min(self._sampling.min_tokens, max_tokens)),
-            self._home,
-            done=lambda asked, finished: self._finished(logged, asked, finished),
-            failed=lambda asked, error: self._refused(logged, error),
-            priority=self._request.priority,
-            key=prompted.key,
-            goes_on=True,
-        )
-        self._calls.ask(logged.asked)
-
-    def _refused(self, logged: _Logged, error: HeadwayError) -> None:
-        """End a call that no engine takes: that is its episode's failure, unless the one replica for it is gone."""
-        logged.asked = None
-        if isinstance(error, WorkerDied):
-            self._on_failed(error)
-        elif not logged.result.done():
-            logged.result.set_exception(error)
-
-    def _drop(self, logged: _Logged) -> None:
-        """Forget a call that is not finished, whose replica may keep a prefix for it."""
-        if logged.asked is not None:
-            self._calls.drop([logged.asked])
-            if logged.asked.replica:
-                self._replicas[logged.asked.replica] = None
-            logged.asked = None
-
-    def _finished(self, logged: _Logged, asked: Asked, finished: FinishedCall) -> None:
-        logged.asked = None
-        self._replicas[asked.replica] = None
-        if self._home.on is None:
-            self._home = Home(replica=asked.replica)
-        if finished.finish_reason is FinishReason.ABORTED:
-            self._cut.append(finished)
-            # Once all results are read that came with this one: an engine ends the calls of a group together.
-            asyncio.get_running_loop().call_soon(self._on_aborted)
-        elif not logged.result.done():
-            logged.result.set_result(finished)
 
     # ------------------------------------------------------------------------------------- the end
 
     def _made(self, one: _Try, end: EpisodeEnd, failure: str | None) -> MadeEpisode:
         rows = one.record.rows() if failure is None else []
         turn_rewards = end.turn_rewards
+        if turn_rewards:  # an agent names just the answers that it gives rewards
+            turn_rewards += (0.0,) * (max(one.numbers, default=-1) + 1 - len(turn_rewards))
         if one.numbers != list(range(len(one.numbers))):  # a turn that was given up has no tokens, and no number
             rows, turn_rewards = _renumbered(rows, turn_rewards, sorted(one.numbers))
         places = tuple(_place(index, row) for index, row in enumerate(rows))
@@ -434,8 +391,10 @@ class ProgramEpisode:
                 "tool_errors": end.tool_errors,
                 "tries": self._tries,
                 "cached_tokens": sum(call.cached for call in one.calls),
+                **{str(note): len(reasons) for note, reasons in one.notes.items()},
                 **one.record.metrics,
             },
+            notes=tuple(reasons[0] for reasons in one.notes.values() if reasons[0]),
         )
         return MadeEpisode(trajectory, [row for row in rows if isinstance(row, RowTokens)])
 
@@ -444,7 +403,7 @@ class ProgramEpisode:
         now = asyncio.get_running_loop().time()
         return Trajectory(
             id=self.id,
-            replica=next(reversed(self._replicas), ""),
+            replica=self._log.replica,
             text="",
             prompt_length=len(self._request.prompt.token_ids),
             length=sum(call.length for call in calls),
@@ -455,6 +414,23 @@ class ProgramEpisode:
             rows=(),
             turns=len(calls),
         )
+
+
+class TurnsOfTry:
+    """`headway.endpoint.turns.Turns` of one try of an episode's program."""
+
+    def __init__(self, episode: ProgramEpisode, one: _Try) -> None:
+        self.name = f"episode {tuple(episode.id)}"
+        self.sampling = episode.sampling
+        self._episode, self._one = episode, one
+
+    async def turn(self, request: TurnRequest) -> MadeTurn:
+        """See `headway.endpoint.turns.Turns.turn`."""
+        return await self._episode.turn(self._one, request)
+
+    def note(self, kind: Note, reason: str) -> None:
+        """See `headway.endpoint.turns.Turns.note`."""
+        self._one.notes.setdefault(kind, []).append(reason)
 
 
 def _renumbered(

@@ -92,6 +92,9 @@ class ChatRecord:
 
     def prompt(self, request: TurnRequest) -> Prompted:
         """See `Record.prompt`."""
+        if request.token_ids is not None:
+            ids = self._run.renderer.checked(request.token_ids)
+            return Prompted(ids, self._transcript.next_key(ids))
         if request.tools:
             self._run.for_tools  # noqa: B018 - raises before the call, not after it
         chat = self._chats.prompt(request.messages, request.tools)
@@ -100,11 +103,15 @@ class ChatRecord:
     def answered(self, prompted: Prompted, request: TurnRequest, finished: FinishedCall, number: int) -> TurnAnswer:
         """See `Record.answered`."""
         chat, tokens = prompted.chat, finished.tokens
-        assert isinstance(chat, ChatPrompt)
         if tokens is None:
             raise RunError("a chat needs tokens, and this engine only simulates them")
         self._transcript.add(prompted.ids, tokens, number)
-        text, error_role = self._run.renderer.text(tokens.ids), "tool"
+        text, error_role = self._run.renderer.text_before(tokens.ids, request.stop), "tool"
+        cut_off = finished.finish_reason is not FinishReason.STOP
+        finish_reason = "length" if cut_off else "stop"
+        if chat is None:
+            return TurnAnswer(text, text, said("assistant", text), finish_reason=finish_reason)
+        assert isinstance(chat, ChatPrompt)
         if request.tools:
             parser, error_role = self._run.for_tools
             answer = parser.parse(text, request.tools, self._calls)
@@ -113,8 +120,7 @@ class ChatRecord:
         self._calls += len(answer.calls)
         self._problems += sum(call.problem is not None for call in answer.calls)
         self._chats.answered(chat, tokens.ids, answer.message)
-        cut_off = finished.finish_reason is not FinishReason.STOP
-        return replace(answer, finish_reason="length" if cut_off else "stop", error_role=error_role)
+        return replace(answer, finish_reason=finish_reason, error_role=error_role)
 
     def rows(self) -> list[RowTokens]:
         """See `Record.rows`."""

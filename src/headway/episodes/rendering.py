@@ -32,7 +32,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from headway.episodes.messages import MARK, Marked, marked, message_key, plain_messages, reasoning_of
+from headway.episodes.messages import MARK, Marked, marked, message_key, plain_messages, reasoning_of, without_reasoning
 from headway.errors import ConfigError, DataError, boundary, cut, writable
 from headway.programs.messages import Message, ToolSchema, calls_made, said, tool_result
 
@@ -151,6 +151,28 @@ class ChatRenderer:
         """The text of sampled ``ids`` [T], special tokens and all, without the token that ends the turn."""
         kept = [int(id) for id in (ids[:-1] if self.ended(ids) else ids)]
         return str(self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def text_before(self, ids: Sequence[int] | NDArray[np.int32], stop: Sequence[str]) -> str:
+        """The text of sampled ``ids`` [T] up to the string of ``stop`` that ended them, if one did."""
+        text = self.text(ids)
+        if not stop or self.ended(ids):
+            return text
+        before = len(self.text(ids[:-1]))
+        found = [at for one in stop if (at := text.find(one, max(0, before - len(one)))) >= 0]
+        return text[: min(found)] if found else text
+
+    def checked(self, ids: Sequence[int]) -> NDArray[np.int32]:
+        """The context ``ids`` [P], given from outside.
+
+        Raises:
+            DataError: there are none, or one that the tokenizer does not have.
+        """
+        size = len(self.tokenizer)
+        if (wrong := next((id for id in ids if not 0 <= id < size), None)) is not None:
+            raise DataError(f"token {wrong} is none of the model's tokenizer, whose tokens are 0 to {size - 1}")
+        if not ids:
+            raise DataError("there are no token ids to continue; give at least one")
+        return np.asarray(ids, np.int32)
 
     @cached_property
     def generation_prompt(self) -> str:
@@ -307,6 +329,8 @@ class Conversations:
         """
         ids = np.array(sampled, np.int32)
         forms = [said("assistant", self._renderer.text(ids)), *([] if message is None else [dict(message)])]
+        if message is not None and reasoning_of(dict(message)):
+            forms.append(without_reasoning(message))  # as clients send it back that keep what they show alone
         for form in plain_messages(forms):
             stored = _Stored(prompt.parts, prompt.marked, prompt.text, ids)
             self._answers[_digest(message_key(form), prompt.digest)] = stored

@@ -75,6 +75,18 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
+class Access:
+    """The way of one episode's agent to the policy, over HTTP."""
+
+    base_url: str
+    """Address of the endpoint as OpenAI's clients take it: it ends with ``/v1``."""
+    api_key: str = field(repr=False)
+    """Key of this try of the episode. Nobody takes it any more once that is over."""
+    model: str = "policy"
+    """Name under which the policy is asked for."""
+
+
+@dataclass(frozen=True, slots=True)
 class EpisodeStart:
     """The task of one episode, given to its program."""
 
@@ -86,11 +98,13 @@ class EpisodeStart:
     """Columns of the data set's row by name, ``answer`` among them."""
     seed: int
     """Seed of the episode, below 2^32: the same at every try, another one for each episode of a group."""
+    access: Access | None = None
+    """Where the program is an agent: how it reaches the policy."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """A program's request for one turn of the policy."""
+    """A program's request for one turn of the policy: what answers ``messages``, or continues ``token_ids``."""
 
     messages: list[Message]
     tools: list[ToolSchema] | None = None
@@ -98,6 +112,10 @@ class TurnRequest:
     """Most tokens to sample; None for what the run allows, which is the bound in any case."""
     rewards: tuple[float, ...] = ()
     """Rewards of the turns so far, by the turn's number."""
+    token_ids: tuple[int, ...] | None = None
+    """The context of the turn [P] as it is, in place of ``messages``, which are empty then."""
+    stop: tuple[str, ...] = ()
+    """Strings that end this turn, beside the run's own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""The HTTP endpoint at which agents ask for turns of the policy."""
