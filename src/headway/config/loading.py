@@ -140,7 +140,7 @@ def _replace_whole_choices(layers: Sequence[Layer]) -> tuple[list[Layer], list[s
         if layer.gives("data.train"):
             kept = _replace(kept, layer, "data.train", "data.task")
             kept, lost = _drop_task_reward(kept)
-            scored = ("reward.function", "reward.functions", "rollout.environment", "rollout.program")
+            scored = ("reward.function", "reward.functions", "rollout.environment", "rollout.program", "rollout.agent")
             if lost and not any(later.gives(*scored) for later in layers[len(kept) :]):
                 notes.append("reward.function is exact_match: data.train replaced the task whose verifier it was")
         if layer.gives("data.task.name"):

@@ -13,10 +13,18 @@ from headway.user_code import names_a_file
 if TYPE_CHECKING:
     from headway.config.rollout import RolloutConfig
 
-_EXAMPLES = {"tools": "look_up", "environment": "Game", "program": "run"}
+_EXAMPLES = {"tools": "look_up", "environment": "Game", "program": "run", "agent": "run"}
 
 Limit = Literal["turns", "tokens", "step", "time"]
 """A limit of an episode: ``max_turns``; the tokens of a conversation; ``step_timeout_s``; ``episode_timeout_s``."""
+
+
+class AgentCommand(Section):
+    """An agent that is a command (``rollout.agent: {command: […]}``)."""
+
+    command: tuple[str, ...] = Field(min_length=1)
+    """The program and its arguments. It is given the row as JSON on standard input, and the endpoint in the environment
+    (``OPENAI_BASE_URL``, ``OPENAI_API_KEY``); the reward is the last line that it prints."""
 
 
 class ProgramKeys(Section):
@@ -28,8 +36,21 @@ class ProgramKeys(Section):
     """An environment, ``file.py:Class``, in the form of TRL, Gymnasium, GEM or SkyRL-gym, by which it is recognised."""
     program: str | None = None
     """A program of one's own, ``file.py:function``: ``async def run(row, chat)``, which returns the reward."""
+    agent: str | AgentCommand | None = None
+    """An agent that asks for turns over HTTP, with a client of its own: ``file.py:function``, which is ``async def
+    run(row, base_url, api_key)`` and returns the reward, or ``{command: [program, argument, …]}``."""
+    agent_sampling: Literal["override", "strict"] = "override"
+    """What becomes of requests of agents for other sampling than the run's, which training could not follow: the run's
+    holds, and they are counted, or they are refused."""
+    agent_models: tuple[str, ...] = Field(("policy", "default"), min_length=1)
+    """Names under which agents may ask for the policy."""
+    endpoint_host: str = "127.0.0.1"
+    """Address at which agents reach the endpoint: this one of each machine with replicas, or ``node`` for that by which
+    the cluster knows the machine, where agents start something on other machines that asks for turns."""
+    endpoint_port: int = Field(0, ge=0, lt=2**16)
+    """Port of the endpoint on each machine; 0 for any that is free."""
     params: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the environment's constructor, or further ones of the program, by name."""
+    """Arguments of the environment's constructor, or further ones of the program or agent, by name."""
     tool_parser: str = "auto"
     """Parser of tool calls: ``template``, ``hermes``, ``llama3_json``, ``mistral``, or ``auto`` for the one that reads
     what the model's chat template writes."""
@@ -64,7 +85,12 @@ class ProgramKeys(Section):
     @property
     def has_program(self) -> bool:
         """True where episodes are made by user code."""
-        return bool(self.tools or self.environment or self.program)
+        return bool(self.tools or self.environment or self.program or self.agent)
+
+    @property
+    def agent_function(self) -> str | None:
+        """The agent's ``file.py:function``; None for a command, and where there is no agent."""
+        return self.agent if isinstance(self.agent, str) else None
 
 
 def program_problems(
@@ -76,20 +102,25 @@ def program_problems(
             f"rollout.step_timeout_s={rollout.step_timeout_s:g} lets all episodes be in a step for longer than nothing "
             f"may move, cluster.stall_timeout_s={stall_timeout_s:g}; lower the one or raise the other"
         )
-    given = {"tools": rollout.tools, "environment": rollout.environment, "program": rollout.program}
+    given = {
+        "tools": rollout.tools,
+        "environment": rollout.environment,
+        "program": rollout.program,
+        "agent": rollout.agent,
+    }
     chosen = [f"rollout.{name}" for name, value in given.items() if value]
-    if len(chosen) > 1 and rollout.program:
+    if len(chosen) > 1 and (rollout.program or rollout.agent):
         yield f"{' and '.join(chosen)} are given, and each makes the episodes by itself; keep one of them"
     for name, value in given.items():
         for spec in value if isinstance(value, tuple) else [value] if value else []:
-            if not names_a_file(spec):
+            if isinstance(spec, str) and not names_a_file(spec):
                 yield f"rollout.{name}={spec}: expected file.py:name, such as {name}.py:{_EXAMPLES[name]}"
-    if rollout.params and not (rollout.environment or rollout.program):
-        yield "rollout.params are for an environment or a program; tools get those of their calls alone; drop it"
-    if by_program and not (rollout.environment or rollout.program):
+    if rollout.params and not (rollout.environment or rollout.program or rollout.agent_function):
+        yield "rollout.params are for an environment, a program or an agent in Python; nothing else has any; drop it"
+    if by_program and not (rollout.environment or rollout.program or rollout.agent):
         yield (
-            "reward.function=program is the reward of rollout.environment or rollout.program, and none is given; name "
-            "a function that scores the last answer"
+            "reward.function=program is the reward of rollout.environment, program or agent, and none is given; name a "
+            "function that scores the last answer"
         )
     if rollout.step_timeout_s > rollout.episode_timeout_s:
         yield (
@@ -109,6 +140,12 @@ def idle_program_keys(rollout: RolloutConfig) -> Iterator[tuple[str, str]]:
     """Keys of programs that change nothing → why."""
     if not rollout.has_program:
         for key in ProgramKeys.model_fields:
-            if key not in ("tools", "environment", "program", "env"):
-                yield f"rollout.{key}", "answers have one turn: no rollout.tools, environment or program is given"
+            if key not in ("tools", "environment", "program", "agent", "env"):
+                yield (
+                    f"rollout.{key}",
+                    "answers have one turn: no rollout.tools, environment, program or agent is given",
+                )
         return
+    if rollout.agent is None:
+        for key in ("agent_sampling", "agent_models", "endpoint_host", "endpoint_port"):
+            yield f"rollout.{key}", "no rollout.agent is given, and nothing else asks for turns over HTTP"

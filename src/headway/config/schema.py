@@ -245,7 +245,7 @@ class RewardConfig(Section):
     function: str = "exact_match"
     """The reward's function: ``exact_match``, ``math_verify``, ``regex``, ``format``, ``task`` (the task's own
     verifier) or ``file.py:function``: a function of one's own, or one that was written for TRL or verl; or ``program``,
-    the rewards of ``rollout.environment`` or ``rollout.program``, where it is the default."""
+    the rewards of ``rollout.environment``, ``program`` or ``agent``, where it is the default."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Parameters of the function (verl's ``reward_kwargs``)."""
     functions: Annotated[tuple[RewardFunctionConfig, ...], Field(min_length=1)] | None = None
@@ -464,7 +464,7 @@ class Config(Section):
         if not isinstance(values, Mapping):
             return values
         rollout, reward = values.get("rollout"), values.get("reward") or {}
-        gives = isinstance(rollout, Mapping) and (rollout.get("environment") or rollout.get("program"))
+        gives = isinstance(rollout, Mapping) and any(map(rollout.get, ("environment", "program", "agent")))
         if not gives or not isinstance(reward, Mapping) or reward.get("function") or reward.get("functions"):
             return values
         return {**values, "reward": {**reward, "function": PROGRAM}}

@@ -67,7 +67,10 @@ class Turns(Protocol):
 
 
 class Doors(Protocol):
-    """The endpoint, as an episode sees it."""
+    """The endpoint, as episodes and their keeper see it."""
+
+    async def start(self) -> None:
+        """Listen. Raises `ConfigError` where the address cannot be had."""
 
     def open(self, turns: Turns) -> AbstractContextManager[Access]:
         """Answer requests with a key of their own by ``turns``, for as long as the context lasts."""

@@ -5,23 +5,41 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headway.config.schema import Config
+from headway.endpoint.dialect import Texts
+from headway.endpoint.dialects import DIALECTS
+from headway.endpoint.server import Endpoint
 from headway.episodes.limits import Limits
 from headway.episodes.programs import Hosting, Programs
 from headway.episodes.record import Chats
 from headway.episodes.rendering import ChatRenderer
+from headway.models.tokenizer import text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def chat_hosting(config: Config, tokenizer: PreTrainedTokenizerBase, programs: Programs) -> Hosting:
-    """Hosting of the episodes of ``config`` by ``programs``, whose chats ``tokenizer`` renders.
+def chat_hosting(
+    config: Config, tokenizer: PreTrainedTokenizerBase, programs: Programs, node: str = "127.0.0.1"
+) -> Hosting:
+    """Hosting of the episodes of ``config`` by ``programs``, whose chats ``tokenizer`` renders. Nothing is started.
+
+    ``node``: the address of this machine for the others.
 
     Raises:
         ConfigError: the tokenizer has no chat template; or there are tools, and it does not show them, or nothing reads
             its calls.
     """
     chats = chats_of(config, tokenizer)
+    rollout, endpoint = config.rollout, None
+    if rollout.agent is not None:
+        endpoint = Endpoint(
+            DIALECTS,
+            Texts(lambda text: chats.renderer.encode(text).tolist(), text_of(tokenizer)),
+            models=rollout.agent_models,
+            strict=rollout.agent_sampling == "strict",
+            host=node if rollout.endpoint_host == "node" else rollout.endpoint_host,
+            port=rollout.endpoint_port,
+        )
     return Hosting(
         programs,
         chats.record,
@@ -30,6 +48,7 @@ def chat_hosting(config: Config, tokenizer: PreTrainedTokenizerBase, programs: P
         stop_ids=tuple(sorted(chats.renderer.end_ids)),
         gives_reward=config.reward.by_program,
         keeps_conversations=not config.reward.by_program,
+        endpoint=endpoint,
     )
 
 

@@ -192,7 +192,7 @@ class GroupKeeper:
             self._handing_on.cancel()
         await self._calls.close()
         if self._hosting is not None:
-            await self._hosting.programs.close()
+            await self._hosting.close()
 
     # ------------------------------------------------------------------------------------- episodes
 

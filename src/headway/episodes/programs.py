@@ -53,6 +53,9 @@ MOST_LOSSES = 200
 class Programs(Protocol):
     """Host of programs: `headway.episodes.runners.ProgramRunners`, or a simulation."""
 
+    async def start(self) -> Any:
+        """Start the processes of user code, if there are any. Raises as `Hosting.start` says."""
+
     async def run(self, job: EpisodeStart, on_ask: Turn, *, on_begin: Callable[[], object] | None = None) -> EpisodeEnd:
         """Run a program to its end; its turns are ``on_ask``'s. ``on_begin`` is called when it begins.
 
@@ -83,6 +86,17 @@ class Hosting:
     """Episodes come with their last conversation, for a reward function."""
     endpoint: Doors | None = None
     """Where agents ask for turns; None where programs do so by their chat alone."""
+
+    async def start(self) -> None:
+        """Start the programs' processes, and then the endpoint that they ask.
+
+        Raises:
+            UserError: the user's code cannot be used, or the endpoint's port is in use.
+            WorkerDied: a process ended while it loaded the code.
+        """
+        await self.programs.start()
+        if self.endpoint is not None:
+            await self.endpoint.start()
 
     async def close(self) -> None:
         """End all programs, and then the endpoint that they may be asking."""

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from headway.config.programs import ProgramKeys
+from headway.config.programs import AgentCommand, ProgramKeys
 from headway.episodes.programs import Turn
 from headway.errors import ConfigError, RunError
 from headway.programs.messages import EpisodeEnd, EpisodeStart
@@ -84,6 +84,8 @@ def program_spec(rollout: ProgramKeys) -> ProgramSpec:
         tools=rollout.tools,
         environment=rollout.environment,
         program=rollout.program,
+        agent=rollout.agent_function,
+        command=rollout.agent.command if isinstance(rollout.agent, AgentCommand) else (),
         params=rollout.params,
         max_turns=rollout.max_turns,
     ).resolved()

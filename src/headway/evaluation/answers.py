@@ -104,9 +104,9 @@ async def solve(
             await reward.start()
         if config.rollout.has_program:
             programs = ProgramRunners("eval", config.rollout, None)
-            stack.push_async_callback(programs.close)
             hosting = chat_hosting(config, questions.tokenizer, programs)
-            await programs.start()
+            stack.push_async_callback(hosting.close)
+            await hosting.start()
         engine = await _start_engine(config, questions.tokenizer)
         stack.push_async_callback(engine.close)
         ready()

@@ -18,6 +18,8 @@ from functools import partial
 from typing import Any
 
 from headway.errors import UserCodeError, shown
+from headway.programs.agents import AgentProgram
+from headway.programs.commands import CommandProgram
 from headway.programs.gym import GymProgram
 from headway.programs.instances import Instances
 from headway.programs.own import EXPECTED, OwnProgram, check_arguments
@@ -50,8 +52,12 @@ def load_program(spec: ProgramSpec) -> Program:
                 "chat.turn(messages, tools=[…]); drop rollout.tools"
             )
         return _own(spec, load_object(spec.program))
+    if spec.agent is not None:
+        return AgentProgram(load_object(spec.agent), spec.shown, spec.params)
+    if spec.command:
+        return CommandProgram(spec.command, spec.shown, spec.directory)
     if not spec.tools:
-        raise UserCodeError("there is no program; give rollout.tools, rollout.environment or rollout.program")
+        raise UserCodeError("there is no program; give rollout.tools, environment, program or agent")
     return ToolLoop(load_tools(spec.tools))
 
 

@@ -47,24 +47,29 @@ class OwnProgram:
     async def run(self, start: EpisodeStart, chat: Chat) -> EpisodeEnd:
         row = {"prompt": [dict(message) for message in start.messages], **start.row}
         if self._make is None:
-            return self._end(await self._run(row, chat, **self._params))  # type: ignore[misc]  # checked above
-        return self._end(await self._make(**self._params).run(row, chat))
+            return end_of(await self._run(row, chat, **self._params), self._who)  # type: ignore[misc]  # checked above
+        return end_of(await self._make(**self._params).run(row, chat), self._who)
 
-    def _end(self, value: Any) -> EpisodeEnd:
-        """The end of an episode whose program returned ``value``."""
-        plain = value.tolist() if hasattr(value, "tolist") else value
-        episode, turns = plain, None
-        if isinstance(plain, list):
-            episode, turns = None, plain
-        elif isinstance(plain, tuple) and len(plain) == 2 and isinstance(plain[1], list | tuple):
-            episode, turns = plain
-        if turns == [] or isinstance(episode, str | bytes) or not (episode is None or hasattr(episode, "__float__")):
-            raise ProgramFailed(f"{self._who} returned {shown(value)}, {RETURNS}")
-        what = f"{self._who}: the reward that it returned"
-        return EpisodeEnd(
-            reward=None if episode is None else number(episode, what),
-            turn_rewards=tuple(number(one, f"{what} for turn {n}") for n, one in enumerate(turns or ())),
-        )
+
+def end_of(value: Any, who: str, expected: str = RETURNS) -> EpisodeEnd:
+    """Return the end of an episode whose program returned ``value``.
+
+    Raises:
+        ProgramFailed: it is none of what is ``expected``.
+    """
+    plain = value.tolist() if hasattr(value, "tolist") else value
+    episode, turns = plain, None
+    if isinstance(plain, list):
+        episode, turns = None, plain
+    elif isinstance(plain, tuple) and len(plain) == 2 and isinstance(plain[1], list | tuple):
+        episode, turns = plain
+    if turns == [] or isinstance(episode, str | bytes) or not (episode is None or hasattr(episode, "__float__")):
+        raise ProgramFailed(f"{who} returned {shown(value)}, {expected}")
+    what = f"{who}: the reward that it returned"
+    return EpisodeEnd(
+        reward=None if episode is None else number(episode, what),
+        turn_rewards=tuple(number(one, f"{what} for turn {n}") for n, one in enumerate(turns or ())),
+    )
 
 
 def _is_coroutine_function(function: Any) -> bool:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from headway.errors import EpisodeOver, HeadwayError, ProgramAway, ProgramFailed, UserCodeError
+from headway.errors import EpisodeOver, HeadwayError, ProgramAway, ProgramFailed, UserCodeError, cut
 from headway.programs.chat import Ask, Chat, Tally
 from headway.programs.failures import Insisted, failing
 from headway.programs.messages import EpisodeEnd, EpisodeStart, ToolSchema
@@ -74,6 +74,11 @@ class ProgramSpec:
     tools: tuple[str, ...] = ()
     environment: str | None = None
     program: str | None = None
+    agent: str | None = None
+    command: tuple[str, ...] = ()
+    """The command of an agent that is one."""
+    directory: str | None = None
+    """The directory that commands are run in, where it is there."""
     params: Mapping[str, Any] = field(default_factory=dict)
     max_turns: int | None = None
     """The run's ``rollout.max_turns``, which SkyRL-gym's environments are told."""
@@ -85,6 +90,10 @@ class ProgramSpec:
             return f"environment {_short(self.environment)}"
         if self.program is not None:
             return f"program {_short(self.program)}"
+        if self.agent is not None:
+            return f"agent {_short(self.agent)}"
+        if self.command:
+            return f"agent {cut(' '.join(self.command), 60)}"
         return f"tools {', '.join(_short(tool) for tool in self.tools)}"
 
     def resolved(self) -> ProgramSpec:
@@ -94,6 +103,8 @@ class ProgramSpec:
             tools=tuple(resolve_spec(tool) for tool in self.tools),
             environment=None if self.environment is None else resolve_spec(self.environment),
             program=None if self.program is None else resolve_spec(self.program),
+            agent=None if self.agent is None else resolve_spec(self.agent),
+            directory=str(Path.cwd()) if self.command else None,
         )
 
     def load(self) -> LoadedProgram:
@@ -146,7 +157,7 @@ class LoadedProgram:
         try:
             with failing(self.shown):
                 end = await self._program.run(start, Chat(ask, start, tally, self.shown))
-                if end.turn_rewards:
+                if end.turn_rewards and start.access is None:
                     tally.give(end.turn_rewards, self.shown)
         except EpisodeOver:
             end = EpisodeEnd()
@@ -159,6 +170,8 @@ class LoadedProgram:
             raise ProgramFailed(str(cause)) from cause
         finally:
             tally.closed = True
+        if start.access is not None:
+            return end
         return replace(end, turn_rewards=tally.turn_rewards, tool_errors=tally.tool_errors)
 
 

@@ -67,6 +67,9 @@ class SimulatedPrograms:
         self._killed: dict[asyncio.Task[object], bool] = {}
         """Programs whose runner was ended, and whether it was their doing."""
 
+    async def start(self) -> None:
+        """Start nothing: there is no user code."""
+
     async def run(self, job: EpisodeStart, on_ask: Turn, *, on_begin: Callable[[], object] | None = None) -> EpisodeEnd:
         """See `headway.episodes.programs.Programs.run`."""
         async with self._room:

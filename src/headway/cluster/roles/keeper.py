@@ -53,8 +53,8 @@ class KeeperRole(Role):
         if self._config.rollout.has_program:
             programs = ProgramRunners(self.name, self._config.rollout, self._logs)
             with torch_hidden():
-                hosting = chat_hosting(self._config, self._tokenizer, programs)
-            await programs.start()
+                hosting = chat_hosting(self._config, self._tokenizer, programs, self._host)
+            await hosting.start()
         decode = text_of(self._tokenizer)
         if self._files is None:  # the process is the driver's, which nobody has to wake up
             self._keeper = GroupKeeper(self.name, decode, hosting)

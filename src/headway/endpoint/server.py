@@ -1,0 +1,286 @@
+"""The endpoint: an HTTP server beside the keeper, at which the agents of its episodes ask for turns.
+
+    agent ──POST, its key──▶ Endpoint ▶ Dialect.read ▶ sampling: the run's ▶ Session ▶ a turn of that episode
+      ▲                                                                                        │
+      └──────────────── Dialect.answer, or its events ◀────────────────────────────────────────┘
+
+A key is made for one try of one episode, and nobody takes it afterwards. Nothing that came in with one key is seen with
+another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import xxhash
+from aiohttp import web
+
+from headway.endpoint.dialect import Dialect, Refused, Texts, Wanted, openai_error
+from headway.endpoint.sampling import differences
+from headway.endpoint.sessions import OVER, Request, Session
+from headway.endpoint.turns import MadeTurn, Note, Turns
+from headway.errors import ConfigError, EpisodeOver, HeadwayError, UserError, shown, writable
+from headway.programs.messages import Access
+
+MOST_BYTES = 32 * 2**20
+"""Most bytes of a request: a context of a million tokens as text has less."""
+BODY_TIMEOUT_S = 60.0
+"""Seconds in which a request's body has to come."""
+CLOSE_TIMEOUT_S = 2.0
+"""Seconds for which requests under way are waited for when the endpoint closes: their episodes are over by then."""
+MOST_FORGOTTEN = 10_000
+"""Number of keys of episodes that are over which are told from keys that never were."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Endpoint:
+    """`headway.endpoint.turns.Doors` over HTTP, on the running event loop.
+
+    Args:
+        dialects: forms of requests that are understood.
+        texts: the policy's tokenizer.
+        models: names under which the policy is asked for, the first of which agents are told.
+        strict: requests for other sampling than the run's are refused, not overridden.
+        host: address to listen at.
+        port: 0 for any that is free.
+    """
+
+    def __init__(
+        self,
+        dialects: Sequence[Dialect],
+        texts: Texts,
+        *,
+        models: Sequence[str] = ("policy",),
+        strict: bool = False,
+        host: str = "127.0.0.1",
+        port: int = 0,
+    ) -> None:
+        self._texts = texts
+        self._models = tuple(models)
+        self._strict = strict
+        self._host, self._port = host, port
+        self._sessions: dict[str, Session] = {}
+        self._forgotten: OrderedDict[str, None] = OrderedDict()
+        """Keys of episodes that are over, the oldest first."""
+        self._runner: web.AppRunner | None = None
+        self._app = web.Application(client_max_size=MOST_BYTES, middlewares=[_told_as_json])
+        for dialect in dialects:
+            for prefix in ("", "/v1"):  # clients add their own path to base_url with or without /v1
+                self._app.router.add_post(prefix + dialect.path, self._handler(dialect))
+        self._app.router.add_get("/v1/models", self._list_models)
+        self._app.router.add_get("/v1/models/{name:.+}", self._show_model)
+        self._app.router.add_get("/health", self._health)
+
+    # ------------------------------------------------------------------------------------- for the keeper
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            ConfigError: the port is in use, or the address is none of this machine's.
+        """
+        self._runner = web.AppRunner(
+            self._app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_TIMEOUT_S
+        )
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self._host, self._port, backlog=1024)
+        try:
+            await site.start()
+        except OSError as cause:
+            await self.close()
+            raise ConfigError(
+                f"the endpoint for agents cannot listen at {self._host}:{self._port}: {cause.strerror or cause}; set "
+                "rollout.endpoint_port=0 for any free port, and rollout.endpoint_host to an address of this machine"
+            ) from cause
+        self._port = self._runner.addresses[0][1]
+
+    @property
+    def base_url(self) -> str:
+        """The address as OpenAI's clients take it."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self._port}/v1"
+
+    @contextmanager
+    def open(self, turns: Turns) -> Iterator[Access]:
+        """See `headway.endpoint.turns.Doors.open`."""
+        key = f"hw-{secrets.token_urlsafe(24)}"
+        session = self._sessions[key] = Session(turns)
+        try:
+            yield Access(self.base_url, key, self._models[0])
+        finally:
+            del self._sessions[key]
+            self._forgotten[key] = None
+            if len(self._forgotten) > MOST_FORGOTTEN:
+                self._forgotten.popitem(last=False)
+            session.close()
+
+    async def close(self) -> None:
+        """Stop listening."""
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.cleanup()
+
+    # ------------------------------------------------------------------------------------- for agents
+
+    def _handler(self, dialect: Dialect) -> Handler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            try:
+                session = self._session(request)
+            except Refused as refused:
+                return _error(dialect.error, refused)
+            try:
+                return await self._answer(dialect, request, session)
+            except Refused as refused:
+                told = refused
+            except EpisodeOver as over:
+                code = "context_length_exceeded" if over.limit == "tokens" else "episode_over"
+                told = Refused(400, code, str(over))
+            except UserError as error:
+                told = Refused(400, "invalid_request", str(error))
+            except HeadwayError as error:
+                told = Refused(503, "unavailable", str(error))
+            session.turns.note(Note.REFUSED, f"{request.path}: {told}")
+            return _error(dialect.error, told)
+
+        return handle
+
+    async def _answer(self, dialect: Dialect, request: web.Request, session: Session) -> web.StreamResponse:
+        body = await _body(request)
+        wanted = dialect.read(body, self._texts)
+        self._check(wanted, session.turns)
+        digest = xxhash.xxh3_128(body)
+        digest.update(request.path.encode())
+        digest.update((repeated := request.headers.get("Idempotency-Key", "")).encode(errors="replace"))
+        again = request.headers.get("x-stainless-retry-count", "0") not in ("", "0") or bool(repeated)
+        asked = session.request(wanted.request, digest.digest(), again=again)
+        turn = await session.answer(asked)
+        id = f"{turn.number}-{digest.hexdigest()[:16]}"
+        if wanted.stream:
+            return await _stream(request, dialect, wanted, turn, id, asked)
+        response = _json(dialect.answer(wanted, turn, id))
+        await response.prepare(request)
+        await response.write_eof()
+        asked.delivered = True
+        return response
+
+    def _session(self, request: web.Request) -> Session:
+        """The session of the request's key. Raises `Refused` where there is none."""
+        kind, _, key = request.headers.get("Authorization", "").partition(" ")
+        key = key.strip() if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
+        if (session := self._sessions.get(key)) is not None:
+            return session
+        if key in self._forgotten:
+            raise Refused(401, "episode_over", f"{OVER}; a key is good while its episode is made")
+        given = "with a key that is none of this endpoint's" if key else "without a key"
+        raise Refused(
+            401, "invalid_api_key", f"a request {given}; give the api_key of the episode: Authorization: Bearer KEY"
+        )
+
+    def _check(self, wanted: Wanted, turns: Turns) -> None:
+        """Check the model and the sampling that are asked for."""
+        if wanted.model is not None and wanted.model not in self._models:
+            raise Refused(404, "model_not_found", self._no_model(wanted.model))
+        if differ := differences(wanted.sampling, turns.sampling):
+            said = f"sampling that training does not follow: {', '.join(differ)}"
+            if self._strict:
+                raise Refused(
+                    400,
+                    "sampling_refused",
+                    f"{said}; leave it out, or set rollout.agent_sampling=override, with which the run's holds",
+                )
+            turns.note(Note.OVERRIDDEN, said)
+
+    def _no_model(self, name: str) -> str:
+        return (
+            f"there is no model {shown(name)} here, only the policy: {', '.join(self._models)}; ask for that, or add "
+            "the name to rollout.agent_models"
+        )
+
+    async def _list_models(self, request: web.Request) -> web.Response:
+        try:
+            self._session(request)
+        except Refused as refused:
+            return _error(openai_error, refused)
+        return _json({"object": "list", "data": [_model(name) for name in self._models], "has_more": False})
+
+    async def _show_model(self, request: web.Request) -> web.Response:
+        try:
+            self._session(request)
+            if (name := request.match_info["name"]) not in self._models:
+                raise Refused(404, "model_not_found", self._no_model(name))
+        except Refused as refused:
+            return _error(openai_error, refused)
+        return _json(_model(name))
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return _json({"status": "ok"})
+
+
+async def _body(request: web.Request) -> bytes:
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await request.read()
+    except TimeoutError:
+        raise Refused(
+            408, "timeout", f"the request's body did not come within {BODY_TIMEOUT_S:g} s; send it again"
+        ) from None
+    except web.HTTPRequestEntityTooLarge:
+        raise Refused(
+            413,
+            "too_large",
+            f"the request's body has more than {MOST_BYTES >> 20} MiB, more than any context",
+        ) from None
+
+
+async def _stream(
+    request: web.Request, dialect: Dialect, wanted: Wanted, turn: MadeTurn, id: str, asked: Request
+) -> web.StreamResponse:
+    response = web.StreamResponse(
+        headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+    )
+    await response.prepare(request)
+    for piece in dialect.events(wanted, turn, id):
+        await response.write(piece)
+    await response.write_eof()
+    asked.delivered = True
+    return response
+
+
+@web.middleware
+async def _told_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Tell of wrong paths and methods in the clients' own form."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        message = (
+            f"{request.method} {request.path}: {error.reason}; the endpoint has POST /v1/chat/completions and others"
+        )
+        return _error(openai_error, Refused(error.status, "not_found", message))
+    except ConnectionError:  # the client hung up while it was answered; nobody hears of this
+        return web.Response(status=499)
+
+
+def _error(form: Callable[[int, str, str], dict[str, object]], refused: Refused) -> web.Response:
+    return _json(form(refused.status, refused.code, writable(str(refused))), refused.status)
+
+
+def _json(body: dict[str, object], status: int = 200) -> web.Response:
+    return web.Response(body=json.dumps(body).encode(), status=status, content_type="application/json")
+
+
+def _model(name: str) -> dict[str, object]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "headway",
+        "type": "model",
+        "display_name": name,
+    }

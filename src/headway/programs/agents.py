@@ -1,0 +1,137 @@
+"""Agents: programs that ask for turns over HTTP, at the endpoint of their keeper, with a client of their own.
+
+async def run(row, base_url, api_key):                      # or def run(…), which has a process for each episode
+    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+    answer = await client.chat.completions.create(model="policy", messages=row["prompt"])
+    return float(answer.choices[0].message.content == row["answer"])
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from inspect import Parameter
+from typing import Any
+
+from headway.errors import ProgramFailed, UserCodeError, shown
+from headway.programs.chat import Chat
+from headway.programs.failures import number
+from headway.programs.messages import Access, EpisodeEnd, EpisodeStart
+from headway.programs.own import RETURNS, check_arguments, end_of
+from headway.programs.program import ProgramDescription
+from headway.programs.waiting import are_coroutines, called
+
+EXPECTED = "an agent is async def run(row, base_url, api_key), or a class or an object that has it"
+_GIVEN = ("base_url", "api_key", "http_client", "model", "seed")
+"""Arguments that an agent gets by their names, where it has parameters of these."""
+_GIVEN_TO_ALL = ("base_url", "api_key", "http_client")
+"""Those of them that an agent gets as ``**kwargs``, as AReaL gives them."""
+
+
+class AgentProgram:
+    """An agent in Python: a function of the row, or AReaL's form, an object with ``run(data, **kwargs)``.
+
+    What it returns is the episode's reward, as of programs, or rewards by the ids of answers.
+    """
+
+    def __init__(self, found: Any, who: str, params: Mapping[str, Any]) -> None:
+        self._who, self._params = who, dict(params)
+        self._make: Callable[..., Any] | None = found if inspect.isclass(found) else None
+        self._run = found if callable(found) and not inspect.isclass(found) else getattr(found, "run", None)
+        if self._run is None:
+            raise UserCodeError(f"{who}: it is {shown(found)}, which cannot be called and has no run(); {EXPECTED}")
+        self._call: Callable[..., Any] = self._run
+        if inspect.isasyncgenfunction(self._run):
+            raise UserCodeError(f"{who}: it yields; return the episode's reward from it instead")
+        self.is_async = are_coroutines(_innermost(self._run))
+        parameters = [one for one in _parameters(self._run).values() if self._make is None or one.name != "self"]
+        if not parameters:
+            raise UserCodeError(f"{who}: it takes no row of the data; {EXPECTED}")
+        given = dict(params) if self._make is None else {}
+        self._names = _names(parameters, given)
+        before = () if self._make is None else ("self",)
+        check_arguments(who, self._run, (*before, "row"), {**dict.fromkeys(self._names), **given})
+        if self._make is not None:
+            check_arguments(who, self._make, (), self._params)
+
+    def describe(self) -> ProgramDescription:
+        return ProgramDescription("agent", self.is_async)
+
+    async def run(self, start: EpisodeStart, chat: Chat) -> EpisodeEnd:
+        access = accessed(start)
+        given: dict[str, Any] = {"base_url": access.base_url, "api_key": access.api_key, "model": access.model}
+        given["seed"] = start.seed
+        if "http_client" in self._names:
+            given["http_client"] = _http_client(self.is_async)
+        arguments = {name: given[name] for name in self._names}
+        try:
+            if self._make is not None:
+                value = await called(self._make(**self._params).run, row_of(start), **arguments)
+            else:
+                value = await called(self._call, row_of(start), **arguments, **self._params)
+        finally:
+            if (client := given.get("http_client")) is not None:
+                await called(client.aclose if self.is_async else client.close)
+        return _end(value, self._who)
+
+
+def row_of(start: EpisodeStart) -> dict[str, Any]:
+    """The row of an episode as agents get it: its columns, and its prompt as chat messages under two names."""
+    messages = [dict(message) for message in start.messages]
+    return {"prompt": messages, "messages": messages, **start.row}
+
+
+def accessed(start: EpisodeStart) -> Access:
+    """The way to the policy. Raises `ProgramFailed` where there is no endpoint."""
+    if start.access is None:
+        raise ProgramFailed("an agent needs an endpoint, and its keeper has none; it was hosted as another program")
+    return start.access
+
+
+def _end(value: Any, who: str) -> EpisodeEnd:
+    """The end of an episode whose agent returned ``value``."""
+    if not isinstance(value, Mapping):
+        return end_of(value, who, f"{RETURNS}, or a dict of numbers by the ids of answers")
+    rewards: dict[int, float] = {}
+    for id, reward in value.items():
+        rewards[_turn_of(id, who)] = number(reward, f"{who}: the reward of {shown(id)}")
+    return EpisodeEnd(turn_rewards=tuple(rewards.get(turn, 0.0) for turn in range(max(rewards, default=-1) + 1)))
+
+
+def _turn_of(id: Any, who: str) -> int:
+    """The number of the turn with the answer ``id``, such as ``chatcmpl-3-8d0c``."""
+    parts = str(id).split("-")
+    if len(parts) < 3 or not parts[-2].isdecimal():
+        raise ProgramFailed(f"{who} returned a reward for {shown(id)}, which is the id of no answer; {RETURNS}")
+    return int(parts[-2])
+
+
+def _names(parameters: list[Parameter], taken: Mapping[str, Any]) -> tuple[str, ...]:
+    """The arguments beside the row that an agent with ``parameters`` is given by name."""
+    behind = {one.name for one in parameters[1:]}
+    takes_all = any(one.kind is Parameter.VAR_KEYWORD for one in parameters)
+    wanted = {name for name in _GIVEN if name in behind or (takes_all and name in _GIVEN_TO_ALL)}
+    return tuple(name for name in _GIVEN if name in wanted - set(taken))
+
+
+def _http_client(is_async: bool) -> Any:
+    """A client that OpenAI's takes as ``http_client``; None where there is no such package."""
+    try:
+        import openai
+    except ImportError:
+        return None
+    return openai.DefaultAsyncHttpxClient() if is_async else openai.DefaultHttpxClient()
+
+
+def _innermost(function: Any) -> Any:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function if inspect.isfunction(function) or inspect.ismethod(function) else type(function).__call__
+
+
+def _parameters(function: Any) -> Mapping[str, Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
