@@ -94,7 +94,7 @@ def function_tools(tools: Sequence[dict[str, Any]] | None) -> list[ToolSchema]:
             raise Refused(
                 400,
                 "invalid_request",
-                f"the request's body: tools.{n}: type {shown(tool.get('type'))} without a function's name is no tool for "
+                f"the request's body: tools.{n}: type {shown(tool.get('type'))} with no function's name is no tool for "
                 'the policy; expected {"type": "function", "function": {"name": …, "parameters": …}}',
             )
         if name in names:
