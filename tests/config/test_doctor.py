@@ -143,7 +143,10 @@ def test_what_passed_once_passes_again_from_its_dump(
             ),
             "those of an episode with a program may be a tool's",
         ),
-        (("algorithm.turn_discount=0.9",), "without rollout.tools, environment or program an episode is one turn"),
+        (
+            ("algorithm.turn_discount=0.9",),
+            "without rollout.tools, environment, program or agent an episode is one turn",
+        ),
         (
             (
                 "algorithm.policy_loss.loss_mode=truncated_is",

@@ -34,7 +34,7 @@ def test_an_environment_is_enough_and_gives_the_reward(minimal: Load) -> None:
         ([GAME, "mode=async_partial", "async_training.drain=turn"], "async_training.drain has no effect"),
         (
             ["rollout.tools=[t.py:look_up]", "rollout.params={a: 1}"],
-            "rollout.params are for an environment or a program",
+            "rollout.params are for an environment, a program or an agent in Python",
         ),
     ],
 )
@@ -63,7 +63,9 @@ def test_a_group_needs_as_many_episodes_as_its_estimator_compares(
 
 
 def test_a_programs_reward_needs_a_program(minimal: Load) -> None:
-    with pytest.raises(ConfigError, match=r"reward.function=program is the reward of rollout.environment or rollout"):
+    with pytest.raises(
+        ConfigError, match=r"reward.function=program is the reward of rollout.environment, program or agent"
+    ):
         diagnose(minimal("reward.function=program"))
 
 

@@ -54,7 +54,7 @@ def idle_estimator_keys(config: Config) -> Iterator[Idle]:
         if chosen not in users and not names_a_file(chosen):
             yield f"algorithm.{key}", f"algorithm.adv_estimator is {chosen}"
     if not config.rollout.has_program:
-        yield "algorithm.turn_discount", "without rollout.tools, environment or program an episode is one turn"
+        yield "algorithm.turn_discount", "without rollout.tools, environment, program or agent an episode is one turn"
 
 
 def idle_loss_keys(config: Config) -> Iterator[Idle]:

@@ -230,8 +230,8 @@ class Trajectory:
     """Spans on the event clock in which its program worked. Of many, neighbours are joined."""
     waits: tuple[tuple[float, float], ...] = ()
     """Spans on the event clock in which its program waited to begin."""
-    notes: tuple[str, ...] = ()
-    """What its agent asked for and did not get: the first reason of each kind."""
+    notes: Mapping[str, str] = field(default_factory=dict)
+    """What its agent asked the endpoint for and did not get: the first reason of each kind."""
 
     @property
     def complete(self) -> bool:

@@ -110,7 +110,14 @@ class ChatRecord:
         cut_off = finished.finish_reason is not FinishReason.STOP
         finish_reason = "length" if cut_off else "stop"
         if chat is None:
-            return TurnAnswer(text, text, said("assistant", text), finish_reason=finish_reason)
+            return TurnAnswer(
+                text,
+                text,
+                said("assistant", text),
+                finish_reason=finish_reason,
+                token_ids=tuple(tokens.ids.tolist()),
+                logprobs=tuple(tokens.logprobs.tolist()),
+            )
         assert isinstance(chat, ChatPrompt)
         if request.tools:
             parser, error_role = self._run.for_tools

@@ -115,11 +115,14 @@ class Chat:
             EpisodeOver: a limit has ended the episode; there will be no further turn.
             ProgramFailed: the arguments cannot be used; says which, and what is expected.
         """
-        tally = self._tally
         by_name = self._tools(tools or ())
         request = TurnRequest(
             self._plain(messages), [schema for _, schema in by_name.values()] or None, self._most(max_tokens)
         )
+        return await self._answer(request, {name: tool for name, (tool, _) in by_name.items()})
+
+    async def _answer(self, request: TurnRequest, tools: Mapping[str, Tool | None]) -> TurnAnswer:
+        tally = self._tally
         if tally.closed:
             raise ProgramFailed(f"{self._who} asked for a turn after it had ended; await every turn before you return")
         if tally.over is not None:
@@ -131,8 +134,23 @@ class Chat:
         except EpisodeOver as over:
             tally.over = over
             raise
-        tally.turns.append(_Turn(place, answer, {name: tool for name, (tool, _) in by_name.items()}))
+        tally.turns.append(_Turn(place, answer, tools))
         return answer
+
+    async def continued(
+        self, token_ids: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> TurnAnswer:
+        """Have the policy continue ``token_ids`` [P]: a turn without chat messages.
+
+        Args:
+            max_tokens: most tokens to sample; the run's own limits hold in any case.
+            stop: strings that end the turn.
+
+        Raises:
+            EpisodeOver: a limit has ended the episode; there will be no further turn.
+        """
+        most = self._most(max_tokens)
+        return await self._answer(TurnRequest([], None, most, token_ids=tuple(token_ids), stop=tuple(stop)), {})
 
     def reward(self, value: float, answer: TurnAnswer | None = None) -> None:
         """Give a turn a reward: the one that made ``answer``, or the last one. Given twice, they add up.
