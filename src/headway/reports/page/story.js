@@ -57,6 +57,7 @@ function receive(message) {
   groups.addGroups(message.groups);
   groups.addValidations(message.validations);
   groups.addSamples(message.sampled);
+  groups.takeDamaged(message.damaged);
   groups.trim(message.most);
   groups.refresh();
   live.wanted = message.timeline;
