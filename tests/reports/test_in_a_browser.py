@@ -302,6 +302,9 @@ def test_a_live_page_follows_a_run_through_a_kill_and_a_resume(page: Page, tmp_p
         page.wait(f"{status}.startsWith('running: version 3, 12 of 32') && {trained} === '12 trained'")
         append(run, whole[len(begun) : whole.index(boundary(6, whole)) + 1])
         page.wait(f"{trained} === '24 trained'")
+        with (run / "samples.jsonl").open("a") as samples:
+            samples.write("{nonsense}\n")
+        page.wait("document.getElementById('counted').textContent.endsWith('samples.jsonl, which are left out: 1')")
         lock.release()
         page.wait(f"{status}.startsWith('killed')")
         picture(page, "watch-killed")
