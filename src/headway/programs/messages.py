@@ -98,6 +98,8 @@ class TurnRequest:
     """Most tokens to sample; None for what the run allows, which is the bound in any case."""
     rewards: tuple[float, ...] = ()
     """Rewards of the turns so far, by the turn's number."""
+    state: str | None = None
+    """Name of the state that the turn is taken in; None for what the policy is told since its last answer."""
 
 
 @dataclass(frozen=True, slots=True)
