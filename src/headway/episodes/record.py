@@ -137,8 +137,9 @@ def _state(request: TurnRequest) -> int:
     """
     if request.state is not None:
         return state_key(request.state.encode(errors="surrogatepass"))
-    answers = [n for n, message in enumerate(request.messages) if message.get("role") == "assistant"]
-    told = plain_messages(request.messages[answers[-1] + 1 if answers else 0 :] or request.messages)
+    messages = request.messages
+    new = next((n for n in range(len(messages), 0, -1) if messages[n - 1].get("role") == "assistant"), 0)
+    told = plain_messages(messages[new:] or messages)
     texts = [message_key({name: value for name, value in one.items() if name != "tool_call_id"}) for one in told]
     return state_key("\n".join(texts).encode(errors="surrogatepass"))
 
