@@ -50,6 +50,7 @@ def test_what_clashes_or_does_nothing_is_refused_with_the_reason(
     ("overrides", "least"),
     [
         (["algorithm.adv_estimator=grpo"], 2),
+        (["algorithm.adv_estimator=gigpo"], 2),
         (["algorithm.adv_estimator=reinforce_plus_plus"], 1),
         (["algorithm.adv_estimator=pass_at_k", "algorithm.pass_k=3"], 3),
         (["algorithm.adv_estimator=grpo", "rollout.n=1"], 1),

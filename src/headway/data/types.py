@@ -116,6 +116,9 @@ class TurnSpan(NamedTuple):
     """The turn's number in its episode, from 0."""
     start: int
     stop: int
+    state: int = 0
+    """The state that the turn was taken in, as 64 bits with a sign: equal where the policy was told the same last, or
+    where programs name the same one. 0 where an answer to the prompt is all of its episode."""
 
 
 @pickled_by_fields
