@@ -149,7 +149,7 @@ def test_a_command_reads_the_row_and_its_last_line_is_the_reward(tmp_path: Path)
         ("print('done')", "it printed 'done' as its last line; expected a number"),
         ("import sys; print('no key', file=sys.stderr); sys.exit(3)", "ended with status 3: no key"),
         ('print(\'{"reward": "high"}\')', "the reward in its last line is 'high'"),
-        ("print('x' * 3_000_000); print('nan')", "expected a finite number"),
+        ("print('x' * 3_000_000); print('NaN')", "expected a finite number"),
     ],
 )
 def test_a_command_that_fails_or_gives_no_reward_fails_its_episode(tmp_path: Path, code: str, said: str) -> None:
