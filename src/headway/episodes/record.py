@@ -106,7 +106,8 @@ class ChatRecord:
         if tokens is None:
             raise RunError("a chat needs tokens, and this engine only simulates them")
         self._transcript.add(prompted.ids, tokens, number)
-        text, error_role = self._run.renderer.text_before(tokens.ids, request.stop), "tool"
+        text = self._run.renderer.text_before(tokens.ids, request.stop, request.stop_token_ids)
+        error_role = "tool"
         cut_off = finished.finish_reason is not FinishReason.STOP
         finish_reason = "length" if cut_off else "stop"
         if chat is None:

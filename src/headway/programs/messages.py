@@ -116,6 +116,8 @@ class TurnRequest:
     """The context of the turn [P] as it is, in place of ``messages``, which are empty then."""
     stop: tuple[str, ...] = ()
     """Strings that end this turn, beside the run's own."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end this turn, beside the run's own and those that end every turn."""
 
 
 @dataclass(frozen=True, slots=True)
