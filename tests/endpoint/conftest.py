@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,11 +35,11 @@ ADD_PARAMETERS = {
 
 
 class Scripted(Policy):
-    """An engine that says one text after the other, with a version of its own for each call, and keeps its record."""
+    """An engine that says what it is told to, with a version of its own for each call, and keeps its record."""
 
-    def __init__(self, texts: Iterator[str], renderer: ChatRenderer) -> None:
+    def __init__(self, says: Callable[[Call], str], renderer: ChatRenderer) -> None:
         super().__init__(seconds=0.0)
-        self.texts, self.renderer = texts, renderer
+        self.says, self.renderer = says, renderer
         self.record: list[tuple[Call, SampledTokens]] = []
 
     def _answer(self, call: Call) -> None:
@@ -52,7 +52,7 @@ class Scripted(Policy):
 
     def _sampled(self, call: Call) -> tuple[NDArray[np.int32], FinishReason]:
         """The tokens up to the first that ends them, by itself or with a string."""
-        whole = np.append(self.renderer.encode(next(self.texts)), min(self.renderer.end_ids)).astype(np.int32)
+        whole = np.append(self.renderer.encode(self.says(call)), min(self.renderer.end_ids)).astype(np.int32)
         for n in range(1, len(whole) + 1):
             text = self.renderer.text(whole[:n])
             if int(whole[n - 1]) in call.sampling.stop_token_ids or any(one in text for one in call.sampling.stop):
@@ -83,10 +83,10 @@ class Made:
     rows: list[RowTokens]
     record: list[tuple[Call, SampledTokens]] = field(repr=False)
 
-    def check(self, rows: int = 1) -> None:
+    def check(self, rows: int | None = 1) -> None:
         """Check the rows against the engine's record: all that was sampled is trained once, with what came before."""
         assert self.episode.failure is None
-        assert len(self.rows) == rows
+        assert rows is None or len(self.rows) == rows
         calls = {int(tokens.versions[0]): (call, tokens) for call, tokens in self.record}
         seen: list[int] = []
         for row in self.rows:
@@ -125,7 +125,7 @@ async def made(
 ) -> Made:
     """One episode of ``agent``, whose turns say ``texts``; ``options`` are the endpoint's."""
     renderer = renderer_of(template)
-    policy = Scripted(iter(texts), renderer)
+    policy = Scripted(_one_by_one(texts), renderer)
     endpoint = endpoint_of(renderer, **options)
     stop_ids = tuple(sorted(renderer.end_ids))
     hosting = Hosting(Agents(agent), Chats(renderer).record, limits, stop_ids=stop_ids, endpoint=endpoint)
@@ -135,6 +135,11 @@ async def made(
         asked = replace(asked, sampling=replace(asked.sampling, max_tokens=max_tokens))
         (group,) = [group async for group in keeper.generate([asked])]
     return Made(group.trajectories[0], list(group.tokens.rows) if group.tokens else [], policy.record)
+
+
+def _one_by_one(texts: Sequence[str]) -> Callable[[Call], str]:
+    left = iter(texts)
+    return lambda call: next(left)
 
 
 def calling(a: int, b: int, said: str = "", template: str = "qwen2_5") -> str:

@@ -26,7 +26,7 @@ from headway.endpoint.dialect import Dialect, Refused, Texts, Wanted, openai_err
 from headway.endpoint.sampling import differences
 from headway.endpoint.sessions import OVER, Request, Session
 from headway.endpoint.turns import MadeTurn, Note, Turns
-from headway.errors import ConfigError, EpisodeOver, HeadwayError, UserError, shown, writable
+from headway.errors import ConfigError, EpisodeOver, HeadwayError, UserError, said_by, shown, writable
 from headway.programs.messages import Access
 
 MOST_BYTES = 32 * 2**20
@@ -235,6 +235,10 @@ async def _body(request: web.Request) -> bytes:
     except TimeoutError:
         raise Refused(
             408, "timeout", f"the request's body did not come within {BODY_TIMEOUT_S:g} s; send it again"
+        ) from None
+    except web.RequestPayloadError as error:
+        raise Refused(
+            400, "invalid_request", f"the request's body cannot be read: {said_by(error)}; send it as JSON, whole"
         ) from None
     except web.HTTPRequestEntityTooLarge:
         raise Refused(
