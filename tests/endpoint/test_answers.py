@@ -18,7 +18,7 @@ from headway.interfaces import SamplingParams
 from headway.programs.messages import Access, TurnAnswer, TurnRequest, calls_made
 from tests.endpoint.conftest import endpoint_of
 from tests.endpoint.test_dialects import anthropic_client, client
-from tests.endpoint.test_requests import ASK, TEXTS
+from tests.endpoint.test_read_and_refused import ASK, TEXTS
 from tests.episodes.conftest import renderer_of
 
 CALLS = [("call00000", "add", {"a": 1, "b": 2.5}), ("call00001", "look", {"at": {"deep": ["\u2028", None, True]}})]
