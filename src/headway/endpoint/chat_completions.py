@@ -12,22 +12,27 @@ from typing import Any
 
 from pydantic import Field
 
-from headway.endpoint.dialect import Body, Positive, Refused, Texts, Wanted, openai_error, read_body, strings
+from headway.endpoint.answers import DONE, event, token_logprobs, usage, with_usage
+from headway.endpoint.dialect import Body, Positive, Texts, TokenId, Wanted, openai_error, read_body, strings
+from headway.endpoint.plain import call, function_tools, name_of, named, role_of, text_of, wrong
 from headway.endpoint.turns import MadeTurn
-from headway.errors import shown
 from headway.programs.messages import Message, ToolSchema, TurnRequest
 
 
 class _Chat(Body):
     messages: list[dict[str, Any]] = Field(min_length=1)
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
+    tool_choice: str | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     max_tokens: int | None = Positive
     max_completion_tokens: int | None = Positive
     stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
     logprobs: bool | None = None
     stream_options: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    functions: list[Any] | None = None
+    continue_final_message: bool | None = None
 
 
 class ChatCompletions:
@@ -38,17 +43,24 @@ class ChatCompletions:
 
     def read(self, body: bytes, texts: Texts) -> Wanted:
         chat = read_body(_Chat, body)
+        if chat.functions:
+            raise wrong("functions", chat.functions, "tools, the form that followed it")
+        if chat.continue_final_message:
+            raise wrong("continue_final_message", True, "a last message of another role: the policy begins its answers")
         sampling = chat.sampling()
         if chat.response_format is not None and chat.response_format.get("type") != "text":
             sampling["response_format"] = chat.response_format.get("type")
-        tools = None if chat.tool_choice == "none" else function_tools(chat.tools)
-        if chat.tool_choice not in (None, "auto", "none"):
+        if chat.chat_template_kwargs:
+            sampling["chat_template_kwargs"] = chat.chat_template_kwargs
+        if chat.tool_choice is not None and chat.tool_choice != "none":
             sampling["tool_choice"] = chat.tool_choice
+        tools = _tools(chat.tools)
         request = TurnRequest(
-            chat.messages,
-            tools or None,
+            named([_message(message, f"messages.{n}") for n, message in enumerate(chat.messages)]),
+            None if chat.tool_choice == "none" else tools,
             chat.max_completion_tokens or chat.max_tokens,
             stop=strings(chat.stop),
+            stop_token_ids=tuple(chat.stop_token_ids or ()),
         )
         return Wanted(request, chat.model, bool(chat.stream), sampling, chat, texts)
 
@@ -58,9 +70,9 @@ class ChatCompletions:
             "choices": [
                 {
                     "index": 0,
-                    "message": openai_message(turn.answer.message),
-                    "logprobs": logprobs(wanted, turn) if wanted.body.logprobs else None,
-                    "finish_reason": finish_reason(turn),
+                    "message": {**_openai_message(turn.answer.message), "refusal": None},
+                    "logprobs": _logprobs(wanted, turn) if wanted.body.logprobs else None,
+                    "finish_reason": _finish_reason(turn),
                 }
             ],
             "usage": usage(turn),
@@ -68,44 +80,56 @@ class ChatCompletions:
 
     def events(self, wanted: Wanted, turn: MadeTurn, id: str) -> Iterator[bytes]:
         head = _head(wanted, id, "chat.completion.chunk")
-        message = openai_message(turn.answer.message)
+        message = _openai_message(turn.answer.message)
         calls = message.pop("tool_calls", [])
         deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
         deltas += [{name: message[name]} for name in ("reasoning_content", "content") if message.get(name)]
         deltas += [{"tool_calls": [{"index": n, **call}]} for n, call in enumerate(calls)]
         for n, delta in enumerate([*deltas, {}]):
             last = n == len(deltas)
-            choice = {"index": 0, "delta": delta, "finish_reason": finish_reason(turn) if last else None}
+            choice = {"index": 0, "delta": delta, "finish_reason": _finish_reason(turn) if last else None}
             if last and wanted.body.logprobs:
-                choice["logprobs"] = logprobs(wanted, turn)
+                choice["logprobs"] = _logprobs(wanted, turn)
             yield event({**head, "choices": [choice]})
-        if (wanted.body.stream_options or {}).get("include_usage"):
+        if with_usage(wanted.body.stream_options):
             yield event({**head, "choices": [], "usage": usage(turn)})
-        yield b"data: [DONE]\n\n"
+        yield DONE
 
 
-def function_tools(tools: Sequence[dict[str, Any]] | None) -> list[ToolSchema]:
-    """Check that ``tools`` are functions with names of their own. Raises `Refused` where they are not."""
-    names: set[str] = set()
+def _message(message: dict[str, Any], where: str) -> Message:
+    """The plain message of one that a client sent: fields that say nothing to the policy are left out."""
+    if message.get("role") == "function" or message.get("function_call"):
+        raise wrong(where, message, "tool_calls and messages of role tool, the form that followed function_call")
+    plain: Message = {"role": role_of(message, where), "content": text_of(message.get("content"), f"{where}.content")}
+    for name in ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking"):
+        if message.get(name) is not None:
+            plain[name] = name_of(message, name, where) if message[name] != "" else ""
+    if calls := message.get("tool_calls"):
+        if not isinstance(calls, list) or plain["role"] != "assistant":
+            raise wrong(f"{where}.tool_calls", calls, "a list, in a message of role assistant")
+        plain["tool_calls"] = [_call(one, f"{where}.tool_calls.{n}") for n, one in enumerate(calls)]
+    return plain
+
+
+def _call(given: Any, where: str) -> dict[str, Any]:
+    function = given.get("function") if isinstance(given, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments", ""), str | dict):
+        raise wrong(where, given, '{"id": …, "type": "function", "function": {"name": …, "arguments": "{…}"}}')
+    id = given.get("id")
+    return call(id if isinstance(id, str) else "", name_of(function, "name", where), function.get("arguments") or {})
+
+
+def _tools(tools: Sequence[dict[str, Any]] | None) -> list[ToolSchema] | None:
+    given = []
     for n, tool in enumerate(tools or ()):
         function = tool.get("function")
-        name = function.get("name") if isinstance(function, dict) else None
-        if tool.get("type") != "function" or not isinstance(name, str) or not name:
-            raise Refused(
-                400,
-                "invalid_request",
-                f"the request's body: tools.{n}: type {shown(tool.get('type'))} with no function's name is no tool for "
-                'the policy; expected {"type": "function", "function": {"name": …, "parameters": …}}',
-            )
-        if name in names:
-            raise Refused(
-                400, "invalid_request", f"the request's body: tools.{n}: there is a tool named {name!r} already"
-            )
-        names.add(name)
-    return list(tools or ())
+        if tool.get("type") != "function" or not isinstance(function, dict):
+            raise wrong(f"tools.{n}", tool, '{"type": "function", "function": {"name": …, "parameters": …}}')
+        given.append((f"tools.{n}", function.get("name"), function.get("description"), function.get("parameters")))
+    return function_tools(given)
 
 
-def openai_message(message: Message) -> Message:
+def _openai_message(message: Message) -> Message:
     """The policy's answer as OpenAI's clients read it: arguments of calls as JSON text."""
     calls = message.get("tool_calls")
     if not calls:
@@ -120,35 +144,13 @@ def openai_message(message: Message) -> Message:
     }
 
 
-def finish_reason(turn: MadeTurn) -> str:
+def _finish_reason(turn: MadeTurn) -> str:
     """``stop``, ``length`` or ``tool_calls``."""
     return "tool_calls" if turn.answer.message.get("tool_calls") else turn.answer.finish_reason
 
 
-def usage(turn: MadeTurn) -> dict[str, int]:
-    """Numbers of tokens of a turn."""
-    sampled = len(turn.sampled.ids)
-    return {
-        "prompt_tokens": turn.prompt_tokens,
-        "completion_tokens": sampled,
-        "total_tokens": turn.prompt_tokens + sampled,
-    }
-
-
-def logprobs(wanted: Wanted, turn: MadeTurn) -> dict[str, Any]:
-    """Log-probs (nats) of the sampled tokens under the policy that sampled them."""
-    assert wanted.texts is not None
-    content = []
-    for id, logprob in zip(turn.sampled.ids.tolist(), turn.sampled.logprobs.tolist(), strict=True):
-        text = wanted.texts.decode([id])
-        content.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
-    return {"content": content}
-
-
-def event(data: dict[str, Any], name: str | None = None) -> bytes:
-    """Make a server-sent event."""
-    head = f"event: {name}\n" if name is not None else ""
-    return f"{head}data: {json.dumps(data)}\n\n".encode()
+def _logprobs(wanted: Wanted, turn: MadeTurn) -> dict[str, Any]:
+    return {"content": token_logprobs(wanted, turn), "refusal": None}
 
 
 def _head(wanted: Wanted, id: str, kind: str) -> dict[str, Any]:

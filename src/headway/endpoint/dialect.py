@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -98,6 +98,16 @@ class Body(BaseModel):
     n: int | None = None
     best_of: int | None = None
     min_tokens: int | None = None
+    parallel_tool_calls: bool | None = None
+    ignore_eos: bool | None = None
+    use_beam_search: bool | None = None
+    bad_words: Any = None
+    allowed_token_ids: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
 
     def sampling(self) -> dict[str, Any]:
         """The settings of sampling that the request has."""
@@ -106,9 +116,11 @@ class Body(BaseModel):
 
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("logit_bias", "n", "best_of", "min_tokens"),
+    *("logit_bias", "n", "best_of", "min_tokens", "parallel_tool_calls", "ignore_eos", "use_beam_search", "bad_words"),
+    *("allowed_token_ids", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 )
 Positive = Field(default=None, ge=1)
+TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 
 B = TypeVar("B", bound=BaseModel)
 
@@ -139,5 +151,5 @@ def openai_error(status: int, code: str, message: str) -> dict[str, Any]:
 
 
 def strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    """The strings that end an answer, from a field ``stop``; empty ones end nothing."""
+    """The strings that end an answer, from a field such as ``stop``; empty ones end nothing."""
     return tuple(one for one in ([stop] if isinstance(stop, str) else stop or ()) if one)

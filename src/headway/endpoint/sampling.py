@@ -39,5 +39,11 @@ def _of_the_run(name: str, sampling: SamplingParams) -> Any:
             return 0.0
         case "tool_choice":
             return "auto"
+        case "parallel_tool_calls":
+            return True
+        case "ignore_eos" | "use_beam_search":
+            return False
+        case "bad_words":
+            return []
         case _:
             return _ANY

@@ -17,6 +17,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import xxhash
 from aiohttp import web
@@ -25,7 +26,7 @@ from headway.endpoint.dialect import Dialect, Refused, Texts, Wanted, openai_err
 from headway.endpoint.sampling import differences
 from headway.endpoint.sessions import OVER, Request, Session
 from headway.endpoint.turns import MadeTurn, Note, Turns
-from headway.errors import ConfigError, EpisodeOver, HeadwayError, UserError, shown, writable
+from headway.errors import ConfigError, EpisodeOver, HeadwayError, UserError, said_by, shown, writable
 from headway.programs.messages import Access
 
 MOST_BYTES = 32 * 2**20
@@ -38,6 +39,9 @@ MOST_FORGOTTEN = 10_000
 """Number of keys of episodes that are over which are told from keys that never were."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+ErrorForm = Callable[[int, str, str], dict[str, Any]]
+_FORMS: web.AppKey[dict[str, ErrorForm]] = web.AppKey("forms")
+"""How errors look at each path that has a form of its own."""
 
 
 class Endpoint:
@@ -71,9 +75,11 @@ class Endpoint:
         """Keys of episodes that are over, the oldest first."""
         self._runner: web.AppRunner | None = None
         self._app = web.Application(client_max_size=MOST_BYTES, middlewares=[_told_as_json])
+        self._app[_FORMS] = forms = {}
         for dialect in dialects:
             for prefix in ("", "/v1"):  # clients add their own path to base_url with or without /v1
                 self._app.router.add_post(prefix + dialect.path, self._handler(dialect))
+                forms[prefix + dialect.path] = dialect.error
         self._app.router.add_get("/v1/models", self._list_models)
         self._app.router.add_get("/v1/models/{name:.+}", self._show_model)
         self._app.router.add_get("/health", self._health)
@@ -140,8 +146,7 @@ class Endpoint:
             except Refused as refused:
                 told = refused
             except EpisodeOver as over:
-                code = "context_length_exceeded" if over.limit == "tokens" else "episode_over"
-                told = Refused(400, code, str(over))
+                told = _over(over)
             except UserError as error:
                 told = Refused(400, "invalid_request", str(error))
             except HeadwayError as error:
@@ -231,6 +236,10 @@ async def _body(request: web.Request) -> bytes:
         raise Refused(
             408, "timeout", f"the request's body did not come within {BODY_TIMEOUT_S:g} s; send it again"
         ) from None
+    except web.RequestPayloadError as error:
+        raise Refused(
+            400, "invalid_request", f"the request's body cannot be read: {said_by(error)}; send it as JSON, whole"
+        ) from None
     except web.HTTPRequestEntityTooLarge:
         raise Refused(
             413,
@@ -262,12 +271,20 @@ async def _told_as_json(request: web.Request, handler: Handler) -> web.StreamRes
         message = (
             f"{request.method} {request.path}: {error.reason}; the endpoint has POST /v1/chat/completions and others"
         )
-        return _error(openai_error, Refused(error.status, "not_found", message))
+        form = request.app[_FORMS].get(request.path, openai_error)
+        return _error(form, Refused(error.status, "not_found", message))
     except ConnectionError:  # the client hung up while it was answered; nobody hears of this
         return web.Response(status=499)
 
 
-def _error(form: Callable[[int, str, str], dict[str, object]], refused: Refused) -> web.Response:
+def _over(over: EpisodeOver) -> Refused:
+    """The error of a turn that a limit refuses. Clients know a context that is too long by words of its message."""
+    if over.limit != "tokens":
+        return Refused(400, "episode_over", str(over))
+    return Refused(400, "context_length_exceeded", f"prompt is too long for the maximum context length: {over}")
+
+
+def _error(form: ErrorForm, refused: Refused) -> web.Response:
     return _json(form(refused.status, refused.code, writable(str(refused))), refused.status)
 
 

@@ -70,15 +70,20 @@ class CallLog:
         """The replica of the last result; empty before the first."""
         return next(reversed(self._replicas), "")
 
-    async def call(self, prompted: Prompted, max_tokens: int, stop: tuple[str, ...] = ()) -> FinishedCall:
-        """Call the policy, unless the log knows the call. ``stop``: strings that end it, beside the sampling's own."""
+    async def call(
+        self, prompted: Prompted, max_tokens: int, stop: tuple[str, ...] = (), stop_token_ids: tuple[int, ...] = ()
+    ) -> FinishedCall:
+        """Call the policy, unless the log knows the call.
+
+        ``stop``, ``stop_token_ids``: strings and tokens that end it, beside the sampling's own.
+        """
         logged, context = self._log.get(prompted.key), xxhash.xxh3_128_digest(prompted.ids.tobytes())
         if logged is None or logged.context != context:
             if logged is not None:
                 self._drop(logged)
             logged = _Logged(context, failure_ignored(asyncio.get_running_loop().create_future()), None)
             self._log[prompted.key] = logged
-            self._ask(logged, prompted, max_tokens, stop)
+            self._ask(logged, prompted, self._ended_by(max_tokens, stop, stop_token_ids))
         return await asyncio.shield(logged.result)
 
     def close(self) -> None:
@@ -87,16 +92,23 @@ class CallLog:
             self._drop(logged)
         self._calls.release(self._id, self._replicas)
 
-    def _ask(self, logged: _Logged, prompted: Prompted, max_tokens: int, stop: tuple[str, ...]) -> None:
+    def _ended_by(self, max_tokens: int, stop: tuple[str, ...], stop_token_ids: tuple[int, ...]) -> SamplingParams:
+        own = self._sampling
+        if own.min_tokens:  # these would not be sampled before so many tokens, which training knows nothing of
+            stop_token_ids = ()
+        return replace(
+            own,
+            max_tokens=max_tokens,
+            min_tokens=min(own.min_tokens, max_tokens),
+            stop=tuple(dict.fromkeys((*own.stop, *stop))),
+            stop_token_ids=tuple(dict.fromkeys((*own.stop_token_ids, *stop_token_ids))),
+        )
+
+    def _ask(self, logged: _Logged, prompted: Prompted, sampling: SamplingParams) -> None:
         logged.asked = Asked(
             self._id,
             prompted.ids,
-            replace(
-                self._sampling,
-                max_tokens=max_tokens,
-                min_tokens=min(self._sampling.min_tokens, max_tokens),
-                stop=tuple(dict.fromkeys((*self._sampling.stop, *stop))),
-            ),
+            sampling,
             self._home,
             done=lambda asked, finished: self._finished(logged, asked, finished),
             failed=lambda asked, error: self._refused(logged, error),

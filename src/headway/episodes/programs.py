@@ -351,7 +351,8 @@ class ProgramEpisode:
             prompted = replace(prompted, key=given_up.pop().key)
         one.turns += 1
         try:
-            finished = await self._log.call(prompted, min(room, *self._most_tokens(request)), request.stop)
+            most = min(room, *self._most_tokens(request))
+            finished = await self._log.call(prompted, most, request.stop, request.stop_token_ids)
         except asyncio.CancelledError:
             one.turns -= 1
             one.given_up.setdefault(context, []).append(prompted)

@@ -152,8 +152,14 @@ class ChatRenderer:
         kept = [int(id) for id in (ids[:-1] if self.ended(ids) else ids)]
         return str(self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    def text_before(self, ids: Sequence[int] | NDArray[np.int32], stop: Sequence[str]) -> str:
-        """The text of sampled ``ids`` [T] up to the string of ``stop`` that ended them, if one did."""
+    def text_before(
+        self, ids: Sequence[int] | NDArray[np.int32], stop: Sequence[str], stop_ids: Collection[int] = ()
+    ) -> str:
+        """The text of sampled ``ids`` [T] up to the string of ``stop``, or the last token, of ``stop_ids``, that ended
+        them, if one did.
+        """
+        if len(ids) and not self.ended(ids) and int(ids[-1]) in stop_ids:
+            return self.text(ids[:-1])
         text = self.text(ids)
         if not stop or self.ended(ids):
             return text

@@ -120,6 +120,8 @@ class TurnRequest:
     """The context of the turn [P] as it is, in place of ``messages``, which are empty then."""
     stop: tuple[str, ...] = ()
     """Strings that end this turn, beside the run's own."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end this turn, beside the run's own and those that end every turn."""
     state: str | None = None
     """Name of the state that the turn is taken in; None for what the policy is told since its last answer."""
 
