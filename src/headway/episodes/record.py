@@ -108,14 +108,9 @@ class ChatRecord:
         chat, tokens = prompted.chat, finished.tokens
         if tokens is None:
             raise RunError("a chat needs tokens, and this engine only simulates them")
-<<<<<<< HEAD
         self._transcript.add(prompted.ids, tokens, number, prompted.state)
-        text, error_role = self._run.renderer.text_before(tokens.ids, request.stop), "tool"
-=======
-        self._transcript.add(prompted.ids, tokens, number)
         text = self._run.renderer.text_before(tokens.ids, request.stop, request.stop_token_ids)
         error_role = "tool"
->>>>>>> dialects
         cut_off = finished.finish_reason is not FinishReason.STOP
         finish_reason = "length" if cut_off else "stop"
         if chat is None:
