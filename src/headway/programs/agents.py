@@ -73,8 +73,8 @@ class AgentProgram:
         return _end(value, self._who)
 
     def _http_client(self) -> Any:
-        """A client that OpenAI's takes as ``http_client``, for all episodes of this process: making one takes a tenth of
-        a second. None where there is no such package."""
+        """A client that OpenAI's takes as ``http_client``, for all episodes of this process, since making one takes a
+        tenth of a second. None where there is no such package."""
         if self._client is None or self._client.is_closed:
             try:
                 import openai
