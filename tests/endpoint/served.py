@@ -90,9 +90,7 @@ async def served(
     asked = replace(request(n), sampling=SamplingParams(max_tokens))
     async with keeping(*policies, hosting=hosting) as keeper:
         beside = None if meanwhile is None else asyncio.ensure_future(meanwhile(keeper))
-        (group,) = [
-            group async for group in keeper.generate([replace(request(n), sampling=SamplingParams(max_tokens))])
-        ]
+        (group,) = [group async for group in keeper.generate([asked])]
         if beside is not None:
             await beside
     check_trained_tokens(group)
