@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import secrets
 import time
 from collections import OrderedDict
@@ -37,6 +38,9 @@ CLOSE_TIMEOUT_S = 2.0
 """Seconds for which requests under way are waited for when the endpoint closes: their episodes are over by then."""
 MOST_FORGOTTEN = 10_000
 """Number of keys of episodes that are over which are told from keys that never were."""
+MOST_TOLD = 20
+"""Number of requests without an episode's key that are told in the log."""
+logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 ErrorForm = Callable[[int, str, str], dict[str, Any]]
@@ -73,6 +77,7 @@ class Endpoint:
         self._sessions: dict[str, Session] = {}
         self._forgotten: OrderedDict[str, None] = OrderedDict()
         """Keys of episodes that are over, the oldest first."""
+        self._told = 0
         self._runner: web.AppRunner | None = None
         self._app = web.Application(client_max_size=MOST_BYTES, middlewares=[_told_as_json])
         self._app[_FORMS] = forms = {}
@@ -140,6 +145,7 @@ class Endpoint:
             try:
                 session = self._session(request)
             except Refused as refused:
+                self._tell(request, refused)
                 return _error(dialect.error, refused)
             try:
                 return await self._answer(dialect, request, session)
@@ -187,6 +193,13 @@ class Endpoint:
         raise Refused(
             401, "invalid_api_key", f"a request {given}; give the api_key of the episode: Authorization: Bearer KEY"
         )
+
+    def _tell(self, request: web.Request, refused: Refused) -> None:
+        """Write in the keeper's log what belongs to no episode, the first times."""
+        self._told += 1
+        if self._told <= MOST_TOLD:
+            last = "; further ones are not told" if self._told == MOST_TOLD else ""
+            logger.warning("%s %s was refused: %s%s", request.method, request.path, refused, last)
 
     def _check(self, wanted: Wanted, turns: Turns) -> None:
         """Check the model and the sampling that are asked for."""
