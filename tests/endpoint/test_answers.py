@@ -16,10 +16,9 @@ from headway.endpoint.responses import Responses
 from headway.endpoint.turns import MadeTurn, Note
 from headway.interfaces import SamplingParams
 from headway.programs.messages import Access, TurnAnswer, TurnRequest, calls_made
-from tests.endpoint.conftest import endpoint_of
+from tests.endpoint.served import endpoint as serving
 from tests.endpoint.test_dialects import anthropic_client, client
 from tests.endpoint.test_read_and_refused import ASK, TEXTS
-from tests.episodes.conftest import renderer_of
 
 CALLS = [("call00000", "add", {"a": 1, "b": 2.5}), ("call00001", "look", {"at": {"deep": ["\u2028", None, True]}})]
 MESSAGE = {**calls_made("let me see", CALLS), "reasoning_content": "two things at once"}
@@ -79,7 +78,7 @@ def again(dialect: Dialect, answer: dict[str, Any]) -> dict[str, Any]:
     ("ask", "dialect"), [(chat, ChatCompletions()), (responses, Responses()), (messages, Messages())]
 )
 async def test_an_answer_is_the_same_streamed_or_not_and_comes_back_as_it_was(ask, dialect):
-    endpoint = endpoint_of(renderer_of("qwen2_5"))
+    endpoint = serving()
     await endpoint.start()
     try:
         with endpoint.open(Echo()) as access:

@@ -15,7 +15,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response
 
 from headway.programs.messages import Access
-from tests.endpoint.conftest import ADD, ADD_PARAMETERS, calling, made
+from tests.endpoint.scripted import ADD, ADD_PARAMETERS, calling, made
 from tests.episodes.conftest import renderer_of
 
 SAYS = [calling(1, 2), "let me see\n" + calling(3, 3) + "\n" + calling(4, 5), "it is 3, 6 and 9", "good bye"]

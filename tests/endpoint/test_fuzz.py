@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 from headway.endpoint.dialects import DIALECTS
 from headway.episodes.alone import keeping
 from headway.episodes.limits import Limits
-from headway.episodes.programs import Hosting
+from headway.episodes.programs import Hosting, Turn
 from headway.episodes.record import Chats
 from headway.interfaces import Call, FinishedGroup
-from headway.programs.messages import Access
-from tests.endpoint.conftest import ADD, ADD_PARAMETERS, Agents, Made, Scripted, calling, endpoint_of
-from tests.episodes.program_episodes import RENDERER, request
+from headway.programs.messages import Access, EpisodeEnd, EpisodeStart
+from tests.endpoint.scripted import ADD, ADD_PARAMETERS, Made, Scripted, calling
+from tests.endpoint.served import endpoint
+from tests.episodes.program_episodes import RENDERER, Here, request
 
 LIMITS = Limits(max_length=2000, max_turns=10**6, step_timeout_s=3600, episode_timeout_s=3600)
 MARKS = ("zebra", "giraffe")
@@ -52,12 +53,13 @@ class Open:
     over: asyncio.Event = field(default_factory=asyncio.Event)
     answered: int = 0
 
-    async def agent(self, access: Access) -> float:
-        self.accesses.append(access)
+    async def program(self, start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+        assert start.access is not None
+        self.accesses.append(start.access)
         if len(self.accesses) == len(MARKS):
             self.begun.set()
         await self.over.wait()
-        return 1.0
+        return EpisodeEnd(1.0)
 
     def says(self, call: Call) -> str:
         return f"the {MARKS[call.trajectory[-1]]} {ANSWERS[len(self.policy.record) % len(ANSWERS)]}"
@@ -65,10 +67,10 @@ class Open:
     async def make(self) -> FinishedGroup:
         stop_ids = tuple(sorted(RENDERER.end_ids))
         hosting = Hosting(
-            Agents(self.agent), Chats(RENDERER).record, LIMITS, stop_ids=stop_ids, endpoint=endpoint_of(RENDERER)
+            Here(self.program), Chats(RENDERER).record, LIMITS, stop_ids=stop_ids, endpoint=(serving := endpoint())
         )
         self.policy = Scripted(self.says, RENDERER)
-        await hosting.start()
+        await serving.start()
         async with keeping(self.policy, hosting=hosting) as keeper:
             (group,) = [group async for group in keeper.generate([request(2)])]
             return group

@@ -16,7 +16,7 @@ from headway.endpoint.messages import Messages
 from headway.endpoint.responses import Responses
 from headway.endpoint.turns import Note
 from headway.programs.messages import Access
-from tests.endpoint.conftest import made
+from tests.endpoint.scripted import made
 from tests.endpoint.test_dialects import anthropic_client, client
 from tests.episodes.conftest import renderer_of
 
