@@ -12,20 +12,22 @@ from headway.errors import ConfigError, RunError
 from headway.programs.messages import EpisodeEnd, EpisodeStart
 from headway.programs.program import ProgramDescription, ProgramSpec
 from headway.runners.runners import Runners
+from headway.sandbox.limits import SandboxSpec
 
 
 class ProgramRunners:
     """`headway.episodes.programs.Programs` in processes of their own."""
 
-    def __init__(self, name: str, rollout: ProgramKeys, logs: Path | None) -> None:
+    def __init__(self, name: str, rollout: ProgramKeys, logs: Path | None, sandbox: SandboxSpec) -> None:
         """
         Args:
             name: of the keeper, for messages.
             logs: the directory for what programs print; None for this process's stderr.
+            sandbox: of the tool ``python``.
         """
         self._name = name
         self._rollout = rollout
-        self._spec = program_spec(rollout)
+        self._spec = program_spec(rollout, sandbox)
         self._log = None if logs is None else logs / f"{name}-programs.log"
         self._runners: Runners | None = None
 
@@ -78,14 +80,15 @@ class ProgramRunners:
             await self._runners.close()
 
 
-def program_spec(rollout: ProgramKeys) -> ProgramSpec:
-    """The program of the section ``rollout``, with absolute paths."""
+def program_spec(rollout: ProgramKeys, sandbox: SandboxSpec) -> ProgramSpec:
+    """The program of the section ``rollout``, with absolute paths; ``sandbox`` is the tool ``python``'s."""
     return ProgramSpec(
         tools=rollout.tools,
         environment=rollout.environment,
         program=rollout.program,
         params=rollout.params,
         max_turns=rollout.max_turns,
+        sandbox=sandbox,
     ).resolved()
 
 

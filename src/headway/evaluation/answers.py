@@ -103,7 +103,7 @@ async def solve(
             stack.push_async_callback(reward.close)
             await reward.start()
         if config.rollout.has_program:
-            programs = ProgramRunners("eval", config.rollout, None)
+            programs = ProgramRunners("eval", config.rollout, None, config.sandbox.spec)
             stack.push_async_callback(programs.close)
             hosting = chat_hosting(config, questions.tokenizer, programs)
             await programs.start()

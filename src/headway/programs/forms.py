@@ -52,7 +52,7 @@ def load_program(spec: ProgramSpec) -> Program:
         return _own(spec, load_object(spec.program))
     if not spec.tools:
         raise UserCodeError("there is no program; give rollout.tools, rollout.environment or rollout.program")
-    return ToolLoop(load_tools(spec.tools))
+    return ToolLoop(load_tools(spec.tools, spec.sandbox))
 
 
 def _own(spec: ProgramSpec, found: Any) -> OwnProgram:
@@ -85,7 +85,7 @@ def _recognised(spec: ProgramSpec, instances: Instances, kind: type, environment
     """The program of an environment's class; ``environment`` is one of it, or the class again."""
     match _form_of(kind, environment, bool(spec.tools)):
         case "TRL":
-            return TrlProgram(instances, spec.shown, kind, load_tools(spec.tools))
+            return TrlProgram(instances, spec.shown, kind, load_tools(spec.tools, spec.sandbox))
         case "gym":
             _refuse_tools(spec)
             return GymProgram(instances, spec.shown, environment)

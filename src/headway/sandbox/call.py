@@ -1,0 +1,149 @@
+"""One call in the sandbox, from its first process to the end of its last one.
+
+started ── output within its bound, limits kept ─▶ the program ends ─▶ ended: nothing of it is left
+   └────── a limit, or `stop` ────────────────────────────────────────▶ ended
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from typing import Protocol
+
+from headway.errors import SandboxFailed
+from headway.sandbox.inputs import sealed
+from headway.sandbox.limits import Limit, Limits, Ran
+
+LOOKS_S = 0.02
+"""Seconds between two looks at what the processes take."""
+ENDS_S = 10.0
+"""Seconds for the kernel to end all processes of a call."""
+CHUNK = 1 << 16
+EVENTS = select.POLLIN | select.POLLHUP | select.POLLERR
+
+
+class Room(Protocol):
+    """The surroundings of one call: how its program is started, watched and ended."""
+
+    def start(self, program: Sequence[str], limits: Limits, stdin: int, held: ExitStack) -> subprocess.Popen[bytes]:
+        """Start ``program``; what it needs until its end is entered into ``held``. Raises `OSError`."""
+        ...
+
+    def exceeded(self) -> Limit | None:
+        """The limit that was gone beyond, or None."""
+        ...
+
+    def end(self) -> None:
+        """End all processes of the call that are left, and wait until they are gone."""
+        ...
+
+    def code(self, returned: int, said: str) -> int:
+        """The program's exit code, from what the first process ``returned``. Raises `SandboxFailed` where no program
+        was started; ``said`` is its standard error."""
+        ...
+
+
+class Call:
+    """One call: `run` in any thread, `stop` from any other."""
+
+    def __init__(self, room: Room, limits: Limits) -> None:
+        self._room, self._limits = room, limits
+        self._stopped = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._texts: dict[int, bytearray] = {}
+        self._printed = 0
+
+    def stop(self) -> None:
+        """End the call as if its program had been killed."""
+        with suppress(OSError):  # it has ended by itself
+            os.eventfd_write(self._stopped, 1)
+
+    def run(self, program: Sequence[str], stdin: bytes) -> Ran:
+        """Run ``program`` to its end, and return what came of it.
+
+        Raises:
+            SandboxFailed: the surroundings could not be made.
+        """
+        with ExitStack() as held:
+            held.callback(os.close, self._stopped)
+            try:
+                input_file = sealed(stdin, held)
+                started = time.monotonic()
+                process = self._room.start(program, self._limits, input_file, held)
+            except OSError as cause:
+                raise SandboxFailed(f"a call in the sandbox could not be started: {cause}") from cause
+            held.callback(process.wait, ENDS_S)
+            held.callback(process.kill)
+            held.callback(self._room.end)  # runs first, whatever happens
+            assert process.stdout is not None and process.stderr is not None
+            held.enter_context(process.stdout)
+            held.enter_context(process.stderr)
+            outputs = process.stdout.fileno(), process.stderr.fileno()
+            self._texts = {output: bytearray() for output in outputs}
+            for output in outputs:
+                os.set_blocking(output, False)
+            limit = self._watch(process, started)
+            self._room.end()
+            if limit is not None or self._was_stopped():
+                process.kill()
+            returned = process.wait(ENDS_S)
+            for output in outputs:
+                self._read(output)
+            limit = limit or self._over_output()
+            stdout, stderr = (bytes(self._texts[output]).decode(errors="replace") for output in outputs)
+            if limit is not None or self._was_stopped():
+                return Ran(stdout, stderr, 128 + signal.SIGKILL, limit)
+            code = self._room.code(returned, stderr)
+            return Ran(stdout, stderr, code, "cpu" if code == 128 + signal.SIGXCPU else None)
+
+    def _watch(self, process: subprocess.Popen[bytes], started: float) -> Limit | None:
+        """Read output and keep limits until the first process has ended, or is to."""
+        ended = os.pidfd_open(process.pid)
+        poll = select.poll()
+        for descriptor in (*self._texts, ended, self._stopped):
+            poll.register(descriptor, EVENTS)
+        last_look = started
+        try:
+            while True:
+                now = time.monotonic()
+                left = started + self._limits.wall_s - now
+                if left <= 0:
+                    return "wall"
+                if now - last_look >= LOOKS_S:
+                    last_look = now
+                    if (limit := self._room.exceeded()) is not None:
+                        return limit
+                wait = min(left, max(0.0, last_look + LOOKS_S - now))
+                for descriptor, _ in poll.poll(wait * 1000 + 1):
+                    if descriptor in (ended, self._stopped):
+                        return None
+                    if not self._read(descriptor):
+                        poll.unregister(descriptor)
+                    if self._over_output():
+                        return "output"
+        finally:
+            os.close(ended)
+
+    def _read(self, output: int) -> bool:
+        """Take what is there to read, up to a bound. Returns False at the end of the output."""
+        while self._over_output() is None:
+            try:
+                chunk = os.read(output, CHUNK)
+            except BlockingIOError:
+                return True
+            if not chunk:
+                return False
+            room = (self._limits.output_kib << 10) - self._printed
+            self._texts[output] += chunk[: max(0, room)]
+            self._printed += len(chunk)
+        return True
+
+    def _over_output(self) -> Limit | None:
+        return "output" if self._printed > self._limits.output_kib << 10 else None
+
+    def _was_stopped(self) -> bool:
+        return bool(select.select([self._stopped], [], [], 0)[0])

@@ -1,0 +1,124 @@
+"""The surroundings of a call that bubblewrap makes: started, watched and ended through the room's first process."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from headway.errors import SandboxFailed, cut
+from headway.sandbox.bubblewrap import SCRATCH, Bubblewrap, own_uid
+from headway.sandbox.call import CHUNK, ENDS_S
+from headway.sandbox.inputs import sealed
+from headway.sandbox.limits import Limit, Limits
+from headway.sandbox.usage import exceeded, processes_in
+
+
+class BubblewrapRoom:
+    """Surroundings of bubblewrap's making."""
+
+    def __init__(self, found: Bubblewrap, refused: bytes, files: Mapping[str, bytes]) -> None:
+        """
+        Args:
+            found: the programs that make it.
+            refused: the filter of system calls.
+            files: names in the scratch space → contents.
+        """
+        self._found, self._refused, self._files = found, refused, files
+        self._limits = Limits()
+        self._status = -1
+        self._told = b""
+        self._first: int | None = None
+        """Descriptor of the room's first process, with which the kernel ends all others."""
+        self._root = ""
+
+    def start(self, program: Sequence[str], limits: Limits, stdin: int, held: ExitStack) -> subprocess.Popen[bytes]:
+        self._limits = limits
+        uid = held.enter_context(own_uid())
+        self._status, told_here = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        held.callback(os.close, self._status)
+        with ExitStack() as ours:
+            ours.callback(os.close, told_here)
+            files = {name: sealed(content, ours) for name, content in self._files.items()}
+            refused = sealed(self._refused, ours)
+            command = self._found.command(program, limits, uid=uid, status=told_here, seccomp=refused, files=files)
+            return subprocess.Popen(
+                command,
+                stdin=stdin,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env={},  # the room's first process keeps the one that it is started with, for all in there to read
+                cwd="/",
+                pass_fds=(told_here, refused, *files.values()),
+            )
+
+    def exceeded(self) -> Limit | None:
+        self._find_first()
+        proc = f"{self._root}/proc"
+        try:
+            if (
+                self._first is None or Path(proc).stat().st_dev == Path("/proc").stat().st_dev
+            ):  # it is still being set up
+                return None
+        except OSError:
+            return None
+        return exceeded(processes_in(proc), f"{self._root}{SCRATCH}", self._limits)
+
+    def end(self) -> None:
+        if not self._root:  # killed before it is told, the room's first process would not learn that it is to end
+            poll = select.poll()
+            poll.register(self._status, select.POLLIN)
+            poll.poll(ENDS_S * 1000)
+        self._find_first()
+        if self._first is None:
+            return
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._first, signal.SIGKILL)
+        poll = select.poll()
+        poll.register(self._first, select.POLLIN)
+        gone = poll.poll(ENDS_S * 1000)
+        os.close(self._first)
+        self._first = None
+        if not gone:
+            raise SandboxFailed(f"the processes of a call in the sandbox were killed, and not gone after {ENDS_S:g} s")
+
+    def code(self, returned: int, said: str) -> int:
+        self._hear()
+        for line in self._told.splitlines():
+            if (code := json.loads(line).get("exit-code")) is not None:
+                return int(code)
+        raise SandboxFailed(f"the sandbox could not be set up: {cut(' '.join(said.split()), 300) or returned}")
+
+    def _find_first(self) -> None:
+        """Learn the room's first process, once bwrap has told it."""
+        self._hear()
+        if self._root or b"\n" not in self._told:
+            return
+        pid = json.loads(self._told.splitlines()[0])["child-pid"]
+        self._root = f"/proc/{pid}/root"
+        with suppress(OSError):
+            first = os.pidfd_open(pid)
+            if _is_first(pid):
+                self._first = first
+            else:
+                os.close(first)
+
+    def _hear(self) -> None:
+        with suppress(BlockingIOError):
+            while chunk := os.read(self._status, CHUNK):
+                self._told += chunk
+
+
+def _is_first(pid: int) -> bool:
+    """Tell whether a process is the first one of a namespace, and not another one that has its number by now."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    numbers = status.partition("NSpid:")[2].partition("\n")[0].split()
+    return len(numbers) > 1 and numbers[-1] == "1"
