@@ -1,9 +1,9 @@
 """The command line that builds the room of one call, with ``bwrap``.
 
-    [bwrap ─▶] [setpriv ─▶] bwrap ─▶ pid 1 of the room ─▶ prlimit ─▶ the program
-     where the   where we     the       ends all that runs
-     interpreter are root     room      when it ends
-     is in a
+    [unshare ─▶] [setpriv ─▶] bwrap ─▶ pid 1 of the room ─▶ sh ─▶ prlimit ─▶ the program
+     where the    where we     the      ends all that      waits until it is let go, so that nothing
+     interpreter  are root     room     runs when it       starts of a caller that has ended meanwhile
+     is in a                            ends
      closed home
 
 The room has /usr and the interpreter, read-only, a /proc and a /dev of its own, and one place to write: /tmp, in
@@ -26,6 +26,11 @@ from pathlib import Path
 from headway.errors import ConfigError, SandboxFailed
 from headway.sandbox.limits import Limits
 
+OPEN = (
+    'umask 022; exec 9<"$1" && mount -t tmpfs -o mode=755,size=64k tmpfs "$2" && mkdir -p "$1" && '
+    'mount -c --bind /proc/self/fd/9 "$1" && exec 9<&- && shift 2 && exec "$@"'
+)
+"""Program that runs another one where, for it alone, the closed directory ``$2`` has nothing but the way to ``$1``."""
 UID_INSIDE = 1000
 FIRST_UID, UIDS = 64000, 1000
 """Users of this machine that rooms are made as where we are root: one for each that is open."""
@@ -38,6 +43,9 @@ DEVICES = ("null", "zero", "full", "random", "urandom")
 MOST_FILES = 64
 """Files that a process may have open."""
 SCRATCH = "/tmp"
+INPUT = "/input"
+LET_GO = ("/bin/sh", "-c", f'read -r go && exec "$@" <{INPUT}', "sh")
+"""Program that starts another one when it is told to, and never where who tells it has ended."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +92,7 @@ class Bubblewrap:
         uid: int | None,
         status: int,
         seccomp: int,
+        stdin: int,
         files: Mapping[str, int],
     ) -> list[str]:
         """The command that runs ``program`` in a room of its own.
@@ -93,25 +102,26 @@ class Bubblewrap:
             uid: the user of this machine to become, where we are root.
             status: descriptor to which bwrap writes the room's process, and how the program ended.
             seccomp: descriptor of the filter.
+            stdin: descriptor of what the program reads.
             files: names in the scratch space → descriptors of contents.
         """
+        room = [*self._room(limits, status, seccomp, stdin, files), *LET_GO, *self._limited(limits), *program]
         if uid is None:
-            return [*self._room(limits, status, seccomp, files), *self._limited(limits), *program]
+            return room
         become = [self.setpriv, f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--"]
-        room = [*self._room(limits, status, seccomp, files), *self._limited(limits), *program]
-        return [*(self._passage() if self._is_hidden else []), *become, *room]
+        return [*self._passage, *become, *room]
 
     @cached_property
-    def _is_hidden(self) -> bool:
-        """Other users cannot reach the interpreter: root's home is closed to them."""
-        return self.prefix is not None and not all(path.stat().st_mode & 0o001 for path in self.prefix.parents)
+    def _passage(self) -> Sequence[str]:
+        """A command that runs another one where all users can reach the interpreter; empty where they can anyway."""
+        closed = [path for path in (self.prefix.parents if self.prefix else []) if not path.stat().st_mode & 0o001]
+        if not closed:
+            return ()
+        if missing := [name for name in ("unshare", "mount") if shutil.which(name) is None]:
+            raise ConfigError(f"sandbox: there is no {' and no '.join(missing)} here; install util-linux and mount")
+        return (str(shutil.which("unshare")), "--mount", "/bin/sh", "-c", OPEN, "sh", str(self.prefix), str(closed[-1]))
 
-    def _passage(self) -> list[str]:
-        """A command that runs another one as root, where the interpreter's directory is not behind closed ones."""
-        binds = ["--dev-bind", "/dev", "/dev", "--bind", "/proc", "/proc", "--perms", "0755", "--dir", SCRATCH]
-        return [self.bwrap, "--die-with-parent", *self._read_only(), *binds, "--"]
-
-    def _room(self, limits: Limits, status: int, seccomp: int, files: Mapping[str, int]) -> list[str]:
+    def _room(self, limits: Limits, status: int, seccomp: int, stdin: int, files: Mapping[str, int]) -> list[str]:
         names = "--unshare-user --unshare-pid --unshare-ipc --unshare-uts --unshare-net --unshare-cgroup-try"
         apart = ["--disable-userns", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"]
         who = ["--uid", str(UID_INSIDE), "--gid", str(UID_INSIDE), "--hostname", "sandbox"]
@@ -125,7 +135,8 @@ class Bubblewrap:
         return [
             *(self.bwrap, *names.split(), *apart, *who, *self._read_only()),
             *("--proc", "/proc", "--tmpfs", "/dev", *devices, *links, "--remount-ro", "/dev"),
-            *(*scratch, *contents, "--remount-ro", "/", "--chdir", SCRATCH),
+            *(*scratch, *contents, "--perms", "0400", "--file", str(stdin), INPUT),
+            *("--remount-ro", "/", "--chdir", SCRATCH),
             *(word for name, value in variables.items() for word in ("--setenv", name, value)),
             *("--json-status-fd", str(status), "--seccomp", str(seccomp), "--"),
         ]

@@ -16,7 +16,6 @@ from contextlib import ExitStack, suppress
 from typing import Protocol
 
 from headway.errors import SandboxFailed
-from headway.sandbox.inputs import sealed
 from headway.sandbox.limits import Limit, Limits, Ran
 
 LOOKS_S = 0.02
@@ -30,8 +29,17 @@ EVENTS = select.POLLIN | select.POLLHUP | select.POLLERR
 class Room(Protocol):
     """The surroundings of one call: how its program is started, watched and ended."""
 
-    def start(self, program: Sequence[str], limits: Limits, stdin: int, held: ExitStack) -> subprocess.Popen[bytes]:
+    def start(self, program: Sequence[str], limits: Limits, stdin: bytes, held: ExitStack) -> subprocess.Popen[bytes]:
         """Start ``program``; what it needs until its end is entered into ``held``. Raises `OSError`."""
+        ...
+
+    @property
+    def tells(self) -> int | None:
+        """A descriptor that can be read where `hear` is to be called, or None."""
+        ...
+
+    def hear(self) -> bool:
+        """Take what the surroundings tell. Returns False where they will tell no more."""
         ...
 
     def exceeded(self) -> Limit | None:
@@ -71,9 +79,8 @@ class Call:
         with ExitStack() as held:
             held.callback(os.close, self._stopped)
             try:
-                input_file = sealed(stdin, held)
                 started = time.monotonic()
-                process = self._room.start(program, self._limits, input_file, held)
+                process = self._room.start(program, self._limits, stdin, held)
             except OSError as cause:
                 raise SandboxFailed(f"a call in the sandbox could not be started: {cause}") from cause
             held.callback(process.wait, ENDS_S)
@@ -102,9 +109,9 @@ class Call:
 
     def _watch(self, process: subprocess.Popen[bytes], started: float) -> Limit | None:
         """Read output and keep limits until the first process has ended, or is to."""
-        ended = os.pidfd_open(process.pid)
+        ended, tells = os.pidfd_open(process.pid), self._room.tells
         poll = select.poll()
-        for descriptor in (*self._texts, ended, self._stopped):
+        for descriptor in (*self._texts, ended, self._stopped, *([] if tells is None else [tells])):
             poll.register(descriptor, EVENTS)
         last_look = started
         try:
@@ -121,7 +128,8 @@ class Call:
                 for descriptor, _ in poll.poll(wait * 1000 + 1):
                     if descriptor in (ended, self._stopped):
                         return None
-                    if not self._read(descriptor):
+                    goes_on = self._room.hear() if descriptor == tells else self._read(descriptor)
+                    if not goes_on:
                         poll.unregister(descriptor)
                     if self._over_output():
                         return "output"

@@ -19,6 +19,7 @@ from pathlib import Path
 from headway.errors import ConfigError, SandboxFailed
 from headway.sandbox.bubblewrap import rlimits
 from headway.sandbox.call import ENDS_S
+from headway.sandbox.inputs import sealed
 from headway.sandbox.limits import Limit, Limits
 from headway.sandbox.usage import Process, exceeded, processes_in, used_by_directory
 
@@ -47,7 +48,7 @@ class ProcessLimits:
         self._directory = Path()
         self._session = -1
 
-    def start(self, program: Sequence[str], limits: Limits, stdin: int, held: ExitStack) -> subprocess.Popen[bytes]:
+    def start(self, program: Sequence[str], limits: Limits, stdin: bytes, held: ExitStack) -> subprocess.Popen[bytes]:
         self._limits = limits
         self._directory = Path(tempfile.mkdtemp(prefix="headway-sandbox-"))
         held.callback(shutil.rmtree, self._directory, ignore_errors=True)
@@ -56,7 +57,7 @@ class ProcessLimits:
         here = str(self._directory)
         process = subprocess.Popen(
             [prlimit(), *rlimits(limits, counts_processes=False), "--", *program],
-            stdin=stdin,
+            stdin=sealed(stdin, held),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env={"PATH": "/usr/bin:/bin", "HOME": here, "TMPDIR": here, "LANG": "C.UTF-8"},
@@ -65,6 +66,13 @@ class ProcessLimits:
         )
         self._session = process.pid
         return process
+
+    @property
+    def tells(self) -> int | None:
+        return None
+
+    def hear(self) -> bool:
+        return False
 
     def exceeded(self) -> Limit | None:
         if used_by_directory(self._directory) > self._limits.scratch_mib << 20:

@@ -7,9 +7,11 @@ import os
 import select
 import signal
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import IO
 
 from headway.errors import SandboxFailed, cut
 from headway.sandbox.bubblewrap import SCRATCH, Bubblewrap, own_uid
@@ -36,8 +38,10 @@ class BubblewrapRoom:
         self._first: int | None = None
         """Descriptor of the room's first process, with which the kernel ends all others."""
         self._root = ""
+        self._go: IO[bytes] | None = None
+        """The program starts when this has a line; it does not where this process ends before."""
 
-    def start(self, program: Sequence[str], limits: Limits, stdin: int, held: ExitStack) -> subprocess.Popen[bytes]:
+    def start(self, program: Sequence[str], limits: Limits, stdin: bytes, held: ExitStack) -> subprocess.Popen[bytes]:
         self._limits = limits
         uid = held.enter_context(own_uid())
         self._status, told_here = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -46,16 +50,31 @@ class BubblewrapRoom:
             ours.callback(os.close, told_here)
             files = {name: sealed(content, ours) for name, content in self._files.items()}
             refused = sealed(self._refused, ours)
-            command = self._found.command(program, limits, uid=uid, status=told_here, seccomp=refused, files=files)
-            return subprocess.Popen(
+            given = sealed(stdin, ours)
+            command = self._found.command(
+                program, limits, uid=uid, status=told_here, seccomp=refused, stdin=given, files=files
+            )
+            process = subprocess.Popen(
                 command,
-                stdin=stdin,
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 env={},  # the room's first process keeps the one that it is started with, for all in there to read
                 cwd="/",
-                pass_fds=(told_here, refused, *files.values()),
+                pass_fds=(told_here, refused, given, *files.values()),
             )
+        assert process.stdin is not None
+        self._go = held.enter_context(process.stdin)
+        return process
+
+    @property
+    def tells(self) -> int | None:
+        return self._status
+
+    def hear(self) -> bool:
+        goes_on = self._hear()
+        self._find_first()
+        return goes_on and not self._root
 
     def exceeded(self) -> Limit | None:
         self._find_first()
@@ -70,11 +89,11 @@ class BubblewrapRoom:
         return exceeded(processes_in(proc), f"{self._root}{SCRATCH}", self._limits)
 
     def end(self) -> None:
-        if not self._root:  # killed before it is told, the room's first process would not learn that it is to end
-            poll = select.poll()
-            poll.register(self._status, select.POLLIN)
-            poll.poll(ENDS_S * 1000)
-        self._find_first()
+        until = time.monotonic() + ENDS_S
+        while self.hear():  # before it is known, the room's first process could not be ended
+            left = until - time.monotonic()
+            if left <= 0 or not select.select([self._status], [], [], left)[0]:
+                raise SandboxFailed(f"bwrap did not say within {ENDS_S:g} s what it has started")
         if self._first is None:
             return
         with suppress(ProcessLookupError):
@@ -105,13 +124,24 @@ class BubblewrapRoom:
             first = os.pidfd_open(pid)
             if _is_first(pid):
                 self._first = first
+                self._let_go()
             else:
                 os.close(first)
 
-    def _hear(self) -> None:
-        with suppress(BlockingIOError):
+    def _let_go(self) -> None:
+        """Let the program start: from here on the room ends with this process."""
+        assert self._go is not None
+        with suppress(BrokenPipeError):
+            os.write(self._go.fileno(), b"\n")
+
+    def _hear(self) -> bool:
+        """Take what bwrap tells. Returns False where it has ended."""
+        try:
             while chunk := os.read(self._status, CHUNK):
                 self._told += chunk
+        except BlockingIOError:
+            return True
+        return False
 
 
 def _is_first(pid: int) -> bool:
