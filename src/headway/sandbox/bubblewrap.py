@@ -1,9 +1,9 @@
 """The command line that builds the room of one call, with ``bwrap``.
 
-    [unshare ─▶] [setpriv ─▶] bwrap ─▶ pid 1 of the room ─▶ sh ─▶ prlimit ─▶ the program
-     where the    where we     the      ends all that      waits until it is let go, so that nothing
-     interpreter  are root     room     runs when it       starts of a caller that has ended meanwhile
-     is in a                            ends
+    [unshare ─▶] [setpriv ─▶] bwrap ─▶ sh, the room's first process ─▶ prlimit ─▶ the program
+     where the    where we     the      waits until it is let go, so that nothing starts of a
+     interpreter  are root     room     caller that has ended; all that runs ends with it
+     is in a
      closed home
 
 The room has /usr and the interpreter, read-only, a /proc and a /dev of its own, and one place to write: /tmp, in
@@ -44,8 +44,9 @@ MOST_FILES = 64
 """Files that a process may have open."""
 SCRATCH = "/tmp"
 INPUT = "/input"
-LET_GO = ("/bin/sh", "-c", f'read -r go && exec "$@" <{INPUT}', "sh")
-"""Program that starts another one when it is told to, and never where who tells it has ended."""
+FIRST = ("/bin/sh", "-c", f'read -r go && "$@" <{INPUT}; exit $?', "sh")
+"""The room's first process. It starts the program when it is told to, and never where who tells it has ended; when it
+ends itself, so does everything in the room."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class Bubblewrap:
             stdin: descriptor of what the program reads.
             files: names in the scratch space → descriptors of contents.
         """
-        room = [*self._room(limits, status, seccomp, stdin, files), *LET_GO, *self._limited(limits), *program]
+        room = [*self._room(limits, status, seccomp, stdin, files), *FIRST, *self._limited(limits), *program]
         if uid is None:
             return room
         become = [self.setpriv, f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--"]
@@ -123,7 +124,15 @@ class Bubblewrap:
 
     def _room(self, limits: Limits, status: int, seccomp: int, stdin: int, files: Mapping[str, int]) -> list[str]:
         names = "--unshare-user --unshare-pid --unshare-ipc --unshare-uts --unshare-net --unshare-cgroup-try"
-        apart = ["--disable-userns", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"]
+        apart = [
+            "--disable-userns",
+            "--as-pid-1",
+            "--die-with-parent",
+            "--new-session",
+            "--cap-drop",
+            "ALL",
+            "--clearenv",
+        ]
         who = ["--uid", str(UID_INSIDE), "--gid", str(UID_INSIDE), "--hostname", "sandbox"]
         devices = [word for name in DEVICES for word in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")]
         links = ["--symlink", "/proc/self/fd", "/dev/fd", "--symlink", SCRATCH, "/dev/shm"]

@@ -10,9 +10,10 @@ import os
 import select
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Protocol
 
 from headway.errors import SandboxFailed
@@ -23,6 +24,7 @@ LOOKS_S = 0.02
 ENDS_S = 10.0
 """Seconds for the kernel to end all processes of a call."""
 CHUNK = 1 << 16
+KILLED = 128 + signal.SIGKILL
 EVENTS = select.POLLIN | select.POLLHUP | select.POLLERR
 
 
@@ -61,14 +63,19 @@ class Call:
 
     def __init__(self, room: Room, limits: Limits) -> None:
         self._room, self._limits = room, limits
-        self._stopped = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._lock = threading.Lock()
+        self._was_stopped = False
+        self._stopped: int | None = None
+        """Descriptor that can be read once the call is to end; None while it does not run."""
         self._texts: dict[int, bytearray] = {}
         self._printed = 0
 
     def stop(self) -> None:
-        """End the call as if its program had been killed."""
-        with suppress(OSError):  # it has ended by itself
-            os.eventfd_write(self._stopped, 1)
+        """End the call, now or when it begins, as if its program had been killed."""
+        with self._lock:
+            self._was_stopped = True
+            if self._stopped is not None:
+                os.eventfd_write(self._stopped, 1)
 
     def run(self, program: Sequence[str], stdin: bytes) -> Ran:
         """Run ``program`` to its end, and return what came of it.
@@ -77,7 +84,11 @@ class Call:
             SandboxFailed: the surroundings could not be made.
         """
         with ExitStack() as held:
-            held.callback(os.close, self._stopped)
+            with self._lock:
+                if self._was_stopped:
+                    return Ran("", "", KILLED)
+                self._stopped = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            held.callback(self._forget_stop)
             try:
                 started = time.monotonic()
                 process = self._room.start(program, self._limits, stdin, held)
@@ -95,24 +106,23 @@ class Call:
                 os.set_blocking(output, False)
             limit = self._watch(process, started)
             self._room.end()
-            if limit is not None or self._was_stopped():
-                process.kill()
-            returned = process.wait(ENDS_S)
+            returned = _reaped(process)
             for output in outputs:
                 self._read(output)
             limit = limit or self._over_output()
             stdout, stderr = (bytes(self._texts[output]).decode(errors="replace") for output in outputs)
-            if limit is not None or self._was_stopped():
-                return Ran(stdout, stderr, 128 + signal.SIGKILL, limit)
+            if limit is not None or self._was_stopped:
+                return Ran(stdout, stderr, KILLED, limit)
             code = self._room.code(returned, stderr)
             return Ran(stdout, stderr, code, "cpu" if code == 128 + signal.SIGXCPU else None)
 
     def _watch(self, process: subprocess.Popen[bytes], started: float) -> Limit | None:
         """Read output and keep limits until the first process has ended, or is to."""
-        ended, tells = os.pidfd_open(process.pid), self._room.tells
+        ended, tells, stopped = os.pidfd_open(process.pid), self._room.tells, self._stopped
         poll = select.poll()
-        for descriptor in (*self._texts, ended, self._stopped, *([] if tells is None else [tells])):
-            poll.register(descriptor, EVENTS)
+        for descriptor in (*self._texts, ended, stopped, tells):
+            if descriptor is not None:
+                poll.register(descriptor, EVENTS)
         last_look = started
         try:
             while True:
@@ -126,7 +136,7 @@ class Call:
                         return limit
                 wait = min(left, max(0.0, last_look + LOOKS_S - now))
                 for descriptor, _ in poll.poll(wait * 1000 + 1):
-                    if descriptor in (ended, self._stopped):
+                    if descriptor in (ended, stopped):
                         return None
                     goes_on = self._room.hear() if descriptor == tells else self._read(descriptor)
                     if not goes_on:
@@ -153,5 +163,18 @@ class Call:
     def _over_output(self) -> Limit | None:
         return "output" if self._printed > self._limits.output_kib << 10 else None
 
-    def _was_stopped(self) -> bool:
-        return bool(select.select([self._stopped], [], [], 0)[0])
+    def _forget_stop(self) -> None:
+        with self._lock:
+            if self._stopped is not None:
+                os.close(self._stopped)
+            self._stopped = None
+
+
+def _reaped(process: subprocess.Popen[bytes]) -> int:
+    """The exit code of a call's first process, all of whose others are gone."""
+    try:
+        return process.wait(ENDS_S)
+    except subprocess.TimeoutExpired as cause:
+        raise SandboxFailed(
+            f"a call's processes are gone, and what started them has not ended in {ENDS_S:g} s"
+        ) from cause

@@ -80,10 +80,8 @@ class BubblewrapRoom:
         self._find_first()
         proc = f"{self._root}/proc"
         try:
-            if (
-                self._first is None or Path(proc).stat().st_dev == Path("/proc").stat().st_dev
-            ):  # it is still being set up
-                return None
+            if self._first is None or Path(proc).stat().st_dev == Path("/proc").stat().st_dev:
+                return None  # it is still being set up
         except OSError:
             return None
         return exceeded(processes_in(proc), f"{self._root}{SCRATCH}", self._limits)

@@ -86,15 +86,15 @@ class Sandbox:
             SandboxFailed: the call could not be made, whatever the program was.
         """
         call, arguments = self._call(program, files or {}, limits or self._spec.limits)
-        running = asyncio.get_running_loop().run_in_executor(
-            _threads(os.getpid()), call.run, arguments, _encoded(stdin)
-        )
+        work = _threads(os.getpid()).submit(call.run, arguments, _encoded(stdin))
+        running = asyncio.wrap_future(work)
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
             call.stop()
-            await asyncio.wait([running])
-            running.exception()  # seen: what matters is that it is over
+            if not work.cancel():  # it has begun
+                await asyncio.wait([running])
+                running.exception()  # seen: what matters is that it is over
             raise
 
     def run_blocking(
