@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import pytest
 
 from headway.errors import ConfigError, SandboxFailed
 from headway.sandbox import bubblewrap, room, seccomp
+from headway.sandbox import sandbox as door
 from headway.sandbox.bubblewrap import FIRST_UID, UIDS, own_uid
 from headway.sandbox.limits import SandboxSpec
 from headway.sandbox.sandbox import Sandbox
@@ -282,3 +284,53 @@ def children_of_ours() -> list[int]:
             except OSError:
                 continue
     return found
+
+
+def test_no_process_is_left_for_others_to_reap(sandbox: Sandbox) -> None:
+    """Containers often have no init: what nobody waits for would add up there."""
+
+    def zombies() -> set[str]:
+        found = set()
+        for place in Path("/proc").iterdir():
+            if place.name.isdigit() and name_of(int(place.name)) in ("bwrap", "sh", "prlimit"):
+                try:
+                    if (place / "stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                        found.add(place.name)
+                except OSError:
+                    continue
+        return found
+
+    before = zombies()
+    for code in ("pass", "import os, time\nif os.fork() == 0: time.sleep(60)", "import time; time.sleep(60)"):
+        sandbox.run_blocking(code, limits=replace(SMALL, wall_s=0.5))
+    assert zombies() <= before
+
+
+async def test_a_call_that_is_cancelled_before_a_thread_is_free_never_runs(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = ThreadPoolExecutor(1)
+    monkeypatch.setattr(door, "_threads", lambda _: threads)
+    first = asyncio.create_task(sandbox.run(a_long_sleep(f"2{os.getpid()}06.5"), limits=replace(SMALL, wall_s=1.0)))
+    second = asyncio.create_task(sandbox.run("print('ran')", limits=SMALL))
+    await asyncio.sleep(0)
+    second.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    assert not first.done()
+    assert (await first).limit == "wall"
+
+
+def test_a_call_is_given_what_is_its_own_whatever_descriptors_are_free(sandbox: Sandbox) -> None:
+    """Small ones are those that a shell on the way might take for itself."""
+    code = "import sys; print(sys.stdin.read(), *(open(str(n)).read() for n in range(8)))"
+    code = (
+        "from headway.sandbox.sandbox import Sandbox; from headway.sandbox.limits import SandboxSpec\n"
+        f"files = {{str(n): str(n) for n in range(8)}}\n"
+        f"print(Sandbox(SandboxSpec()).run_blocking({code!r}, stdin='in', files=files).stdout)"
+    )
+    environment = {**os.environ, "PYTHONPATH": SOURCES}
+    for closed in ("", "<&- "):
+        done = subprocess.run(["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", code], env=environment,
+                              capture_output=True, text=True, check=True)  # fmt: skip
+        assert done.stdout.strip() == "in 0 1 2 3 4 5 6 7"

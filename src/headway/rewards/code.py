@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from headway.errors import ConfigError, SandboxFailed, ScoringFailed
-from headway.rewards.code_tests import AssertTest, CallTest, StdinTest, Test, tests_of
+from headway.rewards.code_tests import AssertTest, CallTest, StdinTest, Test, unit_tests_of
 from headway.rewards.compare import same_text, same_value
 from headway.rewards.request import ScoreRequest
 from headway.sandbox.limits import Limits, SandboxSpec
@@ -101,7 +101,7 @@ def code(
 
     def rule(request: ScoreRequest, response: str) -> float:
         end = time.monotonic() + within_s - MARGIN_S
-        tests = _longest(tests_of(request.answer, request.extra), most_tests)
+        tests = _longest(unit_tests_of(request.answer, request.extra), most_tests)
         answer, passed = code_of(response), 0
         for test in tests:
             left = min(timeout_s, end - time.monotonic())

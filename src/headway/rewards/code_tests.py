@@ -68,7 +68,7 @@ class AssertTest:
 Test = StdinTest | CallTest | AssertTest
 
 
-def tests_of(answer: Any, extra: Mapping[str, Any]) -> Sequence[Test]:
+def unit_tests_of(answer: Any, extra: Mapping[str, Any]) -> Sequence[Test]:
     """The tests of a row's ``answer``; ``entry_point`` and ``fn_name`` may be other columns of the row, ``extra``.
 
     Raises:

@@ -27,10 +27,11 @@ from headway.errors import ConfigError, SandboxFailed
 from headway.sandbox.limits import Limits
 
 OPEN = (
-    'umask 022; exec 9<"$1" && mount -t tmpfs -o mode=755,size=64k tmpfs "$2" && mkdir -p "$1" && '
-    'mount -c --bind /proc/self/fd/9 "$1" && exec 9<&- && shift 2 && exec "$@"'
+    'umask 022; mount --bind "$1" /sys && mount -t tmpfs -o mode=755,size=64k tmpfs "$2" && mkdir -p "$1" && '
+    'mount --bind /sys "$1" && shift 2 && exec "$@"'
 )
-"""Program that runs another one where, for it alone, the closed directory ``$2`` has nothing but the way to ``$1``."""
+"""Program that runs another one where, for it alone, the closed directory ``$2`` has nothing but the way to ``$1``. It
+opens no file, for any descriptor may be the other program's."""
 UID_INSIDE = 1000
 FIRST_UID, UIDS = 64000, 1000
 """Users of this machine that rooms are made as where we are root: one for each that is open."""
