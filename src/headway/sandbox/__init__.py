@@ -4,6 +4,7 @@
     sandbox.probe()                                  # once on each machine: ConfigError where it cannot be had
     ran = await sandbox.run("print(1 + 1)")          # Ran(stdout="2\\n", stderr="", code=0, limit=None)
 
-`limits` says what a call may take, `bubblewrap` builds the room, `seccomp` what the kernel refuses in it,
-`process_limits` does without a room, `usage` measures what runs, `call` sees one call through, `sandbox` is the door.
+`limits` says what a call may take. `bubblewrap` builds the command that makes a room, `passage` opens the way to the
+interpreter, `seccomp` says what the kernel refuses in there, `room` starts, watches and ends one; `process_limits` does
+without. `usage` measures what runs, `call` sees one call through, `sandbox` is the door, `python` the tool.
 """

@@ -1,10 +1,8 @@
 """The command line that builds the room of one call, with ``bwrap``.
 
-    [unshare ─▶] [setpriv ─▶] bwrap ─▶ sh, the room's first process ─▶ prlimit ─▶ the program
-     where the    where we     the      waits until it is let go, so that nothing starts of a
-     interpreter  are root     room     caller that has ended; all that runs ends with it
-     is in a
-     closed home
+    [setpriv ─▶] bwrap ─▶ sh, the room's first process ─▶ prlimit ─▶ the program
+     where we     the      waits until it is let go, so that nothing starts of a
+     are root     room     caller that has ended; all that runs ends with it
 
 The room has /usr and the interpreter, read-only, a /proc and a /dev of its own, and one place to write: /tmp, in
 memory.
@@ -22,16 +20,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import IO
 
 from headway.errors import ConfigError, SandboxFailed
 from headway.sandbox.limits import Limits
+from headway.sandbox.passage import closed_way_to, open_way_to
 
-OPEN = (
-    'umask 022; mount --bind "$1" /sys && mount -t tmpfs -o mode=755,size=64k tmpfs "$2" && mkdir -p "$1" && '
-    'mount --bind /sys "$1" && shift 2 && exec "$@"'
-)
-"""Program that runs another one where, for it alone, the closed directory ``$2`` has nothing but the way to ``$1``. It
-opens no file, for any descriptor may be the other program's."""
 UID_INSIDE = 1000
 FIRST_UID, UIDS = 64000, 1000
 """Users of this machine that rooms are made as where we are root: one for each that is open."""
@@ -108,20 +102,20 @@ class Bubblewrap:
             files: names in the scratch space → descriptors of contents.
         """
         room = [*self._room(limits, status, seccomp, stdin, files), *FIRST, *self._limited(limits), *program]
-        if uid is None:
-            return room
-        become = [self.setpriv, f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--"]
-        return [*self._passage, *become, *room]
+        return room if uid is None else [*self._become(uid), *room]
 
     @cached_property
-    def _passage(self) -> Sequence[str]:
-        """A command that runs another one where all users can reach the interpreter; empty where they can anyway."""
-        closed = [path for path in (self.prefix.parents if self.prefix else []) if not path.stat().st_mode & 0o001]
-        if not closed:
-            return ()
-        if missing := [name for name in ("unshare", "mount") if shutil.which(name) is None]:
-            raise ConfigError(f"sandbox: there is no {' and no '.join(missing)} here; install util-linux and mount")
-        return (str(shutil.which("unshare")), "--mount", "/bin/sh", "-c", OPEN, "sh", str(self.prefix), str(closed[-1]))
+    def _way(self) -> IO[bytes] | None:
+        """The namespace in which all users can reach the interpreter; None where they can anyway."""
+        closed = None if self.prefix is None else closed_way_to(self.prefix)
+        return None if self.prefix is None or closed is None else open_way_to(self.prefix, closed)
+
+    def _become(self, uid: int) -> list[str]:
+        """The beginning of a command that another user runs, who has a way to the interpreter."""
+        if self._way is None:
+            return [self.setpriv, f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--"]
+        namespace = f"/proc/{os.getpid()}/fd/{self._way.fileno()}"  # not passed on: it would be there in the room
+        return [str(shutil.which("nsenter")), f"--mount={namespace}", f"--setuid={uid}", f"--setgid={uid}", "--"]
 
     def _room(self, limits: Limits, status: int, seccomp: int, stdin: int, files: Mapping[str, int]) -> list[str]:
         names = "--unshare-user --unshare-pid --unshare-ipc --unshare-uts --unshare-net --unshare-cgroup-try"
