@@ -51,6 +51,7 @@ def measure(calls: int) -> Mapping[str, list[float]]:
         BARE: lambda: alone([python, "-I", "-c", "pass"]),
         f"bare: python {' '.join(ISOLATED)} -c pass": lambda: alone([python, *ISOLATED, "-c", "pass"]),
         "sandbox, bubblewrap": lambda: room.run_blocking("pass"),
+        "sandbox, bubblewrap: python -I -c pass": lambda: room.run_blocking([python, "-I", "-c", "pass"]),
         "sandbox, process_limits": lambda: limits.run_blocking("pass"),
     }
     seconds: dict[str, list[float]] = {name: [] for name in kinds}
