@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from headway.config.section import NonNegative, Positive, Section
+from headway.sandbox.python import PYTHON
 from headway.user_code import names_a_file
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ class ProgramKeys(Section):
     """Programs of episodes: user code that calls the policy, where it runs, and its limits (docs/agents.md)."""
 
     tools: tuple[str, ...] = ()
-    """Tools that the model may call, each ``file.py:function`` with types and a docstring."""
+    """Tools that the model may call, each ``file.py:function`` with types and a docstring; or ``python``, which
+    runs the model's code in the sandbox."""
     environment: str | None = None
     """An environment, ``file.py:Class``, in the form of TRL, Gymnasium, GEM or SkyRL-gym, by which it is recognised."""
     program: str | None = None
@@ -113,8 +115,9 @@ def program_problems(
         yield f"{' and '.join(chosen)} are given, and each makes the episodes by itself; keep one of them"
     for name, value in given.items():
         for spec in value if isinstance(value, tuple) else [value] if value else []:
-            if isinstance(spec, str) and not names_a_file(spec):
-                yield f"rollout.{name}={spec}: expected file.py:name, such as {name}.py:{_EXAMPLES[name]}"
+            if isinstance(spec, str) and not names_a_file(spec) and not (name == "tools" and spec == PYTHON):
+                built_in = f", or the built-in {PYTHON}" if name == "tools" else ""
+                yield f"rollout.{name}={spec}: expected file.py:name, such as {name}.py:{_EXAMPLES[name]}{built_in}"
     if rollout.params and not (rollout.environment or rollout.program or rollout.agent_function):
         yield "rollout.params are for an environment, a program or an agent in Python; nothing else has any; drop it"
     if by_program and not (rollout.environment or rollout.program or rollout.agent):

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from headway.config.programs import AgentCommand, ProgramKeys
+from headway.config.programs import AgentCommand
+from headway.config.schema import Config
 from headway.episodes.programs import Turn
 from headway.errors import ConfigError, RunError
 from headway.programs.messages import EpisodeEnd, EpisodeStart
@@ -18,7 +19,7 @@ from headway.runners.runners import Runners
 class ProgramRunners:
     """`headway.episodes.programs.Programs` in processes of their own."""
 
-    def __init__(self, name: str, rollout: ProgramKeys, logs: Path | None, model_path: str | None = None) -> None:
+    def __init__(self, name: str, config: Config, logs: Path | None, model_path: str | None = None) -> None:
         """
         Args:
             name: of the keeper, for messages.
@@ -26,8 +27,8 @@ class ProgramRunners:
             model_path: folder of the policy's tokenizer; None where there is none yet.
         """
         self._name = name
-        self._rollout = rollout
-        self._spec = replace(program_spec(rollout), model_path=model_path)
+        self._rollout = config.rollout
+        self._spec = replace(program_spec(config), model_path=model_path)
         self._log = None if logs is None else logs / f"{name}-programs.log"
         self._runners: Runners | None = None
 
@@ -80,8 +81,9 @@ class ProgramRunners:
             await self._runners.close()
 
 
-def program_spec(rollout: ProgramKeys) -> ProgramSpec:
-    """The program of the section ``rollout``, with absolute paths."""
+def program_spec(config: Config) -> ProgramSpec:
+    """The program of ``config``, with absolute paths."""
+    rollout = config.rollout
     return ProgramSpec(
         tools=rollout.tools,
         environment=rollout.environment,
@@ -90,6 +92,7 @@ def program_spec(rollout: ProgramKeys) -> ProgramSpec:
         command=rollout.agent.command if isinstance(rollout.agent, AgentCommand) else (),
         params=rollout.params,
         max_turns=rollout.max_turns,
+        sandbox=config.sandbox.spec,
     ).resolved()
 
 

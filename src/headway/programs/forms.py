@@ -59,7 +59,7 @@ def load_program(spec: ProgramSpec) -> Program:
         return CommandProgram(spec.command, spec.shown, spec.directory)
     if not spec.tools:
         raise UserCodeError("there is no program; give rollout.tools, environment, program or agent")
-    return ToolLoop(load_tools(spec.tools))
+    return ToolLoop(load_tools(spec.tools, spec.sandbox))
 
 
 def _own(spec: ProgramSpec, found: Any) -> Program:
@@ -94,7 +94,7 @@ def _recognised(spec: ProgramSpec, instances: Instances, kind: type, environment
     """The program of an environment's class; ``environment`` is one of it, or the class again."""
     match _form_of(kind, environment, bool(spec.tools)):
         case "TRL":
-            return TrlProgram(instances, spec.shown, kind, load_tools(spec.tools))
+            return TrlProgram(instances, spec.shown, kind, load_tools(spec.tools, spec.sandbox))
         case "gym":
             _refuse_tools(spec)
             return GymProgram(instances, spec.shown, environment)

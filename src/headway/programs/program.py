@@ -22,7 +22,8 @@ from headway.errors import EpisodeOver, HeadwayError, ProgramAway, ProgramFailed
 from headway.programs.chat import Ask, Chat, Tally
 from headway.programs.failures import Insisted, failing
 from headway.programs.messages import EpisodeEnd, EpisodeStart, ToolSchema
-from headway.user_code import resolve_spec
+from headway.sandbox.limits import SandboxSpec
+from headway.user_code import names_a_file, resolve_spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,8 @@ class ProgramSpec:
     params: Mapping[str, Any] = field(default_factory=dict)
     max_turns: int | None = None
     """The run's ``rollout.max_turns``, which SkyRL-gym's environments are told."""
+    sandbox: SandboxSpec = field(default_factory=SandboxSpec)
+    """The sandbox of the tool ``python``."""
 
     @property
     def shown(self) -> str:
@@ -102,7 +105,7 @@ class ProgramSpec:
         """Return the spec with absolute paths, for a process with another working directory."""
         return replace(
             self,
-            tools=tuple(resolve_spec(tool) for tool in self.tools),
+            tools=tuple(resolve_spec(tool) if names_a_file(tool) else tool for tool in self.tools),
             environment=None if self.environment is None else resolve_spec(self.environment),
             program=None if self.program is None else resolve_spec(self.program),
             agent=None if self.agent is None else resolve_spec(self.agent),
@@ -197,4 +200,4 @@ def seed_generators(seed: int) -> None:
 
 def _short(spec: str) -> str:
     path, _, name = spec.rpartition(":")
-    return f"{Path(path).name}:{name}"
+    return f"{Path(path).name}:{name}" if path else name

@@ -26,6 +26,9 @@ from typing import Any
 
 from headway.errors import ProgramFailed, Unavailable, UserCodeError, said_by, writable
 from headway.programs.waiting import called
+from headway.sandbox.limits import SandboxSpec
+from headway.sandbox.python import PYTHON, python_tool
+from headway.sandbox.sandbox import Sandbox
 from headway.user_code import load_function
 
 EXPECTED = (
@@ -73,15 +76,16 @@ class Tool:
             return ToolResult(f"Error: {self.name} failed: {said_by(cause)}", failed=True)
 
 
-def load_tools(specs: Sequence[str]) -> list[Tool]:
-    """The tools of ``specs``, each ``file.py:function``.
+def load_tools(specs: Sequence[str], sandbox: SandboxSpec | None = None) -> list[Tool]:
+    """The tools of ``specs``, each ``file.py:function``, or ``python``, whose code runs in ``sandbox``.
 
     Raises:
+        ConfigError: this machine has no such sandbox.
         UserCodeError: a file or function that does not load, a function that no tool can be made of, or two of a name.
     """
     tools: dict[str, Tool] = {}
     for spec in specs:
-        tool = make_tool(load_function(spec), spec)
+        tool = make_tool(_python(sandbox or SandboxSpec()) if spec == PYTHON else load_function(spec), spec)
         if tool.name in tools:
             raise UserCodeError(
                 f"{spec}: there is a tool named {tool.name!r} already; the model tells tools apart by their names, so "
@@ -89,6 +93,13 @@ def load_tools(specs: Sequence[str]) -> list[Tool]:
             )
         tools[tool.name] = tool
     return list(tools.values())
+
+
+def _python(spec: SandboxSpec) -> Callable[..., Any]:
+    """The tool ``python``, after its sandbox was tried here."""
+    sandbox = Sandbox(spec)
+    sandbox.probe()
+    return python_tool(sandbox, spec.limits)
 
 
 def make_tool(function: Callable[..., Any], spec: str) -> Tool:
