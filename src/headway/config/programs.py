@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from headway.config.mcp import McpServerConfig, mcp_problems
 from headway.config.section import NonNegative, Positive, Section
-from headway.user_code import names_a_file
+from headway.user_code import names_a_file, names_a_server
 
 if TYPE_CHECKING:
     from headway.config.rollout import RolloutConfig
@@ -23,9 +24,13 @@ class ProgramKeys(Section):
     """Programs of episodes: user code that calls the policy, where it runs, and its limits (docs/agents.md)."""
 
     tools: tuple[str, ...] = ()
-    """Tools that the model may call, each ``file.py:function`` with types and a docstring."""
+    """Tools that the model may call, each ``file.py:function`` with types and a docstring, a class of verl's form, or
+    verl's ``tools.yaml``."""
+    mcp: dict[str, McpServerConfig] = Field(default_factory=dict)
+    """MCP servers by name, whose tools are offered beside ``tools``."""
     environment: str | None = None
-    """An environment, ``file.py:Class``, in the form of TRL, Gymnasium, GEM or SkyRL-gym, by which it is recognised."""
+    """An environment, ``file.py:Class``, in the form of TRL, Gymnasium, GEM or SkyRL-gym, by which it is recognised; or
+    the address of a server of OpenEnv's, ``ws://host:8000``."""
     program: str | None = None
     """A program of one's own, ``file.py:function``: ``async def run(row, chat)``, which returns the reward."""
     params: dict[str, Any] = Field(default_factory=dict)
@@ -64,7 +69,7 @@ class ProgramKeys(Section):
     @property
     def has_program(self) -> bool:
         """True where episodes are made by user code."""
-        return bool(self.tools or self.environment or self.program)
+        return bool(self.tools or self.mcp or self.environment or self.program)
 
 
 def program_problems(
@@ -76,17 +81,25 @@ def program_problems(
             f"rollout.step_timeout_s={rollout.step_timeout_s:g} lets all episodes be in a step for longer than nothing "
             f"may move, cluster.stall_timeout_s={stall_timeout_s:g}; lower the one or raise the other"
         )
-    given = {"tools": rollout.tools, "environment": rollout.environment, "program": rollout.program}
+    given = {
+        "tools": rollout.tools,
+        "mcp": rollout.mcp,
+        "environment": rollout.environment,
+        "program": rollout.program,
+    }
     chosen = [f"rollout.{name}" for name, value in given.items() if value]
     if len(chosen) > 1 and rollout.program:
         yield f"{' and '.join(chosen)} are given, and each makes the episodes by itself; keep one of them"
-    for name, value in given.items():
+    yield from mcp_problems(rollout.mcp, rollout.step_timeout_s)
+    for name, example in _EXAMPLES.items():
+        value = getattr(rollout, name)
         for spec in value if isinstance(value, tuple) else [value] if value else []:
-            if not names_a_file(spec):
-                yield f"rollout.{name}={spec}: expected file.py:name, such as {name}.py:{_EXAMPLES[name]}"
+            if not (names_a_file(spec) or _is_other_form(name, spec)):
+                yield f"rollout.{name}={spec}: expected file.py:name, such as {name}.py:{example}"
     if rollout.params and not (rollout.environment or rollout.program):
         yield "rollout.params are for an environment or a program; tools get those of their calls alone; drop it"
-    if by_program and not (rollout.environment or rollout.program):
+    # Tools of verl's form give rewards, too: whether these do is known when they are loaded.
+    if by_program and not (rollout.environment or rollout.program or rollout.tools):
         yield (
             "reward.function=program is the reward of rollout.environment or rollout.program, and none is given; name "
             "a function that scores the last answer"
@@ -109,6 +122,11 @@ def idle_program_keys(rollout: RolloutConfig) -> Iterator[tuple[str, str]]:
     """Keys of programs that change nothing → why."""
     if not rollout.has_program:
         for key in ProgramKeys.model_fields:
-            if key not in ("tools", "environment", "program", "env"):
+            if key not in ("tools", "mcp", "environment", "program", "env"):
                 yield f"rollout.{key}", "answers have one turn: no rollout.tools, environment or program is given"
         return
+
+
+def _is_other_form(name: str, spec: str) -> bool:
+    """Tell whether ``spec`` is a value of ``rollout.NAME`` that is no ``file.py:name``."""
+    return names_a_server(spec) if name == "environment" else name == "tools" and spec.endswith((".yaml", ".yml"))

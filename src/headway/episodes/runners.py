@@ -9,6 +9,7 @@ from pathlib import Path
 from headway.config.programs import ProgramKeys
 from headway.episodes.programs import Turn
 from headway.errors import ConfigError, RunError
+from headway.programs.mcp_servers import McpServerSpec
 from headway.programs.messages import EpisodeEnd, EpisodeStart
 from headway.programs.program import ProgramDescription, ProgramSpec
 from headway.runners.runners import Runners
@@ -82,6 +83,7 @@ def program_spec(rollout: ProgramKeys) -> ProgramSpec:
     """The program of the section ``rollout``, with absolute paths."""
     return ProgramSpec(
         tools=rollout.tools,
+        mcp=tuple(McpServerSpec(name=name, **dict(server)) for name, server in rollout.mcp.items()),
         environment=rollout.environment,
         program=rollout.program,
         params=rollout.params,

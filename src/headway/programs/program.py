@@ -21,8 +21,9 @@ from typing import Any, Protocol
 from headway.errors import EpisodeOver, HeadwayError, ProgramAway, ProgramFailed, UserCodeError
 from headway.programs.chat import Ask, Chat, Tally
 from headway.programs.failures import Insisted, failing
+from headway.programs.mcp_servers import McpServerSpec
 from headway.programs.messages import EpisodeEnd, EpisodeStart, ToolSchema
-from headway.user_code import resolve_spec
+from headway.user_code import names_a_server, resolve_spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,7 @@ class ProgramSpec:
     tools: tuple[str, ...] = ()
     environment: str | None = None
     program: str | None = None
+    mcp: tuple[McpServerSpec, ...] = ()
     params: Mapping[str, Any] = field(default_factory=dict)
     max_turns: int | None = None
     """The run's ``rollout.max_turns``, which SkyRL-gym's environments are told."""
@@ -85,14 +87,15 @@ class ProgramSpec:
             return f"environment {_short(self.environment)}"
         if self.program is not None:
             return f"program {_short(self.program)}"
-        return f"tools {', '.join(_short(tool) for tool in self.tools)}"
+        return f"tools {', '.join([*map(_short, self.tools), *(server.who for server in self.mcp)])}"
 
     def resolved(self) -> ProgramSpec:
         """Return the spec with absolute paths, for a process with another working directory."""
         return replace(
             self,
-            tools=tuple(resolve_spec(tool) for tool in self.tools),
-            environment=None if self.environment is None else resolve_spec(self.environment),
+            tools=tuple(_resolved(tool) for tool in self.tools),
+            environment=None if self.environment is None else _resolved(self.environment),
+            mcp=tuple(server.resolved() for server in self.mcp),
             program=None if self.program is None else resolve_spec(self.program),
         )
 
@@ -180,6 +183,15 @@ def seed_generators(seed: int) -> None:
         numpy.random.seed(seed)
 
 
+def _resolved(spec: str) -> str:
+    """``spec`` with an absolute path, where it names a file."""
+    if names_a_server(spec):
+        return spec
+    return resolve_spec(spec) if ":" in spec else str(Path(spec).expanduser().resolve())
+
+
 def _short(spec: str) -> str:
-    path, _, name = spec.rpartition(":")
-    return f"{Path(path).name}:{name}"
+    if names_a_server(spec):
+        return spec
+    path, colon, name = spec.rpartition(":")
+    return f"{Path(path).name}:{name}" if colon else Path(spec).name
