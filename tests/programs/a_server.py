@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import time
 
 from mcp.server.mcpserver import MCPServer
@@ -23,9 +25,12 @@ def look_up(key: str) -> int:
 
 
 @server.tool()
-def count() -> str:
+async def count() -> str:
     """Count the calls of this process."""
     counts["n"] += 1
+    if sys.argv[1:] == ["stays"] and counts["n"] == 1:  # from now on it heeds neither the end of its input nor SIGTERM
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        threading.Thread(target=time.sleep, args=(3600,)).start()
     return f"{counts['n']} in {os.getpid()}"
 
 
@@ -59,12 +64,5 @@ if __name__ == "__main__":
             sys.stdin.read()
         case ["ends"]:
             sys.exit(3)
-        case ["stays"]:  # it heeds neither the end of its input nor SIGTERM
-            import signal
-            import threading
-
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            threading.Thread(target=time.sleep, args=(3600,)).start()
-            server.run("stdio")
         case _:
             server.run("stdio")

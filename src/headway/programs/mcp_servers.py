@@ -65,7 +65,7 @@ class McpServerSpec:
     def resolved(self) -> McpServerSpec:
         """Return the spec with absolute paths of the files in its command, for another working directory."""
         command = tuple(
-            str(Path(part).resolve()) if (n or os.sep in part) and Path(part).is_file() else part
+            str(Path(part).absolute()) if (n or os.sep in part) and Path(part).is_file() else part
             for n, part in enumerate(self.command)
         )
         return replace(self, command=command)
