@@ -86,7 +86,8 @@ class OpenEnvProgram:
                     reward = observed.get("reward")
                     what = f"{self._who}: the reward of a step"
                     chat.reward(0.0 if reward is None else number(reward, what), answer)
-                    messages = [*messages, answer.message, said("user", self._text(observed))]
+                    if not observed.get("done"):
+                        messages = [*messages, answer.message, said("user", self._text(observed))]
         return EpisodeEnd(metrics={"bad_actions": bad_actions})
 
     def _action(self, text: str) -> dict[str, Any]:
@@ -161,9 +162,9 @@ class OpenEnvProgram:
         text = cut(" ".join(str(body.get("message", body)).split()), 300)
         match body.get("code"):
             case "VALIDATION_ERROR":
-                errors = body.get("errors") or [{"msg": text}]
-                said_so = [f"{'.'.join(map(str, one.get('loc', ())))}: {one.get('msg', one)}" for one in errors]
-                return _BadAction(f"Error: the action does not fit: {'; '.join(said_so)}. Nothing was done.")
+                errors = [one for one in body.get("errors") or () if isinstance(one, dict)]
+                said_so = [f"{'.'.join(map(str, one.get('loc', ())))}: {one.get('msg', '')}" for one in errors]
+                return _BadAction(f"Error: the action does not fit: {'; '.join(said_so) or text}. Nothing was done.")
             case "CAPACITY_REACHED":
                 return _Full(
                     f"{self._who}: the server has no room for a further session: {text}; raise its "
@@ -237,7 +238,8 @@ class OpenEnvProgram:
         action = found.get("action") if isinstance(found, dict) else None
         if not isinstance(action, dict):
             raise UserCodeError(
-                f"{self._who}: {url} says {shown(found)}, expected {{'action': …}}, as OpenEnv's servers do"
+                f"{self._who}: {url} says {shown(found)}, expected a dict with the schema of an action; give the "
+                "address of a server of OpenEnv's"
             )
         return action
 
