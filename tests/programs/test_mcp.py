@@ -17,7 +17,8 @@ from headway.programs.program import LoadedProgram, ProgramSpec
 from headway.programs.tool_loop import ToolLoop
 from headway.programs.toolbox import Toolbox
 from headway.programs.tools import make_tool
-from tests.programs.scripted import Script, calling, play
+from tests.programs.scripted import Script, calling, play, start
+from tests.programs.served import served
 
 pytest.importorskip("mcp", reason="the extra mcp")
 
@@ -144,7 +145,9 @@ async def test_episodes_share_a_connection_unless_each_has_its_own():
 
 def test_without_the_sdk_the_message_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "mcp", None)
-    with pytest.raises(UserCodeError, match=r"rollout.mcp needs the package mcp, .* pip install 'headway\[mcp\]'"):
+    with pytest.raises(
+        UserCodeError, match=r"rollout.mcp needs the package mcp, 2 or later, .* pip install 'headway\[mcp\]'"
+    ):
         in_memory().load()
 
 
@@ -304,3 +307,70 @@ def test_files_of_a_command_are_found_from_another_folder(tmp_path, monkeypatch)
     spec = McpServerSpec("x", command=("python", "server.py", "--port", "3")).resolved()
     assert spec.command == ("python", f"{tmp_path}/server.py", "--port", "3")
     assert ProgramSpec(mcp=(spec,), tools=("tools.yaml",)).resolved().tools == (f"{tmp_path}/tools.yaml",)
+
+
+# Streamable HTTP
+
+
+async def test_a_server_is_called_over_http_with_the_headers_that_it_wants(monkeypatch):
+    """A server of the SDK's, in a thread; before and after it the port is closed."""
+    monkeypatch.setenv("KEY", "s3")
+    server = digits()
+    app, keys = server.streamable_http_app(), []
+
+    async def asks_for_a_key(scope, receive, send):
+        if scope["type"] == "http":
+            keys.append(dict(scope["headers"]).get(b"authorization"))
+        await app(scope, receive, send)
+
+    with served(asks_for_a_key) as address:
+        spec = McpServerSpec("far", url=f"http://{address}/mcp", headers={"Authorization": "Bearer $KEY"}, timeout_s=10)
+        loaded = await asyncio.to_thread(ProgramSpec(mcp=(spec,)).load)
+        await play(loaded, ask := Script(calling(("add", {"a": 1}), ("fail", {})), "done"))
+        assert heard(ask) == ["3", "Error: fail failed: the disk is full"]
+        assert set(keys) == {b"Bearer s3"}
+        with pytest.raises(
+            UserCodeError, match=r"rollout.mcp.page: cannot connect to http://.*/elsewhere: MCPError: Not F"
+        ):
+            await asyncio.to_thread(McpServer(McpServerSpec("page", url=f"http://{address}/elsewhere")).load)
+    with pytest.raises(ProgramAway, match=r"rollout.mcp.far: cannot connect to|rollout.mcp.far: the server"):
+        await play(loaded, Script(calling(("add", {"a": 1})), "done"))
+    with pytest.raises(ProgramAway, match=f"rollout.mcp.far: cannot connect to http://{address}/mcp: ConnectError"):
+        await asyncio.to_thread(McpServer(spec).load)
+
+
+async def test_tools_of_a_server_stand_beside_the_methods_of_an_environment(environment):
+    spec = environment(
+        """
+        class Game:
+            async def reset(self, **row): return " Go."
+            async def look(self) -> str:
+                '''Look.'''
+                return "dark"
+            async def get_reward(self): return 1.0
+        """
+    )
+    server = in_memory(tools=("add",))
+    server.load()
+    loaded = spec.load()
+    loaded._program._tools = Toolbox([server])
+    ask = Script(calling(("look", {}), ("add", {"a": 1})), "done")
+    end = await play(loaded, ask, start("Play."))
+    assert (heard(ask), end.reward) == (["dark", "3"], 1.0)
+
+
+def named(name: str) -> MCPServer:
+    server = MCPServer("named")
+    server.add_tool(lambda: 1, name=name, description="Do.")
+    return server
+
+
+def test_a_tool_of_a_server_and_a_method_of_an_environment_have_names_of_their_own(environment):
+    loaded = environment("class Game:\n    def reset(self): ...\n    def look(self) -> str:\n        'Look.'").load()
+    server = in_memory("two", make=lambda: named("look"))
+    server.load()
+    loaded._program._tools = Toolbox([server])
+    with pytest.raises(
+        UserCodeError, match=r"game.py:Game: it has a tool 'look', and so has rollout.mcp.two; rename one"
+    ):
+        loaded.describe()

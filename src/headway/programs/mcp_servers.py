@@ -38,7 +38,10 @@ if TYPE_CHECKING:
 
 CLOSE_TIMEOUT_S = 10.0
 """Seconds for a connection to end; the SDK gives a server's process six of them."""
-MISSING = "rollout.mcp needs the package mcp, which is not installed here; install it with: pip install 'headway[mcp]'"
+MISSING = (
+    "rollout.mcp needs the package mcp, 2 or later, which is not installed here; install it with: "
+    "pip install 'headway[mcp]'"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,7 @@ class McpServer:
             ProgramAway: it is away for a time.
         """
         try:
-            import mcp  # noqa: F401  # asked for here, where the message is the user's
+            from mcp import Client  # noqa: F401  # asked for here, where the message is the user's
         except ImportError as cause:
             raise UserCodeError(MISSING) from cause
         with ThreadPoolExecutor(1) as thread:  # the SDK needs a loop, and one may run here
