@@ -1,4 +1,4 @@
-"""An MCP server on standard input and output, which tests start: ``python a_server.py [misbehaviour]``."""
+"""An MCP server on standard input and output, which tests start: ``python a_server.py [stays]``."""
 
 from __future__ import annotations
 
@@ -58,11 +58,4 @@ def environment(name: str) -> str:
 
 
 if __name__ == "__main__":
-    match sys.argv[1:]:
-        case ["chatters"]:
-            print("hello, I am no server", flush=True)
-            sys.stdin.read()
-        case ["ends"]:
-            sys.exit(3)
-        case _:
-            server.run("stdio")
+    server.run("stdio")
