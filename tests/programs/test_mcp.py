@@ -255,6 +255,7 @@ async def test_after_a_server_has_hung_or_ended_the_next_call_connects_anew():
         ({"initialize": {"name": "x"}}, UserCodeError, "far: cannot connect to it: ValidationError"),
         ({"tools/list": {"tools": "none"}}, UserCodeError, "its list of tools with what its schema forbids"),
         ({"tools/list": {"tools": []}}, UserCodeError, "the server has no tools; take it out"),
+        ({"tools/list": {"tools": [PLACE], "nextCursor": "1"}}, UserCodeError, "has no end: 100 pages were read"),
     ],
 )
 def test_what_is_no_server_of_tools_is_refused_before_the_run(others, error, message):

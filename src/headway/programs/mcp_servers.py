@@ -11,33 +11,25 @@ is late is left, and the next call connects anew; the episode whose call it was 
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import json
 import os
-import shutil
-import string
-import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from headway.errors import ProgramAway, ProgramFailed, Unavailable, UserCodeError, cut, said_by, shown
-from headway.programs import mcp_guard
+from headway.errors import ProgramAway, ProgramFailed, Unavailable, UserCodeError, cut, said_by
 from headway.programs.failures import is_away
+from headway.programs.mcp_connection import CLOSE_TIMEOUT_S, Connection, transport
 from headway.programs.messages import EpisodeEnd, EpisodeStart
 from headway.programs.tool import Tool, ToolResult
 from headway.programs.waiting import awaited
 
-if TYPE_CHECKING:
-    from mcp import Client
-
-CLOSE_TIMEOUT_S = 10.0
-"""Seconds for a connection to end; the SDK gives a server's process six of them."""
+MOST_PAGES = 100
+"""Most pages of a server's list of tools."""
 MISSING = (
     "rollout.mcp needs the package mcp, 2 or later, which is not installed here; install it with: "
     "pip install 'headway[mcp]'"
@@ -82,7 +74,7 @@ class McpServer:
     def __init__(self, spec: McpServerSpec, target: Callable[[], Any] | None = None) -> None:
         """``target``: what the SDK's client connects to, in place of the spec's command or URL."""
         self.spec = spec
-        self._target = target or partial(_transport, spec)
+        self._target = target or partial(transport, spec)
         self._shared = _Link(spec, self._target)
         self.tools: Sequence[Tool] = ()
 
@@ -98,6 +90,7 @@ class McpServer:
             from mcp import Client  # noqa: F401  # asked for here, where the message is the user's
         except ImportError as cause:
             raise UserCodeError(MISSING) from cause
+        others = threading.enumerate()
         with ThreadPoolExecutor(1) as thread:  # the SDK needs a loop, and one may run here
             try:
                 listed = thread.submit(asyncio.run, self._list()).result()
@@ -107,7 +100,11 @@ class McpServer:
                 raise ProgramAway(str(cause)) from cause
             except ProgramFailed as cause:
                 raise UserCodeError(str(cause)) from cause
-        _join_watchers_of_children()
+        for (
+            watcher
+        ) in threading.enumerate():  # asyncio's, for a server's process: none must run where processes are forked
+            if watcher not in others and watcher.name.startswith("waitpid-"):
+                watcher.join(CLOSE_TIMEOUT_S)
         self.tools = self._offered([tool for tool in listed if self.spec.tools is None or tool[0] in self.spec.tools])
         names = [name for name, _ in listed]
         if missing := [name for name in self.spec.tools or () if name not in names]:
@@ -160,7 +157,7 @@ class _Link:
 
     def __init__(self, spec: McpServerSpec, target: Callable[[], Any]) -> None:
         self._spec, self._target = spec, target
-        self._connection: _Connection | None = None
+        self._connection: Connection | None = None
         self._opening = asyncio.Lock()
 
     async def call(self, tool: str, /, **arguments: Any) -> ToolResult:
@@ -192,7 +189,7 @@ class _Link:
         connection = await self._connected()
         found: list[tuple[str, dict[str, Any]]] = []
         cursor: str | None = None
-        while True:
+        for _ in range(MOST_PAGES):
             try:
                 page = await self._answer(connection, connection.client.list_tools(cursor=cursor), "its list of tools")
             except TimeoutError:
@@ -208,6 +205,7 @@ class _Link:
             cursor = page.next_cursor
             if cursor is None:
                 return found
+        raise ProgramFailed(f"{self._spec.who}: its list of tools has no end: {MOST_PAGES} pages were read")
 
     async def close(self) -> None:
         """End the connection, if there is one."""
@@ -215,21 +213,21 @@ class _Link:
         if connection is not None:
             await connection.close()
 
-    async def _connected(self) -> _Connection:
+    async def _connected(self) -> Connection:
         async with self._opening:
             if self._connection is None or self._connection.lost:
-                connection = _Connection(self._spec, self._target)
+                connection = Connection(self._spec, self._target)
                 await connection.open()
                 self._connection = connection
             return self._connection
 
-    async def _answer(self, connection: _Connection, asked: Any, doing: str) -> Any:
+    async def _answer(self, connection: Connection, asked: Any, doing: str) -> Any:
         """Wait for an answer of the server's, its own end, or the time-out."""
         from mcp import MCPError
         from pydantic import ValidationError
 
         who = self._spec.who
-        noise = len(connection.noise)
+        noise = connection.noise
         call = asyncio.ensure_future(asked)
         try:
             await asyncio.wait(
@@ -241,8 +239,8 @@ class _Link:
                 return result
             if connection.lost:
                 raise Unavailable(f"{who}: the server ended during {doing}{connection.why}")
-            if len(connection.noise) > noise:
-                raise ProgramFailed(f"{who}: the server answered {doing} with what is not MCP: {connection.noise[-1]}")
+            if connection.noise > noise:
+                raise ProgramFailed(f"{who}: the server answered {doing} with what is not MCP: {connection.wrote}")
             raise TimeoutError
         except MCPError as error:
             connection.answered += 1
@@ -260,7 +258,7 @@ class _Link:
         finally:
             call.cancel()
 
-    def _refusal(self, connection: _Connection, error: Any, doing: str) -> Exception:
+    def _refusal(self, connection: Connection, error: Any, doing: str) -> Exception:
         """The error of a call that the server, or the SDK in its place, refused: by JSON-RPC's and the SDK's codes."""
         import mcp_types as types
 
@@ -276,132 +274,6 @@ class _Link:
 
 class _Refused(Exception):
     """Exception for a call that the server refused with a reason, which the model is told."""
-
-
-class _Connection:
-    """One connection, held open by a task of its own: the SDK wants it closed by whom it was opened."""
-
-    def __init__(self, spec: McpServerSpec, target: Callable[[], Any]) -> None:
-        self._spec, self._target = spec, target
-        self._ending = asyncio.Event()
-        self._cause: BaseException | None = None
-        self.answered = 0
-        """Number of answers so far."""
-        self.noise: list[str] = []
-        """The last of what came in place of MCP's messages."""
-        self.client: Client
-        self.holder: asyncio.Task[None]
-
-    @property
-    def lost(self) -> bool:
-        """The connection is over, or is ending."""
-        return self.holder.done() or self._ending.is_set()
-
-    @property
-    def why(self) -> str:
-        """What ended it, for the end of a message."""
-        return "" if self._cause is None else f": {_root(self._cause)}"
-
-    def lose(self) -> None:
-        """Have it end, without waiting for that."""
-        self._ending.set()
-
-    async def open(self) -> None:
-        """Connect. Raises `Unavailable` for a server that is away, `ProgramFailed` for what is none."""
-        who, loop = self._spec.who, asyncio.get_running_loop()
-        ready: asyncio.Future[None] = loop.create_future()
-        # It belongs to no episode: not its context, by which runners tell whose code holds their loop.
-        self.holder = loop.create_task(self._hold(ready), context=contextvars.Context())
-        try:
-            await asyncio.wait({ready, self.holder}, timeout=self._spec.timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            late = not self.holder.done()
-            if not ready.done():
-                self.holder.cancel()
-        if ready.done() and late:
-            return
-        await asyncio.wait({self.holder}, timeout=CLOSE_TIMEOUT_S)
-        wrote = f"; it wrote {self.noise[-1]}, which is not MCP" if self.noise else ""
-        if late:
-            kind = ProgramFailed if wrote else Unavailable
-            raise kind(f"{who}: {self._shown} was waited for {self._spec.timeout_s:g} s, and did not answer{wrote}")
-        cause = self._cause or ConnectionError("the connection ended")
-        if isinstance(cause, UserCodeError):
-            raise cause
-        kind = Unavailable if is_away(cause) or _is_closed(cause) else ProgramFailed
-        raise kind(f"{who}: cannot connect to {self._shown}: {_root(cause)}{wrote}") from cause
-
-    async def close(self) -> None:
-        """End it, and wait for that: for a server's process, too."""
-        self._ending.set()
-        await asyncio.wait({self.holder}, timeout=CLOSE_TIMEOUT_S)
-        if not self.holder.done():
-            self.holder.cancel()
-            await asyncio.wait({self.holder}, timeout=CLOSE_TIMEOUT_S)
-
-    async def _hold(self, ready: asyncio.Future[None]) -> None:
-        from mcp import Client
-        from pydantic import ValidationError
-
-        async def heard(message: Any) -> None:
-            if isinstance(message, Exception):
-                wrote = message.errors()[0].get("input") if isinstance(message, ValidationError) else said_by(message)
-                self.noise = [*self.noise[-9:], shown(wrote)]
-
-        try:
-            async with Client(self._target(), message_handler=heard, cache=None) as self.client:
-                if not ready.done():
-                    ready.set_result(None)
-                await self._ending.wait()
-        except (Exception, asyncio.CancelledError) as cause:
-            self._cause = cause
-
-    @property
-    def _shown(self) -> str:
-        return self._spec.url or " ".join(self._spec.command) or "it"
-
-
-@asynccontextmanager
-async def _transport(spec: McpServerSpec) -> AsyncIterator[Any]:
-    """The SDK's connection to the server of ``spec``."""
-    if spec.url is not None:
-        import httpx2
-        from mcp.client.streamable_http import streamable_http_client
-
-        headers = {name: _filled_in(value, f"{spec.who}.headers") for name, value in spec.headers.items()}
-        # How long an answer may take is bounded by `timeout_s`, for which the call is waited for.
-        async with (
-            httpx2.AsyncClient(headers=headers, timeout=httpx2.Timeout(spec.timeout_s, read=None)) as client,
-            streamable_http_client(spec.url, http_client=client) as streams,
-        ):
-            yield streams
-        return
-    from mcp.client.stdio import StdioServerParameters, get_default_environment, stdio_client
-
-    env = {name: _filled_in(value, f"{spec.who}.env") for name, value in spec.env.items()}
-    if shutil.which(spec.command[0], path={**get_default_environment(), **env}.get("PATH")) is None:
-        raise UserCodeError(
-            f"{spec.who}.command: there is no command {spec.command[0]!r}; install it, or give its path"
-        )
-    server = StdioServerParameters(
-        command=sys.executable,
-        args=["-I", "-S", mcp_guard.__file__, str(os.getpid()), *spec.command],
-        env=env,
-    )
-    async with stdio_client(server, errlog=sys.stderr) as streams:
-        yield streams
-
-
-def _filled_in(value: str, where: str) -> str:
-    """``value`` with ``$NAME`` replaced by that variable of this process's environment."""
-    try:
-        return string.Template(value).substitute(os.environ)
-    except KeyError as missing:
-        raise UserCodeError(
-            f"{where}: there is no variable {missing} for ${missing.args[0]}; set it by rollout.env or write $$ for a $"
-        ) from None
-    except ValueError:
-        raise UserCodeError(f"{where}: a $ stands before no name; write $NAME for a variable, or $$ for a $") from None
 
 
 def _text_of(result: Any, who: str) -> str:
@@ -420,27 +292,3 @@ def _text_of(result: Any, who: str) -> str:
     if not texts and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
     return "\n".join(texts)
-
-
-def _root(cause: BaseException) -> str:
-    """What a group of exceptions comes down to, in one line."""
-    while isinstance(cause, BaseExceptionGroup):
-        cause = cause.exceptions[0]
-    return said_by(cause)
-
-
-def _is_closed(cause: BaseException) -> bool:
-    """Tell whether the SDK says that the server's end of the connection is closed."""
-    import mcp_types as types
-
-    while isinstance(cause, BaseExceptionGroup):
-        cause = cause.exceptions[0]
-    return getattr(cause, "code", None) == types.CONNECTION_CLOSED
-
-
-def _join_watchers_of_children() -> None:
-    """Wait for asyncio's threads that waited for a server's process: none must run where processes are forked next."""
-    for thread in threading.enumerate():
-        if thread.name.startswith("waitpid-"):
-            with suppress(RuntimeError):
-                thread.join(CLOSE_TIMEOUT_S)
