@@ -100,9 +100,8 @@ class McpServer:
                 raise ProgramAway(str(cause)) from cause
             except ProgramFailed as cause:
                 raise UserCodeError(str(cause)) from cause
-        for (
-            watcher
-        ) in threading.enumerate():  # asyncio's, for a server's process: none must run where processes are forked
+        for watcher in threading.enumerate():
+            # asyncio's, for the end of a server's process; no thread may run where processes are forked next.
             if watcher not in others and watcher.name.startswith("waitpid-"):
                 watcher.join(CLOSE_TIMEOUT_S)
         self.tools = self._offered([tool for tool in listed if self.spec.tools is None or tool[0] in self.spec.tools])
