@@ -351,6 +351,9 @@ CASES = {
     "two tools of one name": agent(
         "def act() -> int:\n    'Acts.'\n    return 1\n", "rollout.tools=[agent.py:act, agent.py:act]"
     ),
+    "tools that give no reward": agent(
+        "def act() -> int:\n    'Acts.'\n    return 1\n", "rollout.tools=[agent.py:act]", "reward.function=program"
+    ),
     "a server of tools that is not there": setting("rollout.mcp.search.command=[no-such-server]"),
     "a server of tools that ends": setting("rollout.mcp.search.command=['false']"),
     "a server of tools in two places": setting("rollout.mcp.search={command: [x], url: http://h}"),

@@ -146,7 +146,7 @@ async def test_calls_of_one_answer_make_one_instance_and_an_episode_without_call
     await play(loaded, Script(calling(*[("check", {"answer": "7"})] * 3), "done"), start(**row))
     assert log_of(loaded) == ["create", "release"]
     end = await play(loaded, Script("7"), start(**row))
-    assert (end.reward, end.turn_rewards, log_of(loaded)) == (None, (), ["create", "release"])
+    assert (end.reward, end.turn_rewards, log_of(loaded)) == (0.0, (), ["create", "release"])
 
 
 async def test_an_instance_is_released_whatever_ends_its_episode(file):

@@ -118,7 +118,9 @@ class _Instance:
 
     async def end(self) -> EpisodeEnd:
         calc_reward = self._tool.method("calc_reward")
-        if self._id is None or calc_reward is None:
+        if self._id is None:  # it was not called: that is worth nothing, and no failure of whoever gives rewards
+            return EpisodeEnd(reward=0.0)
+        if calc_reward is None:
             return EpisodeEnd(metrics=self._metrics)
         with failing(f"{self._tool.who}: calc_reward()"):
             value = await called(calc_reward, self._id, **self._given("calc_reward_kwargs"))
