@@ -11,6 +11,7 @@ from headway.config.programs import AgentCommand
 from headway.config.schema import Config
 from headway.episodes.programs import Turn
 from headway.errors import ConfigError, RunError
+from headway.programs.mcp_servers import McpServerSpec
 from headway.programs.messages import EpisodeEnd, EpisodeStart
 from headway.programs.program import ProgramDescription, ProgramSpec
 from headway.runners.runners import Runners
@@ -86,6 +87,7 @@ def program_spec(config: Config) -> ProgramSpec:
     rollout = config.rollout
     return ProgramSpec(
         tools=rollout.tools,
+        mcp=tuple(McpServerSpec(name=name, **dict(server)) for name, server in rollout.mcp.items()),
         environment=rollout.environment,
         program=rollout.program,
         agent=rollout.agent_function,
