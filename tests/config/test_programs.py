@@ -32,7 +32,7 @@ def test_a_server_a_tool_config_or_an_mcp_server_is_a_program(minimal: Load, ove
     assert diagnose(loaded) == []
     assert loaded.config.rollout.has_program
     again = Config.model_validate(yaml.safe_load(dump(loaded.config)))
-    assert program_spec(again.rollout) == program_spec(loaded.config.rollout)
+    assert program_spec(again) == program_spec(loaded.config)
 
 
 def test_an_environment_is_enough_and_gives_the_reward(minimal: Load) -> None:
