@@ -40,6 +40,7 @@ class Responses:
     """`headway.endpoint.dialect.Dialect` of responses."""
 
     path = "/v1/responses"
+    counts: str | None = "/v1/responses/input_tokens"
     error = staticmethod(openai_error)
 
     def read(self, body: bytes, texts: Texts) -> Wanted:

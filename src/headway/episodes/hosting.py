@@ -37,6 +37,7 @@ def chat_hosting(
             Texts(lambda text: chats.renderer.encode(text).tolist(), text_of(tokenizer)),
             models=rollout.agent_models,
             strict=rollout.agent_sampling == "strict",
+            max_length=limits_of(config).max_length,
             host=node if rollout.endpoint_host == "node" else rollout.endpoint_host,
             port=rollout.endpoint_port,
         )
