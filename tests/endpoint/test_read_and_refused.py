@@ -218,6 +218,19 @@ async def test_each_dialect_has_errors_of_its_own_form():
     assert episode.episode.metrics[Note.REFUSED] == len(told)
 
 
+async def test_a_model_tells_how_long_a_context_may_be():
+    told: list[Any] = []
+
+    async def agent(access: Access) -> float:
+        told.extend([model.max_model_len async for model in client(access).models.list()])
+        told.append((await anthropic_client(access).models.retrieve(access.model)).max_model_len)
+        await client(access).chat.completions.create(model=access.model, messages=[ASK])
+        return 1.0
+
+    assert (await made(agent, ["hi"], max_length=4000)).episode.failure is None
+    assert told == [4000, 4000]
+
+
 async def test_a_context_that_is_too_long_is_told_in_words_that_agents_know():
     told: list[str] = []
 
