@@ -10,6 +10,7 @@ import anthropic
 import openai
 import pytest
 from anthropic.types import Message as AnthropicMessage
+from openai.lib.responses_tool_runner import AsyncRegisteredFunction, AsyncResponsesToolRunner
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response
@@ -208,6 +209,22 @@ async def test_anthropics_own_loop_of_tools_which_would_keep_threads_here_sends_
     episode = await made(agent, SAYS[:3])
     episode.check(rows=1)
     assert episode.episode.metrics[Note.REFUSED] == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_openais_own_loop_of_tools_which_checks_all_that_it_reads_goes_through(stream):
+    async def execute(arguments: dict[str, object]) -> str:
+        return added(arguments)
+
+    async def agent(access: Access) -> float:
+        tool: Any = {"type": "function", **ADD, "parameters": ADD_PARAMETERS, "strict": None}
+        runner = AsyncResponsesToolRunner(functions=[AsyncRegisteredFunction(tool, execute)])
+        asked: Any = {"model": access.model, "input": FIRST}
+        answer = await runner.run(client(access), asked, stream=stream, eager=stream)
+        assert answer.output_text == SAYS[2]
+        return 1.0
+
+    (await made(agent, SAYS[:3])).check(rows=1)
 
 
 async def add(a: int, b: int) -> str:

@@ -160,6 +160,8 @@ async def test_a_turn_ends_at_the_agents_own_strings_and_tokens():
         told.append((answer.stop_reason, answer.stop_sequence, answer.content[0].text))
         answer = await anthropic_client(access).messages.create(**asked, max_tokens=50, stop_sequences=["zzz"])
         told.append((answer.stop_reason, answer.stop_sequence, answer.content[0].text))
+        answer = await anthropic_client(access).messages.create(**asked, max_tokens=50, stop_sequences=["low"])
+        told.append((answer.stop_reason, answer.stop_sequence, answer.content[0].text))
         answer = await anthropic_client(access).messages.create(**asked, max_tokens=2)
         told.append((answer.stop_reason, answer.stop_sequence))
         chat = await client(access).chat.completions.create(**asked, stop="high;")
@@ -171,17 +173,18 @@ async def test_a_turn_ends_at_the_agents_own_strings_and_tokens():
         told.append((flat.status, flat.incomplete_details.reason))
         return 1.0
 
-    episode = await made(agent, ["too high; too low"] * 6)
+    episode = await made(agent, ["too high; too low"] * 2 + ["<tool_call>too low"] + ["too high; too low"] * 4)
     assert episode.episode.failure is None
     assert told == [
         ("stop_sequence", "high;", "too "),
         ("end_turn", None, "too high; too low"),
+        ("stop_sequence", "low", "<tool_call>too "),
         ("max_tokens", None),
         ("stop", "too "),
         ("stop", "too high"),
         ("incomplete", "max_output_tokens"),
     ]
-    episode.check(rows=6)
+    episode.check(rows=7)
 
 
 async def test_each_dialect_has_errors_of_its_own_form():
