@@ -93,7 +93,7 @@ class EpisodeTroubles:
         return [f"{were} begun again so far, the last one since {reasons[-1]}. {ADVICE[None]}"]
 
     def _notes(self, episodes: Sequence[Trajectory]) -> list[str]:
-        """Tell of what agents asked the endpoint for and did not get: at the first episode, and at ten times as many."""
+        """Tell of what agents did not get of the endpoint: at the first episode, and at ten times as many."""
         said = []
         for episode in episodes:
             for kind, reason in episode.notes.items():
