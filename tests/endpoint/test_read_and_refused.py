@@ -16,7 +16,7 @@ from headway.endpoint.messages import Messages
 from headway.endpoint.responses import Responses
 from headway.endpoint.turns import Note
 from headway.programs.messages import Access
-from tests.endpoint.scripted import made
+from tests.endpoint.scripted import calling, made
 from tests.endpoint.test_dialects import anthropic_client, client
 from tests.episodes.conftest import renderer_of
 
@@ -219,6 +219,18 @@ async def test_each_dialect_has_errors_of_its_own_form():
         assert all(body["error"]["message"] for _, body in answers)
         assert all((body.get("type") == "error") == (path == "/v1/messages") for _, body in answers)
     assert episode.episode.metrics[Note.REFUSED] == len(told)
+
+
+@pytest.mark.parametrize("schema", [{"required": 7}, {"properties": 5}, {"properties": {"a": {"enum": 1, "type": {}}}}])
+async def test_a_tool_whose_schema_is_none_may_be_called(schema):
+    async def agent(access: Access) -> float:
+        tools: Any = [{"type": "function", "function": {"name": "add", "parameters": schema}}]
+        asked: Any = {"model": access.model, "messages": [ASK], "tools": tools}
+        answer = await client(access).chat.completions.create(**asked)
+        assert answer.choices[0].message.tool_calls[0].function.name == "add"
+        return 1.0
+
+    (await made(agent, [calling(1, 2)])).check(rows=1)
 
 
 async def test_a_model_tells_how_long_a_context_may_be():
