@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headway.data.types import Trajectory
-from headway.endpoint.dialect import Texts
 from headway.endpoint.dialects import DIALECTS
 from headway.endpoint.server import Endpoint
 from headway.episodes.alone import keeping
+from headway.episodes.hosting import texts_of
 from headway.episodes.keeper import GroupKeeper
 from headway.episodes.limits import Limits
 from headway.episodes.programs import Hosting, Turn
@@ -26,11 +26,7 @@ Agent = Callable[[Access], Awaitable[Any]]
 
 
 def endpoint(renderer: ChatRenderer = RENDERER, **settings: Any) -> Endpoint:
-    texts = Texts(
-        lambda text: renderer.encode(text).tolist(),
-        lambda ids: str(renderer.tokenizer.decode(list(ids), skip_special_tokens=False)),
-    )
-    return Endpoint(DIALECTS, texts, **settings)
+    return Endpoint(DIALECTS, texts_of(renderer), **settings)
 
 
 @dataclass

@@ -128,7 +128,7 @@ def check(path: str, status: int, answer: bytes, method: str = "POST") -> None:
         body = read(answer)
         assert isinstance(body["error"]["message"], str)
         assert body["error"]["message"]
-        assert (body.get("type") == "error") == (path == "/v1/messages")
+        assert (body.get("type") == "error") == (path in ("/v1/messages", "/v1/messages/count_tokens"))
     elif answer.startswith((b"data:", b"event:")):
         for block in answer.decode().removesuffix("\n\n").split("\n\n"):
             data = block.split("data: ", 1)[1]
@@ -214,6 +214,7 @@ VALID: dict[str, dict[str, Any]] = {
     },
 }
 PATHS = sorted(VALID)
+COUNTS = {dialect.counts: dialect.path for dialect in DIALECTS if dialect.counts is not None}
 FIELDS = sorted({name for body in VALID.values() for name in body} | {"functions", "suffix", "previous_response_id"})
 LEAVES = st.one_of(
     st.none(),
@@ -307,6 +308,15 @@ HEADERS = st.dictionaries(
 
 
 @FUZZ
+@given(which=WHICH, sent=near_valid())
+def test_what_is_only_to_be_counted_is_counted_or_refused(episodes, which, sent):
+    path, body = sent
+    for counts, of in COUNTS.items():
+        if of == path:
+            episodes.ask(which, counts, json.dumps(body).encode())
+
+
+@FUZZ
 @given(which=WHICH, path=st.sampled_from(PATHS), headers=HEADERS)
 def test_any_headers_are_taken(episodes, which, path, headers):
     episodes.ask(which, path, json.dumps(VALID[path]).encode(), headers=headers)
@@ -322,7 +332,7 @@ def test_no_other_key_is_good(episodes, key, path):
 @FUZZ
 @given(
     method=st.sampled_from(["GET", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS"]),
-    path=st.sampled_from([*PATHS, "/", "/v1", "/v1/models/%00", "/v1//messages", "/v1/messages/../../etc/passwd"]),
+    path=st.sampled_from([*PATHS, *COUNTS, "/", "/v1", "/v1/models/%00", "/v1//messages", "/v1/../../etc/passwd"]),
 )
 def test_other_methods_and_paths_are_refused(episodes, method, path):
     status, _ = episodes.ask(0, path, b"", method=method)

@@ -12,7 +12,6 @@ from headway.episodes.limits import Limits
 from headway.episodes.programs import Hosting, Programs
 from headway.episodes.record import Chats
 from headway.episodes.rendering import ChatRenderer
-from headway.models.tokenizer import text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,9 +33,10 @@ def chat_hosting(
     if rollout.agent is not None:
         endpoint = Endpoint(
             DIALECTS,
-            Texts(lambda text: chats.renderer.encode(text).tolist(), text_of(tokenizer)),
+            texts_of(chats.renderer),
             models=rollout.agent_models,
             strict=rollout.agent_sampling == "strict",
+            max_length=limits_of(config).max_length,
             host=node if rollout.endpoint_host == "node" else rollout.endpoint_host,
             port=rollout.endpoint_port,
         )
@@ -50,6 +50,11 @@ def chat_hosting(
         keeps_conversations=not config.reward.by_program,
         endpoint=endpoint,
     )
+
+
+def texts_of(renderer: ChatRenderer) -> Texts:
+    """Text to token ids and back, as ``renderer`` has them."""
+    return Texts(lambda text: renderer.encode(text).tolist(), renderer.decode)
 
 
 def chats_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> Chats:
