@@ -62,3 +62,4 @@ async def test_a_servers_process_serves_the_episodes_of_a_runner_and_none_surviv
     finally:
         await runners.close()
     await asyncio.to_thread(wait_for_the_end, server)
+    assert "has started threads" not in (tmp_path / "keeper-programs.log").read_text(), "a process with them was forked"
