@@ -22,6 +22,7 @@ from headway.errors import ConfigError, SandboxFailed
 from headway.sandbox import bubblewrap, process_limits, room, seccomp
 from headway.sandbox import sandbox as door
 from headway.sandbox.bubblewrap import FIRST_UID, UIDS, own_uid
+from headway.sandbox.leftovers import end_leftovers
 from headway.sandbox.limits import Kind, SandboxSpec
 from headway.sandbox.sandbox import Sandbox
 from tests.sandbox.conftest import SMALL, SOURCES, running
@@ -126,15 +127,22 @@ def test_a_call_ends_with_the_process_that_asked_for_it(sandbox: Sandbox) -> Non
 
 
 def test_a_call_that_is_being_set_up_starts_nothing_when_the_process_that_asked_for_it_ends(sandbox: Sandbox) -> None:
-    """What may be left is bwrap's, which waits in vain for the process that was to let it go on."""
+    """What may be left is bwrap's, waiting in vain for its maker. The next trial of a sandbox ends it."""
     for turn in range(5):
         mark = f"2{os.getpid()}05.{1 + turn}"
         killed_when(lambda mark: bool(running(mark)), mark)
         wait_for(
             lambda mark=mark: not any(name_of(pid) not in ("bwrap", "") for pid in running(mark)), "it was started"
         )
-        for pid in running(mark):
-            os.kill(pid, signal.SIGKILL)
+        wait_for(lambda mark=mark: end_leftovers() or not running(mark), "what was left is not ended")
+
+
+def test_rooms_that_have_a_maker_are_not_taken_for_leftovers(sandbox: Sandbox) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        running_call = thread.submit(sandbox.run_blocking, "import time; time.sleep(1); print('done')", limits=SMALL)
+        while not running_call.done():
+            end_leftovers()
+        assert running_call.result().stdout == "done\n"
 
 
 def test_descriptors_and_processes_do_not_add_up(sandbox: Sandbox) -> None:

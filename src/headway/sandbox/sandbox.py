@@ -13,6 +13,7 @@ from functools import lru_cache
 from headway.errors import ConfigError, SandboxFailed
 from headway.sandbox.bubblewrap import Bubblewrap, base_python
 from headway.sandbox.call import KILLED, Call, Room
+from headway.sandbox.leftovers import end_leftovers
 from headway.sandbox.limits import Limits, Ran, SandboxSpec
 from headway.sandbox.process_limits import ProcessLimits, prlimit
 from headway.sandbox.room import BubblewrapRoom
@@ -56,6 +57,7 @@ class Sandbox:
         Raises:
             ConfigError: it does not run here, or what it takes cannot be measured; says why, and what to change.
         """
+        end_leftovers()
         try:
             ran = self.run_blocking("print('here')", limits=TRIAL)
             said = "" if ran.stdout == "here\n" else f"a program of one line ended with code {ran.code}: {ran.stderr}"
