@@ -6,6 +6,6 @@
 
 `limits` says what a call may take. `bubblewrap` builds the command that makes a room, `passage` opens the way to the
 interpreter, `seccomp` says what the kernel refuses in there, `room` starts, watches and ends one, `leftovers` ends what
-nobody waits for; `process_limits` does without. `usage` measures what runs, `inputs` holds what it is given, `call` sees
+nobody waits for; `process_limits` does without. `usage` measures what runs, `inputs` what it is given, `call` sees
 one call through, `sandbox` is the door, `python` the tool.
 """
