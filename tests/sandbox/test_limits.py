@@ -103,6 +103,11 @@ def test_memory_that_is_shared_and_only_partly_seen_by_each_counts(run: Run) -> 
     assert run(code).limit == "memory"
 
 
+def test_where_the_machine_is_short_of_memory_the_room_goes_first(run: Run) -> None:
+    ran = run("print(*(open(f'/proc/{pid}/oom_score_adj').read().strip() for pid in ('1', 'self')))")
+    assert ran.stdout == "1000 1000\n"
+
+
 @pytest.mark.parametrize("where", ["/tmp", "/dev/shm", "."])
 def test_files_have_no_more_room_than_the_scratch_space(run: Run, where: str) -> None:
     code = f"""

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,10 +19,11 @@ from pathlib import Path
 import pytest
 
 from headway.errors import ConfigError, SandboxFailed
-from headway.sandbox import bubblewrap, room, seccomp
+from headway.sandbox import bubblewrap, process_limits, room, seccomp
 from headway.sandbox import sandbox as door
 from headway.sandbox.bubblewrap import FIRST_UID, UIDS, own_uid
-from headway.sandbox.limits import SandboxSpec
+from headway.sandbox.leftovers import end_leftovers
+from headway.sandbox.limits import Kind, SandboxSpec
 from headway.sandbox.sandbox import Sandbox
 from tests.sandbox.conftest import SMALL, SOURCES, running
 
@@ -125,15 +127,22 @@ def test_a_call_ends_with_the_process_that_asked_for_it(sandbox: Sandbox) -> Non
 
 
 def test_a_call_that_is_being_set_up_starts_nothing_when_the_process_that_asked_for_it_ends(sandbox: Sandbox) -> None:
-    """What may be left is bwrap's, which waits in vain for the process that was to let it go on."""
+    """What may be left is bwrap's, waiting in vain for its maker. The next trial of a sandbox ends it."""
     for turn in range(5):
         mark = f"2{os.getpid()}05.{1 + turn}"
         killed_when(lambda mark: bool(running(mark)), mark)
         wait_for(
             lambda mark=mark: not any(name_of(pid) not in ("bwrap", "") for pid in running(mark)), "it was started"
         )
-        for pid in running(mark):
-            os.kill(pid, signal.SIGKILL)
+        wait_for(lambda mark=mark: end_leftovers() or not running(mark), "what was left is not ended")
+
+
+def test_rooms_that_have_a_maker_are_not_taken_for_leftovers(sandbox: Sandbox) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        running_call = thread.submit(sandbox.run_blocking, "import time; time.sleep(1); print('done')", limits=SMALL)
+        while not running_call.done():
+            end_leftovers()
+        assert running_call.result().stdout == "done\n"
 
 
 def test_descriptors_and_processes_do_not_add_up(sandbox: Sandbox) -> None:
@@ -195,14 +204,57 @@ def test_a_machine_that_forbids_namespaces_is_told_what_to_allow(
     if shutil.which("prlimit") is None or shutil.which("setpriv") is None:
         pytest.skip("there is no util-linux here")
     bwrap = tmp_path / "bwrap"
-    bwrap.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    bwrap.write_text(
+        f"#!/bin/sh\n[ $1 = --help ] && echo {' '.join(bubblewrap.NEEDED)} && exit\n"
+        "echo 'bwrap: No permissions to create new namespace' >&2\nexit 1\n"
+    )
     bwrap.chmod(0o755)
-    for place in (tmp_path, *tmp_path.parents[:2]):
-        place.chmod(0o755)
+    for place in (tmp_path, *tmp_path.parents):
+        if place.stat().st_uid == os.geteuid() and place.name.startswith(("test_", "pytest-", "popen-")):
+            place.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(ConfigError, match=r"bwrap: No permissions.*user\.max_user_namespaces.*--privileged") as refused:
         Sandbox(SandboxSpec()).probe()
     assert "\n" not in str(refused.value)
+
+
+def test_a_bwrap_that_is_too_old_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "bwrap").symlink_to("/bin/true")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(ConfigError, match=r"has no --as-pid-1 and .*--size; install bubblewrap 0\.7 or later"):
+        Sandbox(SandboxSpec())
+
+
+def test_without_the_option_against_new_namespaces_the_filter_still_refuses_them(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bubblewrap, "WANTED", "--no-such-option")
+    older = Sandbox(SandboxSpec())
+    older.probe()
+    code = "import ctypes; libc = ctypes.CDLL(None); print(libc.unshare(0x10000000))"
+    assert older.run_blocking(code, limits=SMALL).stdout == "-1\n"
+
+
+@pytest.mark.parametrize("kind", ["bubblewrap", "process_limits"])
+def test_a_machine_where_nothing_can_be_measured_is_refused(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, kind: Kind
+) -> None:
+    for module in (room, process_limits):
+        monkeypatch.setattr(module, "exceeded", lambda *_: None)
+    with pytest.raises(ConfigError, match=r"what a call takes cannot be measured here.*SYS_PTRACE"):
+        Sandbox(SandboxSpec(kind)).probe()
+
+
+def test_an_interpreter_that_all_can_reach_is_run_as_another_user_all_the_same(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if os.geteuid() != 0 or not Path("/usr/bin/python3").exists():
+        pytest.skip("only root becomes another user, and this needs a system Python")
+    monkeypatch.setattr(sys, "_base_executable", "/usr/bin/python3")
+    runs = Sandbox(SandboxSpec())
+    runs.probe()
+    code = "import os, sys; print(os.getuid(), os.getgroups(), sys.executable.startswith('/usr/bin/'))"
+    assert runs.run_blocking(code, limits=SMALL).stdout == "1000 [] True\n"
 
 
 def test_a_machine_of_an_unknown_type_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,24 +314,27 @@ def test_limits_alone_run_code_in_a_directory_of_its_own_that_is_gone_afterwards
     ],
     ids=["time", "output", "memory", "processes", "files", "processor"],
 )  # fmt: skip
-def test_limits_alone_end_code_and_its_session(code: str, limit: str) -> None:
+def test_limits_alone_end_code_and_its_session(
+    code: str, limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     limits = replace(SMALL, wall_s=1.0) if limit == "wall" else replace(SMALL, cpu_s=0.5) if limit == "cpu" else SMALL
-    before = set(children_of_ours())
     assert Sandbox(WITHOUT).run_blocking(code, limits=limits).limit == limit
-    assert set(children_of_ours()) <= before
+    assert processes_in(tmp_path) == []
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_limits_alone_tell_a_signal_as_a_shell_does() -> None:
     assert Sandbox(WITHOUT).run_blocking("import os; os.kill(os.getpid(), 9)").code == 128 + signal.SIGKILL
 
 
-def children_of_ours() -> list[int]:
-    """Processes in directories that calls with limits alone have made."""
+def processes_in(directory: Path) -> list[int]:
+    """Processes that work in ``directory`` or below it."""
     found = []
     for place in Path("/proc").iterdir():
         if place.name.isdigit():
             try:
-                if "headway-sandbox-" in str((place / "cwd").readlink()):
+                if (place / "cwd").readlink().is_relative_to(directory):
                     found.append(int(place.name))
             except OSError:
                 continue

@@ -5,6 +5,7 @@
     ran = await sandbox.run("print(1 + 1)")          # Ran(stdout="2\\n", stderr="", code=0, limit=None)
 
 `limits` says what a call may take. `bubblewrap` builds the command that makes a room, `passage` opens the way to the
-interpreter, `seccomp` says what the kernel refuses in there, `room` starts, watches and ends one; `process_limits` does
-without. `usage` measures what runs, `call` sees one call through, `sandbox` is the door, `python` the tool.
+interpreter, `seccomp` says what the kernel refuses in there, `room` starts, watches and ends one, `leftovers` ends what
+nobody waits for; `process_limits` does without. `usage` measures what runs, `inputs` what it is given, `call` sees
+one call through, `sandbox` is the door, `python` the tool.
 """

@@ -14,6 +14,7 @@ import os
 import platform
 import shutil
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import IO
 
 from headway.errors import ConfigError, SandboxFailed
+from headway.sandbox.leftovers import HOSTNAME
 from headway.sandbox.limits import Limits
 from headway.sandbox.passage import closed_way_to, open_way_to
 
@@ -37,11 +39,22 @@ FROM_ETC = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 DEVICES = ("null", "zero", "full", "random", "urandom")
 MOST_FILES = 64
 """Files that a process may have open."""
+NEEDED = ("--as-pid-1", "--clearenv", "--json-status-fd", "--perms", "--seccomp", "--size")
+"""Options that bwrap has had since its version 0.7."""
+WANTED = "--disable-userns"
+"""Option that it has had since 0.8. Without it the filter of system calls alone refuses new namespaces."""
+HELP_S = 30.0
+"""Seconds for bwrap to tell its options."""
 SCRATCH = "/tmp"
 INPUT = "/input"
-FIRST = ("/bin/sh", "-c", f'read -r go && "$@" <{INPUT}; exit $?', "sh")
-"""The room's first process. It starts the program when it is told to, and never where who tells it has ended; when it
-ends itself, so does everything in the room."""
+FIRST = (
+    "/bin/sh",
+    "-c",
+    f'read -r go || exit 1; echo 1000 >/proc/self/oom_score_adj; "$@" <{INPUT}; exit $?',
+    "sh",
+)
+"""The room's first process, which the kernel ends before others where memory is short. It starts the program when it is
+told to, and never where who tells it has ended; when it ends itself, so does everything in the room."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +66,8 @@ class Bubblewrap:
     setpriv: str
     python: str
     """The interpreter that a venv is made from, which has nothing installed but what came with it."""
+    disables_namespaces: bool
+    """This bwrap has `WANTED`."""
 
     @classmethod
     def here(cls) -> Bubblewrap:
@@ -66,7 +81,16 @@ class Bubblewrap:
         found = {name: shutil.which(name) for name in ("prlimit", "setpriv")}
         if missing := [name for name, path in found.items() if path is None]:
             raise ConfigError(f"sandbox: there is no {' and no '.join(missing)} here; install util-linux")
-        return cls(bwrap, str(found["prlimit"]), str(found["setpriv"]), base_python())
+        try:
+            done = subprocess.run([bwrap, "--help"], capture_output=True, text=True, timeout=HELP_S, check=False)
+        except (OSError, subprocess.TimeoutExpired) as cause:
+            raise ConfigError(
+                f"sandbox: {bwrap} does not tell its options: {cause}; install bubblewrap anew"
+            ) from cause
+        options = (done.stdout + done.stderr).split()
+        if missing := [option for option in NEEDED if option not in options]:
+            raise ConfigError(f"sandbox: {bwrap} has no {' and no '.join(missing)}; install bubblewrap 0.7 or later")
+        return cls(bwrap, str(found["prlimit"]), str(found["setpriv"]), base_python(), WANTED in options)
 
     @cached_property
     def prefix(self) -> Path | None:
@@ -119,16 +143,9 @@ class Bubblewrap:
 
     def _room(self, limits: Limits, status: int, seccomp: int, stdin: int, files: Mapping[str, int]) -> list[str]:
         names = "--unshare-user --unshare-pid --unshare-ipc --unshare-uts --unshare-net --unshare-cgroup-try"
-        apart = [
-            "--disable-userns",
-            "--as-pid-1",
-            "--die-with-parent",
-            "--new-session",
-            "--cap-drop",
-            "ALL",
-            "--clearenv",
-        ]
-        who = ["--uid", str(UID_INSIDE), "--gid", str(UID_INSIDE), "--hostname", "sandbox"]
+        apart = [*([WANTED] if self.disables_namespaces else []), "--as-pid-1", "--die-with-parent", "--new-session"]
+        apart += ["--cap-drop", "ALL", "--clearenv"]
+        who = ["--uid", str(UID_INSIDE), "--gid", str(UID_INSIDE), "--hostname", HOSTNAME]
         devices = [word for name in DEVICES for word in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")]
         links = ["--symlink", "/proc/self/fd", "/dev/fd", "--symlink", SCRATCH, "/dev/shm"]
         scratch = ["--size", str(limits.scratch_mib << 20), "--perms", "0700", "--tmpfs", SCRATCH]

@@ -7,11 +7,13 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import lru_cache
 
 from headway.errors import ConfigError, SandboxFailed
 from headway.sandbox.bubblewrap import Bubblewrap, base_python
-from headway.sandbox.call import Call, Room
+from headway.sandbox.call import KILLED, Call, Room
+from headway.sandbox.leftovers import end_leftovers
 from headway.sandbox.limits import Limits, Ran, SandboxSpec
 from headway.sandbox.process_limits import ProcessLimits, prlimit
 from headway.sandbox.room import BubblewrapRoom
@@ -27,8 +29,8 @@ REFUSED = (
     "sandbox: bwrap cannot make a sandbox here: {said}. It needs user namespaces. On this machine allow them (sysctl "
     "user.max_user_namespaces above 0; kernel.unprivileged_userns_clone=1 and "
     "kernel.apparmor_restrict_unprivileged_userns=0 where they exist); in a container start it with --privileged, or "
-    "with --cap-add SYS_ADMIN --security-opt seccomp=unconfined --security-opt apparmor=unconfined. Or choose "
-    "sandbox=process_limits, which protects from much less (docs/sandbox.md)"
+    "with --cap-add SYS_ADMIN --cap-add SYS_PTRACE --security-opt seccomp=unconfined --security-opt "
+    "apparmor=unconfined. Or choose sandbox=process_limits, which protects from much less (docs/sandbox.md)"
 )
 
 
@@ -50,11 +52,12 @@ class Sandbox:
             prlimit()
 
     def probe(self) -> None:
-        """Run a program of one line.
+        """Run a program of one line, and one that is to be ended by a limit that is measured from outside.
 
         Raises:
-            ConfigError: it does not run here; says why, and what to change.
+            ConfigError: it does not run here, or what it takes cannot be measured; says why, and what to change.
         """
+        end_leftovers()
         try:
             ran = self.run_blocking("print('here')", limits=TRIAL)
             said = "" if ran.stdout == "here\n" else f"a program of one line ended with code {ran.code}: {ran.stderr}"
@@ -65,6 +68,12 @@ class Sandbox:
             raise ConfigError(f"sandbox=process_limits: {' '.join(said.split())}")
         if said:
             raise ConfigError(REFUSED.format(said=" ".join(said.split())))
+        ran = self.run_blocking("while True: pass", limits=replace(TRIAL, cpu_s=0.05))
+        if (ran.limit, ran.code) != ("cpu", KILLED):  # the kernel's own limit is longer
+            raise ConfigError(
+                "sandbox: what a call takes cannot be measured here, so that its limits would not hold: /proc does not "
+                "tell of processes of other users. In a container, start it with --cap-add SYS_PTRACE"
+            )
 
     async def run(
         self,
