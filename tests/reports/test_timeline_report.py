@@ -12,6 +12,7 @@ from headway.errors import ConfigError
 from headway.events import Event
 from headway.reports.events_file import EventsFile
 from headway.reports.report import report
+from headway.reports.run_directory import RunDirectory, RunLock
 from tests.reports.scripted_run import ScriptedRun
 from tests.reports.timelines import cut_short
 
@@ -55,6 +56,16 @@ def test_a_run_that_was_killed_in_the_middle_of_a_line_is_reported(tmp_path: Pat
     with (run / "events.jsonl").open("a") as file:
         file.write('{"kind": "note", "ti')
     assert report(run).html.exists()
+
+
+def test_the_badge_of_a_run_says_whether_anybody_trains_it(tmp_path: Path) -> None:
+    run = written(tmp_path / "run", cut_short())
+    lock = RunLock(RunDirectory(run).lock)
+    lock.take()
+    assert '<span class="status running">running</span>' in report(run).html.read_text(encoding="utf-8")
+    lock.release()
+    page = report(run).html.read_text(encoding="utf-8")
+    assert '<span class="status killed">killed</span><p class="why">nobody trains this run any more' in page
 
 
 def test_no_such_run_a_file_and_a_directory_without_events_are_told_apart(run: Path, tmp_path: Path) -> None:

@@ -245,7 +245,7 @@ def test_what_cannot_be_read_for_a_moment_is_read_later(run: Path, monkeypatch: 
         raise PermissionError(13, "Permission denied")
 
     follower = Follower(RunDirectory(run), Clock())
-    for name in ("pathlib.Path.open", "headway.reports.watch.follower.is_trained"):
+    for name in ("pathlib.Path.open", "headway.reports.alive.is_trained"):
         with monkeypatch.context() as refused:
             refused.setattr(name, refuse)
             up_to_date(follower)

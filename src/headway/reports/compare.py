@@ -20,7 +20,7 @@ from rich.text import Text
 from headway.config.layers import flatten
 from headway.errors import ConfigError
 from headway.reports import human
-from headway.reports.alive import is_trained
+from headway.reports.alive import standing
 from headway.reports.curves import ACCURACY, CurveLog, Place, value_at
 from headway.reports.metrics import RunMetrics
 from headway.reports.report import events_of
@@ -97,9 +97,7 @@ def _read(path: Path, name: str) -> RunRead:
         metrics.on_event(event)
     figures = summary(metrics)
     metrics.close()
-    status = str(figures["status"])
-    if metrics.finished is None and is_trained(RunDirectory(path).lock) is False:
-        status = "killed"
+    status = standing(metrics.started, metrics.finished, RunDirectory(path).lock).status
     return RunRead(name, _settings(path), curves, figures, status)
 
 

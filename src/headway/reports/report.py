@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headway.errors import ConfigError, DataError
 from headway.events import Event
+from headway.reports.alive import standing
 from headway.reports.events_file import read_events
+from headway.reports.groups import GroupLog
 from headway.reports.html_timeline import write_html
 from headway.reports.run_directory import RunDirectory
 from headway.reports.sampled import SampleIndex, for_page, read_all
 from headway.reports.tail import Rewritten
-from headway.reports.timeline import Timeline, build_timeline
+from headway.reports.timeline import Timeline, TimelineBuilder
 from headway.reports.trace import write_trace
 
 HTML_NAME, TRACE_NAME = "timeline.html", "trace.json"
@@ -46,10 +48,19 @@ def report(run: Path, html: Path | None = None, trace: Path | None = None) -> Wr
     written = places(run, html, trace)
     samples = _samples(run)
     shown = for_page(samples)
-    timeline = build_timeline(events_of(run), sampled={sample["group"] for sample in shown if "group" in sample})
+    timeline = _timeline(run, {sample["group"] for sample in shown if "group" in sample})
     _write(lambda timeline, path: write_html(timeline, path, samples=shown), timeline, written.html, "--html")
     _write(write_trace, timeline, written.trace, "--trace")
     return replace(written, damaged=samples.damaged)
+
+
+def _timeline(run: Path, sampled: Container[int]) -> Timeline:
+    builder = TimelineBuilder(groups=GroupLog(sampled))
+    for event in events_of(run):
+        builder.on_event(event)
+    timeline = builder.build()
+    found = standing(builder.metrics.started, builder.metrics.finished, RunDirectory(run).lock)
+    return replace(timeline, summary=timeline.summary | {"status": found.status, "reason": found.reason})
 
 
 def _samples(run: Path) -> SampleIndex:

@@ -19,7 +19,7 @@ from typing import Any
 from headway.errors import DataError, HeadwayError, RunError, said_by
 from headway.events import Event, RunResumed, RunStarted
 from headway.reports import human
-from headway.reports.alive import is_trained, only_starts
+from headway.reports.alive import only_starts, standing
 from headway.reports.curves import to_json as curves_json
 from headway.reports.events_file import Record, look_through, parse_event, to_json_line
 from headway.reports.groups import MOST_GROUPS, GroupLog, ledger
@@ -300,17 +300,10 @@ class Follower:
     def _stands(self) -> dict[str, Any]:
         """How the run stands: by its last event, or by who holds its lock."""
         metrics = self._read.builder.metrics
-        finished, started = metrics.finished, metrics.started
-        trained = is_trained(self._directory.lock)
-        if finished is not None and not trained:
-            return {"status": finished.status, "reason": finished.reason}
-        if trained is False:
-            if started is None:
-                return {"status": "not begun", "reason": "nobody trains in this directory, and nothing was trained"}
-            return {"status": "killed", "reason": "nobody trains this run any more, and it did not say how it ended"}
-        words = self._words()
-        if trained is None:
-            words += "; the lock does not tell whether it goes on"
+        found = standing(metrics.started, metrics.finished, self._directory.lock)
+        if not found.goes_on:
+            return {"status": found.status, "reason": found.reason}
+        words = self._words() + ("; the lock does not tell whether it goes on" if found.trained is None else "")
         return {"status": "running", "reason": None, "words": words}
 
     def _words(self) -> str:
