@@ -10,11 +10,11 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from headway.errors import said_by
+from headway.errors import DataError, said_by
 from headway.reports.run_directory import replace_file
 from headway.reports.trackers.outbox import Ending, Message, Outbox
 from headway.reports.trackers.process import Link, TrackerLost
@@ -42,11 +42,16 @@ class Memory:
 
     @classmethod
     def read(cls, path: Path) -> Memory:
-        """Read the file; one that is missing or damaged is that of a tracker without an entry."""
+        """Read the file; one that is missing is that of a tracker without an entry. Raises `DataError`."""
         try:
-            return cls(**json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
+            found = cls(**json.loads(path.read_text(encoding="utf-8")))
+            if [type(value) for value in astuple(found)] != [str, int, bool] or found.rows < 0:
+                raise ValueError("it has other values than an entry, a number of rows, and whether they are all")
+        except FileNotFoundError:
             return cls()
+        except (OSError, ValueError, TypeError) as cause:
+            raise DataError(f"{path} cannot be read ({said_by(cause)})") from cause
+        return found
 
     def write(self, path: Path) -> None:
         """Replace the file in one step. Raises `OSError`."""
@@ -83,10 +88,11 @@ class TrackerApart:
         say: Say,
         *,
         remedy: str = "",
+        goes_on: str = "; the run goes on, and what waits is sent later",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepare; nothing is started. ``link`` starts the tracker's process, in this tracker's thread. ``remedy``: the
-        command that sends what the tracker lacks in the end.
+        command that sends what the tracker lacks in the end. ``goes_on``: what follows from a failure, behind it.
         """
         self.name = name
         self.where = ""
@@ -108,6 +114,7 @@ class TrackerApart:
         self._complete = False
         self._given_up = False
         self._usual_remedy = remedy
+        self._goes_on = goes_on
         self._own_remedy = ""
         self._problem = ""
         self._warned: set[str] = set()
@@ -128,7 +135,7 @@ class TrackerApart:
         self._outbox.put_row(row)
         asked_at = self._asked_at
         if asked_at is not None and (waited := self._clock() - asked_at) >= BEHIND_S:
-            self._warn(f"has not answered for {waited:.0f} s; the run goes on, and what waits is sent later")
+            self._warn(f"has not answered for {waited:.0f} s{self._goes_on}")
 
     def on_sample(self, sample: dict[str, Any]) -> None:
         self._outbox.put_sample(sample)
@@ -156,13 +163,18 @@ class TrackerApart:
         """
         if self._thread.ident is None:
             return ""
-        lost = " and ".join(self._outbox.lost())
+        lost, damaged = " and ".join(self._outbox.lost()), self._outbox.damaged()
+        anew = f"; to send all of it to a new entry, take that file from a copy, remove {self._memory}, and give: "
+        anew = f"{damaged}{anew}{self._usual_remedy}" if damaged and self._usual_remedy else damaged
         if self._complete:
             why = "it was too slow, or refused them"
-            return f"{self.name} did not get {lost} ({why}); the run's directory has them" if lost else ""
+            refused = f"{lost} ({why}); the run's directory has them" if lost else ""
+            told = "; nor ".join(filter(None, (refused, anew)))
+            return f"{self.name} did not get {told}" if told else ""
         left = self._outbox.left() + ([] if self._settings_told else ["the settings"])
         what = ", ".join(left) or "the end of the run"
         aside = f", and not {lost}, which the run's directory has" if lost else ""
+        aside += f", and not {damaged}" if damaged else ""
         why = self._problem or self._settings_problem or silent
         remedy = self._usual_remedy if left else self._own_remedy or self._usual_remedy
         return f"{self.name} did not get {what} ({why}){aside}" + (f"; send it with: {remedy}" if remedy else "")
@@ -291,16 +303,20 @@ class TrackerApart:
                 self._warn(f"did not take samples ({answer['why']}); it gets the rows without them", "samples")
 
     def _remember(self) -> None:
-        path = memory_file(self._setting.folder, self.name)
+        path = self._memory
         try:
             Memory(self._setting.entry, self._outbox.next, self._complete).write(path)
         except OSError as cause:
             self._warn(f"cannot write {path} ({cause.strerror or cause}); a resumed run would begin another entry")
 
+    @property
+    def _memory(self) -> Path:
+        return memory_file(self._setting.folder, self.name)
+
     def _fail(self, problem: str) -> None:
         self._problem = "" if self._given_up else problem
         if not self._given_up:
-            self._warn(f"{problem}; the run goes on, and what waits is sent later")
+            self._warn(f"{problem}{self._goes_on}")
             if self._link is None and self._starts == MOST_STARTS:
                 later = f"; send the rest with: {self._usual_remedy}" if self._usual_remedy else ""
                 self._warn(f"its process ended {MOST_STARTS} times, and gets no other in this run{later}", "no process")

@@ -20,6 +20,7 @@ from typing import Any
 ROWS = 256
 """Most rows that wait in memory. More than a second's: by then they are in the file."""
 SAMPLES = 64
+LINES_NAMED = 3
 READ_AT_ONCE = 256
 """Most rows that are read from the file at once."""
 
@@ -50,7 +51,8 @@ class Outbox:
         self._metrics = metrics
         self._news = threading.Condition()
         self._rows: deque[tuple[int, dict[str, Any]]] = deque(maxlen=ROWS)
-        self._from_file: deque[tuple[int, dict[str, Any]]] = deque()
+        self._from_file: deque[tuple[int, dict[str, Any] | None]] = deque()
+        """Rows that were read, each with its number; None for a line that is damaged or missing."""
         self._samples: deque[tuple[int, dict[str, Any]]] = deque(maxlen=SAMPLES)
         """Samples, each with the number of the row that comes behind it."""
         self._told = 0
@@ -64,7 +66,9 @@ class Outbox:
         self.next = min(sent, rows)
         """Number of the next row to send: those before it are sent, or lost."""
         self.lost_rows = 0
-        """Rows that were neither here nor in the file, or that the tracker refused while it took what was behind."""
+        """Rows that the tracker refused while it took what was behind."""
+        self.unread: list[int] = []
+        """Numbers, from 1, of the lines of the file that were needed and hold no row."""
         self.lost_samples = 0
         self._held = 0
         """Samples that were taken off the queue and wait in the tracker's process, with which they would go."""
@@ -148,7 +152,7 @@ class Outbox:
             if self.next + 1 == self.rows:
                 return self._ending[0] if self._ending else None
             for number, row in chain(self._from_file, self._rows):
-                if number == self.next + 1:
+                if number == self.next + 1 and row is not None:
                     return Message("on_row", row)
         return None
 
@@ -172,29 +176,31 @@ class Outbox:
             self._held = 0
 
     def _row(self) -> dict[str, Any] | None:
-        """Return the next row, if it is in memory."""
+        """Return the next row, if it is in memory. One that was read as damaged is passed over."""
         with self._news:
-            for kept in (self._from_file, self._rows):
-                while kept and kept[0][0] < self.next:
-                    kept.popleft()
-                if kept and kept[0][0] == self.next:
-                    return kept[0][1]
-        return None
+            while self._from_file and self._from_file[0][0] <= self.next:
+                number, row = self._from_file[0]
+                if number == self.next:
+                    if row is not None:
+                        return row
+                    self.unread.append(number + 1)
+                    self.next += 1
+                self._from_file.popleft()
+            while self._rows and self._rows[0][0] < self.next:
+                self._rows.popleft()
+            return self._rows[0][1] if self._rows and self._rows[0][0] == self.next else None
 
     def _read_rows(self) -> None:
-        """Read the rows from the next one on that have no room in memory. Those that are not there are lost."""
+        """Read the rows from the next one on that have no room in memory."""
         with self._news:
             begin, end = self.next, self._rows[0][0] if self._rows else self.rows
         end = min(end, begin + READ_AT_ONCE)
-        read: list[dict[str, Any]] = []
-        with suppress(OSError, ValueError), self._metrics.open(encoding="utf-8") as lines:
-            for line in islice(lines, begin, end):
-                read.append(json.loads(line))  # noqa: PERF401 - what comes before half a line is kept
+        read: list[dict[str, Any] | None] = []
+        with suppress(OSError), self._metrics.open("rb") as lines:
+            read += map(_row_of, islice(lines, begin, end))
+        read += [None] * (end - begin - len(read))
         with self._news:
             self._from_file.extend(enumerate(read, begin))
-            if not read:
-                self.lost_rows += end - begin
-                self.next = end
 
     def left(self) -> list[str]:
         """Return in words what was put here and can still be sent: rows, the summary, the model."""
@@ -204,8 +210,24 @@ class Outbox:
             return ([f"{rows} of {self.rows} rows"] if rows else []) + [names[end.call] for end in self._ending]
 
     def lost(self) -> list[str]:
-        """Return in words what was put here and will not be sent: rows that are nowhere or were refused, samples."""
+        """Return in words what was put here and will not be sent, though it is whole: rows, samples."""
         with self._news:
             waiting = (len(self._samples) + self._held) * self.ended
             counts = {"rows": self.lost_rows, "samples": self.lost_samples + waiting}
             return [f"{count} {name}" for name, count in counts.items() if count]
+
+    def damaged(self) -> str:
+        """Return in words which rows will not be sent since the file does not have them whole; "" for none."""
+        if not (count := len(self.unread)):
+            return ""
+        lines = ", ".join(map(str, self.unread[:LINES_NAMED])) + (", …" if count > LINES_NAMED else "")
+        return f"{count} rows, which {self._metrics} does not have whole (line {lines})"
+
+
+def _row_of(line: bytes) -> dict[str, Any] | None:
+    """Return the row of a line; None where it holds none."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("version"), int) else None

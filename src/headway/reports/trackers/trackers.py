@@ -12,6 +12,7 @@ from typing import Any
 
 from headway.config.layers import flatten
 from headway.config.schema import Config
+from headway.errors import DataError
 from headway.reports.run_directory import RunDirectory
 from headway.reports.trackers.apart import Memory, Say, TrackerApart, memory_file
 from headway.reports.trackers.factory import PACKAGES
@@ -135,17 +136,48 @@ def open_trackers(config: Config, directory: RunDirectory, say: Say, *, undone_f
     board = None
     if "tensorboard" in chosen:
         board = TensorBoardFile(directory.tensorboard, say.warn, replace(setting, undone_from=undone_from))
-    apart = [_apart(name, setting, directory, say) for name in chosen if name in PACKAGES]
+    apart = [
+        _apart(name, setting, directory, say, _remembered(directory, name, say)) for name in chosen if name in PACKAGES
+    ]
     return Trackers(board, apart, say, log_model=config.reports.log_model)
 
 
 def open_lacking(config: Config, directory: RunDirectory, say: Say) -> Trackers:
-    """Make those trackers of a run that is over which lack something of it. `Trackers.names` says which they are."""
+    """Make those trackers of a run that is over which lack something of it. `Trackers.names` says which they are.
+
+    Raises `DataError` where it cannot be read what they have, or what they are to get.
+    """
     setting = _setting(config, directory)
     kept = [name for name in config.reports.trackers if name in KEPT]
-    lacking = [name for name in kept if not Memory.read(memory_file(directory.trackers, name)).whole]
-    apart = [_apart(name, setting, directory, say) for name in lacking]
-    return Trackers(None, apart, say, log_model=config.reports.log_model)
+    lacking: list[TrackerApart] = []
+    for name in kept:
+        try:
+            memory = Memory.read(memory_file(directory.trackers, name))
+        except DataError as cause:
+            raise DataError(
+                f"{cause}, so that it is not known what {name} has of the run; take the file from a copy, or remove "
+                "it, to send the run to a new entry"
+            ) from cause
+        if not memory.whole:
+            lacking.append(_apart(name, setting, directory, say, memory, goes_on=""))
+    if lacking:
+        try:
+            directory.metrics.open("rb").close()
+        except OSError as cause:
+            raise DataError(
+                f"{directory.metrics} cannot be read ({cause.strerror or cause}), from which trackers get the run's "
+                "rows; take it from a copy of the run"
+            ) from cause
+    return Trackers(None, lacking, say, log_model=config.reports.log_model)
+
+
+def _remembered(directory: RunDirectory, name: str, say: Say) -> Memory:
+    """Return what a run that goes on knows of its tracker; nothing, which is said, where the file is damaged."""
+    try:
+        return Memory.read(memory_file(directory.trackers, name))
+    except DataError as cause:
+        say.warn(f"{name}: {cause}; the run begins another entry")
+        return Memory()
 
 
 def _setting(config: Config, directory: RunDirectory) -> Setting:
@@ -159,14 +191,15 @@ def _setting(config: Config, directory: RunDirectory) -> Setting:
     )
 
 
-def _apart(name: str, setting: Setting, directory: RunDirectory, say: Say) -> TrackerApart:
+def _apart(
+    name: str, setting: Setting, directory: RunDirectory, say: Say, memory: Memory, **words: str
+) -> TrackerApart:
     """Make a tracker in a process of its own, which goes on in the entry that the run's directory remembers."""
-    memory, rows = Memory.read(memory_file(directory.trackers, name)), _lines(directory.metrics)
-    outbox = Outbox(directory.metrics, rows=rows, sent=memory.rows)
+    outbox = Outbox(directory.metrics, rows=_lines(directory.metrics), sent=memory.rows)
     link = partial(TrackerProcess, name, directory.logs / f"{name}.log")
     remedy = f"headway sync {shlex.quote(str(directory.path))}" if name in KEPT else ""
     own = replace(setting, entry=memory.entry)
-    return TrackerApart(name, own, outbox, link, say, remedy=remedy)
+    return TrackerApart(name, own, outbox, link, say, remedy=remedy, **words)
 
 
 def _lines(path: Path) -> int:
