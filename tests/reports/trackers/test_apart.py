@@ -127,6 +127,32 @@ def test_a_tool_whose_process_dies_gets_another_one_that_goes_on_in_the_entry(tm
     assert told.warnings == ["tool: its process ended (SIGSEGV); the run goes on, and what waits is sent later"]
 
 
+def test_what_a_tool_took_and_did_not_keep_is_told_again_to_another_process(tmp_path: Path) -> None:
+    tool, told = Tool(loses_at={4}), Told()
+    tracker = apart(tool, told, tmp_path)
+    tracker.start()
+    for version in range(3):
+        tracker.on_row({"version": version})
+        tool.wait_for(version + 2)
+    end(tracker)
+    assert (tool.processes, tool.rows) == (2, [0, 1, 0, 1, 2])
+    assert tracker.missing("silent") == ""
+    assert memory(tmp_path) == Memory("entry-1", rows=3, whole=True)
+
+
+def test_what_a_tool_has_not_kept_at_its_end_is_not_counted_as_taken(tmp_path: Path) -> None:
+    tool, told = Tool(loses_at={4}), Told()
+    tracker = apart(tool, told, tmp_path)
+    tracker.start()
+    tracker.on_row({"version": 0})
+    end(tracker)
+    assert tool.calls == [("on_row", {"version": 0}), ("on_summary", {"status": "completed"})]
+    assert tracker.missing("silent") == (
+        "tool did not get 1 of 1 rows, the summary (it could not be persisted); send it with: headway sync RUN"
+    )
+    assert memory(tmp_path) == Memory("entry-1", rows=0, whole=False)
+
+
 def test_a_tool_whose_process_always_dies_is_started_a_few_times(tmp_path: Path) -> None:
     tool, told = Tool(dies_at=set(range(99))), Told()
     tracker = apart(tool, told, tmp_path)

@@ -111,6 +111,10 @@ class TrackerApart:
         self._settings_tries = 0
         self._settings_problem = ""
         self._opened = False
+        self._opened_at = 0
+        """Number of the row before which the newest process was opened."""
+        self._lost_some = False
+        """True once a process has not kept what it took."""
         self._complete = False
         self._given_up = False
         self._usual_remedy = remedy
@@ -218,7 +222,7 @@ class TrackerApart:
         self._outbox.sent(message)
         if message.call == "on_row":
             self._good_rows += 1
-            if self._good_rows == GOOD_ROWS:
+            if self._good_rows == GOOD_ROWS and not self._lost_some:
                 self._starts = 1  # this process alone
             self._remember()
 
@@ -257,6 +261,7 @@ class TrackerApart:
         if not self.where and answer["where"]:
             self._say.note(f"{self.name}: {answer['where']}")
         self.where, self._own_remedy, self._opened = answer["where"], answer["remedy"], True
+        self._opened_at = self._outbox.next
         self._remember()
         if self._settings_tries < MOST_REFUSALS:
             self._tell_settings()
@@ -282,18 +287,26 @@ class TrackerApart:
         try:
             answer = self._link.ask(call, value)
         except TrackerLost as cause:
-            self._link.kill()
-            self._link, self._opened = None, False
-            self._outbox.lose_held()
+            self._end_process()
             answer = {"problem": str(cause)}
         finally:
             self._asked_at = None
+        if answer.get("kept") is False:
+            self._end_process()
+            self._outbox.back_to(self._opened_at)
+            self._lost_some = True
         self._account(answer)
         if "problem" in answer:
             self._fail(answer["problem"])
             return None
         self._problem = ""
         return answer
+
+    def _end_process(self) -> None:
+        if (link := self._link) is not None:
+            link.kill()
+        self._link, self._opened = None, False
+        self._outbox.lose_held()
 
     def _account(self, answer: dict[str, Any]) -> None:
         """Take over what an answer says of samples."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROWS = 256
-"""Most rows that wait in memory. More than a second's: by then they are in the file."""
+"""Newest rows that are kept in memory, sent or not. More than a second's: by then they are in the file."""
 SAMPLES = 64
 LINES_NAMED = 3
 READ_AT_ONCE = 256
@@ -58,6 +58,8 @@ class Outbox:
         self._told = 0
         """Number of times that something was put here."""
         self._ending: deque[Message] = deque()
+        self._end: tuple[Message, ...] = ()
+        """All of the ending, sent or not."""
         self.ended = False
         self.status = "failed"
         """How the run ended, once it has; a run that does not say failed."""
@@ -91,9 +93,9 @@ class Outbox:
         """Nothing comes any more but ``ending``."""
 
         def put() -> None:
-            self._ending.append(Message("on_summary", ending.summary))
-            if ending.model is not None:
-                self._ending.append(Message("on_model", str(ending.model)))
+            model = () if ending.model is None else (Message("on_model", str(ending.model)),)
+            self._end = (Message("on_summary", ending.summary), *model)
+            self._ending.extend(self._end)
             self.status = ending.summary.get("status") or self.status
             self.ended = True
 
@@ -163,6 +165,14 @@ class Outbox:
             self.next += 1
             self.sent(behind)
 
+    def back_to(self, row: int) -> None:
+        """Put everything from the row with the number ``row`` on back, but for samples."""
+        with self._news:
+            self.next = min(self.next, row)
+            self.unread = [line for line in self.unread if line <= row]
+            self._from_file.clear()
+            self._ending = deque(self._end)
+
     def account(self, held: int, dropped: int) -> None:
         """Take over what the tracker says of the samples that it took: how many wait in it, how many it dropped."""
         with self._news:
@@ -186,9 +196,8 @@ class Outbox:
                     self.unread.append(number + 1)
                     self.next += 1
                 self._from_file.popleft()
-            while self._rows and self._rows[0][0] < self.next:
-                self._rows.popleft()
-            return self._rows[0][1] if self._rows and self._rows[0][0] == self.next else None
+            place = self.next - self._rows[0][0] if self._rows else -1
+            return self._rows[place][1] if 0 <= place < len(self._rows) else None
 
     def _read_rows(self) -> None:
         """Read the rows from the next one on that have no room in memory."""
