@@ -157,7 +157,7 @@ def test_comparing_says_what_is_wrong_in_one_message(tmp_path: Path) -> None:
         file.write("nonsense\n")
     code, text = typed(run, damaged)
     assert (code, text.count("\n")) == (2, 1)
-    assert "is not an event" in text
+    assert "is damaged: it is not one whole JSON object" in text
     (damaged / "events.jsonl").write_text("")
     assert "nothing has happened yet" in typed(run, damaged)[1]
 

@@ -200,7 +200,7 @@ def test_a_record_that_is_damaged_ends_with_the_line_that_is(run: Path) -> None:
         file.write("{nonsense}\n")
     follower = Follower(RunDirectory(run))
     follower.start()
-    with pytest.raises(DataError, match=r"events\.jsonl:\d+ is not an event"):
+    with pytest.raises(DataError, match=r"events\.jsonl:\d+ is damaged"):
         follower.join()
     assert follower.message(0, -1)["status"]["status"] == "damaged"
     follower.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from headway.errors import ConfigError, DataError
 from headway.events import Event
-from headway.reports.alive import standing
+from headway.reports.alive import is_trained, standing
 from headway.reports.events_file import read_events
 from headway.reports.groups import GroupLog
 from headway.reports.html_timeline import write_html
@@ -85,7 +85,17 @@ def events_of(run: Path, about: Callable[[str], bool] | None = None) -> Iterator
     except DataError as cause:
         raise ConfigError(f"RUN: got {run}, whose record cannot be read: {cause}") from cause
     if empty and about is None:
-        raise ConfigError(f"RUN: got {run}, where nothing has happened yet: {path.name} has no complete line")
+        raise ConfigError(
+            f"RUN: got {run}, where nothing has happened yet: {path.name} has no complete line; {not_yet(run)}"
+        )
+
+
+def not_yet(run: Path) -> str:
+    """Say why something may not be there yet in the run in directory ``run``, and whether it will be."""
+    trained = is_trained(RunDirectory(run).lock)
+    if trained is False:
+        return "nobody trains there, and nothing will"
+    return f"the run {'is' if trained else 'may be'} still starting; ask again in a moment"
 
 
 def events_file_of(run: Path) -> Path:

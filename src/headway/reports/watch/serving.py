@@ -11,7 +11,7 @@ from contextlib import suppress
 from html import escape
 from pathlib import Path
 
-from headway.errors import ConfigError
+from headway.errors import ConfigError, DataError
 from headway.reports.run_directory import RunDirectory
 from headway.reports.watch.follower import Follower
 from headway.reports.watch.server import Server
@@ -34,7 +34,10 @@ def serve(run: Path, port: int, tell: Callable[[str], None], open_page: bool) ->
         if open_page:
             hint = _opened(server.url)
         with suppress(KeyboardInterrupt):  # the way to end it
-            follower.join()
+            try:
+                follower.join()
+            except DataError as cause:
+                raise ConfigError(f"RUN: got {run}, whose record cannot be read: {cause}") from cause
     finally:
         if hint is not None:
             hint.unlink(missing_ok=True)
