@@ -110,8 +110,16 @@ def test_nothing_of_a_report_is_cut(page: Page, small: Path, width: int, height:
 @pytest.mark.parametrize(("width", "height"), SIZES)
 def test_nothing_of_a_comparison_is_cut(page: Page, tmp_path: Path, width: int, height: int) -> None:
     runs = [
-        written(tmp_path / f"run{i}", story(versions=6 + 4 * i), config={"mode": f"mode{i}", "rollout": {"n": 8 + i}})
-        for i in range(3)
+        written(
+            tmp_path / f"run{i}",
+            story(versions=6 + 4 * i),
+            config={
+                "mode": f"mode{i}",
+                "rollout": {"n": 8 + i},
+                "data": {"train_files": f"/a/long/path/to/the/data/{i}"},
+            },
+        )
+        for i in range(4)
     ]
     write_page(compared(read_runs(runs)), tmp_path / "compare.html")
     page.problems.clear()
@@ -120,6 +128,8 @@ def test_nothing_of_a_comparison_is_cut(page: Page, tmp_path: Path, width: int, 
     page.frame()
     assert page.ask("document.querySelectorAll('.panel').length") >= 8
     assert page.cut() == []
+    over = "[...document.querySelectorAll('.wide')].map((box) => box.scrollWidth - box.clientWidth)"
+    assert page.ask(over) == [0, 0]
     assert page.problems == []
     picture(page, f"compare-{width}")
 

@@ -28,6 +28,7 @@ def page(found: Comparison) -> str:
         SCRIPTS,
         title=" · ".join(names),
         data=overlaid(found),
+        count=str(len(names)),
         runs="\n".join(_run(place, run.name, run.status) for place, run in enumerate(found.runs)),
         settings=_rows("setting", names, found.settings) if found.settings else "<p>They have the same settings.</p>",
         results=_rows("result", names, found.results),
